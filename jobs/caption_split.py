@@ -1,0 +1,56 @@
+"""Captions of whole splits on the cluster: one task a worker, each with its share of the images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.config import WorkersSection
+
+
+def caption_splits(
+    run: Path, splits: tuple[str, ...], store: Path, excluded: tuple[str, ...]
+) -> dict[str, dict[int, str]]:
+    """{split: {image id: caption}} by the run's final weights, from stored features."""
+    import ray
+
+    from pipeline.run_folder import RunFolder
+
+    workers: WorkersSection = RunFolder(run).config.workers
+    task = ray.remote(_caption_share).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
+    count = workers.num_workers
+    shares = ray.get([task.remote(run, splits, store, excluded, rank, count) for rank in range(count)])
+    merged: dict[str, dict[int, str]] = {split: {} for split in splits}
+    for share in shares:
+        for split, captions in share.items():
+            merged[split].update(captions)
+    return {split: dict(sorted(captions.items())) for split, captions in merged.items()}
+
+
+def _caption_share(
+    run: Path, splits: tuple[str, ...], store: Path, excluded: tuple[str, ...], rank: int, count: int
+) -> dict[str, dict[int, str]]:
+    import torch
+
+    from models.backbone import ImageTransform
+    from models.captioner import Captioner
+    from models.registry import build_model
+    from pipeline.batches import Images
+    from pipeline.captioning import caption_share
+    from pipeline.context import LocalContext
+    from pipeline.run_folder import RunFolder
+    from pipeline.store import FeatureStore
+    from pipeline.weights import load_weights
+
+    folder, device = RunFolder(run), LocalContext().device
+    config = folder.config
+    torch.set_num_threads(config.workers.threads_per_worker)
+    model = build_model(config.model, folder.sizes)
+    load_weights(model, folder.weights_before(None, "model"))
+    captioner = Captioner(model).to(device)
+    features, transform = FeatureStore(store), ImageTransform(config.backbone.image_size)
+    found = {}
+    for split in splits:
+        part = folder.dataset.without(excluded).split(split)
+        images = Images(part, features, transform, config.data.max_pixels, 1)
+        found[split] = caption_share(captioner, images, folder.vocabulary, config.evaluation, rank, count, device)
+    return found

@@ -1,0 +1,379 @@
+"""`raycap run`: from images to a scored, registered model. What is complete is not done again."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from jobs.cluster import start_ray
+from pipeline.config import RunConfig, StageSection, total_steps
+from pipeline.dataset import Dataset
+from pipeline.errors import UserError
+from pipeline.journal import Follower
+from pipeline.run_folder import RunFolder, read_json, write_json
+
+
+def run(config: RunConfig, address: str | None = None, say: Callable[[str], None] = print) -> RunFolder:
+    """All of it: checks, features, every stage, evaluation, report, registration. Returns the run's folder.
+
+    Raises UserError for what the user can mend before anything long starts.
+    """
+    from pipeline.prepare import prepare
+
+    begin = time.monotonic()
+    folder = prepare(config, say)
+    done = folder.path / "COMPLETE.json"
+    if done.is_file():
+        summary = read_json(done)
+        say(f"{folder.run_id} is complete; nothing to do")
+        say(summary["table"])
+        return folder
+    with _alone(folder):
+        job = _Run(config, folder, address, say)
+        try:
+            job.execute()
+        except BaseException:
+            job.tracker.close("KILLED" if isinstance(_current_error(), KeyboardInterrupt) else "FAILED")
+            raise
+        say(f"finished in {_minutes(time.monotonic() - begin)}")
+    return folder
+
+
+class _Run:
+    """One attempt at a run: the state that its steps share."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, address: str | None, say: Callable[[str], None]) -> None:
+        from pipeline.tracking import Tracker
+
+        # What does not decide the result (workers, tracking) is as this call says, not as a former one did.
+        stored = folder.config
+        fresh = stored.model_copy(update={"workers": config.workers, "tracking": config.tracking})
+        if fresh != stored:
+            from pipeline.config import dump_config
+
+            (folder.path / "config.yaml").write_text(dump_config(fresh), encoding="utf-8")
+        self.folder = RunFolder(folder.path)
+        self.config, self.address, self.say = config, address, say
+        self.attempt = self.folder.begin_attempt()
+        self.durations: dict[str, float] = {}
+        self.excluded: set[str] = set()
+        self.tracker = Tracker(self.folder, config, say)
+
+    def execute(self) -> None:
+        self._print_plan()
+        self._check()
+        for group in _groups(self.config.stages):
+            if all(self.folder.result(stage.name) for stage in group):
+                continue
+            store = self._features(group)
+            self._train(group, store)
+        self._evaluate()
+
+    def _print_plan(self) -> None:
+        folder, config = self.folder, self.config
+        facts = folder.facts
+        counts = facts["parameters"]
+        self.say(f"run       {folder.run_id}  in {folder.path}")
+        self.say(
+            f"data      {', '.join(f'{split} {count}' for split, count in facts['splits'].items())} images; "
+            f"{facts['sizes']['vocabulary_size']} words"
+        )
+        self.say(
+            f"model     {config.model.name}, {counts['model']:,} parameters; {config.backbone.name} at "
+            f"{config.backbone.image_size} px, {counts['backbone']:,} parameters, {facts['num_tokens']} tokens"
+        )
+        for number, stage in enumerate(config.stages, 1):
+            self.say(f"stage {number}   {self._describe(stage)}")
+        if facts["unreadable"]:
+            self.say(
+                f"warning   {len(facts['unreadable'])} images cannot be read and are left out (run.json lists them)"
+            )
+
+    def _describe(self, stage: StageSection) -> str:
+        workers = self.config.workers.num_workers
+        unit = "pairs" if stage.captions_per_image == 1 and stage.objective == "cross_entropy" else "images"
+        extra = f" x {stage.captions_per_image} captions" if stage.captions_per_image > 1 else ""
+        if stage.objective == "scst":
+            extra = f" x {stage.sampling.num_samples} samples"
+        share = stage.batch_size // (workers * stage.accumulate)
+        state = "done" if self.folder.result(stage.name) else f"{total_steps(stage, self._num_samples(stage))} steps"
+        return (
+            f"{stage.name}: {stage.objective}, {'end to end' if stage.train_backbone else 'frozen features'}, {state} "
+            f"of {stage.batch_size} {unit}{extra} = {workers} workers x {share}"
+            + (f" x {stage.accumulate} accumulated" if stage.accumulate > 1 else "")
+        )
+
+    def _num_samples(self, stage: StageSection) -> int:
+        train = self.folder.dataset.split(*self.config.data.train_splits)
+        if stage.captions_per_image == 1 and stage.objective == "cross_entropy":
+            return sum(len(captions) for captions in train.column("captions"))
+        return len(train)
+
+    def _check(self) -> None:
+        """Disk, Java, and one step of every stage at its real batch size on a worker."""
+        self._check_disk()
+        if shutil.which("java") is None:
+            self.say("check     java is not on the PATH: METEOR will be reported as unavailable")
+        pending = [stage for stage in self.config.stages if self.folder.result(stage.name) is None]
+        if not self.config.workers.trial_steps or not pending or any(self.folder.path.glob("stages/*/step-*")):
+            return
+        import ray
+
+        from pipeline.trial import trial_steps
+
+        self._start_ray()
+        with self._timed("trial steps"):
+            workers = self.config.workers
+            task = ray.remote(trial_steps).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
+            for row in ray.get(task.remote(self.folder.path)):
+                self.say(f"check     one step of {row['stage']}: {row['seconds']:.1f} s, {row['memory_mb']:.0f} MiB")
+
+    def _check_disk(self) -> None:
+        facts = self.folder.facts
+        width = 2 if self.config.features.stored_dtype == "float16" else 4
+        stores = 1 + sum(stage.train_backbone for stage in self.config.stages)
+        features = len(self.folder.dataset) * facts["num_tokens"] * facts["sizes"]["feature_width"] * width * stores
+        weights = 6 * 4 * sum(facts["parameters"].values())
+        free = shutil.disk_usage(self.folder.path).free
+        if features + weights > free:
+            raise UserError(
+                f"storage {self.config.storage} has {free / 2**30:.1f} GiB free, and features ({features / 2**30:.1f} "
+                f"GiB) and checkpoints ({weights / 2**30:.1f} GiB) need more; free some or set another storage"
+            )
+        self.say(f"check     disk: {free / 2**30:.0f} GiB free, about {(features + weights) / 2**30:.1f} GiB needed")
+
+    def _start_ray(self) -> None:
+        with self._timed("starting ray"):
+            start_ray(self.config, self.address)
+
+    def _features(self, group: list[StageSection]) -> Path | None:
+        """The store for a group's frozen stages: all images that training and validation read."""
+        frozen = [stage for stage in group if not stage.train_backbone]
+        if not frozen:
+            return None
+        data = self.config.data
+        part = self.folder.dataset.split(*data.train_splits, data.val_split)
+        return self._extract(part, self.folder.weights_before(frozen[0], "backbone"))
+
+    def _extract(self, part: Dataset, weights: Path) -> Path:
+        from pipeline.features import Extractor, extract
+
+        with self._timed("features"):
+            extractor = Extractor(self.config.backbone, weights, self.config.features, self.config.data.max_pixels)
+            extractor = replace(extractor, backbone=replace(extractor.backbone, weights="none"))
+            store, bad = extract(
+                part,
+                self.config.storage_path / "features",
+                extractor,
+                self._start_ray,
+                lambda text: self.say(f"features  {text}"),
+            )
+        if len(bad) > self.config.data.max_bad_fraction * len(part):
+            key, reason = next(iter(bad.items()))
+            raise UserError(
+                f"{len(bad)} of {len(part)} images cannot be decoded, more than data.max_bad_fraction = "
+                f"{self.config.data.max_bad_fraction}; {store / 'quarantine.parquet'} lists them (first: {reason})"
+            )
+        if bad:
+            self.say(f"features  {len(bad)} images in quarantine: {store / 'quarantine.parquet'}")
+        self.excluded |= bad.keys()
+        return store
+
+    def _train(self, group: list[StageSection], store: Path | None) -> None:
+        from jobs.train import fit
+        from pipeline.loop import StageJob
+
+        self._start_ray()
+        names = tuple(stage.name for stage in group)
+        job = StageJob(self.folder.path, names, store, tuple(sorted(self.excluded)), self.attempt)
+        with self._timed(" + ".join(names)), _Printer(self.folder, self.say):
+            fit(job, self.config)
+
+    def _evaluate(self) -> None:
+        from jobs.caption_split import caption_splits
+        from pipeline.evaluate import evaluate_run, flat_scores, write_predictions
+        from pipeline.results import format_table, make_report, score_table
+        from pipeline.tracking import log_results, register_model
+
+        folder, config = self.folder, self.config
+        splits = (*config.data.test_splits, config.data.val_split)
+        store = self._extract(folder.dataset.split(*splits), folder.weights_before(None, "backbone"))
+        dataset = folder.dataset.without(sorted(self.excluded))
+        with self._timed("evaluation"):
+            self._start_ray()
+            self.say(f"evaluate  {', '.join(splits)} with beam {config.evaluation.beam_size}")
+            for split, captions in caption_splits(folder.path, splits, store, tuple(sorted(self.excluded))).items():
+                write_predictions(folder.path / "predictions" / f"{split}.json", captions)
+            result = evaluate_run(folder, dataset)
+        report = make_report(folder, dataset, result, self.durations)
+        bundle = self._bundle(flat_scores(result))
+        with self._timed("registration"):
+            files = [report, folder.path / "scores.json", folder.path / "run.json"]
+            registered = None
+            if (
+                self.tracker.close("RUNNING", log_results(folder, flat_scores(result), files))
+                and config.tracking.enabled
+            ):
+                registered = register_model(folder, config, bundle, flat_scores(result))
+                self.tracker.close("FINISHED")
+        table = "\n".join(
+            [
+                "",
+                format_table(*score_table(result)),
+                "",
+                *self._verdicts(result),
+                "",
+                f"report       {report}",
+                f"predictions  {folder.path / 'predictions'}",
+                f"model        {bundle}",
+                f"tracking     {self._tracking(registered)}",
+                f"features     {store}",
+                f"times        {', '.join(f'{name} {seconds:.0f} s' for name, seconds in self.durations.items())}",
+            ]
+        )
+        write_json(folder.path / "COMPLETE.json", {"table": table, "durations": self.durations})
+        self.say(table)
+
+    def _bundle(self, scores: dict[str, float]) -> Path:
+        from models.backbone import Backbone
+        from models.captioner import Captioner
+        from models.registry import build_model
+        from pipeline.bundle import save_bundle
+        from pipeline.weights import load_weights
+
+        folder, config = self.folder, self.config
+        model, backbone = build_model(config.model, folder.sizes), Backbone(replace(config.backbone, weights="none"))
+        load_weights(model, folder.weights_before(None, "model"))
+        load_weights(backbone, folder.weights_before(None, "backbone"))
+        target = config.storage_path / "models" / config.name / folder.run_id
+        info = {
+            "run": folder.run_id,
+            "commit": folder.facts["commit"],
+            **{key: round(v, 4) for key, v in scores.items()},
+        }
+        save_bundle(target, Captioner(model, backbone), folder.vocabulary, name=config.name, info=info)
+        return target
+
+    def _verdicts(self, result: dict[str, Any]) -> Iterator[str]:
+        by_stage = result["validation_by_stage"]
+        yield "validation CIDEr-D  " + ", ".join(f"{name} {value:.4f}" for name, value in by_stage.items())
+        kinds = {stage.name: stage.objective for stage in self.config.stages}
+        best = {
+            kind: max((v for n, v in by_stage.items() if kinds[n] == kind), default=None)
+            for kind in ("cross_entropy", "scst")
+        }
+        if None not in best.values():
+            gain = best["scst"] - best["cross_entropy"]
+            yield f"                    SCST {'gains' if gain > 0 else 'LOSES'} {abs(gain):.4f} over cross entropy"
+
+    def _tracking(self, registered: str | None) -> str:
+        from pipeline.tracking import tracking_uri
+
+        if not self.config.tracking.enabled:
+            return "off"
+        where = tracking_uri(self.config)
+        return (
+            f"{where}, model {registered}" if registered else f"{where} did not take everything; the journal keeps it"
+        )
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.durations[name] = self.durations.get(name, 0.0) + time.monotonic() - begin
+
+
+class _Printer:
+    """Prints journal entries while a fit is under way."""
+
+    def __init__(self, folder: RunFolder, say: Callable[[str], None]) -> None:
+        self.follower = Follower(folder.journal)
+        self.say = say
+        self.start: dict[str, tuple[int, float]] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="printer", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._print()
+
+    def _follow(self) -> None:
+        while not self._stop.wait(0.5):
+            self._print()
+
+    def _print(self) -> None:
+        for entry in self.follower.new():
+            self.say(self._line(entry))
+
+    def _line(self, entry: dict[str, Any]) -> str:
+        stage, step = entry["stage"], entry["step"]
+        if entry["kind"] in ("event", "done"):
+            self.start[stage] = (step, entry["time"])
+            return f"{stage}  {entry['text']}"
+        if entry["kind"] == "validation":
+            return f"{stage}  step {step}: validation CIDEr-D {entry['CIDEr-D']:.4f} (best {entry['best']:.4f}), {entry['seconds']:.1f} s"
+        first, since = self.start.get(stage, (0, entry["time"]))
+        rate = (step - first) / max(entry["time"] - since, 1e-3)
+        left = (entry["total"] - step) / rate if rate > 0 else 0.0
+        parts = [f"{stage}  {step}/{entry['total']}", f"loss {entry['loss']:.4f}"]
+        if "reward" in entry:
+            parts += [f"reward {entry['reward']:.3f}", f"length {entry['length']:.1f}"]
+        parts += [
+            f"grad {entry['gradient_norm']:.2f}",
+            f"lr {entry['lr']:.2e}",
+            f"{entry['images_per_s']:.0f} images/s",
+            f"data wait {100 * entry['data_wait']:.0f} %",
+            f"{entry['memory_mb']:.0f} MiB",
+            f"{_minutes(left)} left",
+        ]
+        return "  ".join(parts)
+
+
+def _groups(stages: tuple[StageSection, ...]) -> list[list[StageSection]]:
+    """Consecutive stages that one fit can run: features are extracted anew only between groups.
+
+    A frozen stage after one that trained the backbone begins a group, because its features are not there yet.
+    """
+    groups: list[list[StageSection]] = []
+    for stage in stages:
+        if not groups or (not stage.train_backbone and any(earlier.train_backbone for earlier in groups[-1])):
+            groups.append([])
+        groups[-1].append(stage)
+    return groups
+
+
+@contextmanager
+def _alone(folder: RunFolder) -> Iterator[None]:
+    """Refuses a second process on the same run; the lock falls with the process, however it ends."""
+    path = folder.path / "log" / "lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file: TextIO
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(f"another process is working on {folder.run_id}; wait for it or stop it") from error
+        yield
+
+
+def _current_error() -> BaseException | None:
+    import sys
+
+    return sys.exc_info()[1]
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"

@@ -1,0 +1,50 @@
+"""Training stages on Ray Train: one fit over data-parallel workers, each running `pipeline.loop`."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import uuid
+from typing import Any
+
+from pipeline.config import RunConfig
+from pipeline.loop import StageJob
+
+
+def fit(job: StageJob, config: RunConfig) -> None:
+    """Runs the job's stages on the cluster; a worker that dies is replaced and the stage resumes by itself.
+
+    Raises the last worker's error when `workers.max_failures` is used up. The name given to Ray is new for each fit:
+    Ray Train given an old name trains nothing and returns the old result.
+    """
+    from ray.train import FailureConfig, ScalingConfig
+    from ray.train import RunConfig as RayRunConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    logging.getLogger("ray.train").setLevel(logging.ERROR)
+    workers = config.workers
+    scratch = job.run / "log" / "ray"
+    trainer = TorchTrainer(
+        _worker,
+        train_loop_config={"job": job},
+        torch_config=TorchConfig(backend="nccl" if workers.gpus_per_worker else "gloo"),
+        scaling_config=ScalingConfig(
+            num_workers=workers.num_workers,
+            use_gpu=workers.gpus_per_worker > 0,
+            resources_per_worker={"CPU": workers.cpus_per_worker, "GPU": workers.gpus_per_worker},
+        ),
+        run_config=RayRunConfig(
+            name=f"{job.stages[0]}-{uuid.uuid4().hex[:8]}",
+            storage_path=str(scratch),
+            failure_config=FailureConfig(max_failures=workers.max_failures),
+        ),
+    )
+    trainer.fit()
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _worker(settings: dict[str, Any]) -> None:
+    from pipeline.context import RayContext
+    from pipeline.loop import train_stages
+
+    train_stages(RayContext(), settings["job"])

@@ -1,0 +1,151 @@
+"""The visual backbone: a timm Swin that gives grid features, and the image transform that belongs to it.
+
+The only home of timm. Shapes: B images, N grid tokens (rows x columns, row by row), C feature width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from timm.layers import DropPath
+from torch import Tensor, nn
+
+from models.base import load_strictly
+from models.config import BackboneConfig
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+class Backbone(nn.Module):
+    """Images (B, 3, H, W), normalized, to features (B, N, C) after the final norm."""
+
+    def __init__(self, config: BackboneConfig) -> None:
+        super().__init__()
+        self.config = config
+        overrides: dict[str, Any] = {
+            key: value
+            for key in ("embed_dim", "depths", "num_heads", "window_size")
+            if (value := getattr(config, key)) is not None
+        }
+        self.swin = timm.create_model(
+            config.name,
+            pretrained=config.weights == "pretrained",
+            img_size=config.image_size,
+            num_classes=0,
+            drop_path_rate=config.drop_path,
+            **overrides,
+        )
+        if config.weights not in ("none", "pretrained"):
+            load_swin(self, read_tensors(Path(config.weights)))
+        self.swin.set_grad_checkpointing(config.gradient_checkpointing)
+        self.width: int = self.swin.num_features
+        reduction = 4 * 2 ** (len(self.swin.layers) - 1)
+        self.grid = (config.image_size // reduction, config.image_size // reduction)
+        self.num_tokens = self.grid[0] * self.grid[1]
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.swin.forward_features(images).flatten(1, 2)
+
+
+def set_drop_path(module: nn.Module, rate: float) -> None:
+    """Sets stochastic depth after construction: from 0 in the first block to `rate` in the last, as Swin has it.
+
+    `module` is a Backbone or holds one; without one nothing happens. Raises ValueError for a rate outside [0, 1).
+    """
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"drop_path is {rate}; it must be at least 0 and below 1")
+    for backbone in (child for child in module.modules() if isinstance(child, Backbone)):
+        blocks = [block for stage in backbone.swin.layers for block in stage.blocks]
+        for index, block in enumerate(blocks):
+            share = rate * index / max(len(blocks) - 1, 1)
+            block.drop_path1 = DropPath(share) if share else nn.Identity()
+            block.drop_path2 = DropPath(share) if share else nn.Identity()
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint: safetensors, or a PyTorch file read with `weights_only` (nothing in it runs).
+
+    A wrapping `model`, `state_dict` or `model_state_dict` is opened. Raises ValueError for anything else.
+    """
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{path} holds more than tensors and is refused: {str(error).splitlines()[0]}") from error
+    for key in ("model_state_dict", "state_dict", "model"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise ValueError(
+            f"{path} is not a checkpoint: expected a dictionary of tensors, also under 'model' or 'state_dict'"
+        )
+    return content
+
+
+def load_swin(backbone: Backbone, tensors: dict[str, Tensor]) -> None:
+    """Loads a Swin in timm's or the original naming (which downsamples at a stage's end, timm at the next one's start).
+
+    The classifier and computed buffers are left out. Raises ValueError for missing, unknown or misshapen entries.
+    """
+    original = "layers.0.downsample.reduction.weight" in tensors
+    state = {}
+    for name, tensor in tensors.items():
+        if name.endswith(("relative_position_index", "attn_mask")) or name.startswith("head."):
+            continue
+        if original:
+            name = re.sub(r"^layers\.(\d+)\.downsample", lambda m: f"layers.{int(m[1]) + 1}.downsample", name)
+        state[name] = tensor
+    load_strictly(backbone.swin, state, f"a Swin checkpoint for {backbone.config.name}")
+
+
+class ImageTransform:
+    """A PIL RGB image to a normalized float32 tensor (3, H, W).
+
+    Resized to the square without keeping the aspect, bilinear with antialiasing on the PIL image, [0, 1], ImageNet mean
+    and standard deviation (specs item 16).
+    """
+
+    def __init__(self, image_size: int) -> None:
+        self.image_size = image_size
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        return self.normalize(torch.from_numpy(self.resize(image)[None].copy()))[0]
+
+    def resize(self, image: Image.Image) -> np.ndarray:
+        """Pixels (H, W, 3) uint8 of the square: the part that belongs in a CPU task, small to send on."""
+        return np.asarray(image.resize((self.image_size, self.image_size), Image.Resampling.BILINEAR))
+
+    def normalize(self, pixels: Tensor) -> Tensor:
+        """(B, H, W, 3) uint8 to (B, 3, H, W) float32, on the pixels' device."""
+        mean, std = (torch.tensor(values, device=pixels.device) for values in (IMAGENET_MEAN, IMAGENET_STD))
+        return (pixels.to(torch.float32) / 255.0).sub_(mean).div_(std).permute(0, 3, 1, 2).contiguous()
+
+    def describe(self) -> dict[str, Any]:
+        """What a feature key and a model bundle record."""
+        return {
+            "resize": [self.image_size, self.image_size],
+            "interpolation": "bilinear",
+            "antialias": True,
+            "mean": list(IMAGENET_MEAN),
+            "std": list(IMAGENET_STD),
+        }
+
+
+def weights_digest(module: nn.Module) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes of the state dict, in name order."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,153 @@
+"""The contract between captioning models and everything that trains, decodes or stores them.
+
+Shapes in this package: B images, N image tokens, C feature width, D model width, K captions (or beams) an image,
+T caption tokens, V vocabulary, E expanded vectors, H heads.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor, nn
+
+from models.config import ModelConfig, ModelSizes
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the encoder leaves for the decoder.
+
+    states: (B, N, D), or (B, levels, N, D) where a model keeps every encoder level.
+    lengths: (B,) numbers of real image tokens, or None when all N are real.
+    boxes: (B, N, 4) region boxes, for the models that need them.
+    """
+
+    states: Tensor
+    lengths: Tensor | None = None
+    boxes: Tensor | None = None
+
+    @property
+    def batch_size(self) -> int:
+        return self.states.shape[0]
+
+    def select(self, index: Tensor) -> Memory:
+        """The memory of the images in `index` (any number, any order; int64)."""
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{k: v.index_select(0, index) for k, v in tensors.items() if v is not None})
+
+    def narrow(self, start: int, length: int) -> Memory:
+        """The memory of `length` images from `start`, as views."""
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{k: v.narrow(0, start, length) for k, v in tensors.items() if v is not None})
+
+
+class Cache(ABC):
+    """What a decoder keeps between steps for B images with K beams each. Row b*K+k is beam k of image b."""
+
+    length: int  # tokens consumed so far
+    images: int
+    beams: int
+
+    @abstractmethod
+    def select(self, index: Tensor) -> Cache:
+        """Row r continues what row index[r] (int64, (B*K,), of the same image) has seen so far.
+
+        Nothing that the beams of an image share is copied. The old cache must not be used afterwards.
+        """
+
+    @abstractmethod
+    def keep_images(self, index: Tensor) -> Cache:
+        """The cache of the images in `index` (int64) alone: finished images can be dropped."""
+
+
+class CaptionModel(nn.Module, ABC):
+    """A captioner over features. Devices and dtypes come from the tensors; autocast is the caller's."""
+
+    config: ModelConfig
+    sizes: ModelSizes
+
+    @abstractmethod
+    def encode(self, features: Tensor, lengths: Tensor | None = None) -> Memory:
+        """Features (B, N, C), with (B,) numbers of real tokens where they differ. Raises ValueError on other widths."""
+
+    @abstractmethod
+    def decode(self, memory: Memory, tokens: Tensor) -> Tensor:
+        """Teacher-forced logits (B*K, T, V) for tokens (B*K, T) with SOS; caption k of image b stands at row b*K+k.
+
+        Row t has seen the tokens up to t. PAD may stand only after a caption's end; logits there mean nothing.
+        Raises ValueError for a caption longer than the positional table.
+        """
+
+    def forward(self, features: Tensor, lengths: Tensor | None, tokens: Tensor) -> Tensor:
+        """`decode(encode(...))`: an image is encoded once, whatever the number of its captions."""
+        return self.decode(self.encode(features, lengths), tokens)
+
+    @abstractmethod
+    def init_cache(self, memory: Memory, beams: int) -> Cache:
+        """An empty cache for `beams` rows an image."""
+
+    @abstractmethod
+    def step(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, Cache]:
+        """Logits (B*K, V) after one more token (B*K,) a row. Without gradient: `decode` is for training."""
+
+
+def check_features(features: Tensor, lengths: Tensor | None, width: int) -> None:
+    """Raises ValueError unless features are (B, N, width) and lengths (B,)."""
+    if features.ndim != 3 or features.shape[-1] != width:
+        raise ValueError(
+            f"features have shape {tuple(features.shape)}; expected (images, tokens, {width}), "
+            f"the width this model was built for"
+        )
+    if lengths is not None and lengths.shape != features.shape[:1]:
+        raise ValueError(
+            f"lengths have shape {tuple(lengths.shape)}; expected one number an image, ({features.shape[0]},)"
+        )
+
+
+def captions_per_image(memory: Memory, rows: int) -> int:
+    """K for `rows` = B*K caption rows. Raises ValueError when they do not divide."""
+    captions, rest = divmod(rows, memory.batch_size)
+    if rest or not captions:
+        raise ValueError(
+            f"{rows} captions do not divide by {memory.batch_size} images (remainder {rest}); "
+            f"give the same number of captions for each image, row b*K+k for caption k of image b"
+        )
+    return captions
+
+
+def check_positions(length: int, max_positions: int) -> None:
+    """Raises ValueError for a caption longer than the positional table."""
+    if length > max_positions:
+        raise ValueError(
+            f"a caption of {length} input tokens is longer than the positional table of {max_positions} rows; "
+            f"cut the captions, or build the model with max_positions of {length} or more"
+        )
+
+
+def real_tokens(lengths: Tensor | None, count: int) -> Tensor | None:
+    """(B, N) True where an image token is real; None when all are."""
+    if lengths is None:
+        return None
+    return torch.arange(count, device=lengths.device) < lengths[:, None]
+
+
+def load_strictly(module: nn.Module, state: dict[str, Tensor], what: str) -> None:
+    """Loads a state dict whose keys and shapes must match exactly. Raises ValueError naming what does not."""
+    own = module.state_dict()
+    missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    if missing or extra:
+        parts = [f"lacks {_listed(missing)}"] * bool(missing) + [f"has unknown {_listed(extra)}"] * bool(extra)
+        raise ValueError(f"{what} {' and '.join(parts)}; it does not belong to this configuration")
+    for name, tensor in own.items():
+        if tensor.shape != state[name].shape:
+            raise ValueError(
+                f"{what} holds {name} with shape {tuple(state[name].shape)}; "
+                f"this configuration needs {tuple(tensor.shape)}"
+            )
+    module.load_state_dict(state)
+
+
+def _listed(names: list[str]) -> str:
+    return f"{names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")

@@ -1,0 +1,120 @@
+"""What a captioner and its backbone are, as plain values: no torch here, so that reading a configuration is instant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What a captioner is, apart from what the data decide (`ModelSizes`).
+
+    Encoder: `static_expansion` G, or `encoder_dynamic_expansion` N_E (bidirectional), or attention when both are None.
+    Decoder: `dynamic_expansion` N_E (causal), or attention when it is None. All rows of the paper's Table I are here.
+
+    `expansion_dropout`: "reference" drops single elements of the expanded vectors, as the paper's recipes were trained;
+    it forces the long form (the expanded sequence exists in memory). "factorized" drops whole expanded vectors with the
+    same probability, which keeps the short form in training: faster and leaner, but another regularizer, with no
+    published score. Evaluation is the same for both.
+
+    Raises ValueError for sizes that do not fit.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # read by pydantic where the configuration file is parsed
+
+    name: Literal["expansionnet_v2", "transformer"] = "expansionnet_v2"
+    d_model: int = 512
+    d_ff: int = 2048
+    heads: int = 8
+    encoder_layers: int = 3
+    decoder_layers: int = 3
+    static_expansion: tuple[int, ...] | None = (32, 64, 128, 256, 512)
+    dynamic_expansion: int | None = 16
+    encoder_dynamic_expansion: int | None = None
+    dropout: float = 0.3
+    expansion_dropout: Literal["reference", "factorized"] = "reference"
+    max_positions: int | None = None  # None: the longest training caption with SOS and EOS
+
+    def __post_init__(self) -> None:
+        for key in ("d_model", "d_ff", "heads", "encoder_layers", "decoder_layers"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"model.{key} is {getattr(self, key)}; it must be 1 or more")
+        if self.d_model % self.heads:
+            raise ValueError(
+                f"model.d_model = {self.d_model} does not divide by model.heads = {self.heads} "
+                f"(remainder {self.d_model % self.heads}); choose heads that divide the width"
+            )
+        for key in ("dynamic_expansion", "encoder_dynamic_expansion", "max_positions"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"model.{key} is {value}; it must be 1 or more, or null for none")
+        if self.static_expansion is not None:
+            groups = list(self.static_expansion)
+            if not groups:
+                raise ValueError("model.static_expansion is an empty list; name one group or more, or null for none")
+            if min(groups) < 1:
+                raise ValueError(
+                    f"model.static_expansion = {groups} holds {min(groups)}; every group must be 1 or more"
+                )
+            if self.encoder_dynamic_expansion is not None and self.name != "transformer":
+                raise ValueError(
+                    f"model.static_expansion = {groups} and model.encoder_dynamic_expansion = "
+                    f"{self.encoder_dynamic_expansion} are both set; the encoder has one of them: set the other to null"
+                )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"model.dropout is {self.dropout}; it must be at least 0 and below 1")
+        if self.expansion_dropout not in ("reference", "factorized"):
+            raise ValueError(
+                f"model.expansion_dropout is {self.expansion_dropout!r}; it must be 'reference' or 'factorized'"
+            )
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What the data decide: widths and the ids of the special tokens. Raises ValueError for ids outside."""
+
+    feature_width: int
+    vocabulary_size: int
+    max_positions: int
+    sos: int
+    eos: int
+    pad: int
+
+    def __post_init__(self) -> None:
+        for key in ("feature_width", "vocabulary_size", "max_positions"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key} is {getattr(self, key)}; it must be 1 or more")
+        for key in ("sos", "eos", "pad"):
+            if not 0 <= getattr(self, key) < self.vocabulary_size:
+                raise ValueError(
+                    f"the id of {key.upper()} is {getattr(self, key)}, outside the vocabulary of "
+                    f"{self.vocabulary_size} words"
+                )
+
+
+@dataclass(frozen=True)
+class BackboneConfig:
+    """A timm `swin_*` by name, where its weights come from, and overrides for small ones.
+
+    weights: "none" (drawn at random), "pretrained" (timm's, over the network) or the path of a checkpoint in timm's or
+    the original Swin naming (.safetensors, or a PyTorch file with tensors only).
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # read by pydantic where the configuration file is parsed
+
+    name: str = "swin_large_patch4_window12_384"
+    weights: str = "none"
+    image_size: int = 384
+    embed_dim: int | None = None
+    depths: tuple[int, ...] | None = None
+    num_heads: tuple[int, ...] | None = None
+    window_size: int | None = None
+    drop_path: float = 0.0
+    gradient_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.name.startswith("swin_"):
+            raise ValueError(f"backbone.name is {self.name!r}; expected a timm name that starts with 'swin_'")
+        if not 0.0 <= self.drop_path < 1.0:
+            raise ValueError(f"backbone.drop_path is {self.drop_path}; it must be at least 0 and below 1")

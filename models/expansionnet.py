@@ -1,0 +1,192 @@
+"""ExpansionNet v2 (Hu, Cavicchioli, Capotondi): an encoder and a decoder whose mixers are configuration.
+
+Shapes: B images, N image tokens, C feature width, K captions an image, R = B*K rows, T caption tokens, D width,
+V vocabulary.
+
+Pre-norm layers, x + dropout(sublayer(norm(x))); after the last layer x + dropout(Linear(all layers' outputs)), then a
+LayerNorm (specs item 2). A decoder row depends only on tokens before it, so PAD behind a caption needs no mask.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.base import (
+    Cache,
+    CaptionModel,
+    Memory,
+    ModelConfig,
+    ModelSizes,
+    captions_per_image,
+    check_features,
+    check_positions,
+    real_tokens,
+)
+from models.expansion import DynamicExpansion, StaticExpansion
+from models.layers import CrossAttention, Dropout, FeedForward, SelfAttention, padding_bias, xavier_blocks_
+
+
+def encoder_mixer(config: ModelConfig) -> nn.Module:
+    factorized = config.expansion_dropout == "factorized"
+    if config.static_expansion is not None:
+        return StaticExpansion(config.d_model, config.static_expansion, config.dropout, factorized)
+    if config.encoder_dynamic_expansion is not None:
+        return DynamicExpansion(config.d_model, config.encoder_dynamic_expansion, False, config.dropout, factorized)
+    return SelfAttention(config.d_model, config.heads, causal=False)
+
+
+def decoder_mixer(config: ModelConfig) -> nn.Module:
+    if config.dynamic_expansion is not None:
+        factorized = config.expansion_dropout == "factorized"
+        return DynamicExpansion(config.d_model, config.dynamic_expansion, True, config.dropout, factorized)
+    return SelfAttention(config.d_model, config.heads, causal=True)
+
+
+class EncoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.mixer_norm = nn.LayerNorm(config.d_model)
+        self.mixer = encoder_mixer(config)
+        self.feed_forward_norm = nn.LayerNorm(config.d_model)
+        self.feed_forward = FeedForward(config.d_model, config.d_ff, config.dropout)
+        self.dropout = Dropout(config.dropout)
+
+    def forward(self, x: Tensor, real: Tensor | None) -> Tensor:
+        x = x + self.dropout(self.mixer(self.mixer_norm(x), real))
+        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.mixer_norm = nn.LayerNorm(config.d_model)
+        self.mixer = decoder_mixer(config)
+        self.cross_norm = nn.LayerNorm(config.d_model)
+        self.cross = CrossAttention(config.d_model, config.heads)
+        self.feed_forward_norm = nn.LayerNorm(config.d_model)
+        self.feed_forward = FeedForward(config.d_model, config.d_ff, config.dropout)
+        self.dropout = Dropout(config.dropout)
+
+    def forward(self, x: Tensor, states: Tensor, bias: Tensor | None) -> Tensor:
+        """x (R, T, D), states (B, N, D)."""
+        key, value = self.cross.project(states)
+        x = x + self.dropout(self.mixer(self.mixer_norm(x)))
+        x = x + self.dropout(self.cross(self.cross_norm(x), key, value, bias))
+        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+
+    def step(self, x: Tensor, keys: tuple[Tensor, Tensor], bias: Tensor | None, cache: Any) -> tuple[Tensor, Any]:
+        """x (R, D)."""
+        mixed, cache = self.mixer.step(self.mixer_norm(x), cache)
+        x = x + mixed
+        x = x + self.cross(self.cross_norm(x)[:, None], *keys, bias)[:, 0]
+        return x + self.feed_forward(self.feed_forward_norm(x)), cache
+
+
+@dataclass
+class ExpansionCache(Cache):
+    images: int
+    beams: int
+    cross: list[tuple[Tensor, Tensor]]
+    bias: Tensor | None
+    layers: list[dict[str, Tensor]]
+    length: int = 0
+
+    def select(self, index: Tensor) -> ExpansionCache:
+        self.layers = [{k: v.index_select(0, index) for k, v in layer.items()} for layer in self.layers]
+        return self
+
+    def keep_images(self, index: Tensor) -> ExpansionCache:
+        rows = (index[:, None] * self.beams + torch.arange(self.beams, device=index.device)).flatten()
+        self.cross = [(k.index_select(0, index), v.index_select(0, index)) for k, v in self.cross]
+        self.bias = None if self.bias is None else self.bias.index_select(0, index)
+        self.images = len(index)
+        return self.select(rows)
+
+
+class LayerSum(nn.Module):
+    """x + dropout(Linear(concatenated outputs of all layers)), then LayerNorm."""
+
+    def __init__(self, d_model: int, layers: int, dropout: float) -> None:
+        super().__init__()
+        self.map = nn.Linear(layers * d_model, d_model)
+        self.norm = nn.LayerNorm(d_model)
+        self.dropout = Dropout(dropout)
+
+    def forward(self, outputs: list[Tensor]) -> Tensor:
+        return self.norm(outputs[-1] + self.dropout(self.map(torch.cat(outputs, -1))))
+
+
+class ExpansionNet(CaptionModel):
+    """Raises ValueError (from the configuration) for sizes that do not fit."""
+
+    def __init__(self, config: ModelConfig, sizes: ModelSizes) -> None:
+        super().__init__()
+        self.config = config
+        self.sizes = sizes
+        width = config.d_model
+        self.input = nn.Linear(sizes.feature_width, width)
+        self.input_dropout = Dropout(config.dropout)
+        self.encoder = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))
+        self.encoder_sum = LayerSum(width, config.encoder_layers, config.dropout)
+        self.words = nn.Embedding(sizes.vocabulary_size, width)
+        self.word_dropout = Dropout(config.dropout)
+        self.positions = nn.Embedding(sizes.max_positions, width)
+        self.decoder = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
+        self.decoder_sum = LayerSum(width, config.decoder_layers, config.dropout)
+        self.output = nn.Linear(width, sizes.vocabulary_size)
+
+    def init_weights(self) -> None:
+        """Xavier uniform for everything with two or more dimensions; biases as PyTorch draws them (specs item 2)."""
+        for module in self.modules():
+            if module is not self and hasattr(module, "init_weights"):
+                module.init_weights()
+        for plain in (self.input, self.encoder_sum.map, self.words, self.positions, self.decoder_sum.map, self.output):
+            xavier_blocks_(plain.weight)
+
+    def encode(self, features: Tensor, lengths: Tensor | None = None) -> Memory:
+        check_features(features, lengths, self.sizes.feature_width)
+        x = self.input_dropout(self.input(features.to(self.input.weight.dtype)))
+        real = real_tokens(lengths, features.shape[1])
+        outputs = []
+        for layer in self.encoder:
+            x = layer(x, real)
+            outputs.append(x)
+        return Memory(self.encoder_sum(outputs), lengths)
+
+    def embed(self, tokens: Tensor, position: int) -> Tensor:
+        """Tokens (R, T) that start at `position`. Dropout comes before the scale, the position after (item 2)."""
+        check_positions(position + tokens.shape[1], self.sizes.max_positions)
+        words = self.word_dropout(self.words(tokens)) * math.sqrt(self.config.d_model)
+        return words + self.positions.weight[position : position + tokens.shape[1]]
+
+    def decode(self, memory: Memory, tokens: Tensor) -> Tensor:
+        captions_per_image(memory, tokens.shape[0])
+        bias = padding_bias(real_tokens(memory.lengths, memory.states.shape[1]), memory.states.dtype)
+        y = self.embed(tokens, 0)
+        outputs = []
+        for layer in self.decoder:
+            y = layer(y, memory.states, bias)
+            outputs.append(y)
+        return self.output(self.decoder_sum(outputs))
+
+    @torch.no_grad()
+    def init_cache(self, memory: Memory, beams: int) -> ExpansionCache:
+        bias = padding_bias(real_tokens(memory.lengths, memory.states.shape[1]), memory.states.dtype)
+        cross = [layer.cross.project(memory.states) for layer in self.decoder]
+        return ExpansionCache(memory.batch_size, beams, cross, bias, [layer.mixer.start() for layer in self.decoder])
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, ExpansionCache]:
+        assert isinstance(cache, ExpansionCache)
+        y = self.embed(tokens[:, None], cache.length)[:, 0]
+        outputs = []
+        for i, layer in enumerate(self.decoder):
+            y, cache.layers[i] = layer.step(y, cache.cross[i], cache.bias, cache.layers[i])
+            outputs.append(y)
+        cache.length += 1
+        return self.output(self.decoder_sum(outputs)), cache

@@ -1,0 +1,188 @@
+"""The model bundle: a folder with everything that captioning needs.
+
+model.safetensors    tensors under "model." and "backbone."
+config.yaml          format, name, model, backbone (or null), sizes, info
+vocabulary.json      the words
+preprocessing.json   the image transform, or null for a model of stored features
+card.md              what a reader should know
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from pipeline.text import Vocabulary
+
+if TYPE_CHECKING:
+    from models.backbone import ImageTransform
+    from models.captioner import Captioner
+
+FORMAT = 1
+
+
+@dataclass
+class Bundle:
+    """A loaded bundle. `transform` is None for a model of stored features; `config` is config.yaml as read."""
+
+    captioner: Captioner
+    vocabulary: Vocabulary
+    transform: ImageTransform | None
+    config: dict[str, Any]
+
+
+def save_bundle(
+    folder: Path, captioner: Captioner, vocabulary: Vocabulary, *, name: str, info: Mapping[str, Any]
+) -> None:
+    """Writes the bundle beside `folder` under a temporary name, then renames; an older bundle goes only after that.
+
+    `info` (scores, run id, versions: JSON values) is stored in config.yaml and shown on the card.
+    """
+    from safetensors.torch import save_file
+
+    from models.backbone import ImageTransform
+
+    model, backbone = captioner.model, captioner.backbone
+    if len(vocabulary) != model.sizes.vocabulary_size:
+        raise ValueError(
+            f"the vocabulary has {len(vocabulary)} words, the model {model.sizes.vocabulary_size}; they must be equal"
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        temporary.chmod(0o755)
+        tensors = {key: value.detach().cpu().contiguous() for key, value in captioner.state_dict().items()}
+        save_file(tensors, temporary / "model.safetensors")
+        backbone_config = None
+        if backbone is not None:
+            # the weights travel in the bundle: where they first came from must not be needed again
+            backbone_config = asdict(backbone.config) | {"weights": "none"}
+        config = {
+            "format": FORMAT,
+            "name": name,
+            "model": asdict(model.config),
+            "backbone": backbone_config,
+            "sizes": asdict(model.sizes),
+            "info": dict(info),
+        }
+        text = yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)
+        (temporary / "config.yaml").write_text(text, encoding="utf-8")
+        vocabulary.save(temporary / "vocabulary.json")
+        transform = None if backbone is None else ImageTransform(backbone.config.image_size).describe()
+        (temporary / "preprocessing.json").write_text(json.dumps(transform, indent=2), encoding="utf-8")
+        (temporary / "card.md").write_text(_card(name, captioner, vocabulary, info), encoding="utf-8")
+        _replace_folder(temporary, folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def load_bundle(folder: Path) -> Bundle:
+    """Reads a bundle; the captioner is in evaluation mode, on the CPU.
+
+    Raises ValueError for a folder that is no bundle, for a newer format, and for parts that do not fit each other.
+    """
+    from safetensors.torch import load_file
+
+    from models.backbone import Backbone, BackboneConfig, ImageTransform
+    from models.base import ModelConfig, ModelSizes, load_strictly
+    from models.captioner import Captioner
+    from models.registry import build_model
+
+    missing = [
+        part for part in ("config.yaml", "model.safetensors", "vocabulary.json") if not (folder / part).is_file()
+    ]
+    if missing:
+        raise ValueError(f"{folder} is not a model bundle: it lacks {', '.join(missing)}")
+    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    version = config.get("format") if isinstance(config, dict) else None
+    if not isinstance(version, int) or version < 1:
+        raise ValueError(f"{folder / 'config.yaml'} is not a bundle's: it has no format number")
+    if version > FORMAT:
+        raise ValueError(
+            f"{folder} is a bundle of format {version}; this version of raycap reads up to {FORMAT}: update raycap"
+        )
+    where = str(folder / "config.yaml")
+    vocabulary = Vocabulary.load(folder / "vocabulary.json")
+    model = build_model(_section(ModelConfig, config, "model", where), _section(ModelSizes, config, "sizes", where))
+    if len(vocabulary) != model.sizes.vocabulary_size:
+        raise ValueError(
+            f"{folder}: vocabulary.json has {len(vocabulary)} words, config.yaml says {model.sizes.vocabulary_size}"
+        )
+    backbone = transform = None
+    if config.get("backbone") is not None:
+        backbone = Backbone(_section(BackboneConfig, config, "backbone", where))
+        transform = ImageTransform(backbone.config.image_size)
+        recorded = json.loads((folder / "preprocessing.json").read_text(encoding="utf-8"))
+        if recorded != transform.describe():
+            raise ValueError(f"{folder / 'preprocessing.json'} describes a transform that this version does not have")
+    captioner = Captioner(model, backbone)
+    load_strictly(captioner, load_file(folder / "model.safetensors"), str(folder / "model.safetensors"))
+    return Bundle(captioner.eval(), vocabulary, transform, config)
+
+
+def _section(kind: type, config: Mapping[str, Any], key: str, where: str) -> Any:
+    """A section of config.yaml as its dataclass; lists become tuples, unknown keys are refused."""
+    values = config.get(key)
+    if not isinstance(values, dict):
+        raise ValueError(f"{where} has no section {key!r}")
+    known = {field.name for field in fields(kind)}
+    unknown = sorted(values.keys() - known)
+    if unknown:
+        raise ValueError(f"{where}: {key}.{unknown[0]} is unknown; known: {', '.join(sorted(known))}")
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists and mappings as dicts, for YAML's safe form."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _replace_folder(temporary: Path, folder: Path) -> None:
+    if not folder.exists():
+        temporary.rename(folder)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
+    folder.rename(old / "bundle")
+    try:
+        temporary.rename(folder)
+    except BaseException:
+        (old / "bundle").rename(folder)
+        raise
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _card(name: str, captioner: Captioner, vocabulary: Vocabulary, info: Mapping[str, Any]) -> str:
+    model, backbone = captioner.model, captioner.backbone
+    count = sum(parameter.numel() for parameter in model.parameters())
+    lines = [
+        f"# {name}",
+        "",
+        f"A raycap model bundle: {model.config.name}, {count:,} parameters without the backbone, "
+        f"{len(vocabulary):,} words, captions up to {model.sizes.max_positions} tokens.",
+        "",
+    ]
+    if backbone is None:
+        lines.append(
+            f"It has no backbone: it captions stored features of width {model.sizes.feature_width}, not images."
+        )
+    else:
+        lines.append(
+            f"It captions images through {backbone.config.name} at {backbone.config.image_size} px "
+            f"({backbone.num_tokens} tokens of width {backbone.width})."
+        )
+    if info:
+        lines += ["", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in info.items())]
+    return "\n".join(lines) + "\n"

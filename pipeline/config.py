@@ -1,0 +1,343 @@
+"""The configuration of a run: one YAML file, typed, frozen; unknown keys are refused with the known ones listed."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from models.config import BackboneConfig, ModelConfig
+from pipeline.errors import UserError
+from pipeline.synthetic import SceneConfig
+
+Positive = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DataSection(Section):
+    """Where images and captions are. `synthetic` draws the embedded data set instead of reading `root`."""
+
+    synthetic: SceneConfig | None = None
+    root: str | None = None
+    annotations: str = "dataset.json"
+    images: str = "."  # the folder that the annotations' filepath/filename start from
+    train_splits: tuple[str, ...] = ("train", "restval")
+    val_split: str = "val"
+    test_splits: tuple[str, ...] = ("test",)
+    min_count: Positive = 5
+    max_bad_fraction: Fraction = 0.01
+    max_pixels: Positive = 100_000_000
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataSection:
+        if (self.synthetic is None) == (self.root is None):
+            raise ValueError(
+                "exactly one of data.synthetic and data.root is needed; give the data set's folder as data.root"
+            )
+        return self
+
+
+class FeatureSection(Section):
+    """Extraction and the feature store."""
+
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    stored_dtype: Literal["float16", "float32"] = "float16"
+    batch_size: Positive = 16
+    rows_per_shard: Positive = 256
+    num_actors: Positive = 1
+    gpus_per_actor: float = 0
+    threads_per_actor: Positive = 1
+
+
+class ScheduleSection(Section):
+    """Learning rate over iterations; `pipeline.schedules` has the formulae."""
+
+    name: Literal["hyperbolic", "linear", "inverse_sqrt", "one_cycle"] = "hyperbolic"
+    warmup_iterations: Positive = 1
+    anneal: Annotated[float, Field(gt=0, le=1)] = 1.0
+    anneal_every_epochs: Positive = 1
+    min_lr: Annotated[float, Field(ge=0)] = 5e-7
+
+
+class OptimizerSection(Section):
+    name: Literal["radam", "adam", "adamw"] = "radam"
+    betas: tuple[Fraction, Fraction] = (0.9, 0.98)
+    eps: Annotated[float, Field(gt=0)] = 1e-9
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+
+
+class ScstSection(Section):
+    """Self-critical sequence training: what is sampled, the baseline, and the EOS rule."""
+
+    num_samples: Annotated[int, Field(ge=2)] = 5
+    max_length: Annotated[int, Field(ge=3)] = 20
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    eos_in_reward: bool = True
+    sampling_dropout: bool = False
+
+
+class StageSection(Section):
+    """One training stage. `batch_size` is global and counts images (pairs with captions_per_image 1)."""
+
+    name: str
+    objective: Literal["cross_entropy", "scst"]
+    train_backbone: bool = False
+    epochs: Annotated[float, Field(gt=0)]
+    batch_size: Positive
+    captions_per_image: Positive = 1
+    lr: Annotated[float, Field(gt=0)]
+    schedule: ScheduleSection = ScheduleSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    label_smoothing: Fraction = 0.1
+    dropout: Fraction | None = None
+    drop_path: Fraction = 0.0
+    clip_norm: Annotated[float, Field(gt=0)] | None = None
+    precision: Literal["float32", "bfloat16"] = "float32"
+    scst: ScstSection | None = None
+    validate_every_epochs: Annotated[float, Field(gt=0)] = 1.0
+    checkpoint_every_steps: Positive = 500
+    accumulate: Positive = 1
+    keep_if_better: bool = False  # keep the stage before unless this one's validation CIDEr-D is higher
+
+    @model_validator(mode="after")
+    def _consistent(self) -> StageSection:
+        if not re.fullmatch(r"[a-z0-9_]+", self.name):
+            raise ValueError(f"stage name {self.name!r} must be made of a-z, 0-9 and _")
+        if self.scst is not None and self.objective != "scst":
+            raise ValueError(f"stage {self.name} has a section scst but objective {self.objective}")
+        return self
+
+    @property
+    def sampling(self) -> ScstSection:
+        return self.scst or ScstSection()
+
+
+class WorkersSection(Section):
+    """Who trains: data-parallel workers on the Ray cluster. Changing it does not make another run."""
+
+    num_workers: Positive = 1
+    gpus_per_worker: Annotated[float, Field(ge=0)] = 0
+    cpus_per_worker: Annotated[float, Field(gt=0)] = 1
+    threads_per_worker: Positive = 1
+    decode_workers: Annotated[int, Field(ge=0)] = 0
+    max_failures: Annotated[int, Field(ge=0)] = 3
+    log_every_steps: Positive = 20
+    trial_steps: bool = True
+
+
+class EvaluationSection(Section):
+    beam_size: Positive = 5
+    max_length: Annotated[int, Field(ge=3)] = 20
+    batch_size: Positive = 32
+
+
+class TrackingSection(Section):
+    """MLflow. Without `uri`: a SQLite file under the storage."""
+
+    enabled: bool = True
+    uri: str | None = None
+    experiment: str = "raycap"
+    registered_name: str | None = None  # None: the run's name
+
+
+class RunConfig(Section):
+    """Everything that `raycap run` needs, in one file."""
+
+    name: str
+    seed: int = 0
+    storage: str = "results"
+    data: DataSection
+    backbone: BackboneConfig
+    features: FeatureSection = FeatureSection()
+    model: ModelConfig
+    stages: Annotated[tuple[StageSection, ...], Field(min_length=1)]
+    workers: WorkersSection = WorkersSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    tracking: TrackingSection = TrackingSection()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", self.name):
+            raise ValueError(f"name {self.name!r} must be made of letters, digits, '_', '-' and '.'")
+        if self.storage.startswith("s3://"):
+            raise ValueError(f"storage {self.storage!r}: only local folders are supported in this version")
+        names = [stage.name for stage in self.stages]
+        if len(set(names)) != len(names):
+            raise ValueError(f"stage names must differ, found {', '.join(names)}")
+        workers = self.workers.num_workers
+        for stage in self.stages:
+            share = workers * stage.accumulate
+            if stage.batch_size % share:
+                raise ValueError(
+                    f"stages.{stage.name}.batch_size = {stage.batch_size} does not divide by "
+                    f"{workers} workers x {stage.accumulate} accumulated = {share}; "
+                    f"take {max(share, round(stage.batch_size / share) * share)} or another workers.num_workers"
+                )
+        return self
+
+    @property
+    def storage_path(self) -> Path:
+        return Path(self.storage).expanduser().resolve()
+
+    def stage(self, name: str) -> StageSection:
+        return next(stage for stage in self.stages if stage.name == name)
+
+    def identity(self) -> str:
+        """Hash of what decides the result: not where it is stored, tracked, or by how many workers it is computed."""
+        body = self.model_dump(mode="json", exclude={"storage", "tracking", "workers"})
+        if self.data.root is not None:
+            body["data"]["root"] = None  # the data's content is hashed apart, wherever it lies
+        return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads, overrides (`a.b=value`, stages by name or number), expands `${VARIABLE}` and checks a configuration.
+
+    Raises UserError in one sentence that names the key, what was found and what is known.
+    """
+    if not path.is_file():
+        raise UserError(
+            f"configuration {path} does not exist; give the path of a YAML file, for example configs/demo.yaml"
+        )
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{path} must hold a mapping of keys, found {type(data).__name__}")
+    for override in overrides:
+        _apply(data, override)
+    return parse_config(_expand(data, ""))
+
+
+def parse_config(data: dict[str, Any]) -> RunConfig:
+    """A checked configuration from plain values; UserError as `load_config`."""
+    try:
+        config = RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise UserError(_sentence(error, data)) from error
+    return config
+
+
+def dump_config(config: RunConfig) -> str:
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise UserError(f"--set {override!r} is not of the form a.b=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"--set {override!r}: {text!r} is not a YAML value") from error
+    node: Any = data
+    parts = key.split(".")
+    for depth, part in enumerate(parts):
+        last = depth == len(parts) - 1
+        if isinstance(node, list):
+            names = [item.get("name") if isinstance(item, dict) else None for item in node]
+            index = names.index(part) if part in names else int(part) if part.isdigit() else -1
+            if not 0 <= index < len(node):
+                raise UserError(f"--set {key}: {part!r} is none of {', '.join(str(name) for name in names)}")
+            if last:
+                node[index] = value
+            else:
+                node = node[index]
+        elif isinstance(node, dict):
+            if last:
+                node[part] = value
+            else:
+                if node.get(part) is None:
+                    node[part] = {}
+                node = node[part]
+        else:
+            raise UserError(f"--set {key}: {'.'.join(parts[:depth])} holds a plain value, nothing lies below it")
+
+
+def _expand(value: Any, key: str) -> Any:
+    if isinstance(value, dict):
+        return {name: _expand(item, f"{key}.{name}".lstrip(".")) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_expand(item, f"{key}.{index}") for index, item in enumerate(value)]
+    if not isinstance(value, str):
+        return value
+
+    def replace(match: re.Match[str]) -> str:
+        name = match.group(1)
+        if name not in os.environ:
+            raise UserError(
+                f"{key} needs the environment variable {name}, which is not set; export {name}=... or --set {key}=..."
+            )
+        return os.environ[name]
+
+    return re.sub(r"\$\{(\w+)\}", replace, value)
+
+
+def _sentence(error: ValidationError, data: Any) -> str:
+    """The first error as one sentence with the dotted key; unknown keys name the nearest known one."""
+    first = error.errors()[0]
+    location = [str(part) for part in first["loc"]]
+    location = _with_stage_names(location, data)
+    key = ".".join(location)
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        known = _known_keys(first["loc"][:-1])
+        near = difflib.get_close_matches(location[-1], known, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        return f"unknown key {key}: {hint}known here: {', '.join(known)}"
+    if first["type"] in ("missing", "missing_argument"):
+        return f"key {key} is missing; add it to the configuration"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        return message if not key or key.split(".")[-1] in message else f"{key}: {message}"
+    return f"{key} = {first['input']!r}: {message[:1].lower()}{message[1:]}"
+
+
+def _with_stage_names(location: list[str], data: Any) -> list[str]:
+    if len(location) >= 2 and location[0] == "stages" and location[1].isdigit():
+        stage = data["stages"][int(location[1])]
+        if isinstance(stage, dict) and isinstance(stage.get("name"), str):
+            return ["stages", stage["name"], *location[2:]]
+    return location
+
+
+def _known_keys(location: Sequence[int | str]) -> list[str]:
+    """Keys valid at a location, by walking the types of the sections."""
+    node: Any = RunConfig
+    for part in location:
+        if isinstance(part, int):
+            continue
+        if isinstance(node, type) and issubclass(node, BaseModel):
+            node = _section_type(node.model_fields[part].annotation) if part in node.model_fields else node
+    if isinstance(node, type) and issubclass(node, BaseModel):
+        return sorted(node.model_fields)
+    return sorted(field.name for field in fields(node)) if is_dataclass(node) else []
+
+
+def _section_type(annotation: Any) -> Any:
+    if isinstance(annotation, type) and (is_dataclass(annotation) or issubclass(annotation, BaseModel)):
+        return annotation
+    for inner in getattr(annotation, "__args__", ()):
+        found = _section_type(inner)
+        if found is not None:
+            return found
+    return None
+
+
+def total_steps(stage: StageSection, num_samples: int) -> int:
+    """Optimizer steps of a stage over `num_samples` samples an epoch; the last step may run into another epoch."""
+    return max(1, math.ceil(stage.epochs * num_samples / stage.batch_size))

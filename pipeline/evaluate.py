@@ -1,0 +1,82 @@
+"""Scores of a run: from predictions files to score tables, the report and the summary.
+
+Every number printed at a run's end is computed from a predictions file (COCO's result format) that stays in the run's
+folder, so that anyone can compute it again with `raycap score`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pipeline.dataset import Dataset
+from pipeline.metrics import Scores, score_captions
+from pipeline.run_folder import RunFolder, read_json, write_json
+from pipeline.synthetic import main_object_accuracy
+
+METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D")
+
+
+def write_predictions(path: Path, captions: dict[int, str]) -> None:
+    """COCO's result format."""
+    write_json(path, [{"image_id": image, "caption": caption} for image, caption in captions.items()])
+
+
+def read_predictions(path: Path) -> dict[int, str]:
+    return {row["image_id"]: row["caption"] for row in read_json(path)}
+
+
+def score_split(folder: RunFolder, dataset: Dataset, split: str, metrics: tuple[str, ...] = METRICS) -> Scores:
+    """Scores of predictions/<split>.json against the split's references."""
+    return score_file(folder, dataset.split(split), folder.path / "predictions" / f"{split}.json", metrics)
+
+
+def score_file(folder: RunFolder, dataset: Dataset, path: Path, metrics: tuple[str, ...] = METRICS) -> Scores:
+    return score_captions(dataset.references(), read_predictions(path), metrics=metrics)
+
+
+def validation_by_stage(folder: RunFolder, dataset: Dataset) -> dict[str, float]:
+    """CIDEr-D on the validation split after each stage, from the predictions that the stage kept with its best."""
+    validation = dataset.split(folder.config.data.val_split)
+    found = {}
+    for stage in folder.config.stages:
+        path = folder.stage(stage.name) / "predictions-val.json"
+        if path.is_file():
+            found[stage.name] = score_file(folder, validation, path, ("CIDEr-D",)).by_name["CIDEr-D"].value or 0.0
+    return found
+
+
+def main_objects(folder: RunFolder, dataset: Dataset, split: str) -> float | None:
+    """Share of images whose main object's color and shape the caption names; only for the embedded data set."""
+    if folder.config.data.synthetic is None:
+        return None
+    predictions = read_predictions(folder.path / "predictions" / f"{split}.json")
+    return main_object_accuracy(predictions, dataset.split(split).references())
+
+
+def evaluate_run(folder: RunFolder, dataset: Dataset) -> dict[str, Any]:
+    """All scores of a run, written to scores.json: by split and metric, and validation CIDEr-D by stage."""
+    splits: dict[str, Any] = {}
+    for split in (*folder.config.data.test_splits, folder.config.data.val_split):
+        scores = score_split(folder, dataset, split)
+        splits[split] = {
+            "images": len(scores.image_ids),
+            "scores": {name: score.value for name, score in scores.by_name.items()},
+            "unavailable": {name: score.unavailable for name, score in scores.by_name.items() if score.unavailable},
+            "signature": scores.signature,
+            "extras": scores.extras,
+            "main_object": main_objects(folder, dataset, split),
+            "per_image_CIDEr-D": dict(zip(scores.image_ids, scores.by_name["CIDEr-D"].per_image or [], strict=False)),
+        }
+    result = {"splits": splits, "validation_by_stage": validation_by_stage(folder, dataset)}
+    write_json(folder.path / "scores.json", result)
+    return result
+
+
+def flat_scores(result: dict[str, Any]) -> dict[str, float]:
+    """{"test_CIDEr-D": ...}: what the tracker and the model registry keep."""
+    flat = {}
+    for split, entry in result["splits"].items():
+        values = entry["scores"] | {"main_object": entry["main_object"]}
+        flat |= {f"{split}_{name}": value for name, value in values.items() if value is not None}
+    return flat

@@ -1,0 +1,313 @@
+"""The training loop: one stage after another over a context, from batches to checkpoints; knows nothing of Ray.
+
+What a stage starts from, in this order:
+1. its own newest checkpoint (`resume`: weights, optimizer, position, best score);
+2. the best weights of the stages before it (`init_from`: weights only, fresh optimizer);
+3. the run's initial weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from models.backbone import Backbone, ImageTransform, set_drop_path
+from models.captioner import Captioner
+from models.layers import set_dropout
+from models.registry import build_model
+from pipeline.batches import Batch, Batches, Captions, Images
+from pipeline.captioning import caption_images
+from pipeline.config import StageSection, total_steps
+from pipeline.context import Context, sum_over_ranks
+from pipeline.journal import Journal
+from pipeline.order import seed_of
+from pipeline.rewards import CaptionReward
+from pipeline.run_folder import RunFolder, write_json
+from pipeline.schedules import learning_rate, make_optimizer
+from pipeline.state import Progress, finish_stage, load_checkpoint, save_best, save_checkpoint
+from pipeline.steps import Objective, cross_entropy_objective, scst_objective
+from pipeline.store import FeatureStore
+from pipeline.weights import load_weights
+
+
+class DivergedError(RuntimeError):
+    """The loss is not finite; says at which stage, step and rank."""
+
+
+@dataclass(frozen=True)
+class StageJob:
+    """A stage to run: where the run lies, and the stores that hold features for frozen stages."""
+
+    run: Path
+    stages: tuple[str, ...]
+    store: Path | None
+    excluded: tuple[str, ...] = ()  # content keys in quarantine
+    attempt: str = ""  # the driver's token: a worker of an attempt that was given up writes nothing more
+
+
+def train_stages(context: Context, job: StageJob) -> None:
+    """Runs the stages of a job that are not over yet, one after the other."""
+    folder = RunFolder(job.run)
+    for name in job.stages:
+        if folder.result(name) is None:
+            StageRun(context, folder, folder.config.stage(name), job).run()
+
+
+class StageRun:
+    """One stage on one worker."""
+
+    def __init__(self, context: Context, folder: RunFolder, stage: StageSection, job: StageJob) -> None:
+        config = folder.config
+        self.context, self.folder, self.stage, self.job = context, folder, stage, job
+        self.number = list(config.stages).index(stage)
+        torch.set_num_threads(config.workers.threads_per_worker)
+        dataset = folder.dataset.without(job.excluded)
+        train, validation = dataset.split(*config.data.train_splits), dataset.split(config.data.val_split)
+        self.vocabulary = folder.vocabulary
+        self.captioner = self._captioner()
+        store = None if stage.train_backbone else FeatureStore(_store(job, stage))
+        transform = ImageTransform(config.backbone.image_size)
+
+        def images_of(part: Any) -> Images:
+            return Images(part, store, transform, config.data.max_pixels, config.workers.decode_workers)
+
+        self.batches = Batches(
+            images_of(train),
+            Captions(train, self.vocabulary),
+            stage,
+            seed=seed_of(config.seed, self.number),
+            rank=context.world_rank,
+            world_size=context.world_size,
+        )
+        self.validation = images_of(validation)
+        self.validation_score = CaptionReward(validation.references(), self.vocabulary, eos=False)
+        self.objective = self._objective(train)
+        self.optimizer = make_optimizer(self.captioner, stage.optimizer, stage.lr)
+        self.wrapped: nn.Module = self.captioner
+        if context.world_size > 1:
+            self.wrapped = DistributedDataParallel(self.captioner, gradient_as_bucket_view=True)
+        self.total = total_steps(stage, self.batches.num_samples)
+        self.steps_per_epoch = max(1, self.batches.num_samples // stage.batch_size)
+        self.identity = f"{folder.run_id}/{stage.name}"
+        self.path = folder.stage(stage.name)
+
+    def run(self) -> None:
+        """Trains to the end of the stage and marks it as over."""
+        progress = load_checkpoint(self.path, self.captioner, self.optimizer, self.identity) or Progress()
+        stop = self.total
+        if self._leads:
+            self._fence()
+            self.journal = Journal(self.folder.journal, self.stage.name, progress.step)
+            text = f"continues from step {progress.step}" if progress.step else "starts"
+            self._note("event", progress.step, {"text": f"{text} of {stop}", "total": stop, "time_start": time.time()})
+        self.captioner.train()
+        window = _Window(self.context)
+        for step, batches in zip(range(progress.step, stop), self.batches.stream(progress.step, stop), strict=True):
+            window.waited()
+            window.add(self.step(step, batches))
+            progress.step = step + 1
+            if progress.step % self.folder.config.workers.log_every_steps == 0 or progress.step == stop:
+                values = window.summary(self.stage.batch_size)
+                self._note("train", progress.step, {"total": stop, "lr": self._rate(step), **values})
+            if self._validates_after(step):
+                self._validate(progress)
+                window = _Window(self.context)
+            elif progress.step % self.stage.checkpoint_every_steps == 0:
+                self._save(progress)
+        self._finish(progress)
+
+    def step(self, step: int, batches: list[Batch]) -> dict[str, float]:
+        """One optimizer step over this worker's micro-batches; returns this worker's numbers."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate(step)
+        self.optimizer.zero_grad(set_to_none=True)
+        numbers: dict[str, float] = {}
+        for part, batch in enumerate(batches):
+            seed = seed_of(self.folder.config.seed, self.number, step, part, self.context.world_rank)
+            torch.manual_seed(seed)
+            generator = torch.Generator(self.context.device).manual_seed(seed ^ 1)
+            moved = self._moved(batch)
+            last = part == len(batches) - 1
+            local = isinstance(self.wrapped, DistributedDataParallel) and not last
+            with self.wrapped.no_sync() if local else contextlib.nullcontext():  # type: ignore[operator]
+                with torch.autocast(
+                    self.context.device.type, torch.bfloat16, enabled=self.stage.precision == "bfloat16"
+                ):
+                    output = self.objective(self.wrapped, self.captioner, moved, generator)
+                if not math.isfinite(output.numbers["loss"]):
+                    raise DivergedError(
+                        f"the loss is {output.numbers['loss']} in stage {self.stage.name}, step {step}, "
+                        f"rank {self.context.world_rank}; the last good checkpoint stays: lower lr or add clip_norm"
+                    )
+                (output.loss * self.context.world_size).backward()  # DDP averages; the loss is a share of a global sum
+            for key, value in output.numbers.items():
+                numbers[key] = numbers.get(key, 0.0) + value
+        norm = nn.utils.clip_grad_norm_(self.captioner.parameters(), self.stage.clip_norm or math.inf)
+        numbers["gradient_norm"] = float(norm) / self.context.world_size  # summed over ranks, on each the same
+        self.optimizer.step()
+        return numbers
+
+    def _captioner(self) -> Captioner:
+        config, folder, stage = self.folder.config, self.folder, self.stage
+        model = build_model(config.model, folder.sizes)
+        load_weights(model, folder.weights_before(stage, "model"))
+        set_dropout(model, config.model.dropout if stage.dropout is None else stage.dropout)
+        backbone = None
+        if stage.train_backbone:
+            backbone = Backbone(config.backbone)
+            set_drop_path(backbone, stage.drop_path)
+            load_weights(backbone, folder.weights_before(stage, "backbone"))
+        return Captioner(model, backbone).to(self.context.device)
+
+    def _objective(self, train: Any) -> Objective:
+        pad = self.vocabulary.pad
+        if self.stage.objective == "cross_entropy":
+            return cross_entropy_objective(self.stage, pad)
+        reward = CaptionReward(train.references(), self.vocabulary, eos=self.stage.sampling.eos_in_reward)
+        ids = torch.tensor(train.column("image_id"))
+        return scst_objective(self.stage, reward, ids, pad, self.vocabulary.words)
+
+    def _moved(self, batch: Batch) -> Batch:
+        device = self.context.device
+        return Batch(
+            batch.inputs.to(device), batch.tokens.to(device), batch.images, batch.global_targets, batch.global_images
+        )
+
+    def _rate(self, step: int) -> float:
+        return learning_rate(
+            self.stage.schedule, self.stage.lr, step, steps_per_epoch=self.steps_per_epoch, total_steps=self.total
+        )
+
+    def _validates_after(self, step: int) -> bool:
+        """True when a multiple of `validate_every_epochs` has just been passed, and at the stage's end."""
+        every = self.stage.validate_every_epochs * self.batches.num_samples / self.stage.batch_size
+        return step + 1 == self.total or math.floor((step + 1) / every) > math.floor(step / every)
+
+    def _validate(self, progress: Progress) -> None:
+        begin = time.monotonic()
+        settings = self.folder.config.evaluation
+        captions = caption_images(self.captioner, self.validation, self.vocabulary, settings, self.context)
+        score = self._score(captions)
+        if score > progress.best_score:
+            progress.best_score, progress.best_step = score, progress.step
+            if self._leads:
+                self._fence()
+                save_best(self.path, self.captioner, progress.step)
+                write_json(self.path / "predictions-val.json", _result_file(captions))
+        seconds = round(time.monotonic() - begin, 2)
+        self._note("validation", progress.step, {"CIDEr-D": score, "best": progress.best_score, "seconds": seconds})
+        self._save(progress)
+        self.context.report({"stage": self.stage.name, "step": progress.step, "validation_CIDEr-D": score})
+
+    def _score(self, captions: dict[int, str]) -> float:
+        """Mean CIDEr-D over the validation images, in the field's scale (1.404 for 140.4); on every rank alike."""
+        rows = [self.vocabulary.encode(caption.split()) for caption in captions.values()]
+        width = max(len(row) for row in rows)
+        tokens = torch.tensor([row + [self.vocabulary.pad] * (width - len(row)) for row in rows])
+        return float(self.validation_score(tokens.numpy(), list(captions)).mean())
+
+    def _save(self, progress: Progress) -> None:
+        if self._leads:
+            self._fence()
+            save_checkpoint(self.path, self.captioner, self.optimizer, progress, self.identity)
+
+    def _finish(self, progress: Progress) -> None:
+        if not self._leads:
+            return
+        self._fence()
+        before = [self.folder.result(stage.name) for stage in self.folder.before(self.stage)]
+        rival = max((result["best_score"] for result in before if result and result["kept"]), default=-math.inf)
+        kept = not self.stage.keep_if_better or progress.best_score > rival
+        result = {
+            "steps": progress.step,
+            "best_step": progress.best_step,
+            "best_score": progress.best_score,
+            "kept": kept,
+        }
+        finish_stage(self.path, result)
+        verdict = "kept" if kept else f"not kept: the stage before has {rival:.4f}"
+        text = f"done: best validation CIDEr-D {progress.best_score:.4f} at step {progress.best_step}, {verdict}"
+        self._note("done", progress.step, {"text": text})
+
+    @property
+    def _leads(self) -> bool:
+        return self.context.world_rank == 0
+
+    def _fence(self) -> None:
+        """Raises when another attempt at this run has begun: this one's driver died and its workers live on."""
+        if self.job.attempt and self.folder.attempt != self.job.attempt:
+            raise RuntimeError(f"another attempt at {self.folder.run_id} has taken over; this worker stops")
+
+    def _note(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        if self._leads:
+            self._fence()
+            self.journal.write(kind, step, values)
+
+
+class _Window:
+    """Numbers since the last log line: means over steps and ranks, speed, and how long data was waited for."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._clear()
+
+    def _clear(self) -> None:
+        self.sums: dict[str, float] = {}
+        self.steps, self.waiting = 0, 0.0
+        self.begin = self.mark = time.monotonic()
+
+    def waited(self) -> None:
+        self.waiting += time.monotonic() - self.mark
+
+    def add(self, numbers: dict[str, float]) -> None:
+        for key, value in numbers.items():
+            self.sums[key] = self.sums.get(key, 0.0) + value
+        self.steps += 1
+        self.mark = time.monotonic()
+
+    def summary(self, batch_size: int) -> dict[str, float]:
+        """A collective: every rank calls it at the same step."""
+        elapsed = time.monotonic() - self.begin
+        keys = sorted(self.sums)
+        device = self.context.device if self.context.device.type == "cuda" else torch.device("cpu")
+        values = torch.tensor([*(self.sums[key] for key in keys), self.waiting], dtype=torch.float64, device=device)
+        summed = sum_over_ranks(self.context, values).tolist()
+        means = {key: value / self.steps for key, value in zip(keys, summed, strict=False)}
+        square = means.pop("reward_square", None)
+        if square is not None:
+            means["reward_deviation"] = math.sqrt(max(0.0, square - means["reward"] ** 2))
+        result = {
+            **means,
+            "images_per_s": batch_size * self.steps / elapsed,
+            "data_wait": summed[-1] / self.context.world_size / elapsed,
+            "memory_mb": _memory_mb(),
+        }
+        self._clear()
+        return result
+
+
+def _memory_mb() -> float:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    import psutil
+
+    return psutil.Process().memory_info().rss / 2**20
+
+
+def _result_file(captions: dict[int, str]) -> list[dict[str, Any]]:
+    """COCO's result format."""
+    return [{"image_id": image, "caption": caption} for image, caption in captions.items()]
+
+
+def _store(job: StageJob, stage: StageSection) -> Path:
+    if job.store is None:
+        raise ValueError(f"stage {stage.name} reads features, and the job names no store")
+    return job.store

@@ -1,0 +1,183 @@
+"""BLEU, ROUGE-L and CIDEr-D over word ids: the values of pycocoevalcap 1.2, from sorts and sums instead of dictionaries.
+
+A corpus is C captions, each belonging to one image; a word is an integer, and so is an n-gram: (index of its
+(n-1)-gram, last word) is unique as a pair, so ranking those pairs numbers the n-grams exactly, whatever the
+vocabulary's size. Counting, clipping, document frequencies and matching are then sorts and sums over integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+ORDERS = 4  # BLEU-1..4 and CIDEr-D's n-grams
+_SIGMA = 6.0  # CIDEr-D's Gaussian on the difference of lengths (Vedantam et al. 2015, section 6)
+_BETA = 1.2  # ROUGE-L's weight of recall in coco-caption
+_SMALL, _TINY = 1e-9, 1e-15  # bleu_scorer.py: they keep the quotients defined for captions shorter than n
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The n-grams of one order: one row for every distinct n-gram of every caption, sorted by caption."""
+
+    caption: np.ndarray  # (R,) index of the caption
+    ngram: np.ndarray  # (R,) index of the n-gram
+    count: np.ndarray  # (R,) uses in that caption
+    size: int  # number of distinct n-grams in the corpus
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Predictions and references as word ids: caption i < images is image i's prediction, the others are references.
+
+    words (W,): all captions' word ids, one after the other; lengths (C,); image (C,): which image a caption is of.
+    """
+
+    words: np.ndarray
+    lengths: np.ndarray
+    image: np.ndarray
+    images: int
+
+    @classmethod
+    def build(cls, predictions: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]) -> Corpus:
+        """From tokens: one prediction and one or more references an image. Raises ValueError where they do not pair."""
+        if len(predictions) != len(references) or not all(references):
+            raise ValueError(
+                f"every image needs one prediction and at least one reference: found {len(predictions)} predictions "
+                f"and {sum(map(bool, references))} images with references"
+            )
+        captions = [*predictions, *(caption for image in references for caption in image)]
+        image = [*range(len(predictions)), *(i for i, group in enumerate(references) for _ in group)]
+        ids: dict[str, int] = {}
+        words = [ids.setdefault(word, len(ids)) for caption in captions for word in caption]
+        return cls(
+            np.array(words, np.int64), np.array([len(c) for c in captions], np.int64), np.array(image), len(predictions)
+        )
+
+    @cached_property
+    def reference_counts(self) -> np.ndarray:
+        """(images,) number of references of each image."""
+        return np.bincount(self.image[self.images :], minlength=self.images)
+
+    @cached_property
+    def counts(self) -> tuple[Counts, ...]:
+        """The counts of order 1 to ORDERS."""
+        captions = len(self.lengths)
+        caption = np.repeat(np.arange(captions), self.lengths)
+        room = np.repeat(np.cumsum(self.lengths), self.lengths) - np.arange(len(self.words))  # words up to the end
+        start = np.arange(len(self.words))  # where the n-grams of this order begin
+        index = np.zeros(len(self.words), np.int64)  # the (n-1)-gram that begins there
+        num_words = int(self.words.max(initial=0)) + 1
+        result = []
+        for order in range(1, ORDERS + 1):
+            keep = room[start] >= order
+            start, index = start[keep], index[keep]
+            # Exact: an index is below the number of words in the corpus, so the product stays far below 2^63.
+            distinct, index = np.unique(index * num_words + self.words[start + order - 1], return_inverse=True)
+            rows, count = np.unique(caption[start] * (len(distinct) + 1) + index, return_counts=True)
+            row_caption, row_ngram = np.divmod(rows, len(distinct) + 1)
+            result.append(Counts(row_caption, row_ngram, count, len(distinct)))
+        return tuple(result)
+
+    def match(self, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of references and the rows of the same image's prediction that hold the same n-gram: two (M,) indices."""
+        keys = self.image[counts.caption] * (counts.size + 1) + counts.ngram
+        split = int(np.searchsorted(counts.caption, self.images))  # predictions' rows stand first, and are sorted
+        at = np.searchsorted(keys[:split], keys[split:])
+        found = (
+            np.flatnonzero(keys[:split][np.minimum(at, split - 1)] == keys[split:]) if split else np.zeros(0, np.int64)
+        )
+        return found + split, at[found]
+
+
+def bleu(corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
+    """BLEU-1..4 with the closest reference length: corpus values (4,) and per-image values (4, images).
+
+    Source: pycocoevalcap/bleu/bleu_scorer.py (`option="closest"`; equally close lengths: the shorter).
+    """
+    images = corpus.images
+    length, reference_length = corpus.lengths[:images], corpus.lengths[images:]
+    image = corpus.image[images:]
+    distance = np.abs(reference_length - length[image])
+    order = np.lexsort((reference_length, distance, image))
+    first = np.concatenate(([0], np.cumsum(corpus.reference_counts)[:-1]))
+    closest = reference_length[order][first]
+
+    guess = np.maximum(0, length - np.arange(ORDERS)[:, None])  # (4, images)
+    correct = np.zeros((ORDERS, images))
+    for n, counts in enumerate(corpus.counts):
+        reference, prediction = corpus.match(counts)
+        most = np.zeros(len(counts.count), np.int64)  # the n-gram's largest count in one reference
+        np.maximum.at(most, prediction, counts.count[reference])
+        split = int(np.searchsorted(counts.caption, images))
+        clipped = np.minimum(most[:split], counts.count[:split])
+        correct[n] = np.bincount(counts.caption[:split], clipped, minlength=images)
+
+    def score(correct: np.ndarray, guess: np.ndarray, length: np.ndarray, closest: np.ndarray) -> np.ndarray:
+        precision = np.cumprod((correct + _TINY) / (guess + _SMALL), axis=0)
+        geometric = precision ** (1.0 / np.arange(1, ORDERS + 1)).reshape(-1, *[1] * (correct.ndim - 1))
+        ratio = (length + _TINY) / (closest + _SMALL)
+        return geometric * np.where(ratio < 1, np.exp(1 - 1 / np.minimum(ratio, 1)), 1.0)
+
+    return score(correct.sum(1), guess.sum(1), length.sum(), closest.sum()), score(correct, guess, length, closest)
+
+
+def cider_d(corpus: Corpus) -> np.ndarray:
+    """CIDEr-D of each image (images,), n = 1..4, sigma 6, times 10; document frequencies over the images' references.
+
+    Source: pycocoevalcap/cider/cider_scorer.py. An n-gram that no reference holds counts in the prediction's norm
+    with a document frequency of 1; the length in the penalty is the number of bigrams. With one image log(1) = 0
+    makes every weight 0, so the value means nothing there: callers say so instead of printing it.
+    """
+    images = corpus.images
+    log_images = np.log(float(images))
+    bigrams = np.maximum(corpus.lengths - 1, 0)
+    image = corpus.image[images:]
+    delta = (bigrams[image] - bigrams[images:]).astype(float)
+    penalty = np.exp(-(delta**2) / (2 * _SIGMA**2))
+    total = np.zeros(len(image))
+    for counts in corpus.counts:
+        split = int(np.searchsorted(counts.caption, images))
+        width = counts.size + 1
+        documents = np.unique(corpus.image[counts.caption[split:]] * width + counts.ngram[split:]) % width
+        frequency = np.bincount(documents, minlength=width)
+        weight = counts.count * (log_images - np.log(np.maximum(1.0, frequency)))[counts.ngram]
+        norm = np.sqrt(np.bincount(counts.caption, weight**2, minlength=len(corpus.lengths)))
+        reference, prediction = corpus.match(counts)
+        product = np.minimum(weight[prediction], weight[reference]) * weight[reference]
+        dot = np.bincount(counts.caption[reference] - images, product, minlength=len(image))
+        norms = norm[image] * norm[images:]
+        total += np.divide(dot, norms, out=np.zeros_like(dot), where=norms != 0)
+    return np.bincount(image, total * penalty, minlength=images) / ORDERS / corpus.reference_counts * 10.0
+
+
+def rouge_l(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]) -> np.ndarray:
+    """ROUGE-L of each image (images,): the best precision and the best recall of its references, beta 1.2.
+
+    Source: pycocoevalcap/rouge/rouge.py, where an empty caption is one empty word. The longest common subsequence is
+    found a row at a time in the bits of one integer (Hyyro 2004).
+    """
+    scores = np.zeros(len(predictions))
+    for i, (prediction, captions) in enumerate(zip(predictions, references, strict=True)):
+        prediction = prediction or [""]
+        masks: dict[str, int] = {}
+        for position, word in enumerate(prediction):
+            masks[word] = masks.get(word, 0) | 1 << position
+        full = (1 << len(prediction)) - 1
+        precision = recall = 0.0
+        for caption in captions:
+            caption = caption or [""]
+            row = full
+            for word in caption:
+                if mask := masks.get(word):
+                    both = row & mask
+                    row = (row + both | row - both) & full
+            common = len(prediction) - row.bit_count()
+            precision = max(precision, common / len(prediction))
+            recall = max(recall, common / len(caption))
+        if precision and recall:
+            scores[i] = (1 + _BETA**2) * precision * recall / (recall + _BETA**2 * precision)
+    return scores

@@ -1,0 +1,61 @@
+"""The order of samples: a permutation that is a function of (seed, epoch), computed position by position.
+
+A keyed Feistel network over the next power of four, walked until it lands inside: no table of the data set exists, so
+position 10 billion costs what position 0 costs, and a worker finds its own samples without talking to anybody.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+_ROUNDS = 6
+_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # the multipliers of splitmix64
+
+
+def mix(values: np.ndarray) -> np.ndarray:
+    """splitmix64's finalizer: uint64 to well-spread uint64 (Steele, Lea and Flood 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * _MIX[0]
+    values = (values ^ (values >> np.uint64(27))) * _MIX[1]
+    return values ^ (values >> np.uint64(31))
+
+
+def seed_of(*parts: int) -> int:
+    """One 63-bit seed from several numbers (run seed, stage, step, rank...)."""
+    state = np.array([0x9E3779B97F4A7C15], np.uint64)
+    for part in parts:
+        state = mix(state ^ np.array([part & 0xFFFFFFFFFFFFFFFF], np.uint64))
+    return int(state[0] >> np.uint64(1))
+
+
+def samples_at(positions: np.ndarray, num_samples: int, seed: int) -> np.ndarray:
+    """Sample numbers at global positions (int64, any shape). Position p lies in epoch p // num_samples.
+
+    Every epoch holds every sample once, in an order of its own. Cost: O(len(positions)) expected, no state.
+    """
+    epochs, offsets = np.divmod(np.asarray(positions, np.int64), num_samples)
+    result = np.empty_like(offsets)
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        result[here] = _permute(offsets[here].astype(np.uint64), num_samples, seed_of(seed, int(epoch))).astype(
+            np.int64
+        )
+    return result
+
+
+def _permute(values: np.ndarray, size: int, seed: int) -> np.ndarray:
+    half = max(1, (int(size - 1).bit_length() + 1) // 2)
+    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    keys = mix(np.arange(_ROUNDS, dtype=np.uint64) + np.uint64(seed))
+    walked = _feistel(values, shift, mask, keys)
+    outside = walked >= size
+    while outside.any():  # cycle walking: a bijection of the power of four restricted to [0, size)
+        walked[outside] = _feistel(walked[outside], shift, mask, keys)
+        outside = walked >= size
+    return walked
+
+
+def _feistel(values: np.ndarray, shift: np.uint64, mask: np.uint64, keys: np.ndarray) -> np.ndarray:
+    left, right = values >> shift, values & mask
+    for key in keys:
+        left, right = right, left ^ (mix(right + key) & mask)
+    return (left << shift) | right

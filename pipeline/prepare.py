@@ -1,0 +1,133 @@
+"""From a configuration to a run's folder: data found and named, vocabulary built, sizes and initial weights written.
+
+Everything here is quick (no Ray, no training) and refuses what could not work later, before anything is written.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from models.config import ModelSizes
+from pipeline.config import DataSection, RunConfig, dump_config
+from pipeline.dataset import Dataset, build_vocabulary, longest_caption, read_dataset
+from pipeline.errors import UserError
+from pipeline.run_folder import RunFolder, code_digest, run_identity, write_json
+from pipeline.snapshot import take_snapshot
+from pipeline.synthetic import write_dataset
+
+PACKAGES = ("torch", "torchvision", "timm", "ray", "mlflow", "numpy", "pyarrow", "pycocoevalcap")
+
+
+def prepare(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
+    """The folder of the run that this configuration and its data are; made when it is not there yet.
+
+    Raises UserError for data that cannot be trained on. Single missing images are left out and counted, up to
+    `data.max_bad_fraction`.
+    """
+    dataset, troubles = find_data(config, say)
+    bad_share = len(troubles) / len(dataset)
+    if bad_share > config.data.max_bad_fraction:
+        uri, reason = next(iter(troubles.items()))
+        raise UserError(
+            f"{len(troubles)} of {len(dataset)} images cannot be read, more than data.max_bad_fraction = "
+            f"{config.data.max_bad_fraction}; the first is {uri}: {reason}"
+        )
+    dataset = dataset.known()
+    fingerprint = dataset.fingerprint()
+    folder = RunFolder(config.storage_path / "runs" / run_identity(config, fingerprint))
+    if (folder.path / "run.json").is_file():
+        return folder
+    train = dataset.split(*config.data.train_splits)
+    vocabulary = build_vocabulary(train, config.data.min_count)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    dataset.save(folder.path / "data.arrow")
+    vocabulary.save(folder.path / "vocabulary.json")
+    (folder.path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    positions = config.model.max_positions or longest_caption(train)
+    positions = max(positions, config.evaluation.max_length)
+    initial = _initial_weights(config, folder.path / "init", vocabulary, positions)
+    write_json(  # last: its presence says that the folder is whole
+        folder.path / "run.json",
+        {
+            "run_id": folder.run_id,
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "data_fingerprint": fingerprint,
+            "code": code_digest(),
+            "commit": _commit(),
+            "versions": {name: _version(name) for name in PACKAGES} | {"python": platform.python_version()},
+            "splits": {name: len(dataset.split(name)) for name in dict.fromkeys(dataset.column("split"))},
+            "unreadable": troubles,
+            **initial,
+        },
+    )
+    return folder
+
+
+def find_data(config: RunConfig, say: Callable[[str], None]) -> tuple[Dataset, dict[str, str]]:
+    """The data set with content keys, and {path: reason} of images that cannot be read."""
+    data = config.data
+    if data.synthetic is not None:
+        digest = hashlib.sha256(json.dumps(asdict(data.synthetic), sort_keys=True).encode()).hexdigest()[:10]
+        root = config.storage_path / "data" / f"scenes-{digest}"
+        if not root.is_dir():
+            say(f"drawing {data.synthetic.num_images} scenes into {root}")
+        write_dataset(root, data.synthetic)
+    else:
+        root = Path(str(data.root)).expanduser().absolute()
+    dataset = read_dataset(data, root)
+    build_vocabulary(dataset.split(*data.train_splits), data.min_count)  # refuse an empty one before reading images
+    return take_snapshot(dataset, config.storage_path / "manifests" / f"{_place(data, root)}.parquet")
+
+
+def _place(data: DataSection, root: Path) -> str:
+    return hashlib.sha256(f"{root} {data.images}".encode()).hexdigest()[:16]
+
+
+def _initial_weights(config: RunConfig, folder: Path, vocabulary: Any, positions: int) -> dict[str, Any]:
+    """Writes model and backbone as the seed draws them; returns sizes and counts for run.json."""
+    import torch
+
+    from models.backbone import Backbone
+    from models.registry import build_model
+    from pipeline.weights import save_weights
+
+    torch.manual_seed(config.seed)
+    backbone = Backbone(config.backbone)
+    sizes = ModelSizes(backbone.width, len(vocabulary), positions, vocabulary.sos, vocabulary.eos, vocabulary.pad)
+    model = build_model(config.model, sizes)
+    save_weights(backbone, folder / "backbone.safetensors")
+    save_weights(model, folder / "model.safetensors")
+    return {
+        "sizes": asdict(sizes),
+        "num_tokens": backbone.num_tokens,
+        "parameters": {
+            "model": sum(parameter.numel() for parameter in model.parameters()),
+            "backbone": sum(parameter.numel() for parameter in backbone.parameters()),
+        },
+    }
+
+
+def _commit() -> str:
+    git = shutil.which("git")
+    here = Path(__file__).resolve().parent.parent
+    if git is None or not (here / ".git").exists():
+        return "unknown"
+    found = subprocess.run([git, "-C", str(here), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"

@@ -1,0 +1,235 @@
+"""The Stanford PTB tokenizer as pycocoevalcap's PTBTokenizer runs it, in Python, with its removal of punctuation.
+
+pycocoevalcap 1.2 runs Stanford CoreNLP 3.4.1 (`PTBTokenizer -preserveLines -lowerCase`) over all captions, one a line,
+and drops the tokens in `PUNCTUATION`. This file does the same without Java. It was written against that program's
+answers, not against its code: a rule stands here because captions, words and mutated captions asked for it.
+
+The tokenizer takes, at each place, the longest piece that any rule matches, and of equally long ones the first rule's.
+A rule may look ahead: what it looks at counts for the length, and is read again afterwards.
+
+Known differences, none of which occurs in COCO val2014 or Flickr8k: letters outside the basic multilingual plane are
+dropped alike but scripts with vowel signs (Thai, Devanagari) split differently; a caption with a carriage return or
+another line separator stays one caption here, where it shifts all later captions there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+SIGNATURE = "stanford-ptb-3.4.1-no-punctuation"
+
+# Source: pycocoevalcap/tokenizer/ptbtokenizer.py. Tokens are compared in lower case, so that brackets (-lrb-) stay.
+PUNCTUATION = frozenset(
+    ["''", "'", "``", "`", "-LRB-", "-RRB-", "-LCB-", "-RCB-", ".", "?", "!", ",", ":", "-", "--", "...", ";"]
+)
+
+# A full stop belongs to these in any case of letters: first those that may also end a sentence ...
+_CLOSING_ABBREVIATIONS = (
+    "al ala apr aug bhd blvd bros co corp cos ct dak dec esq est etc ext feb fla fri ga inc ind jan jr jul jun kan ky "
+    "ltd mar md mo mon mont neb nev nov oct penn plc rd rt sep seq sq sr sys tel tenn thu tue va vt wed wis wyo"
+)
+_ABBREVIATIONS = (
+    "adj adm adv ave cf cie col cpl dept det dr drs ens ft gen gov hon jos lt maj messrs mme mr mrs ms mt pfc ph pres "
+    "prof pvt rep rev sen sfc sgt spc st ste vs wm"
+)
+_CAPITALIZED_ABBREVIATIONS = "ark az del ill la mass miss ore pa tex wash"  # ... to these with a capital,
+_CLOSING_NOT_UPPER, _NOT_UPPER = "pte pty", "mfg mtg"  # to these except in capitals,
+_NUMBER_ABBREVIATIONS = "art ca fig figs no nos op pp prop"  # and to these before a number.
+# After a single letter and its full stop these words begin a sentence, so that the full stop is one.
+_SENTENCE_STARTS = (
+    "a about according additionally after an as at but earlier he her here however if in it last many more now once "
+    "one other our she since so some such that the their then there these they this we what when while yet you"
+)
+_FILE_EXTENSIONS = (
+    "bat bmp c class cgi cpp dll doc docx exe gif gz h htm html jar java jpeg jpg mov mp3 pdf php pl png ppt ps py sql "
+    "tar txt wav x xml zip"
+)
+_TWO_WORDS = "cannot gonna gotta wanna lemme gimme"
+
+
+def _any_case(words: str) -> str:
+    return "(?i:" + "|".join(sorted(words.split(), key=len, reverse=True)) + ")"
+
+
+def _capitalized(words: str) -> str:
+    longest_first = sorted(words.split(), key=len, reverse=True)
+    return "(?:" + "|".join(f"{word[0].upper()}(?i:{word[1:]})" for word in longest_first) + ")"
+
+
+def _not_upper(words: str) -> str:
+    return "(?:" + "|".join(f"[{word[0]}{word[0].upper()}]{word[1:]}" for word in words.split()) + ")"
+
+
+_APOSTROPHE = "['’\u0092]"
+_ANY_QUOTE = "['’‘`\u0091\u0092]"
+# Python's \w takes superscripts and fractions in, and leaves combining accents and soft hyphens out.
+_NO_LETTERS = "\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u209c\u2150-\u218f\u2460-\u249b\U00010000-\U0010ffff"
+_MARKS = "\u0300-\u036f\u00ad"
+_DIGIT = "[0-9]"
+_LETTER = rf"(?:[^\W\d_{_NO_LETTERS}]|[{_MARKS}])"
+_ALNUM = rf"(?:[^\W_{_NO_LETTERS}]|[{_MARKS}])"
+_ELIDED = f"(?:[dDoOlL]{_APOSTROPHE}{_ALNUM})?"
+_ACRONYM = r"[A-Za-z](?:\.[A-Za-z])+"
+_HYPHENATED = rf"{_ALNUM}+(?:-[A-Za-z]+){{0,2}}"
+_EYE = "[-^x=~<>']"
+
+# (what the token is, what it looks ahead at)
+_RULES: tuple[tuple[str, str], ...] = (
+    # Two words written as one
+    ("(?i:can)", "(?i:not)"),
+    ("(?i:gon|wan)", "(?i:na)"),
+    ("(?i:got)", "(?i:ta)"),
+    ("(?i:lem|gim)", "(?i:me)"),
+    ("(?i:more)", f"{_APOSTROPHE}[nN]"),
+    (f"{_APOSTROPHE}[tT]", "(?i:is|was)"),
+    # Tags, addresses, names
+    (r"</?[A-Za-z][^<>\n]*>|<![A-Za-z][^<>\n]*>", ""),
+    (r"(?:https?|ftp)://[^\s<>\"|(){}]+[^\s<>\"|.!?(),;:{}-]", ""),
+    (r"(?:[^\s\"<>|.!?(){},]+\.)+(?i:com|net|org|edu)(?:/[^\s\"<>|(){}]*[^\s\"<>|.!?(){},-])?", ""),
+    (r"[A-Za-z0-9][^\s\"<>|(){}]*@[^\s\"<>|(){}.]+(?:\.[^\s\"<>|(){}.]+)*", ""),
+    (r"@[A-Za-z_][A-Za-z_0-9]*|#[A-Za-z]+", ""),
+    # Contractions
+    ("[A-Za-z]*[A-MO-Za-mo-z]", f"[nN]{_APOSTROPHE}[tT]"),
+    (f"[nN]{_APOSTROPHE}[tT]", ""),
+    (f"{_APOSTROPHE}(?i:[msd]|ll|re|ve)", "[^A-Za-z]"),
+    ("[’\u0092](?i:[msd]|ll|re|ve)", ""),
+    (f"[yY]{_APOSTROPHE}", "[A-Za-z]"),
+    ("[A-Za-z]+", f"{_APOSTROPHE}(?i:[msd]|ll|re|ve)"),
+    # Words with an apostrophe of their own
+    (f"{_APOSTROPHE}[nN]{_APOSTROPHE}?|[lLdDjJ]{_APOSTROPHE}|[Dd]unkin{_APOSTROPHE}|[oO]l{_APOSTROPHE}", ""),
+    (f"{_APOSTROPHE}(?:em|till?|cause|[2-9]0s)", ""),
+    (f"[A-HJ-XZn]{_ANY_QUOTE}{_LETTER}{{2,}}|[oO]{_ANY_QUOTE}o", ""),
+    (f"{_APOSTROPHE}{_DIGIT}{{2}}", "[^A-Za-z0-9]"),
+    (f"{_LETTER}+[aeiouyAEIOUY]{_ANY_QUOTE}[aeiouA-Z][A-Za-z]*", ""),
+    # Words
+    (f"{_ELIDED}{_ALNUM}+(?:[-_]{_ELIDED}{_ALNUM}+)*", ""),
+    (rf"[A-Za-z0-9][A-Za-z0-9.,]*(?:-(?:{_ACRONYM}\.|[A-Za-z0-9]+))+", ""),
+    (f"{_HYPHENATED}(?:/{_HYPHENATED}){{1,2}}", ""),
+    (rf"{_ALNUM}+\.{_any_case(_FILE_EXTENSIONS)}", r"[\s.?!,]"),
+    (r"[A-Z]+(?:[+&][A-Z]+)+", ""),
+    (rf"{_LETTER}{_ALNUM}*(?:[.!?]{_LETTER}{_ALNUM}*)+", ""),
+    (r"[CcFf](?:\+\+|#)", ""),
+    # Numbers
+    (rf"[-+]?(?:{_DIGIT}*(?:[.:,]{_DIGIT}+)+|{_DIGIT}+)", ""),
+    (rf"{_DIGIT}{{1,2}}[-/]{_DIGIT}{{1,2}}[-/]{_DIGIT}{{2,4}}", ""),
+    (rf"(?:{_DIGIT}{{1,4}}[- \u00a0])?{_DIGIT}{{1,4}}(?:\\?/|⁄){_DIGIT}{{1,4}}", ""),
+    (rf"(?:\({_DIGIT}{{2,3}}\)[ \u00a0]?|{_DIGIT}{{2,4}}[- \u00a0]){_DIGIT}{{3,4}}[- \u00a0]?{_DIGIT}{{3,5}}", ""),
+    # Abbreviations
+    (rf"(?:{_any_case(_ABBREVIATIONS)}|{_not_upper(_NOT_UPPER)})\.", ""),
+    (
+        rf"(?:{_any_case(_CLOSING_ABBREVIATIONS)}|{_not_upper(_CLOSING_NOT_UPPER)}"
+        rf"|{_capitalized(_CAPITALIZED_ABBREVIATIONS)})\.",
+        r"[\s\S]{0,2}",
+    ),
+    (rf"{_any_case(_NUMBER_ABBREVIATIONS)}\.", f"[ \t\n\u00a0]?{_DIGIT}"),
+    (rf"{_ACRONYM}\.?", ""),
+    ("[A-Za-z]", rf"\.\s+{_capitalized(_SENTENCE_STARTS)}\s"),
+    (r"[A-Za-z]\.", ""),
+    (rf"{_ALNUM}+(?:[-_]{_ALNUM}+)*\.", "[,;:]"),
+    # Faces
+    (r"[<>]?[:;=][-o*']?[()DPdpO\\{@|\[\]]", "[^A-Za-z0-9]"),
+    (rf"{_EYE}_{_EYE}|\({_EYE}[_.]?{_EYE}\)", ""),
+    # Punctuation
+    ("'", "[A-Za-z][^ \t\n\r\u00a0]"),
+    (r"[A-Z]*\$", ""),
+    (r"\.(?: ?\.){2,}", ""),
+    (r"--?-?-?|-{5,}", ""),
+    (r"[!?]+|''|``|_+|\*+|#+|@+|<<|>>", ""),
+    (r"\S", ""),
+)
+
+# How single characters come out, punctuation that `tokenize` then drops included.
+_WRITTEN = (
+    dict.fromkeys("“”«»\u0093\u0094\"", "''")
+    | dict.fromkeys("‘’‹›\u0091\u0092", "'")
+    | dict.fromkeys("–—\u0096\u0097", "--")
+    | dict.fromkeys("…\u0085", "...")
+    | dict.fromkeys("€¤\u0080", "$")
+    | {"£": "#", "¢": "cents", "½": "1/2", "¼": "1/4", "¾": "3/4", "⅓": "1/3", "⅔": "2/3"}
+    | {"{": "-lcb-", "}": "-rcb-", "[": "-lsb-", "]": "-rsb-"}
+)
+_BEYOND = "\U00010000"  # symbols from here on (emoji) are dropped, as are marks without a width
+_WITHOUT_WIDTH = frozenset("\u200b\ufeff\u00ad")
+
+
+@lru_cache(maxsize=1)
+def _rules() -> tuple[re.Pattern[str], ...]:
+    return tuple(re.compile(f"({main})(?:{ahead})") for main, ahead in _RULES)
+
+
+@lru_cache(maxsize=1)
+def _plain() -> re.Pattern[str]:
+    """A piece between blanks whose tokens depend on nothing around it: a word with a comma, full stop or 's."""
+    stopped = " ".join((_CLOSING_ABBREVIATIONS, _ABBREVIATIONS, _CAPITALIZED_ABBREVIATIONS, _CLOSING_NOT_UPPER))
+    stopped = " ".join((stopped, _NOT_UPPER, _NUMBER_ABBREVIATIONS))
+    special = rf"(?!{_any_case(_TWO_WORDS)}(?![a-zA-Z])|{_any_case(stopped)}\.)"
+    return re.compile(rf"{special}([A-Za-z]+|[A-Za-z]{{2,}}(?:-[A-Za-z]{{2,}})*)(?:,|(?<=..)\.|(?<=[A-Za-z]{{2}})('s))?")
+
+
+@lru_cache(maxsize=1 << 17)
+def _plain_tokens(piece: str) -> tuple[str, ...] | None:
+    """The tokens of a plain piece; None where the rules must decide."""
+    if piece in (".", ","):
+        return ()
+    match = _plain().fullmatch(piece)
+    if match is None:
+        return None
+    word = match[1].lower()
+    return (word, "'s") if match[2] else (word,)
+
+
+def tokenize(caption: str, following: str = "") -> list[str]:
+    """Lower-case tokens of a caption, without punctuation. A line break in it is a blank.
+
+    `following` is the caption on the next line, which the tokenizer can see: "a letter K." keeps its full stop unless
+    "A", "The" or another of some forty words comes next.
+    """
+    tokens: list[str] = []
+    for piece in caption.split():
+        plain = _plain_tokens(piece)
+        if plain is None:
+            return _apply_rules(caption, following)
+        tokens += plain
+    return tokens
+
+
+def tokenize_all(captions: Sequence[str]) -> list[list[str]]:
+    """Tokens of captions in the order of a file's lines, as pycocoevalcap tokenizes them all in one go."""
+    return [tokenize(caption, following) for caption, following in zip(captions, [*captions[1:], ""], strict=True)]
+
+
+def _apply_rules(caption: str, following: str) -> list[str]:
+    text = caption.replace("\n", " ")
+    end = len(text)
+    text = f"{text}\n{following}"
+    tokens = []
+    position = 0
+    while position < end:
+        if text[position].isspace() and text[position] != "\u0085":
+            position += 1
+            continue
+        longest, token = 0, ""
+        for pattern in _rules():
+            if (match := pattern.match(text, position)) and match.end() - position > longest:
+                longest, token = match.end() - position, match[1]
+        position += len(token)
+        if token < _BEYOND and token not in _WITHOUT_WIDTH and (written := _write(token)) not in PUNCTUATION:
+            tokens.append(written)
+    return tokens
+
+
+def _write(token: str) -> str:
+    """A token as it comes out: lower case, Treebank brackets, plain apostrophes in contractions."""
+    if token in _WRITTEN:
+        return _WRITTEN[token]
+    if token[0] == "." and not token.strip(". "):
+        return "..." if len(token) > 2 else token
+    if len(token) > 1:  # phone numbers and faces hold brackets; blanks inside a token become no-break spaces
+        token = token.replace("(", "-lrb-").replace(")", "-rrb-").replace(" ", "\u00a0").replace("\u00ad", "")
+        if token[0] in "’\u0092nN" and re.fullmatch("[’\u0092](?i:[msd]|ll|re|ve)|[nN][’\u0092][tT]", token):
+            token = token.replace("’", "'").replace("\u0092", "'")
+    elif token in "()":
+        token = "-lrb-" if token == "(" else "-rrb-"
+    return token.lower()

@@ -1,0 +1,125 @@
+"""What a run shows at its end: the table on the terminal, and what the report page is made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pipeline.dataset import Dataset
+from pipeline.evaluate import read_predictions
+from pipeline.journal import read_journal
+from pipeline.report import Report, ReportImage, ReportStage, write_report
+from pipeline.run_folder import RunFolder
+
+CURVES = {
+    "loss": "loss",
+    "reward": "reward (CIDEr-D)",
+    "length": "sampled length",
+    "lr": "learning rate",
+    "images_per_s": "images/s",
+}
+
+
+def score_table(result: dict[str, Any]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Columns and one row a split; a score that is not there says why."""
+    first = next(iter(result["splits"].values()))
+    columns = list(first["scores"])
+    accuracy = any(entry["main_object"] is not None for entry in result["splits"].values())
+    rows = []
+    for split, entry in result["splits"].items():
+        cells = [
+            f"{value:.3f}" if value is not None else f"unavailable: {entry['unavailable'].get(name, 'not computed')}"
+            for name, value in entry["scores"].items()
+        ]
+        if accuracy:
+            cells.append("" if entry["main_object"] is None else f"{100 * entry['main_object']:.1f} %")
+        rows.append((f"{split} ({entry['images']} images)", cells))
+    return columns + (["main object"] if accuracy else []), rows
+
+
+def format_table(columns: list[str], rows: list[tuple[str, list[str]]]) -> str:
+    """Plain text; cells that explain an absence are cut to a word, their reasons follow below."""
+    notes = []
+    body = []
+    for label, cells in rows:
+        short = []
+        for name, cell in zip(columns, cells, strict=True):
+            if cell.startswith("unavailable"):
+                notes.append(f"{name} {cell}")
+                cell = "-"
+            short.append(cell)
+        body.append([label, *short])
+    table = [["", *columns], *body]
+    widths = [max(len(row[index]) for row in table) for index in range(len(table[0]))]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in table
+    ]
+    return "\n".join([*lines, *dict.fromkeys(notes)])
+
+
+def make_report(folder: RunFolder, dataset: Dataset, result: dict[str, Any], durations: dict[str, float]) -> Path:
+    """Writes report.html of a finished run."""
+    config, facts = folder.config, folder.facts
+    columns, rows = score_table(result)
+    images = []
+    for split in config.data.test_splits:
+        images += _images(folder, dataset.split(split), split, result["splits"][split]["per_image_CIDEr-D"])
+    stages = [_stage(folder, stage.name, result["validation_by_stage"]) for stage in config.stages]
+    first = next(iter(result["splits"].values()))
+    report = Report(
+        title=config.name,
+        run_id=folder.run_id,
+        protocol=f"{', '.join(config.data.test_splits)}: beam {config.evaluation.beam_size}, at most "
+        f"{config.evaluation.max_length} tokens, {first['signature']}",
+        score_columns=columns,
+        score_rows=rows,
+        stages=stages,
+        images=images,
+        facts={
+            "images": ", ".join(f"{split} {count}" for split, count in facts["splits"].items()),
+            "model": f"{config.model.name}, {facts['parameters']['model']:,} parameters",
+            "backbone": f"{config.backbone.name}, {config.backbone.image_size} px, "
+            f"{facts['parameters']['backbone']:,} parameters",
+            "durations": ", ".join(f"{name} {seconds:.0f} s" for name, seconds in durations.items()),
+            "commit": facts["commit"],
+            "data fingerprint": facts["data_fingerprint"][:16],
+            "versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
+        },
+    )
+    path = folder.path / "report.html"
+    write_report(path, report)
+    return path
+
+
+def _images(folder: RunFolder, part: Dataset, split: str, scores: dict[int, float]) -> list[ReportImage]:
+    predictions = read_predictions(folder.path / "predictions" / f"{split}.json")
+    rows = zip(part.column("image_id"), part.column("uri"), part.column("captions"), strict=True)
+    return [
+        ReportImage(
+            image_id=image,
+            path=Path(uri),
+            caption=predictions[image],
+            references=captions,
+            score=scores.get(image),
+            split=split,
+        )
+        for image, uri, captions in rows
+    ]
+
+
+def _stage(folder: RunFolder, name: str, validation: dict[str, float]) -> ReportStage:
+    entries = [entry for entry in read_journal(folder.journal) if entry["stage"] == name]
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for key, label in CURVES.items():
+        points = [(entry["step"], entry[key]) for entry in entries if entry["kind"] == "train" and key in entry]
+        if points:
+            curves[label] = points
+    points = [(entry["step"], entry["CIDEr-D"]) for entry in entries if entry["kind"] == "validation"]
+    if points:
+        curves["validation CIDEr-D"] = points
+    outcome = folder.result(name) or {}
+    summary = {"steps": str(outcome.get("steps", "?")), "best at step": str(outcome.get("best_step", "?"))}
+    if name in validation:
+        summary["validation CIDEr-D"] = f"{validation[name]:.4f}"
+    return ReportStage(name, curves, summary)

@@ -1,0 +1,128 @@
+"""Where everything of a run lies: the paths, the run's identity, and what it was started from.
+
+runs/<run_id>/  config.yaml run.json data.arrow vocabulary.json init/ stages/<stage>/ log/ predictions/
+                scores.json report.html COMPLETE.json
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from models.config import ModelSizes
+from pipeline.config import RunConfig, StageSection, parse_config
+from pipeline.dataset import Dataset
+from pipeline.state import stage_result
+from pipeline.text import Vocabulary
+
+
+def run_identity(config: RunConfig, fingerprint: str) -> str:
+    """name-hash of configuration, data and code: equal inputs are the same run, others are another."""
+    digest = hashlib.sha256(f"{config.identity()} {fingerprint} {code_digest()}".encode()).hexdigest()
+    return f"{config.name}-{digest[:10]}"
+
+
+def code_digest() -> str:
+    """Hash of the sources that decide a result: models/ and pipeline/."""
+    digest = hashlib.sha256()
+    here = Path(__file__).resolve().parent
+    for path in sorted([*here.glob("*.py"), *(here.parent / "models").glob("*.py")]):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """JSON under a temporary name, then renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
+    temporary.replace(path)
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of one run; workers open it by its path alone."""
+
+    path: Path
+
+    @property
+    def run_id(self) -> str:
+        return self.path.name
+
+    @cached_property
+    def config(self) -> RunConfig:
+        import yaml
+
+        return parse_config(yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8")))
+
+    @cached_property
+    def dataset(self) -> Dataset:
+        return Dataset.load(self.path / "data.arrow")
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary.load(self.path / "vocabulary.json")
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What was found at the start: fingerprint, sizes, commit, versions."""
+        return read_json(self.path / "run.json")
+
+    @property
+    def attempt(self) -> str:
+        """The token of the driver that works on this run now (see `begin_attempt`)."""
+        path = self.path / "log" / "attempt"
+        return path.read_text() if path.is_file() else ""
+
+    def begin_attempt(self) -> str:
+        """Takes the run over: workers of earlier attempts that still live may not write any more."""
+        token = uuid.uuid4().hex
+        path = self.path / "log" / "attempt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(".attempt.tmp")
+        temporary.write_text(token)
+        temporary.replace(path)
+        return token
+
+    @property
+    def sizes(self) -> ModelSizes:
+        return ModelSizes(**self.facts["sizes"])
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "log" / "metrics.jsonl"
+
+    def stage(self, name: str) -> Path:
+        return self.path / "stages" / name
+
+    def result(self, name: str) -> dict[str, Any] | None:
+        return stage_result(self.stage(name))
+
+    def before(self, stage: StageSection) -> list[StageSection]:
+        stages = list(self.config.stages)
+        return stages[: stages.index(stage)]
+
+    def weights_before(self, stage: StageSection | None, part: str) -> Path:
+        """The file with the weights of `part` (model or backbone) that a stage starts from; None: the run's end.
+
+        The newest finished stage that trained the part, or the run's initial weights. A stage that asks to be kept
+        only when it is better (`keep_if_better`) counts only then.
+        """
+        earlier = self.before(stage) if stage is not None else list(self.config.stages)
+        for candidate in reversed(earlier):
+            result = self.result(candidate.name)
+            if result is None or not result["kept"]:
+                continue
+            path = self.stage(candidate.name) / f"best-{result['best_step']}" / f"{part}.safetensors"
+            if path.is_file():
+                return path
+        return self.path / "init" / f"{part}.safetensors"

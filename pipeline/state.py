@@ -1,0 +1,112 @@
+"""Checkpoints of a stage: written whole or not at all, the newest kept, resumed exactly.
+
+    stages/<stage>/step-<n>/   state.pt (captioner, optimizer), progress.json   to go on from
+                   best-<n>/   model.safetensors, backbone.safetensors          what the next stage starts from
+                   DONE.json   the stage's result; its presence says that the stage is over
+
+No random state is stored: every draw is seeded by (seed, stage, step, rank), so that a step repeats itself exactly.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models.captioner import Captioner
+from pipeline.weights import save_weights
+
+KEEP = 2
+
+
+@dataclass
+class Progress:
+    """Where a stage stands. `step` counts finished optimizer steps."""
+
+    step: int = 0
+    best_step: int = -1
+    best_score: float = float("-inf")
+
+
+def save_checkpoint(
+    folder: Path, captioner: Captioner, optimizer: torch.optim.Optimizer, progress: Progress, identity: str
+) -> None:
+    """Adds step-<n>, then removes all but the newest `KEEP`; the old go only when the new one is whole."""
+    target = folder / f"step-{progress.step}"
+    temporary = _fresh(folder / f".{target.name}.tmp")
+    torch.save({"captioner": captioner.state_dict(), "optimizer": optimizer.state_dict()}, temporary / "state.pt")
+    (temporary / "progress.json").write_text(json.dumps({"identity": identity, **asdict(progress)}))
+    _publish(temporary, target)
+    for _, old in _numbered(folder, "step-")[:-KEEP]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def load_checkpoint(
+    folder: Path, captioner: Captioner, optimizer: torch.optim.Optimizer, identity: str
+) -> Progress | None:
+    """Restores the newest checkpoint of this run; None when there is none. Another run's is refused (ValueError)."""
+    found = _numbered(folder, "step-")
+    if not found:
+        return None
+    _, newest = found[-1]
+    record = json.loads((newest / "progress.json").read_text())
+    if record.pop("identity") != identity:
+        raise ValueError(f"checkpoint {newest} belongs to another run; remove the folder or give the run another name")
+    state = torch.load(newest / "state.pt", map_location="cpu", weights_only=True)
+    captioner.load_state_dict(state["captioner"])
+    optimizer.load_state_dict(state["optimizer"])
+    return Progress(**record)
+
+
+def save_best(folder: Path, captioner: Captioner, step: int) -> None:
+    """The weights of the best validation so far, replacing the ones before."""
+    target = folder / f"best-{step}"
+    temporary = _fresh(folder / f".{target.name}.tmp")
+    save_weights(captioner.model, temporary / "model.safetensors")
+    if captioner.backbone is not None:
+        save_weights(captioner.backbone, temporary / "backbone.safetensors")
+    _publish(temporary, target)
+    for number, old in _numbered(folder, "best-"):
+        if number != step:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def finish_stage(folder: Path, result: dict[str, Any]) -> None:
+    """Marks a stage as over and removes the checkpoints that only served to go on."""
+    temporary = folder / ".DONE.tmp"
+    temporary.write_text(json.dumps(result, indent=1))
+    temporary.replace(folder / "DONE.json")
+    for _, old in _numbered(folder, "step-"):
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def stage_result(folder: Path) -> dict[str, Any] | None:
+    """What `finish_stage` wrote, or None while the stage is not over."""
+    path = folder / "DONE.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def _numbered(folder: Path, prefix: str) -> list[tuple[int, Path]]:
+    found = [(int(path.name.removeprefix(prefix)), path) for path in folder.glob(f"{prefix}*")]
+    return sorted(found)
+
+
+def _fresh(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _publish(temporary: Path, target: Path) -> None:
+    for path in (*temporary.iterdir(), temporary):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    if target.exists():  # the same step once more, after a resume from before it: equal content
+        shutil.rmtree(target)
+    temporary.rename(target)

@@ -1,0 +1,108 @@
+"""Words: the tokenisation of captions, the vocabulary, and ids to text and back."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PAD, SOS, EOS, UNK = "PAD", "SOS", "EOS", "UNK"
+SPECIALS = (PAD, SOS, EOS, UNK)
+
+# Every character that is not a letter, digit, underscore or blank stands alone; these are then dropped.
+_DROPPED = frozenset(".,?!:;-'`")
+_TOKEN = re.compile(r"\w+|[^\w ]")
+
+
+def tokenize(caption: str) -> list[str]:
+    """Tokens of a raw caption, as ExpansionNet v2's reference makes them for its vocabulary.
+
+    Lower case, trailing white space cut, every character outside [letters, digits, underscore] a token of its own,
+    and ``. , ? ! : ; - ' ` `` dropped. An interior newline is a token (the published vocabulary's first word).
+    """
+    return [token for token in _TOKEN.findall(caption.lower().rstrip()) if token not in _DROPPED]
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Words by id. The four specials are words like the others, as in the reference: PAD SOS EOS UNK.
+
+    Raises ValueError when a special is missing or a word stands twice.
+    """
+
+    words: tuple[str, ...]
+    ids: dict[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        ids = {word: index for index, word in enumerate(self.words)}
+        if len(ids) != len(self.words):
+            twice = [word for word, count in Counter(self.words).items() if count > 1]
+            raise ValueError(f"the vocabulary holds {twice[0]!r} more than once; every word must stand once")
+        missing = [special for special in SPECIALS if special not in ids]
+        if missing:
+            raise ValueError(f"the vocabulary lacks {', '.join(missing)}; it must hold {', '.join(SPECIALS)}")
+        object.__setattr__(self, "ids", ids)
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    @property
+    def pad(self) -> int:
+        return self.ids[PAD]
+
+    @property
+    def sos(self) -> int:
+        return self.ids[SOS]
+
+    @property
+    def eos(self) -> int:
+        return self.ids[EOS]
+
+    @property
+    def unk(self) -> int:
+        return self.ids[UNK]
+
+    @classmethod
+    def build(cls, captions: Iterable[Sequence[str]], min_count: int) -> Vocabulary:
+        """Words with `min_count` or more uses and the specials, sorted together by code point (the reference's order).
+
+        Streams over the captions; memory grows with distinct words only. Raises ValueError when no word is left.
+        """
+        counts: Counter[str] = Counter()
+        for tokens in captions:
+            counts.update(tokens)
+        words = {word for word, count in counts.items() if count >= min_count}
+        if not words:
+            raise ValueError(
+                f"the vocabulary is empty: none of the {len(counts)} distinct words of the training captions is used "
+                f"data.min_count = {min_count} times or more; lower data.min_count"
+            )
+        return cls(tuple(sorted(words | set(SPECIALS))))
+
+    def encode(self, tokens: Sequence[str]) -> list[int]:
+        """Ids with SOS in front and EOS behind; unknown words become UNK."""
+        unk = self.unk
+        return [self.sos, *(self.ids.get(token, unk) for token in tokens), self.eos]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The caption's text: up to the first EOS, without specials other than UNK."""
+        words = []
+        for index in ids:
+            if index == self.eos:
+                break
+            if index not in (self.sos, self.pad):
+                words.append(self.words[index])
+        return " ".join(words)
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps({"words": self.words}, ensure_ascii=False, indent=0), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Vocabulary:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(data, dict) or not isinstance(data.get("words"), list):
+            raise ValueError(f"{path} is not a vocabulary: expected a JSON object with a list under 'words'")
+        return cls(tuple(str(word) for word in data["words"]))

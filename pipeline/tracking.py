@@ -1,0 +1,237 @@
+"""MLflow (its only home): the run as a parent, each stage as a child, fed from the run's journal.
+
+`sync` sends what is not sent yet and remembers what was, in log/tracked.json; calling it again repeats nothing. It is
+called now and then while training goes on, and at the end. A tracker that is down costs training nothing: what could
+not be sent stays in the journal for the next `sync`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import RunConfig
+from pipeline.journal import read_journal
+from pipeline.run_folder import RunFolder, read_json, write_json
+
+BATCH = 500  # metrics a request; the server takes 1000
+SERVING_PACKAGES = ("mlflow", "numpy", "pillow", "pyyaml", "safetensors", "timm", "torch", "torchvision")
+
+
+class Tracker:
+    """Sends a run's journal in the background. `close` sends the rest and says how the run ended."""
+
+    def __init__(self, folder: RunFolder, config: RunConfig, say: Callable[[str], None], every_s: float = 5.0) -> None:
+        self.folder, self.config, self.say, self.every_s = folder, config, say, every_s
+        self._stop = threading.Event()
+        self._warned = False
+        self._thread = threading.Thread(target=self._follow, name="tracker", daemon=True)
+        if config.tracking.enabled:
+            self._thread.start()
+
+    def _follow(self) -> None:
+        while not self._stop.wait(self.every_s):
+            self._try(lambda: sync(self.folder, self.config))
+
+    def close(self, status: str, finish: Callable[[Any, str], None] | None = None) -> bool:
+        """Sends the rest; `finish(mlflow client, parent run id)` adds artefacts. False when the tracker is down."""
+        if not self.config.tracking.enabled:
+            return True
+        self._stop.set()
+        self._thread.join()
+        return self._try(lambda: sync(self.folder, self.config, status=status, finish=finish))
+
+    def _try(self, action: Callable[[], None]) -> bool:
+        try:
+            action()
+        except Exception as error:  # whatever the tracker does, training goes on
+            if not self._warned:
+                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                self.say(
+                    f"tracker: {tracking_uri(self.config)} does not take metrics ({reason}); they stay in the journal"
+                )
+                self._warned = True
+            return False
+        return True
+
+
+def tracking_uri(config: RunConfig) -> str:
+    return config.tracking.uri or f"sqlite:///{config.storage_path / 'mlflow.db'}"
+
+
+def sync(
+    folder: RunFolder,
+    config: RunConfig,
+    *,
+    status: str | None = None,
+    finish: Callable[[Any, str], None] | None = None,
+) -> None:
+    """Creates what runs are missing and sends journal entries not sent before. `status` closes all runs with it."""
+    client = _client(config)
+    path = folder.path / "log" / "tracked.json"
+    state: dict[str, Any] = read_json(path) if path.is_file() else {"parent": None, "stages": {}, "sent": {}}
+    if state["parent"] is None:
+        state["parent"] = _create_parent(client, folder, config)
+        write_json(path, state)
+    for entry_stage in dict.fromkeys(entry["stage"] for entry in read_journal(folder.journal)):
+        if entry_stage not in state["stages"]:
+            state["stages"][entry_stage] = _create_child(client, folder, config, entry_stage, state["parent"])
+            write_json(path, state)
+    for stage, run_id in state["stages"].items():
+        _send(client, folder, stage, run_id, state["sent"])
+        write_json(path, state)
+        if folder.result(stage) is not None:
+            client.set_terminated(run_id, "FINISHED")
+        elif status:
+            client.set_terminated(run_id, status)
+    if finish is not None:
+        finish(client, state["parent"])
+    if status is not None:
+        client.set_terminated(state["parent"], status)
+
+
+def log_results(folder: RunFolder, scores: dict[str, float], files: list[Path]) -> Callable[[Any, str], None]:
+    """A `finish` that logs scores and files with the parent run."""
+
+    def finish(client: Any, parent: str) -> None:
+        for name, value in scores.items():
+            client.log_metric(parent, name, value)
+        for file in files:
+            client.log_artifact(parent, str(file))
+
+    return finish
+
+
+def register_model(folder: RunFolder, config: RunConfig, bundle: Path, scores: dict[str, float]) -> str | None:
+    """Logs the bundle as a pyfunc model of the parent run and registers it with its scores; returns name/version.
+
+    A version that this run registered before is returned as it is. None when the tracker has not seen the run.
+    """
+    path = folder.path / "log" / "tracked.json"
+    parent = read_json(path)["parent"] if path.is_file() else None
+    if parent is None:
+        return None
+    client = _client(config)
+    found = client.search_model_versions(f"run_id = '{parent}'")
+    if found:
+        return f"{found[0].name}/{found[0].version}"
+    import mlflow
+
+    name = config.tracking.registered_name or config.name
+    here = Path(__file__).resolve().parent
+    mlflow.set_tracking_uri(tracking_uri(config))
+    mlflow.set_registry_uri(tracking_uri(config))
+    with _quiet(), mlflow.start_run(run_id=parent):
+        logged = mlflow.pyfunc.log_model(
+            name="model",
+            loader_module="pipeline.serving",  # no pickle: the module reads the bundle
+            data_path=str(bundle),
+            code_paths=[str(here), str(here.parent / "models")],
+            pip_requirements=[f"{package}=={importlib.metadata.version(package)}" for package in SERVING_PACKAGES],
+            signature=_signature(),
+        )
+        version = mlflow.register_model(logged.model_uri, name, tags={k: f"{v:.4f}" for k, v in scores.items()})
+    return f"{name}/{version.version}"
+
+
+def _signature() -> Any:
+    from mlflow.models import ModelSignature
+    from mlflow.types import ColSpec, DataType, Schema
+
+    inputs = Schema([ColSpec(DataType.binary, "image")])
+    return ModelSignature(inputs, Schema([ColSpec(DataType.string, "caption"), ColSpec(DataType.double, "log_prob")]))
+
+
+def _client(config: RunConfig) -> Any:
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    logging.getLogger("mlflow").setLevel(logging.ERROR)
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri(config))
+
+
+class _quiet:
+    """The registry logs at INFO level through its own handlers."""
+
+    def __enter__(self) -> None:
+        logging.disable(logging.INFO)
+
+    def __exit__(self, *_: object) -> None:
+        logging.disable(logging.NOTSET)
+
+
+def _experiment(client: Any, config: RunConfig) -> str:
+    found = client.get_experiment_by_name(config.tracking.experiment)
+    if found is not None:
+        return found.experiment_id
+    location = None
+    if config.tracking.uri is None:
+        location = (config.storage_path / "mlflow").as_uri()
+    return client.create_experiment(config.tracking.experiment, artifact_location=location)
+
+
+def _create_parent(client: Any, folder: RunFolder, config: RunConfig) -> str:
+    from mlflow.entities import Param
+
+    facts = folder.facts
+    tags = {
+        "mlflow.runName": folder.run_id,
+        "raycap.run_id": folder.run_id,
+        "raycap.commit": facts["commit"],
+        "raycap.data_fingerprint": facts["data_fingerprint"],
+        "raycap.code": facts["code"],
+    }
+    run = client.create_run(_experiment(client, config), tags=tags)
+    flat = _flatten(config.model_dump(mode="json"))
+    params = [Param(key, str(value)[:6000]) for key, value in flat.items()]
+    for start in range(0, len(params), 100):
+        client.log_batch(run.info.run_id, params=params[start : start + 100])
+    client.log_artifact(run.info.run_id, str(folder.path / "config.yaml"))
+    return run.info.run_id
+
+
+def _create_child(client: Any, folder: RunFolder, config: RunConfig, stage: str, parent: str) -> str:
+    from mlflow.entities import Param
+
+    tags = {"mlflow.runName": stage, "mlflow.parentRunId": parent, "raycap.run_id": folder.run_id}
+    run = client.create_run(_experiment(client, config), tags=tags)
+    flat = _flatten(config.stage(stage).model_dump(mode="json"))
+    client.log_batch(run.info.run_id, params=[Param(key, str(value)) for key, value in flat.items()])
+    return run.info.run_id
+
+
+def _send(client: Any, folder: RunFolder, stage: str, run_id: str, sent: dict[str, int]) -> None:
+    from mlflow.entities import Metric
+
+    metrics = []
+    for entry in read_journal(folder.journal):
+        kind, step = entry["kind"], entry["step"]
+        if entry["stage"] != stage or kind not in ("train", "validation") or step <= sent.get(f"{stage}/{kind}", -1):
+            continue
+        prefix = "validation_" if kind == "validation" else ""
+        for key, value in entry.items():
+            if isinstance(value, (int, float)) and key not in ("step", "time", "total"):
+                metrics.append(Metric(f"{prefix}{key}", float(value), int(entry["time"] * 1000), step))
+        sent[f"{stage}/{kind}"] = step
+    for start in range(0, len(metrics), BATCH):
+        client.log_batch(run_id, metrics=metrics[start : start + BATCH])
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            value = {item.get("name", str(number)): item for number, item in enumerate(value)}
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

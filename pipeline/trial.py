@@ -1,0 +1,84 @@
+"""Trial steps: one step of a stage at its real batch size, before anything long starts.
+
+Memory that does not suffice and sizes that do not fit show in the first minute, not after a day of extraction.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models.backbone import Backbone
+from models.captioner import Captioner
+from models.layers import set_dropout
+from models.registry import build_model
+from pipeline.batches import Batch, Captions
+from pipeline.config import StageSection
+from pipeline.context import LocalContext
+from pipeline.rewards import CaptionReward
+from pipeline.run_folder import RunFolder
+from pipeline.schedules import make_optimizer
+from pipeline.steps import cross_entropy_objective, scst_objective
+
+
+def trial_steps(run: Path) -> list[dict[str, Any]]:
+    """One forward, backward and update of every stage on random inputs and the longest captions; keeps nothing.
+
+    Returns for each stage its name, seconds and memory in MiB (resident on the CPU, peak on a GPU).
+    """
+    folder = RunFolder(run)
+    torch.set_num_threads(folder.config.workers.threads_per_worker)
+    return [_trial(folder, stage) for stage in folder.config.stages]
+
+
+def _trial(folder: RunFolder, stage: StageSection) -> dict[str, Any]:
+    config, sizes, device = folder.config, folder.sizes, LocalContext().device
+    begin = time.monotonic()
+    torch.manual_seed(config.seed)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    model = build_model(config.model, sizes)
+    set_dropout(model, config.model.dropout if stage.dropout is None else stage.dropout)
+    backbone = Backbone(config.backbone) if stage.train_backbone else None
+    captioner = Captioner(model, backbone).to(device).train()
+    optimizer = make_optimizer(captioner, stage.optimizer, stage.lr)
+    share = stage.batch_size // (config.workers.num_workers * stage.accumulate)
+    shape = (3, config.backbone.image_size, config.backbone.image_size)
+    if backbone is None:
+        shape = (folder.facts["num_tokens"], sizes.feature_width, -1)[:2]  # type: ignore[assignment]
+    batch, train = _longest(folder, stage, torch.randn(share, *shape), share)
+    if stage.objective == "cross_entropy":
+        objective = cross_entropy_objective(stage, sizes.pad)
+    else:
+        reward = CaptionReward(train.references(), folder.vocabulary, eos=stage.sampling.eos_in_reward)
+        ids = torch.tensor(train.column("image_id"))
+        objective = scst_objective(stage, reward, ids, sizes.pad, folder.vocabulary.words)
+    generator = torch.Generator(device).manual_seed(config.seed)
+    with torch.autocast(device.type, torch.bfloat16, enabled=stage.precision == "bfloat16"):
+        moved = Batch(batch.inputs.to(device), batch.tokens.to(device), batch.images, batch.global_targets, share)
+        objective(captioner, captioner, moved, generator).loss.backward()
+    optimizer.step()
+    return {"stage": stage.name, "seconds": time.monotonic() - begin, "memory_mb": _memory_mb(device)}
+
+
+def _longest(folder: RunFolder, stage: StageSection, inputs: torch.Tensor, share: int) -> tuple[Batch, Any]:
+    """A batch with the longest captions of the training split, which need the most memory."""
+    import numpy as np
+
+    train = folder.dataset.split(*folder.config.data.train_splits)
+    captions = Captions(train, folder.vocabulary)
+    counts = captions.target_counts(np.arange(len(captions.image_of)))
+    rows = np.resize(np.argsort(-counts, kind="stable"), share * stage.captions_per_image)
+    images = captions.image_of[rows[:: stage.captions_per_image]]
+    return Batch(inputs, captions.rows(rows), images, int(counts[rows].sum()), share), train
+
+
+def _memory_mb(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    import psutil
+
+    return psutil.Process().memory_info().rss / 2**20

@@ -1,0 +1,50 @@
+"""Weights of modules as safetensors files: written whole or not at all, loaded strictly."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+
+def save_weights(module: nn.Module, path: Path) -> None:
+    """The module's state as one safetensors file, under a temporary name until it is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}, temporary)
+    temporary.replace(path)
+
+
+def load_weights(module: nn.Module, path: Path) -> None:
+    """Fills `module`; ValueError naming file and keys when they do not fit one to one."""
+    tensors: dict[str, torch.Tensor] = load_file(path)
+    own = module.state_dict()
+    missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+    if missing or extra:
+        raise ValueError(f"{path} does not fit: missing {missing[:3] or 'none'}, not known {extra[:3] or 'none'}")
+    for name, tensor in tensors.items():
+        if own[name].shape != tensor.shape:
+            raise ValueError(
+                f"{path}: {name} has shape {tuple(tensor.shape)}, the model wants {tuple(own[name].shape)}"
+            )
+    module.load_state_dict(tensors)
+
+
+def weights_file_digest(path: Path) -> str:
+    """sha256 of the file (safetensors files of equal tensors are equal)."""
+    status = path.stat()
+    return _digest(str(path), status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _digest(path: str, size: int, mtime_ns: int) -> str:
+    digest = hashlib.sha256()
+    with Path(path).open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

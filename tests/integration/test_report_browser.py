@@ -1,0 +1,228 @@
+"""The report in a real headless Chromium: from disk, by mouse and by keyboard, wide and narrow, without an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chromium import NAMES, Page, chromium_page, find_chromium
+
+from pipeline.report import Report, ReportImage, ReportStage, write_report
+from pipeline.synthetic import draw_scene, make_scene
+
+PROGRAM = find_chromium()
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason=f"no Chromium on the PATH (looked for {', '.join(NAMES)})")
+
+SHOWN = "[...document.querySelectorAll('.card:not([hidden])')].map(c => c.dataset.id)"
+COUNT = "document.querySelector('[data-count]').textContent"
+WHERE = "document.querySelector('.where').textContent"
+OPEN = "document.querySelector('dialog').open"
+NUM_IMAGES = 40
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Page, Path]]:
+    """One browser and one page file for all tests; each test loads it anew."""
+    folder = tmp_path_factory.mktemp("report")
+    images = []
+    for index in range(NUM_IMAGES):
+        scene, captions = make_scene(0, index)
+        picture = folder / f"{index}.png"
+        draw_scene(scene, 64).save(picture)
+        # Scores 0.00, 0.05, ... in an order that is not that of the ids.
+        score = (index * 7 % NUM_IMAGES) / 20
+        split = "novel" if index % 4 == 3 else "test"
+        images.append(ReportImage(index, picture, captions[0], captions[1:], score, split, {"xe_frozen": "a zebra"}))
+    odd = "<img src=x onerror=\"console.error('escaped')\"> zyzzyva hot-zyzzyva (zyzzyva"
+    images.append(ReportImage("odd", b"", odd, [odd], None, "test"))
+    curve = [(step, 5 / (1 + step)) for step in range(0, 100, 10)]
+    stages = [ReportStage(name, {"loss": curve, "val CIDEr-D": curve}) for name in ("xe_frozen", "scst_frozen")]
+    page = Report(
+        "A run", "demo", "protocol", ["BLEU-4"] * 7, [("test", ["12.3"] * 7)], stages, images, {"commit": "abc"}
+    )
+    write_report(folder / "report.html", page)
+    assert PROGRAM is not None
+    with chromium_page(PROGRAM, folder / "profile") as tab:
+        yield tab, folder / "report.html"
+
+
+@pytest.fixture
+def page(browser: tuple[Page, Path]) -> Iterator[Page]:
+    tab, path = browser
+    tab.problems.clear()
+    tab.requests.clear()
+    tab.window(1280, 900)
+    tab.open(path)
+    yield tab
+    tab.evaluate("new Promise(done => setTimeout(done, 50))")  # late errors arrive before this answer
+    assert tab.problems == []
+    assert [url for url in tab.requests if not url.startswith("data:")] == [path.as_uri()]
+
+
+def _by_score(split: str | None = None, best: bool = False) -> list[str]:
+    ids = [i for i in range(NUM_IMAGES) if split is None or ("novel" if i % 4 == 3 else "test") == split]
+    return [str(i) for i in sorted(ids, key=lambda i: i * 7 % NUM_IMAGES, reverse=best)]
+
+
+def _choose(page: Page, name: str, value: str) -> None:
+    page.evaluate(
+        f"(() => {{ const e = document.querySelector('[name={name}]'); e.value = '{value}'; "
+        "e.dispatchEvent(new Event('input', {bubbles: true})); })()"
+    )
+
+
+def test_sorting_and_splits(page: Page) -> None:
+    assert page.evaluate(COUNT) == "41 pictures"
+    assert page.evaluate(SHOWN) == _by_score()[:24]
+    page.click("[data-more]")
+    assert page.evaluate(SHOWN) == [*_by_score(), "odd"]  # a picture without a score comes last in both orders
+    _choose(page, "order", "best")
+    assert page.evaluate(SHOWN) == _by_score(best=True)[:24]
+    _choose(page, "split", "novel")
+    assert page.evaluate(SHOWN) == _by_score("novel", best=True)
+    _choose(page, "order", "longest")
+    lengths = page.evaluate("[...document.querySelectorAll('.card:not([hidden])')].map(c => +c.dataset.length)")
+    assert lengths == sorted(lengths, reverse=True) and len(set(lengths)) > 1
+    page.click("[name=shuffle]")
+    assert page.evaluate("document.querySelector('[name=order]').value") == "random"
+    assert sorted(page.evaluate(SHOWN)) == sorted(_by_score("novel"))
+
+
+def test_filter_by_word(page: Page) -> None:
+    page.click("[name=words]")
+    page.type("novel-word-that-is-nowhere")
+    assert page.evaluate(SHOWN) == [] and page.evaluate(COUNT) == "0 of 41 pictures"
+    page.click("[data-clear]")
+    assert page.evaluate(COUNT) == "41 pictures"
+    page.type("zyzz")
+    assert page.evaluate(SHOWN) == ["odd"]
+    assert page.evaluate("[...document.querySelectorAll('.card:not([hidden]) .caption mark')].length") == 3
+    page.click("[name=words]")
+    page.evaluate("document.querySelector('[name=words]').select()")
+    page.type("yzzyva")  # inside a word only
+    assert page.evaluate(SHOWN) == []
+    page.evaluate("document.querySelector('[name=words]').select()")
+    page.type("(zyzz")  # a character that means something in a pattern
+    assert page.evaluate(COUNT) == "1 of 41 pictures"
+    page.evaluate("document.querySelector('[name=words]').select()")
+    page.type("zebra")
+    assert page.evaluate(COUNT) == "40 of 41 pictures"
+    _choose(page, "scope", "references")
+    assert page.evaluate(COUNT) == "0 of 41 pictures"
+
+
+def test_words_of_the_references_that_the_caption_misses(page: Page) -> None:
+    _choose(page, "scope", "missed")
+    page.click("[name=words]")
+    page.type("background")
+    shown = page.evaluate(
+        "[...document.querySelectorAll('.card:not([hidden])')].map(c => [c.querySelector('[data-caption]').textContent,"
+        " c.querySelector('.references').textContent])"
+    )
+    assert shown and all("background" in references and "background" not in caption for caption, references in shown)
+
+
+def test_dialog_by_keyboard(page: Page) -> None:
+    order = _by_score()
+    page.evaluate("document.querySelector('.card .picture').focus()")
+    page.press("Enter", 13, "\r")
+    assert page.evaluate(OPEN) and page.evaluate(WHERE) == "Picture 1 of 41"
+    text = "document.querySelector('dialog .facts-line span').textContent"
+    page.press("ArrowRight", 39)
+    assert page.evaluate(WHERE) == "Picture 2 of 41" and page.evaluate(text).endswith(f" {order[1]}")
+    page.press("ArrowLeft", 37)
+    page.press("ArrowLeft", 37)
+    assert page.evaluate(WHERE) == "Picture 41 of 41"  # round the corner, to one behind "show more"
+    assert page.evaluate("document.querySelector('dialog .lost') !== null")
+    page.press("ArrowLeft", 37)
+    decoded = (
+        "(async () => { const i = document.querySelector('dialog img'); await i.decode(); return i.naturalWidth; })()"
+    )
+    assert page.evaluate(decoded) == 64
+    assert page.evaluate("document.querySelectorAll('dialog .references li').length") == 4
+    page.press("Escape", 27)
+    assert not page.evaluate(OPEN)
+    assert page.evaluate("document.activeElement.parentElement.dataset.id") == order[-1]  # focus is where one was
+
+
+def test_dialog_by_mouse(page: Page) -> None:
+    page.click(".card:nth-child(3) .picture")
+    assert page.evaluate(OPEN) and page.evaluate(WHERE) == "Picture 3 of 41"
+    page.click("dialog [data-step='1']")
+    assert page.evaluate(WHERE) == "Picture 4 of 41"
+    page.click("dialog [data-close]")
+    assert not page.evaluate(OPEN)
+
+
+def test_bar_of_the_distribution_filters(page: Page) -> None:
+    counts = "[...document.querySelectorAll('.bars button')].map(b => parseInt(b.getAttribute('aria-label')))"
+    assert sum(page.evaluate(counts)) == NUM_IMAGES
+    bar = "(() => document.querySelectorAll('.bars button:not(:disabled)')[2])()"
+    expected = page.evaluate(f"parseInt({bar}.getAttribute('aria-label'))")
+    page.evaluate(f"{bar}.click()")
+    assert len(page.evaluate(SHOWN)) == expected > 0
+    assert page.evaluate(f"{bar}.getAttribute('aria-pressed')") == "true"
+    page.click("[data-range]")
+    assert page.evaluate(COUNT) == "41 pictures"
+
+
+def test_every_bar_shows_what_it_counts(page: Page) -> None:
+    pairs = page.evaluate(
+        "[...document.querySelectorAll('.bars button:not(:disabled)')].map(b => { b.click(); "
+        "return [b.getAttribute('aria-label'), document.querySelector('[data-count]').textContent].map(parseFloat); })"
+    )
+    assert len(pairs) > 10 and all(counted == shown for counted, shown in pairs)
+
+
+def test_curves_are_read_by_pointer_and_keys(page: Page) -> None:
+    readout = "document.querySelector('.charts [data-readout]').textContent"
+    rest = page.evaluate(readout)
+    box = page.evaluate(
+        "(() => { const e = document.querySelector('.charts .plot'); e.scrollIntoView({block: 'center', behavior: "
+        "'instant'}); const b = e.getBoundingClientRect(); return [b.x, b.y, b.height]; })()"
+    )
+    page.move(box[0] + 1, box[1] + box[2] / 2)
+    assert page.evaluate(readout) == "step 0: 5"
+    page.move(1, 1)
+    assert page.evaluate(readout) == rest
+    page.press("Tab", 9)  # focus set by script alone is not "visible" to the browser
+    page.evaluate("document.querySelector('.charts .plot').focus()")
+    page.press("Home", 36)
+    page.press("ArrowRight", 39)
+    assert page.evaluate(readout) == "step 10: 0.4545"
+    assert page.evaluate("document.activeElement.getAttribute('aria-valuetext')") == "step 10: 0.4545"
+
+
+@pytest.mark.parametrize("width", [320, 390, 768, 1280])
+@pytest.mark.parametrize("dark", [False, True])
+def test_page_fits_the_window_and_has_contrast(page: Page, width: int, dark: bool) -> None:
+    page.window(width, 800, dark=dark)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.click(".card .picture")
+    assert page.evaluate("document.querySelector('dialog').scrollWidth") <= width
+    pairs = page.evaluate(
+        "(() => { const s = getComputedStyle(document.documentElement); const v = n => s.getPropertyValue(n).trim(); "
+        "return [['--ink','--page'],['--ink','--surface'],['--muted','--page'],['--muted','--surface'],"
+        "['--muted','--well'],['--accent','--page'],['--on-mark','--mark']].map(p => p.map(v)); })()"
+    )
+    assert pairs[0][0] == ("#e7eeeb" if dark else "#14201c")
+    assert min(_contrast(*pair) for pair in pairs) >= 4.5  # WCAG AA for text
+
+
+def _contrast(first: str, second: str) -> float:
+    def luminance(color: str) -> float:
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    dark, light = sorted((luminance(first), luminance(second)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_every_control_has_a_name(page: Page) -> None:
+    nameless = page.evaluate(
+        "[...document.querySelectorAll('button, input, select, [tabindex=\"0\"], img, summary')].filter(e => !e.closest('[hidden]') && "
+        "!(e.getAttribute('aria-label') || e.getAttribute('alt') || e.textContent.trim() || e.closest('label'))).length"
+    )
+    assert nameless == 0
