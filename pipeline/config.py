@@ -66,7 +66,7 @@ class FeatureSection(Section):
 class ScheduleSection(Section):
     """Learning rate over iterations; `pipeline.schedules` has the formulae."""
 
-    name: Literal["hyperbolic", "linear", "inverse_sqrt", "one_cycle"] = "hyperbolic"
+    name: Literal["hyperbolic", "linear", "inverse_sqrt"] = "hyperbolic"
     warmup_iterations: Positive = 1
     anneal: Annotated[float, Field(gt=0, le=1)] = 1.0
     anneal_every_epochs: Positive = 1

@@ -182,9 +182,7 @@ class StageRun:
         )
 
     def _rate(self, step: int) -> float:
-        return learning_rate(
-            self.stage.schedule, self.stage.lr, step, steps_per_epoch=self.steps_per_epoch, total_steps=self.total
-        )
+        return learning_rate(self.stage.schedule, self.stage.lr, step, steps_per_epoch=self.steps_per_epoch)
 
     def _validates_after(self, step: int) -> bool:
         """True when a multiple of `validate_every_epochs` has just been passed, and at the stage's end."""

@@ -1,4 +1,4 @@
-"""BLEU, ROUGE-L and CIDEr-D over word ids: the values of pycocoevalcap 1.2, from sorts and sums instead of dictionaries.
+"""BLEU, ROUGE-L and CIDEr-D with the values of pycocoevalcap 1.2, from sorts and sums over word ids.
 
 A corpus is C captions, each belonging to one image; a word is an integer, and so is an n-gram: (index of its
 (n-1)-gram, last word) is unique as a pair, so ranking those pairs numbers the n-grams exactly, whatever the
@@ -83,7 +83,7 @@ class Corpus:
         return tuple(result)
 
     def match(self, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of references and the rows of the same image's prediction that hold the same n-gram: two (M,) indices."""
+        """Rows of references and the prediction's rows of the same image and n-gram: two (M,) indices."""
         keys = self.image[counts.caption] * (counts.size + 1) + counts.ngram
         split = int(np.searchsorted(counts.caption, self.images))  # predictions' rows stand first, and are sorted
         at = np.searchsorted(keys[:split], keys[split:])

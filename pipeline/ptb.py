@@ -62,7 +62,7 @@ def _not_upper(words: str) -> str:
     return "(?:" + "|".join(f"[{word[0]}{word[0].upper()}]{word[1:]}" for word in words.split()) + ")"
 
 
-_APOSTROPHE = "['’\u0092]"
+_APOSTROPHE = "(?:['’\u0092]|&apos;)"
 _ANY_QUOTE = "['’‘`\u0091\u0092]"
 # Python's \w takes superscripts and fractions in, and leaves combining accents and soft hyphens out.
 _NO_LETTERS = "\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u209c\u2150-\u218f\u2460-\u249b\U00010000-\U0010ffff"
@@ -70,9 +70,10 @@ _MARKS = "\u0300-\u036f\u00ad"
 _DIGIT = "[0-9]"
 _LETTER = rf"(?:[^\W\d_{_NO_LETTERS}]|[{_MARKS}])"
 _ALNUM = rf"(?:[^\W_{_NO_LETTERS}]|[{_MARKS}])"
-_ELIDED = f"(?:[dDoOlL]{_APOSTROPHE}{_ALNUM})?"
+_ELIDED = f"(?:[dDoOlL]{_ANY_QUOTE}{_ALNUM})?"
 _ACRONYM = r"[A-Za-z](?:\.[A-Za-z])+"
 _HYPHENATED = rf"{_ALNUM}+(?:-[A-Za-z]+){{0,2}}"
+_COMPANY = "[A-Z]+(?:(?:[+&]|&amp;)[A-Z]+)+"
 _EYE = "[-^x=~<>']"
 
 # (what the token is, what it looks ahead at)
@@ -85,37 +86,45 @@ _RULES: tuple[tuple[str, str], ...] = (
     ("(?i:more)", f"{_APOSTROPHE}[nN]"),
     (f"{_APOSTROPHE}[tT]", "(?i:is|was)"),
     # Tags, addresses, names
-    (r"</?[A-Za-z][^<>\n]*>|<![A-Za-z][^<>\n]*>", ""),
-    (r"(?:https?|ftp)://[^\s<>\"|(){}]+[^\s<>\"|.!?(),;:{}-]", ""),
-    (r"(?:[^\s\"<>|.!?(){},]+\.)+(?i:com|net|org|edu)(?:/[^\s\"<>|(){}]*[^\s\"<>|.!?(){},-])?", ""),
+    (r"</?[A-Za-z][\w:.-]*>|<[A-Za-z][\w:.-]*(?: +[A-Za-z][\w:.-]*(?:=\"[^\"<>\n]*\")?)* */?>|<[!?][^<>\n]*>", ""),
+    (r"&(?:[A-Za-z]+|#[0-9]+);", ""),
+    (r"https?://[^\s<>\"|(){}]+[^\s<>\"|.!?(),;:{}-]", ""),
+    (
+        r"(?:(?i:www)\.(?:[A-Za-z0-9-]+\.)*|(?:[A-Za-z][A-Za-z0-9]*\.)+)(?:com|net|org|edu)"
+        r"(?:/[^\s\"<>|(){}]*[^\s\"<>|.!?(){},-])?",
+        "",
+    ),
     (r"[A-Za-z0-9][^\s\"<>|(){}]*@[^\s\"<>|(){}.]+(?:\.[^\s\"<>|(){}.]+)*", ""),
     (r"@[A-Za-z_][A-Za-z_0-9]*|#[A-Za-z]+", ""),
     # Contractions
-    ("[A-Za-z]*[A-MO-Za-mo-z]", f"[nN]{_APOSTROPHE}[tT]"),
-    (f"[nN]{_APOSTROPHE}[tT]", ""),
+    ("[A-Za-z]*[A-MO-Za-mo-z]", f"[nN]{_ANY_QUOTE}[tT]"),
+    (f"[nN]{_ANY_QUOTE}[tT]", ""),
     (f"{_APOSTROPHE}(?i:[msd]|ll|re|ve)", "[^A-Za-z]"),
     ("[’\u0092](?i:[msd]|ll|re|ve)", ""),
-    (f"[yY]{_APOSTROPHE}", "[A-Za-z]"),
     ("[A-Za-z]+", f"{_APOSTROPHE}(?i:[msd]|ll|re|ve)"),
+    (f"[yY]{_APOSTROPHE}", "[A-Za-z]"),
     # Words with an apostrophe of their own
-    (f"{_APOSTROPHE}[nN]{_APOSTROPHE}?|[lLdDjJ]{_APOSTROPHE}|[Dd]unkin{_APOSTROPHE}|[oO]l{_APOSTROPHE}", ""),
-    (f"{_APOSTROPHE}(?:em|till?|cause|[2-9]0s)", ""),
-    (f"[A-HJ-XZn]{_ANY_QUOTE}{_LETTER}{{2,}}|[oO]{_ANY_QUOTE}o", ""),
-    (f"{_APOSTROPHE}{_DIGIT}{{2}}", "[^A-Za-z0-9]"),
-    (f"{_LETTER}+[aeiouyAEIOUY]{_ANY_QUOTE}[aeiouA-Z][A-Za-z]*", ""),
+    (f"{_APOSTROPHE}[nN]{_APOSTROPHE}?|[lLdDjJ]{_APOSTROPHE}|(?i:dunkin|somethin|ol){_APOSTROPHE}", ""),
+    (f"{_APOSTROPHE}(?:(?i:em|till?|cause)|[2-9]0s)", ""),
+    (r"(?i:c'mon|e'er|s'mores|nor'easter|ev'ry|li'l|nat'l|cont'd\.?)", ""),
+    (f"[A-HJ-XZn]{_ANY_QUOTE}{_LETTER}{{2,}}|[oO]{_ANY_QUOTE}[oO]", ""),
+    (f"{_APOSTROPHE}{_DIGIT}{{2}}", r"\s"),
+    (f"{_LETTER}+[aeiouyAEIOUY]{_ANY_QUOTE}[aeiouA-Z]{_LETTER}*", ""),
     # Words
     (f"{_ELIDED}{_ALNUM}+(?:[-_]{_ELIDED}{_ALNUM}+)*", ""),
     (rf"[A-Za-z0-9][A-Za-z0-9.,]*(?:-(?:{_ACRONYM}\.|[A-Za-z0-9]+))+", ""),
     (f"{_HYPHENATED}(?:/{_HYPHENATED}){{1,2}}", ""),
-    (rf"{_ALNUM}+\.{_any_case(_FILE_EXTENSIONS)}", r"[\s.?!,]"),
-    (r"[A-Z]+(?:[+&][A-Z]+)+", ""),
+    (_COMPANY, ""),
     (rf"{_LETTER}{_ALNUM}*(?:[.!?]{_LETTER}{_ALNUM}*)+", ""),
     (r"[CcFf](?:\+\+|#)", ""),
     # Numbers
     (rf"[-+]?(?:{_DIGIT}*(?:[.:,]{_DIGIT}+)+|{_DIGIT}+)", ""),
     (rf"{_DIGIT}{{1,2}}[-/]{_DIGIT}{{1,2}}[-/]{_DIGIT}{{2,4}}", ""),
     (rf"(?:{_DIGIT}{{1,4}}[- \u00a0])?{_DIGIT}{{1,4}}(?:\\?/|⁄){_DIGIT}{{1,4}}", ""),
-    (rf"(?:\({_DIGIT}{{2,3}}\)[ \u00a0]?|{_DIGIT}{{2,4}}[- \u00a0]){_DIGIT}{{3,4}}[- \u00a0]?{_DIGIT}{{3,5}}", ""),
+    (
+        rf"(?:\({_DIGIT}{{2,3}}\)[ \u00a0]?|\+{{0,2}}{_DIGIT}{{2,4}}[- \u00a0]){_DIGIT}{{3,4}}[- \u00a0]?{_DIGIT}{{3,5}}",
+        "",
+    ),
     # Abbreviations
     (rf"(?:{_any_case(_ABBREVIATIONS)}|{_not_upper(_NOT_UPPER)})\.", ""),
     (
@@ -125,9 +134,10 @@ _RULES: tuple[tuple[str, str], ...] = (
     ),
     (rf"{_any_case(_NUMBER_ABBREVIATIONS)}\.", f"[ \t\n\u00a0]?{_DIGIT}"),
     (rf"{_ACRONYM}\.?", ""),
+    (rf"{_ALNUM}+\.{_any_case(_FILE_EXTENSIONS)}", r"[\s.?!,]"),
     ("[A-Za-z]", rf"\.\s+{_capitalized(_SENTENCE_STARTS)}\s"),
     (r"[A-Za-z]\.", ""),
-    (rf"{_ALNUM}+(?:[-_]{_ALNUM}+)*\.", "[,;:]"),
+    (rf"(?:{_COMPANY}|{_ALNUM}+(?:[-_]{_ALNUM}+)*|{_LETTER}{_ALNUM}*(?:[.!?]{_LETTER}{_ALNUM}*)+)\.", "[,;:]"),
     # Faces
     (r"[<>]?[:;=][-o*']?[()DPdpO\\{@|\[\]]", "[^A-Za-z0-9]"),
     (rf"{_EYE}_{_EYE}|\({_EYE}[_.]?{_EYE}\)", ""),
@@ -137,21 +147,30 @@ _RULES: tuple[tuple[str, str], ...] = (
     (r"\.(?: ?\.){2,}", ""),
     (r"--?-?-?|-{5,}", ""),
     (r"[!?]+|''|``|_+|\*+|#+|@+|<<|>>", ""),
+    (r"[“”«»‘’‹›„‚\u0091-\u0094][“”«»‘’‹›„‚\u0091-\u0094'`]", ""),
     (r"\S", ""),
 )
 
-# How single characters come out, punctuation that `tokenize` then drops included.
+# How some tokens come out, punctuation that `tokenize` then drops included.
 _WRITTEN = (
-    dict.fromkeys("“”«»\u0093\u0094\"", "''")
-    | dict.fromkeys("‘’‹›\u0091\u0092", "'")
+    dict.fromkeys("“«\u0093", "``")
+    | dict.fromkeys('”»\u0094"', "''")
+    | dict.fromkeys("‘‹\u0091", "`")
+    | dict.fromkeys("’›\u0092", "'")
     | dict.fromkeys("–—\u0096\u0097", "--")
     | dict.fromkeys("…\u0085", "...")
     | dict.fromkeys("€¤\u0080", "$")
     | {"£": "#", "¢": "cents", "½": "1/2", "¼": "1/4", "¾": "3/4", "⅓": "1/3", "⅔": "2/3"}
-    | {"{": "-lcb-", "}": "-rcb-", "[": "-lsb-", "]": "-rsb-"}
+    | {"&lt;": "<", "&gt;": ">", "&amp;": "&", "&quot;": "''", "&apos;": "'", "&nbsp;": "", "&mdash;": "--"}
+    | {"---": "--", "----": "--", "{": "-lcb-", "}": "-rcb-", "[": "-lsb-", "]": "-rsb-"}
 )
+_QUOTES = frozenset("“”«»‘’‹›„‚\u0091\u0092\u0093\u0094'`")
+_DROPPED = PUNCTUATION | {""}
 _BEYOND = "\U00010000"  # symbols from here on (emoji) are dropped, as are marks without a width
 _WITHOUT_WIDTH = frozenset("\u200b\ufeff\u00ad")
+
+
+_PIECE = re.compile(r"\S+")
 
 
 @lru_cache(maxsize=1)
@@ -165,7 +184,9 @@ def _plain() -> re.Pattern[str]:
     stopped = " ".join((_CLOSING_ABBREVIATIONS, _ABBREVIATIONS, _CAPITALIZED_ABBREVIATIONS, _CLOSING_NOT_UPPER))
     stopped = " ".join((stopped, _NOT_UPPER, _NUMBER_ABBREVIATIONS))
     special = rf"(?!{_any_case(_TWO_WORDS)}(?![a-zA-Z])|{_any_case(stopped)}\.)"
-    return re.compile(rf"{special}([A-Za-z]+|[A-Za-z]{{2,}}(?:-[A-Za-z]{{2,}})*)(?:,|(?<=..)\.|(?<=[A-Za-z]{{2}})('s))?")
+    return re.compile(
+        rf"{special}([A-Za-z]+|[A-Za-z]{{2,}}(?:-[A-Za-z]{{2,}})*)(?:,|(?<=..)\.|(?<=[A-Za-z]{{2}})('s))?"
+    )
 
 
 @lru_cache(maxsize=1 << 17)
@@ -210,12 +231,18 @@ def _apply_rules(caption: str, following: str) -> list[str]:
         if text[position].isspace() and text[position] != "\u0085":
             position += 1
             continue
+        if position == 0 or text[position - 1].isspace():
+            piece = _PIECE.match(text, position)
+            if piece and (plain := _plain_tokens(piece[0])) is not None:
+                tokens += plain
+                position = piece.end()
+                continue
         longest, token = 0, ""
         for pattern in _rules():
             if (match := pattern.match(text, position)) and match.end() - position > longest:
                 longest, token = match.end() - position, match[1]
         position += len(token)
-        if token < _BEYOND and token not in _WITHOUT_WIDTH and (written := _write(token)) not in PUNCTUATION:
+        if token < _BEYOND and token not in _WITHOUT_WIDTH and (written := _write(token)) not in _DROPPED:
             tokens.append(written)
     return tokens
 
@@ -224,8 +251,11 @@ def _write(token: str) -> str:
     """A token as it comes out: lower case, Treebank brackets, plain apostrophes in contractions."""
     if token in _WRITTEN:
         return _WRITTEN[token]
+    token = token.replace("&apos;", "'").replace("&amp;", "&")
     if token[0] == "." and not token.strip(". "):
         return "..." if len(token) > 2 else token
+    if len(token) == 2 and _QUOTES.issuperset(token):  # nested
+        return "".join(_WRITTEN.get(character, character) for character in token)
     if len(token) > 1:  # phone numbers and faces hold brackets; blanks inside a token become no-break spaces
         token = token.replace("(", "-lrb-").replace(")", "-rrb-").replace(" ", "\u00a0").replace("\u00ad", "")
         if token[0] in "’\u0092nN" and re.fullmatch("[’\u0092](?i:[msd]|ll|re|ve)|[nN][’\u0092][tT]", token):

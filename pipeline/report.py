@@ -8,6 +8,7 @@ import io
 import math
 import random
 import secrets
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,6 +91,7 @@ def write_report(path: Path, report: Report, *, max_images: int = 200, thumbnail
         lstrip_blocks=True,
     )
     chosen, drawn = choose_images(report.images, max_images, seed=report.run_id)
+    cards = _cards(chosen, thumbnail, seed=report.run_id)
     html = environment.get_template(TEMPLATE.name).render(
         report=report,
         score_name=SCORE_NAME,
@@ -97,7 +99,8 @@ def write_report(path: Path, report: Report, *, max_images: int = 200, thumbnail
         overviews=_overviews(report.stages),
         stages=[(stage, _stage_plots(stage)) for stage in report.stages],
         histograms=_histograms(report.images),
-        cards=_cards(chosen, thumbnail, seed=report.run_id),
+        cards=cards,
+        shape=_shape(cards),
         splits=sorted({image.split for image in chosen}),
         has_alternatives=any(image.alternatives for image in chosen),
         drawn=drawn,
@@ -211,6 +214,12 @@ def _cards(images: Sequence[ReportImage], thumbnail: int, *, seed: str) -> list[
     return sorted(cards, key=lambda card: (card["score"] is None, card["score"]))
 
 
+def _shape(cards: Sequence[dict[str, Any]]) -> float:
+    """Width by height of the gallery's cells: the pictures' median, from square to 4:3, so that most fill theirs."""
+    ratios = [card["width"] / card["height"] for card in cards if card["uri"]]
+    return round(min(4 / 3, max(1.0, statistics.median(ratios))), 3) if ratios else 1.0
+
+
 def _difference(words: Sequence[str], others: Sequence[str]) -> float:
     """Share of the two captions' distinct words that only one of them has: 0 for the same words, 1 for none shared."""
     both = set(words) | set(others)
@@ -230,7 +239,7 @@ def _thumbnail(path: Path | bytes, size: int) -> tuple[str, int, int, str]:
     buffer = io.BytesIO()
     # Small drawn scenes are all edges: color at full resolution there, at half for photographs.
     small = max(picture.size) < SMALL
-    picture.save(buffer, "JPEG", quality=92 if small else JPEG_QUALITY, subsampling=0 if small else 2, optimize=True)
+    picture.save(buffer, "JPEG", quality=97 if small else JPEG_QUALITY, subsampling=0 if small else 2, optimize=True)
     uri = "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
     return uri, *picture.size, ""
 

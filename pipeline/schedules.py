@@ -10,15 +10,13 @@ from torch import nn
 from pipeline.config import OptimizerSection, ScheduleSection
 
 
-def learning_rate(
-    schedule: ScheduleSection, base: float, step: int, *, steps_per_epoch: int, total_steps: int
-) -> float:
+def learning_rate(schedule: ScheduleSection, base: float, step: int, *, steps_per_epoch: int) -> float:
     """The rate of optimizer step `step`.
 
     hyperbolic: base / max(warmup - step, 1) up to the warm-up's end, then base x anneal^(whole periods of
     `anneal_every_epochs`), not below min_lr: ExpansionNet v2's reference. linear: rises over the warm-up, then
     anneals in the same way. inverse_sqrt: base x min(s^-1/2, s warmup^-3/2) x sqrt(warmup) with s = step + 1, base
-    being the peak. one_cycle: rises linearly over the warm-up, then a half cosine down to min_lr at the last step.
+    being the peak: the meshed-memory transformer's.
     """
     warmup = schedule.warmup_iterations
     if schedule.name == "inverse_sqrt":
@@ -28,9 +26,6 @@ def learning_rate(
         return base * (step + 1) / warmup
     if step < warmup - 1:
         return base / (warmup - step)
-    if schedule.name == "one_cycle":
-        share = min(1.0, (step - warmup) / max(1, total_steps - 1 - warmup))
-        return schedule.min_lr + (base - schedule.min_lr) * 0.5 * (1 + math.cos(math.pi * share))
     periods = step // (steps_per_epoch * schedule.anneal_every_epochs)
     return max(base * schedule.anneal**periods, schedule.min_lr)
 

@@ -1,0 +1,44 @@
+# Every target sets itself up: a virtual environment in .venv, made once, made again when the lock changes.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test unit lint bench proof lock clean
+
+demo: $(READY)
+	$(BIN)/raycap run configs/demo.yaml
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not proof"
+
+unit: $(READY)
+	$(BIN)/python -m pytest tests/unit tests/parity
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/unit/test_house.py
+
+bench: $(READY)
+	$(BIN)/raycap bench models
+	$(BIN)/raycap bench metrics
+
+proof: $(READY)
+	$(BIN)/python -m pytest -m proof
+
+# torch and torchvision must come from one place, which one lock installed by one installer sees to.
+$(READY): requirements.lock pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "raycap needs Python 3.11 or newer; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -r requirements.lock || $(BIN)/python -m pip install --quiet -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
+lock:
+	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --group dev pyproject.toml -o requirements.lock
+
+clean:
+	rm -rf $(VENV) *.egg-info build

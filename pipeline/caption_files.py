@@ -1,0 +1,134 @@
+"""Caption files of others: COCO annotations, Karpathy files and COCO result files, as they are or gzipped."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import UserError
+
+ImageId = int | str
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file, gzipped or not (told by its first bytes, not by its name). Raises UserError."""
+    if not path.is_file():
+        raise UserError(f"file {path} does not exist; give a JSON file, gzipped or not")
+    data = path.read_bytes()
+    if data[:2] == b"\x1f\x8b":
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise UserError(f"{path} is a damaged gzip file ({error}); copy or download it again") from error
+    try:
+        return json.loads(data)
+    except ValueError as error:  # also text that is not UTF-8
+        raise UserError(f"{path} is not JSON ({error}); give a COCO or Karpathy file") from error
+
+
+def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[str]]:
+    """Raw captions by image id, in the file's order of images; only the `split`'s where one is named.
+
+    COCO annotations (`images` and `annotations` with image_id and caption) have no splits. In Karpathy's layout
+    (`images` with `sentences`) an image's id is its cocoid, where the file has none its imgid. Images without a
+    caption are left out. Raises UserError.
+    """
+    data = read_json(path)
+    content = data if isinstance(data, dict) else {}
+    images, annotations = content.get("images"), content.get("annotations")
+    if isinstance(annotations, list):
+        if split is not None:
+            raise UserError(f"{path} holds COCO annotations, which have no splits; give the images' Karpathy file")
+        references = _coco(path, images if isinstance(images, list) else [], annotations)
+    elif isinstance(images, list) and images and isinstance(images[0], dict) and "sentences" in images[0]:
+        references = _karpathy(path, images, split)
+    else:
+        found = f"an object with {', '.join(map(repr, content)) or 'no keys'}" if content else type(data).__name__
+        raise UserError(
+            f"{path} holds no reference captions: expected COCO's 'annotations' or Karpathy's 'images' with "
+            f"'sentences', found {found}"
+        )
+    if not any(references.values()):
+        raise UserError(f"{path} holds no reference captions: its lists are empty; give a file with captions")
+    return {image: captions for image, captions in references.items() if captions}
+
+
+def _coco(path: Path, images: list[Any], annotations: list[Any]) -> dict[ImageId, list[str]]:
+    references: dict[ImageId, list[str]] = {}
+    for number, image in enumerate(images):
+        references[_image_id(image, "id", f"{path}: images[{number}]")] = []
+    for number, annotation in enumerate(annotations):
+        where = f"{path}: annotations[{number}]"
+        references.setdefault(_image_id(annotation, "image_id", where), []).append(_text(annotation, "caption", where))
+    return references
+
+
+def _karpathy(path: Path, images: list[Any], split: str | None) -> dict[ImageId, list[str]]:
+    splits = Counter(image.get("split") for image in images if isinstance(image, dict))
+    if split is not None and split not in splits:
+        found = ", ".join(f"{name} ({count} images)" for name, count in splits.items())
+        raise UserError(f"{path} has no images in split {split!r}; it has {found}")
+    key = "cocoid" if all(isinstance(image, dict) and "cocoid" in image for image in images) else "imgid"
+    references: dict[ImageId, list[str]] = {}
+    for number, image in enumerate(images):
+        where = f"{path}: images[{number}]"
+        image_id = _image_id(image, key, where)
+        if image_id in references:
+            raise UserError(f"{where} repeats {key} {image_id}; every image must stand once")
+        if split is not None and image.get("split") != split:
+            continue
+        sentences = image.get("sentences")
+        if not isinstance(sentences, list):
+            raise UserError(f"{where} has no list 'sentences'; give a file in Karpathy's layout")
+        references[image_id] = [_text(sentence, "raw", where) for sentence in sentences]
+    return references
+
+
+def read_predictions(path: Path) -> dict[ImageId, str]:
+    """Raw caption by image id from a COCO result file, a list of {"image_id", "caption"}. Raises UserError."""
+    data = read_json(path)
+    if not isinstance(data, list) or not data:
+        found = "an empty list" if data == [] else f"a JSON {type(data).__name__}"
+        raise UserError(
+            f"{path} is no result file: expected a list of objects with image_id and caption, found {found}"
+        )
+    rows = []
+    for number, row in enumerate(data):
+        where = f"{path}: entry {number}"
+        rows.append((_image_id(row, "image_id", where), _text(row, "caption", where)))
+    twice = [image for image, count in Counter(image for image, _ in rows).items() if count > 1]
+    if twice:
+        raise UserError(
+            f"{path} holds more than one caption for {len(twice)} images (ids {shorten(twice)}); keep one an image"
+        )
+    return dict(rows)
+
+
+def shorten(ids: Iterable[ImageId], most: int = 10) -> str:
+    """A list for a message: the first few and how many more."""
+    names = [str(image) for image in ids]
+    return ", ".join(names) if len(names) <= most else f"{', '.join(names[:most])} and {len(names) - most} more"
+
+
+def _image_id(row: Any, key: str, where: str) -> ImageId:
+    value = row.get(key) if isinstance(row, dict) else None
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise UserError(f"{where} has no {key} that is a number or text: found {_shown(row)}")
+    return value
+
+
+def _text(row: Any, key: str, where: str) -> str:
+    value = row.get(key) if isinstance(row, dict) else None
+    if not isinstance(value, str):
+        raise UserError(f"{where} has no {key} that is text: found {_shown(row)}")
+    return value
+
+
+def _shown(row: Any) -> str:
+    text = json.dumps(row)
+    return text if len(text) <= 100 else f"{text[:100]}..."

@@ -1,0 +1,75 @@
+"""Shared fixtures: small data sets, one Ray for the whole session, and where the shared material lies."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder with real photographs and captions, beside the checkout or named by RAYCAP_SHARED."""
+    folder = Path(os.environ.get("RAYCAP_SHARED", ROOT.parent / "shared"))
+    if not folder.is_dir():
+        pytest.skip(f"no shared material at {folder}; set RAYCAP_SHARED to the folder with data/ and golden/")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """One local Ray for all tests that need one."""
+    import ray
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
+    yield
+    ray.shutdown()
+
+
+def small_config(storage: Path, **changes: Any) -> dict[str, Any]:
+    """The demo's configuration shrunk to seconds, as plain values; `changes` by dotted key."""
+    data = yaml.safe_load((ROOT / "configs" / "demo.yaml").read_text())
+    data["storage"] = str(storage)
+    data["data"]["synthetic"] = {"num_images": 60, "image_size": 32, "seed": 3}
+    data["data"]["min_count"] = 1
+    data["backbone"] |= {"image_size": 32, "embed_dim": 8, "num_heads": [2, 2], "window_size": 4}
+    data["model"] |= {"d_model": 16, "d_ff": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 1}
+    data["model"] |= {"static_expansion": [4, 8], "dynamic_expansion": 2}
+    data["evaluation"] = {"beam_size": 2, "max_length": 12, "batch_size": 8}
+    data["tracking"] = {"enabled": False}
+    for stage in data["stages"]:
+        stage |= {"epochs": 0.7, "batch_size": 8, "checkpoint_every_steps": 2}
+        if stage["objective"] == "scst":
+            stage["scst"] = {"num_samples": 3, "max_length": 10}
+    data["workers"] |= {"num_workers": 1, "log_every_steps": 1}
+    for key, value in changes.items():
+        node = data
+        *parents, last = key.split("__")
+        for parent in parents:
+            node = node[parent]
+        node[last] = value
+    return data
+
+
+def write_karpathy(folder: Path, splits: dict[str, int], size: int = 24) -> Path:
+    """A data set of plain color images in Karpathy layout; returns the folder."""
+    (folder / "images").mkdir(parents=True)
+    entries = []
+    for number, split in enumerate(split for split, count in splits.items() for _ in range(count)):
+        name = f"{number}.png"
+        Image.new("RGB", (size, size), (number * 7 % 256, number * 31 % 256, 90)).save(folder / "images" / name)
+        sentences = [{"raw": f"A picture of color {number % 5} number {k}."} for k in range(5)]
+        entries.append(
+            {"filepath": "images", "filename": name, "cocoid": number + 100, "split": split, "sentences": sentences}
+        )
+    (folder / "dataset.json").write_text(json.dumps({"images": entries}))
+    return folder

@@ -1,0 +1,97 @@
+"""Configurations: typed, frozen, mistakes answered in one sentence that names the key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.config import dump_config, load_config, parse_config, total_steps
+from pipeline.errors import UserError
+from tests.conftest import ROOT, small_config
+
+SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_every_shipped_configuration_loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAYCAP_DATA", "RAYCAP_COCO", "RAYCAP_SWIN"):
+        monkeypatch.setenv(name, "/somewhere")
+    config = load_config(path)
+    assert parse_config(yaml.safe_load(dump_config(config))) == config  # what is stored with a run is the same
+    assert path.read_text().startswith("# "), "a configuration begins with what it is, and its command"
+    assert f"configs/{path.name}" in path.read_text().split("\nname:")[0], "its header names its command"
+
+
+def test_the_papers_recipe_builds_on_the_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from models.config import ModelSizes
+    from models.registry import build_model
+
+    monkeypatch.setenv("RAYCAP_COCO", "/somewhere")
+    config = load_config(ROOT / "configs" / "expansionnet_v2_coco.yaml")
+    with torch.device("meta"):
+        model = build_model(config.model, ModelSizes(1536, 10_000, 52, 2, 0, 1))
+    assert sum(parameter.numel() for parameter in model.parameters()) == 38_593_296
+    recipe = [(stage.name, stage.batch_size, stage.lr, stage.epochs, stage.dropout) for stage in config.stages]
+    assert recipe == [
+        ("xe_frozen", 48, 2e-4, 8, 0.3),
+        ("xe_finetune", 48, 3e-5, 2, 0.3),
+        ("scst_frozen", 48, 1e-4, 9, 0.1),
+        ("scst_finetune", 20, 2e-6, 1, 0.1),
+    ]
+    assert config.backbone.image_size == 384 and config.model.static_expansion == (32, 64, 128, 256, 512)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "found", "remedy"),
+    [
+        (["model.d_modle=64"], "unknown key model.d_modle", "did you mean d_model"),
+        (["stages.xe_frozen.epohcs=1"], "unknown key stages.xe_frozen.epohcs", "did you mean epochs"),
+        (["data.synthetic.num_image=9"], "unknown key data.synthetic.num_image", "num_images"),
+        (["workers.num_workers=7"], "batch_size = 30 does not divide by 7 workers x 1 accumulated = 7", "take 28"),
+        (["stages.nothere.epochs=1"], "'nothere' is none of xe_frozen", ""),
+        (["model.heads=3"], "model.d_model = 128 does not divide by model.heads = 3", "choose heads"),
+        (["model.static_expansion=[]"], "empty list", "null for none"),
+        (["stages.xe_frozen.epochs=0"], "stages.xe_frozen.epochs = 0", "greater than 0"),
+        (["seed=abc"], "seed = 'abc'", "integer"),
+        (["data.synthetic=null"], "exactly one of data.synthetic and data.root", "data.root"),
+        (["name=a/b"], "name 'a/b'", "letters"),
+        (["nonsense"], "--set 'nonsense'", "a.b=value"),
+        (["data.root=${NOT_SET_ANYWHERE}", "data.synthetic=null"], "NOT_SET_ANYWHERE", "--set data.root"),
+    ],
+)
+def test_mistakes_are_one_sentence(overrides: list[str], found: str, remedy: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_config(ROOT / "configs" / "demo.yaml", overrides)
+    assert found in str(error.value) and remedy in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_overrides_reach_stages_by_name_and_number(tmp_path: Path) -> None:
+    config = load_config(ROOT / "configs" / "demo.yaml", ["stages.scst_frozen.lr=1e-3", "stages.0.epochs=7"])
+    assert config.stage("scst_frozen").lr == 1e-3
+    assert config.stages[0].epochs == 7
+
+
+def test_a_file_that_is_not_yaml_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text("a: [1, 2")
+    with pytest.raises(UserError, match="not valid YAML"):
+        load_config(path)
+    with pytest.raises(UserError, match="does not exist"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_identity_is_of_the_result_alone(tmp_path: Path) -> None:
+    """Where it is stored and how many workers compute it do not make another run; the learning rate does."""
+    base = parse_config(small_config(tmp_path))
+    assert parse_config(small_config(tmp_path / "b", workers__num_workers=2)).identity() == base.identity()
+    assert parse_config(small_config(tmp_path, seed=5)).identity() != base.identity()
+
+
+def test_durations_are_converted_once() -> None:
+    stage = load_config(ROOT / "configs" / "expansionnet_v2_coco.yaml", ["data.root=/x"]).stage("xe_finetune")
+    assert total_steps(stage, 566_747) == 23_615  # 2 epochs of 566,747 pairs in batches of 48, rounded up

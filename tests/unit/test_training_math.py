@@ -1,0 +1,226 @@
+"""Order, batches, schedules, losses and reward: exact against the recorded values and against slow second versions."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.backbone import ImageTransform
+from pipeline import rewards
+from pipeline.batches import Batches, Captions, Images
+from pipeline.config import ScheduleSection, StageSection
+from pipeline.dataset import read_karpathy
+from pipeline.losses import caption_log_probs, smoothed_cross_entropy
+from pipeline.order import samples_at, seed_of
+from pipeline.rewards import CaptionReward, CiderD
+from pipeline.schedules import learning_rate
+from pipeline.store import FeatureStore, write_shard
+from pipeline.text import SPECIALS, Vocabulary, tokenize
+from tests.conftest import write_karpathy
+
+GOLDEN = Path(__file__).resolve().parents[1] / "parity" / "golden"
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**40), st.integers(0, 5))
+@settings(max_examples=60, deadline=None)
+def test_every_epoch_holds_every_sample_once(size: int, seed: int, epoch: int) -> None:
+    assert sorted(samples_at(np.arange(size) + epoch * size, size, seed)) == list(range(size))
+
+
+def test_orders_differ_by_seed_and_epoch_and_cost_nothing_far_out() -> None:
+    first = samples_at(np.arange(1000), 1000, 1)
+    assert (first != samples_at(np.arange(1000), 1000, 2)).mean() > 0.9
+    assert (first != samples_at(np.arange(1000, 2000), 1000, 1)).mean() > 0.9
+    assert abs(np.corrcoef(first, np.arange(1000))[0, 1]) < 0.15
+    far = samples_at(np.array([10**14]), 10**8, 1)
+    assert 0 <= far[0] < 10**8
+    assert len({seed_of(1, 2, 3), seed_of(1, 3, 2), seed_of(2, 1, 3)}) == 3
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> tuple[Images, Captions]:
+    root = write_karpathy(tmp_path / "set", {"train": 13})
+    dataset = read_karpathy(root / "dataset.json", root)
+    keys = [f"key{number}" for number in range(13)]
+    write_shard(tmp_path / "store", keys, np.arange(13, dtype=np.float32)[:, None, None].repeat(2, 1))
+    table = dataset.table.set_column(4, "key", [keys])
+    dataset = type(dataset)(table)
+    vocabulary = Vocabulary.build(dataset.tokens(), 1)
+    images = Images(dataset, FeatureStore(tmp_path / "store"), ImageTransform(8), 10**6, 1)
+    return images, Captions(dataset, vocabulary)
+
+
+def stage(**values: object) -> StageSection:
+    base = {"name": "s", "objective": "cross_entropy", "epochs": 1, "batch_size": 4, "lr": 1e-3}
+    return StageSection.model_validate(base | values)
+
+
+@pytest.mark.parametrize("captions_per_image", [1, 5])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_workers_share_what_one_worker_would_see(
+    parts: tuple[Images, Captions], captions_per_image: int, accumulate: int
+) -> None:
+    """The union over ranks and micro-steps is the global batch, whatever the number of workers."""
+    section = stage(captions_per_image=captions_per_image)
+    whole = Batches(*parts, section, seed=3, rank=0, world_size=1)
+    split = section.model_copy(update={"accumulate": accumulate})
+    for step in (0, 1, 7):
+        (single,) = whole.at(step)
+        pieces = [part for rank in (0, 1) for part in Batches(*parts, split, seed=3, rank=rank, world_size=2).at(step)]
+        assert sorted(row for piece in pieces for row in piece.images) == sorted(single.images)
+        assert {piece.global_targets for piece in pieces} == {single.global_targets}
+        targets = sum(int((piece.tokens[:, 1:] != parts[1].pad).sum()) for piece in pieces)
+        assert targets == single.global_targets
+        for piece in pieces:
+            assert torch.equal(piece.inputs[:, 0, 0].long(), torch.from_numpy(piece.images))
+            assert piece.tokens.shape[0] == len(piece.images) * captions_per_image
+
+
+def test_an_epoch_of_pairs_holds_every_caption_once(parts: tuple[Images, Captions]) -> None:
+    batches = Batches(*parts, stage(batch_size=5), seed=1, rank=0, world_size=1)
+    seen = Counter(tuple(row) for group in batches.stream(0, 13) for batch in group for row in batch.tokens.tolist())
+    captions = Counter(tuple(row) for row in parts[1].rows(np.arange(65)).tolist())
+    assert sum(seen.values()) == 65 and seen == captions
+
+
+def test_a_stream_can_begin_anywhere(parts: tuple[Images, Captions]) -> None:
+    batches = Batches(*parts, stage(captions_per_image=2), seed=1, rank=0, world_size=1)
+    later = [group[0].tokens.tolist() for group in batches.stream(3, 6)]
+    assert later == [group[0].tokens.tolist() for group in list(batches.stream(0, 6))[3:]]
+
+
+def test_learning_rates_of_the_four_stages() -> None:
+    for record in json.loads((GOLDEN / "lr_schedules.json").read_text()).values():
+        schedule = ScheduleSection(
+            name="hyperbolic",
+            warmup_iterations=record["warmup_iterations"],
+            anneal=record["anneal_coefficient"],
+            anneal_every_epochs=record["anneal_every_epochs"],
+            min_lr=record["min_lr"],
+        )
+        for iteration, expected in zip(record["iterations"], record["lr"], strict=True):
+            rate = learning_rate(schedule, record["base_lr"], iteration, steps_per_epoch=record["iterations_per_epoch"])
+            assert rate == pytest.approx(expected, rel=1e-12)
+
+
+def test_inverse_square_root_peaks_at_the_warm_ups_end() -> None:
+    schedule = ScheduleSection(name="inverse_sqrt", warmup_iterations=100)
+    rates = [learning_rate(schedule, 2.0, step, steps_per_epoch=10) for step in range(400)]
+    assert max(rates) == rates[99] == pytest.approx(2.0)
+    assert rates[399] == pytest.approx(1.0) and rates[0] == pytest.approx(0.02)
+
+
+@given(st.integers(2, 30), st.sampled_from([0.0, 0.01, 0.1, 0.5]), st.integers(0, 10**6))
+@settings(max_examples=40, deadline=None)
+def test_label_smoothing_is_a_divergence_from_the_smoothed_target(size: int, smoothing: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(2, 5, size, dtype=torch.float64, generator=generator)
+    targets = torch.randint(1, size, (2, 5), generator=generator)
+    targets[1, 3:] = 0
+    slow = 0.0
+    for row, target in zip(logits.reshape(-1, size), targets.reshape(-1), strict=True):
+        if target != 0:
+            goal = torch.full((size,), smoothing / (size - 1), dtype=torch.float64)
+            goal[target] = 1 - smoothing
+            slow += float(torch.nn.functional.kl_div(row.log_softmax(-1), goal, reduction="sum"))
+    assert float(smoothed_cross_entropy(logits, targets, 0, smoothing)) == pytest.approx(slow, rel=1e-10, abs=1e-10)
+
+
+def test_caption_log_probs_leave_padding_out() -> None:
+    logits = torch.randn(1, 3, 7)
+    tokens = torch.tensor([[1, 4, 2, 0]])
+    expected = sum(float(logits[0, t].log_softmax(-1)[tokens[0, t + 1]]) for t in (0, 1))
+    assert float(caption_log_probs(logits, tokens, 0)) == pytest.approx(expected, rel=1e-5)
+
+
+def slow_cider_d(
+    candidates: list[list[str]], references: list[list[list[str]]], corpus: list[list[list[str]]]
+) -> list[float]:
+    """CIDEr-D as its definition reads, with dictionaries of strings; document frequencies over `corpus`."""
+
+    def grams(words: list[str]) -> Counter[tuple[str, ...]]:
+        return Counter(tuple(words[i : i + n]) for n in range(1, 5) for i in range(len(words) - n + 1))
+
+    frequency: Counter[tuple[str, ...]] = Counter()
+    for image in corpus:
+        frequency.update(set().union(*(grams(words) for words in image)))
+    documents = math.log(len(corpus))
+
+    def vector(words: list[str]) -> list[dict[tuple[str, ...], float]]:
+        parts: list[dict[tuple[str, ...], float]] = [{}, {}, {}, {}]
+        for gram, count in grams(words).items():
+            parts[len(gram) - 1][gram] = count * (documents - math.log(max(1, frequency[gram])))
+        return parts
+
+    def norm(part: dict[tuple[str, ...], float]) -> float:
+        return math.sqrt(sum(value**2 for value in part.values()))
+
+    scores = []
+    for words, image in zip(candidates, references, strict=True):
+        own, total = vector(words), 0.0
+        for reference in image:
+            other = vector(reference)
+            delta = max(len(words) - 1, 0) - max(len(reference) - 1, 0)
+            for mine, theirs in zip(own, other, strict=True):
+                dot = sum(min(value, theirs.get(gram, 0.0)) * theirs.get(gram, 0.0) for gram, value in mine.items())
+                if norm(mine) and norm(theirs):
+                    total += dot / norm(mine) / norm(theirs) * math.exp(-(delta**2) / 72)
+        scores.append(10 * total / 4 / len(image))
+    return scores
+
+
+@pytest.mark.parametrize("max_words", [2**15 - 1, 4], ids=["15 bits", "wide"])
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_cider_d_equals_its_definition(max_words: int, data: st.DataObject) -> None:
+    words = st.integers(0, 9)
+    sentence = st.lists(words, min_size=0, max_size=9)
+    references = data.draw(st.lists(st.lists(sentence, min_size=1, max_size=3), min_size=2, max_size=5))
+    images = data.draw(st.lists(st.integers(0, len(references) - 1), min_size=1, max_size=6))
+    candidates = [data.draw(st.lists(st.integers(0, 12), max_size=9)) for _ in images]
+    width = max([len(candidate) for candidate in candidates] + [1])
+    rows = np.array([candidate + [0] * (width - len(candidate)) for candidate in candidates])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rewards, "_MAX_WORDS", max_words)
+        scores = CiderD(references).score(rows, np.array([len(c) for c in candidates]), np.array(images))
+    text = [[[str(word) for word in caption] for caption in image] for image in references]
+    slow = slow_cider_d([[str(word) for word in c] for c in candidates], [text[image] for image in images], text)
+    assert scores == pytest.approx(slow, rel=1e-9, abs=1e-12)
+
+
+def test_reward_baseline_and_loss_are_the_references(shared: Path) -> None:
+    record = json.loads((GOLDEN / "ciderd_reward.json").read_text())
+    entries = json.loads((shared / "data" / "coco_subset" / "dataset.json").read_text())["images"]
+    captions = {entry["cocoid"]: [sentence["raw"] for sentence in entry["sentences"]] for entry in entries}
+    references = {image: captions[image] for image in record["reference_image_ids"]}
+    samples = [caption for image in record["predictions"] for caption in image]
+    words = {word for caption in samples for word in caption} | set(SPECIALS)
+    words |= {word for texts in references.values() for text in texts for word in tokenize(text)}
+    vocabulary = Vocabulary(tuple(sorted(words)))
+    width = max(map(len, samples))
+    tokens = np.array([[vocabulary.ids[w] for w in c] + [vocabulary.pad] * (width - len(c)) for c in samples])
+    images = [image for image in record["picked_image_ids"] for _ in range(5)]
+    found = torch.from_numpy(CaptionReward(references, vocabulary, eos=True)(tokens, images)).view(-1, 5)
+    assert np.allclose(found, record["reward"], rtol=0, atol=1e-6)
+    baseline = (found.sum(1, keepdim=True) - found) / 4
+    assert np.allclose(baseline, record["leave_one_out_baseline"], rtol=0, atol=1e-6)
+    log_probs = torch.tensor([[sum(p) for p in image] for image in record["log_probs"]], dtype=torch.float64)
+    assert float(-((found - baseline) * log_probs).mean()) == pytest.approx(record["loss"], abs=1e-6)
+
+
+def test_without_eos_the_end_does_not_count() -> None:
+    vocabulary = Vocabulary(tuple(sorted({"a", "b", "c", *SPECIALS})))
+    references = {1: ["a b", "a b c"], 2: ["c c"]}
+    ended = np.array([[vocabulary.sos, vocabulary.ids["a"], vocabulary.ids["b"], vocabulary.eos]])
+    cut = np.array([[vocabulary.sos, vocabulary.ids["a"], vocabulary.ids["b"], vocabulary.pad]])
+    with_eos, without = (CaptionReward(references, vocabulary, eos=eos) for eos in (True, False))
+    assert with_eos(ended, [1]) > with_eos(cut, [1])
+    assert without(ended, [1]) == without(cut, [1])
