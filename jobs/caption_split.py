@@ -31,9 +31,9 @@ def _caption_share(
 ) -> dict[str, dict[int, str]]:
     import torch
 
-    from models.backbone import ImageTransform
     from models.captioner import Captioner
     from models.registry import build_model
+    from models.transform import ImageTransform
     from pipeline.batches import Images
     from pipeline.captioning import caption_share
     from pipeline.context import LocalContext

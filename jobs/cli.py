@@ -45,6 +45,42 @@ def run(config: Config, set_: Set = None, address: Address = None) -> None:
     run_all(parsed, address)
 
 
+@app.command()
+def score(
+    references: Annotated[Path, typer.Option(help="Captions in COCO's or Karpathy's form; gzip is read as it is.")],
+    predictions: Annotated[Path, typer.Option(help="A COCO result file: a list of image_id and caption.")],
+    json: Annotated[Path | None, typer.Option(help="Write scores, signature and extras as JSON.")] = None,
+    per_image: Annotated[Path | None, typer.Option(help="Write a row an image, .parquet or .csv.")] = None,
+    split: Annotated[str | None, typer.Option(help="Only this split of a Karpathy file, all of it.")] = None,
+    complete: Annotated[bool, typer.Option("--complete", help="Every reference image needs a prediction.")] = False,
+) -> None:
+    """Scores any COCO-format result file: BLEU, METEOR, ROUGE-L, CIDEr-D and SPICE. Needs no model and no Ray.
+
+    Example: raycap score --references captions_val2014.json --predictions results.json --json scores.json
+    """
+    from jobs.score import score as score_files
+
+    score_files(references, predictions, json_file=json, per_image=per_image, split=split, complete=complete)
+
+
+bench = typer.Typer(help="The benchmarks behind BENCHMARKS.md.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench, name="bench")
+
+
+@bench.command("metrics")
+def bench_metrics(
+    images: Annotated[int, typer.Option(help="How many images, with five references each.")] = 5000,
+    references: Annotated[Path | None, typer.Option(help="Real captions; without it they are made up.")] = None,
+) -> None:
+    """BLEU, ROUGE-L and CIDEr-D with tokenization beside pycocoevalcap, in one run.
+
+    Example: raycap bench metrics --images 5000
+    """
+    from jobs.bench_metrics import bench_metrics as run_bench
+
+    run_bench(images, references)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
     try:

@@ -23,7 +23,7 @@ def start_ray(config: RunConfig, address: str | None) -> None:
         return
     address = address or os.environ.get("RAY_ADDRESS")
     if address:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         return
     workers = config.workers
     needed = math.ceil(workers.num_workers * workers.cpus_per_worker)
@@ -32,5 +32,5 @@ def start_ray(config: RunConfig, address: str | None) -> None:
         object_store_memory=512 * 2**20,
         include_dashboard=False,
         log_to_driver=False,
-        logging_level=logging.WARNING,
+        logging_level=logging.ERROR,
     )

@@ -39,8 +39,8 @@ def run(config: RunConfig, address: str | None = None, say: Callable[[str], None
         job = _Run(config, folder, address, say)
         try:
             job.execute()
-        except BaseException:
-            job.tracker.close("KILLED" if isinstance(_current_error(), KeyboardInterrupt) else "FAILED")
+        except BaseException as error:
+            job.tracker.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
             raise
         say(f"finished in {_minutes(time.monotonic() - begin)}")
     return folder
@@ -176,7 +176,7 @@ class _Run:
                 lambda text: self.say(f"features  {text}"),
             )
         if len(bad) > self.config.data.max_bad_fraction * len(part):
-            key, reason = next(iter(bad.items()))
+            reason = next(iter(bad.values()))
             raise UserError(
                 f"{len(bad)} of {len(part)} images cannot be decoded, more than data.max_bad_fraction = "
                 f"{self.config.data.max_bad_fraction}; {store / 'quarantine.parquet'} lists them (first: {reason})"
@@ -265,12 +265,10 @@ class _Run:
         by_stage = result["validation_by_stage"]
         yield "validation CIDEr-D  " + ", ".join(f"{name} {value:.4f}" for name, value in by_stage.items())
         kinds = {stage.name: stage.objective for stage in self.config.stages}
-        best = {
-            kind: max((v for n, v in by_stage.items() if kinds[n] == kind), default=None)
-            for kind in ("cross_entropy", "scst")
-        }
-        if None not in best.values():
-            gain = best["scst"] - best["cross_entropy"]
+        best = {kinds[name]: value for name, value in sorted(by_stage.items(), key=lambda item: item[1])}
+        before, after = best.get("cross_entropy"), best.get("scst")
+        if before is not None and after is not None:
+            gain = after - before
             yield f"                    SCST {'gains' if gain > 0 else 'LOSES'} {abs(gain):.4f} over cross entropy"
 
     def _tracking(self, registered: str | None) -> str:
@@ -324,7 +322,8 @@ class _Printer:
             self.start[stage] = (step, entry["time"])
             return f"{stage}  {entry['text']}"
         if entry["kind"] == "validation":
-            return f"{stage}  step {step}: validation CIDEr-D {entry['CIDEr-D']:.4f} (best {entry['best']:.4f}), {entry['seconds']:.1f} s"
+            score = f"validation CIDEr-D {entry['CIDEr-D']:.4f} (best {entry['best']:.4f})"
+            return f"{stage}  step {step}: {score}, {entry['seconds']:.1f} s"
         first, since = self.start.get(stage, (0, entry["time"]))
         rate = (step - first) / max(entry["time"] - since, 1e-3)
         left = (entry["total"] - step) / rate if rate > 0 else 0.0
@@ -367,12 +366,6 @@ def _alone(folder: RunFolder) -> Iterator[None]:
         except OSError as error:
             raise UserError(f"another process is working on {folder.run_id}; wait for it or stop it") from error
         yield
-
-
-def _current_error() -> BaseException | None:
-    import sys
-
-    return sys.exc_info()[1]
 
 
 def _minutes(seconds: float) -> str:

@@ -11,19 +11,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import timm
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 from timm.layers import DropPath
 from torch import Tensor, nn
 
 from models.base import load_strictly
 from models.config import BackboneConfig
-
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 class Backbone(nn.Module):
@@ -77,12 +72,17 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
     A wrapping `model`, `state_dict` or `model_state_dict` is opened. Raises ValueError for anything else.
     """
-    if path.suffix == ".safetensors":
-        return load_file(path)
     try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(f"{path} holds more than tensors and is refused: {str(error).splitlines()[0]}") from error
+    except OSError as error:
+        raise ValueError(f"the checkpoint {path} cannot be read: {error}") from error
+    except Exception as error:  # a damaged file raises nearly anything
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{path} is no readable checkpoint: {reason}") from error
     for key in ("model_state_dict", "state_dict", "model"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
@@ -107,39 +107,6 @@ def load_swin(backbone: Backbone, tensors: dict[str, Tensor]) -> None:
             name = re.sub(r"^layers\.(\d+)\.downsample", lambda m: f"layers.{int(m[1]) + 1}.downsample", name)
         state[name] = tensor
     load_strictly(backbone.swin, state, f"a Swin checkpoint for {backbone.config.name}")
-
-
-class ImageTransform:
-    """A PIL RGB image to a normalized float32 tensor (3, H, W).
-
-    Resized to the square without keeping the aspect, bilinear with antialiasing on the PIL image, [0, 1], ImageNet mean
-    and standard deviation (specs item 16).
-    """
-
-    def __init__(self, image_size: int) -> None:
-        self.image_size = image_size
-
-    def __call__(self, image: Image.Image) -> Tensor:
-        return self.normalize(torch.from_numpy(self.resize(image)[None].copy()))[0]
-
-    def resize(self, image: Image.Image) -> np.ndarray:
-        """Pixels (H, W, 3) uint8 of the square: the part that belongs in a CPU task, small to send on."""
-        return np.asarray(image.resize((self.image_size, self.image_size), Image.Resampling.BILINEAR))
-
-    def normalize(self, pixels: Tensor) -> Tensor:
-        """(B, H, W, 3) uint8 to (B, 3, H, W) float32, on the pixels' device."""
-        mean, std = (torch.tensor(values, device=pixels.device) for values in (IMAGENET_MEAN, IMAGENET_STD))
-        return (pixels.to(torch.float32) / 255.0).sub_(mean).div_(std).permute(0, 3, 1, 2).contiguous()
-
-    def describe(self) -> dict[str, Any]:
-        """What a feature key and a model bundle record."""
-        return {
-            "resize": [self.image_size, self.image_size],
-            "interpolation": "bilinear",
-            "antialias": True,
-            "mean": list(IMAGENET_MEAN),
-            "std": list(IMAGENET_STD),
-        }
 
 
 def weights_digest(module: nn.Module) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class ModelConfig:
     Raises ValueError for sizes that do not fit.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}  # read by pydantic where the configuration file is parsed
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # for pydantic
 
     name: Literal["expansionnet_v2", "transformer"] = "expansionnet_v2"
     d_model: int = 512
@@ -101,7 +101,7 @@ class BackboneConfig:
     the original Swin naming (.safetensors, or a PyTorch file with tensors only).
     """
 
-    __pydantic_config__ = {"extra": "forbid"}  # read by pydantic where the configuration file is parsed
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # for pydantic
 
     name: str = "swin_large_patch4_window12_384"
     weights: str = "none"

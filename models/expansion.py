@@ -58,10 +58,10 @@ class Expansion(nn.Module):
         return self.dropout.active and not self.factorized_dropout
 
     def drop_vectors(self, backward: Tensor) -> Tensor:
-        """Drops whole expanded vectors: the same for all tokens of a sequence, so that the short form stays exact."""
+        """Drops whole expanded vectors (the last dimension), the same for all tokens of a sequence."""
         if not self.dropout.active:
             return backward
-        return backward * self.dropout(backward.new_ones(*backward.shape[:2], 1, backward.shape[-1]))
+        return backward * self.dropout(backward.new_ones(*backward.shape[:-2], 1, backward.shape[-1]))
 
 
 class StaticExpansion(Expansion):
@@ -75,18 +75,17 @@ class StaticExpansion(Expansion):
         """x (B, L, D); real (B, L) True at real tokens, or None. -> (B, L, D)."""
         key, value_positive, value_negative, gate = self.maps(x).chunk(4, -1)
         m = torch.matmul(key, self.queries.t())  # (B, L, E): transposed against the paper, so that groups lie together
-        forward, backward = static_weights(self.dropout(m), real, self.groups, self.epsilon)  # (2, B, L, E)
+        weights = static_weights(self.dropout(m), real, self.groups, self.epsilon)  # (B, L, E) each
+        biases = self.biases.to(value_positive.dtype)
         streams = []
-        if self.long_form:
-            for stream, value in enumerate((value_positive, value_negative)):
-                expanded = torch.matmul(forward[stream].mT, value) + self.biases.to(value.dtype)  # (B, E, D)
-                streams.append(torch.bmm(backward[stream], self.dropout(expanded)))
-        else:
-            backward = self.drop_vectors(backward)
-            offset = torch.matmul(backward, self.biases)  # (2, B, L, D)
-            for stream, value in enumerate((value_positive, value_negative)):
-                across = torch.bmm(backward[stream], forward[stream].mT)  # (B, L, L)
-                streams.append(torch.baddbmm(offset[stream], across, value))
+        for value, forward, backward in ((value_positive, *weights[:2]), (value_negative, *weights[2:])):
+            if self.long_form:
+                expanded = torch.bmm(forward.mT, value).add_(biases)  # (B, E, D)
+                streams.append(torch.bmm(backward, self.dropout(expanded)))
+            else:
+                backward = self.drop_vectors(backward)
+                across = torch.bmm(backward, forward.mT)  # (B, L, L)
+                streams.append(torch.baddbmm(torch.matmul(backward, biases), across, value))
         return gated(gate, self.dropout(streams[0]), self.dropout(streams[1]))
 
 
@@ -108,7 +107,7 @@ class DynamicExpansion(Expansion):
         Bidirectional: real (B, L) True at real tokens, or None; padding is masked in both normalizations, as the
         tokens' own expanded vectors are part of the backward one.
         """
-        batch, length = x.shape[:2]
+        length = x.shape[1]
         condition, key, value_positive, value_negative, gate = self.maps(x).chunk(5, -1)
         by_condition = torch.bmm(condition, key.mT)  # (B, s, t)
         by_vector = torch.matmul(key, self.queries.t()).mT  # (B, N_E, t)
@@ -121,82 +120,75 @@ class DynamicExpansion(Expansion):
             seen = real[:, None, None].to(m.dtype)  # (B, 1, 1, t)
             reached = real[:, :, None, None].to(m.dtype)  # (B, s, 1, 1)
         forward, backward = dynamic_weights(m, seen, reached, self.epsilon)  # (2, B, s, N_E, t)
-        by_token = backward.sum(3).mT  # (2, B, t, s)
-        offset = torch.matmul(backward.sum(2).mT, self.biases)  # (2, B, t, D)
+        by_token = backward.sum(3).mT.unbind()  # (B, t, s)
+        offset = torch.matmul(backward.sum(2).mT, self.biases).unbind()  # (B, t, D)
         rows = backward.flatten(2, 3).mT  # (2, B, t, s N_E)
-        columns = forward.flatten(2, 3)  # (2, B, s N_E, u)
         if not self.long_form:
             rows = self.drop_vectors(rows)
+        paths = zip(
+            offset,
+            by_token,
+            rows.unbind(),
+            forward.flatten(2, 3).unbind(),
+            (value_positive, value_negative),
+            strict=True,
+        )
         streams = []
-        for stream, value in enumerate((value_positive, value_negative)):
-            out = torch.baddbmm(offset[stream], by_token[stream], condition)
+        for out, tokens, row, column, value in paths:  # row (B, t, s N_E), column (B, s N_E, u)
+            out = torch.baddbmm(out, tokens, condition)
             if self.long_form:
-                expanded = self.dropout(torch.bmm(columns[stream], value))  # (B, s N_E, D), before its bias
-                out = torch.baddbmm(out, rows[stream], expanded)
+                expanded = self.dropout(torch.bmm(column, value))  # (B, s N_E, D), before its bias
+                streams.append(torch.baddbmm(out, row, expanded))
             else:
-                out = torch.baddbmm(out, torch.bmm(rows[stream], columns[stream]), value)
-            streams.append(out)
+                streams.append(torch.baddbmm(out, torch.bmm(row, column), value))
         return gated(gate, self.dropout(streams[0]), self.dropout(streams[1]))
 
-    def start(self, images: int, beams: int) -> DynamicSlots:
-        """The empty cache of this layer."""
-        return DynamicSlots(images, beams)
-
-    def step(self, x: Tensor, slots: DynamicSlots, ancestors: Tensor) -> Tensor:
+    def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
         """The next token of each beam: x (B*K, D) -> (B*K, D). Causal only; without dropout.
 
         ancestors (B, K, t): the slots that each beam has come through, its new one last. All beams of an image share
         its slots: products run over all slots of the image, then each beam picks (or sets) those of its ancestors.
         """
-        images, beams, length = ancestors.shape
-        width = x.shape[-1]
-        maps = self.maps(x).view(images, beams, 5, width)
-        by_vector = torch.matmul(maps[:, :, 1], self.queries.t())  # (B, K, N_E): e_n k
-        condition, key, value_positive, value_negative = slots.append(maps[:, :, :4], by_vector)  # (B, slots, D)
-        # M of the new expanded vectors over the tokens so far, and of the expanded vectors so far over the new token
-        by_condition = torch.stack((torch.bmm(maps[:, :, 0], key.mT), torch.bmm(maps[:, :, 1], condition.mT)))
-        by_condition = by_condition.gather(3, ancestors.expand(2, -1, -1, -1))  # (2, B, K, t)
-        picked = slots.by_vector(ancestors)  # (B, K, t, N_E)
-        forward = signed_parts(by_condition[0][..., None] + picked)  # (2, B, K, u, N_E)
-        forward = normalized(forward, 3, self.epsilon)
-        backward = signed_parts(by_condition[1][..., None] + by_vector[:, :, None])  # (2, B, K, s, N_E)
-        backward = normalized(backward, (3, 4), self.epsilon)
-        columns = slots.append_forward(forward)  # (2 B, slots N_E, u)
-        count = condition.shape[1]
-        where = ancestors.expand(2, -1, -1, -1)
+        maps = self.maps(x)
+        with torch.autocast(x.device.type, enabled=False):
+            # these products are small; in 16 bits most of their time would go into copies
+            maps = maps.to(torch.promote_types(maps.dtype, torch.float32)).view(*ancestors.shape[:2], 5, -1)
+            by_vector = torch.matmul(maps[:, :, 1], self.queries.t().to(maps.dtype))  # (B, K, N_E): e_n k
+            step = ancestors.shape[-1] - 1
+            kept = slots.put("maps", maps[:, :, :4].permute(2, 0, 1, 3), step)  # (4, B, slots, D)
+            all_by_vector = slots.put("by_vector", by_vector[None], step)[0]  # (B, slots, N_E)
+            forward, backward = self._step_weights(maps, by_vector, kept, all_by_vector, ancestors)
+            # a slot's forward weights are over the positions u of its own past, so they need no path
+            columns = slots.put("forward", forward, step, squared=True)  # (2, B, slots, N_E, u)
+            return self._step_streams(maps, kept, columns, backward, ancestors)
+
+    def _step_weights(
+        self, maps: Tensor, by_vector: Tensor, kept: Tensor, all_by_vector: Tensor, ancestors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Forward weights (2, B, K, N_E, u) of the new vectors, backward ones (2, B, K, s, N_E) of the new token."""
+        condition, key = maps[:, :, 0], maps[:, :, 1]  # (B, K, D)
+        by_condition = torch.stack((torch.bmm(condition, kept[1].mT), torch.bmm(key, kept[0].mT)))
+        new_over_past, past_over_new = by_condition.gather(3, ancestors.expand(2, -1, -1, -1))  # (B, K, t) each
+        path = ancestors.flatten(1)[..., None].expand(-1, -1, self.vectors)
+        past_by_vector = all_by_vector.gather(1, path).view(*ancestors.shape, -1)  # (B, K, t, N_E)
+        forward = signed_parts(new_over_past[:, :, None] + past_by_vector.mT)
+        backward = signed_parts(past_over_new[..., None] + by_vector[:, :, None])
+        return normalized(forward, 4, self.epsilon), normalized(backward, (3, 4), self.epsilon)
+
+    def _step_streams(self, maps: Tensor, kept: Tensor, columns: Tensor, backward: Tensor, ancestors: Tensor) -> Tensor:
+        """Equations 7 and 8 of the new token, (B*K, D)."""
+        images, beams = ancestors.shape[:2]
+        count, width = kept.shape[2:]
+        where = ancestors.expand(2, -1, -1, -1)  # (2, B, K, t)
         rows = backward.new_zeros(2, images, beams, count, self.vectors)
         rows.scatter_(3, where[..., None].expand(-1, -1, -1, -1, self.vectors), backward)
-        across = torch.bmm(rows.view(2 * images, beams, -1), columns).view(2, images, beams, length)
-        weights = backward.new_zeros(2, 2, images, beams, count)
-        weights.scatter_(4, where.expand(2, -1, -1, -1, -1), torch.stack((across, backward.sum(4))))
-        offset = torch.matmul(backward.sum(3), self.biases)  # (2, B, K, D)
-        streams = []
-        for stream, value in enumerate((value_positive, value_negative)):
-            out = torch.baddbmm(offset[stream], weights[1, stream], condition)
-            streams.append(torch.baddbmm(out, weights[0, stream], value))
-        return gated(maps[:, :, 4], streams[0], streams[1]).view(-1, width)
-
-
-class DynamicSlots(TreeSlots):
-    """What a dynamic expansion keeps of each token: C, K, V1, V2, e_n k, and its forward weights.
-
-    The forward weights of a slot (N_E, u) are over the positions u of its own past, so they need no ancestors.
-    """
-
-    def append(self, maps: Tensor, by_vector: Tensor) -> tuple[Tensor, ...]:
-        """maps (B, K, 4, D), by_vector (B, K, N_E) -> four (B, slots, D)."""
-        kept = self.put("maps", maps.permute(2, 0, 1, 3))  # (4, B, slots, D)
-        self.put("by_vector", by_vector[None])
-        return kept.unbind(0)
-
-    def by_vector(self, ancestors: Tensor) -> Tensor:
-        """(B, K, t, N_E): e_n k of each beam's ancestors."""
-        kept = self.get("by_vector")[0]  # (B, slots, N_E)
-        images, beams, length = ancestors.shape
-        index = ancestors.view(images, -1, 1).expand(-1, -1, kept.shape[-1])
-        return kept.gather(1, index).view(images, beams, length, -1)
-
-    def append_forward(self, forward: Tensor) -> Tensor:
-        """forward (2, B, K, u, N_E) of the new slots -> (2 B, slots N_E, u) of all, 0 beyond a slot's own past."""
-        ...
-        raise NotImplementedError
+        across = torch.bmm(rows.flatten(3).flatten(0, 1), columns.flatten(2, 3).flatten(0, 1)).view_as(where)
+        weights = backward.new_zeros(2, images, 2, beams, count)  # over V, over C
+        both = torch.stack((across, backward.sum(4))).transpose(1, 2)  # (2, B, 2, K, t)
+        weights.scatter_(4, where.transpose(0, 1).expand(2, -1, -1, -1, -1), both)
+        by_bias = backward.sum(3).transpose(0, 1).reshape(images, -1, self.vectors)  # (B, 2 K, N_E)
+        out = torch.matmul(by_bias, self.biases.to(maps.dtype))
+        out = torch.baddbmm(out, weights[1].view(images, -1, count), kept[0]).view(images, 2, beams, width)
+        positive = torch.baddbmm(out[:, 0], weights[0, :, 0], kept[2])
+        negative = torch.baddbmm(out[:, 1], weights[0, :, 1], kept[3])
+        return gated(maps[:, :, 4], positive, negative).view(-1, width)

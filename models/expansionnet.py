@@ -10,8 +10,6 @@ LayerNorm (specs item 2). A decoder row depends only on tokens before it, so PAD
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +25,7 @@ from models.base import (
     check_positions,
     real_tokens,
 )
+from models.cache import TreeCache, TreeSlots
 from models.expansion import DynamicExpansion, StaticExpansion
 from models.layers import CrossAttention, Dropout, FeedForward, SelfAttention, padding_bias, xavier_blocks_
 
@@ -79,33 +78,11 @@ class DecoderLayer(nn.Module):
         x = x + self.dropout(self.cross(self.cross_norm(x), key, value, bias))
         return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
 
-    def step(self, x: Tensor, keys: tuple[Tensor, Tensor], bias: Tensor | None, cache: Any) -> tuple[Tensor, Any]:
-        """x (R, D)."""
-        mixed, cache = self.mixer.step(self.mixer_norm(x), cache)
-        x = x + mixed
-        x = x + self.cross(self.cross_norm(x)[:, None], *keys, bias)[:, 0]
-        return x + self.feed_forward(self.feed_forward_norm(x)), cache
-
-
-@dataclass
-class ExpansionCache(Cache):
-    images: int
-    beams: int
-    cross: list[tuple[Tensor, Tensor]]
-    bias: Tensor | None
-    layers: list[dict[str, Tensor]]
-    length: int = 0
-
-    def select(self, index: Tensor) -> ExpansionCache:
-        self.layers = [{k: v.index_select(0, index) for k, v in layer.items()} for layer in self.layers]
-        return self
-
-    def keep_images(self, index: Tensor) -> ExpansionCache:
-        rows = (index[:, None] * self.beams + torch.arange(self.beams, device=index.device)).flatten()
-        self.cross = [(k.index_select(0, index), v.index_select(0, index)) for k, v in self.cross]
-        self.bias = None if self.bias is None else self.bias.index_select(0, index)
-        self.images = len(index)
-        return self.select(rows)
+    def step(self, x: Tensor, cache: TreeCache, index: int) -> Tensor:
+        """x (R, D): the next token of each row, through layer `index`."""
+        x = x + self.mixer.step(self.mixer_norm(x), cache.layers[index], cache.ancestors)
+        x = x + self.cross(self.cross_norm(x)[:, None], *cache.cross[index], cache.bias)[:, 0]
+        return x + self.feed_forward(self.feed_forward_norm(x))
 
 
 class LayerSum(nn.Module):
@@ -175,18 +152,21 @@ class ExpansionNet(CaptionModel):
         return self.output(self.decoder_sum(outputs))
 
     @torch.no_grad()
-    def init_cache(self, memory: Memory, beams: int) -> ExpansionCache:
+    def init_cache(self, memory: Memory, beams: int) -> TreeCache:
+        images = memory.batch_size
         bias = padding_bias(real_tokens(memory.lengths, memory.states.shape[1]), memory.states.dtype)
         cross = [layer.cross.project(memory.states) for layer in self.decoder]
-        return ExpansionCache(memory.batch_size, beams, cross, bias, [layer.mixer.start() for layer in self.decoder])
+        slots = [TreeSlots(images, beams) for _ in self.decoder]
+        paths = torch.empty(images, beams, 0, dtype=torch.int64, device=memory.states.device)
+        return TreeCache(images, beams, cross, bias, slots, paths)
 
     @torch.no_grad()
-    def step(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, ExpansionCache]:
-        assert isinstance(cache, ExpansionCache)
+    def step(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, TreeCache]:
+        assert isinstance(cache, TreeCache)
         y = self.embed(tokens[:, None], cache.length)[:, 0]
+        cache.advance()
         outputs = []
-        for i, layer in enumerate(self.decoder):
-            y, cache.layers[i] = layer.step(y, cache.cross[i], cache.bias, cache.layers[i])
+        for index, layer in enumerate(self.decoder):
+            y = layer.step(y, cache, index)
             outputs.append(y)
-        cache.length += 1
         return self.output(self.decoder_sum(outputs)), cache

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.backbone import ImageTransform
+from models.transform import ImageTransform
 from pipeline.config import StageSection
 from pipeline.dataset import Dataset
 from pipeline.images import decode_image

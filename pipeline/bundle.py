@@ -22,8 +22,8 @@ import yaml
 from pipeline.text import Vocabulary
 
 if TYPE_CHECKING:
-    from models.backbone import ImageTransform
     from models.captioner import Captioner
+    from models.transform import ImageTransform
 
 FORMAT = 1
 
@@ -47,7 +47,7 @@ def save_bundle(
     """
     from safetensors.torch import save_file
 
-    from models.backbone import ImageTransform
+    from models.transform import ImageTransform
 
     model, backbone = captioner.model, captioner.backbone
     if len(vocabulary) != model.sizes.vocabulary_size:
@@ -91,10 +91,12 @@ def load_bundle(folder: Path) -> Bundle:
     """
     from safetensors.torch import load_file
 
-    from models.backbone import Backbone, BackboneConfig, ImageTransform
+    from models.backbone import Backbone
     from models.base import ModelConfig, ModelSizes, load_strictly
     from models.captioner import Captioner
+    from models.config import BackboneConfig
     from models.registry import build_model
+    from models.transform import ImageTransform
 
     missing = [
         part for part in ("config.yaml", "model.safetensors", "vocabulary.json") if not (folder / part).is_file()

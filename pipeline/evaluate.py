@@ -28,10 +28,10 @@ def read_predictions(path: Path) -> dict[int, str]:
 
 def score_split(folder: RunFolder, dataset: Dataset, split: str, metrics: tuple[str, ...] = METRICS) -> Scores:
     """Scores of predictions/<split>.json against the split's references."""
-    return score_file(folder, dataset.split(split), folder.path / "predictions" / f"{split}.json", metrics)
+    return score_file(dataset.split(split), folder.path / "predictions" / f"{split}.json", metrics)
 
 
-def score_file(folder: RunFolder, dataset: Dataset, path: Path, metrics: tuple[str, ...] = METRICS) -> Scores:
+def score_file(dataset: Dataset, path: Path, metrics: tuple[str, ...] = METRICS) -> Scores:
     return score_captions(dataset.references(), read_predictions(path), metrics=metrics)
 
 
@@ -42,7 +42,9 @@ def validation_by_stage(folder: RunFolder, dataset: Dataset) -> dict[str, float]
     for stage in folder.config.stages:
         path = folder.stage(stage.name) / "predictions-val.json"
         if path.is_file():
-            found[stage.name] = score_file(folder, validation, path, ("CIDEr-D",)).by_name["CIDEr-D"].value or 0.0
+            score = score_file(validation, path, ("CIDEr-D",)).by_name["CIDEr-D"].value
+            if score is not None:
+                found[stage.name] = score
     return found
 
 
@@ -75,7 +77,7 @@ def evaluate_run(folder: RunFolder, dataset: Dataset) -> dict[str, Any]:
 
 def flat_scores(result: dict[str, Any]) -> dict[str, float]:
     """{"test_CIDEr-D": ...}: what the tracker and the model registry keep."""
-    flat = {}
+    flat: dict[str, float] = {}
     for split, entry in result["splits"].items():
         values = entry["scores"] | {"main_object": entry["main_object"]}
         flat |= {f"{split}_{name}": value for name, value in values.items() if value is not None}

@@ -6,6 +6,7 @@ shards itself; only keys and reasons travel back, so that features never enter t
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -17,11 +18,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from models.backbone import Backbone, ImageTransform
+from models.backbone import Backbone
 from models.config import BackboneConfig
+from models.transform import ImageTransform
 from pipeline.config import FeatureSection
 from pipeline.dataset import Dataset
-from pipeline.images import BadImage, decode_image
+from pipeline.images import decode_batch
 from pipeline.store import FeatureStore, feature_key, mark_complete, remove_orphans, write_shard
 from pipeline.weights import load_weights, weights_file_digest
 
@@ -103,16 +105,17 @@ def _run(missing: dict[str, str], folder: Path, extractor: Extractor) -> Iterato
     import ray.data
     from ray.data import ActorPoolStrategy, DataContext
 
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
     DataContext.get_current().enable_progress_bars = False
     settings = extractor.settings
     table = pa.table({"key": list(missing), "uri": list(missing.values())})
     step = max(1, min(settings.rows_per_shard, -(-len(missing) // 8)))  # blocks small enough that decoding spreads
     blocks = [table.slice(start, step) for start in range(0, len(missing), step)]
     decoded = ray.data.from_arrow(blocks).map_batches(
-        _decode,
+        decode_batch,  # type: ignore[arg-type]
         fn_kwargs={"image_size": extractor.backbone.image_size, "max_pixels": extractor.max_pixels},
         batch_size=None,
-        num_cpus=0.5,
+        num_cpus=0.4,  # not what the actors ask for: equal demands would fuse decoding into the actors
     )
     computed = decoded.map_batches(
         _Compute,
@@ -130,22 +133,6 @@ def _run(missing: dict[str, str], folder: Path, extractor: Extractor) -> Iterato
         yield list(batch["key"]), list(batch["reason"])
 
 
-def _decode(batch: dict[str, np.ndarray], image_size: int, max_pixels: int) -> dict[str, Any]:
-    """Bytes to resized uint8 pixels; a troubled image becomes black with its reason beside it."""
-    transform = ImageTransform(image_size)
-    pixels = np.zeros((len(batch["key"]), image_size, image_size, 3), np.uint8)
-    reasons = []
-    for index, uri in enumerate(batch["uri"]):
-        try:
-            pixels[index] = transform.resize(decode_image(Path(uri).read_bytes(), max_pixels))
-            reasons.append("")
-        except BadImage as error:
-            reasons.append(str(error))
-        except OSError as error:
-            reasons.append(f"cannot be read: {error.strerror or error}")
-    return {"key": batch["key"], "pixels": pixels, "reason": np.array(reasons)}
-
-
 class _Compute:
     """The actor: pixels to features, written to a shard."""
 
@@ -158,7 +145,7 @@ class _Compute:
         self.transform = ImageTransform(extractor.backbone.image_size)
         backbone = Backbone(extractor.backbone)
         load_weights(backbone, extractor.weights)
-        self.backbone = backbone.eval().to(self.device, memory_format=torch.channels_last)
+        self.backbone = backbone.eval().to(self.device)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         good = np.flatnonzero(batch["reason"] == "")

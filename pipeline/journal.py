@@ -7,7 +7,6 @@ costs training nothing.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,7 +53,7 @@ class Follower:
 
     def new(self) -> list[dict[str, Any]]:
         try:
-            status = os.stat(self.path)
+            status = self.path.stat()
         except FileNotFoundError:
             return []
         if (status.st_size, status.st_mtime_ns) == self._changed:

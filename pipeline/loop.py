@@ -19,10 +19,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from models.backbone import Backbone, ImageTransform, set_drop_path
+from models.backbone import Backbone, set_drop_path
 from models.captioner import Captioner
 from models.layers import set_dropout
 from models.registry import build_model
+from models.transform import ImageTransform
 from pipeline.batches import Batch, Batches, Captions, Images
 from pipeline.captioning import caption_images
 from pipeline.config import StageSection, total_steps

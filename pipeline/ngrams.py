@@ -150,7 +150,7 @@ def cider_d(corpus: Corpus) -> np.ndarray:
         product = np.minimum(weight[prediction], weight[reference]) * weight[reference]
         dot = np.bincount(counts.caption[reference] - images, product, minlength=len(image))
         norms = norm[image] * norm[images:]
-        total += np.divide(dot, norms, out=np.zeros_like(dot), where=norms != 0)
+        total += np.divide(dot, norms, out=np.zeros(len(dot)), where=norms != 0)
     return np.bincount(image, total * penalty, minlength=images) / ORDERS / corpus.reference_counts * 10.0
 
 

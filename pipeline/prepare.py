@@ -15,15 +15,21 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+import torch
+
+from models.backbone import Backbone
+from models.base import CaptionModel
 from models.config import ModelSizes
+from models.registry import build_model
 from pipeline.config import DataSection, RunConfig, dump_config
 from pipeline.dataset import Dataset, build_vocabulary, longest_caption, read_dataset
 from pipeline.errors import UserError
 from pipeline.run_folder import RunFolder, code_digest, run_identity, write_json
 from pipeline.snapshot import take_snapshot
 from pipeline.synthetic import write_dataset
+from pipeline.text import Vocabulary
+from pipeline.weights import save_weights
 
 PACKAGES = ("torch", "torchvision", "timm", "ray", "mlflow", "numpy", "pyarrow", "pycocoevalcap")
 
@@ -49,13 +55,14 @@ def prepare(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
         return folder
     train = dataset.split(*config.data.train_splits)
     vocabulary = build_vocabulary(train, config.data.min_count)
+    positions = max(config.model.max_positions or longest_caption(train), config.evaluation.max_length)
+    model, backbone = _initial(config, vocabulary, positions)
     folder.path.mkdir(parents=True, exist_ok=True)
     dataset.save(folder.path / "data.arrow")
     vocabulary.save(folder.path / "vocabulary.json")
     (folder.path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    positions = config.model.max_positions or longest_caption(train)
-    positions = max(positions, config.evaluation.max_length)
-    initial = _initial_weights(config, folder.path / "init", vocabulary, positions)
+    save_weights(model, folder.path / "init" / "model.safetensors")
+    save_weights(backbone, folder.path / "init" / "backbone.safetensors")
     write_json(  # last: its presence says that the folder is whole
         folder.path / "run.json",
         {
@@ -67,7 +74,9 @@ def prepare(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
             "versions": {name: _version(name) for name in PACKAGES} | {"python": platform.python_version()},
             "splits": {name: len(dataset.split(name)) for name in dict.fromkeys(dataset.column("split"))},
             "unreadable": troubles,
-            **initial,
+            "sizes": asdict(model.sizes),
+            "num_tokens": backbone.num_tokens,
+            "parameters": {"model": _count(model), "backbone": _count(backbone)},
         },
     )
     return folder
@@ -93,28 +102,19 @@ def _place(data: DataSection, root: Path) -> str:
     return hashlib.sha256(f"{root} {data.images}".encode()).hexdigest()[:16]
 
 
-def _initial_weights(config: RunConfig, folder: Path, vocabulary: Any, positions: int) -> dict[str, Any]:
-    """Writes model and backbone as the seed draws them; returns sizes and counts for run.json."""
-    import torch
-
-    from models.backbone import Backbone
-    from models.registry import build_model
-    from pipeline.weights import save_weights
-
+def _initial(config: RunConfig, vocabulary: Vocabulary, positions: int) -> tuple[CaptionModel, Backbone]:
+    """Model and backbone as the seed draws them; UserError for sizes that do not fit and unknown names."""
     torch.manual_seed(config.seed)
-    backbone = Backbone(config.backbone)
+    try:
+        backbone = Backbone(config.backbone)
+    except (RuntimeError, ValueError, AssertionError, OSError) as error:  # timm has no error class of its own
+        raise UserError(f"backbone {config.backbone.name} cannot be made: {' '.join(str(error).split())}") from error
     sizes = ModelSizes(backbone.width, len(vocabulary), positions, vocabulary.sos, vocabulary.eos, vocabulary.pad)
-    model = build_model(config.model, sizes)
-    save_weights(backbone, folder / "backbone.safetensors")
-    save_weights(model, folder / "model.safetensors")
-    return {
-        "sizes": asdict(sizes),
-        "num_tokens": backbone.num_tokens,
-        "parameters": {
-            "model": sum(parameter.numel() for parameter in model.parameters()),
-            "backbone": sum(parameter.numel() for parameter in backbone.parameters()),
-        },
-    }
+    return build_model(config.model, sizes), backbone
+
+
+def _count(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _commit() -> str:

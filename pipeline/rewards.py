@@ -43,7 +43,9 @@ class CiderD:
     def __init__(self, references: Sequence[Sequence[Sequence[int]]]) -> None:
         self.num_images = len(references)
         self.log_documents = math.log(max(self.num_images, 1))
-        words, lengths, first = [], [], [0]
+        words: list[int] = []
+        lengths: list[int] = []
+        first = [0]
         for captions in references:
             for caption in captions:
                 words.extend(caption)

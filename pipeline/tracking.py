@@ -7,11 +7,14 @@ not be sent stays in the journal for the next `sync`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import io
 import logging
 import os
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -151,20 +154,23 @@ def _client(config: RunConfig) -> Any:
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-    logging.getLogger("alembic").setLevel(logging.WARNING)
-    logging.getLogger("mlflow").setLevel(logging.ERROR)
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
     from mlflow import MlflowClient
 
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     return MlflowClient(tracking_uri(config))
 
 
-class _quiet:
-    """The registry logs at INFO level through its own handlers."""
-
-    def __enter__(self) -> None:
-        logging.disable(logging.INFO)
-
-    def __exit__(self, *_: object) -> None:
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """MLflow tells of each success on stderr and warns of the input example that a bundle does not need."""
+    logging.disable(logging.INFO)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
         logging.disable(logging.NOTSET)
 
 

@@ -28,7 +28,8 @@ NAMES = ("xe_frozen", "xe_finetune", "scst_frozen", "scst_finetune")
 
 def prepared(storage: Path, **changes: Any) -> tuple[RunFolder, Path]:
     """A run's folder and a store with the features of its initial backbone, computed without Ray."""
-    from models.backbone import Backbone, ImageTransform
+    from models.backbone import Backbone
+    from models.transform import ImageTransform
     from pipeline.images import decode_image
     from pipeline.weights import load_weights
 

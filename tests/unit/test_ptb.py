@@ -1,4 +1,4 @@
-"""The Python PTB tokenizer against the answers of the Stanford tokenizer, written down here and asked for where java is."""
+"""The Python PTB tokenizer against the Stanford tokenizer's answers: recorded ones, and new ones where java is."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RECORDED = {
     "a letter K. and a letter B.": "a letter k. and a letter b.",
     "a letter K. The letter B.": "a letter k the letter b.",
     "S&B, AT&T and M&Ms, at&t": "s&b at&t and m&m s at & t",
-    "his/her schoolbus/boat/house cathedral/clock-tower w/ a/": "his/her schoolbus/boat/house cathedral/clock-tower w / a /",
+    "schoolbus/boat/house cathedral/clock-tower w/ a/": "schoolbus/boat/house cathedral/clock-tower w / a /",
     "Connect_Anywhere, track.Passengers fie.d mr.smith": "connect_anywhere track.passengers fie.d mr.smith",
     "i=on bed.+9 RIF=ding woman*s": "i = on bed +9 rif = ding woman * s",
     "soup and OJ> a <b> 2 < 3": "soup and oj > a <b> 2 < 3",
@@ -70,7 +70,22 @@ def test_a_letter_with_a_full_stop_looks_at_the_next_caption(following: str, las
 
 def test_plain_pieces_come_out_as_by_the_rules() -> None:
     """The fast road and the rules must agree wherever the fast road is taken."""
-    words = ["dog", "dog.", "dog,", "DOG's", "no.", "st.", "Cannot", "cannot,", "t-shirt.", "a", "a.", "a-b", "x's", "mr"]
+    words = [
+        "dog",
+        "dog.",
+        "dog,",
+        "DOG's",
+        "no.",
+        "st.",
+        "Cannot",
+        "cannot,",
+        "t-shirt.",
+        "a",
+        "a.",
+        "a-b",
+        "x's",
+        "mr",
+    ]
     words += [f"{word}{end}" for word in ptb._CLOSING_ABBREVIATIONS.split() for end in ("", ".", ",", "'s")]
     for word in words:
         plain = ptb._plain_tokens(word)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.backbone import ImageTransform
+from models.transform import ImageTransform
 from pipeline import rewards
 from pipeline.batches import Batches, Captions, Images
 from pipeline.config import ScheduleSection, StageSection

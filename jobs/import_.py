@@ -1,0 +1,156 @@
+"""`raycap import`: an upstream checkpoint into a model bundle."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from models.config import BackboneConfig, ModelConfig
+from pipeline.errors import UserError
+
+SECTIONS: dict[str, type] = {"model": ModelConfig, "backbone": BackboneConfig}
+
+
+def import_checkpoint(
+    source: str,
+    *,
+    checkpoint: Path,
+    tokens: Path,
+    out: Path,
+    config: Path | None = None,
+    overrides: Sequence[str] = (),
+    backbone: Path | None = None,
+) -> None:
+    """Writes the bundle `out` from an upstream checkpoint, its vocabulary and, where it has none, a backbone file.
+
+    config: a YAML file whose sections `model` and `backbone` say what the checkpoint does not hold (other sections are
+    left alone); overrides: `model.heads=8`. Files are read as tensors and plain values only; nothing in them runs.
+    Raises UserError in one sentence for what does not fit; nothing is written then.
+    """
+    if source not in FORMATS:
+        raise UserError(f"--from {source!r} is unknown; known: {', '.join(sorted(FORMATS))}")
+    for path, what in (
+        (checkpoint, "--checkpoint"),
+        (tokens, "--tokens"),
+        (config, "--config"),
+        (backbone, "--backbone"),
+    ):
+        if path is not None and not path.is_file():
+            raise UserError(f"{what} {path} does not exist or is no file")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out} exists and is not empty; choose another folder or remove it")
+    given = read_settings(config, overrides)
+    try:
+        FORMATS[source](checkpoint, tokens, out, given, backbone)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def read_settings(config: Path | None, overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The settings of both sections that the user gave, checked. Raises UserError naming the key."""
+    given: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    if config is not None:
+        try:
+            data = yaml.safe_load(config.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise UserError(f"{config} is not valid YAML: {' '.join(str(error).split())}") from error
+        for name in SECTIONS:
+            section = data.get(name) if isinstance(data, dict) else None
+            if section is not None and not isinstance(section, dict):
+                raise UserError(f"{config}: {name} must hold keys, found {type(section).__name__}")
+            given[name] |= section or {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        section, dot, name = key.partition(".")
+        if not equals or not dot or section not in SECTIONS:
+            raise UserError(f"--set {override!r} is not of the form model.key=value or backbone.key=value")
+        try:
+            given[section][name] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise UserError(f"--set {override!r}: {text!r} is not a YAML value") from error
+    return {name: _checked(name, kind, given[name]) for name, kind in SECTIONS.items()}
+
+
+def _checked(section: str, kind: type, values: dict[str, Any]) -> dict[str, Any]:
+    """Only the given values, of the right types; UserError otherwise."""
+    known = sorted(field.name for field in fields(kind))
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise UserError(f"unknown key {section}.{name}: {hint}known here: {', '.join(known)}")
+    try:
+        whole = TypeAdapter(kind).validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join([section, *(str(part) for part in first["loc"])])
+        message = first["msg"].removeprefix("Value error, ")
+        raise UserError(message if section + "." in message else f"{key}: {message}") from error
+    return {name: getattr(whole, name) for name in values}
+
+
+def _import_expansionnet(
+    checkpoint: Path, tokens: Path, out: Path, given: dict[str, dict[str, Any]], backbone_file: Path | None
+) -> None:
+    from models import convert
+    from models.backbone import Backbone, load_swin, read_tensors
+    from models.base import load_strictly
+    from models.captioner import Captioner
+    from models.registry import build_model
+    from pipeline.bundle import save_bundle
+    from pipeline.upstream import read_expansionnet_vocabulary
+
+    print(f"Importing {checkpoint} (ExpansionNet v2) with the vocabulary {tokens} into {out}", flush=True)
+    vocabulary = read_expansionnet_vocabulary(tokens)
+    tensors = read_tensors(checkpoint)
+    swin = {
+        name.removeprefix(convert.SWIN_PREFIX): tensors.pop(name)
+        for name in list(tensors)
+        if name.startswith(convert.SWIN_PREFIX)
+    }
+    if swin and backbone_file is not None:
+        raise UserError(f"{checkpoint} brings its own Swin ({len(swin)} tensors); leave --backbone out")
+    inferred = convert.infer_expansionnet(tensors)
+    config = convert.complete_config(inferred, given["model"])
+    words = {"count": len(vocabulary), "sos": vocabulary.sos, "eos": vocabulary.eos, "pad": vocabulary.pad}
+    model = build_model(config, convert.expansionnet_sizes(inferred, words))
+    load_strictly(model, convert.convert_expansionnet(tensors, config), str(checkpoint))
+    backbone = None
+    if backbone_file is not None:
+        swin = read_tensors(backbone_file)
+    if swin:
+        settings = convert.backbone_config(convert.infer_swin(swin), given["backbone"])
+        backbone = Backbone(settings)
+        if backbone.width != inferred.feature_width:
+            raise UserError(
+                f"the backbone gives features of width {backbone.width}, the captioner takes {inferred.feature_width}; "
+                f"they do not belong together"
+            )
+        load_swin(backbone, swin)
+    info = {"imported_from": checkpoint.name, "format": "expansionnet_v2"}
+    save_bundle(out, Captioner(model, backbone), vocabulary, name=out.name, info=info)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    print(
+        f"{count:,} parameters without the backbone, {len(vocabulary):,} words, {inferred.max_positions} positions, "
+        f"G = {list(config.static_expansion or ())}, N_E = {config.dynamic_expansion}, {config.heads} heads"
+    )
+    if backbone is None:
+        print(
+            "No backbone: the bundle captions stored features of width "
+            f"{inferred.feature_width}; raycap caption needs images, so import again with --backbone FILE for it"
+        )
+    else:
+        print(f"Backbone: {backbone.config.name} at {backbone.config.image_size} px, {backbone.num_tokens} tokens")
+    print(f"The bundle: {out}")
+
+
+Importer = Callable[[Path, Path, Path, dict[str, dict[str, Any]], Path | None], None]
+FORMATS: dict[str, Importer] = {"expansionnet_v2": _import_expansionnet}

@@ -1,0 +1,228 @@
+"""Upstream checkpoints as ours: one map of names for each upstream project.
+
+The reference of ExpansionNet v2 keeps each linear map on its own; here the maps of one input are fused into one weight,
+whose row blocks stand in the order of the map below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.base import ModelConfig, ModelSizes
+from models.config import BackboneConfig
+
+PUBLISHED_GROUPS = (32, 64, 128, 256, 512)
+PUBLISHED_HEADS = 8
+PUBLISHED_WIDTH = 512
+SWIN_PREFIX = "swin_transf."
+
+_STATIC = {
+    "maps": ("key_embed", "class_a_embed", "class_b_embed", "selector_embed"),
+    "queries": "query_exp_vectors",
+    "biases": "bias_exp_vectors",
+}
+_DYNAMIC = {
+    "maps": ("cond_embed", "key_linear", "class_a_embed", "class_b_embed", "selector_embed"),
+    "queries": "query_exp_vectors",
+    "biases": "bias_exp_vectors",
+}
+
+
+def upstream_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Our parameters of an ExpansionNet v2 and the upstream ones whose rows make them up, in order."""
+    names: dict[str, tuple[str, ...]] = {"words.weight": ("out_embedder.embed.weight",)}
+    names["positions.weight"] = ("pos_encoder.weight",)
+
+    def linear(own: str, *theirs: str) -> None:
+        for part in ("weight", "bias"):
+            names[f"{own}.{part}"] = tuple(f"{name}.{part}" for name in theirs)
+
+    def expansion(own: str, theirs: str, entries: Mapping[str, Any]) -> None:
+        linear(f"{own}.maps", *(f"{theirs}.{name}" for name in entries["maps"]))
+        for vectors in ("queries", "biases"):
+            names[f"{own}.{vectors}"] = (f"{theirs}.{entries[vectors]}.weight",)
+
+    linear("input", "input_linear")
+    linear("output", "vocab_linear")
+    for side, theirs in (("encoder", "enc"), ("decoder", "dec")):
+        linear(f"{side}_sum.map", f"{theirs}_reduce_group")
+        linear(f"{side}_sum.norm", f"{theirs}_reduce_norm")
+    for index in range(config.encoder_layers):
+        own, up = f"encoder.{index}", f"encoders.{index}"
+        expansion(f"{own}.mixer", f"{up}.stc_exp", _STATIC)
+        for norm, number in (("mixer_norm", 1), ("feed_forward_norm", 2)):
+            linear(f"{own}.{norm}", f"{up}.norm_{number}")
+        linear(f"{own}.feed_forward.inner", f"{up}.ff.linear_1")
+        linear(f"{own}.feed_forward.outer", f"{up}.ff.linear_2")
+    for index in range(config.decoder_layers):
+        own, up = f"decoder.{index}", f"decoders.{index}"
+        expansion(f"{own}.mixer", f"{up}.dyn_exp", _DYNAMIC)
+        for norm, number in (("mixer_norm", 1), ("cross_norm", 2), ("feed_forward_norm", 3)):
+            linear(f"{own}.{norm}", f"{up}.norm_{number}")
+        linear(f"{own}.cross.query", f"{up}.mha.Wq")
+        linear(f"{own}.cross.key_value", f"{up}.mha.Wk", f"{up}.mha.Wv")
+        linear(f"{own}.cross.output", f"{up}.mha.out_linear")
+        linear(f"{own}.feed_forward.inner", f"{up}.ff.linear_1")
+        linear(f"{own}.feed_forward.outer", f"{up}.ff.linear_2")
+    return names
+
+
+def convert_expansionnet(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The upstream captioner's tensors under our names. Raises ValueError for missing and unknown keys."""
+    names = upstream_names(config)
+    wanted = {name for parts in names.values() for name in parts}
+    missing, extra = sorted(wanted - tensors.keys()), sorted(tensors.keys() - wanted)
+    if missing or extra:
+        found = [f"lacks {missing[0]!r} ({len(missing)} missing)"] if missing else []
+        found += [f"has {extra[0]!r} ({len(extra)} unknown)"] if extra else []
+        raise ValueError(
+            f"the checkpoint {' and '.join(found)}; expected the {len(wanted)} tensors of an ExpansionNet v2 with "
+            f"{config.encoder_layers} encoder and {config.decoder_layers} decoder layers"
+        )
+    return {own: torch.cat([tensors[part] for part in parts]) for own, parts in names.items()}
+
+
+@dataclass(frozen=True)
+class Inferred:
+    """What an upstream captioner's tensors say of its configuration; they hold neither the groups nor the heads."""
+
+    model: dict[str, Any]
+    total_expansion: int
+    feature_width: int
+    vocabulary_size: int
+    max_positions: int
+
+
+def infer_expansionnet(tensors: Mapping[str, Tensor]) -> Inferred:
+    """Sizes from shapes. Raises ValueError for tensors that are no ExpansionNet v2."""
+
+    def rows(name: str) -> tuple[int, ...]:
+        if name not in tensors:
+            raise ValueError(f"the checkpoint is no ExpansionNet v2: it has no {name!r} among {len(tensors)} tensors")
+        return tuple(tensors[name].shape)
+
+    def layers(prefix: str) -> int:
+        numbers = {name.split(".")[1] for name in tensors if name.startswith(prefix)}
+        return len(numbers)
+
+    width, features = rows("input_linear.weight")
+    return Inferred(
+        model={
+            "d_model": width,
+            "d_ff": rows("encoders.0.ff.linear_1.weight")[0],
+            "encoder_layers": layers("encoders."),
+            "decoder_layers": layers("decoders."),
+            "dynamic_expansion": rows("decoders.0.dyn_exp.query_exp_vectors.weight")[0],
+        },
+        total_expansion=rows("encoders.0.stc_exp.query_exp_vectors.weight")[0],
+        feature_width=features,
+        vocabulary_size=rows("vocab_linear.weight")[0],
+        max_positions=rows("pos_encoder.weight")[0],
+    )
+
+
+def complete_config(inferred: Inferred, given: Mapping[str, Any]) -> ModelConfig:
+    """The model's configuration from shapes and what the user gave; the published G and heads where the sizes fit.
+
+    Raises ValueError for what contradicts the checkpoint, and naming what is missing.
+    """
+    for key, value in given.items():
+        if key in inferred.model and value != inferred.model[key]:
+            raise ValueError(f"model.{key} is {value}, the checkpoint has {inferred.model[key]}; leave it out")
+    groups = given.get("static_expansion")
+    if groups is None:
+        if inferred.total_expansion != sum(PUBLISHED_GROUPS):
+            raise ValueError(
+                f"model.static_expansion is missing: the checkpoint holds {inferred.total_expansion} expansion vectors "
+                f"but not their groups (the published {list(PUBLISHED_GROUPS)} sum to {sum(PUBLISHED_GROUPS)}); give "
+                f"--set model.static_expansion=[...] with groups that sum to {inferred.total_expansion}"
+            )
+        groups = PUBLISHED_GROUPS
+    if sum(groups) != inferred.total_expansion:
+        raise ValueError(
+            f"model.static_expansion = {list(groups)} sums to {sum(groups)}, "
+            f"the checkpoint holds {inferred.total_expansion} expansion vectors"
+        )
+    heads = given.get("heads")
+    if heads is None:
+        if inferred.model["d_model"] != PUBLISHED_WIDTH:
+            raise ValueError(
+                f"model.heads is missing: a checkpoint does not hold it, and its width {inferred.model['d_model']} is "
+                f"not the published {PUBLISHED_WIDTH} with {PUBLISHED_HEADS} heads; give --set model.heads=N"
+            )
+        heads = PUBLISHED_HEADS
+    rest = {key: value for key, value in given.items() if key not in ("heads", "static_expansion", "max_positions")}
+    if given.get("max_positions") not in (None, inferred.max_positions):
+        raise ValueError(
+            f"model.max_positions is {given['max_positions']}, the checkpoint has {inferred.max_positions}; leave it out"
+        )
+    return ModelConfig(**(inferred.model | rest | {"heads": heads, "static_expansion": tuple(groups)}))
+
+
+def infer_swin(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What a Swin's tensors say of its configuration, as `BackboneConfig` values; both namings.
+
+    The image size is read off the shifted windows' masks where the file has them (the original naming does).
+    Raises ValueError for tensors that are no Swin.
+    """
+    stages: dict[int, dict[int, tuple[int, int]]] = {}
+    for name, tensor in tensors.items():
+        if name.endswith("attn.relative_position_bias_table"):
+            parts = name.split(".")
+            stages.setdefault(int(parts[1]), {})[int(parts[3])] = (tensor.shape[0], tensor.shape[1])
+    if not stages or "patch_embed.proj.weight" not in tensors:
+        raise ValueError(f"the backbone file is no Swin: no attention bias tables among its {len(tensors)} tensors")
+    window = (math.isqrt(stages[0][0][0]) + 1) // 2
+    values: dict[str, Any] = {
+        "embed_dim": tensors["patch_embed.proj.weight"].shape[0],
+        "depths": tuple(len(stages[stage]) for stage in sorted(stages)),
+        "num_heads": tuple(stages[stage][0][1] for stage in sorted(stages)),
+        "window_size": window,
+    }
+    mask = tensors.get("layers.0.blocks.1.attn_mask")
+    if mask is not None:
+        values["image_size"] = math.isqrt(mask.shape[0]) * window * tensors["patch_embed.proj.weight"].shape[-1]
+    return values
+
+
+def backbone_config(inferred: Mapping[str, Any], given: Mapping[str, Any]) -> BackboneConfig:
+    """The backbone's configuration from shapes and what the user gave; the published Swin-L where the sizes fit.
+
+    Raises ValueError for what contradicts the file, and naming what is missing.
+    """
+    for key, value in given.items():
+        if value is not None and key in inferred and value != inferred[key]:
+            raise ValueError(f"backbone.{key} is {value}, the file's Swin has {inferred[key]}; leave it out")
+    large = {"embed_dim": 192, "depths": (2, 2, 18, 2), "num_heads": (6, 12, 24, 48), "window_size": 12}
+    sizes = {key: inferred[key] for key in large}
+    given = {key: value for key, value in given.items() if key not in sizes and key != "weights"}
+    if sizes == large:
+        return BackboneConfig(**({"image_size": inferred.get("image_size", 384)} | given))
+    image_size = given.get("image_size", inferred.get("image_size"))
+    if image_size is None:
+        raise ValueError(
+            f"backbone.image_size is missing: the file does not hold it, and its sizes (width {sizes['embed_dim']}, "
+            f"depths {list(sizes['depths'])}) are not the published Swin-L's at 384; give --set backbone.image_size=N"
+        )
+    return BackboneConfig(**(sizes | given | {"image_size": image_size}))
+
+
+def expansionnet_sizes(inferred: Inferred, words: Mapping[str, int]) -> ModelSizes:
+    """The sizes that the data decide; `words` gives the ids of SOS, EOS and PAD and the number of words as "count".
+
+    Raises ValueError when the vocabulary does not match the checkpoint.
+    """
+    if words["count"] != inferred.vocabulary_size:
+        raise ValueError(
+            f"the vocabulary has {words['count']} words, the checkpoint predicts {inferred.vocabulary_size}; "
+            f"they do not belong together"
+        )
+    return ModelSizes(
+        inferred.feature_width, words["count"], inferred.max_positions, words["sos"], words["eos"], words["pad"]
+    )

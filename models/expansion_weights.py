@@ -1,0 +1,147 @@
+"""Forward and backward weights of the expansions (equations 3, 4 and 6) and their gradient, in few passes over memory.
+
+Shapes as in `expansion.py`; where a leading 2 stands it counts the streams, positive and negative.
+
+Autograd's own graph of these few lines would keep five tensors of the size of M a stream and pass over them some thirty
+times; by hand it is the results and about half of the passes. With y = a r, r = 1 / (sum a + eps), the gradient is
+
+    da = r (dy - sum(dy y)),   dM = da+ where M > 0, -da- where M < 0.
+
+Elements that dropout set to 0 get no gradient, as relu has none there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Dims = int | tuple[int, ...]
+
+
+def signed_parts(m: Tensor) -> Tensor:
+    """(...) -> (2, ...): relu(m) and relu(-m)."""
+    parts = m.new_empty(2, *m.shape)
+    torch.clamp_min(m, 0.0, out=parts[0])
+    torch.sub(parts[0], m, out=parts[1])
+    return parts
+
+
+def _total(a: Tensor, dims: Dims) -> Tensor:
+    """The sum over `dims`, kept, in float32 at least."""
+    if a.dtype == torch.bfloat16 and a.device.type == "cpu":
+        # accumulates in float32 too; asking for a float32 result would first copy all of `a` to float32 there
+        return a.sum(dims, keepdim=True).float()
+    return a.sum(dims, keepdim=True, dtype=torch.promote_types(a.dtype, torch.float32))
+
+
+def _inverse(total: Tensor, dtype: torch.dtype, epsilon: float) -> Tensor:
+    """1 / (total + epsilon) in `dtype`; total is float32 at least, where epsilon does not vanish."""
+    inverse = total.add_(epsilon).reciprocal_()
+    if dtype == torch.float16:  # an all-zero row would give inf, and inf * 0 = nan
+        inverse = inverse.clamp_(max=6e4)
+    return inverse.to(dtype)
+
+
+def normalized(a: Tensor, dims: Dims, epsilon: float) -> Tensor:
+    """Equation 4 over `dims`, for non-negative a; without gradient."""
+    return a * _inverse(_total(a, dims), a.dtype, epsilon)
+
+
+def _normalized_gradient(gradient: Tensor, y: Tensor, inverse: Tensor, dims: Dims) -> Tensor:
+    product = gradient * y
+    return torch.sub(gradient, _total(product, dims).to(y.dtype), out=product).mul_(inverse)
+
+
+def _signed_gradient(positive: Tensor, above: Tensor, negative: Tensor, below: Tensor) -> Tensor:
+    """Gradient of M from those of its two parts, where `above` and `below` are above 0."""
+    relu_gradient = torch.ops.aten.threshold_backward  # one pass; a comparison and a product would be two
+    return relu_gradient(positive, above, 0).sub_(relu_gradient(negative, below, 0))
+
+
+class _StaticWeights(torch.autograd.Function):
+    """Each stream on its own: the tensors are large, and their gradients come separately."""
+
+    @staticmethod
+    def forward(ctx: Any, m: Tensor, real: Tensor | None, groups: tuple[int, ...], epsilon: float) -> Any:
+        results, inverses = [], []
+        for part in (m.clamp_min(0.0), m.clamp_max(0.0).neg_()):  # (B, L, E)
+            total = _total(part if real is None else part * real, 1)
+            inverses.append(_inverse(total, m.dtype, epsilon))
+            results.append(part * inverses[-1])
+            if real is not None:
+                results[-1] *= real
+            for group in part.split(groups, -1):  # in place: `part` becomes the backward weights
+                inverses.append(_inverse(_total(group, -1), m.dtype, epsilon).div_(len(groups)))
+                group *= inverses[-1]
+            results.append(part)
+        ctx.save_for_backward(real, *results, *inverses)
+        ctx.groups = groups
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        real, *kept = ctx.saved_tensors
+        results, inverses = kept[:4], kept[4:]
+        count = len(ctx.groups)
+        parts = []
+        for stream in range(2):
+            forward, backward = results[2 * stream : 2 * stream + 2]
+            inverse, *group_inverses = inverses[stream * (count + 1) : (stream + 1) * (count + 1)]
+            da = _normalized_gradient(gradients[2 * stream], forward, inverse, 1)
+            if real is not None:
+                da *= real
+            split = (x.split(ctx.groups, -1) for x in (da, gradients[2 * stream + 1], backward))
+            for part, gradient, y, group_inverse in zip(*split, group_inverses, strict=True):
+                # y = a r / |G|, so the sum runs over a r = |G| y
+                product = gradient * y
+                shift = _total(product, -1).to(y.dtype)
+                part += torch.sub(gradient, shift, alpha=count, out=product).mul_(group_inverse)
+            parts += [da, backward]
+        return _signed_gradient(*parts), None, None, None
+
+
+class _DynamicWeights(torch.autograd.Function):
+    """Both streams in one tensor: the tensors are small, and fewer operations count."""
+
+    @staticmethod
+    def forward(ctx: Any, m: Tensor, seen: Tensor | None, reached: Tensor | None, epsilon: float) -> Any:
+        a = signed_parts(m)  # (2, B, s, N_E, t)
+        results, inverses = [], []
+        for mask, dims in ((seen, (4,)), (reached, (2, 3))):
+            masked = a if mask is None else a * mask
+            inverses.append(_inverse(_total(masked, dims), m.dtype, epsilon))
+            results.append(masked * inverses[-1])
+        ctx.save_for_backward(m, seen, reached, *results, *inverses)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        m, seen, reached, *kept = ctx.saved_tensors
+        da = _normalized_gradient(gradients[0], kept[0], kept[2], 4)
+        other = _normalized_gradient(gradients[1], kept[1], kept[3], (2, 3))
+        if seen is not None:
+            da *= seen
+            other *= reached
+        da += other
+        return _signed_gradient(da[0], m, da[1], -m), None, None, None
+
+
+def static_weights(m: Tensor, real: Tensor | None, groups: tuple[int, ...], epsilon: float) -> tuple[Tensor, ...]:
+    """Forward and backward weights of the positive stream, then of the negative one, from M: all (B, L, E).
+
+    Forward: normalized over the real tokens L, 0 at padding; real (B, L) or None. Backward: normalized in each group of
+    E, divided by the number of groups, not masked (the reference's rule).
+    """
+    mask = None if real is None else real[:, :, None].to(m.dtype)
+    return _StaticWeights.apply(m, mask, groups, epsilon)
+
+
+def dynamic_weights(m: Tensor, seen: Tensor | None, reached: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Forward and backward weights (2, B, s, N_E, t) of M (B, s, N_E, t).
+
+    Forward: normalized over t where `seen`; backward: over (s, N_E) where `reached`; both 0 elsewhere. The masks
+    broadcast to M, hold 0 and 1 in its dtype, and come together or not at all.
+    """
+    return _DynamicWeights.apply(m, seen, reached, epsilon)

@@ -1,0 +1,302 @@
+"""METEOR and SPICE with a Java that is missing, hangs, dies or talks nonsense: said in words, within the deadline."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline import metrics
+from pipeline.metrics import Score, score_captions
+
+REFERENCES = {n: [f"a dog number {n} runs", "the dog is here"] for n in range(20)}
+PREDICTIONS = {n: f"a dog runs {n}" for n in range(20)}
+DEADLINE_S = 2.0
+SLACK_S = 5.0  # for starting processes on a busy machine; what hangs does so for 1000 s
+
+# A stand-in for the METEOR jar: 23 numbers for every SCORE line, all scores and their mean for EVAL.
+WORKING = """
+import sys
+for line in sys.stdin:
+    if line.startswith("SCORE"):
+        print(" ".join(["1.0"] * 23), flush=True)
+    else:
+        count = line.count("|||")
+        print("\\n".join(["0.25"] * (count + 1)), flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _everything_is_cleaned_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """No process and no temporary file is left behind."""
+    if importlib.util.find_spec("pycocoevalcap") is None:
+        pytest.skip("the package pycocoevalcap is missing")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    assert set(psutil.Process().children(recursive=True)) <= before
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+@pytest.fixture
+def java(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Puts a Python program in place of java; it finds its starts counted in the file `starts`."""
+
+    def install(program: str) -> None:
+        folder = tmp_path / "bin"
+        folder.mkdir(exist_ok=True)
+        counting = f"""
+            import pathlib
+            counter = pathlib.Path({str(folder / "starts")!r})
+            start = len(counter.read_text()) if counter.exists() else 0
+            counter.write_text("." * (start + 1))
+        """
+        source = f"#!{sys.executable}\n{textwrap.dedent(counting)}\n{textwrap.dedent(program)}"
+        (folder / "java").write_text(source)
+        (folder / "java").chmod(0o755)
+        monkeypatch.setenv("PATH", str(folder))
+
+    return install
+
+
+def starts(tmp_path: Path) -> int:
+    return len((tmp_path / "bin" / "starts").read_text())
+
+
+def meteor(deadline_s: float = DEADLINE_S) -> Score:
+    """METEOR's score; everything else must have come out, in time."""
+    start = time.monotonic()
+    scores = score_captions(
+        REFERENCES, PREDICTIONS, metrics=["BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D"], java_deadline_s=deadline_s
+    )
+    assert time.monotonic() - start < deadline_s + SLACK_S
+    for name in ("BLEU-4", "ROUGE-L", "CIDEr-D"):
+        assert scores.by_name[name].value is not None and scores.by_name[name].unavailable is None
+    found = scores.by_name["METEOR"]
+    assert (found.value is None) == (found.unavailable is not None)
+    return found
+
+
+def test_no_java_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "java not found on the PATH" in (meteor().unavailable or "")
+    spice = score_captions(REFERENCES, PREDICTIONS, metrics=["SPICE"]).by_name["SPICE"]
+    assert spice.value is None and "java not found" in (spice.unavailable or "")
+
+
+def test_a_working_stand_in_scores(java, tmp_path: Path) -> None:
+    java(WORKING)
+    found = meteor(10)
+    assert found.value == 0.25 and found.per_image == [0.25] * 20 and starts(tmp_path) == 1
+
+
+def test_hangs(java, tmp_path: Path) -> None:
+    java("import time; time.sleep(1000)")
+    reason = meteor().unavailable or ""
+    assert "no answer within the deadline" in reason and "after one restart" in reason and starts(tmp_path) == 2
+
+
+def test_hangs_in_a_child_of_a_wrapper_script(java, tmp_path: Path) -> None:
+    children = tmp_path / "children"
+    java(f"""
+        import subprocess
+        child = subprocess.Popen(["/bin/sleep", "1000"])
+        with open({str(children)!r}, "a") as file:
+            print(child.pid, file=file)
+        child.wait()
+    """)
+    assert "deadline" in (meteor().unavailable or "")
+    for pid in map(int, children.read_text().split()):
+        # Killed, though perhaps not yet collected by the process that inherited it.
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_hangs_in_the_middle(java) -> None:
+    java(WORKING.replace("count =", "import time; time.sleep(1000); count ="))
+    assert "deadline" in (meteor().unavailable or "")
+
+
+def test_silence_ends_before_a_long_deadline(java, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "SILENCE_S", 0.5)
+    java("import time; time.sleep(1000)")
+    start = time.monotonic()
+    assert "deadline" in (meteor(300).unavailable or "")
+    assert time.monotonic() - start < 1 + SLACK_S
+
+
+def test_does_not_read(java) -> None:
+    """More text than a pipe holds must not make us wait in a write, also not where a part of it was read."""
+    java("import sys, time; sys.stdin.buffer.raw.read(8192); time.sleep(1000)")
+    long = {n: [text * 1000 for text in texts] for n, texts in REFERENCES.items()}
+    start = time.monotonic()
+    scores = score_captions(long, PREDICTIONS, metrics=["METEOR"], java_deadline_s=DEADLINE_S)
+    assert scores.by_name["METEOR"].unavailable is not None
+    assert time.monotonic() - start < DEADLINE_S + SLACK_S + 2  # tokenization of the long captions
+
+
+def test_dies_at_once(java, tmp_path: Path) -> None:
+    java("import sys; print('x\\nError: no such heap', file=sys.stderr); sys.exit(3)")
+    reason = meteor().unavailable or ""
+    assert "ended early with exit code 3" in reason and "Error: no such heap" in reason and starts(tmp_path) == 2
+
+
+def test_dies_in_the_middle_once(java, tmp_path: Path) -> None:
+    """The answers before its death are kept, the rest comes from the restarted one."""
+    dying = "if start == 0 and number == 7: sys.exit(1)"
+    java(
+        WORKING.replace("for line in sys.stdin:", f"for number, line in enumerate(sys.stdin):\n    {dying}").replace(
+            '["1.0"] * 23', 'line.split("|||")[1].split()[3:4] + ["1.0"] * 22'
+        )
+        + f"    open({str(tmp_path / 'asked')!r}, 'a').write(line)\n"
+    )
+    found = meteor(10)
+    assert found.value == 0.25 and len(found.per_image or []) == 20 and starts(tmp_path) == 2
+    *asked, evaluation = (tmp_path / "asked").read_text().splitlines()
+    assert len(asked) == 20 and len(set(asked)) == 20
+    assert [int(part.split()[0]) for part in evaluation.split("|||")[1:]] == list(range(20))
+
+
+def test_dies_in_the_middle_again(java, tmp_path: Path) -> None:
+    java(WORKING.replace("for line in sys.stdin:", "for n, line in enumerate(sys.stdin):\n    if n == 3: sys.exit(1)"))
+    assert "ended early with exit code 1" in (meteor(10).unavailable or "") and starts(tmp_path) == 2
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "print('Hello, world')",
+        "print('1.0 2.0')",
+        "import sys; sys.stdout.buffer.write(bytes(range(128, 256)) + b'\\n')",
+        "print('nan ' * 23)",
+        "import sys\nwhile True: sys.stdout.write('1' * 4096)",
+        "while True: print('x')",
+        WORKING.replace('"0.25"', '"zero"'),
+    ],
+)
+def test_prints_garbage(java, tmp_path: Path, program: str) -> None:
+    java(program)
+    reason = meteor(10).unavailable or ""
+    assert "what is not a score" in reason and starts(tmp_path) == 2
+
+
+def test_a_flood_on_stderr_does_not_block(java) -> None:
+    java("import sys; sys.stderr.write('noise\\n' * 200_000)\n" + WORKING)
+    assert meteor(10).value == 0.25
+
+
+def test_cannot_be_started(java, tmp_path: Path) -> None:
+    java("")
+    (tmp_path / "bin" / "java").write_text("#!/no/such/interpreter\n")
+    assert "could not be started" in (meteor().unavailable or "")
+
+
+def test_too_little_memory(java, monkeypatch: pytest.MonkeyPatch) -> None:
+    java(WORKING)
+    monkeypatch.setattr(metrics, "free_memory_mb", lambda: 300.0)
+    assert "only 300 MB of memory are free" in (meteor().unavailable or "")
+
+
+@pytest.mark.parametrize(("free", "heap"), [(900, "-Xmx640m"), (2000, "-Xmx1000m"), (64_000, "-Xmx2048m")])
+def test_heap_follows_the_free_memory(java, monkeypatch: pytest.MonkeyPatch, free: float, heap: str) -> None:
+    java(WORKING)
+    monkeypatch.setattr(metrics, "free_memory_mb", lambda: free)
+    assert heap in metrics.java_command((640, 2048))
+
+
+# SPICE ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    for jar in metrics.SPICE_MODELS:
+        (folder / jar).touch()
+    monkeypatch.setenv(metrics.SPICE_MODELS_VARIABLE, str(folder))
+    monkeypatch.setattr(metrics, "free_memory_mb", lambda: 16_000.0)
+
+
+def spice(deadline_s: float = DEADLINE_S):
+    start = time.monotonic()
+    scores = score_captions(REFERENCES, PREDICTIONS, metrics=["SPICE"], java_deadline_s=deadline_s)
+    assert time.monotonic() - start < deadline_s + SLACK_S
+    return scores.by_name["SPICE"], scores.extras.get("spice_categories")
+
+
+def test_spice_without_models(java, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    java("")
+    monkeypatch.setenv(metrics.SPICE_MODELS_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(metrics, "free_memory_mb", lambda: 16_000.0)
+    score, categories = spice()
+    assert score.value is None and "make spice" in (score.unavailable or "") and categories is None
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("import time; time.sleep(1000)", "not ready within the deadline"),
+        ("raise SystemExit(4)", "exit code 4"),
+        ("print('done')", "no readable result"),
+        ("import sys; open(sys.argv[sys.argv.index('-out') + 1], 'w').write('[{}]')", "no readable result"),
+    ],
+)
+def test_spice_fails_in_words(java, models: None, tmp_path: Path, program: str, reason: str) -> None:
+    java(program)
+    score, categories = spice(DEADLINE_S if "sleep" in program else 20)
+    assert score.value is None and reason in (score.unavailable or "") and categories is None
+    assert starts(tmp_path) == 2
+
+
+def test_spice_reads_scores_and_categories(java, models: None) -> None:
+    java("""
+        import json, sys
+        items = json.load(open(sys.argv[sys.argv.index("-out") - 1]))
+        assert items[3] == {"image_id": 3, "test": "a dog runs 3", "refs": ["a dog number 3 runs", "the dog is here"]}
+        def scores(n):
+            return {"All": {"f": n / 20}, "Object": {"f": 0.5}, "Color": {"f": 0.2 if n == 1 else None}}
+        out = [{"image_id": item["image_id"], "scores": scores(item["image_id"])} for item in reversed(items)]
+        json.dump(out, open(sys.argv[sys.argv.index("-out") + 1], "w"))
+    """)
+    score, categories = spice(10)
+    assert score.per_image == [n / 20 for n in range(20)] and score.value == pytest.approx(0.475)
+    assert categories == {
+        "object": 0.5, "attribute": None, "relation": None, "color": 0.2, "count": None, "size": None
+    }  # fmt: skip
+
+
+# The whole process ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("program", [None, "import time; time.sleep(1000)", "raise SystemExit(1)", "print('?')"])
+def test_the_process_of_raycap_score_ends(java, tmp_path: Path, program: str | None) -> None:
+    """Exit code 0, METEOR and SPICE say why not, everything else is there."""
+    if program:
+        java(program)
+    references = {"images": [], "annotations": [{"image_id": n, "caption": REFERENCES[n][0]} for n in REFERENCES]}
+    (tmp_path / "refs.json").write_text(json.dumps(references))
+    results = [{"image_id": n, "caption": text} for n, text in PREDICTIONS.items()]
+    (tmp_path / "res.json").write_text(json.dumps(results))
+    script = (
+        "from pathlib import Path; from jobs.score import score; "
+        "score(Path('refs.json'), Path('res.json'), java_deadline_s=2)"
+    )
+    environment = os.environ | {"PATH": str(tmp_path / "bin"), "PYTHONPATH": str(Path(__file__).parents[2])}
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - start < 2 + 2 + 8  # METEOR, SPICE at the most, and the imports
+    lines = {line.split()[0]: line.split()[1] for line in done.stdout.splitlines() if line.startswith("  ")}
+    assert lines["METEOR"] == lines["SPICE"] == "unavailable:"
+    assert all(float(lines[name]) >= 0 for name in ("BLEU-1", "BLEU-4", "ROUGE-L", "CIDEr-D"))

@@ -1,0 +1,181 @@
+"""`raycap` as a user meets it: a whole shrunken run on Ray, run again, killed and continued; and bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from jobs.cli import main
+from tests.conftest import ROOT, small_config, write_karpathy
+
+
+def write(path: Path, data: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+def start(config: Path, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-u", "-m", "jobs", "run", str(config), *options]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    try:
+        output, _ = process.communicate(timeout=400)
+    finally:
+        process.kill()
+    return output
+
+
+def tree(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def weights(storage: Path, stages: Sequence[str]) -> dict[str, torch.Tensor]:
+    found = {}
+    for stage in stages:
+        for path in storage.glob(f"runs/*/stages/{stage}/best-*/*.safetensors"):
+            found |= {f"{stage}/{path.name}/{key}": value for key, value in load_file(path).items()}
+    return found
+
+
+@pytest.mark.ray
+def test_a_run_killed_continues_and_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    """kill -9 of the driver in the middle of xe_frozen; then the same command; then once more; then undisturbed."""
+    stages = small_config(tmp_path)["stages"]
+    stages[0] |= {"epochs": 40, "validate_every_epochs": 20}
+    broken = tmp_path / "broken"
+    settings = {"stages": stages, "workers__num_workers": 2, "tracking": {"enabled": True}}
+    settings["workers__trial_steps"] = False
+    config = write(tmp_path / "run.yaml", small_config(broken, **settings))
+
+    process = start(config)
+    deadline = time.monotonic() + 200
+    while not list(broken.glob("runs/*/stages/xe_frozen/step-*")):
+        assert process.poll() is None and time.monotonic() < deadline, finished(process)
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+
+    second = start(config)
+    output = finished(second)
+    assert second.returncode == 0, output
+    assert "xe_frozen  continues from step" in output
+    assert "main object" in output and "SCST" in output and "report " in output
+    (run,) = broken.glob("runs/*")
+    scores = json.loads((run / "scores.json").read_text())
+    assert set(scores["splits"]) == {"test", "novel", "val"}
+    assert all(0 <= entry["scores"]["CIDEr-D"] <= 10 for entry in scores["splits"].values())
+    page = (run / "report.html").read_text()
+    assert "data:image/jpeg;base64," in page and run.name in page
+
+    before = tree(broken)
+    begin = time.monotonic()
+    third = start(config)
+    output = finished(third)
+    assert third.returncode == 0 and "is complete" in output
+    assert tree(broken) == before, "a complete run is not touched"
+    assert time.monotonic() - begin < 60  # no bound on speed: a run that trained again would take far longer
+
+    check_tracker(broken, run.name)
+
+    whole = tmp_path / "whole"
+    undisturbed = start(write(tmp_path / "whole.yaml", small_config(whole, **settings)))
+    output = finished(undisturbed)
+    assert undisturbed.returncode == 0, output
+    names = [stage["name"] for stage in stages]
+    ours, theirs = weights(broken, names), weights(whole, names)
+    assert ours.keys() == theirs.keys() and ours
+    for key in ours:
+        assert torch.equal(ours[key], theirs[key]), key
+
+
+def check_tracker(storage: Path, run_id: str) -> None:
+    """One parent, a child a stage, every step once, the model registered and able to caption."""
+    import mlflow
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{storage / 'mlflow.db'}"
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("raycap")
+    runs = client.search_runs([experiment.experiment_id])
+    parents = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
+    assert len(parents) == 1 and parents[0].data.tags["raycap.run_id"] == run_id
+    assert {run.info.status for run in runs} == {"FINISHED"}
+    assert len(runs) == 5
+    for run in runs:
+        if run not in parents:
+            steps = [metric.step for metric in client.get_metric_history(run.info.run_id, "loss")]
+            assert steps == sorted(set(steps)) and steps
+    assert "test_CIDEr-D" in parents[0].data.metrics
+    names = {artifact.path for artifact in client.list_artifacts(parents[0].info.run_id)}
+    assert {"report.html", "scores.json", "config.yaml"} <= names
+
+    import pandas
+
+    mlflow.set_tracking_uri(uri)
+    model = mlflow.pyfunc.load_model("models:/demo/1")
+    picture = next(storage.glob("data/*/images/*.png")).read_bytes()
+    (row,) = model.predict(pandas.DataFrame({"image": [picture]}))
+    assert row["caption"] and row["log_prob"] < 0
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--set", "model.d_modle=64"], ["unknown key model.d_modle", "did you mean d_model"]),
+        (["--set", "workers.num_workers=7"], ["batch_size", "7 workers"]),
+        (["--set", "data.min_count=100000"], ["vocabulary is empty", "data.min_count"]),
+        (["--set", "data.test_splits=[absent]"], ["data.test_splits (absent)", "train"]),
+        (["--set", "backbone.name=resnet50"], ["resnet50", "swin_"]),
+        (["--set", "backbone.name=swin_nothing"], ["swin_nothing"]),
+    ],
+)
+def test_mistakes_exit_2_in_one_sentence(
+    tmp_path: Path, options: list[str], named: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write(tmp_path / "run.yaml", small_config(tmp_path / "storage"))
+    assert main(["run", str(config), *options]) == 2
+    message = capsys.readouterr().err.strip()
+    assert message.startswith("raycap: ") and "\n" not in message
+    for part in named:
+        assert part in message
+    assert not (tmp_path / "storage" / "runs").exists(), "nothing half-written"
+
+
+def test_missing_places_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = write_karpathy(tmp_path / "set", {"train": 8, "val": 2, "test": 2})
+    data = small_config(tmp_path / "storage", data={"root": str(root), "train_splits": ["train"], "min_count": 1})
+    for change, named in (
+        ({"root": str(tmp_path / "nowhere")}, "nowhere"),
+        ({"annotations": "other.json"}, "other.json"),
+        ({"images": "pictures"}, "pictures"),
+    ):
+        config = write(tmp_path / "run.yaml", data | {"data": data["data"] | change})
+        assert main(["run", str(config)]) == 2
+        assert named in capsys.readouterr().err
+    for path in list((root / "images").iterdir())[:4]:
+        path.unlink()
+    assert main(["run", str(write(tmp_path / "run.yaml", data))]) == 2
+    assert "4 of 12 images cannot be read" in capsys.readouterr().err
+    assert not (tmp_path / "storage" / "runs").exists()
+    assert main(["run", str(tmp_path / "nothing.yaml")]) == 2
+    assert main(["run"]) == 2
+    assert main(["dance"]) == 2
+
+
+def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--help"]) == 0
+    assert "Example: raycap run" in capsys.readouterr().out
