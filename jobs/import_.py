@@ -88,7 +88,7 @@ def _checked(section: str, kind: type, values: dict[str, Any]) -> dict[str, Any]
             hint = f"did you mean {near[0]}? " if near else ""
             raise UserError(f"unknown key {section}.{name}: {hint}known here: {', '.join(known)}")
     try:
-        whole = TypeAdapter(kind).validate_python(values)
+        whole: Any = TypeAdapter(kind).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join([section, *(str(part) for part in first["loc"])])

@@ -55,7 +55,7 @@ def static_expansion(layer: StaticExpansion, x: Tensor, real: Tensor | None) -> 
 
 def dynamic_expansion(layer: DynamicExpansion, x: Tensor, mask: Tensor) -> Tensor:
     """x (B, T, D), mask (B, T, T) True where position s sees t -> (B, T, D). Equations 1 to 8."""
-    batch, length, width = x.shape
+    batch, _, width = x.shape
     condition, key, value_1, value_2, gate = linear_maps(layer.maps, 5, x)
     queries = (condition[:, :, None] + layer.queries).view(batch, -1, width)  # (B, T * N_E, D)
     biases = (condition[:, :, None] + layer.biases).view(batch, -1, width)

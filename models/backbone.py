@@ -32,24 +32,54 @@ class Backbone(nn.Module):
             for key in ("embed_dim", "depths", "num_heads", "window_size")
             if (value := getattr(config, key)) is not None
         }
-        self.swin = timm.create_model(
+        swin = _create(config, overrides)
+        self.swin = swin
+        if config.weights not in ("none", "pretrained"):
+            load_swin(self, read_tensors(Path(config.weights)))
+        swin.set_grad_checkpointing(config.gradient_checkpointing)
+        self.width: int = swin.num_features
+        rows, columns = swin.patch_embed.grid_size
+        for _ in range(len(swin.layers) - 1):
+            rows, columns = (rows + 1) // 2, (columns + 1) // 2  # odd sizes are padded where patches merge
+        self.grid: tuple[int, int] = (rows, columns)
+        self.num_tokens = self.grid[0] * self.grid[1]
+
+    def forward(self, images: Tensor) -> Tensor:
+        features: Tensor = self.swin.forward_features(images)  # (B, rows, columns, C)
+        return features.flatten(1, 2)
+
+
+def _create(config: BackboneConfig, overrides: dict[str, Any]) -> Any:
+    known = timm.list_models("swin_*")
+    if config.name not in known:
+        raise ValueError(f"backbone.name is {config.name!r}, which timm does not know; known: {', '.join(known)}")
+    patch = 4
+    if config.image_size < 1 or config.image_size % patch:
+        raise ValueError(
+            f"backbone.image_size is {config.image_size}; it must be a multiple of the patches' {patch} px"
+        )
+    pretrained = config.weights == "pretrained"
+    other = sorted(overrides.keys() - {"window_size"})  # timm resizes pretrained position tables to another window
+    if pretrained and other:
+        raise ValueError(
+            f"backbone.weights is 'pretrained', but {', '.join(other)} make it another model; "
+            f"leave them out, or set backbone.weights to none"
+        )
+    try:
+        return timm.create_model(
             config.name,
-            pretrained=config.weights == "pretrained",
+            pretrained=pretrained,
             img_size=config.image_size,
             num_classes=0,
             drop_path_rate=config.drop_path,
             **overrides,
         )
-        if config.weights not in ("none", "pretrained"):
-            load_swin(self, read_tensors(Path(config.weights)))
-        self.swin.set_grad_checkpointing(config.gradient_checkpointing)
-        self.width: int = self.swin.num_features
-        reduction = 4 * 2 ** (len(self.swin.layers) - 1)
-        self.grid = (config.image_size // reduction, config.image_size // reduction)
-        self.num_tokens = self.grid[0] * self.grid[1]
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.swin.forward_features(images).flatten(1, 2)
+    except OSError as error:
+        if not pretrained:
+            raise
+        raise ValueError(
+            f"the pretrained weights of {config.name} could not be fetched: {error}; give backbone.weights a file"
+        ) from error
 
 
 def set_drop_path(module: nn.Module, rate: float) -> None:
@@ -77,7 +107,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             return load_file(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise ValueError(f"{path} holds more than tensors and is refused: {str(error).splitlines()[0]}") from error
+        # torch's own words advise to switch the protection off
+        raise ValueError(
+            f"{path} is refused: it is no PyTorch file, or holds more than tensors and plain values (optimizers and "
+            f"random states may); save the model's state dict alone"
+        ) from error
     except OSError as error:
         raise ValueError(f"the checkpoint {path} cannot be read: {error}") from error
     except Exception as error:  # a damaged file raises nearly anything

@@ -160,7 +160,8 @@ def complete_config(inferred: Inferred, given: Mapping[str, Any]) -> ModelConfig
     rest = {key: value for key, value in given.items() if key not in ("heads", "static_expansion", "max_positions")}
     if given.get("max_positions") not in (None, inferred.max_positions):
         raise ValueError(
-            f"model.max_positions is {given['max_positions']}, the checkpoint has {inferred.max_positions}; leave it out"
+            f"model.max_positions is {given['max_positions']}, the checkpoint has {inferred.max_positions}; "
+            f"leave it out"
         )
     return ModelConfig(**(inferred.model | rest | {"heads": heads, "static_expansion": tuple(groups)}))
 

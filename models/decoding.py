@@ -8,13 +8,13 @@ Log-probabilities are float32 (float64 for a float64 model) and outside autocast
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from models.base import Cache, CaptionModel, Memory, check_positions
+from models.base import Cache, CaptionModel, Memory, ModelSizes, check_positions
 
 Models = CaptionModel | Sequence[CaptionModel]
 Memories = Memory | Sequence[Memory]
@@ -37,13 +37,15 @@ class Captions:
 
 
 class _Decoder:
-    """One or several models that read the same tokens."""
+    """One or several models that read the same tokens, for the images that are not finished yet (`images`)."""
 
     def __init__(self, models: Models, memories: Memories, beams: int, max_length: int) -> None:
         self.models = [models] if isinstance(models, CaptionModel) else list(models)
         memories = [memories] if isinstance(memories, Memory) else list(memories)
         if not self.models or len(self.models) != len(memories):
             raise ValueError(f"{len(self.models)} models and {len(memories)} memories; give one memory for each model")
+        if max_length < 2:
+            raise ValueError(f"max_length is {max_length}; it counts SOS and EOS and must be 2 or more")
         self.sizes = self.models[0].sizes
         for index, (model, memory) in enumerate(zip(self.models, memories, strict=True)):
             s, first = model.sizes, self.sizes
@@ -55,11 +57,10 @@ class _Decoder:
                 )
             if memory.batch_size != memories[0].batch_size:
                 raise ValueError(f"memories of {memories[0].batch_size} and {memory.batch_size} images; expected equal")
-            if max_length < 2:
-                raise ValueError(f"max_length is {max_length}; it counts SOS and EOS and must be 2 or more")
             check_positions(max_length - 1, s.max_positions)
-        self.images = memories[0].batch_size
+        self.beams = beams
         self.device = memories[0].states.device
+        self.images = torch.arange(memories[0].batch_size, device=self.device)
         self.caches: list[Cache] = [
             m.init_cache(memory, beams) for m, memory in zip(self.models, memories, strict=True)
         ]
@@ -69,7 +70,7 @@ class _Decoder:
         outputs = []
         for index, model in enumerate(self.models):
             logits, self.caches[index] = model.step(tokens, self.caches[index])
-            outputs.append(logits if logits.dtype == torch.float64 else logits.float())
+            outputs.append(logits.to(torch.promote_types(logits.dtype, torch.float32)))
         if len(outputs) == 1:
             return outputs[0]
         return torch.logsumexp(torch.stack([output.log_softmax(-1) for output in outputs]), 0)
@@ -77,13 +78,18 @@ class _Decoder:
     def select(self, index: Tensor) -> None:
         self.caches = [cache.select(index) for cache in self.caches]
 
-    def finish(self, tokens: list[Tensor], log_probs: list[Tensor], ended: Tensor) -> Captions:
-        """From R rows of columns to captions; row order kept."""
-        shape = (self.images, -1, len(tokens))
-        columns = torch.stack(tokens, -1).view(shape)
-        values = torch.stack(log_probs, -1).view(shape)
-        lengths = caption_lengths(columns, self.sizes.eos)
-        return Captions(columns, values.float(), lengths, (values.sum(-1) / lengths).float())
+    def drop_finished(self, finished: Tensor) -> Tensor | None:
+        """Drops images (B,) that are finished once they are half of the rest, so that few copies are made.
+
+        Returns the places of those kept, or None when nothing was dropped.
+        """
+        if 2 * int(finished.sum()) < len(self.images):
+            return None
+        kept = (~finished).nonzero()[:, 0]
+        self.images = self.images[kept]
+        if len(kept):
+            self.caches = [cache.keep_images(kept) for cache in self.caches]
+        return kept
 
 
 def caption_lengths(tokens: Tensor, eos: int) -> Tensor:
@@ -95,7 +101,7 @@ def caption_lengths(tokens: Tensor, eos: int) -> Tensor:
 @torch.no_grad()
 def greedy(models: Models, memories: Memories, *, max_length: int) -> Captions:
     """The most probable token at each step: (B, 1, T). `max_length` counts SOS and EOS."""
-    return _roll_out(_Decoder(models, memories, 1, max_length), 1, max_length, lambda logits: logits.argmax(-1))
+    return _roll_out(_Decoder(models, memories, 1, max_length), max_length, lambda logits, rows: logits.argmax(-1))
 
 
 @torch.no_grad()
@@ -122,45 +128,61 @@ def sample(
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k is {top_k}; it must be 1 or more, or None")
 
-    def draw(logits: Tensor) -> Tensor:
+    decoder = _Decoder(models, memories, num_samples, max_length)
+    total = len(decoder.images) * num_samples
+
+    def draw(logits: Tensor, rows: Tensor) -> Tensor:
         if temperature != 1.0:
             logits = logits / temperature
         if top_k is not None and top_k < logits.shape[-1]:
             least = logits.topk(top_k, -1).values[:, -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)
-        return categorical(logits.softmax(-1), generator)
+        # a number for every row, finished or not: what a row draws does not depend on when others end
+        device = logits.device if generator is None else generator.device
+        uniform = torch.rand(total, dtype=torch.float64, generator=generator, device=device).to(logits.device)
+        return invert(logits.softmax(-1), uniform[rows])
 
-    decoder = _Decoder(models, memories, num_samples, max_length)
-    return _roll_out(decoder, num_samples, max_length, draw)
-
-
-def categorical(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
-    """One index a row (R,) of probabilities (R, V), by inversion: cheaper than V exponentials a row (multinomial)."""
-    rows = probabilities.shape[0]
-    device = probabilities.device if generator is None else generator.device
-    uniform = torch.rand(rows, 1, dtype=torch.float64, generator=generator, device=device).to(probabilities.device)
-    distribution = probabilities.cumsum(-1, dtype=torch.float64)
-    # right=True: the first index whose cumulated probability is above the draw, so never one of probability 0
-    return torch.searchsorted(distribution, uniform * distribution[:, -1:], right=True)[:, 0]
+    return _roll_out(decoder, max_length, draw)
 
 
-def _roll_out(decoder: _Decoder, count: int, max_length: int, choose) -> Captions:  # type: ignore[no-untyped-def]
-    sizes = decoder.sizes
-    rows = decoder.images * count
-    token = torch.full((rows,), sizes.sos, device=decoder.device)
-    ended = torch.zeros(rows, dtype=torch.bool, device=decoder.device)
-    tokens, log_probs = [token], [torch.zeros(rows, device=decoder.device)]
-    while len(tokens) < max_length:
-        logits = decoder.step(token)
-        token = choose(logits)
-        log_prob = logits.gather(1, token[:, None])[:, 0] - logits.logsumexp(-1)
-        token = token.masked_fill(ended, sizes.pad)
-        tokens.append(token)
-        log_probs.append(log_prob.masked_fill_(ended, 0.0))
-        ended |= token == sizes.eos
-        if ended.all():
-            break
-    return decoder.finish(tokens, log_probs, ended)
+def invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """The index (R,) where cumulated probabilities (R, V) pass uniform numbers (R,) in [0, 1).
+
+    Sampling by inversion: one random number a row instead of V, which is what torch.multinomial draws.
+    """
+    cumulated = probabilities.cumsum(-1, dtype=torch.float64)
+    # right=True: the first index whose cumulated probability is above the number, so never one of probability 0
+    return torch.searchsorted(cumulated, uniform[:, None] * cumulated[:, -1:], right=True)[:, 0]
+
+
+def _roll_out(decoder: _Decoder, max_length: int, choose: Callable[[Tensor, Tensor], Tensor]) -> Captions:
+    """Rows that never meet: `choose` picks a token for each from logits (R, V) of the rows (R,) still at work."""
+    sizes, beams = decoder.sizes, decoder.beams
+    total = len(decoder.images) * beams
+    rows = torch.arange(total, device=decoder.device)
+    tokens = torch.full((total, max_length), sizes.pad, device=decoder.device)
+    tokens[:, 0] = sizes.sos
+    ended = torch.zeros(total, dtype=torch.bool, device=decoder.device)
+    log_probs = torch.empty(0)
+    for position in range(1, max_length):
+        logits = decoder.step(tokens[rows, position - 1])
+        if position == 1:
+            log_probs = logits.new_zeros(total, max_length)
+        chosen = choose(logits, rows)
+        log_prob = logits.gather(1, chosen[:, None])[:, 0] - logits.logsumexp(-1)
+        tokens[rows, position] = chosen.masked_fill_(ended, sizes.pad)
+        log_probs[rows, position] = log_prob.masked_fill_(ended, 0.0)
+        ended |= chosen == sizes.eos
+        kept = decoder.drop_finished(ended.view(-1, beams).all(1))
+        if kept is not None:
+            rows, ended = rows.view(-1, beams)[kept].flatten(), ended.view(-1, beams)[kept].flatten()
+            if not len(rows):
+                break
+    lengths = caption_lengths(tokens, sizes.eos).view(-1, beams)
+    longest = int(lengths.max())
+    scores = (log_probs.sum(-1).view(-1, beams) / lengths).float()
+    tokens, log_probs = (x[:, :longest].reshape(-1, beams, longest) for x in (tokens, log_probs))
+    return Captions(tokens, log_probs.float(), lengths, scores)
 
 
 @torch.no_grad()
@@ -185,43 +207,71 @@ def beam_search(
             f"num_results = {num_results} and beam_size = {beam_size}: expected 1 <= num_results <= beam_size"
         )
     decoder = _Decoder(models, memories, beam_size, max_length)
-    sizes, images, device = decoder.sizes, decoder.images, decoder.device
+    sizes, total, device = decoder.sizes, len(decoder.images), decoder.device
     offered = min(beam_size, sizes.vocabulary_size)
-    first_row = torch.arange(images, device=device)[:, None] * beam_size
-    tokens = torch.full((images, beam_size, 1), sizes.sos, device=device)
-    ended = torch.zeros(images, beam_size, dtype=torch.bool, device=device)
-    scores = log_probs = torch.empty(0)
-    while tokens.shape[-1] < max_length:
-        logits = decoder.step(tokens[:, :, -1].flatten())
-        if tokens.shape[-1] == 1:  # one real beam so far: the others are copies that must not be chosen
-            scores = logits.new_zeros(images, beam_size)
-            scores[:, 1:] = -torch.inf
-            log_probs = logits.new_zeros(images, beam_size, 1)
+    tokens = torch.full((total, beam_size, max_length), sizes.pad, device=device)
+    tokens[:, :, 0] = sizes.sos
+    none_ended = torch.zeros(total, beam_size, dtype=torch.bool, device=device)
+    beams = results = _Beams(tokens, torch.empty(0), torch.empty(0), none_ended)
+    for position in range(1, max_length):
+        logits = decoder.step(beams.tokens[:, :, position - 1].flatten())
+        if position == 1:
+            beams.log_probs = logits.new_zeros(total, beam_size, max_length)
+            beams.scores = logits.new_zeros(total, beam_size)
+            beams.scores[:, 1:] = -torch.inf  # one real beam so far: the others are copies that must not be chosen
+            results = beams.pick(decoder.images)
         best, words = logits.topk(offered, -1)
-        best = (best - logits.logsumexp(-1, keepdim=True)).view(images, beam_size, offered)
-        words = words.view(images, beam_size, offered)
-        best = best.masked_fill(ended[:, :, None], -torch.inf)
-        best[:, :, 0].masked_fill_(ended, 0.0)
-        words = words.masked_fill(ended[:, :, None], sizes.pad)
-        scores, chosen = (scores[:, :, None] + best).flatten(1).topk(beam_size, -1)
-        parent = chosen // offered
-        word = words.flatten(1).gather(1, chosen)
-        history = parent[:, :, None].expand(-1, -1, tokens.shape[-1])
-        tokens = torch.cat((tokens.gather(1, history), word[:, :, None]), -1)
-        log_probs = torch.cat((log_probs.gather(1, history), best.flatten(1).gather(1, chosen)[:, :, None]), -1)
-        ended = ended.gather(1, parent) | (word == sizes.eos)
-        if ended.all():
-            break
-        decoder.select((first_row + parent).flatten())
-    lengths = caption_lengths(tokens, sizes.eos)
-    ranking = scores / lengths if length_normalization else scores
+        best -= logits.logsumexp(-1, keepdim=True)
+        parent = beams.extend(best.view(-1, beam_size, offered), words.view(-1, beam_size, offered), position, sizes)
+        first_rows = torch.arange(0, parent.numel(), beam_size, device=device)
+        decoder.select((first_rows[:, None] + parent).flatten())
+        images, done = decoder.images, beams.ended.all(1)
+        kept = decoder.drop_finished(done)
+        if kept is not None:
+            results.write(images[done], beams.pick(done.nonzero()[:, 0]))
+            beams = beams.pick(kept)
+            if not len(kept):
+                break
+    results.write(decoder.images, beams)
+    lengths = caption_lengths(results.tokens, sizes.eos)
+    ranking = results.scores / lengths if length_normalization else results.scores
     ranking, order = ranking.topk(num_results, -1)
     lengths = lengths.gather(1, order)
     longest = int(lengths.max())
-    order = order[:, :, None].expand(-1, -1, longest)
-    return Captions(
-        tokens[:, :, :longest].gather(1, order),
-        log_probs[:, :, :longest].gather(1, order).float(),
-        lengths,
-        ranking.float(),
-    )
+    history = order[:, :, None].expand(-1, -1, longest)
+    tokens, log_probs = (x[:, :, :longest].gather(1, history) for x in (results.tokens, results.log_probs))
+    return Captions(tokens, log_probs.float(), lengths, ranking.float())
+
+
+@dataclass
+class _Beams:
+    """Tokens and log-probabilities (B, K, max_length), their sums (B, K), which beams have ended (B, K)."""
+
+    tokens: Tensor
+    log_probs: Tensor
+    scores: Tensor
+    ended: Tensor
+
+    def extend(self, best: Tensor, words: Tensor, position: int, sizes: ModelSizes) -> Tensor:
+        """The best K of what the beams offer, log-probabilities and words (B, K, offered); their parents (B, K)."""
+        offered = best.shape[-1]
+        best = best.masked_fill(self.ended[:, :, None], -torch.inf)
+        best[:, :, 0].masked_fill_(self.ended, 0.0)  # an ended beam offers itself, once
+        words = words.masked_fill(self.ended[:, :, None], sizes.pad).flatten(1)
+        self.scores, chosen = (self.scores[:, :, None] + best).flatten(1).topk(best.shape[1], -1)
+        parent = chosen // offered
+        word = words.gather(1, chosen)
+        history = parent[:, :, None].expand_as(self.tokens)
+        self.tokens = self.tokens.gather(1, history)
+        self.tokens[:, :, position] = word
+        self.log_probs = self.log_probs.gather(1, history)
+        self.log_probs[:, :, position] = best.flatten(1).gather(1, chosen)
+        self.ended = self.ended.gather(1, parent) | (word == sizes.eos)
+        return parent
+
+    def pick(self, images: Tensor) -> _Beams:
+        return _Beams(self.tokens[images], self.log_probs[images], self.scores[images], self.ended[images])
+
+    def write(self, images: Tensor, beams: _Beams) -> None:
+        for own, new in zip(vars(self).values(), vars(beams).values(), strict=True):
+            own[images] = new

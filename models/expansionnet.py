@@ -10,6 +10,8 @@ LayerNorm (specs item 2). A decoder row depends only on tokens before it, so PAD
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +28,11 @@ from models.base import (
     real_tokens,
 )
 from models.cache import TreeCache, TreeSlots
-from models.expansion import DynamicExpansion, StaticExpansion
+from models.expansion import DynamicExpansion, Expansion, StaticExpansion
 from models.layers import CrossAttention, Dropout, FeedForward, SelfAttention, padding_bias, xavier_blocks_
 
 
-def encoder_mixer(config: ModelConfig) -> nn.Module:
+def encoder_mixer(config: ModelConfig) -> StaticExpansion | DynamicExpansion | SelfAttention:
     factorized = config.expansion_dropout == "factorized"
     if config.static_expansion is not None:
         return StaticExpansion(config.d_model, config.static_expansion, config.dropout, factorized)
@@ -39,7 +41,7 @@ def encoder_mixer(config: ModelConfig) -> nn.Module:
     return SelfAttention(config.d_model, config.heads, causal=False)
 
 
-def decoder_mixer(config: ModelConfig) -> nn.Module:
+def decoder_mixer(config: ModelConfig) -> DynamicExpansion | SelfAttention:
     if config.dynamic_expansion is not None:
         factorized = config.expansion_dropout == "factorized"
         return DynamicExpansion(config.d_model, config.dynamic_expansion, True, config.dropout, factorized)
@@ -108,19 +110,23 @@ class ExpansionNet(CaptionModel):
         width = config.d_model
         self.input = nn.Linear(sizes.feature_width, width)
         self.input_dropout = Dropout(config.dropout)
-        self.encoder = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))
+        self.encoder = cast(
+            Sequence[EncoderLayer], nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))
+        )
         self.encoder_sum = LayerSum(width, config.encoder_layers, config.dropout)
         self.words = nn.Embedding(sizes.vocabulary_size, width)
         self.word_dropout = Dropout(config.dropout)
         self.positions = nn.Embedding(sizes.max_positions, width)
-        self.decoder = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
+        self.decoder = cast(
+            Sequence[DecoderLayer], nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
+        )
         self.decoder_sum = LayerSum(width, config.decoder_layers, config.dropout)
         self.output = nn.Linear(width, sizes.vocabulary_size)
 
     def init_weights(self) -> None:
         """Xavier uniform for everything with two or more dimensions; biases as PyTorch draws them (specs item 2)."""
         for module in self.modules():
-            if module is not self and hasattr(module, "init_weights"):
+            if isinstance(module, Expansion | SelfAttention | CrossAttention | FeedForward):
                 module.init_weights()
         for plain in (self.input, self.encoder_sum.map, self.words, self.positions, self.decoder_sum.map, self.output):
             xavier_blocks_(plain.weight)
