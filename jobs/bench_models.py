@@ -1,0 +1,250 @@
+"""`raycap bench models`: the factorized, cached model beside the materialized, prefix-recomputing one; what rows cost.
+
+It imports torch and the models and nothing else heavy, so that it runs wherever a GPU is at hand.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jobs.materialized import MaterializedModel, dynamic_expansion, static_expansion
+from models.base import CaptionModel, ModelConfig, ModelSizes
+from models.decoding import Captions, beam_search, sample
+from models.expansion import DynamicExpansion, StaticExpansion
+from models.expansionnet import ExpansionNet
+from models.flops import TABLE_6_CAPTION_TOKENS, TABLE_6_IMAGE_TOKENS, TABLE_6_IMAGES, TABLE_6_SIZES, cost
+
+IMAGE_TOKENS, FEATURE_WIDTH, CAPTION_TOKENS = 144, 1536, 20
+BEAMS = SAMPLES = 5
+SIZES = ModelSizes(FEATURE_WIDTH, 10_000, 74, sos=0, eos=1, pad=2)
+
+# Table VI of the paper: encoder's G, decoder's N_E, multiply-accumulates of 5,000 images
+TABLE_6: tuple[tuple[tuple[int, ...] | None, int | None, float], ...] = (
+    (None, None, 9.28e12),
+    ((16,), None, 9.62e12),
+    ((32,), None, 9.70e12),
+    ((64,), None, 9.88e12),
+    (None, 4, 9.40e12),
+    (None, 8, 9.43e12),
+    (None, 16, 9.48e12),
+    ((64,), 16, 10.08e12),
+    ((128,) * 5, 16, 13.26e12),
+    ((256,) * 5, 16, 16.80e12),
+    ((512,) * 5, 16, 23.88e12),
+    ((32, 64, 128, 256, 512), 16, 15.21e12),
+)
+
+
+@dataclass
+class Row:
+    """Median seconds of both forms, and the ratio that is asked for."""
+
+    name: str
+    materialized: float
+    factorized: float
+    target: float | None = None
+
+    @property
+    def ratio(self) -> float:
+        return self.materialized / self.factorized
+
+
+@dataclass
+class ModelsReport:
+    """What `bench_models` measured."""
+
+    rows: list[Row] = field(default_factory=list)
+    bfloat16_error: float = 0.0  # largest logit difference over the row's largest absolute float32 logit
+    seconds: float = 0.0
+
+
+def bench_models(
+    *,
+    images: int = 16,
+    repeats: int = 5,
+    threads: int | None = None,
+    device: str = "auto",
+    write: Callable[[str], Any] = print,
+) -> ModelsReport:
+    """Prints and returns the table. `device` auto, cpu or cuda; `threads` of torch on the CPU (default: its own choice).
+
+    Both forms run in turn in one process, `repeats` times each after a warm-up; medians. Random weights and features at
+    the paper's size; no caption ends before its 20th token. Raises ValueError for a device that is not there.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no CUDA device here; use --device cpu")
+    if images < 1 or repeats < 1:
+        raise ValueError(f"images = {images} and repeats = {repeats}; both must be 1 or more")
+    before = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    started = time.perf_counter()
+    try:
+        report = ModelsReport()
+        write(_header(images, repeats, device))
+        _costs(write)
+        with torch.no_grad():
+            _forms(report, images, repeats, torch.device(device), write)
+        report.seconds = time.perf_counter() - started
+        write(f"\n{report.seconds:.0f} s in all")
+    finally:
+        torch.set_num_threads(before)
+    return report
+
+
+def paper_model(device: torch.device) -> ExpansionNet:
+    """The paper's configuration with random weights, in evaluation; it never ends a caption by itself."""
+    torch.manual_seed(0)
+    model = ExpansionNet(ModelConfig(), SIZES)
+    model.init_weights()
+    with torch.no_grad():
+        model.output.bias[SIZES.eos] = -1e4
+    return model.to(device).eval()
+
+
+def search(model: CaptionModel, features: Tensor) -> Captions:
+    return beam_search(model, model.encode(features), beam_size=BEAMS, max_length=CAPTION_TOKENS)
+
+
+def draw(model: CaptionModel, features: Tensor) -> Captions:
+    generator = torch.Generator(features.device).manual_seed(0)
+    return sample(model, model.encode(features), num_samples=SAMPLES, max_length=CAPTION_TOKENS, generator=generator)
+
+
+def _forms(report: ModelsReport, images: int, repeats: int, device: torch.device, write: Callable[[str], Any]) -> None:
+    model = paper_model(device)
+    slow = MaterializedModel(model)
+    features = torch.randn(images, IMAGE_TOKENS, FEATURE_WIDTH, device=device)
+    width = model.config.d_model
+    words = torch.randn(images, CAPTION_TOKENS, width, device=device)
+    patches = torch.randn(images, IMAGE_TOKENS, width, device=device)
+    causal = torch.ones(CAPTION_TOKENS, CAPTION_TOKENS, dtype=torch.bool, device=device).tril().expand(images, -1, -1)
+    dynamic, static = model.decoder[0].mixer, model.encoder[0].mixer
+    assert isinstance(dynamic, DynamicExpansion) and isinstance(static, StaticExpansion)
+
+    def add(
+        name: str, materialized: Callable[[], Any], fast: dict[str, Callable[[], Any]], targets: list[float]
+    ) -> None:
+        medians = _medians([materialized, *fast.values()], repeats, device)
+        for (precision, seconds), target in zip(zip(fast, medians[1:], strict=True), targets, strict=True):
+            row = Row(f"{name}, {precision}", medians[0], seconds, target)
+            report.rows.append(row)
+            write(
+                f"| {row.name:<49} | {1e3 * row.materialized:>12.1f} | {1e3 * row.factorized:>10.1f} "
+                f"| {row.ratio:>6.1f}x | {f'>= {target:g}x':>8} |"
+            )
+
+    write("")
+    write(f"| {'median ms':<49} | {'materialized':>12} | {'factorized':>10} | {'ratio':>7} | {'target':>8} |")
+    write(f"|{'-' * 51}|{'-' * 13}:|{'-' * 11}:|{'-' * 8}:|{'-' * 9}:|")
+    add(
+        "dynamic expansion, forward",
+        lambda: dynamic_expansion(dynamic, words, causal),
+        {"float32": lambda: dynamic(words)},
+        [4.0],
+    )
+    add(
+        "static expansion, forward",
+        lambda: static_expansion(static, patches, None),
+        {"float32": lambda: static(patches, None)},
+        [1.7],
+    )
+    for name, run in (
+        (f"beam {BEAMS} to {CAPTION_TOKENS} tokens", search),
+        (f"{SAMPLES} samples to {CAPTION_TOKENS} tokens", draw),
+    ):
+        fast = {
+            "float32": lambda run=run: run(model, features),
+            "bfloat16 autocast": _autocast(device, lambda run=run: run(model, features)),
+        }
+        add(f"{name}, with encoder", lambda run=run: run(slow, features), fast, [9.0, 20.0])
+    tokens = torch.randint(3, SIZES.vocabulary_size, (images, CAPTION_TOKENS), device=device)
+    exact = model(features, None, tokens)
+    rounded = _autocast(device, lambda: model(features, None, tokens))().float()
+    report.bfloat16_error = float(((rounded - exact).abs().amax(-1) / exact.abs().amax(-1)).max())
+    write(
+        f"\nbfloat16 autocast: logits within {report.bfloat16_error:.1e} of the row's largest float32 logit "
+        f"(limit 3e-2), greatest of {images * CAPTION_TOKENS} rows"
+    )
+
+
+def _autocast(device: torch.device, run: Callable[[], Any]) -> Callable[[], Any]:
+    def inside() -> Any:
+        with torch.autocast(device.type, torch.bfloat16):
+            return run()
+
+    return inside
+
+
+def _medians(runs: list[Callable[[], Any]], repeats: int, device: torch.device) -> list[float]:
+    """Median seconds of each, run in turn so that a busy moment of the machine meets all of them."""
+    times: list[list[float]] = [[] for _ in runs]
+    wait: Callable[[], Any] = torch.cuda.synchronize if device.type == "cuda" else nullcontext
+    for repeat in range(repeats + 1):
+        for run, seconds in zip(runs, times, strict=True):
+            wait()
+            start = time.perf_counter()
+            run()
+            wait()
+            if repeat:  # the first round warms up
+                seconds.append(time.perf_counter() - start)
+    return [statistics.median(seconds) for seconds in times]
+
+
+def _costs(write: Callable[[str], Any]) -> None:
+    write("")
+    write(
+        f"Cost of {TABLE_6_IMAGES:,} images in 1e12 multiply-accumulates, {TABLE_6_CAPTION_TOKENS} tokens teacher-forced; "
+        f"beam {BEAMS} to {CAPTION_TOKENS} tokens as executed"
+    )
+    write("")
+    write("| G | N_E | Table VI | same accounting | as executed | beam search | parameters |")
+    write("|---|---:|---:|---:|---:|---:|---:|")
+    for groups, vectors, printed in TABLE_6:
+        config = ModelConfig(static_expansion=groups, dynamic_expansion=vectors)
+        counted = cost(
+            config, TABLE_6_SIZES, image_tokens=TABLE_6_IMAGE_TOKENS, caption_tokens=TABLE_6_CAPTION_TOKENS,
+            beams=BEAMS, steps=CAPTION_TOKENS - 1,
+        )  # fmt: skip
+        paper, executed, searched = (
+            macs * TABLE_6_IMAGES / 1e12 for macs in (counted.paper, counted.executed, counted.beam_search)
+        )
+        write(
+            f"| {_groups(groups)} | {vectors or 'attention'} | {printed / 1e12:.2f} | {paper:.3f} "
+            f"({1e14 * paper / printed - 100:+.2f} %) | {executed:.2f} | {searched:.2f} | {counted.parameters:,} |"
+        )
+
+
+def _groups(groups: tuple[int, ...] | None) -> str:
+    if groups is None:
+        return "attention"
+    return f"{groups[0]} x {len(groups)}" if len(set(groups)) == 1 and len(groups) > 1 else ", ".join(map(str, groups))
+
+
+def _header(images: int, repeats: int, device: str) -> str:
+    where = torch.cuda.get_device_name() if device == "cuda" else f"{_processor()}, {torch.get_num_threads()} threads"
+    return (
+        f"ExpansionNet v2 at the paper's size: L = {IMAGE_TOKENS}, G = {{32,64,128,256,512}}, N_E = 16, d = 512, "
+        f"{images} images; median of {repeats}\n{where}; torch {torch.__version__}, Python {platform.python_version()}"
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
