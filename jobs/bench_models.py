@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def bench_models(
         write(_header(images, repeats, device))
         _costs(write)
         with torch.no_grad():
-            _forms(report, images, repeats, torch.device(device), write)
+            compare_forms(report, paper_model(torch.device(device)), images, repeats, write)
         report.seconds = time.perf_counter() - started
         write(f"\n{report.seconds:.0f} s in all")
     finally:
@@ -123,10 +124,13 @@ def draw(model: CaptionModel, features: Tensor) -> Captions:
     return sample(model, model.encode(features), num_samples=SAMPLES, max_length=CAPTION_TOKENS, generator=generator)
 
 
-def _forms(report: ModelsReport, images: int, repeats: int, device: torch.device, write: Callable[[str], Any]) -> None:
-    model = paper_model(device)
+def compare_forms(
+    report: ModelsReport, model: ExpansionNet, images: int, repeats: int, write: Callable[[str], Any]
+) -> None:
+    """Times both forms of a model with both expansions, one row a measurement, into `report` and through `write`."""
+    device = model.output.weight.device
     slow = MaterializedModel(model)
-    features = torch.randn(images, IMAGE_TOKENS, FEATURE_WIDTH, device=device)
+    features = torch.randn(images, IMAGE_TOKENS, model.sizes.feature_width, device=device)
     width = model.config.d_model
     words = torch.randn(images, CAPTION_TOKENS, width, device=device)
     patches = torch.randn(images, IMAGE_TOKENS, width, device=device)
@@ -142,13 +146,13 @@ def _forms(report: ModelsReport, images: int, repeats: int, device: torch.device
             row = Row(f"{name}, {precision}", medians[0], seconds, target)
             report.rows.append(row)
             write(
-                f"| {row.name:<49} | {1e3 * row.materialized:>12.1f} | {1e3 * row.factorized:>10.1f} "
+                f"| {row.name:<56} | {1e3 * row.materialized:>12.1f} | {1e3 * row.factorized:>10.1f} "
                 f"| {row.ratio:>6.1f}x | {f'>= {target:g}x':>8} |"
             )
 
     write("")
-    write(f"| {'median ms':<49} | {'materialized':>12} | {'factorized':>10} | {'ratio':>7} | {'target':>8} |")
-    write(f"|{'-' * 51}|{'-' * 13}:|{'-' * 11}:|{'-' * 8}:|{'-' * 9}:|")
+    write(f"| {'median ms':<56} | {'materialized':>12} | {'factorized':>10} | {'ratio':>7} | {'target':>8} |")
+    write(f"|{'-' * 58}|{'-' * 13}:|{'-' * 11}:|{'-' * 8}:|{'-' * 9}:|")
     add(
         "dynamic expansion, forward",
         lambda: dynamic_expansion(dynamic, words, causal),
@@ -165,12 +169,10 @@ def _forms(report: ModelsReport, images: int, repeats: int, device: torch.device
         (f"beam {BEAMS} to {CAPTION_TOKENS} tokens", search),
         (f"{SAMPLES} samples to {CAPTION_TOKENS} tokens", draw),
     ):
-        fast = {
-            "float32": lambda run=run: run(model, features),
-            "bfloat16 autocast": _autocast(device, lambda run=run: run(model, features)),
-        }
-        add(f"{name}, with encoder", lambda run=run: run(slow, features), fast, [9.0, 20.0])
-    tokens = torch.randint(3, SIZES.vocabulary_size, (images, CAPTION_TOKENS), device=device)
+        exact_run = partial(run, model, features)
+        fast: dict[str, Callable[[], Any]] = {"float32": exact_run, "bfloat16 autocast": _autocast(device, exact_run)}
+        add(f"{name}, with encoder", partial(run, slow, features), fast, [9.0, 20.0])
+    tokens = torch.randint(model.sizes.vocabulary_size, (images, CAPTION_TOKENS), device=device)
     exact = model(features, None, tokens)
     rounded = _autocast(device, lambda: model(features, None, tokens))().float()
     report.bfloat16_error = float(((rounded - exact).abs().amax(-1) / exact.abs().amax(-1)).max())
@@ -206,8 +208,8 @@ def _medians(runs: list[Callable[[], Any]], repeats: int, device: torch.device) 
 def _costs(write: Callable[[str], Any]) -> None:
     write("")
     write(
-        f"Cost of {TABLE_6_IMAGES:,} images in 1e12 multiply-accumulates, {TABLE_6_CAPTION_TOKENS} tokens teacher-forced; "
-        f"beam {BEAMS} to {CAPTION_TOKENS} tokens as executed"
+        f"Cost of {TABLE_6_IMAGES:,} images in 1e12 multiply-accumulates, {TABLE_6_CAPTION_TOKENS} tokens "
+        f"teacher-forced; beam {BEAMS} to {CAPTION_TOKENS} tokens as executed"
     )
     write("")
     write("| G | N_E | Table VI | same accounting | as executed | beam search | parameters |")

@@ -318,7 +318,7 @@ class _Printer:
 
     def _line(self, entry: dict[str, Any]) -> str:
         stage, step = entry["stage"], entry["step"]
-        if entry["kind"] in ("event", "done"):
+        if entry["kind"] in ("event", "done", "reward"):
             self.start[stage] = (step, entry["time"])
             return f"{stage}  {entry['text']}"
         if entry["kind"] == "validation":

@@ -85,7 +85,7 @@ class StaticExpansion(Expansion):
             else:
                 backward = self.drop_vectors(backward)
                 across = torch.bmm(backward, forward.mT)  # (B, L, L)
-                streams.append(torch.baddbmm(torch.matmul(backward, biases), across, value))
+                streams.append(torch.matmul(backward, biases).baddbmm_(across, value))
         return gated(gate, self.dropout(streams[0]), self.dropout(streams[1]))
 
 

@@ -54,6 +54,7 @@ def count_parameters(config: ModelConfig, sizes: ModelSizes) -> int:
 def paper_macs(config: ModelConfig, sizes: ModelSizes, image_tokens: int, caption_tokens: float) -> float:
     """Multiply-accumulates of an image as Table VI counts them."""
     d, n, t = config.d_model, image_tokens, caption_tokens
+    own: float
     if config.static_expansion is not None:
         mixer = 4 * n * d * d + 5 * sum(config.static_expansion) * n * d
     elif config.encoder_dynamic_expansion is not None:
@@ -73,6 +74,7 @@ def paper_macs(config: ModelConfig, sizes: ModelSizes, image_tokens: int, captio
 def encoder_macs(config: ModelConfig, sizes: ModelSizes, image_tokens: int) -> float:
     """Multiply-accumulates of `encode` for an image."""
     d, n = config.d_model, image_tokens
+    mixer: float
     if config.static_expansion is not None:
         # maps; M; R F^T of both streams; R bias; across V
         vectors = sum(config.static_expansion)

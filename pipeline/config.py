@@ -80,14 +80,28 @@ class OptimizerSection(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
 
 
+class PlateauSection(Section):
+    """Multiplies the rate by `factor` after `patience` validations in a row that did not beat the best."""
+
+    factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    patience: Positive = 3
+
+
 class ScstSection(Section):
-    """Self-critical sequence training: what is sampled, the baseline, and the EOS rule."""
+    """Self-critical sequence training: what is sampled, the baseline, and the EOS rule.
+
+    The meshed-memory recipe is sampler: beam, baseline: mean, eos_in_reward: false, document_frequency: captions.
+    """
 
     num_samples: Annotated[int, Field(ge=2)] = 5
     max_length: Annotated[int, Field(ge=3)] = 20
+    sampler: Literal["multinomial", "beam"] = "multinomial"
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    baseline: Literal["leave_one_out", "mean", "greedy"] = "leave_one_out"
     eos_in_reward: bool = True
+    document_frequency: Literal["images", "captions"] = "images"
     sampling_dropout: bool = False
+    max_fall: Fraction = 0.3  # the stage ends when validation CIDEr-D falls below (1 - max_fall) of the run's best
 
 
 class StageSection(Section):
@@ -109,7 +123,10 @@ class StageSection(Section):
     precision: Literal["float32", "bfloat16"] = "float32"
     scst: ScstSection | None = None
     validate_every_epochs: Annotated[float, Field(gt=0)] = 1.0
+    patience: Positive | None = None  # validations in a row below the best that end the stage
+    plateau: PlateauSection | None = None
     checkpoint_every_steps: Positive = 500
+    checkpoint_every_minutes: Annotated[float, Field(gt=0)] = 10
     accumulate: Positive = 1
     keep_if_better: bool = False  # keep the stage before unless this one's validation CIDEr-D is higher
 

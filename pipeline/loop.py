@@ -33,8 +33,8 @@ from pipeline.order import seed_of
 from pipeline.rewards import CaptionReward
 from pipeline.run_folder import RunFolder, write_json
 from pipeline.schedules import learning_rate, make_optimizer
-from pipeline.state import Progress, finish_stage, load_checkpoint, save_best, save_checkpoint
-from pipeline.steps import Objective, cross_entropy_objective, scst_objective
+from pipeline.state import CheckpointWriter, Progress, finish_stage, load_checkpoint, save_best
+from pipeline.steps import Objective, cross_entropy_objective, scst_objective, scst_signature
 from pipeline.store import FeatureStore
 from pipeline.weights import load_weights
 
@@ -99,31 +99,44 @@ class StageRun:
         self.steps_per_epoch = max(1, self.batches.num_samples // stage.batch_size)
         self.identity = f"{folder.run_id}/{stage.name}"
         self.path = folder.stage(stage.name)
+        self.writer = CheckpointWriter(self.path, self.identity, self._fence)
+        self.progress = Progress()
+        self.ended_early = ""
 
     def run(self) -> None:
         """Trains to the end of the stage and marks it as over."""
         progress = load_checkpoint(self.path, self.captioner, self.optimizer, self.identity) or Progress()
-        stop = self.total
         if self._leads:
             self._fence()
             self.journal = Journal(self.folder.journal, self.stage.name, progress.step)
-            text = f"continues from step {progress.step}" if progress.step else "starts"
-            self._note("event", progress.step, {"text": f"{text} of {stop}", "total": stop, "time_start": time.time()})
+        text = f"continues from step {progress.step}" if progress.step else "starts"
+        self._note("event", progress.step, {"text": f"{text} of {self.total}", "total": self.total})
+        if self.stage.objective == "scst":
+            self._check_reward(progress.step)
         self.captioner.train()
+        self.progress, saved = progress, time.monotonic()
         window = _Window(self.context)
-        for step, batches in zip(range(progress.step, stop), self.batches.stream(progress.step, stop), strict=True):
+        every = self.folder.config.workers.log_every_steps
+        for step, batches in enumerate(self.batches.stream(progress.step, self.total), progress.step):
             window.waited()
             window.add(self.step(step, batches))
             progress.step = step + 1
-            if progress.step % self.folder.config.workers.log_every_steps == 0 or progress.step == stop:
+            if progress.step % every == 0 or progress.step == self.total:
                 values = window.summary(self.stage.batch_size)
-                self._note("train", progress.step, {"total": stop, "lr": self._rate(step), **values})
+                self._note("train", progress.step, {"total": self.total, "lr": self._rate(step), **values})
             if self._validates_after(step):
-                self._validate(progress)
+                self._validate()
                 window = _Window(self.context)
-            elif progress.step % self.stage.checkpoint_every_steps == 0:
-                self._save(progress)
-        self._finish(progress)
+                saved = time.monotonic()
+                if self.ended_early:
+                    break
+            elif progress.step % self.stage.checkpoint_every_steps == 0 or (
+                time.monotonic() - saved > 60 * self.stage.checkpoint_every_minutes
+            ):
+                self._save()
+                saved = time.monotonic()
+        self.writer.close()
+        self._finish()
 
     def step(self, step: int, batches: list[Batch]) -> dict[str, float]:
         """One optimizer step over this worker's micro-batches; returns this worker's numbers."""
@@ -172,9 +185,37 @@ class StageRun:
         pad = self.vocabulary.pad
         if self.stage.objective == "cross_entropy":
             return cross_entropy_objective(self.stage, pad)
-        reward = CaptionReward(train.references(), self.vocabulary, eos=self.stage.sampling.eos_in_reward)
+        section = self.stage.sampling
+        by_caption = section.document_frequency == "captions"
+        self.reward = CaptionReward(
+            train.references(), self.vocabulary, eos=section.eos_in_reward, caption_documents=by_caption
+        )
         ids = torch.tensor(train.column("image_id"))
-        return scst_objective(self.stage, reward, ids, pad, self.vocabulary.words)
+        return scst_objective(self.stage, self.reward, ids, pad, self.vocabulary.words)
+
+    def _check_reward(self, step: int) -> None:
+        """Before SCST: what people wrote must score far above zero, and worse without its EOS."""
+        section = self.stage.sampling
+        found = self.reward.ground_truth()
+        text = f"SCST {scst_signature(section)}"
+        if found is None:
+            text += "; no image has two captions, so ground truth cannot be scored against the others"
+        else:
+            whole, cut = found
+            text += f"; ground truth scores {whole:.3f} against its image's other captions"
+            if whole < 0.05:
+                raise ValueError(
+                    f"stage {self.stage.name}: ground-truth captions score {whole:.4f} against their image's other "
+                    "captions: the captions of an image have nothing in common, or are not its own; check the data"
+                )
+            if section.eos_in_reward:
+                text += f", {cut:.3f} without EOS"
+                if cut >= whole:
+                    raise ValueError(
+                        f"stage {self.stage.name}: captions without EOS score {cut:.4f}, not below {whole:.4f} "
+                        "with it; EOS does not reach the reward"
+                    )
+        self._note("reward", step, {"text": text})
 
     def _moved(self, batch: Batch) -> Batch:
         device = self.context.device
@@ -183,28 +224,50 @@ class StageRun:
         )
 
     def _rate(self, step: int) -> float:
-        return learning_rate(self.stage.schedule, self.stage.lr, step, steps_per_epoch=self.steps_per_epoch)
+        rate = learning_rate(self.stage.schedule, self.stage.lr, step, steps_per_epoch=self.steps_per_epoch)
+        plateau = self.stage.plateau
+        return rate * plateau.factor**self.progress.reductions if plateau else rate
 
     def _validates_after(self, step: int) -> bool:
         """True when a multiple of `validate_every_epochs` has just been passed, and at the stage's end."""
         every = self.stage.validate_every_epochs * self.batches.num_samples / self.stage.batch_size
         return step + 1 == self.total or math.floor((step + 1) / every) > math.floor(step / every)
 
-    def _validate(self, progress: Progress) -> None:
-        begin = time.monotonic()
+    def _validate(self) -> None:
+        begin, progress = time.monotonic(), self.progress
         settings = self.folder.config.evaluation
         captions = caption_images(self.captioner, self.validation, self.vocabulary, settings, self.context)
         score = self._score(captions)
         if score > progress.best_score:
-            progress.best_score, progress.best_step = score, progress.step
+            progress.best_score, progress.best_step, progress.since_best = score, progress.step, 0
             if self._leads:
                 self._fence()
                 save_best(self.path, self.captioner, progress.step)
                 write_json(self.path / "predictions-val.json", _result_file(captions))
+        else:
+            progress.since_best += 1
+        self._consider_stopping(score)
         seconds = round(time.monotonic() - begin, 2)
         self._note("validation", progress.step, {"CIDEr-D": score, "best": progress.best_score, "seconds": seconds})
-        self._save(progress)
+        self._save()
         self.context.report({"stage": self.stage.name, "step": progress.step, "validation_CIDEr-D": score})
+
+    def _consider_stopping(self, score: float) -> None:
+        """Lowers the rate on a plateau, ends the stage when patience is out or SCST has gone wrong; all ranks alike."""
+        stage, progress = self.stage, self.progress
+        if stage.plateau and progress.since_best and progress.since_best % stage.plateau.patience == 0:
+            progress.reductions += 1
+        if stage.patience and progress.since_best >= stage.patience:
+            self.ended_early = f"no better validation {progress.since_best} times in a row"
+        if stage.objective == "scst":
+            reference = max(self._best_before(), progress.best_score)
+            if score < (1 - stage.sampling.max_fall) * reference:
+                self.ended_early = f"validation CIDEr-D fell to {score:.4f} from {reference:.4f}"
+
+    def _best_before(self) -> float:
+        """The best validation CIDEr-D of the stages before this one that were kept; -inf without any."""
+        before = [self.folder.result(stage.name) for stage in self.folder.before(self.stage)]
+        return max((result["best_score"] for result in before if result and result["kept"]), default=-math.inf)
 
     def _score(self, captions: dict[int, str]) -> float:
         """Mean CIDEr-D over the validation images, in the field's scale (1.404 for 140.4); on every rank alike."""
@@ -213,27 +276,27 @@ class StageRun:
         tokens = torch.tensor([row + [self.vocabulary.pad] * (width - len(row)) for row in rows])
         return float(self.validation_score(tokens.numpy(), list(captions)).mean())
 
-    def _save(self, progress: Progress) -> None:
+    def _save(self) -> None:
         if self._leads:
-            self._fence()
-            save_checkpoint(self.path, self.captioner, self.optimizer, progress, self.identity)
+            self.writer.save(self.captioner, self.optimizer, self.progress)
 
-    def _finish(self, progress: Progress) -> None:
+    def _finish(self) -> None:
         if not self._leads:
             return
         self._fence()
-        before = [self.folder.result(stage.name) for stage in self.folder.before(self.stage)]
-        rival = max((result["best_score"] for result in before if result and result["kept"]), default=-math.inf)
+        progress, rival = self.progress, self._best_before()
         kept = not self.stage.keep_if_better or progress.best_score > rival
         result = {
             "steps": progress.step,
             "best_step": progress.best_step,
             "best_score": progress.best_score,
             "kept": kept,
+            "ended_early": self.ended_early,
         }
         finish_stage(self.path, result)
         verdict = "kept" if kept else f"not kept: the stage before has {rival:.4f}"
-        text = f"done: best validation CIDEr-D {progress.best_score:.4f} at step {progress.best_step}, {verdict}"
+        early = f" (ended early: {self.ended_early})" if self.ended_early else ""
+        text = f"done: best validation CIDEr-D {progress.best_score:.4f} at step {progress.best_step}, {verdict}{early}"
         self._note("done", progress.step, {"text": text})
 
     @property

@@ -55,7 +55,9 @@ def prepare(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
         return folder
     train = dataset.split(*config.data.train_splits)
     vocabulary = build_vocabulary(train, config.data.min_count)
-    positions = max(config.model.max_positions or longest_caption(train), config.evaluation.max_length)
+    longest = config.model.max_positions or longest_caption(train)
+    sampled = [stage.sampling.max_length for stage in config.stages if stage.objective == "scst"]
+    positions = max(longest, config.evaluation.max_length, *sampled)
     model, backbone = _initial(config, vocabulary, positions)
     folder.path.mkdir(parents=True, exist_ok=True)
     dataset.save(folder.path / "data.arrow")

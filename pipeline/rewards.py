@@ -38,11 +38,11 @@ class CiderD:
 
     `references` holds each image's reference captions as word-id sequences; an image is known by its place there.
     Building costs one sort of all reference n-grams; memory about 24 bytes a distinct n-gram of an image.
+    `caption_documents` counts every caption as a document, as the meshed-memory transformer's reward does.
     """
 
-    def __init__(self, references: Sequence[Sequence[Sequence[int]]]) -> None:
+    def __init__(self, references: Sequence[Sequence[Sequence[int]]], *, caption_documents: bool = False) -> None:
         self.num_images = len(references)
-        self.log_documents = math.log(max(self.num_images, 1))
         words: list[int] = []
         lengths: list[int] = []
         first = [0]
@@ -62,7 +62,9 @@ class CiderD:
         self._size = max(len(vocabulary), 1)
         dense, _ = self._vocabulary.find(grams.key)
         place = image_of[grams.caption] * self._size + dense
-        frequency = np.bincount(_distinct(place) % self._size, minlength=self._size)
+        documents = dense if caption_documents else _distinct(place) % self._size
+        frequency = np.bincount(documents, minlength=self._size)
+        self.log_documents = math.log(max(len(lengths) if caption_documents else self.num_images, 1))
         self._idf = self.log_documents - np.log(np.maximum(frequency, 1))
 
         # Entries sorted by (image, n-gram, reference): all references of an image that hold an n-gram lie together.
@@ -234,7 +236,14 @@ class CaptionReward:
     of every caption that ended: a caption cut off at the length limit misses it and is scored lower.
     """
 
-    def __init__(self, references: Mapping[int, Sequence[str]], vocabulary: Vocabulary, *, eos: bool) -> None:
+    def __init__(
+        self,
+        references: Mapping[int, Sequence[str]],
+        vocabulary: Vocabulary,
+        *,
+        eos: bool,
+        caption_documents: bool = False,
+    ) -> None:
         ids = dict(vocabulary.ids)
         coded = []
         for captions in references.values():
@@ -244,11 +253,30 @@ class CaptionReward:
                 rows.append([ids.setdefault(word, len(ids)) for word in words])
             coded.append(rows)
         self.place = {image: number for number, image in enumerate(references)}
-        self.scorer = CiderD(coded)
+        self.scorer = CiderD(coded, caption_documents=caption_documents)
+        self._coded = coded
         self.eos, self.eos_id = eos, vocabulary.eos
         blank = [vocabulary.ids[special] for special in (PAD, SOS)]
         blank += [number for word, number in vocabulary.ids.items() if not word.strip()]  # a newline is no word here
         self._dropped = np.array(blank)
+
+    def ground_truth(self, most: int = 1000) -> tuple[float, float] | None:
+        """Mean score of references against their image's other references, and of the same without their EOS.
+
+        What SCST climbs towards: far above 0, and lower without EOS when EOS is in the reward, or the setting is
+        broken. Over at most `most` images that have two captions or more; None when there is none.
+        """
+        chosen = [place for place, captions in enumerate(self._coded) if len(captions) > 1][:most]
+        if not chosen:
+            return None
+        others = CiderD([self._coded[place][1:] for place in chosen])
+        first = [self._coded[place][0] for place in chosen]
+        width = max(map(len, first))
+        rows = np.array([words + [0] * (width - len(words)) for words in first])
+        lengths = np.array([len(words) for words in first])
+        places = np.arange(len(chosen))
+        cut = others.score(rows, np.maximum(lengths - self.eos, 0), places)
+        return float(others.score(rows, lengths, places).mean()), float(cut.mean())
 
     def __call__(self, tokens: Array, images: Sequence[int]) -> Array:
         """CIDEr-D x 10 (R,) of tokens (R, T); what stands after the first EOS is ignored. `images` are image ids."""

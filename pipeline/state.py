@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,19 +33,57 @@ class Progress:
     step: int = 0
     best_step: int = -1
     best_score: float = float("-inf")
+    since_best: int = 0  # validations since the best
+    reductions: int = 0  # how often the plateau rule has lowered the rate
 
 
-def save_checkpoint(
-    folder: Path, captioner: Captioner, optimizer: torch.optim.Optimizer, progress: Progress, identity: str
-) -> None:
-    """Adds step-<n>, then removes all but the newest `KEEP`; the old go only when the new one is whole."""
-    target = folder / f"step-{progress.step}"
-    temporary = _fresh(folder / f".{target.name}.tmp")
-    torch.save({"captioner": captioner.state_dict(), "optimizer": optimizer.state_dict()}, temporary / "state.pt")
-    (temporary / "progress.json").write_text(json.dumps({"identity": identity, **asdict(progress)}))
-    _publish(temporary, target)
-    for _, old in _numbered(folder, "step-")[:-KEEP]:
-        shutil.rmtree(old, ignore_errors=True)
+class CheckpointWriter:
+    """Writes checkpoints in the background: training waits for a copy of the tensors, not for the disk.
+
+    At most one is being written; the next waits for it, and `close` for the last. An error of the writing thread
+    surfaces at the next call. `allowed` is asked right before a checkpoint becomes visible (the fence).
+    """
+
+    def __init__(self, folder: Path, identity: str, allowed: Callable[[], None]) -> None:
+        self.folder, self.identity, self.allowed = folder, identity, allowed
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._last: Future[None] | None = None
+
+    def save(self, captioner: Captioner, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+        """Adds step-<n>, then removes all but the newest `KEEP`; the old go only when the new one is whole."""
+        self.wait()
+        state = _copied({"captioner": captioner.state_dict(), "optimizer": optimizer.state_dict()})
+        record = {"identity": self.identity, **asdict(progress)}
+        self._last = self._pool.submit(self._write, state, record)
+
+    def wait(self) -> None:
+        """Until what was handed over is on disk; raises what went wrong there."""
+        if self._last is not None:
+            self._last.result()
+            self._last = None
+
+    def close(self) -> None:
+        self.wait()
+        self._pool.shutdown()
+
+    def _write(self, state: dict[str, Any], record: dict[str, Any]) -> None:
+        target = self.folder / f"step-{record['step']}"
+        temporary = _fresh(self.folder / f".{target.name}.tmp")
+        torch.save(state, temporary / "state.pt")
+        (temporary / "progress.json").write_text(json.dumps(record))
+        self.allowed()
+        _publish(temporary, target)
+        for _, old in _numbered(self.folder, "step-")[:-KEEP]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _copied(value: Any) -> Any:
+    """The same structure with every tensor copied to the CPU: training goes on changing the originals."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
 
 
 def load_checkpoint(

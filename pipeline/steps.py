@@ -1,10 +1,10 @@
 """One micro-step of each objective: from a batch to a loss that `backward` can run on, and numbers worth logging.
 
-SCST as it stands here: captions sampled from the model with the key-value cache and no gradient (without dropout
-unless `sampling_dropout`), CIDEr-D with document frequencies over the training images as the reward, the leave-one-out
-mean of an image's other samples as the baseline, one teacher-forced pass for the log-probabilities that carry the
-gradient; EOS is part of reward and log-probability unless the stage says otherwise; mean over images and samples.
-SacreEOS signature: STANDARD_wInit+Cider-D[n4,s6.0]+average[nspi5]+1.0.0.
+SCST as it stands here, by default: captions sampled from the model with the key-value cache and no gradient (without
+dropout unless `sampling_dropout`), CIDEr-D with document frequencies over the training images as the reward, the
+leave-one-out mean of an image's other samples as the baseline, one teacher-forced pass with the stage's dropout for the
+log-probabilities that carry the gradient; EOS is part of reward and log-probability unless the stage says otherwise;
+mean over images and samples. `scst_signature` says it in SacreEOS form.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from models.captioner import Captioner
-from models.decoding import sample
+from models.decoding import beam_search, greedy, sample
 from pipeline.batches import Batch
 from pipeline.config import ScstSection, StageSection
 from pipeline.losses import caption_log_probs, smoothed_cross_entropy
@@ -92,49 +92,74 @@ def scst_objective(
     ending = torch.tensor([word in BROKEN_ENDINGS for word in words])
 
     def run(wrapped: nn.Module, captioner: Captioner, batch: Batch, generator: torch.Generator) -> StepOutput:
-        tokens = _sample(captioner, batch.inputs, section, generator)
-        images = image_ids[batch.images].repeat_interleave(section.num_samples).tolist()
-        rewards = torch.from_numpy(reward(tokens.cpu().numpy(), images)).to(batch.inputs.device)
-        by_image = rewards.view(-1, section.num_samples)
-        baseline = (by_image.sum(1, keepdim=True) - by_image) / (section.num_samples - 1)
-        advantage = (by_image - baseline).reshape(-1)
+        eos = captioner.model.sizes.eos
+        ids = image_ids[batch.images]
+        tokens, single = _sampled(captioner, batch.inputs, section, generator)
+        rewards = torch.from_numpy(
+            reward(tokens.cpu().numpy(), ids.repeat_interleave(section.num_samples).tolist())
+        ).view(-1, section.num_samples)
+        if single is not None:
+            baseline = torch.from_numpy(reward(single.cpu().numpy(), ids.tolist()))[:, None]
+        elif section.baseline == "mean":
+            baseline = rewards.mean(1, keepdim=True)
+        else:
+            baseline = (rewards.sum(1, keepdim=True) - rewards) / (section.num_samples - 1)
+        advantage = (rewards - baseline).reshape(-1)
 
-        scored = tokens if section.eos_in_reward else tokens.masked_fill(tokens == captioner.model.sizes.eos, pad)
+        scored = tokens if section.eos_in_reward else tokens.masked_fill(tokens == eos, pad)
         log_probs = caption_log_probs(wrapped(batch.inputs, None, tokens[:, :-1]), scored, pad)
         count = batch.global_images * section.num_samples
-        loss = -(advantage.to(log_probs.dtype) * log_probs).sum() / count
+        loss = -(advantage.to(log_probs) * log_probs).sum() / count
+        words_and_ends = int((scored[:, 1:] != pad).sum())
         numbers = {
             "loss": float(loss.detach()),
             "reward": float(rewards.sum()) / count,
             "reward_square": float(rewards.square().sum()) / count,
             "advantage_size": float(advantage.abs().sum()) / count,
-            "nll": -float(log_probs.detach().sum()) / count,
-            **_habits(tokens.cpu(), captioner.model.sizes.eos, pad, ending, count),
+            # minus log p of what was drawn, a token: an estimate of the entropy of the model's choice
+            "entropy": -float(log_probs.detach().sum()) / max(words_and_ends, 1) * len(tokens) / count,
+            **_habits(tokens.cpu(), eos, pad, ending, count),
         }
         return StepOutput(loss, numbers)
 
     return run
 
 
-def _sample(captioner: Captioner, inputs: Tensor, section: ScstSection, generator: torch.Generator) -> Tensor:
-    """Token ids (B * n, T) of n samples an image, SOS first, PAD after EOS."""
-    training = captioner.training
+def scst_signature(section: ScstSection) -> str:
+    """The setting in SacreEOS form (Hu et al. 2023), the default's being the reference's of ExpansionNet v2."""
+    mode = "STANDARD_wInit" if section.eos_in_reward else "NO<EOS>MODE_wInit"
+    base = {"leave_one_out": "average", "mean": "average_all", "greedy": "greedy"}[section.baseline]
+    kind = "nspi" if section.sampler == "multinomial" else "beam"
+    return f"{mode}+Cider-D[n4,s6.0]+{base}[{kind}{section.num_samples}]+1.0.0"
+
+
+def _sampled(
+    captioner: Captioner, inputs: Tensor, section: ScstSection, generator: torch.Generator
+) -> tuple[Tensor, Tensor | None]:
+    """Token ids (B * n, T) of n captions an image, SOS first, PAD after EOS; and (B, T) of the greedy baseline's."""
+    training, model = captioner.training, captioner.model
     captioner.train(section.sampling_dropout)
     try:
         with torch.no_grad():
             memory = captioner.encode(inputs)
-            captions = sample(
-                captioner.model,
-                memory,
-                num_samples=section.num_samples,
-                max_length=section.max_length,
-                temperature=section.temperature,
-                generator=generator,
-            )
+            count, longest = section.num_samples, section.max_length
+            if section.sampler == "beam":
+                found = beam_search(
+                    model, memory, beam_size=count, max_length=longest, num_results=count, length_normalization=False
+                )
+            else:
+                found = sample(
+                    model,
+                    memory,
+                    num_samples=count,
+                    max_length=longest,
+                    temperature=section.temperature,
+                    generator=generator,
+                )
+            single = greedy(model, memory, max_length=longest) if section.baseline == "greedy" else None
     finally:
         captioner.train(training)
-    longest = int(captions.lengths.max())
-    return captions.tokens[..., :longest].reshape(-1, longest)
+    return found.tokens.flatten(0, 1), None if single is None else single.tokens[:, 0]
 
 
 def _habits(tokens: Tensor, eos: int, pad: int, ending: Tensor, count: int) -> dict[str, float]:
@@ -142,8 +167,12 @@ def _habits(tokens: Tensor, eos: int, pad: int, ending: Tensor, count: int) -> d
     real = (tokens[:, 1:] != pad) & (tokens[:, 1:] != eos)
     lengths = real.sum(1)
     last = tokens.gather(1, lengths[:, None]).squeeze(1)
+    triples = tokens[:, 1:].unfold(1, 3, 1) if tokens.shape[1] > 3 else tokens.new_zeros(len(tokens), 0, 3)
+    whole = real.unfold(1, 3, 1).all(-1) if tokens.shape[1] > 3 else real[:, :0]
+    same = (triples[:, :, None] == triples[:, None]).all(-1) & whole[:, :, None] & whole[:, None]
     return {
         "length": float(lengths.sum()) / count,
         "broken_endings": float((ending[last] & (lengths > 0)).sum()) / count,
+        "repeated_trigrams": float(same.triu(1).any(-1).any(-1).sum()) / count,
         "ended": float((tokens == eos).any(1).sum()) / count,
     }
