@@ -81,6 +81,19 @@ def bench_metrics(
     run_bench(images, references)
 
 
+@bench.command("reward")
+def bench_reward(
+    references: Annotated[Path | None, typer.Option(help="Real captions; without it they are made up.")] = None,
+) -> None:
+    """CIDEr-D rewards a second on one core, beside a plain Python scorer.
+
+    Example: raycap bench reward --references dataset_coco_val2014_karpathy.json.gz
+    """
+    from jobs.bench_reward import bench_reward as run_bench
+
+    run_bench(references)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
     try:

@@ -210,10 +210,10 @@ class StageRun:
                 )
             if section.eos_in_reward:
                 text += f", {cut:.3f} without EOS"
-                if cut >= whole:
+                if cut == whole:
                     raise ValueError(
-                        f"stage {self.stage.name}: captions without EOS score {cut:.4f}, not below {whole:.4f} "
-                        "with it; EOS does not reach the reward"
+                        f"stage {self.stage.name}: captions score {whole:.4f} with EOS and without it; it does not "
+                        "reach the reward"
                     )
         self._note("reward", step, {"text": text})
 

@@ -38,10 +38,17 @@ class CiderD:
 
     `references` holds each image's reference captions as word-id sequences; an image is known by its place there.
     Building costs one sort of all reference n-grams; memory about 24 bytes a distinct n-gram of an image.
+    `num_words` is above every id that captions may hold, where that is more than the references hold;
     `caption_documents` counts every caption as a document, as the meshed-memory transformer's reward does.
     """
 
-    def __init__(self, references: Sequence[Sequence[Sequence[int]]], *, caption_documents: bool = False) -> None:
+    def __init__(
+        self,
+        references: Sequence[Sequence[Sequence[int]]],
+        *,
+        caption_documents: bool = False,
+        num_words: int = 0,
+    ) -> None:
         self.num_images = len(references)
         words: list[int] = []
         lengths: list[int] = []
@@ -52,7 +59,7 @@ class CiderD:
                 lengths.append(len(caption))
             first.append(len(lengths))
         self._first = np.array(first, np.int64)  # first reference of every image
-        self._keys = _NgramKeys(np.array(words, np.int64))
+        self._keys = _NgramKeys(max(num_words, max(words, default=0) + 1))
         image_of = np.repeat(np.arange(self.num_images), np.diff(self._first))
         grams = self._keys.count(np.array(words, np.int64), np.array(lengths, np.int64))
 
@@ -120,17 +127,15 @@ class _NgramKeys:
     beyond them that holds within one call of `count`, which is as far as unseen n-grams are compared.
     """
 
-    def __init__(self, words: Array) -> None:
-        self._wide = int(words.max(initial=0)) >= _MAX_WORDS
+    def __init__(self, num_words: int) -> None:
+        self._num_words = num_words
+        self._wide = num_words > _MAX_WORDS
         self._prefixes: list[_Table] = []  # of the references; filled by the first `count`
 
     def count(self, words: Array, lengths: Array) -> _Grams:
         """The distinct n-grams of captions given flat: `words` of all captions, `lengths` of each."""
-        wide = self._wide or bool(len(words) and int(words.max()) >= _MAX_WORDS)
-        if wide and not self._wide:
-            raise ValueError(
-                f"word id {int(words.max())} needs more than {_WORD_BITS} bits; references had fewer words"
-            )
+        if len(words) and words.max() >= self._num_words:
+            raise ValueError(f"word id {words.max()} is not below num_words = {self._num_words}; name more words")
         ends = np.cumsum(lengths)
         caption = np.repeat(np.arange(len(lengths)), lengths)
         left = ends[caption] - np.arange(len(words))  # words from here to the caption's end, this one included
@@ -253,7 +258,7 @@ class CaptionReward:
                 rows.append([ids.setdefault(word, len(ids)) for word in words])
             coded.append(rows)
         self.place = {image: number for number, image in enumerate(references)}
-        self.scorer = CiderD(coded, caption_documents=caption_documents)
+        self.scorer = CiderD(coded, caption_documents=caption_documents, num_words=len(ids))
         self._coded = coded
         self.eos, self.eos_id = eos, vocabulary.eos
         blank = [vocabulary.ids[special] for special in (PAD, SOS)]
@@ -263,8 +268,8 @@ class CaptionReward:
     def ground_truth(self, most: int = 1000) -> tuple[float, float] | None:
         """Mean score of references against their image's other references, and of the same without their EOS.
 
-        What SCST climbs towards: far above 0, and lower without EOS when EOS is in the reward, or the setting is
-        broken. Over at most `most` images that have two captions or more; None when there is none.
+        What SCST climbs towards: far above 0, and not the same without EOS when EOS is in the reward, or the setting
+        is broken. Over at most `most` images that have two captions or more; None when there is none.
         """
         chosen = [place for place, captions in enumerate(self._coded) if len(captions) > 1][:most]
         if not chosen:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from pathlib import Path
 
@@ -13,15 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jobs.plain_cider import PlainCiderD
 from models.transform import ImageTransform
 from pipeline import rewards
 from pipeline.batches import Batches, Captions, Images
-from pipeline.config import ScheduleSection, StageSection
+from pipeline.config import ScheduleSection, ScstSection, StageSection
 from pipeline.dataset import read_karpathy
 from pipeline.losses import caption_log_probs, smoothed_cross_entropy
 from pipeline.order import samples_at, seed_of
 from pipeline.rewards import CaptionReward, CiderD
 from pipeline.schedules import learning_rate
+from pipeline.steps import scst_signature
 from pipeline.store import FeatureStore, write_shard
 from pipeline.text import SPECIALS, Vocabulary, tokenize
 from tests.conftest import write_karpathy
@@ -141,42 +142,6 @@ def test_caption_log_probs_leave_padding_out() -> None:
     assert float(caption_log_probs(logits, tokens, 0)) == pytest.approx(expected, rel=1e-5)
 
 
-def slow_cider_d(
-    candidates: list[list[str]], references: list[list[list[str]]], corpus: list[list[list[str]]]
-) -> list[float]:
-    """CIDEr-D as its definition reads, with dictionaries of strings; document frequencies over `corpus`."""
-
-    def grams(words: list[str]) -> Counter[tuple[str, ...]]:
-        return Counter(tuple(words[i : i + n]) for n in range(1, 5) for i in range(len(words) - n + 1))
-
-    frequency: Counter[tuple[str, ...]] = Counter()
-    for image in corpus:
-        frequency.update(set().union(*(grams(words) for words in image)))
-    documents = math.log(len(corpus))
-
-    def vector(words: list[str]) -> list[dict[tuple[str, ...], float]]:
-        parts: list[dict[tuple[str, ...], float]] = [{}, {}, {}, {}]
-        for gram, count in grams(words).items():
-            parts[len(gram) - 1][gram] = count * (documents - math.log(max(1, frequency[gram])))
-        return parts
-
-    def norm(part: dict[tuple[str, ...], float]) -> float:
-        return math.sqrt(sum(value**2 for value in part.values()))
-
-    scores = []
-    for words, image in zip(candidates, references, strict=True):
-        own, total = vector(words), 0.0
-        for reference in image:
-            other = vector(reference)
-            delta = max(len(words) - 1, 0) - max(len(reference) - 1, 0)
-            for mine, theirs in zip(own, other, strict=True):
-                dot = sum(min(value, theirs.get(gram, 0.0)) * theirs.get(gram, 0.0) for gram, value in mine.items())
-                if norm(mine) and norm(theirs):
-                    total += dot / norm(mine) / norm(theirs) * math.exp(-(delta**2) / 72)
-        scores.append(10 * total / 4 / len(image))
-    return scores
-
-
 @pytest.mark.parametrize("max_words", [2**15 - 1, 4], ids=["15 bits", "wide"])
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
@@ -190,9 +155,11 @@ def test_cider_d_equals_its_definition(max_words: int, data: st.DataObject) -> N
     rows = np.array([candidate + [0] * (width - len(candidate)) for candidate in candidates])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rewards, "_MAX_WORDS", max_words)
-        scores = CiderD(references).score(rows, np.array([len(c) for c in candidates]), np.array(images))
+        scorer = CiderD(references, num_words=13)
+        scores = scorer.score(rows, np.array([len(c) for c in candidates]), np.array(images))
     text = [[[str(word) for word in caption] for caption in image] for image in references]
-    slow = slow_cider_d([[str(word) for word in c] for c in candidates], [text[image] for image in images], text)
+    plain = PlainCiderD(text)
+    slow = [plain.score([str(w) for w in c], text[image]) for c, image in zip(candidates, images, strict=True)]
     assert scores == pytest.approx(slow, rel=1e-9, abs=1e-12)
 
 
@@ -224,3 +191,28 @@ def test_without_eos_the_end_does_not_count() -> None:
     with_eos, without = (CaptionReward(references, vocabulary, eos=eos) for eos in (True, False))
     assert with_eos(ended, [1]) > with_eos(cut, [1])
     assert without(ended, [1]) == without(cut, [1])
+
+
+def test_documents_may_be_captions() -> None:
+    """The meshed-memory recipe: a word that every image has but few captions is worth something."""
+    references = [[[1, 2], [3]], [[1, 4], [5]]]
+    by_image, by_caption = (CiderD(references, caption_documents=flag) for flag in (False, True))
+    rows, lengths = np.array([[1]]), np.array([1])
+    assert by_image.score(rows, lengths, np.array([0]))[0] == 0.0
+    assert by_caption.score(rows, lengths, np.array([0]))[0] > 0.0
+
+
+def test_ground_truth_scores_high_and_its_end_counts() -> None:
+    vocabulary = Vocabulary(tuple(sorted({*"abcdefgh", *SPECIALS})))
+    references = {n: [f"a {x} b", f"a {x} b c"] for n, x in enumerate("cdefgh")}
+    whole, cut = CaptionReward(references, vocabulary, eos=True).ground_truth() or (0.0, 0.0)
+    assert whole > 0.5 and cut > 0.5 and whole != cut
+    plain = CaptionReward(references, vocabulary, eos=False).ground_truth()
+    assert plain is not None and plain[0] == plain[1]
+    assert CaptionReward({1: ["a"], 2: ["b"]}, vocabulary, eos=True).ground_truth() is None
+
+
+def test_the_signature_says_the_setting() -> None:
+    assert scst_signature(ScstSection()) == "STANDARD_wInit+Cider-D[n4,s6.0]+average[nspi5]+1.0.0"
+    meshed = ScstSection(sampler="beam", baseline="mean", eos_in_reward=False, document_frequency="captions")
+    assert scst_signature(meshed) != scst_signature(ScstSection())

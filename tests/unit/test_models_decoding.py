@@ -1,0 +1,301 @@
+"""Decoding: cached steps against teacher forcing, beams against brute force, samples against their distribution."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from jobs.materialized import MaterializedModel
+from models.base import CaptionModel, ModelConfig, ModelSizes
+from models.decoding import Captions, beam_search, caption_lengths, greedy, invert, sample
+from models.registry import build_model
+from tests.unit.test_models_expansion import MIXERS, SIZES, exact, small_model
+
+
+def tiny(seed: int, vocabulary: int = 4, positions: int = 8, **changes: object) -> CaptionModel:
+    """A float64 model over few words, sharp enough that captions differ in probability; ids 0 SOS, 1 EOS, 2 PAD."""
+    torch.manual_seed(seed)
+    values = {"d_model": 8, "d_ff": 8, "heads": 2, "encoder_layers": 1, "decoder_layers": 2}
+    values |= {"static_expansion": (3,), "dynamic_expansion": 2} | changes  # type: ignore[dict-item]
+    sizes = ModelSizes(5, vocabulary, positions, sos=0, eos=1, pad=2)
+    model = build_model(ModelConfig(**values), sizes).double().eval()  # type: ignore[arg-type]
+    with torch.no_grad():
+        model.output.weight.mul_(2)  # type: ignore[union-attr, operator]
+    return model
+
+
+def features_for(batch: int, width: int = 5, tokens: int = 4) -> Tensor:
+    return torch.randn(batch, tokens, width, dtype=torch.float64)
+
+
+@given(
+    st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 4), st.sampled_from(MIXERS), st.integers(1, 12), st.booleans()
+)
+@settings(max_examples=25, deadline=None)
+def test_cached_steps_are_the_teacher_forced_logits(
+    seed: int, images: int, beams: int, mixers: dict[str, object], steps: int, padded: bool
+) -> None:
+    """With beams that are chosen anew at each step, and images that leave half way."""
+    model = small_model(seed, **mixers)
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(images, 5, 7, dtype=torch.float64, generator=generator)
+    lengths = torch.randint(1, 6, (images,), generator=generator) if padded else None
+    memory = model.encode(features, lengths)
+    cache = model.init_cache(memory, beams)
+    history = torch.empty(images * beams, 0, dtype=torch.int64)
+    for step in range(steps):
+        if step == steps // 2 and images > 1:
+            kept = torch.randperm(images, generator=generator)[: images - 1]
+            memory, cache = memory.select(kept), cache.keep_images(kept)
+            history = history.view(images, beams, -1)[kept].flatten(0, 1)
+            images -= 1
+        tokens = torch.randint(0, 11, (images * beams,), generator=generator)
+        history = torch.cat((history, tokens[:, None]), 1)
+        logits, cache = model.step(tokens, cache)
+        exact(logits, model.decode(memory, history)[:, -1])
+        parents = torch.randint(0, beams, (images, beams), generator=generator)
+        index = (parents + torch.arange(images)[:, None] * beams).flatten()
+        cache, history = cache.select(index), history[index]
+    assert cache.length == steps
+
+
+def test_caches_grow_past_their_first_capacity() -> None:
+    torch.manual_seed(0)
+    sizes = ModelSizes(7, 11, 60, sos=0, eos=1, pad=2)
+    config = ModelConfig(d_model=8, d_ff=8, heads=2, static_expansion=(4,), dynamic_expansion=2)
+    model = build_model(config, sizes).double().eval()
+    memory = model.encode(torch.randn(2, 3, 7, dtype=torch.float64))
+    tokens = torch.randint(0, 11, (4, 60))
+    cache, expected = model.init_cache(memory, 2), model.decode(memory, tokens)
+    for position in range(60):
+        logits, cache = model.step(tokens[:, position], cache)
+        exact(logits, expected[:, position])
+    with pytest.raises(ValueError, match="61 input tokens"):
+        model.step(tokens[:, 0], cache)
+
+
+def test_float32_steps_are_within_the_contract() -> None:
+    model = small_model(0, d_model=32, d_ff=32).float()
+    memory = model.encode(torch.randn(2, 5, 7))
+    tokens = torch.randint(0, 11, (6, 12))
+    expected, cache = model.decode(memory, tokens), model.init_cache(memory, 3)
+    for position in range(12):
+        logits, cache = model.step(tokens[:, position], cache)
+        assert (logits - expected[:, position]).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def every_caption(vocabulary: int, max_length: int) -> list[tuple[int, ...]]:
+    """All captions of up to max_length tokens with SOS: they end at their first EOS, or are cut."""
+    captions = []
+    for length in range(1, max_length):
+        for words in itertools.product(range(vocabulary), repeat=length):
+            if 1 in words[:-1] or (words[-1] != 1 and length < max_length - 1):
+                continue
+            captions.append((0, *words))
+    return captions
+
+
+def log_probability(model: CaptionModel, features: Tensor, caption: tuple[int, ...]) -> float:
+    tokens = torch.tensor([caption])
+    logits = model(features, None, tokens[:, :-1]).log_softmax(-1)
+    return float(logits[0].gather(1, tokens[0, 1:, None]).sum())
+
+
+@given(st.integers(0, 10**6), st.booleans(), st.booleans())
+@settings(max_examples=8, deadline=None)
+def test_a_beam_as_wide_as_the_tree_is_brute_force(seed: int, normalized: bool, dynamic: bool) -> None:
+    model = tiny(seed, vocabulary=3, dynamic_expansion=2 if dynamic else None)
+    features = features_for(2)
+    captions = every_caption(3, 5)
+    found = beam_search(
+        model, model.encode(features), beam_size=len(captions), max_length=5, num_results=len(captions),
+        length_normalization=normalized,
+    )  # fmt: skip
+    for image in range(2):
+        sums = {caption: log_probability(model, features[image : image + 1], caption) for caption in captions}
+        value = {c: s / len(c) if normalized else s for c, s in sums.items()}
+        best = sorted(captions, key=lambda caption: -value[caption])
+        seen = []
+        for place in range(len(captions)):
+            length = int(found.lengths[image, place])
+            caption = tuple(found.tokens[image, place, :length].tolist())
+            assert bool((found.tokens[image, place, length:] == 2).all())
+            assert float(found.scores[image, place]) == pytest.approx(value[best[place]], abs=1e-5)
+            assert float(found.log_probs[image, place].sum()) == pytest.approx(sums[caption], abs=1e-5)
+            seen.append(caption)
+        assert sorted(seen) == sorted(captions)
+
+
+def literal_beam_search(model: CaptionModel, features: Tensor, beam_size: int, max_length: int) -> list[list[int]]:
+    """The reference's rules for one image, one beam after the other, with whole prefixes."""
+    beams: list[tuple[list[int], float]] = [([0], 0.0)]
+    for _ in range(1, max_length):
+        offers = []
+        for tokens, total in beams:
+            if tokens[-1] == 1:
+                offers.append((tokens, total))
+                continue
+            scores = model(features, None, torch.tensor([tokens]))[0, -1].log_softmax(-1)
+            best = scores.topk(min(beam_size, len(scores)))
+            offers += [([*tokens, w], total + v) for v, w in zip(best.values.tolist(), best.indices.tolist(), strict=True)]
+        beams = sorted(offers, key=lambda offer: -offer[1])[:beam_size]
+    return [tokens for tokens, total in sorted(beams, key=lambda beam: -beam[1] / len(beam[0]))]
+
+
+def texts(captions: Captions, image: int) -> list[list[int]]:
+    rows = zip(captions.tokens[image].tolist(), captions.lengths[image].tolist(), strict=True)
+    return [tokens[:length] for tokens, length in rows]
+
+
+@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(2, 8))
+@settings(max_examples=10, deadline=None)
+def test_beam_search_follows_the_references_rules(seed: int, beam_size: int, max_length: int) -> None:
+    model = tiny(seed, vocabulary=7)
+    features = features_for(3)
+    found = beam_search(
+        model, model.encode(features), beam_size=beam_size, max_length=max_length, num_results=beam_size
+    )
+    for image in range(3):
+        assert texts(found, image) == literal_beam_search(model, features[image : image + 1], beam_size, max_length)
+
+
+def test_greedy_is_a_beam_of_one() -> None:
+    model = tiny(11, vocabulary=9)
+    memory = model.encode(features_for(5))
+    one, all_best = beam_search(model, memory, beam_size=1, max_length=8), greedy(model, memory, max_length=8)
+    for name in ("tokens", "lengths", "scores", "log_probs"):
+        torch.testing.assert_close(getattr(one, name), getattr(all_best, name))
+
+
+def test_an_image_alone_is_decoded_as_in_a_batch() -> None:
+    """Images end at different times and leave the batch; what stays must not notice."""
+    model = tiny(4, vocabulary=6, positions=12)
+    with torch.no_grad():
+        model.output.bias[1] += 1.0  # type: ignore[union-attr, index, operator]
+    features = features_for(9)
+    together = beam_search(model, model.encode(features), beam_size=3, max_length=12, num_results=3)
+    assert len(set(together.lengths.max(1).values.tolist())) > 1
+    for image in range(9):
+        alone = beam_search(model, model.encode(features[image : image + 1]), beam_size=3, max_length=12, num_results=3)
+        assert texts(alone, 0) == texts(together, image)
+        torch.testing.assert_close(alone.scores[0], together.scores[image])
+
+
+def test_the_materialized_model_decodes_the_same() -> None:
+    model = tiny(8, vocabulary=9)
+    slow = MaterializedModel(model)  # type: ignore[arg-type]
+    features = features_for(4)
+    ours = beam_search(model, model.encode(features), beam_size=3, max_length=8)
+    theirs = beam_search(slow, slow.encode(features), beam_size=3, max_length=8)
+    assert torch.equal(ours.tokens, theirs.tokens)
+    drawn = [
+        sample(m, m.encode(features), num_samples=3, max_length=8, generator=torch.Generator().manual_seed(5))
+        for m in (model, slow)
+    ]
+    assert torch.equal(drawn[0].tokens, drawn[1].tokens)
+
+
+def test_an_ensemble_averages_probabilities() -> None:
+    first, second = tiny(1, vocabulary=6), tiny(2, vocabulary=6)
+    features = features_for(2)
+    both = greedy([first, second], [first.encode(features), second.encode(features)], max_length=2)
+    start = torch.zeros(2, 1, dtype=torch.int64)
+    mean = (first(features, None, start).softmax(-1) + second(features, None, start).softmax(-1)) / 2
+    assert torch.equal(both.tokens[:, 0, 1], mean[:, 0].argmax(-1))
+    torch.testing.assert_close(both.log_probs[:, 0, 1], mean[:, 0].amax(-1).log().float())
+    itself = beam_search([first] * 2, [first.encode(features)] * 2, beam_size=3, max_length=8)
+    alone = beam_search(first, first.encode(features), beam_size=3, max_length=8)
+    assert torch.equal(itself.tokens, alone.tokens)
+
+
+def test_samples_follow_the_models_distribution() -> None:
+    model = tiny(3, vocabulary=3)
+    features = features_for(1)
+    number = 6000
+    drawn = sample(
+        model, model.encode(features), num_samples=number, max_length=4, generator=torch.Generator().manual_seed(0)
+    )
+    counts = Counter(map(tuple, texts(drawn, 0)))
+    captions = every_caption(3, 4)
+    expected = {caption: log_probability(model, features, caption) for caption in captions}
+    assert set(counts) <= set(captions)
+    for caption, value in expected.items():
+        p = 2.718281828459045**value
+        assert abs(counts[caption] / number - p) < 5 * (p * (1 - p) / number) ** 0.5 + 1e-9
+    for place in range(20):
+        caption = texts(drawn, 0)[place]
+        assert float(drawn.log_probs[0, place].sum()) == pytest.approx(expected[tuple(caption)], abs=1e-5)
+        assert float(drawn.scores[0, place]) == pytest.approx(expected[tuple(caption)] / len(caption), abs=1e-5)
+
+
+def test_samples_are_reproducible_and_do_not_depend_on_when_others_end() -> None:
+    model = tiny(6, vocabulary=9)
+    features = features_for(4)
+    memory = model.encode(features)
+
+    def draw(seed: int, **options: float) -> Captions:
+        generator = torch.Generator().manual_seed(seed)
+        return sample(model, memory, num_samples=3, max_length=8, generator=generator, **options)  # type: ignore[arg-type]
+
+    first = draw(1)
+    assert torch.equal(first.tokens, draw(1).tokens) and not torch.equal(first.tokens, draw(2).tokens)
+    assert first.tokens.shape[:2] == (4, 3) and bool((first.tokens[:, :, 0] == SIZES.sos).all())
+    # the same draws read by the long way round: one uniform number a row and step
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.zeros(12, 1, dtype=torch.int64)
+    for _ in range(first.tokens.shape[-1] - 1):
+        logits = model.decode(memory, tokens)[:, -1]
+        uniform = torch.rand(12, dtype=torch.float64, generator=generator)
+        chosen = invert(logits.softmax(-1), uniform).masked_fill((tokens == 1).any(1), 2)
+        tokens = torch.cat((tokens, chosen[:, None]), 1)
+    assert torch.equal(tokens.view(4, 3, -1), first.tokens)
+
+
+def test_temperature_and_top_k() -> None:
+    model = tiny(7, vocabulary=9)
+    memory = model.encode(features_for(3))
+    best = greedy(model, memory, max_length=8)
+    for options in ({"top_k": 1}, {"temperature": 1e-4}):
+        drawn = sample(model, memory, num_samples=2, max_length=8, **options)  # type: ignore[arg-type]
+        for n in range(2):
+            assert torch.equal(drawn.tokens[:, n], best.tokens[:, 0])
+        torch.testing.assert_close(drawn.log_probs[:, 0], best.log_probs[:, 0])
+    wide = sample(model, memory, num_samples=300, max_length=2, top_k=3)
+    logits = model.decode(memory, torch.zeros(3, 1, dtype=torch.int64))[:, 0]
+    for image in range(3):
+        drawn_words = set(wide.tokens[image, :, 1].tolist())
+        assert drawn_words == set(logits[image].topk(3).indices.tolist())
+
+
+def test_a_word_of_probability_zero_is_never_drawn() -> None:
+    probabilities = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).expand(4, -1)
+    uniform = torch.tensor([0.0, 0.5, 0.999999999999, 0.25], dtype=torch.float64)
+    assert invert(probabilities, uniform).tolist() == [1, 3, 3, 1]
+
+
+def test_lengths_count_to_the_first_end() -> None:
+    tokens = torch.tensor([[0, 5, 1, 2], [0, 5, 6, 7], [0, 1, 2, 2]])
+    assert caption_lengths(tokens, 1).tolist() == [3, 4, 2]
+
+
+def test_what_cannot_be_decoded_is_refused() -> None:
+    model = tiny(0)
+    memory = model.encode(features_for(2))
+    with pytest.raises(ValueError, match="num_results = 3 and beam_size = 2"):
+        beam_search(model, memory, beam_size=2, max_length=5, num_results=3)
+    with pytest.raises(ValueError, match="longer than the positional table of 8 rows"):
+        greedy(model, memory, max_length=10)
+    with pytest.raises(ValueError, match="max_length is 1"):
+        greedy(model, memory, max_length=1)
+    with pytest.raises(ValueError, match="temperature is 0"):
+        sample(model, memory, num_samples=1, max_length=5, temperature=0)
+    with pytest.raises(ValueError, match="2 models and 1 memories"):
+        greedy([model, model], [memory], max_length=5)
+    with pytest.raises(ValueError, match="must share one vocabulary"):
+        greedy([model, tiny(1, vocabulary=5)], [memory, memory], max_length=5)
