@@ -36,13 +36,14 @@ def _caption_share(
     from models.transform import ImageTransform
     from pipeline.batches import Images
     from pipeline.captioning import caption_share
-    from pipeline.context import LocalContext
+    from pipeline.context import device_for
     from pipeline.run_folder import RunFolder
     from pipeline.store import FeatureStore
     from pipeline.weights import load_weights
 
-    folder, device = RunFolder(run), LocalContext().device
+    folder = RunFolder(run)
     config = folder.config
+    device = device_for(config.workers.gpus_per_worker)
     torch.set_num_threads(config.workers.threads_per_worker)
     model = build_model(config.model, folder.sizes)
     load_weights(model, folder.weights_before(None, "model"))

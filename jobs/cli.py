@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -63,8 +66,51 @@ def score(
     score_files(references, predictions, json_file=json, per_image=per_image, split=split, complete=complete)
 
 
+@app.command("import")
+def import_(
+    source: Annotated[str, typer.Option("--from", metavar="FORMAT", help="The upstream project: expansionnet_v2.")],
+    checkpoint: Annotated[Path, typer.Option(help="The upstream checkpoint; read as tensors, nothing in it runs.")],
+    tokens: Annotated[Path, typer.Option(help="Its vocabulary pickle; only plain values are read.")],
+    out: Annotated[Path, typer.Option(help="The bundle's folder.")],
+    config: Annotated[Path | None, typer.Option(help="YAML with what a checkpoint does not hold.")] = None,
+    set_: Set = None,
+    backbone: Annotated[Path | None, typer.Option(help="A Swin checkpoint, for a captioner that comes alone.")] = None,
+) -> None:
+    """An upstream checkpoint and its vocabulary into a model bundle.
+
+    Example: raycap import --from expansionnet_v2 --checkpoint rf_model.pth --tokens demo_coco_tokens.pickle --out model
+    """
+    from jobs.import_ import import_checkpoint
+
+    import_checkpoint(
+        source,
+        checkpoint=checkpoint,
+        tokens=tokens,
+        out=out,
+        config=config,
+        overrides=set_ or (),
+        backbone=backbone,
+    )
+
+
 bench = typer.Typer(help="The benchmarks behind BENCHMARKS.md.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench, name="bench")
+
+
+@bench.command("models")
+def bench_models(
+    images: Annotated[int, typer.Option(help="Images a batch.")] = 16,
+    repeats: Annotated[int, typer.Option(help="Runs of each form; medians are shown.")] = 5,
+    threads: Annotated[int | None, typer.Option(help="torch's threads; without it, torch's choice.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """The factorized, cached model beside the materialized, prefix-recomputing one; and what Table VI's rows cost.
+
+    Example: raycap bench models --images 16
+    """
+    from jobs.bench_models import bench_models as run_bench
+
+    run_bench(images=images, repeats=repeats, threads=threads, device=device)
 
 
 @bench.command("metrics")
@@ -94,8 +140,27 @@ def bench_reward(
     run_bench(references)
 
 
+@bench.command("train")
+def bench_train(
+    repeats: Annotated[int, typer.Option(help="Steps measured a case.")] = 5,
+    threads: Annotated[int | None, typer.Option(help="torch's threads; without it, torch's choice.")] = None,
+) -> None:
+    """Training steps at the paper's size on random features; on CUDA also the four stages at the paper's batches.
+
+    Example: raycap bench train --repeats 5
+    """
+    from jobs.bench_train import bench_train as run_bench
+
+    run_bench(repeats, threads)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _interrupt)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # a log file shows what a terminal would
     try:
         result = app(args=argv, standalone_mode=False)
     except UserError as error:
@@ -106,12 +171,22 @@ def main(argv: list[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print("raycap: stopped; the same command continues", file=sys.stderr)
         return 130
+    except (RuntimeError, OSError) as error:
+        if isinstance(error, OSError) or type(error).__name__ == "StageFailedError":
+            print(f"raycap: {' '.join(str(error).split())}", file=sys.stderr)
+            return 1
+        raise
     except Exception as error:
         if hasattr(error, "exit_code") and hasattr(error, "show"):  # click's own: wrong options
             error.show()
             return int(error.exit_code)
         raise
     return int(result or 0)
+
+
+def _interrupt(*_: object) -> None:
+    """A scheduler's SIGTERM ends a run as Ctrl-C does: the tracker is told, the same command continues."""
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

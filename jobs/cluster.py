@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Callable
 
 from pipeline.config import RunConfig
+from pipeline.errors import UserError
 
 
-def start_ray(config: RunConfig, address: str | None) -> None:
+def start_ray(config: RunConfig, address: str | None, say: Callable[[str], None] = print) -> None:
     """Joins the Ray at `address` (or RAY_ADDRESS), else starts one in this machine with what the workers ask for.
 
-    Called again, it does nothing. A Ray that this process started ends with it, also when it is killed.
+    Called again, it does nothing. A Ray that this process started ends with it, also when it is killed. Raises
+    UserError when GPUs are asked for that this machine does not have; on a cluster, which may grow, that is said.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")
@@ -24,6 +27,7 @@ def start_ray(config: RunConfig, address: str | None) -> None:
     address = address or os.environ.get("RAY_ADDRESS")
     if address:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        _check_gpus(config, ray.cluster_resources().get("GPU", 0), say)
         return
     workers = config.workers
     needed = math.ceil(workers.num_workers * workers.cpus_per_worker)
@@ -34,3 +38,17 @@ def start_ray(config: RunConfig, address: str | None) -> None:
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
+    _check_gpus(config, ray.cluster_resources().get("GPU", 0), None)
+
+
+def _check_gpus(config: RunConfig, there: float, say: Callable[[str], None] | None) -> None:
+    wanted = {
+        "workers.gpus_per_worker": config.workers.num_workers * config.workers.gpus_per_worker,
+        "features.gpus_per_actor": config.features.num_actors * config.features.gpus_per_actor,
+    }
+    for key, count in wanted.items():
+        if count > there:
+            text = f"{key} asks for {count:g} GPUs in all and this Ray has {there:g}"
+            if say is None:
+                raise UserError(f"{text}; set it to 0, or join a cluster with --address")
+            say(f"warning   {text}; waiting until the cluster has them")

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from jobs.cluster import start_ray
-from pipeline.config import RunConfig, StageSection, total_steps
+from pipeline.config import RunConfig, StageSection, dump_config, total_steps
 from pipeline.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.journal import Follower
-from pipeline.run_folder import RunFolder, read_json, write_json
+from pipeline.run_folder import RunFolder, read_json, write_json, write_text
+from pipeline.tracking import Tracker, public_uri
 
 
 def run(config: RunConfig, address: str | None = None, say: Callable[[str], None] = print) -> RunFolder:
@@ -32,6 +33,10 @@ def run(config: RunConfig, address: str | None = None, say: Callable[[str], None
     done = folder.path / "COMPLETE.json"
     if done.is_file():
         summary = read_json(done)
+        if config.tracking.enabled and not summary["tracked"]:
+            registered = Tracker(folder, config, say).finish(summary["scores"], Path(summary["bundle"]))
+            write_json(done, summary | {"tracked": registered is not None})
+            say(f"tracking     {registered or 'still does not take everything'}")
         say(f"{folder.run_id} is complete; nothing to do")
         say(summary["table"])
         return folder
@@ -50,21 +55,16 @@ class _Run:
     """One attempt at a run: the state that its steps share."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, address: str | None, say: Callable[[str], None]) -> None:
-        from pipeline.tracking import Tracker
-
-        # What does not decide the result (workers, tracking) is as this call says, not as a former one did.
-        stored = folder.config
-        fresh = stored.model_copy(update={"workers": config.workers, "tracking": config.tracking})
-        if fresh != stored:
-            from pipeline.config import dump_config
-
-            (folder.path / "config.yaml").write_text(dump_config(fresh), encoding="utf-8")
+        # What does not decide the result (workers, tracking...) is as this call says, not as a former one did.
+        if folder.config != config:
+            write_text(folder.path / "config.yaml", dump_config(config))
         self.folder = RunFolder(folder.path)
         self.config, self.address, self.say = config, address, say
         self.attempt = self.folder.begin_attempt()
         self.durations: dict[str, float] = {}
         self.excluded: set[str] = set()
         self.tracker = Tracker(self.folder, config, say)
+        self.tracker.start()
 
     def execute(self) -> None:
         self._print_plan()
@@ -133,12 +133,15 @@ class _Run:
             workers = self.config.workers
             task = ray.remote(trial_steps).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
             for row in ray.get(task.remote(self.folder.path)):
+                if "error" in row:
+                    raise UserError(f"a trial step of stage {row['stage']} fails: {row['error']}")
                 self.say(f"check     one step of {row['stage']}: {row['seconds']:.1f} s, {row['memory_mb']:.0f} MiB")
 
     def _check_disk(self) -> None:
         facts = self.folder.facts
         width = 2 if self.config.features.stored_dtype == "float16" else 4
-        stores = 1 + sum(stage.train_backbone for stage in self.config.stages)
+        pending = [stage for stage in self.config.stages if self.folder.result(stage.name) is None]
+        stores = sum(not stage.train_backbone for stage in pending[:1]) + sum(stage.train_backbone for stage in pending)
         features = len(self.folder.dataset) * facts["num_tokens"] * facts["sizes"]["feature_width"] * width * stores
         weights = 6 * 4 * sum(facts["parameters"].values())
         free = shutil.disk_usage(self.folder.path).free
@@ -151,7 +154,7 @@ class _Run:
 
     def _start_ray(self) -> None:
         with self._timed("starting ray"):
-            start_ray(self.config, self.address)
+            start_ray(self.config, self.address, self.say)
 
     def _features(self, group: list[StageSection]) -> Path | None:
         """The store for a group's frozen stages: all images that training and validation read."""
@@ -200,7 +203,6 @@ class _Run:
         from jobs.caption_split import caption_splits
         from pipeline.evaluate import evaluate_run, flat_scores, write_predictions
         from pipeline.results import format_table, make_report, score_table
-        from pipeline.tracking import log_results, register_model
 
         folder, config = self.folder, self.config
         splits = (*config.data.test_splits, config.data.val_split)
@@ -215,14 +217,7 @@ class _Run:
         report = make_report(folder, dataset, result, self.durations)
         bundle = self._bundle(flat_scores(result))
         with self._timed("registration"):
-            files = [report, folder.path / "scores.json", folder.path / "run.json"]
-            registered = None
-            if (
-                self.tracker.close("RUNNING", log_results(folder, flat_scores(result), files))
-                and config.tracking.enabled
-            ):
-                registered = register_model(folder, config, bundle, flat_scores(result))
-                self.tracker.close("FINISHED")
+            registered = self.tracker.finish(flat_scores(result), bundle)
         table = "\n".join(
             [
                 "",
@@ -238,7 +233,8 @@ class _Run:
                 f"times        {', '.join(f'{name} {seconds:.0f} s' for name, seconds in self.durations.items())}",
             ]
         )
-        write_json(folder.path / "COMPLETE.json", {"table": table, "durations": self.durations})
+        complete = {"table": table, "durations": self.durations, "bundle": str(bundle), "scores": flat_scores(result)}
+        write_json(folder.path / "COMPLETE.json", {**complete, "tracked": registered is not None})
         self.say(table)
 
     def _bundle(self, scores: dict[str, float]) -> Path:
@@ -272,14 +268,10 @@ class _Run:
             yield f"                    SCST {'gains' if gain > 0 else 'LOSES'} {abs(gain):.4f} over cross entropy"
 
     def _tracking(self, registered: str | None) -> str:
-        from pipeline.tracking import tracking_uri
-
         if not self.config.tracking.enabled:
             return "off"
-        where = tracking_uri(self.config)
-        return (
-            f"{where}, model {registered}" if registered else f"{where} did not take everything; the journal keeps it"
-        )
+        where = public_uri(self.config)
+        return f"{where}, model {registered}" if registered else f"{where} did not take everything; run again"
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -5,17 +5,24 @@ from __future__ import annotations
 import logging
 import shutil
 import uuid
+from pathlib import Path
 from typing import Any
 
 from pipeline.config import RunConfig
-from pipeline.loop import StageJob
+from pipeline.loop import DivergedError, StageJob, train_stages
+from pipeline.run_folder import write_text
+
+
+class StageFailedError(RuntimeError):
+    """Training failed in a way that repeats itself; the message says where and why."""
 
 
 def fit(job: StageJob, config: RunConfig) -> None:
     """Runs the job's stages on the cluster; a worker that dies is replaced and the stage resumes by itself.
 
-    Raises the last worker's error when `workers.max_failures` is used up. The name given to Ray is new for each fit:
-    Ray Train given an old name trains nothing and returns the old result.
+    Raises StageFailedError for what would fail again in the same way (a loss that is not finite, a setting that the
+    data refuse), which is not tried again, and the last worker's error when `workers.max_failures` is used up. The
+    name given to Ray is new for each fit: Ray Train given an old name trains nothing and returns the old result.
     """
     from ray.train import FailureConfig, ScalingConfig
     from ray.train import RunConfig as RayRunConfig
@@ -39,12 +46,28 @@ def fit(job: StageJob, config: RunConfig) -> None:
             failure_config=FailureConfig(max_failures=workers.max_failures),
         ),
     )
-    trainer.fit()
-    shutil.rmtree(scratch, ignore_errors=True)
+    failure = _failure(job)
+    try:
+        trainer.fit()
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        if failure.is_file():
+            raise StageFailedError(failure.read_text(encoding="utf-8"))
+
+
+def _failure(job: StageJob) -> Path:
+    """Where a worker writes why trying again is of no use; one file an attempt."""
+    return job.run / "log" / f"failure-{job.attempt}"
 
 
 def _worker(settings: dict[str, Any]) -> None:
     from pipeline.context import RayContext
-    from pipeline.loop import train_stages
 
-    train_stages(RayContext(), settings["job"])
+    job: StageJob = settings["job"]
+    if _failure(job).is_file():
+        return  # every worker of the repeated attempt ends here, and the fit with them
+    try:
+        train_stages(RayContext(), job)
+    except (DivergedError, ValueError) as error:
+        write_text(_failure(job), " ".join(str(error).split()))
+        raise

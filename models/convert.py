@@ -22,16 +22,8 @@ PUBLISHED_HEADS = 8
 PUBLISHED_WIDTH = 512
 SWIN_PREFIX = "swin_transf."
 
-_STATIC = {
-    "maps": ("key_embed", "class_a_embed", "class_b_embed", "selector_embed"),
-    "queries": "query_exp_vectors",
-    "biases": "bias_exp_vectors",
-}
-_DYNAMIC = {
-    "maps": ("cond_embed", "key_linear", "class_a_embed", "class_b_embed", "selector_embed"),
-    "queries": "query_exp_vectors",
-    "biases": "bias_exp_vectors",
-}
+_STATIC_MAPS = ("key_embed", "class_a_embed", "class_b_embed", "selector_embed")
+_DYNAMIC_MAPS = ("cond_embed", "key_linear", "class_a_embed", "class_b_embed", "selector_embed")
 
 
 def upstream_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
@@ -43,10 +35,10 @@ def upstream_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
         for part in ("weight", "bias"):
             names[f"{own}.{part}"] = tuple(f"{name}.{part}" for name in theirs)
 
-    def expansion(own: str, theirs: str, entries: Mapping[str, Any]) -> None:
-        linear(f"{own}.maps", *(f"{theirs}.{name}" for name in entries["maps"]))
-        for vectors in ("queries", "biases"):
-            names[f"{own}.{vectors}"] = (f"{theirs}.{entries[vectors]}.weight",)
+    def expansion(own: str, theirs: str, maps: tuple[str, ...]) -> None:
+        linear(f"{own}.maps", *(f"{theirs}.{name}" for name in maps))
+        names[f"{own}.queries"] = (f"{theirs}.query_exp_vectors.weight",)
+        names[f"{own}.biases"] = (f"{theirs}.bias_exp_vectors.weight",)
 
     linear("input", "input_linear")
     linear("output", "vocab_linear")
@@ -55,14 +47,14 @@ def upstream_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
         linear(f"{side}_sum.norm", f"{theirs}_reduce_norm")
     for index in range(config.encoder_layers):
         own, up = f"encoder.{index}", f"encoders.{index}"
-        expansion(f"{own}.mixer", f"{up}.stc_exp", _STATIC)
+        expansion(f"{own}.mixer", f"{up}.stc_exp", _STATIC_MAPS)
         for norm, number in (("mixer_norm", 1), ("feed_forward_norm", 2)):
             linear(f"{own}.{norm}", f"{up}.norm_{number}")
         linear(f"{own}.feed_forward.inner", f"{up}.ff.linear_1")
         linear(f"{own}.feed_forward.outer", f"{up}.ff.linear_2")
     for index in range(config.decoder_layers):
         own, up = f"decoder.{index}", f"decoders.{index}"
-        expansion(f"{own}.mixer", f"{up}.dyn_exp", _DYNAMIC)
+        expansion(f"{own}.mixer", f"{up}.dyn_exp", _DYNAMIC_MAPS)
         for norm, number in (("mixer_norm", 1), ("cross_norm", 2), ("feed_forward_norm", 3)):
             linear(f"{own}.{norm}", f"{up}.norm_{number}")
         linear(f"{own}.cross.query", f"{up}.mha.Wq")

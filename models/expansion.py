@@ -31,7 +31,17 @@ EPSILON = 1e-9  # equation 4's in the reference; it vanishes in float16, hence t
 
 def gated(gate: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
     """Equation 8, channel by channel; the gate multiplies the positive stream (specs item 1). All (..., D)."""
-    return torch.lerp(negative, positive, torch.sigmoid(gate))
+    return torch.lerp(negative, positive, torch.sigmoid(gate).to(positive.dtype))
+
+
+def full_precision(x: Tensor) -> torch.autocast:
+    """Autocast off, for the dynamic expansion.
+
+    Early positions are normalized over few keys, so their weights jump where M crosses zero: what bfloat16 decides
+    wrongly there moves logits by a tenth and more. Its products are small, too (in 16 bits most of their time would go
+    into copies), and a caption has few tokens.
+    """
+    return torch.autocast(x.device.type, enabled=False)
 
 
 class Expansion(nn.Module):
@@ -43,15 +53,14 @@ class Expansion(nn.Module):
         self.queries = nn.Parameter(torch.empty(vectors, d_model))
         self.biases = nn.Parameter(torch.empty(vectors, d_model))
         self.maps = nn.Linear(d_model, maps * d_model)  # one product for all linear maps of the input
-        self.map_count = maps
         self.dropout = Dropout(dropout)  # of M, of the expanded vectors and of both streams (specs item 3)
         self.factorized_dropout = factorized_dropout
 
     def init_weights(self) -> None:
         """Xavier uniform, each map on its own, as the reference draws them."""
-        nn.init.xavier_uniform_(self.queries)
-        nn.init.xavier_uniform_(self.biases)
-        xavier_blocks_(self.maps.weight, self.map_count)
+        for vectors in (self.queries, self.biases):
+            nn.init.xavier_uniform_(vectors)
+        xavier_blocks_(self.maps.weight, self.maps.out_features // self.maps.in_features)
 
     @property
     def long_form(self) -> bool:
@@ -107,41 +116,43 @@ class DynamicExpansion(Expansion):
         Bidirectional: real (B, L) True at real tokens, or None; padding is masked in both normalizations, as the
         tokens' own expanded vectors are part of the backward one.
         """
-        length = x.shape[1]
-        condition, key, value_positive, value_negative, gate = self.maps(x).chunk(5, -1)
-        by_condition = torch.bmm(condition, key.mT)  # (B, s, t)
-        by_vector = torch.matmul(key, self.queries.t()).mT  # (B, N_E, t)
-        m = self.dropout(by_condition[:, :, None] + by_vector[:, None])  # (B, s, N_E, t)
-        seen = reached = None
+        with full_precision(x):
+            condition, key, value_positive, value_negative, gate = self._maps(x).chunk(5, -1)
+            by_condition = torch.bmm(condition, key.mT)  # (B, s, t)
+            by_vector = torch.matmul(key, self.queries.t()).mT  # (B, N_E, t)
+            m = self.dropout(by_condition[:, :, None] + by_vector[:, None])  # (B, s, N_E, t)
+            seen, reached = self._masks(m, real)
+            forward, backward = dynamic_weights(m, seen, reached, self.epsilon)  # (2, B, s, N_E, t)
+            by_token = backward.sum(3).mT.unbind()  # (B, t, s)
+            offset = torch.matmul(backward.sum(2).mT, self.biases).unbind()  # (B, t, D)
+            rows = backward.flatten(2, 3).mT  # (2, B, t, s N_E)
+            if not self.long_form:
+                rows = self.drop_vectors(rows)
+            columns = forward.flatten(2, 3).unbind()  # (B, s N_E, u)
+            values = (value_positive, value_negative)
+            streams = []
+            for out, tokens, row, column, value in zip(offset, by_token, rows.unbind(), columns, values, strict=True):
+                out = torch.baddbmm(out, tokens, condition)
+                if self.long_form:
+                    expanded = self.dropout(torch.bmm(column, value))  # (B, s N_E, D), before its bias
+                    streams.append(torch.baddbmm(out, row, expanded))
+                else:
+                    streams.append(torch.baddbmm(out, torch.bmm(row, column), value))
+            return gated(gate, self.dropout(streams[0]), self.dropout(streams[1]))
+
+    def _maps(self, x: Tensor) -> Tensor:
+        """C, K, V1, V2 and the gate, side by side: (..., 5 D)."""
+        return self.maps(x.to(self.maps.weight.dtype))
+
+    def _masks(self, m: Tensor, real: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Which t each (s, n) sees and which (s, n) reach each t, as 0 and 1."""
         if self.causal:
+            length = m.shape[-1]
             seen = torch.ones(length, length, dtype=m.dtype, device=m.device).tril_()[:, None]  # (s, 1, t): t <= s
-            reached = seen.transpose(0, 2)
-        elif real is not None:
-            seen = real[:, None, None].to(m.dtype)  # (B, 1, 1, t)
-            reached = real[:, :, None, None].to(m.dtype)  # (B, s, 1, 1)
-        forward, backward = dynamic_weights(m, seen, reached, self.epsilon)  # (2, B, s, N_E, t)
-        by_token = backward.sum(3).mT.unbind()  # (B, t, s)
-        offset = torch.matmul(backward.sum(2).mT, self.biases).unbind()  # (B, t, D)
-        rows = backward.flatten(2, 3).mT  # (2, B, t, s N_E)
-        if not self.long_form:
-            rows = self.drop_vectors(rows)
-        paths = zip(
-            offset,
-            by_token,
-            rows.unbind(),
-            forward.flatten(2, 3).unbind(),
-            (value_positive, value_negative),
-            strict=True,
-        )
-        streams = []
-        for out, tokens, row, column, value in paths:  # row (B, t, s N_E), column (B, s N_E, u)
-            out = torch.baddbmm(out, tokens, condition)
-            if self.long_form:
-                expanded = self.dropout(torch.bmm(column, value))  # (B, s N_E, D), before its bias
-                streams.append(torch.baddbmm(out, row, expanded))
-            else:
-                streams.append(torch.baddbmm(out, torch.bmm(row, column), value))
-        return gated(gate, self.dropout(streams[0]), self.dropout(streams[1]))
+            return seen, seen.transpose(0, 2)
+        if real is None:
+            return None, None
+        return real[:, None, None].to(m.dtype), real[:, :, None, None].to(m.dtype)  # over t, over s
 
     def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
         """The next token of each beam: x (B*K, D) -> (B*K, D). Causal only; without dropout.
@@ -149,11 +160,9 @@ class DynamicExpansion(Expansion):
         ancestors (B, K, t): the slots that each beam has come through, its new one last. All beams of an image share
         its slots: products run over all slots of the image, then each beam picks (or sets) those of its ancestors.
         """
-        maps = self.maps(x)
-        with torch.autocast(x.device.type, enabled=False):
-            # these products are small; in 16 bits most of their time would go into copies
-            maps = maps.to(torch.promote_types(maps.dtype, torch.float32)).view(*ancestors.shape[:2], 5, -1)
-            by_vector = torch.matmul(maps[:, :, 1], self.queries.t().to(maps.dtype))  # (B, K, N_E): e_n k
+        with full_precision(x):
+            maps = self._maps(x).view(*ancestors.shape[:2], 5, -1)
+            by_vector = torch.matmul(maps[:, :, 1], self.queries.t())  # (B, K, N_E): e_n k
             step = ancestors.shape[-1] - 1
             kept = slots.put("maps", maps[:, :, :4].permute(2, 0, 1, 3), step)  # (4, B, slots, D)
             all_by_vector = slots.put("by_vector", by_vector[None], step)[0]  # (B, slots, N_E)
@@ -187,7 +196,7 @@ class DynamicExpansion(Expansion):
         both = torch.stack((across, backward.sum(4))).transpose(1, 2)  # (2, B, 2, K, t)
         weights.scatter_(4, where.transpose(0, 1).expand(2, -1, -1, -1, -1), both)
         by_bias = backward.sum(3).transpose(0, 1).reshape(images, -1, self.vectors)  # (B, 2 K, N_E)
-        out = torch.matmul(by_bias, self.biases.to(maps.dtype))
+        out = torch.matmul(by_bias, self.biases)
         out = torch.baddbmm(out, weights[1].view(images, -1, count), kept[0]).view(images, 2, beams, width)
         positive = torch.baddbmm(out[:, 0], weights[0, :, 0], kept[2])
         negative = torch.baddbmm(out[:, 1], weights[0, :, 1], kept[3])

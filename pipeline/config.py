@@ -25,7 +25,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class DataSection(Section):
@@ -118,9 +118,9 @@ class StageSection(Section):
     optimizer: OptimizerSection = OptimizerSection()
     label_smoothing: Fraction = 0.1
     dropout: Fraction | None = None
-    drop_path: Fraction = 0.0
+    drop_path: Fraction | None = None  # None: the backbone's
     clip_norm: Annotated[float, Field(gt=0)] | None = None
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Literal["float32", "bfloat16", "float64"] = "float32"
     scst: ScstSection | None = None
     validate_every_epochs: Annotated[float, Field(gt=0)] = 1.0
     patience: Positive | None = None  # validations in a row below the best that end the stage
@@ -175,7 +175,7 @@ class RunConfig(Section):
     """Everything that `raycap run` needs, in one file."""
 
     name: str
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**62)] = 0
     storage: str = "results"
     data: DataSection
     backbone: BackboneConfig
@@ -188,8 +188,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        if not re.fullmatch(r"[A-Za-z0-9_.-]+", self.name):
-            raise ValueError(f"name {self.name!r} must be made of letters, digits, '_', '-' and '.'")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name):
+            raise ValueError(f"name {self.name!r} must be letters, digits, '_', '-' and '.', a letter or digit first")
         if self.storage.startswith("s3://"):
             raise ValueError(f"storage {self.storage!r}: only local folders are supported in this version")
         names = [stage.name for stage in self.stages]
@@ -214,10 +214,22 @@ class RunConfig(Section):
         return next(stage for stage in self.stages if stage.name == name)
 
     def identity(self) -> str:
-        """Hash of what decides the result: not where it is stored, tracked, or by how many workers it is computed."""
+        """Hash of what decides the result, not of where and with what it is computed.
+
+        Left out: storage, tracking, workers, the size of pieces, how often a checkpoint is written. The data's
+        content is hashed apart, wherever it lies; a backbone's weights file counts by its content.
+        """
         body = self.model_dump(mode="json", exclude={"storage", "tracking", "workers"})
-        if self.data.root is not None:
-            body["data"]["root"] = None  # the data's content is hashed apart, wherever it lies
+        body["data"]["root"] = None
+        body["features"] = {key: body["features"][key] for key in ("compute_dtype", "stored_dtype")}
+        body["evaluation"].pop("batch_size")
+        for stage in body["stages"]:
+            stage.pop("checkpoint_every_steps")
+            stage.pop("checkpoint_every_minutes")
+        weights = Path(self.backbone.weights)
+        if self.backbone.weights not in ("none", "pretrained") and weights.is_file():
+            with weights.open("rb") as file:
+                body["backbone"]["weights"] = hashlib.file_digest(file, "sha256").hexdigest()
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
@@ -251,7 +263,9 @@ def parse_config(data: dict[str, Any]) -> RunConfig:
 
 
 def dump_config(config: RunConfig) -> str:
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    """YAML of the resolved configuration; the tracker's address, which may hold a password, is left out."""
+    values = config.model_dump(mode="json", exclude={"tracking": {"uri"}})
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def _apply(data: dict[str, Any], override: str) -> None:
@@ -268,7 +282,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
         last = depth == len(parts) - 1
         if isinstance(node, list):
             names = [item.get("name") if isinstance(item, dict) else None for item in node]
-            index = names.index(part) if part in names else int(part) if part.isdigit() else -1
+            index = names.index(part) if part in names else int(part) if part.isascii() and part.isdigit() else -1
             if not 0 <= index < len(node):
                 raise UserError(f"--set {key}: {part!r} is none of {', '.join(str(name) for name in names)}")
             if last:

@@ -22,12 +22,26 @@ class Context(Protocol):
         ...
 
 
+def device_for(gpus: float) -> torch.device:
+    """Where a process computes that was promised `gpus` GPUs: the configuration decides, not what happens to be there.
+
+    Raises RuntimeError when GPUs were promised and none can be seen.
+    """
+    if not gpus:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            f"{gpus} GPUs were asked for and torch sees none; set gpus_per_worker to 0 or check the driver"
+        )
+    return torch.device("cuda")
+
+
 class LocalContext:
     """One process, no cluster."""
 
-    def __init__(self, device: str | None = None) -> None:
+    def __init__(self, device: str | torch.device = "cpu") -> None:
         self.world_rank, self.world_size = 0, 1
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = torch.device(device)
         self.reports: list[dict[str, Any]] = []
 
     def report(self, metrics: dict[str, Any]) -> None:

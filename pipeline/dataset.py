@@ -1,7 +1,7 @@
 """Captioned images: reading annotation files, splits, and the table that every later step works from.
 
-A `Dataset` is columnar (one row an image) and is handed between processes as an Arrow file that is memory-mapped, so
-that a worker's memory does not grow with captions it does not touch.
+A `Dataset` is columnar (one row an image) and is handed between processes as an Arrow file. A worker that trains
+holds the caption ids of its splits in memory: about 60 bytes a caption.
 """
 
 from __future__ import annotations
@@ -69,12 +69,13 @@ class Dataset:
     def fingerprint(self) -> str:
         """Hash of image contents, ids, splits and captions: the same wherever the files lie."""
         digest = hashlib.sha256()
-        for batch in self.table.select(["image_id", "split", "key", "captions"]).to_batches(max_chunksize=4096):
+        columns = self.table.select(["image_id", "split", "key", "captions"]).combine_chunks()
+        for batch in columns.to_batches(max_chunksize=4096):
             digest.update(json.dumps(batch.to_pylist(), ensure_ascii=False).encode())
         return digest.hexdigest()
 
     def save(self, path: Path) -> None:
-        temporary = path.with_name(f".{path.name}.tmp")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
             writer.write_table(self.table, max_chunksize=4096)
         temporary.replace(path)
@@ -132,8 +133,12 @@ def read_karpathy(path: Path, images: Path) -> Dataset:
             captions = [sentence["raw"] for sentence in entry["sentences"]]
             split, filename = entry["split"], entry["filename"]
             folder = entry.get("filepath") or "."
-            if not all(isinstance(text, str) for text in (*captions, split, filename, folder)):
-                raise TypeError("a caption, split, filename or filepath is not text")
+            for text in (*captions, split, filename, folder):
+                if not isinstance(text, str) or "\0" in text:
+                    raise TypeError("a caption, split, filename or filepath is not text")
+                text.encode()  # a lone surrogate is no text
+            if not -(2**63) <= image_id < 2**63:
+                raise ValueError(f"the image id {image_id} has more than 64 bits")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"{path}: images[{number}] is malformed ({type(error).__name__}: {error})") from error
         if image_id in seen:

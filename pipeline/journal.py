@@ -48,7 +48,7 @@ class Follower:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.seen: set[tuple[str, str, int]] = {_name(entry) for entry in read_journal(path)}
+        self.seen: set[tuple[str, str, int, float]] = {_name(entry) for entry in read_journal(path)}
         self._changed = (0, 0)
 
     def new(self) -> list[dict[str, Any]]:
@@ -64,5 +64,5 @@ class Follower:
         return fresh
 
 
-def _name(entry: dict[str, Any]) -> tuple[str, str, int]:
-    return entry["stage"], entry["kind"], entry["step"]
+def _name(entry: dict[str, Any]) -> tuple[str, str, int, float]:
+    return entry["stage"], entry["kind"], entry["step"], entry["time"]

@@ -27,14 +27,14 @@ from models.transform import ImageTransform
 from pipeline.batches import Batch, Batches, Captions, Images
 from pipeline.captioning import caption_images
 from pipeline.config import StageSection, total_steps
-from pipeline.context import Context, sum_over_ranks
+from pipeline.context import Context, gather_objects, sum_over_ranks
 from pipeline.journal import Journal
 from pipeline.order import seed_of
 from pipeline.rewards import CaptionReward
 from pipeline.run_folder import RunFolder, write_json
 from pipeline.schedules import learning_rate, make_optimizer
 from pipeline.state import CheckpointWriter, Progress, finish_stage, load_checkpoint, save_best
-from pipeline.steps import Objective, cross_entropy_objective, scst_objective, scst_signature
+from pipeline.steps import Objective, check_reward, cross_entropy_objective, scst_objective, stage_reward
 from pipeline.store import FeatureStore
 from pipeline.weights import load_weights
 
@@ -101,23 +101,26 @@ class StageRun:
         self.path = folder.stage(stage.name)
         self.writer = CheckpointWriter(self.path, self.identity, self._fence)
         self.progress = Progress()
-        self.ended_early = ""
 
     def run(self) -> None:
         """Trains to the end of the stage and marks it as over."""
         progress = load_checkpoint(self.path, self.captioner, self.optimizer, self.identity) or Progress()
+        steps = gather_objects(self.context, progress.step)
+        if len(set(steps)) > 1:
+            raise RuntimeError(f"workers see different checkpoints of {self.path} (steps {steps}); it must be shared")
         if self._leads:
             self._fence()
             self.journal = Journal(self.folder.journal, self.stage.name, progress.step)
         text = f"continues from step {progress.step}" if progress.step else "starts"
         self._note("event", progress.step, {"text": f"{text} of {self.total}", "total": self.total})
         if self.stage.objective == "scst":
-            self._check_reward(progress.step)
+            self._note("reward", progress.step, {"text": check_reward(self.stage, self.reward)})
         self.captioner.train()
         self.progress, saved = progress, time.monotonic()
         window = _Window(self.context)
         every = self.folder.config.workers.log_every_steps
-        for step, batches in enumerate(self.batches.stream(progress.step, self.total), progress.step):
+        stop = progress.step if progress.ended_early else self.total
+        for step, batches in enumerate(self.batches.stream(progress.step, stop), progress.step):
             window.waited()
             window.add(self.step(step, batches))
             progress.step = step + 1
@@ -128,7 +131,7 @@ class StageRun:
                 self._validate()
                 window = _Window(self.context)
                 saved = time.monotonic()
-                if self.ended_early:
+                if progress.ended_early:
                     break
             elif progress.step % self.stage.checkpoint_every_steps == 0 or (
                 time.monotonic() - saved > 60 * self.stage.checkpoint_every_minutes
@@ -137,6 +140,7 @@ class StageRun:
                 saved = time.monotonic()
         self.writer.close()
         self._finish()
+        gather_objects(self.context, None)  # nobody begins the next stage before this one's result is written
 
     def step(self, step: int, batches: list[Batch]) -> dict[str, float]:
         """One optimizer step over this worker's micro-batches; returns this worker's numbers."""
@@ -157,17 +161,22 @@ class StageRun:
                 ):
                     output = self.objective(self.wrapped, self.captioner, moved, generator)
                 if not math.isfinite(output.numbers["loss"]):
-                    raise DivergedError(
-                        f"the loss is {output.numbers['loss']} in stage {self.stage.name}, step {step}, "
-                        f"rank {self.context.world_rank}; the last good checkpoint stays: lower lr or add clip_norm"
-                    )
+                    raise DivergedError(self._diverged("loss", output.numbers["loss"], step))
                 (output.loss * self.context.world_size).backward()  # DDP averages; the loss is a share of a global sum
             for key, value in output.numbers.items():
                 numbers[key] = numbers.get(key, 0.0) + value
         norm = nn.utils.clip_grad_norm_(self.captioner.parameters(), self.stage.clip_norm or math.inf)
+        if not math.isfinite(norm):
+            raise DivergedError(self._diverged("gradient norm", float(norm), step))
         numbers["gradient_norm"] = float(norm) / self.context.world_size  # summed over ranks, on each the same
         self.optimizer.step()
         return numbers
+
+    def _diverged(self, what: str, value: float, step: int) -> str:
+        return (
+            f"the {what} is {value} in stage {self.stage.name}, step {step}, rank {self.context.world_rank}; "
+            "the last good checkpoint stays: lower lr or add clip_norm"
+        )
 
     def _captioner(self) -> Captioner:
         config, folder, stage = self.folder.config, self.folder, self.stage
@@ -177,50 +186,29 @@ class StageRun:
         backbone = None
         if stage.train_backbone:
             backbone = Backbone(config.backbone)
-            set_drop_path(backbone, stage.drop_path)
+            if stage.drop_path is not None:
+                set_drop_path(backbone, stage.drop_path)
             load_weights(backbone, folder.weights_before(stage, "backbone"))
-        return Captioner(model, backbone).to(self.context.device)
+        captioner = Captioner(model, backbone).to(self.context.device)
+        return captioner.double() if stage.precision == "float64" else captioner
 
     def _objective(self, train: Any) -> Objective:
         pad = self.vocabulary.pad
         if self.stage.objective == "cross_entropy":
             return cross_entropy_objective(self.stage, pad)
-        section = self.stage.sampling
-        by_caption = section.document_frequency == "captions"
-        self.reward = CaptionReward(
-            train.references(), self.vocabulary, eos=section.eos_in_reward, caption_documents=by_caption
-        )
+        self.reward = stage_reward(self.stage, train.references(), self.vocabulary)
         ids = torch.tensor(train.column("image_id"))
         return scst_objective(self.stage, self.reward, ids, pad, self.vocabulary.words)
 
-    def _check_reward(self, step: int) -> None:
-        """Before SCST: what people wrote must score far above zero, and worse without its EOS."""
-        section = self.stage.sampling
-        found = self.reward.ground_truth()
-        text = f"SCST {scst_signature(section)}"
-        if found is None:
-            text += "; no image has two captions, so ground truth cannot be scored against the others"
-        else:
-            whole, cut = found
-            text += f"; ground truth scores {whole:.3f} against its image's other captions"
-            if whole < 0.05:
-                raise ValueError(
-                    f"stage {self.stage.name}: ground-truth captions score {whole:.4f} against their image's other "
-                    "captions: the captions of an image have nothing in common, or are not its own; check the data"
-                )
-            if section.eos_in_reward:
-                text += f", {cut:.3f} without EOS"
-                if cut == whole:
-                    raise ValueError(
-                        f"stage {self.stage.name}: captions score {whole:.4f} with EOS and without it; it does not "
-                        "reach the reward"
-                    )
-        self._note("reward", step, {"text": text})
-
     def _moved(self, batch: Batch) -> Batch:
         device = self.context.device
+        dtype = torch.float64 if self.stage.precision == "float64" else torch.float32
         return Batch(
-            batch.inputs.to(device), batch.tokens.to(device), batch.images, batch.global_targets, batch.global_images
+            batch.inputs.to(device, dtype),
+            batch.tokens.to(device),
+            batch.images,
+            batch.global_targets,
+            batch.global_images,
         )
 
     def _rate(self, step: int) -> float:
@@ -258,16 +246,16 @@ class StageRun:
         if stage.plateau and progress.since_best and progress.since_best % stage.plateau.patience == 0:
             progress.reductions += 1
         if stage.patience and progress.since_best >= stage.patience:
-            self.ended_early = f"no better validation {progress.since_best} times in a row"
+            progress.ended_early = f"no better validation {progress.since_best} times in a row"
         if stage.objective == "scst":
             reference = max(self._best_before(), progress.best_score)
             if score < (1 - stage.sampling.max_fall) * reference:
-                self.ended_early = f"validation CIDEr-D fell to {score:.4f} from {reference:.4f}"
+                progress.ended_early = f"validation CIDEr-D fell to {score:.4f} from {reference:.4f}"
 
     def _best_before(self) -> float:
-        """The best validation CIDEr-D of the stages before this one that were kept; -inf without any."""
+        """Validation CIDEr-D of what this stage started from, the newest stage that was kept; -inf without any."""
         before = [self.folder.result(stage.name) for stage in self.folder.before(self.stage)]
-        return max((result["best_score"] for result in before if result and result["kept"]), default=-math.inf)
+        return next((result["best_score"] for result in reversed(before) if result and result["kept"]), -math.inf)
 
     def _score(self, captions: dict[int, str]) -> float:
         """Mean CIDEr-D over the validation images, in the field's scale (1.404 for 140.4); on every rank alike."""
@@ -285,17 +273,19 @@ class StageRun:
             return
         self._fence()
         progress, rival = self.progress, self._best_before()
-        kept = not self.stage.keep_if_better or progress.best_score > rival
+        # A stage that was stopped because its score fell is no step forward unless it rose first.
+        demanding = self.stage.keep_if_better or (self.stage.objective == "scst" and bool(progress.ended_early))
+        kept = not demanding or progress.best_score > rival
         result = {
             "steps": progress.step,
             "best_step": progress.best_step,
             "best_score": progress.best_score,
             "kept": kept,
-            "ended_early": self.ended_early,
+            "ended_early": progress.ended_early,
         }
         finish_stage(self.path, result)
         verdict = "kept" if kept else f"not kept: the stage before has {rival:.4f}"
-        early = f" (ended early: {self.ended_early})" if self.ended_early else ""
+        early = f" (ended early: {progress.ended_early})" if progress.ended_early else ""
         text = f"done: best validation CIDEr-D {progress.best_score:.4f} at step {progress.best_step}, {verdict}{early}"
         self._note("done", progress.step, {"text": text})
 

@@ -25,7 +25,7 @@ from models.registry import build_model
 from pipeline.config import DataSection, RunConfig, dump_config
 from pipeline.dataset import Dataset, build_vocabulary, longest_caption, read_dataset
 from pipeline.errors import UserError
-from pipeline.run_folder import RunFolder, code_digest, run_identity, write_json
+from pipeline.run_folder import RunFolder, code_digest, run_identity, write_json, write_text
 from pipeline.snapshot import take_snapshot
 from pipeline.synthetic import write_dataset
 from pipeline.text import Vocabulary
@@ -52,17 +52,25 @@ def prepare(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
     fingerprint = dataset.fingerprint()
     folder = RunFolder(config.storage_path / "runs" / run_identity(config, fingerprint))
     if (folder.path / "run.json").is_file():
-        return folder
+        if not (folder.path / "COMPLETE.json").is_file() and folder.dataset.column("uri") != dataset.column("uri"):
+            dataset.save(folder.path / "data.arrow")  # the same content, moved to another place
+        return RunFolder(folder.path)
     train = dataset.split(*config.data.train_splits)
     vocabulary = build_vocabulary(train, config.data.min_count)
-    longest = config.model.max_positions or longest_caption(train)
+    longest = longest_caption(train)
+    if config.model.max_positions is not None and config.model.max_positions < longest:
+        raise UserError(
+            f"model.max_positions = {config.model.max_positions} is less than the longest training caption's {longest} "
+            "tokens with SOS and EOS; raise it or leave it out"
+        )
+    longest = config.model.max_positions or longest
     sampled = [stage.sampling.max_length for stage in config.stages if stage.objective == "scst"]
     positions = max(longest, config.evaluation.max_length, *sampled)
     model, backbone = _initial(config, vocabulary, positions)
     folder.path.mkdir(parents=True, exist_ok=True)
     dataset.save(folder.path / "data.arrow")
-    vocabulary.save(folder.path / "vocabulary.json")
-    (folder.path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    write_text(folder.path / "vocabulary.json", vocabulary.to_json())
+    write_text(folder.path / "config.yaml", dump_config(config))
     save_weights(model, folder.path / "init" / "model.safetensors")
     save_weights(backbone, folder.path / "init" / "backbone.safetensors")
     write_json(  # last: its presence says that the folder is whole
@@ -124,8 +132,8 @@ def _commit() -> str:
     here = Path(__file__).resolve().parent.parent
     if git is None or not (here / ".git").exists():
         return "unknown"
-    found = subprocess.run([git, "-C", str(here), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
+    command = [git, "-C", str(here), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
 
 
 def _version(name: str) -> str:

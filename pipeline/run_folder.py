@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import uuid
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,10 +38,15 @@ def code_digest() -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """JSON under a temporary name, then renamed."""
+    """JSON, whole or not at all."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Text under a temporary name of this process, then renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
 
 
@@ -86,11 +92,7 @@ class RunFolder:
     def begin_attempt(self) -> str:
         """Takes the run over: workers of earlier attempts that still live may not write any more."""
         token = uuid.uuid4().hex
-        path = self.path / "log" / "attempt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(".attempt.tmp")
-        temporary.write_text(token)
-        temporary.replace(path)
+        write_text(self.path / "log" / "attempt", token)
         return token
 
     @property
@@ -122,7 +124,9 @@ class RunFolder:
             result = self.result(candidate.name)
             if result is None or not result["kept"]:
                 continue
-            path = self.stage(candidate.name) / f"best-{result['best_step']}" / f"{part}.safetensors"
-            if path.is_file():
-                return path
+            best = self.stage(candidate.name) / f"best-{result['best_step']}"
+            if not best.is_dir():
+                raise FileNotFoundError(f"{best} is gone, the weights that stage {candidate.name} ended with")
+            if (best / f"{part}.safetensors").is_file():
+                return best / f"{part}.safetensors"
         return self.path / "init" / f"{part}.safetensors"

@@ -35,6 +35,7 @@ class Progress:
     best_score: float = float("-inf")
     since_best: int = 0  # validations since the best
     reductions: int = 0  # how often the plateau rule has lowered the rate
+    ended_early: str = ""  # why the stage stops before its last step, once it does
 
 
 class CheckpointWriter:
@@ -75,6 +76,7 @@ class CheckpointWriter:
         _publish(temporary, target)
         for _, old in _numbered(self.folder, "step-")[:-KEEP]:
             shutil.rmtree(old, ignore_errors=True)
+        _keep_best(self.folder, record["best_step"])  # only now does a checkpoint on disk name it
 
 
 def _copied(value: Any) -> Any:
@@ -104,13 +106,16 @@ def load_checkpoint(
 
 
 def save_best(folder: Path, captioner: Captioner, step: int) -> None:
-    """The weights of the best validation so far, replacing the ones before."""
+    """The weights of the best validation so far; the ones before go when a checkpoint that names these is on disk."""
     target = folder / f"best-{step}"
     temporary = _fresh(folder / f".{target.name}.tmp")
     save_weights(captioner.model, temporary / "model.safetensors")
     if captioner.backbone is not None:
         save_weights(captioner.backbone, temporary / "backbone.safetensors")
     _publish(temporary, target)
+
+
+def _keep_best(folder: Path, step: int) -> None:
     for number, old in _numbered(folder, "best-"):
         if number != step:
             shutil.rmtree(old, ignore_errors=True)
@@ -118,10 +123,11 @@ def save_best(folder: Path, captioner: Captioner, step: int) -> None:
 
 def finish_stage(folder: Path, result: dict[str, Any]) -> None:
     """Marks a stage as over and removes the checkpoints that only served to go on."""
+    _keep_best(folder, result["best_step"])
     temporary = folder / ".DONE.tmp"
     temporary.write_text(json.dumps(result, indent=1))
     temporary.replace(folder / "DONE.json")
-    for _, old in _numbered(folder, "step-"):
+    for old in (*folder.glob("step-*"), *folder.glob(".*.tmp")):
         shutil.rmtree(old, ignore_errors=True)
 
 

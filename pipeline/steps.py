@@ -9,7 +9,7 @@ mean over images and samples. `scst_signature` says it in SacreEOS form.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from pipeline.batches import Batch
 from pipeline.config import ScstSection, StageSection
 from pipeline.losses import caption_log_probs, smoothed_cross_entropy
 from pipeline.rewards import CaptionReward
+from pipeline.text import Vocabulary
 
 BROKEN_ENDINGS = frozenset(
     [
@@ -64,7 +65,7 @@ class StepOutput:
     """`loss` is this worker's part of the global mean: sums over workers and micro-steps give it."""
 
     loss: Tensor
-    numbers: dict[str, float]  # summed over micro-steps and workers, then divided by the counts named count_*
+    numbers: dict[str, float]  # this part of global means: summed over micro-steps and workers
 
 
 Objective = Callable[[nn.Module, Captioner, Batch, torch.Generator], StepOutput]
@@ -123,6 +124,36 @@ def scst_objective(
         return StepOutput(loss, numbers)
 
     return run
+
+
+def stage_reward(stage: StageSection, references: Mapping[int, Sequence[str]], vocabulary: Vocabulary) -> CaptionReward:
+    """The reward that an SCST stage asks for, over the training references by image id."""
+    section = stage.sampling
+    by_caption = section.document_frequency == "captions"
+    return CaptionReward(references, vocabulary, eos=section.eos_in_reward, caption_documents=by_caption)
+
+
+def check_reward(stage: StageSection, reward: CaptionReward) -> str:
+    """What people wrote must score far above zero, and EOS must reach the score; a line for the log.
+
+    Raises ValueError otherwise: the data or the reward is broken, and SCST would climb towards nothing.
+    """
+    text = f"SCST {scst_signature(stage.sampling)}"
+    found = reward.ground_truth()
+    if found is None:
+        return f"{text}; no image has two captions, so ground truth cannot be scored against the others"
+    whole, cut = found
+    if whole < 0.05:
+        raise ValueError(
+            f"stage {stage.name}: ground-truth captions score {whole:.4f} against their image's other captions: the "
+            "captions of an image have nothing in common, or are not its own; check the data"
+        )
+    text += f"; ground truth scores {whole:.3f} against its image's other captions"
+    if not stage.sampling.eos_in_reward:
+        return text
+    if cut == whole:
+        raise ValueError(f"stage {stage.name}: captions score {whole:.4f} with EOS and without it; it is not rewarded")
+    return f"{text}, {cut:.3f} without EOS"
 
 
 def scst_signature(section: ScstSection) -> str:

@@ -97,8 +97,11 @@ class Vocabulary:
                 words.append(self.words[index])
         return " ".join(words)
 
+    def to_json(self) -> str:
+        return json.dumps({"words": self.words}, ensure_ascii=False, indent=0)
+
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps({"words": self.words}, ensure_ascii=False, indent=0), encoding="utf-8")
+        path.write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Vocabulary:

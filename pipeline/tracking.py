@@ -12,6 +12,7 @@ import importlib.metadata
 import io
 import logging
 import os
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,27 +28,50 @@ SERVING_PACKAGES = ("mlflow", "numpy", "pillow", "pyyaml", "safetensors", "timm"
 
 
 class Tracker:
-    """Sends a run's journal in the background. `close` sends the rest and says how the run ended."""
+    """Sends a run's journal in the background once started; the end of a run goes through `close` or `finish`."""
 
     def __init__(self, folder: RunFolder, config: RunConfig, say: Callable[[str], None], every_s: float = 5.0) -> None:
         self.folder, self.config, self.say, self.every_s = folder, config, say, every_s
         self._stop = threading.Event()
         self._warned = False
-        self._thread = threading.Thread(target=self._follow, name="tracker", daemon=True)
-        if config.tracking.enabled:
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        if self.config.tracking.enabled:
+            self._thread = threading.Thread(target=self._follow, name="tracker", daemon=True)
             self._thread.start()
+
+    def close(self, status: str) -> None:
+        """Sends what is left and ends the runs with `status` (FAILED, KILLED)."""
+        self._join()
+        if self.config.tracking.enabled:
+            self._try(lambda: sync(self.folder, self.config, status=status))
+
+    def finish(self, scores: dict[str, float], bundle: Path) -> str | None:
+        """Sends all there is, with scores, report and model; returns the registered name/version.
+
+        None when tracking is off or the tracker does not take it: nothing is lost, and it may be called again.
+        """
+        self._join()
+        registered: list[str] = []
+
+        def everything() -> None:
+            sync(self.folder, self.config)
+            log_results(self.folder, self.config, scores)
+            registered.append(register_model(self.folder, self.config, bundle, scores))
+            sync(self.folder, self.config, status="FINISHED")
+
+        done = self.config.tracking.enabled and self._try(everything)
+        return registered[0] if done else None
+
+    def _join(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
 
     def _follow(self) -> None:
         while not self._stop.wait(self.every_s):
             self._try(lambda: sync(self.folder, self.config))
-
-    def close(self, status: str, finish: Callable[[Any, str], None] | None = None) -> bool:
-        """Sends the rest; `finish(mlflow client, parent run id)` adds artefacts. False when the tracker is down."""
-        if not self.config.tracking.enabled:
-            return True
-        self._stop.set()
-        self._thread.join()
-        return self._try(lambda: sync(self.folder, self.config, status=status, finish=finish))
 
     def _try(self, action: Callable[[], None]) -> bool:
         try:
@@ -55,9 +79,8 @@ class Tracker:
         except Exception as error:  # whatever the tracker does, training goes on
             if not self._warned:
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-                self.say(
-                    f"tracker: {tracking_uri(self.config)} does not take metrics ({reason}); they stay in the journal"
-                )
+                where = public_uri(self.config)
+                self.say(f"tracker: {where} does not take everything ({reason}); the journal keeps it")
                 self._warned = True
             return False
         return True
@@ -67,59 +90,76 @@ def tracking_uri(config: RunConfig) -> str:
     return config.tracking.uri or f"sqlite:///{config.storage_path / 'mlflow.db'}"
 
 
-def sync(
-    folder: RunFolder,
-    config: RunConfig,
-    *,
-    status: str | None = None,
-    finish: Callable[[Any, str], None] | None = None,
-) -> None:
-    """Creates what runs are missing and sends journal entries not sent before. `status` closes all runs with it."""
-    client = _client(config)
-    path = folder.path / "log" / "tracked.json"
-    state: dict[str, Any] = read_json(path) if path.is_file() else {"parent": None, "stages": {}, "sent": {}}
-    if state["parent"] is None:
-        state["parent"] = _create_parent(client, folder, config)
-        write_json(path, state)
-    for entry_stage in dict.fromkeys(entry["stage"] for entry in read_journal(folder.journal)):
-        if entry_stage not in state["stages"]:
-            state["stages"][entry_stage] = _create_child(client, folder, config, entry_stage, state["parent"])
-            write_json(path, state)
-    for stage, run_id in state["stages"].items():
-        _send(client, folder, stage, run_id, state["sent"])
-        write_json(path, state)
-        if folder.result(stage) is not None:
-            client.set_terminated(run_id, "FINISHED")
-        elif status:
-            client.set_terminated(run_id, status)
-    if finish is not None:
-        finish(client, state["parent"])
-    if status is not None:
-        client.set_terminated(state["parent"], status)
+def public_uri(config: RunConfig) -> str:
+    """The tracker's address without the user and password that may stand in it."""
+    return re.sub(r"(?<=://)[^/@]*@", "", tracking_uri(config))
 
 
-def log_results(folder: RunFolder, scores: dict[str, float], files: list[Path]) -> Callable[[Any, str], None]:
-    """A `finish` that logs scores and files with the parent run."""
+class _State:
+    """What the tracker at one address has of a run: log/tracked.json, by address."""
 
-    def finish(client: Any, parent: str) -> None:
-        for name, value in scores.items():
-            client.log_metric(parent, name, value)
-        for file in files:
-            client.log_artifact(parent, str(file))
+    def __init__(self, folder: RunFolder, config: RunConfig) -> None:
+        self.path, self.key = folder.path / "log" / "tracked.json", public_uri(config)
+        known = read_json(self.path) if self.path.is_file() else {}
+        empty: dict[str, Any] = {"parent": None, "stages": {}, "sent": {}, "ended": []}
+        self.values: dict[str, Any] = known.get(self.key, empty)
+        self.others = known
 
-    return finish
+    def save(self) -> None:
+        write_json(self.path, self.others | {self.key: self.values})
 
 
-def register_model(folder: RunFolder, config: RunConfig, bundle: Path, scores: dict[str, float]) -> str | None:
+def sync(folder: RunFolder, config: RunConfig, *, status: str | None = None) -> None:
+    """Creates what runs are missing and sends journal entries not sent before.
+
+    Without `status` the parent is RUNNING, also after an attempt that failed; with it the parent and all stages that
+    are not over end. Raises what MLflow raises.
+    """
+    client, state = _client(config), _State(folder, config)
+    values = state.values
+    if values["parent"] is None:
+        values["parent"] = _create_parent(client, folder, config)
+        state.save()
+    for stage in dict.fromkeys(entry["stage"] for entry in read_journal(folder.journal)):
+        if stage not in values["stages"]:
+            values["stages"][stage] = _create_child(client, folder, config, stage, values["parent"])
+            state.save()
+    for stage, run_id in values["stages"].items():
+        _send(client, folder, stage, run_id, values["sent"])
+        over = folder.result(stage) is not None
+        _set_status(client, values, run_id, "FINISHED" if over else status or "RUNNING")
+        state.save()
+    _set_status(client, values, values["parent"], status or "RUNNING")
+    state.save()
+
+
+def _set_status(client: Any, values: dict[str, Any], run_id: str, status: str) -> None:
+    """Once only: ending a run again would move its end time."""
+    known = values.setdefault("status", {})
+    if known.get(run_id) == status:
+        return
+    if status == "RUNNING":
+        client.update_run(run_id, status=status)
+    else:
+        client.set_terminated(run_id, status)
+    known[run_id] = status
+
+
+def log_results(folder: RunFolder, config: RunConfig, scores: dict[str, float]) -> None:
+    """Scores and files (report, scores, facts) with the parent run."""
+    client, parent = _client(config), _State(folder, config).values["parent"]
+    for name, value in scores.items():
+        client.log_metric(parent, name, value)
+    for file in ("report.html", "scores.json", "run.json"):
+        client.log_artifact(parent, str(folder.path / file))
+
+
+def register_model(folder: RunFolder, config: RunConfig, bundle: Path, scores: dict[str, float]) -> str:
     """Logs the bundle as a pyfunc model of the parent run and registers it with its scores; returns name/version.
 
-    A version that this run registered before is returned as it is. None when the tracker has not seen the run.
+    A version that this run registered before is returned as it is.
     """
-    path = folder.path / "log" / "tracked.json"
-    parent = read_json(path)["parent"] if path.is_file() else None
-    if parent is None:
-        return None
-    client = _client(config)
+    client, parent = _client(config), _State(folder, config).values["parent"]
     found = client.search_model_versions(f"run_id = '{parent}'")
     if found:
         return f"{found[0].name}/{found[0].version}"
@@ -196,7 +236,7 @@ def _create_parent(client: Any, folder: RunFolder, config: RunConfig) -> str:
         "raycap.code": facts["code"],
     }
     run = client.create_run(_experiment(client, config), tags=tags)
-    flat = _flatten(config.model_dump(mode="json"))
+    flat = _flatten(config.model_dump(mode="json", exclude={"tracking": {"uri"}}))
     params = [Param(key, str(value)[:6000]) for key, value in flat.items()]
     for start in range(0, len(params), 100):
         client.log_batch(run.info.run_id, params=params[start : start + 100])

@@ -17,25 +17,32 @@ from models.layers import set_dropout
 from models.registry import build_model
 from pipeline.batches import Batch, Captions
 from pipeline.config import StageSection
-from pipeline.context import LocalContext
-from pipeline.rewards import CaptionReward
+from pipeline.context import device_for
 from pipeline.run_folder import RunFolder
 from pipeline.schedules import make_optimizer
-from pipeline.steps import cross_entropy_objective, scst_objective
+from pipeline.steps import check_reward, cross_entropy_objective, scst_objective, stage_reward
 
 
 def trial_steps(run: Path) -> list[dict[str, Any]]:
     """One forward, backward and update of every stage on random inputs and the longest captions; keeps nothing.
 
-    Returns for each stage its name, seconds and memory in MiB (resident on the CPU, peak on a GPU).
+    Returns for each stage its name, seconds and memory in MiB (resident on the CPU, peak on a GPU), or the error that
+    training would meet. The reward of SCST is checked on the ground truth too.
     """
     folder = RunFolder(run)
     torch.set_num_threads(folder.config.workers.threads_per_worker)
-    return [_trial(folder, stage) for stage in folder.config.stages]
+    rows = []
+    for stage in folder.config.stages:
+        try:
+            rows.append(_trial(folder, stage))
+        except (ValueError, torch.OutOfMemoryError, MemoryError) as error:
+            rows.append({"stage": stage.name, "error": " ".join(str(error).split()) or type(error).__name__})
+    return rows
 
 
 def _trial(folder: RunFolder, stage: StageSection) -> dict[str, Any]:
-    config, sizes, device = folder.config, folder.sizes, LocalContext().device
+    config, sizes = folder.config, folder.sizes
+    device = device_for(config.workers.gpus_per_worker)
     begin = time.monotonic()
     torch.manual_seed(config.seed)
     if device.type == "cuda":
@@ -53,7 +60,8 @@ def _trial(folder: RunFolder, stage: StageSection) -> dict[str, Any]:
     if stage.objective == "cross_entropy":
         objective = cross_entropy_objective(stage, sizes.pad)
     else:
-        reward = CaptionReward(train.references(), folder.vocabulary, eos=stage.sampling.eos_in_reward)
+        reward = stage_reward(stage, train.references(), folder.vocabulary)
+        check_reward(stage, reward)
         ids = torch.tensor(train.column("image_id"))
         objective = scst_objective(stage, reward, ids, sizes.pad, folder.vocabulary.words)
     generator = torch.Generator(device).manual_seed(config.seed)

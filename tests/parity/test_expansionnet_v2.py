@@ -81,6 +81,16 @@ def test_a_model_that_forgets_the_padding_is_noticed(model: CaptionModel, record
     assert (memory.states - recorded["encoder_output"]).abs().max() > 1e-2
 
 
+@torch.no_grad()
+def test_bfloat16_logits(model: CaptionModel, recorded: dict[str, Any]) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(recorded["features"], real_lengths(recorded), recorded["tokens"][:, :-1])
+    assert logits.dtype == torch.bfloat16
+    expected = recorded["logits"]
+    error = (logits.float() - expected).abs().amax(-1) / expected.abs().amax(-1)
+    assert error[recorded["tokens"][:, 1:] != recorded["pad"]].max() < 3e-2
+
+
 def loss(model: CaptionModel, recorded: dict[str, Any]) -> Tensor:
     tokens = recorded["tokens"]
     logits = model(recorded["features"], real_lengths(recorded), tokens[:, :-1])

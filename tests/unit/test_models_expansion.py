@@ -187,7 +187,7 @@ def test_dropout_is_exact_in_distribution() -> None:
         kept = dropout(x, p)
         real = round(256 * p) / 256
         assert abs((kept == 0).double().mean().item() - real) < 5 * (real * (1 - real) / x.numel()) ** 0.5
-        assert set(kept.unique().tolist()) == {0.0, pytest.approx(1 / (1 - real), rel=1e-6)}
+        assert kept.unique().tolist() == pytest.approx([0.0, 1 / (1 - real)], rel=1e-6)
         pairs = ((kept[:, 1:] == 0) & (kept[:, :-1] == 0)).double().mean().item()
         assert abs(pairs - real**2) < 6 * (real**2 / x.numel()) ** 0.5
     gradient_input = torch.ones(64, 64, requires_grad=True)
@@ -211,7 +211,9 @@ def test_initial_weights_are_the_references() -> None:
     model = build_model(ModelConfig(d_model=64, d_ff=96, heads=4, static_expansion=(20, 30)), SIZES)
     assert isinstance(model, ExpansionNet)
     bound = (6 / (64 + 64)) ** 0.5
-    for block in model.decoder[0].mixer.maps.weight.chunk(5):
+    mixer = model.decoder[0].mixer
+    assert isinstance(mixer, DynamicExpansion)
+    for block in mixer.maps.weight.chunk(5):
         assert bound * 0.97 < block.abs().max() <= bound
     vectors = (6 / (50 + 64)) ** 0.5
     assert vectors * 0.95 < model.encoder[0].mixer.queries.abs().max() <= vectors  # type: ignore[union-attr]
@@ -219,15 +221,35 @@ def test_initial_weights_are_the_references() -> None:
     assert bool((model.encoder[0].mixer_norm.weight == 1).all())
 
 
-@pytest.mark.parametrize("mixers", MIXERS[:2])
-def test_bfloat16_stays_close(mixers: dict[str, object]) -> None:
-    model = small_model(4, d_model=64, d_ff=96, heads=4, **mixers).float()
-    features, tokens = torch.randn(4, 9, 7), torch.randint(3, 11, (8, 8))
+@torch.no_grad()
+@pytest.mark.parametrize(("dynamic", "within"), [(None, 1.0), (16, 0.95)])
+def test_bfloat16_stays_close(dynamic: int | None, within: float) -> None:
+    """Of a dynamic expansion's rows a few may jump: the weights of the first positions jump where M crosses zero."""
+    sizes = ModelSizes(feature_width=32, vocabulary_size=50, max_positions=12, sos=0, eos=1, pad=2)
+    torch.manual_seed(0)
+    config = ModelConfig(d_model=64, d_ff=96, heads=4, static_expansion=(16, 32), dynamic_expansion=dynamic)
+    model = build_model(config, sizes).eval()
+    features, tokens = torch.randn(32, 16, 32), torch.randint(3, 50, (64, 12))
     full = model(features, None, tokens)
     with torch.autocast("cpu", torch.bfloat16):
         half = model(features, None, tokens)
     assert half.dtype == torch.bfloat16
-    assert ((half.float() - full).abs().amax(-1) / full.abs().amax(-1)).max() < 3e-2
+    error = (half.float() - full).abs().amax(-1) / full.abs().amax(-1)
+    assert error.median() < 1e-2
+    assert (error < 3e-2).double().mean() >= within
+
+
+@torch.no_grad()
+def test_bfloat16_steps_are_bfloat16_teacher_forcing() -> None:
+    model = small_model(0, d_model=32, d_ff=32).float()
+    features, tokens = torch.randn(3, 5, 7), torch.randint(3, 11, (6, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        memory = model.encode(features)
+        expected, cache = model.decode(memory, tokens).float(), model.init_cache(memory, 2)
+        for position in range(8):
+            logits, cache = model.step(tokens[:, position], cache)
+            error = (logits.float() - expected[:, position]).abs().amax(-1) / expected[:, position].abs().amax(-1)
+            assert error.median() < 1e-2
 
 
 @pytest.mark.parametrize(
