@@ -138,7 +138,8 @@ def load_strictly(module: nn.Module, state: dict[str, Tensor], what: str) -> Non
     own = module.state_dict()
     missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     if missing or extra:
-        parts = [f"lacks {_listed(missing)}"] * bool(missing) + [f"has unknown {_listed(extra)}"] * bool(extra)
+        parts = [f"lacks {_listed(missing)}"] if missing else []
+        parts += [f"has unknown {_listed(extra)}"] if extra else []
         raise ValueError(f"{what} {' and '.join(parts)}; it does not belong to this configuration")
     for name, tensor in own.items():
         if tensor.shape != state[name].shape:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,15 @@ from pipeline.upstream import read_expansionnet_vocabulary
 
 GOLDEN = Path(__file__).resolve().parent / "golden" / "expansionnet_v2"
 SETTINGS = ("model.static_expansion=[4,8,16]", "model.heads=4")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Small tensors: more threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-5) -> None:

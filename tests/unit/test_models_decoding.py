@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,6 +17,15 @@ from models.base import CaptionModel, ModelConfig, ModelSizes
 from models.decoding import Captions, beam_search, caption_lengths, greedy, invert, sample
 from models.registry import build_model
 from tests.unit.test_models_expansion import MIXERS, SIZES, exact, small_model
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Small tensors: more threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def tiny(seed: int, vocabulary: int = 4, positions: int = 8, **changes: object) -> CaptionModel:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,6 +25,15 @@ MIXERS = (
     {"static_expansion": None, "dynamic_expansion": 4},
     {"static_expansion": (6,), "dynamic_expansion": None},
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Small tensors: more threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def small_model(seed: int, **changes: object) -> ExpansionNet:
@@ -178,6 +189,67 @@ def test_dropout_keeps_the_expectation_of_the_expanded_vectors(expansion_dropout
     drops = torch.stack([layer(x, None) for _ in range(4000)])
     assert (drops.mean(0) - expected).abs().max() < 5 * drops.std(0).max() / 4000**0.5
     assert drops.std(0).min() > 1e-3
+
+
+class RecordedDropout(Dropout):
+    """Drops at random and keeps its masks."""
+
+    def __init__(self) -> None:
+        super().__init__(0.4)
+        self.masks: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.masks.append((torch.rand_like(x) > 0.4) / 0.6)
+        return x * self.masks[-1]
+
+
+def normalized(x: Tensor) -> Tensor:
+    return x / (x.sum(-1, keepdim=True) + 1e-9)
+
+
+def test_static_dropout_stands_where_the_reference_has_it() -> None:
+    """On M before ReLU, on the expanded vectors with their bias, on both streams (specs item 3)."""
+    layer = StaticExpansion(6, (3, 2), 0.4, False).double().train()
+    layer.init_weights()
+    layer.dropout = RecordedDropout()
+    x = torch.randn(2, 4, 6, dtype=torch.float64)
+    ours = layer(x, None)
+    on_m, *others = layer.dropout.masks
+    on_expanded, on_streams = others[:2], others[2:]
+    key, *values, gate = layer.maps(x).chunk(4, -1)
+    m = layer.queries @ key.mT / 6**0.5 * on_m.mT
+    streams = []
+    for index, signed in enumerate((m, -m)):
+        expanded = (normalized(signed.relu()) @ values[index] + layer.biases) * on_expanded[index]
+        backward = torch.cat([normalized(part) for part in signed.relu().mT.split((3, 2), -1)], -1) / 2
+        streams.append(backward @ expanded * on_streams[index])
+    opened = gate.sigmoid()
+    exact(ours, opened * streams[0] + (1 - opened) * streams[1])
+
+
+def test_dynamic_dropout_stands_where_the_reference_has_it() -> None:
+    """As the static one, but on the expanded vectors before their bias."""
+    batch, length, vectors, width = 2, 4, 3, 6
+    layer = DynamicExpansion(width, vectors, True, 0.4, False).double().train()
+    layer.init_weights()
+    layer.dropout = RecordedDropout()
+    x = torch.randn(batch, length, width, dtype=torch.float64)
+    ours = layer(x)
+    on_m, *others = layer.dropout.masks
+    on_expanded, on_streams = others[:2], others[2:]
+    condition, key, *values, gate = layer.maps(x).chunk(5, -1)
+    queries = (condition[:, :, None] + layer.queries).flatten(1, 2)
+    biases = (condition[:, :, None] + layer.biases).flatten(1, 2)
+    m = queries @ key.mT / width**0.5 * on_m.flatten(1, 2)  # (B, s N_E, t)
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    seen = causal.repeat_interleave(vectors, 0)  # (s N_E, t)
+    streams = []
+    for index, signed in enumerate((m, -m)):
+        expanded = normalized(signed.relu() * seen) @ values[index] * on_expanded[index] + biases
+        backward = normalized(signed.relu().mT * causal.repeat_interleave(vectors, 1))
+        streams.append(backward @ expanded * on_streams[index])
+    opened = gate.sigmoid()
+    exact(ours, opened * streams[0] + (1 - opened) * streams[1])
 
 
 def test_dropout_is_exact_in_distribution() -> None:
