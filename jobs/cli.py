@@ -49,6 +49,43 @@ def run(config: Config, set_: Set = None, address: Address = None) -> None:
 
 
 @app.command()
+def check(
+    config: Config,
+    set_: Set = None,
+    json: Annotated[Path | None, typer.Option(help="Write everything found as JSON.")] = None,
+) -> int:
+    """Says whether the data set is fit to train on, and what is odd about it. Exit code 1 when it is not.
+
+    Example: raycap check configs/coco_subset.yaml --set data.root=/path/to/folder
+    """
+    from pipeline.config import load_config
+
+    parsed = load_config(config, set_ or ())
+    from jobs.check import check as check_data
+
+    return check_data(parsed, json)
+
+
+@app.command()
+def extract(
+    config: Config,
+    set_: Set = None,
+    address: Address = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Read the whole store back and compare digests.")] = False,
+) -> int:
+    """Features of a data set with a backbone into the feature store. Images that are there are not computed again.
+
+    Example: raycap extract configs/coco_subset.yaml --set data.root=/path/to/folder --verify
+    """
+    from pipeline.config import load_config
+
+    parsed = load_config(config, set_ or ())
+    from jobs.extract import extract as extract_features
+
+    return extract_features(parsed, address, verify)
+
+
+@app.command()
 def score(
     references: Annotated[Path, typer.Option(help="Captions in COCO's or Karpathy's form; gzip is read as it is.")],
     predictions: Annotated[Path, typer.Option(help="A COCO result file: a list of image_id and caption.")],
