@@ -77,19 +77,23 @@ def _compute(
 def _initial_weights(config: RunConfig, scratch: Path) -> Path:
     """The file with the weights that the configuration's backbone starts from.
 
-    Drawn ones (`weights: none`) are kept under a local storage, named by what decides them: building a backbone to
-    find that all its features are there would take longer than all the rest.
+    It is kept in the storage, named by what decides it: building a backbone to find that all its features are there
+    would take longer than all the rest.
     """
-    folder = scratch if config.storage_place.is_remote else config.storage_path / "backbones"
     versions = [importlib.metadata.version(name) for name in ("torch", "timm")]
     named = json.dumps([asdict(config.backbone), config.seed, versions, _state_of_file(config)], sort_keys=True)
-    path = folder / f"{hashlib.sha256(named.encode()).hexdigest()[:20]}.safetensors"
-    if path.is_file():
+    kept = config.storage_place / f"backbones/{hashlib.sha256(named.encode()).hexdigest()[:20]}.safetensors"
+    path = scratch / kept.name if kept.is_remote else kept.path
+    if kept.exists():
+        if kept.is_remote:
+            path.write_bytes(kept.read_bytes())
         return path
     from pipeline.prepare import initial_backbone
     from pipeline.weights import save_weights
 
     save_weights(initial_backbone(config), path)
+    if kept.is_remote:
+        kept.write_bytes(path.read_bytes())
     return path
 
 

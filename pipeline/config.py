@@ -90,6 +90,7 @@ class FeatureSection(Section):
     num_actors: Positive = 1
     gpus_per_actor: float = 0
     threads_per_actor: Positive = 1
+    few_images: Annotated[int, Field(ge=0)] = 2048  # up to here an actor's start costs more than it saves
     hdf5: str | None = None  # detector features to import instead of computing any; pipeline/regions.py has the layout
     max_regions: Positive = 100
     cache_gib: Annotated[float, Field(gt=0)] = 50  # local copies of shards, when the storage is remote

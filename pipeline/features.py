@@ -41,7 +41,6 @@ from pipeline.store import (
 )
 
 QUARANTINE = pa.schema([("uri", pa.string()), ("key", pa.string()), ("reason", pa.string())])
-FEW_IMAGES = 2048  # up to here an actor's start costs more than decoding beside the backbone saves
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,7 @@ def compute(missing: pa.Table, folder: Place, extractor: Extractor) -> Iterator[
         "options": extractor.options,
     }
     arguments = {"folder": folder, "extractor": extractor, "dtype": resolve_dtype(settings.compute_dtype)}
-    few = count <= FEW_IMAGES and not settings.gpus_per_actor
+    few = count <= settings.few_images and not settings.gpus_per_actor
     # Blocks small enough that decoding spreads; for few images a block is a task and a shard.
     step = settings.rows_per_shard if few else max(1, min(settings.rows_per_shard, -(-count // 8)))
     source = ray.data.from_arrow([missing.slice(start, step).combine_chunks() for start in range(0, count, step)])
