@@ -191,6 +191,52 @@ def bench_train(
     run_bench(repeats, threads)
 
 
+@bench.command("extract")
+def bench_extract(
+    images: Annotated[Path | None, typer.Option(help="A folder of photographs; without it noise is drawn.")] = None,
+    count: Annotated[int, typer.Option(help="How many of them.")] = 400,
+    image_size: Annotated[int, typer.Option(help="The square that the backbone sees.")] = 224,
+    batch_size: Annotated[int, typer.Option(help="Images a batch and a shard.")] = 16,
+    threads: Annotated[int | None, typer.Option(help="torch's threads on both sides; all cores by default.")] = None,
+) -> None:
+    """Extraction through Ray Data beside a plain loop with the same backbone, in one run.
+
+    Example: raycap bench extract --images /path/to/photographs
+    """
+    from jobs.bench_features import bench_extract as run_bench
+
+    run_bench(images, count, image_size, batch_size, threads)
+
+
+@bench.command("store")
+def bench_store(
+    folder: Annotated[Path | None, typer.Option(help="Where the store is made; the temporary folder.")] = None,
+    gigabytes: Annotated[float, typer.Option(help="Its size.")] = 4.5,
+    batch: Annotated[int, typer.Option(help="Rows a gather.")] = 48,
+    batches: Annotated[int, typer.Option(help="How many gathers.")] = 40,
+) -> None:
+    """Random rows out of the feature store, cold and warm.
+
+    Example: raycap bench store --folder /fast/disk
+    """
+    from jobs.bench_features import bench_store as run_bench
+
+    run_bench(folder, gigabytes, batch, batches)
+
+
+@bench.command("plan")
+def bench_plan(
+    folder: Annotated[Path | None, typer.Option(help="Where a million links are made; the temporary folder.")] = None,
+) -> None:
+    """The plan of an extraction of a million images of which a thousand are new: time and memory.
+
+    Example: raycap bench plan
+    """
+    from jobs.bench_features import bench_plan as run_bench
+
+    run_bench(folder)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
     if threading.current_thread() is threading.main_thread():

@@ -147,7 +147,7 @@ def extract(
         if done != count:
             raise RuntimeError(f"Ray Data gave back {done} of {count} images; run the extraction again")
         write_index(folder)
-    _write_quarantine(folder, dataset, bad, unreadable or {})
+    write_quarantine(folder, dataset, bad, unreadable or {})
     mark_complete(folder, description, len(FeatureStore(folder)))
     return folder, bad
 
@@ -269,11 +269,12 @@ def _read_quarantine(folder: Place) -> list[dict[str, Any]]:
         return []
 
 
-def _write_quarantine(folder: Place, dataset: Dataset, bad: dict[str, str], unreadable: dict[str, str]) -> None:
-    """Adds this extraction's troubled images to the list; what another one listed meanwhile stays."""
+def write_quarantine(folder: Place, dataset: Dataset, bad: dict[str, str], unreadable: dict[str, str]) -> None:
+    """Adds this extraction's troubled images to the list; those of other data sets stay, what was mended goes."""
     before = _read_quarantine(folder)
     troubled = dataset.table.filter(pc.is_in(dataset.table["key"], value_set=pa.array(list(bad), pa.string())))
-    rows = {row["uri"]: row for row in before if not row["reason"].startswith(UNREADABLE)}
+    mine = pc.is_in(pa.array([row["uri"] for row in before], pa.string()), value_set=dataset.table["uri"]).to_pylist()
+    rows = {row["uri"]: row for row, seen in zip(before, mine, strict=True) if not seen}
     for row in troubled.select(["uri", "key"]).to_pylist():
         rows[row["uri"]] = {"uri": row["uri"], "key": row["key"], "reason": bad[row["key"]]}
     for uri, reason in unreadable.items():

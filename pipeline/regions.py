@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 from pipeline.config import RunConfig
 from pipeline.dataset import Dataset
 from pipeline.errors import UserError
+from pipeline.features import write_quarantine
 from pipeline.storage import Place
 from pipeline.store import FeatureStore, feature_key, mark_complete, remove_orphans, write_index, write_shard
 
@@ -62,6 +63,7 @@ def import_regions(dataset: Dataset, config: RunConfig, say: Callable[[str], Non
             for start in range(0, len(missing), settings.rows_per_shard):
                 _import_shard(file, missing.slice(start, settings.rows_per_shard), folder, config, bad)
         write_index(folder)
+    write_quarantine(folder, dataset, bad, {})
     mark_complete(folder, description, len(FeatureStore(folder)))
     return folder, bad
 

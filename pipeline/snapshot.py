@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.dataset import Dataset
-from pipeline.storage import Place, StorageOptions, is_remote, place
+from pipeline.storage import REMOTE, Place, StorageOptions, is_remote, place
 from pipeline.store import read_table, write_table
 
 MANIFEST = pa.schema([("uri", pa.string()), ("size", pa.int64()), ("tag", pa.string()), ("key", pa.string())])
@@ -68,13 +68,12 @@ def _read(where: Place) -> pa.Table:
 
 def _look(uris: pa.Array, options: StorageOptions) -> tuple[pa.Array, pa.Array, dict[str, str]]:
     """Size (negative: cannot be read) and tag of every file, and the troubles."""
-    names = uris.to_pylist()
     troubles: dict[str, str] = {}
-    remote = _listings([name for name in names if is_remote(name)], options)
+    remote = _listings(uris.filter(pc.starts_with(uris, REMOTE)).to_pylist(), options)
 
-    def look(chunk: Sequence[str]) -> tuple[list[int], list[str]]:
+    def look(chunk: pa.Array) -> tuple[pa.Array, pa.Array]:
         sizes, tags = [], []
-        for name in chunk:
+        for name in chunk.to_pylist():
             size, tag = _MISSING, ""
             if is_remote(name):
                 if name in remote:
@@ -92,13 +91,16 @@ def _look(uris: pa.Array, options: StorageOptions) -> tuple[pa.Array, pa.Array, 
                 size = _UNREADABLE
             sizes.append(size)
             tags.append(tag)
-        return sizes, tags
+        return pa.array(sizes, pa.int64()), pa.array(tags, pa.string())  # a tenth of what the lists take
 
-    chunks = [names[start : start + _CHUNK] for start in range(0, len(names), _CHUNK)]
+    chunks = [uris.slice(start, _CHUNK) for start in range(0, len(uris), _CHUNK)]
     with ThreadPoolExecutor(max_workers=8) as pool:  # a stat on a network's file system waits
         looked = list(pool.map(look, chunks))
-    sizes = pa.array([size for part, _ in looked for size in part], pa.int64())
-    return sizes, pa.array([tag for _, part in looked for tag in part], pa.string()), troubles
+    sizes, tags = (
+        pa.chunked_array(list(part), kind).combine_chunks()
+        for part, kind in zip(zip(*looked, strict=True) if looked else ((), ()), (pa.int64(), pa.string()), strict=True)
+    )
+    return sizes, tags, troubles
 
 
 def _listings(uris: Sequence[str], options: StorageOptions) -> dict[str, tuple[int, str]]:
