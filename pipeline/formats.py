@@ -35,7 +35,12 @@ class Rows:
     captions: list[list[str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    def add(self, image_id: int, split: str, uri: str, captions: list[str]) -> None:
+    def add(self, image_id: int, split: str, uri: str, captions: list[str], what: str) -> None:
+        """One image; UserError for what no table or file system can hold."""
+        if not -(2**63) <= image_id < 2**63:
+            raise UserError(f"{what} is malformed: the image id {image_id} has more than 64 bits")
+        if "\0" in uri or not _encodes(uri + split):
+            raise UserError(f"{what} is malformed: its file name or split is not text")
         self.image_id.append(image_id)
         self.split.append(split)
         self.uri.append(uri)
@@ -116,7 +121,7 @@ def _read_karpathy(source: Source, data: Any, rows: Rows) -> None:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"{what} is malformed ({type(error).__name__}: {error})") from error
         captions = _texts(raw, what, rows)
-        rows.add(image_id, split, _inside(source.images, f"{folder}/{filename}", what), captions)
+        rows.add(image_id, split, _inside(source.images, f"{folder}/{filename}", what), captions, what)
 
 
 def _read_coco(source: Source, data: Any, rows: Rows) -> None:
@@ -143,7 +148,7 @@ def _read_coco(source: Source, data: Any, rows: Rows) -> None:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"{what} is malformed ({type(error).__name__}: {error})") from error
         captions = _texts(found.pop(image_id, []), what, rows)
-        rows.add(image_id, split, _inside(source.images, filename, what), captions)
+        rows.add(image_id, split, _inside(source.images, filename, what), captions, what)
     if found:
         raise UserError(f"{path}: {len(found)} image ids of 'annotations' are not in 'images', first {min(found)}")
 
@@ -179,7 +184,7 @@ def _read_table(source: Source, rows: Rows) -> None:
         split = listed or entry.get("split") or source.split or "train"
         uri = image if is_remote(image) else _inside(source.images, image, what)
         places[image] = len(rows.uri)
-        rows.add(image_id, str(split), uri, captions)
+        rows.add(image_id, str(split), uri, captions, what)
     if not places:
         raise UserError(f"{path} has no rows")
 
@@ -222,12 +227,22 @@ def _texts(values: list[Any], what: str, rows: Rows) -> list[str]:
     for value in values:
         if not isinstance(value, str):
             rows.problems.append(f"{what} is malformed: a caption is not text but {type(value).__name__}")
+        elif not _encodes(value):  # a lone surrogate, which JSON can spell
+            rows.problems.append(f"{what} is malformed: a caption is not text in any encoding")
         elif len(value) > MAX_CAPTION:
             rows.problems.append(f"{what} is malformed: a caption has {len(value)} characters")
             texts.append(value[:MAX_CAPTION])
         else:
             texts.append(value)
     return texts
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def read_split_lists(root: Place, lists: dict[str, str]) -> dict[str, str]:
