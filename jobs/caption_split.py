@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.config import WorkersSection
+from pipeline.storage import Place
 
 
 def caption_splits(
-    run: Path, splits: tuple[str, ...], store: Path, excluded: tuple[str, ...]
+    run: Path, splits: tuple[str, ...], store: Place, excluded: tuple[str, ...]
 ) -> dict[str, dict[int, str]]:
     """{split: {image id: caption}} by the run's final weights, from stored features."""
     import ray
@@ -27,7 +28,7 @@ def caption_splits(
 
 
 def _caption_share(
-    run: Path, splits: tuple[str, ...], store: Path, excluded: tuple[str, ...], rank: int, count: int
+    run: Path, splits: tuple[str, ...], store: Place, excluded: tuple[str, ...], rank: int, count: int
 ) -> dict[str, dict[int, str]]:
     import torch
 
@@ -38,7 +39,7 @@ def _caption_share(
     from pipeline.captioning import caption_share
     from pipeline.context import device_for
     from pipeline.run_folder import RunFolder
-    from pipeline.store import FeatureStore
+    from pipeline.store import open_store
     from pipeline.weights import load_weights
 
     folder = RunFolder(run)
@@ -48,7 +49,7 @@ def _caption_share(
     model = build_model(config.model, folder.sizes)
     load_weights(model, folder.weights_before(None, "model"))
     captioner = Captioner(model).to(device)
-    features, transform = FeatureStore(store), ImageTransform(config.backbone.image_size)
+    features, transform = open_store(store, config.features), ImageTransform(config.backbone.image_size)
     found = {}
     for split in splits:
         part = folder.dataset.without(excluded).split(split)

@@ -49,6 +49,43 @@ def run(config: Config, set_: Set = None, address: Address = None) -> None:
 
 
 @app.command()
+def check(
+    config: Config,
+    set_: Set = None,
+    json: Annotated[Path | None, typer.Option(help="Write everything found as JSON.")] = None,
+) -> int:
+    """Says whether the data set is fit to train on, and what is odd about it. Exit code 1 when it is not.
+
+    Example: raycap check configs/coco_subset.yaml --set data.root=/path/to/folder
+    """
+    from pipeline.config import load_config
+
+    parsed = load_config(config, set_ or ())
+    from jobs.check import check as check_data
+
+    return check_data(parsed, json)
+
+
+@app.command()
+def extract(
+    config: Config,
+    set_: Set = None,
+    address: Address = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Read the whole store back and compare digests.")] = False,
+) -> int:
+    """Features of a data set with a backbone into the feature store. Images that are there are not computed again.
+
+    Example: raycap extract configs/coco_subset.yaml --set data.root=/path/to/folder --verify
+    """
+    from pipeline.config import load_config
+
+    parsed = load_config(config, set_ or ())
+    from jobs.extract import extract as extract_features
+
+    return extract_features(parsed, address, verify)
+
+
+@app.command()
 def score(
     references: Annotated[Path, typer.Option(help="Captions in COCO's or Karpathy's form; gzip is read as it is.")],
     predictions: Annotated[Path, typer.Option(help="A COCO result file: a list of image_id and caption.")],
@@ -152,6 +189,52 @@ def bench_train(
     from jobs.bench_train import bench_train as run_bench
 
     run_bench(repeats, threads)
+
+
+@bench.command("extract")
+def bench_extract(
+    images: Annotated[Path | None, typer.Option(help="A folder of photographs; without it noise is drawn.")] = None,
+    count: Annotated[int, typer.Option(help="How many of them.")] = 400,
+    image_size: Annotated[int, typer.Option(help="The square that the backbone sees.")] = 224,
+    batch_size: Annotated[int, typer.Option(help="Images a batch and a shard.")] = 16,
+    threads: Annotated[int | None, typer.Option(help="torch's threads on both sides; all cores by default.")] = None,
+) -> None:
+    """Extraction through Ray Data beside a plain loop with the same backbone, in one run.
+
+    Example: raycap bench extract --images /path/to/photographs
+    """
+    from jobs.bench_features import bench_extract as run_bench
+
+    run_bench(images, count, image_size, batch_size, threads)
+
+
+@bench.command("store")
+def bench_store(
+    folder: Annotated[Path | None, typer.Option(help="Where the store is made; the temporary folder.")] = None,
+    gigabytes: Annotated[float, typer.Option(help="Its size.")] = 4.5,
+    batch: Annotated[int, typer.Option(help="Rows a gather.")] = 48,
+    batches: Annotated[int, typer.Option(help="How many gathers.")] = 40,
+) -> None:
+    """Random rows out of the feature store, cold and warm.
+
+    Example: raycap bench store --folder /fast/disk
+    """
+    from jobs.bench_features import bench_store as run_bench
+
+    run_bench(folder, gigabytes, batch, batches)
+
+
+@bench.command("plan")
+def bench_plan(
+    folder: Annotated[Path | None, typer.Option(help="Where a million links are made; the temporary folder.")] = None,
+) -> None:
+    """The plan of an extraction of a million images of which a thousand are new: time and memory.
+
+    Example: raycap bench plan
+    """
+    from jobs.bench_features import bench_plan as run_bench
+
+    run_bench(folder)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -18,6 +18,7 @@ from pipeline.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.journal import Follower
 from pipeline.run_folder import RunFolder, read_json, write_json, write_text
+from pipeline.storage import Place
 from pipeline.tracking import Tracker, public_uri
 
 
@@ -147,8 +148,9 @@ class _Run:
         free = shutil.disk_usage(self.folder.path).free
         if features + weights > free:
             raise UserError(
-                f"storage {self.config.storage} has {free / 2**30:.1f} GiB free, and features ({features / 2**30:.1f} "
-                f"GiB) and checkpoints ({weights / 2**30:.1f} GiB) need more; free some or set another storage"
+                f"storage {self.config.storage.uri} has {free / 2**30:.1f} GiB free, and features "
+                f"({features / 2**30:.1f} GiB) and checkpoints ({weights / 2**30:.1f} GiB) need more; "
+                f"free some or set another storage"
             )
         self.say(f"check     disk: {free / 2**30:.0f} GiB free, about {(features + weights) / 2**30:.1f} GiB needed")
 
@@ -156,7 +158,7 @@ class _Run:
         with self._timed("starting ray"):
             start_ray(self.config, self.address, self.say)
 
-    def _features(self, group: list[StageSection]) -> Path | None:
+    def _features(self, group: list[StageSection]) -> Place | None:
         """The store for a group's frozen stages: all images that training and validation read."""
         frozen = [stage for stage in group if not stage.train_backbone]
         if not frozen:
@@ -165,12 +167,13 @@ class _Run:
         part = self.folder.dataset.split(*data.train_splits, data.val_split)
         return self._extract(part, self.folder.weights_before(frozen[0], "backbone"))
 
-    def _extract(self, part: Dataset, weights: Path) -> Path:
+    def _extract(self, part: Dataset, weights: Path) -> Place:
         from pipeline.features import Extractor, extract
 
         with self._timed("features"):
-            extractor = Extractor(self.config.backbone, weights, self.config.features, self.config.data.max_pixels)
-            extractor = replace(extractor, backbone=replace(extractor.backbone, weights="none"))
+            backbone = replace(self.config.backbone, weights="none")
+            options = self.config.storage.options
+            extractor = Extractor(backbone, weights, self.config.features, self.config.data.max_pixels, options)
             store, bad = extract(
                 part,
                 self.config.storage_path / "features",
@@ -189,7 +192,7 @@ class _Run:
         self.excluded |= bad.keys()
         return store
 
-    def _train(self, group: list[StageSection], store: Path | None) -> None:
+    def _train(self, group: list[StageSection], store: Place | None) -> None:
         from jobs.train import fit
         from pipeline.loop import StageJob
 

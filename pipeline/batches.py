@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,8 +20,9 @@ from pipeline.config import StageSection
 from pipeline.dataset import Dataset
 from pipeline.images import decode_image
 from pipeline.order import samples_at, seed_of
+from pipeline.storage import Place, StorageOptions
 from pipeline.store import FeatureStore
-from pipeline.text import Vocabulary, tokenize
+from pipeline.text import Vocabulary
 
 
 class Captions:
@@ -33,7 +33,7 @@ class Captions:
         ends, first = [0], [0]
         for captions in dataset.column("captions"):
             for caption in captions:
-                ids.extend(vocabulary.encode(tokenize(caption)))
+                ids.extend(vocabulary.encode(vocabulary.tokenize(caption)))
                 ends.append(len(ids))
             first.append(len(ends) - 1)
         self.ids = np.array(ids, np.int32)
@@ -63,25 +63,32 @@ class Images:
     """
 
     def __init__(
-        self, dataset: Dataset, store: FeatureStore | None, transform: ImageTransform, max_pixels: int, threads: int
+        self,
+        dataset: Dataset,
+        store: FeatureStore | None,
+        transform: ImageTransform,
+        max_pixels: int,
+        threads: int,
+        options: StorageOptions = StorageOptions(),
     ) -> None:
-        self.keys, self.uris = dataset.column("key"), dataset.column("uri")
+        self.uris = dataset.column("uri")
         self.image_ids = np.array(dataset.column("image_id"), np.int64)
-        self.store, self.transform, self.max_pixels = store, transform, max_pixels
+        self.store, self.transform, self.max_pixels, self.options = store, transform, max_pixels, options
+        self.positions = store.locate(dataset.table["key"]) if store is not None else None
         self.pool = ThreadPoolExecutor(max(1, threads)) if store is None else None
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return len(self.uris)
 
     def load(self, rows: np.ndarray) -> Tensor:
         """Features (len(rows), N, C) or normalized pixels (len(rows), 3, H, W), float32."""
-        if self.store is not None:
-            return torch.from_numpy(self.store.gather([self.keys[row] for row in rows]).astype(np.float32))
+        if self.store is not None and self.positions is not None:
+            return torch.from_numpy(self.store.gather_at(self.positions[rows])).float()
         assert self.pool is not None
         return torch.stack(list(self.pool.map(self._pixels, rows)))
 
     def _pixels(self, row: int) -> Tensor:
-        return self.transform(decode_image(Path(self.uris[row]).read_bytes(), self.max_pixels))
+        return self.transform(decode_image(Place(self.uris[row], self.options).read_bytes(), self.max_pixels))
 
 
 @dataclass(frozen=True)

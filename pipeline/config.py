@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from models.config import BackboneConfig, ModelConfig
 from pipeline.errors import UserError
+from pipeline.storage import Place, StorageOptions, is_remote, place
 from pipeline.synthetic import SceneConfig
 
 Positive = Annotated[int, Field(gt=0)]
@@ -28,13 +29,39 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+class StorageSection(Section):
+    """Where everything is written. In a YAML, `storage: results` is short for `storage: {uri: results}`."""
+
+    uri: str = "results"
+    endpoint_url: str | None = None  # an S3-compatible server's; None: AWS's, or AWS_ENDPOINT_URL
+    region: str | None = None
+
+    @property
+    def options(self) -> StorageOptions:
+        return StorageOptions(self.endpoint_url, self.region)
+
+
+class SourceSection(Section):
+    """One annotation file of a data set that has several."""
+
+    annotations: str
+    images: str = "."  # the folder that its file names start from, relative to data.root, or an s3:// prefix
+    split: str | None = None  # for images that neither the file nor a split list assigns
+
+
 class DataSection(Section):
     """Where images and captions are. `synthetic` draws the embedded data set instead of reading `root`."""
 
     synthetic: SceneConfig | None = None
-    root: str | None = None
+    root: str | None = None  # a folder or an s3:// prefix
+    format: Literal["auto", "karpathy", "coco", "nocaps", "table"] = "auto"
     annotations: str = "dataset.json"
-    images: str = "."  # the folder that the annotations' filepath/filename start from
+    images: str = "."  # the folder that the annotations' filepath/filename start from, or an s3:// prefix
+    split: str | None = None
+    sources: tuple[SourceSection, ...] = ()  # instead of annotations, images and split
+    split_lists: dict[str, str] = {}  # {split: file with an image name a line}, relative to data.root
+    tokenizer: Literal["expansionnet", "spacy"] = "expansionnet"
+    vocabulary_splits: tuple[str, ...] | None = None  # None: train_splits
     train_splits: tuple[str, ...] = ("train", "restval")
     val_split: str = "val"
     test_splits: tuple[str, ...] = ("test",)
@@ -44,6 +71,8 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> DataSection:
+        if self.sources and ({"annotations", "images", "split"} & self.model_fields_set):
+            raise ValueError("data.sources stands instead of data.annotations, data.images and data.split; give one")
         if (self.synthetic is None) == (self.root is None):
             raise ValueError(
                 "exactly one of data.synthetic and data.root is needed; give the data set's folder as data.root"
@@ -61,6 +90,10 @@ class FeatureSection(Section):
     num_actors: Positive = 1
     gpus_per_actor: float = 0
     threads_per_actor: Positive = 1
+    few_images: Annotated[int, Field(ge=0)] = 2048  # up to here an actor's start costs more than it saves
+    hdf5: str | None = None  # detector features to import instead of computing any; pipeline/regions.py has the layout
+    max_regions: Positive = 100
+    cache_gib: Annotated[float, Field(gt=0)] = 50  # local copies of shards, when the storage is remote
 
 
 class ScheduleSection(Section):
@@ -176,7 +209,7 @@ class RunConfig(Section):
 
     name: str
     seed: Annotated[int, Field(ge=0, lt=2**62)] = 0
-    storage: str = "results"
+    storage: StorageSection = StorageSection()
     data: DataSection
     backbone: BackboneConfig
     features: FeatureSection = FeatureSection()
@@ -186,12 +219,15 @@ class RunConfig(Section):
     evaluation: EvaluationSection = EvaluationSection()
     tracking: TrackingSection = TrackingSection()
 
+    @field_validator("storage", mode="before")
+    @classmethod
+    def _short_storage(cls, value: Any) -> Any:
+        return {"uri": value} if isinstance(value, str) else value
+
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name):
             raise ValueError(f"name {self.name!r} must be letters, digits, '_', '-' and '.', a letter or digit first")
-        if self.storage.startswith("s3://"):
-            raise ValueError(f"storage {self.storage!r}: only local folders are supported in this version")
         names = [stage.name for stage in self.stages]
         if len(set(names)) != len(names):
             raise ValueError(f"stage names must differ, found {', '.join(names)}")
@@ -208,7 +244,14 @@ class RunConfig(Section):
 
     @property
     def storage_path(self) -> Path:
-        return Path(self.storage).expanduser().resolve()
+        """The storage as a local folder, for what works on one only."""
+        if is_remote(self.storage.uri):
+            raise UserError(f"storage {self.storage.uri}: this command needs a local folder; `extract` works on s3://")
+        return Path(self.storage.uri).expanduser().resolve()
+
+    @property
+    def storage_place(self) -> Place:
+        return place(self.storage.uri, self.storage.options)
 
     def stage(self, name: str) -> StageSection:
         return next(stage for stage in self.stages if stage.name == name)

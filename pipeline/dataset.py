@@ -17,9 +17,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.config import DataSection
+from pipeline.config import DataSection, SourceSection
 from pipeline.errors import UserError
-from pipeline.text import Vocabulary, tokenize
+from pipeline.formats import Rows, Source, images_folder, read_source, read_split_lists
+from pipeline.storage import StorageOptions, place
+from pipeline.text import TOKENIZERS, Vocabulary, tokenize
 
 SCHEMA = pa.schema(
     [
@@ -59,12 +61,24 @@ class Dataset:
         """Raw captions by image id."""
         return dict(zip(self.column("image_id"), self.column("captions"), strict=True))
 
-    def tokens(self) -> Iterator[list[str]]:
+    def with_words(self) -> Dataset:
+        """Without captions that have no word; UserError naming the first image that then has none."""
+        rows = self.column("captions")
+        kept = [[caption for caption in captions if tokenize(caption)] for captions in rows]
+        for number, captions in enumerate(kept):
+            if not captions:
+                row = self.table.slice(number, 1).to_pylist()[0]
+                raise UserError(f"image {row['uri']} (id {row['image_id']}) has no caption with a word in it")
+        index = self.table.schema.get_field_index("captions")
+        return Dataset(self.table.set_column(index, SCHEMA.field("captions"), pa.array(kept, pa.list_(pa.string()))))
+
+    def tokens(self, tokenizer: str = "expansionnet") -> Iterator[list[str]]:
         """The tokens of every caption, streamed."""
+        split = TOKENIZERS[tokenizer]
         for batch in self.table.select(["captions"]).to_batches(max_chunksize=4096):
             for captions in batch.column(0).to_pylist():
                 for caption in captions:
-                    yield tokenize(caption)
+                    yield split(caption)
 
     def fingerprint(self) -> str:
         """Hash of image contents, ids, splits and captions: the same wherever the files lie."""
@@ -85,92 +99,73 @@ class Dataset:
         return cls(pa.ipc.open_file(pa.memory_map(str(path))).read_all())
 
 
-def read_dataset(config: DataSection, root: Path) -> Dataset:
-    """The data set that a configuration names, from a folder in Karpathy layout, with every split checked.
+def read_dataset(config: DataSection, root: Path | str, options: StorageOptions = StorageOptions()) -> Dataset:
+    """The data set that a configuration names, fit to train on: every needed split there, every image with a caption.
 
-    Raises UserError when the annotation file or image folder is missing or malformed, or a needed split is empty.
+    Raises UserError when a file or folder is missing or malformed, a caption is not text, an image has no caption with
+    a word in it, or a needed split is empty. Captions without a word are left out.
     """
-    images = _inside(root, root / config.images, "data.images")
-    if not root.is_dir():
-        raise UserError(f"data.root: folder {root} does not exist; give the folder that holds {config.annotations}")
-    if not images.is_dir():
-        raise UserError(f"data.images: folder {images} does not exist; give it relative to data.root = {root}")
-    dataset = read_karpathy(root / config.annotations, images)
+    dataset, problems = read_annotations(config, root, options)
+    if problems:
+        raise UserError(problems[0])
+    dataset = dataset.with_words()
+    require_splits(dataset, config)
+    return dataset
+
+
+def require_splits(dataset: Dataset, config: DataSection) -> None:
+    """UserError naming the key when a split that the configuration needs has no image."""
     wanted = {
         "data.train_splits": config.train_splits,
         "data.val_split": (config.val_split,),
         **{f"data.test_splits ({name})": (name,) for name in config.test_splits},
+        "data.vocabulary_splits": config.vocabulary_splits or config.train_splits,
     }
     for key, names in wanted.items():
         if not len(dataset.split(*names)):
-            found = ", ".join(sorted(set(dataset.column("split")))) or "none at all"
+            found = ", ".join(pc.unique(dataset.table["split"]).sort().to_pylist()) or "none at all"
             raise UserError(
                 f"{key}: no image of {config.annotations} is in {' or '.join(names)}; it has the splits {found}"
             )
-    return dataset
 
 
-def read_karpathy(path: Path, images: Path) -> Dataset:
-    """A Karpathy JSON: `images` with filepath, filename, split, sentences (raw), and cocoid or imgid.
+def read_annotations(
+    config: DataSection, root: Path | str, options: StorageOptions = StorageOptions()
+) -> tuple[Dataset, list[str]]:
+    """Every image and caption as the annotation files have them, and a sentence for each caption that is none.
 
-    Image paths may not leave `images`. Raises UserError naming the file and the entry that is malformed. Reads the
-    whole file (COCO: 150 MB) into memory; larger sets come as tables.
+    Raises UserError when a file or folder is missing, has not the form, repeats an image id or names a path outside.
     """
-    if not path.is_file():
-        raise UserError(f"annotation file {path} does not exist; data.annotations is taken relative to data.root")
-    try:
-        data = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    entries = data.get("images") if isinstance(data, dict) else None
-    if not isinstance(entries, list) or not entries:
-        raise UserError(f"{path} is not in Karpathy layout: expected an object with a list 'images' that is not empty")
-    rows: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
-    seen: set[int] = set()
-    for number, entry in enumerate(entries):
-        try:
-            image_id = int(entry["cocoid"] if "cocoid" in entry else entry["imgid"])
-            captions = [sentence["raw"] for sentence in entry["sentences"]]
-            split, filename = entry["split"], entry["filename"]
-            folder = entry.get("filepath") or "."
-            for text in (*captions, split, filename, folder):
-                if not isinstance(text, str) or "\0" in text:
-                    raise TypeError("a caption, split, filename or filepath is not text")
-                text.encode()  # a lone surrogate is no text
-            if not -(2**63) <= image_id < 2**63:
-                raise ValueError(f"the image id {image_id} has more than 64 bits")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{path}: images[{number}] is malformed ({type(error).__name__}: {error})") from error
-        if image_id in seen:
-            raise UserError(f"{path}: images[{number}] repeats the image id {image_id}; every id must stand once")
-        seen.add(image_id)
-        captions = [caption for caption in captions if tokenize(caption)]
-        if not captions:
-            raise UserError(f"{path}: images[{number}] (id {image_id}) has no caption with a word in it")
-        rows["image_id"].append(image_id)
-        rows["split"].append(split)
-        rows["uri"].append(str(_inside(images, images / folder / filename, f"{path}: images[{number}]")))
-        rows["captions"].append(captions)
-        rows["key"].append(None)
-    return Dataset(pa.table(rows, schema=SCHEMA))
+    base = place(root, options)
+    if not base.is_remote and not base.path.is_dir():
+        raise UserError(f"data.root: folder {root} does not exist; give the folder that holds {config.annotations}")
+    rows, lists = Rows(), read_split_lists(base, config.split_lists)
+    for section in config.sources or (SourceSection(**config.model_dump(include={"annotations", "images", "split"})),):
+        images = images_folder(base, section.images)
+        if not images.is_remote and not images.path.is_dir():
+            raise UserError(f"data.images: folder {images} does not exist; give it relative to data.root = {root}")
+        read_source(Source(base / section.annotations, images, section.split, lists), config.format, rows)
+    ids = pa.array(rows.image_id, pa.int64())
+    if pc.count_distinct(ids).as_py() < len(ids):
+        counts = pc.value_counts(ids)
+        twice = next(item["values"] for item in counts.to_pylist() if item["counts"] > 1)
+        number = [at for at, identifier in enumerate(rows.image_id) if identifier == twice][1]
+        raise UserError(
+            f"{config.annotations}: image {rows.uri[number]} repeats the image id {twice}; every id must stand once"
+        )
+    columns = [ids, rows.split, rows.uri, rows.captions, pa.nulls(len(ids), pa.string())]
+    return Dataset(pa.table(columns, schema=SCHEMA)), rows.problems
 
 
-def build_vocabulary(dataset: Dataset, min_count: int) -> Vocabulary:
-    """The vocabulary of the training captions; UserError when it comes out empty."""
+def build_vocabulary(dataset: Dataset, config: DataSection) -> Vocabulary:
+    """The vocabulary that a configuration asks for; UserError when it comes out empty."""
+    part = dataset.split(*(config.vocabulary_splits or config.train_splits))
     try:
-        return Vocabulary.build(dataset.tokens(), min_count)
+        return Vocabulary.build(part.tokens(config.tokenizer), config.min_count, config.tokenizer)
     except ValueError as error:
         raise UserError(str(error)) from error
 
 
-def longest_caption(dataset: Dataset) -> int:
+def longest_caption(dataset: Dataset, tokenizer: str = "expansionnet") -> int:
     """Tokens of the longest caption with SOS and EOS."""
-    return max(len(tokens) for tokens in dataset.tokens()) + 2
-
-
-def _inside(folder: Path, path: Path, what: str) -> Path:
-    """`path` with '.' and '..' taken out, provided that it does not leave `folder`."""
-    plain = Path(os.path.normpath(path.absolute()))
-    if not plain.is_relative_to(os.path.normpath(folder.absolute())):
-        raise UserError(f"{what}: {path} lies outside of {folder}; paths may not leave it")
-    return plain
+    return max(len(tokens) for tokens in dataset.tokens(tokenizer)) + 2

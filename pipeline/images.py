@@ -5,15 +5,19 @@ No torch here: Ray's decoding tasks import this module, and start the faster for
 
 from __future__ import annotations
 
+import hashlib
 import io
 import warnings
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
 
 from models.transform import ImageTransform
+from pipeline.storage import Place, StorageOptions, is_remote
+
+UNREADABLE = "cannot be read"  # begins a reason that may pass: such an image is tried again by the next extraction
 
 
 class BadImage(Exception):
@@ -62,17 +66,31 @@ def _from_16_bit(image: Image.Image) -> Image.Image:
     return Image.fromarray(np.clip(values * (255.0 / top) + 0.5, 0, 255).astype(np.uint8)).convert("RGB")
 
 
-def decode_batch(batch: dict[str, np.ndarray], image_size: int, max_pixels: int) -> dict[str, Any]:
-    """Columns key, uri to key, pixels (B, H, W, 3) uint8 resized, reason; a troubled image is black with its reason."""
+def decode_batch(
+    batch: dict[str, np.ndarray], image_size: int, max_pixels: int, options: StorageOptions = StorageOptions()
+) -> dict[str, Any]:
+    """Columns key, uri to key, pixels (B, H, W, 3) uint8 resized, reason; a troubled image is black with its reason.
+
+    `key` is the sha256 of the bytes that are expected behind `uri`; a file that changed since is no longer that image.
+    """
     transform = ImageTransform(image_size)
     pixels = np.zeros((len(batch["key"]), image_size, image_size, 3), np.uint8)
-    reasons = []
-    for index, uri in enumerate(batch["uri"]):
+
+    def decode(index: int) -> str:
         try:
-            pixels[index] = transform.resize(decode_image(Path(uri).read_bytes(), max_pixels))
-            reasons.append("")
+            data = Place(str(batch["uri"][index]), options).read_bytes()
+            if hashlib.sha256(data).hexdigest() != batch["key"][index]:
+                return f"{UNREADABLE}: it changed while it was being extracted"
+            pixels[index] = transform.resize(decode_image(data, max_pixels))
         except BadImage as error:
-            reasons.append(str(error))
+            return str(error)
         except OSError as error:
-            reasons.append(f"cannot be read: {error.strerror or error}")
+            return f"{UNREADABLE}: {error.strerror or error}"
+        return ""
+
+    if any(is_remote(str(uri)) for uri in batch["uri"]):
+        with ThreadPoolExecutor(8) as pool:  # a request waits most of its time
+            reasons = list(pool.map(decode, range(len(pixels))))
+    else:
+        reasons = [decode(index) for index in range(len(pixels))]
     return {"key": batch["key"], "pixels": pixels, "reason": np.array(reasons)}

@@ -35,7 +35,8 @@ from pipeline.run_folder import RunFolder, write_json
 from pipeline.schedules import learning_rate, make_optimizer
 from pipeline.state import CheckpointWriter, Progress, finish_stage, load_checkpoint, save_best
 from pipeline.steps import Objective, check_reward, cross_entropy_objective, scst_objective, stage_reward
-from pipeline.store import FeatureStore
+from pipeline.storage import Place
+from pipeline.store import open_store
 from pipeline.weights import load_weights
 
 
@@ -49,7 +50,7 @@ class StageJob:
 
     run: Path
     stages: tuple[str, ...]
-    store: Path | None
+    store: Place | Path | None
     excluded: tuple[str, ...] = ()  # content keys in quarantine
     attempt: str = ""  # the driver's token: a worker of an attempt that was given up writes nothing more
 
@@ -74,11 +75,11 @@ class StageRun:
         train, validation = dataset.split(*config.data.train_splits), dataset.split(config.data.val_split)
         self.vocabulary = folder.vocabulary
         self.captioner = self._captioner()
-        store = None if stage.train_backbone else FeatureStore(_store(job, stage))
-        transform = ImageTransform(config.backbone.image_size)
+        store = None if stage.train_backbone else open_store(_store(job, stage), config.features)
+        transform, options = ImageTransform(config.backbone.image_size), config.storage.options
 
         def images_of(part: Any) -> Images:
-            return Images(part, store, transform, config.data.max_pixels, config.workers.decode_workers)
+            return Images(part, store, transform, config.data.max_pixels, config.workers.decode_workers, options)
 
         self.batches = Batches(
             images_of(train),
@@ -359,7 +360,7 @@ def _result_file(captions: dict[int, str]) -> list[dict[str, Any]]:
     return [{"image_id": image, "caption": caption} for image, caption in captions.items()]
 
 
-def _store(job: StageJob, stage: StageSection) -> Path:
+def _store(job: StageJob, stage: StageSection) -> Place | Path:
     if job.store is None:
         raise ValueError(f"stage {stage.name} reads features, and the job names no store")
     return job.store

@@ -6,9 +6,7 @@ Everything here is quick (no Ray, no training) and refuses what could not work l
 from __future__ import annotations
 
 import datetime
-import hashlib
 import importlib.metadata
-import json
 import platform
 import shutil
 import subprocess
@@ -22,12 +20,11 @@ from models.backbone import Backbone
 from models.base import CaptionModel
 from models.config import ModelSizes
 from models.registry import build_model
-from pipeline.config import DataSection, RunConfig, dump_config
-from pipeline.dataset import Dataset, build_vocabulary, longest_caption, read_dataset
+from pipeline.config import RunConfig, dump_config
+from pipeline.dataset import build_vocabulary, longest_caption
 from pipeline.errors import UserError
+from pipeline.inputs import find_data
 from pipeline.run_folder import RunFolder, code_digest, run_identity, write_json, write_text
-from pipeline.snapshot import take_snapshot
-from pipeline.synthetic import write_dataset
 from pipeline.text import Vocabulary
 from pipeline.weights import save_weights
 
@@ -56,8 +53,8 @@ def prepare(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
             dataset.save(folder.path / "data.arrow")  # the same content, moved to another place
         return RunFolder(folder.path)
     train = dataset.split(*config.data.train_splits)
-    vocabulary = build_vocabulary(train, config.data.min_count)
-    longest = longest_caption(train)
+    vocabulary = build_vocabulary(dataset, config.data)
+    longest = longest_caption(train, config.data.tokenizer)
     if config.model.max_positions is not None and config.model.max_positions < longest:
         raise UserError(
             f"model.max_positions = {config.model.max_positions} is less than the longest training caption's {longest} "
@@ -66,7 +63,8 @@ def prepare(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
     longest = config.model.max_positions or longest
     sampled = [stage.sampling.max_length for stage in config.stages if stage.objective == "scst"]
     positions = max(longest, config.evaluation.max_length, *sampled)
-    model, backbone = _initial(config, vocabulary, positions)
+    backbone = initial_backbone(config)
+    model = _initial_model(config, backbone, vocabulary, positions)
     folder.path.mkdir(parents=True, exist_ok=True)
     dataset.save(folder.path / "data.arrow")
     write_text(folder.path / "vocabulary.json", vocabulary.to_json())
@@ -92,35 +90,19 @@ def prepare(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
     return folder
 
 
-def find_data(config: RunConfig, say: Callable[[str], None]) -> tuple[Dataset, dict[str, str]]:
-    """The data set with content keys, and {path: reason} of images that cannot be read."""
-    data = config.data
-    if data.synthetic is not None:
-        digest = hashlib.sha256(json.dumps(asdict(data.synthetic), sort_keys=True).encode()).hexdigest()[:10]
-        root = config.storage_path / "data" / f"scenes-{digest}"
-        if not root.is_dir():
-            say(f"drawing {data.synthetic.num_images} scenes into {root}")
-        write_dataset(root, data.synthetic)
-    else:
-        root = Path(str(data.root)).expanduser().absolute()
-    dataset = read_dataset(data, root)
-    build_vocabulary(dataset.split(*data.train_splits), data.min_count)  # refuse an empty one before reading images
-    return take_snapshot(dataset, config.storage_path / "manifests" / f"{_place(data, root)}.parquet")
-
-
-def _place(data: DataSection, root: Path) -> str:
-    return hashlib.sha256(f"{root} {data.images}".encode()).hexdigest()[:16]
-
-
-def _initial(config: RunConfig, vocabulary: Vocabulary, positions: int) -> tuple[CaptionModel, Backbone]:
-    """Model and backbone as the seed draws them; UserError for sizes that do not fit and unknown names."""
+def initial_backbone(config: RunConfig) -> Backbone:
+    """The backbone as the configuration and the seed make it; UserError for sizes that do not fit."""
     torch.manual_seed(config.seed)
     try:
-        backbone = Backbone(config.backbone)
+        return Backbone(config.backbone)
     except (RuntimeError, ValueError, AssertionError, OSError) as error:  # timm has no error class of its own
         raise UserError(f"backbone {config.backbone.name} cannot be made: {' '.join(str(error).split())}") from error
+
+
+def _initial_model(config: RunConfig, backbone: Backbone, vocabulary: Vocabulary, positions: int) -> CaptionModel:
+    """The model, drawn after the backbone from the same seed."""
     sizes = ModelSizes(backbone.width, len(vocabulary), positions, vocabulary.sos, vocabulary.eos, vocabulary.pad)
-    return build_model(config.model, sizes), backbone
+    return build_model(config.model, sizes)
 
 
 def _count(module: torch.nn.Module) -> int:

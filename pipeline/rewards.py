@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.text import EOS, PAD, SOS, Vocabulary, tokenize
+from pipeline.text import EOS, PAD, SOS, Vocabulary
 
 N_MAX = 4
 SIGMA = 6.0
@@ -254,7 +254,7 @@ class CaptionReward:
         for captions in references.values():
             rows = []
             for caption in captions:
-                words = [word for word in tokenize(caption) if word.strip()] + ([EOS] if eos else [])
+                words = [word for word in vocabulary.tokenize(caption) if word.strip()] + ([EOS] if eos else [])
                 rows.append([ids.setdefault(word, len(ids)) for word in words])
             coded.append(rows)
         self.place = {image: number for number, image in enumerate(references)}

@@ -26,14 +26,37 @@ def tokenize(caption: str) -> list[str]:
     return [token for token in _TOKEN.findall(caption.lower().rstrip()) if token not in _DROPPED]
 
 
+# What spaCy's English tokenizer splits off, as far as captions use it: contractions ("do n't"), the genitive ("man
+# 's"), hyphens between letters, numbers with their points, and every other punctuation mark by itself.
+_SPACY_SUFFIX = re.compile(r"(?<=\w)(?=n't\b|'(?:s|m|d|ll|re|ve)\b)")
+_SPACY = re.compile(r"n't\b|'(?:s|m|d|ll|re|ve)\b|\d+(?:[.,]\d+)*|\w+|[^\w\s]")
+_SPACY_CONTRACTED = {"cannot": ("can", "not"), "gonna": ("gon", "na"), "gotta": ("got", "ta")}
+
+
+def tokenize_like_spacy(caption: str) -> list[str]:
+    """Lower-case tokens as spaCy splits English, those of punctuation alone dropped (meshed-memory's vocabulary).
+
+    A stand-in of a few rules: rare abbreviations ("u.s.", "a.m.") and emoticons come out differently.
+    """
+    tokens: list[str] = []
+    for piece in _SPACY_SUFFIX.sub(" ", caption.lower()).split():
+        for token in _SPACY.findall(piece):
+            tokens.extend(_SPACY_CONTRACTED.get(token, (token,)))
+    return [token for token in tokens if any(character.isalnum() for character in token)]
+
+
+TOKENIZERS = {"expansionnet": tokenize, "spacy": tokenize_like_spacy}
+
+
 @dataclass(frozen=True)
 class Vocabulary:
-    """Words by id. The four specials are words like the others, as in the reference: PAD SOS EOS UNK.
+    """Words by id, and the tokenizer that made them. The four specials are words like the others: PAD SOS EOS UNK.
 
-    Raises ValueError when a special is missing or a word stands twice.
+    Raises ValueError when a special is missing, a word stands twice, or the tokenizer is unknown.
     """
 
     words: tuple[str, ...]
+    tokenizer: str = "expansionnet"
     ids: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -41,6 +64,8 @@ class Vocabulary:
         if len(ids) != len(self.words):
             twice = [word for word, count in Counter(self.words).items() if count > 1]
             raise ValueError(f"the vocabulary holds {twice[0]!r} more than once; every word must stand once")
+        if self.tokenizer not in TOKENIZERS:
+            raise ValueError(f"the vocabulary's tokenizer is {self.tokenizer!r}; known: {', '.join(TOKENIZERS)}")
         missing = [special for special in SPECIALS if special not in ids]
         if missing:
             raise ValueError(f"the vocabulary lacks {', '.join(missing)}; it must hold {', '.join(SPECIALS)}")
@@ -66,7 +91,7 @@ class Vocabulary:
         return self.ids[UNK]
 
     @classmethod
-    def build(cls, captions: Iterable[Sequence[str]], min_count: int) -> Vocabulary:
+    def build(cls, captions: Iterable[Sequence[str]], min_count: int, tokenizer: str = "expansionnet") -> Vocabulary:
         """Words with `min_count` or more uses and the specials, sorted together by code point (the reference's order).
 
         Streams over the captions; memory grows with distinct words only. Raises ValueError when no word is left.
@@ -80,7 +105,11 @@ class Vocabulary:
                 f"the vocabulary is empty: none of the {len(counts)} distinct words of the training captions is used "
                 f"data.min_count = {min_count} times or more; lower data.min_count"
             )
-        return cls(tuple(sorted(words | set(SPECIALS))))
+        return cls(tuple(sorted(words | set(SPECIALS))), tokenizer)
+
+    def tokenize(self, caption: str) -> list[str]:
+        """A raw caption's tokens, as this vocabulary's words were made."""
+        return TOKENIZERS[self.tokenizer](caption)
 
     def encode(self, tokens: Sequence[str]) -> list[int]:
         """Ids with SOS in front and EOS behind; unknown words become UNK."""
@@ -98,7 +127,7 @@ class Vocabulary:
         return " ".join(words)
 
     def to_json(self) -> str:
-        return json.dumps({"words": self.words}, ensure_ascii=False, indent=0)
+        return json.dumps({"tokenizer": self.tokenizer, "words": self.words}, ensure_ascii=False, indent=0)
 
     def save(self, path: Path) -> None:
         path.write_text(self.to_json(), encoding="utf-8")
@@ -108,4 +137,4 @@ class Vocabulary:
         data = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(data, dict) or not isinstance(data.get("words"), list):
             raise ValueError(f"{path} is not a vocabulary: expected a JSON object with a list under 'words'")
-        return cls(tuple(str(word) for word in data["words"]))
+        return cls(tuple(str(word) for word in data["words"]), str(data.get("tokenizer", "expansionnet")))

@@ -6,14 +6,17 @@ import hashlib
 import os
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from safetensors.torch import load_file, save_file
-from torch import nn
+if TYPE_CHECKING:  # a digest needs no torch, whose import takes seconds
+    import torch
+    from torch import nn
 
 
 def save_weights(module: nn.Module, path: Path) -> None:
     """The module's state as one safetensors file, under a temporary name until it is whole."""
+    from safetensors.torch import save_file
+
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}, temporary)
@@ -22,6 +25,8 @@ def save_weights(module: nn.Module, path: Path) -> None:
 
 def load_weights(module: nn.Module, path: Path) -> None:
     """Fills `module`; ValueError naming file and keys when they do not fit one to one."""
+    from safetensors.torch import load_file
+
     tensors: dict[str, torch.Tensor] = load_file(path)
     own = module.state_dict()
     missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
+from PIL import Image
 
+from jobs.cli import main
 from models.backbone import Backbone
 from models.config import BackboneConfig
 from models.transform import ImageTransform
@@ -19,7 +24,7 @@ from pipeline.images import decode_image
 from pipeline.snapshot import take_snapshot
 from pipeline.store import FeatureStore
 from pipeline.weights import save_weights
-from tests.conftest import write_karpathy
+from tests.conftest import small_config, write_karpathy
 
 
 @pytest.mark.ray
@@ -59,3 +64,94 @@ def test_features_of_good_images_and_reasons_for_bad_ones(tmp_path: Path, ray_se
     again, bad_again = extract(dataset, tmp_path / "features", extractor, refuse, lines.append)
     assert again == folder and bad_again == bad
     assert "0 to compute" in lines[-1]
+
+
+def trouble(folder: Path) -> dict[str, str]:
+    """One file of each kind: {name: reason}, empty for what only has to be converted."""
+    gray, color = Image.effect_noise((40, 30), 50), Image.effect_noise((40, 30), 50).convert("RGB")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    color.convert("CMYK").save(folder / "cmyk.jpg")
+    color.quantize(16).save(folder / "palette.png")
+    color.convert("RGBA").save(folder / "alpha.png")
+    Image.fromarray(np.arange(1200, dtype=np.uint16).reshape(30, 40) * 50).save(folder / "deep.png")
+    gray.save(folder / "gray.jpg")
+    color.rotate(90).save(folder / "turned.jpg", exif=exif)
+    color.save(folder / "whole.jpg")
+    (folder / "truncated.jpg").write_bytes((folder / "whole.jpg").read_bytes()[:-200])
+    (folder / "empty.jpg").write_bytes(b"")
+    (folder / "text.jpg").write_text("no image")
+    Image.new("RGB", (200, 200)).save(folder / "large.png")
+    good = dict.fromkeys(
+        ("cmyk.jpg", "palette.png", "alpha.png", "deep.png", "gray.jpg", "turned.jpg", "whole.jpg"), ""
+    )
+    bad = {"truncated.jpg": "cannot be decoded", "empty.jpg": "empty file", "text.jpg": "not an image"}
+    return {**good, **bad, "large.png": "more than 20000", "missing.jpg": "cannot be read"}
+
+
+@pytest.mark.ray
+def test_a_folder_with_every_kind_of_trouble(tmp_path: Path, ray_session: None) -> None:
+    root = write_karpathy(tmp_path / "set", {"train": 196, "val": 2, "test": 2})
+    kinds = trouble(root / "images")
+    data = json.loads((root / "dataset.json").read_text())
+    sentences = [{"raw": "trouble"}]
+    for number, name in enumerate(kinds):
+        data["images"].append({"filename": f"images/{name}", "imgid": number, "split": "train", "sentences": sentences})
+    (root / "dataset.json").write_text(json.dumps(data))
+    config = small_config(tmp_path / "storage", data={"root": str(root), "min_count": 1, "max_pixels": 20000})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+
+    command = ["extract", str(tmp_path / "run.yaml"), "--verify"]
+    assert main([*command, "--set", "data.max_bad_fraction=0.02"]) == 1, "5 of 212 are more than 2 %"
+    assert main([*command, "--set", "data.max_bad_fraction=0.03"]) == 0
+    (folder,) = (tmp_path / "storage" / "features").iterdir()
+    listed = pq.read_table(folder / "quarantine.parquet").to_pylist()
+    found = {Path(row["uri"]).name: row["reason"] for row in listed}
+    bad = {name: reason for name, reason in kinds.items() if reason}
+    assert found.keys() == bad.keys()
+    assert all(reason in found[name] for name, reason in bad.items()), found
+    store = FeatureStore(folder)
+    for path in (root / "images").iterdir():
+        key = hashlib.sha256(path.read_bytes()).hexdigest()
+        assert (key in store) == (path.name not in bad), path.name
+
+    # A larger limit takes the large image in; a mended file leaves the list.
+    (root / "images" / "empty.jpg").write_bytes((root / "images" / "whole.jpg").read_bytes())
+    assert main([*command, "--set", "data.max_bad_fraction=0.03", "--set", "data.max_pixels=50000"]) == 0
+    listed = pq.read_table(folder / "quarantine.parquet").to_pylist()
+    assert {Path(row["uri"]).name for row in listed} == bad.keys() - {"large.png", "empty.jpg"}
+
+
+@pytest.mark.ray
+def test_real_photographs_and_their_gray_ones(shared: Path, tmp_path: Path, ray_session: None) -> None:
+    """505 rows; gray files give what their RGB conversions give; nothing is computed twice."""
+    images = shared / "data" / "coco_subset" / "images"
+    gray = ["COCO_val2014_000000007888.jpg", "COCO_val2014_000000431848.jpg"]
+    config = small_config(tmp_path / "storage", data={"root": str(images.parent), "min_count": 1})
+    config["features"] = {"rows_per_shard": 256, "batch_size": 16, "few_images": 0}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    assert main(["extract", str(tmp_path / "run.yaml")]) == 0
+    (folder,) = (tmp_path / "storage" / "features").iterdir()
+    assert len(FeatureStore(folder)) == 505
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert main(["extract", str(tmp_path / "run.yaml"), "--verify"]) == 0
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before, "nothing was written again"
+
+    converted = tmp_path / "converted"
+    converted.mkdir()
+    rows = []
+    for number, name in enumerate([*gray, gray[0], gray[1]]):
+        with Image.open(images / name) as image:
+            assert image.mode == "L"
+            image.convert("RGB").save(converted / f"{number}.png")
+        split = ("train", "train", "val", "test")[number]
+        rows.append({"image": f"{number}.png", "captions": ["gray"], "split": split})
+    (converted / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config["data"] |= {"root": str(converted), "annotations": "t.jsonl"}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    assert main(["extract", str(tmp_path / "run.yaml")]) == 0
+    store = FeatureStore(folder)
+    keys = [hashlib.sha256((images / name).read_bytes()).hexdigest() for name in gray]
+    keys += [hashlib.sha256((converted / f"{number}.png").read_bytes()).hexdigest() for number in range(2)]
+    features = store.gather(keys)
+    assert features.std() > 0 and np.array_equal(features[:2], features[2:])

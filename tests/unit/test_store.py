@@ -10,7 +10,15 @@ import pytest
 from PIL import Image
 
 from pipeline.images import BadImage, decode_image
-from pipeline.store import FeatureStore, feature_key, remove_orphans, write_shard
+from pipeline.store import (
+    FeatureStore,
+    feature_key,
+    has_shard,
+    remove_orphans,
+    shard_name,
+    write_index,
+    write_shard,
+)
 
 
 def test_rows_come_back_in_the_order_asked(tmp_path: Path) -> None:
@@ -84,3 +92,69 @@ def test_pictures_look_as_a_viewer_shows_them() -> None:
 def test_trouble_has_a_reason(data: bytes, reason: str) -> None:
     with pytest.raises(BadImage, match=reason):
         decode_image(data, 2000)
+
+
+def filled(folder: Path, shards: int = 3, rows: int = 4) -> tuple[list[str], np.ndarray]:
+    features = np.random.default_rng(1).normal(size=(shards * rows, 3, 4)).astype(np.float16)
+    keys = [f"k{number}" for number in range(len(features))]
+    for start in range(0, len(keys), rows):
+        write_shard(folder, keys[start : start + rows], features[start : start + rows])
+    return keys, features
+
+
+def test_a_task_done_twice_writes_the_same_shard(tmp_path: Path) -> None:
+    keys, features = filled(tmp_path)
+    assert has_shard(tmp_path, keys[:4]) and not has_shard(tmp_path, keys[:3])
+    filled(tmp_path)
+    store = FeatureStore(tmp_path)
+    assert len(store.shards) == 3 and len(store.keys) == len(store) == 12
+    write_shard(tmp_path, keys[2:6], features[2:6])  # another extraction cut its shards elsewhere
+    store = FeatureStore(tmp_path)
+    assert len(store.keys) == 16 and len(store) == 12 and np.array_equal(store.gather(keys), features)
+
+
+def test_the_index_is_only_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.store.MAX_LOOSE_PARTS", 1)
+    keys, features = filled(tmp_path)
+    write_index(tmp_path)
+    assert (tmp_path / "index.parquet").is_file()
+    write_shard(tmp_path, ["new"], features[:1])
+    assert "new" in FeatureStore(tmp_path), "manifests that the index lacks are read"
+    next(path for path in (tmp_path / "manifest").iterdir() if path.stem == shard_name(keys[:4])).unlink()
+    store = FeatureStore(tmp_path)
+    assert keys[0] not in store and keys[4] in store, "what the index has and no manifest does not exist"
+    assert np.array_equal(store.gather(keys[4:]), features[4:])
+
+
+def test_verify_reads_everything_back(tmp_path: Path) -> None:
+    filled(tmp_path)
+    assert FeatureStore(tmp_path).verify() == []
+    first, second, third = sorted((tmp_path / "shards").iterdir())
+    data = bytearray(first.read_bytes())
+    data[-1] ^= 1
+    first.write_bytes(data)
+    second.unlink()
+    third.write_bytes(third.read_bytes()[:-8])
+    sentences = FeatureStore(tmp_path).verify()
+    assert len(sentences) == 3 and sum("does not have the digest" in sentence for sentence in sentences) == 2
+    assert sum("is missing" in sentence for sentence in sentences) == 1
+
+
+def test_regions_keep_lengths_and_boxes(tmp_path: Path) -> None:
+    features = np.zeros((2, 5, 3), np.float32)
+    boxes = np.random.default_rng(0).random((2, 5, 4)).astype(np.float32)
+    write_shard(tmp_path, ["a", "b"], features, lengths=[3, 5], boxes=boxes)
+    found = FeatureStore(tmp_path).gather_regions(["b", "a"])
+    assert found.lengths.tolist() == [5, 3] and found.boxes is not None and np.array_equal(found.boxes, boxes[::-1])
+    keys, grids = filled(tmp_path / "grids")
+    grid = FeatureStore(tmp_path / "grids").gather_regions(keys[:2])
+    assert grid.lengths.tolist() == [3, 3] and grid.boxes is None and np.array_equal(grid.features, grids[:2])
+
+
+def test_many_shards_need_few_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.mapped.MAX_OPEN", 2)
+    keys, features = filled(tmp_path, shards=6)
+    order = np.random.default_rng(2).permutation(len(keys))
+    store = FeatureStore(tmp_path)
+    assert np.array_equal(store.gather([keys[row] for row in order]), features[order])
+    assert len(store._maps._open) <= 2

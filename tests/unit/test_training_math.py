@@ -16,8 +16,8 @@ from jobs.plain_cider import PlainCiderD
 from models.transform import ImageTransform
 from pipeline import rewards
 from pipeline.batches import Batches, Captions, Images
-from pipeline.config import ScheduleSection, ScstSection, StageSection
-from pipeline.dataset import read_karpathy
+from pipeline.config import DataSection, ScheduleSection, ScstSection, StageSection
+from pipeline.dataset import read_annotations
 from pipeline.losses import caption_log_probs, smoothed_cross_entropy
 from pipeline.order import samples_at, seed_of
 from pipeline.rewards import CaptionReward, CiderD
@@ -49,7 +49,7 @@ def test_orders_differ_by_seed_and_epoch_and_cost_nothing_far_out() -> None:
 @pytest.fixture
 def parts(tmp_path: Path) -> tuple[Images, Captions]:
     root = write_karpathy(tmp_path / "set", {"train": 13})
-    dataset = read_karpathy(root / "dataset.json", root)
+    dataset, _ = read_annotations(DataSection(root=str(root)), root)
     keys = [f"key{number}" for number in range(13)]
     write_shard(tmp_path / "store", keys, np.arange(13, dtype=np.float32)[:, None, None].repeat(2, 1))
     table = dataset.table.set_column(4, "key", [keys])

@@ -1,0 +1,35 @@
+"""`raycap check`: says whether a data set is fit to train on, and what is odd about it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pipeline.config import RunConfig
+
+
+def check(config: RunConfig, json_file: Path | None = None) -> int:
+    """Prints the findings, and writes them as JSON on request. Returns 1 when training on the data would be wrong."""
+    from pipeline.check import check_data
+
+    found = check_data(config, print)
+    facts = found.facts
+    captions, duplicates = facts["captions"], facts["duplicates"]
+    print("splits       " + ", ".join(f"{split} {count}" for split, count in facts["splits"].items()))
+    print(f"captions     {captions['total']}: {captions['empty']} empty, {captions['huge']} huge, ", end="")
+    print(f"{captions['repeated']} images with a repeated one, {captions['not_text']} not text")
+    for split, counts in captions["per_image"].items():
+        print(f"  {split:<10} " + ", ".join(f"{images} images with {count}" for count, images in counts.items()))
+    print(f"vocabulary   {facts.get('vocabulary', 'empty')} words, specials included")
+    print(f"images       {len(facts['unreadable'])} missing or unreadable; ", end="")
+    print(f"{duplicates['across_splits']} in training and held out, {duplicates['elsewhere']} repeated otherwise")
+    print("short side   " + ", ".join(f"{name} px: {count}" for name, count in facts.get("short_side", {}).items()))
+    print(f"fingerprint  {facts['fingerprint']}")
+    for finding in found.findings:
+        print(f"{finding['kind']:<8} {finding['text']}")
+    print("fit to train on" if found.ok else "NOT fit to train on: see the errors above")
+    if json_file is not None:
+        body = {"ok": found.ok, **facts, "findings": found.findings}
+        json_file.write_text(json.dumps(body, indent=1, ensure_ascii=False), encoding="utf-8")
+        print(f"written to {json_file}")
+    return 0 if found.ok else 1

@@ -1,0 +1,51 @@
+"""The images and captions that a configuration names: the embedded set drawn, annotations read, content keys found.
+
+No torch here: `check`, and an extraction with nothing to do, are over before it would be imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+
+from pipeline.config import RunConfig
+from pipeline.dataset import Dataset, build_vocabulary, read_dataset
+from pipeline.snapshot import take_snapshot
+from pipeline.storage import place
+from pipeline.synthetic import write_dataset
+
+
+def find_data(config: RunConfig, say: Callable[[str], None]) -> tuple[Dataset, dict[str, str]]:
+    """The data set with content keys, and {path: reason} of images that cannot be read."""
+    dataset = read_data(config, say)
+    build_vocabulary(dataset, config.data)  # refuse an empty one before reading images
+    return snapshot_of(dataset, config)
+
+
+def read_data(config: RunConfig, say: Callable[[str], None]) -> Dataset:
+    """The annotations, fit to train on; the embedded data set is drawn when it is not there yet."""
+    data = config.data
+    return read_dataset(data, data_root(config, say), config.storage.options)
+
+
+def data_root(config: RunConfig, say: Callable[[str], None]) -> str:
+    """The folder or s3:// prefix of the data set; the embedded one is drawn when it is not there yet."""
+    data = config.data
+    if data.synthetic is not None:
+        digest = hashlib.sha256(json.dumps(asdict(data.synthetic), sort_keys=True).encode()).hexdigest()[:10]
+        root = config.storage_path / "data" / f"scenes-{digest}"
+        if not root.is_dir():
+            say(f"drawing {data.synthetic.num_images} scenes into {root}")
+        write_dataset(root, data.synthetic)
+        return str(root)
+    return place(str(data.root)).uri
+
+
+def snapshot_of(dataset: Dataset, config: RunConfig) -> tuple[Dataset, dict[str, str]]:
+    """Content keys from the storage's manifest for this data set, which is brought up to date."""
+    root = "" if config.data.root is None else place(config.data.root).uri
+    named = f"{root} {config.data.model_dump_json(include={'images', 'sources', 'synthetic'})}"
+    name = hashlib.sha256(named.encode()).hexdigest()[:16]
+    return take_snapshot(dataset, config.storage_place / f"manifests/{name}.parquet", config.storage.options)

@@ -1,0 +1,85 @@
+"""A bounded cache of remote shards on the local disk: each fetched once a machine, checked by digest, then mapped.
+
+Processes on one machine share it under one file lock. When it is full the shards that were not asked for the longest
+go first; a process that still maps one keeps reading it, because a removed file lives until its last reader lets go.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipeline.storage import Place, StorageError
+
+CACHE_VARIABLE = "RAYCAP_CACHE"
+
+
+def cache_folder() -> Path:
+    """$RAYCAP_CACHE, or ~/.cache/raycap."""
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "raycap").expanduser()
+
+
+class ShardCache:
+    """Local copies of remote files, at most `limit` bytes of them."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit = folder, limit
+
+    def get(self, source: Place, size: int, sha256: str) -> Path | None:
+        """The local copy of `source`, fetched when it is not here; None when it alone is above the limit.
+
+        Raises StorageError when what arrives is not what the manifest promised, also the second time.
+        """
+        if size > self.limit:
+            return None
+        path = self.folder / f"{sha256}{Path(source.name).suffix}"
+        if self._touch(path):
+            return path
+        with self._alone(path.name):
+            if self._touch(path):
+                return path
+            for _ in range(2):
+                data = source.read_bytes()
+                if hashlib.sha256(data).hexdigest() == sha256:
+                    break
+            else:
+                raise StorageError(f"{source}: its content does not have the digest in the manifest")
+            with self._alone("room"):
+                self._make_room(len(data))
+                temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+                temporary.write_bytes(data)
+                temporary.replace(path)
+        return path
+
+    def _touch(self, path: Path) -> bool:
+        try:
+            os.utime(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _make_room(self, wanted: int) -> None:
+        files = []
+        for path in self.folder.iterdir():
+            if path.suffix not in (".lock",):
+                status = path.stat()
+                files.append((status.st_mtime_ns, status.st_size, path))
+        total = sum(size for _, size, _ in files)
+        for _, size, path in sorted(files):
+            if total + wanted <= self.limit:
+                return
+            path.unlink(missing_ok=True)
+            total -= size
+
+    @contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
+        """One process at a time; the lock falls with the process."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        number = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) % 16 if name != "room" else 16
+        with (self.folder / f"{number}.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield

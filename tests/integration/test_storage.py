@@ -1,0 +1,118 @@
+"""S3 on a bad day: refused requests and cut connections are not seen by whoever reads and writes."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline import storage
+from pipeline.config import DataSection
+from pipeline.dataset import read_dataset
+from pipeline.images import UNREADABLE, decode_batch
+from pipeline.snapshot import take_snapshot
+from pipeline.staging import ShardCache
+from pipeline.storage import Place, StorageError, StorageOptions
+from pipeline.store import FeatureStore, write_shard
+from tests.conftest import write_karpathy
+from tests.s3_server import s3_server
+
+
+@pytest.fixture(scope="module")
+def options() -> Iterator[StorageOptions]:
+    with s3_server(share=0.1) as url:
+        yield StorageOptions(url)
+
+
+def test_objects_come_back_as_they_were_written(options: StorageOptions) -> None:
+    folder = Place("s3://data/objects", options)
+    bodies = {f"{number}/x": bytes([number]) * (number * 1000 + 1) for number in range(40)}
+    for name, body in bodies.items():
+        (folder / name).write_bytes(body)
+    assert {name: entry.size for name, entry in folder.list().items()} == {k: len(v) for k, v in bodies.items()}
+    for name, body in bodies.items():
+        assert (folder / name).read_bytes() == body
+    assert (folder / "7/x").read_range(10, 5) == bytes([7]) * 5
+    (folder / "7/x").delete()
+    assert not (folder / "7/x").exists() and (folder / "8/x").exists()
+    with pytest.raises(FileNotFoundError):
+        (folder / "7/x").read_bytes()
+
+
+def test_large_objects_go_up_in_parts(options: StorageOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "PART_BYTES", 5 * 2**20)  # S3's own minimum
+    body = np.random.default_rng(0).bytes(13 * 2**20)
+    large = Place("s3://data/large", options)
+    large.write_bytes(body)
+    assert large.read_bytes() == body and large.stat().tag.strip('"').endswith("-3")
+
+
+def test_storage_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "FIRST_PAUSE_S", 0.0)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    with pytest.raises(StorageError, match=r"s3://data/x: storage failed after 8 attempts"):
+        Place("s3://data/x", StorageOptions(address)).read_bytes()
+
+
+def test_a_remote_store_is_staged_within_its_bound(options: StorageOptions, tmp_path: Path) -> None:
+    folder, rng = Place("s3://data/store", options), np.random.default_rng(0)
+    rows = rng.normal(size=(40, 6, 50)).astype(np.float16)
+    keys = [f"k{number}" for number in range(40)]
+    for start in range(0, 40, 8):
+        write_shard(folder, keys[start : start + 8], rows[start : start + 8])
+    size = 8 * 6 * 50 * 2 + 128
+    order = rng.permutation(40)
+    for limit in (10 * size, 2 * size + 10, 10):  # all fits; two of five shards; none: ranges
+        cache = tmp_path / str(limit)
+        store = FeatureStore(folder, cache=cache, cache_bytes=limit)
+        for _ in range(2):
+            assert np.array_equal(store.gather([keys[row] for row in order]), rows[order])
+        staged = sum(path.stat().st_size for path in cache.glob("*.npy"))
+        assert staged == min(5, limit // size) * size
+    assert store.verify() == []
+
+
+def test_a_staged_shard_is_checked_and_the_oldest_goes_first(options: StorageOptions, tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path / "cache", 250)
+    places = []
+    for number in range(3):
+        places.append(Place(f"s3://data/shard/{number}.npy", options))
+        places[-1].write_bytes(bytes([number]) * 100)
+    digests = [hashlib.sha256(bytes([number]) * 100).hexdigest() for number in range(3)]
+    paths = [cache.get(place, 100, digest) for place, digest in zip(places, digests, strict=True)]
+    assert [path is not None and path.exists() for path in paths] == [False, True, True]
+    with pytest.raises(StorageError, match="digest"):
+        cache.get(places[0], 100, "0" * 64)
+    assert cache.get(places[0], 251, digests[0]) is None
+
+
+def test_a_snapshot_of_s3_reads_only_new_objects(
+    options: StorageOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = write_karpathy(tmp_path / "set", {"train": 4, "val": 1, "test": 1})
+    for path in local.rglob("*.*"):
+        Place(f"s3://data/set/{path.relative_to(local)}", options).write_bytes(path.read_bytes())
+    dataset = read_dataset(DataSection(root="s3://data/set"), "s3://data/set", options)
+    here, _ = take_snapshot(read_dataset(DataSection(root=str(local)), local), tmp_path / "here.parquet")
+    there, troubles = take_snapshot(dataset, Place("s3://data/manifest.parquet", options), options)
+    assert not troubles and there.column("key") == here.column("key") and there.fingerprint() == here.fingerprint()
+    batch = {name: np.array(there.column(name)) for name in ("key", "uri")}
+    assert set(decode_batch(batch, 16, 10**6, options)["reason"]) == {""}
+
+    reads: list[str] = []
+    original = Place.read_bytes
+    monkeypatch.setattr(Place, "read_bytes", lambda self: (reads.append(self.name), original(self))[1])
+    Place("s3://data/set/images/1.png", options).write_bytes((local / "images" / "0.png").read_bytes())
+    Place("s3://data/set/images/2.png", options).delete()
+    again, troubles = take_snapshot(dataset, Place("s3://data/manifest.parquet", options), options)
+    assert sorted(reads) == ["1.png", "manifest.parquet"] and list(troubles) == ["s3://data/set/images/2.png"]
+    assert again.column("key")[1] == again.column("key")[0]
+    monkeypatch.undo()
+    reasons = decode_batch(batch, 16, 10**6, options)["reason"]
+    assert reasons[1].startswith(UNREADABLE) and "changed" in reasons[1] and reasons[2].startswith(UNREADABLE)

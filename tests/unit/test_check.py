@@ -1,0 +1,85 @@
+"""`raycap check`: what makes a data set unfit is found, and what is only odd does not stop anybody."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from jobs.cli import main
+from tests.conftest import small_config, write_karpathy
+
+
+def check(tmp_path: Path, root: Path, **data: Any) -> tuple[int, dict[str, Any]]:
+    config = small_config(tmp_path / "storage", data={"root": str(root), "train_splits": ["train"], **data})
+    config["data"].setdefault("min_count", 1)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    code = main(["check", str(tmp_path / "run.yaml"), "--json", str(tmp_path / "found.json")])
+    return code, json.loads((tmp_path / "found.json").read_text())
+
+
+def texts(found: dict[str, Any], kind: str) -> str:
+    return "\n".join(finding["text"] for finding in found["findings"] if finding["kind"] == kind)
+
+
+def change(root: Path, number: int, **values: Any) -> None:
+    data = json.loads((root / "dataset.json").read_text())
+    data["images"][number].update(values)
+    (root / "dataset.json").write_text(json.dumps(data))
+
+
+def test_a_sound_set_is_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = write_karpathy(tmp_path / "set", {"train": 5, "val": 2, "test": 2})
+    code, found = check(tmp_path, root)
+    assert code == 0 and found["ok"] and not texts(found, "error")
+    assert found["splits"] == {"test": 2, "train": 5, "val": 2} and found["short_side"] == {"0-63": 9}
+    assert found["captions"]["per_image"]["train"] == {"5": 5} and len(found["fingerprint"]) == 64
+    assert "shrunken" in texts(found, "warning") and "fit to train on" in capsys.readouterr().out
+
+
+def test_test_images_in_training_are_an_error(tmp_path: Path) -> None:
+    root = write_karpathy(tmp_path / "set", {"train": 5, "val": 2, "test": 2})
+    (root / "images" / "8.png").write_bytes((root / "images" / "0.png").read_bytes())
+    code, found = check(tmp_path, root)
+    assert code == 1 and "in training and in a held-out split" in texts(found, "error")
+    assert found["duplicates"] == {"across_splits": 1, "elsewhere": 0}
+
+
+def test_missing_and_broken_images_count_against_the_tolerance(tmp_path: Path) -> None:
+    root = write_karpathy(tmp_path / "set", {"train": 16, "val": 2, "test": 2})
+    (root / "images" / "1.png").unlink()
+    (root / "images" / "2.png").write_bytes((root / "images" / "2.png").read_bytes()[:50])
+    code, found = check(tmp_path, root, max_bad_fraction=0.1)
+    assert code == 0 and len(found["unreadable"]) == 2 and "2 of 20 images" in texts(found, "warning")
+    code, found = check(tmp_path, root, max_bad_fraction=0.05)
+    assert code == 1 and "2 of 20 images" in texts(found, "error")
+
+
+@pytest.mark.parametrize(
+    ("sentences", "kind", "text"),
+    [
+        ([{"raw": "a cat"}, {"raw": "A cat."}], "warning", "repeat one of their own"),
+        ([{"raw": "a cat"}, {"raw": " . "}], "warning", "1 captions are empty"),
+        ([{"raw": "a cat"}, {"raw": "word " * 100}], "warning", "1 captions have more than 60 words"),
+        ([{"raw": "a cat"}, {"raw": "\x00\x01\x02"}], "warning", "control or replacement"),
+        ([{"raw": "a cat"}, {"raw": 3}], "error", "captions are not text"),
+        ([{"raw": "  "}], "error", "no caption with a word"),
+    ],
+)
+def test_odd_captions_are_found(tmp_path: Path, sentences: list[Any], kind: str, text: str) -> None:
+    root = write_karpathy(tmp_path / "set", {"train": 5, "val": 2, "test": 2})
+    change(root, 0, sentences=sentences)
+    code, found = check(tmp_path, root)
+    assert text in texts(found, kind) and code == (kind == "error")
+
+
+def test_a_split_of_one_image_is_an_error_and_an_empty_one_a_mistake(tmp_path: Path) -> None:
+    root = write_karpathy(tmp_path / "set", {"train": 5, "val": 2, "test": 1})
+    code, found = check(tmp_path, root)
+    assert code == 1 and "split test has 1 image" in texts(found, "error")
+    config = small_config(tmp_path / "storage", data={"root": str(root), "test_splits": ["novel"], "min_count": 1})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    assert main(["check", str(tmp_path / "run.yaml")]) == 2
