@@ -78,7 +78,7 @@ def bench_models(
     device: str = "auto",
     write: Callable[[str], Any] = print,
 ) -> ModelsReport:
-    """Prints and returns the table. `device` auto, cpu or cuda; `threads` of torch on the CPU (default: its own choice).
+    """Prints and returns the table. `device` auto, cpu or cuda; `threads` of torch on the CPU (None: its choice).
 
     Both forms run in turn in one process, `repeats` times each after a warm-up; medians. Random weights and features at
     the paper's size; no caption ends before its 20th token. Raises ValueError for a device that is not there.
