@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chromium import NAMES, Page, chromium_page, find_chromium
 
 from pipeline.report import Report, ReportImage, ReportStage, write_report
 from pipeline.synthetic import draw_scene, make_scene
+from tests.integration.chromium import NAMES, Page, chromium_page, find_chromium
 
 PROGRAM = find_chromium()
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason=f"no Chromium on the PATH (looked for {', '.join(NAMES)})")
