@@ -248,7 +248,10 @@ def _create_child(client: Any, folder: RunFolder, config: RunConfig, stage: str,
     from mlflow.entities import Param
 
     tags = {"mlflow.runName": stage, "mlflow.parentRunId": parent, "raycap.run_id": folder.run_id}
-    run = client.create_run(_experiment(client, config), tags=tags)
+    experiment = _experiment(client, config)
+    query = f"tags.`mlflow.parentRunId` = '{parent}' and tags.`mlflow.runName` = '{stage}'"
+    found = client.search_runs([experiment], query)  # made by a driver that was killed before it could note it
+    run = found[0] if found else client.create_run(experiment, tags=tags)
     flat = _flatten(config.stage(stage).model_dump(mode="json"))
     client.log_batch(run.info.run_id, params=[Param(key, str(value)) for key, value in flat.items()])
     return run.info.run_id
