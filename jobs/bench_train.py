@@ -21,6 +21,7 @@ from models.layers import set_dropout
 from models.registry import build_model
 from pipeline.batches import Batch
 from pipeline.config import OptimizerSection, ScstSection, StageSection
+from pipeline.processor import prepare_processor
 from pipeline.rewards import CaptionReward
 from pipeline.schedules import make_optimizer
 from pipeline.steps import Objective, cross_entropy_objective, scst_objective
@@ -66,8 +67,7 @@ EPOCHS["scst_finetune"] = (1, COCO_IMAGES)
 
 def bench_train(repeats: int = 5, threads: int | None = None) -> None:
     """Median seconds of an optimizer step and the peak memory of each case, in one run."""
-    if threads:
-        torch.set_num_threads(threads)
+    prepare_processor(threads)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, ExpansionNet v2 at the paper's size")
     print(f"{'case':<48}{'s/step':>9}{'s/caption':>11}{'peak MiB':>10}  reference")
     device = torch.device("cpu")

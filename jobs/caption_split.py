@@ -30,7 +30,6 @@ def caption_splits(
 def _caption_share(
     run: Path, splits: tuple[str, ...], store: Place, excluded: tuple[str, ...], rank: int, count: int
 ) -> dict[str, dict[int, str]]:
-    import torch
 
     from models.captioner import Captioner
     from models.registry import build_model
@@ -38,6 +37,7 @@ def _caption_share(
     from pipeline.batches import Images
     from pipeline.captioning import caption_share
     from pipeline.context import device_for
+    from pipeline.processor import prepare_processor
     from pipeline.run_folder import RunFolder
     from pipeline.store import open_store
     from pipeline.weights import load_weights
@@ -45,7 +45,7 @@ def _caption_share(
     folder = RunFolder(run)
     config = folder.config
     device = device_for(config.workers.gpus_per_worker)
-    torch.set_num_threads(config.workers.threads_per_worker)
+    prepare_processor(config.workers.threads_per_worker)
     model = build_model(config.model, folder.sizes)
     load_weights(model, folder.weights_before(None, "model"))
     captioner = Captioner(model).to(device)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from models.base import Cache
 
-FIRST_CAPACITY = 12  # steps; doubled when it is not enough
+FIRST_CAPACITY = 20  # steps, enough for most captions; doubled when it is not
 
 
 class TreeSlots:
@@ -48,7 +48,7 @@ class TreeSlots:
         shape = [*new.shape[:2], capacity * self.beams, *new.shape[3:]]
         if squared:
             shape[-1] = capacity
-        grown = new.new_zeros(shape)
+        grown = new.new_zeros(shape) if squared else new.new_empty(shape)
         if old is not None:
             grown[tuple(slice(0, size) for size in old.shape)] = old
         return grown

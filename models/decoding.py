@@ -8,6 +8,7 @@ Log-probabilities are float32 (float64 for a float64 model) and outside autocast
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -66,14 +67,14 @@ class _Decoder:
         ]
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Unnormalized log-probabilities (R, V) of the next token: a model's logits, or an ensemble's mean."""
+        """Log-probabilities (R, V) of the next token; of an ensemble, of the models' mean probability."""
         outputs = []
         for index, model in enumerate(self.models):
             logits, self.caches[index] = model.step(tokens, self.caches[index])
-            outputs.append(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+            outputs.append(logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)))
         if len(outputs) == 1:
             return outputs[0]
-        return torch.logsumexp(torch.stack([output.log_softmax(-1) for output in outputs]), 0)
+        return torch.logsumexp(torch.stack(outputs), 0).sub_(math.log(len(outputs)))
 
     def select(self, index: Tensor) -> None:
         self.caches = [cache.select(index) for cache in self.caches]
@@ -101,7 +102,9 @@ def caption_lengths(tokens: Tensor, eos: int) -> Tensor:
 @torch.no_grad()
 def greedy(models: Models, memories: Memories, *, max_length: int) -> Captions:
     """The most probable token at each step: (B, 1, T). `max_length` counts SOS and EOS."""
-    return _roll_out(_Decoder(models, memories, 1, max_length), max_length, lambda logits, rows: logits.argmax(-1))
+    return _roll_out(
+        _Decoder(models, memories, 1, max_length), max_length, lambda log_probs, rows: log_probs.argmax(-1)
+    )
 
 
 @torch.no_grad()
@@ -131,16 +134,17 @@ def sample(
     decoder = _Decoder(models, memories, num_samples, max_length)
     total = len(decoder.images) * num_samples
 
-    def draw(logits: Tensor, rows: Tensor) -> Tensor:
-        if temperature != 1.0:
-            logits = logits / temperature
-        if top_k is not None and top_k < logits.shape[-1]:
-            least = logits.topk(top_k, -1).values[:, -1:]
-            logits = logits.masked_fill(logits < least, -torch.inf)
+    def draw(log_probs: Tensor, rows: Tensor) -> Tensor:
+        if temperature != 1.0 or top_k is not None:
+            log_probs = log_probs / temperature
+            if top_k is not None and top_k < log_probs.shape[-1]:
+                least = log_probs.topk(top_k, -1).values[:, -1:]
+                log_probs = log_probs.masked_fill(log_probs < least, -torch.inf)
+            log_probs = log_probs.log_softmax(-1)
         # a number for every row, finished or not: what a row draws does not depend on when others end
-        device = logits.device if generator is None else generator.device
-        uniform = torch.rand(total, dtype=torch.float64, generator=generator, device=device).to(logits.device)
-        return invert(logits.softmax(-1), uniform[rows])
+        device = log_probs.device if generator is None else generator.device
+        uniform = torch.rand(total, dtype=torch.float64, generator=generator, device=device).to(log_probs.device)
+        return invert(log_probs.exp(), uniform[rows])
 
     return _roll_out(decoder, max_length, draw)
 
@@ -148,15 +152,34 @@ def sample(
 def invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """The index (R,) where cumulated probabilities (R, V) pass uniform numbers (R,) in [0, 1).
 
-    Sampling by inversion: one random number a row instead of V, which is what torch.multinomial draws.
+    Sampling by inversion: one random number a row instead of V, which is what torch.multinomial draws. In two levels,
+    blocks of words and the words of one block, so that only few numbers are cumulated, in float64.
     """
-    cumulated = probabilities.cumsum(-1, dtype=torch.float64)
-    # right=True: the first index whose cumulated probability is above the number, so never one of probability 0
-    return torch.searchsorted(cumulated, uniform[:, None] * cumulated[:, -1:], right=True)[:, 0]
+    count = probabilities.shape[-1]
+    width = math.isqrt(count)
+    whole = count // width * width
+    sums = probabilities[:, :whole].unflatten(1, (-1, width)).sum(-1)
+    if whole < count:
+        sums = torch.cat((sums, probabilities[:, whole:].sum(-1, keepdim=True)), 1)
+    block, share = _locate(sums, uniform[:, None])
+    words = block * width + torch.arange(width, device=block.device)
+    inside = probabilities.gather(1, words.clamp(max=count - 1)).masked_fill(words >= count, 0.0)
+    return (block * width + _locate(inside, share)[0])[:, 0]
+
+
+def _locate(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of the weights (R, n) a number (R, 1) in [0, 1) falls on, and where within it, again in [0, 1)."""
+    upper = weights.cumsum(-1, dtype=torch.float64)
+    target = uniform * upper[:, -1:]
+    # right=True: the first whose cumulated weight is above the target, so never one of weight 0
+    place = torch.searchsorted(upper, target, right=True)
+    weight = weights.gather(1, place).double()
+    within = (target - (upper.gather(1, place) - weight)) / weight
+    return place, within.clamp_(0.0, 1.0 - 2.0**-52)
 
 
 def _roll_out(decoder: _Decoder, max_length: int, choose: Callable[[Tensor, Tensor], Tensor]) -> Captions:
-    """Rows that never meet: `choose` picks a token for each from logits (R, V) of the rows (R,) still at work."""
+    """Rows that never meet: `choose` picks tokens from log-probabilities (R, V) of the rows (R,) still at work."""
     sizes, beams = decoder.sizes, decoder.beams
     total = len(decoder.images) * beams
     rows = torch.arange(total, device=decoder.device)
@@ -165,11 +188,11 @@ def _roll_out(decoder: _Decoder, max_length: int, choose: Callable[[Tensor, Tens
     ended = torch.zeros(total, dtype=torch.bool, device=decoder.device)
     log_probs = torch.empty(0)
     for position in range(1, max_length):
-        logits = decoder.step(tokens[rows, position - 1])
+        offered = decoder.step(tokens[rows, position - 1])
         if position == 1:
-            log_probs = logits.new_zeros(total, max_length)
-        chosen = choose(logits, rows)
-        log_prob = logits.gather(1, chosen[:, None])[:, 0] - logits.logsumexp(-1)
+            log_probs = offered.new_zeros(total, max_length)
+        chosen = choose(offered, rows)
+        log_prob = offered.gather(1, chosen[:, None])[:, 0]
         tokens[rows, position] = chosen.masked_fill_(ended, sizes.pad)
         log_probs[rows, position] = log_prob.masked_fill_(ended, 0.0)
         ended |= chosen == sizes.eos
@@ -214,14 +237,13 @@ def beam_search(
     none_ended = torch.zeros(total, beam_size, dtype=torch.bool, device=device)
     beams = results = _Beams(tokens, torch.empty(0), torch.empty(0), none_ended)
     for position in range(1, max_length):
-        logits = decoder.step(beams.tokens[:, :, position - 1].flatten())
+        log_probs = decoder.step(beams.tokens[:, :, position - 1].flatten())
         if position == 1:
-            beams.log_probs = logits.new_zeros(total, beam_size, max_length)
-            beams.scores = logits.new_zeros(total, beam_size)
+            beams.log_probs = log_probs.new_zeros(total, beam_size, max_length)
+            beams.scores = log_probs.new_zeros(total, beam_size)
             beams.scores[:, 1:] = -torch.inf  # one real beam so far: the others are copies that must not be chosen
             results = beams.pick(decoder.images)
-        best, words = logits.topk(offered, -1)
-        best -= logits.logsumexp(-1, keepdim=True)
+        best, words = log_probs.topk(offered, -1)
         parent = beams.extend(best.view(-1, beam_size, offered), words.view(-1, beam_size, offered), position, sizes)
         first_rows = torch.arange(0, parent.numel(), beam_size, device=device)
         decoder.select((first_rows[:, None] + parent).flatten())

@@ -107,7 +107,7 @@ class FeedForward(nn.Module):
         xavier_blocks_(self.outer.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.outer(self.dropout(F.relu(self.inner(x))))
+        return self.outer(self.dropout(F.relu_(self.inner(x))))  # in place: no gradient needs what it overwrites
 
 
 def padding_bias(real: Tensor | None, dtype: torch.dtype) -> Tensor | None:

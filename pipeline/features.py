@@ -216,9 +216,10 @@ class ShardWriter:
         import torch
 
         from models.backbone import Backbone
+        from pipeline.processor import prepare_processor
         from pipeline.weights import load_weights
 
-        torch.set_num_threads(extractor.settings.threads_per_actor)
+        prepare_processor(extractor.settings.threads_per_actor)
         self.folder, self.settings = folder, extractor.settings
         self.device = torch.device("cuda" if extractor.settings.gpus_per_actor else "cpu")
         self.dtype = getattr(torch, dtype)

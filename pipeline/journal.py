@@ -65,4 +65,5 @@ class Follower:
 
 
 def _name(entry: dict[str, Any]) -> tuple[str, str, int, float]:
-    return entry["stage"], entry["kind"], entry["step"], entry["time"]
+    # a step that a resumed stage repeats is not new; what it has to say, at the same step again, is
+    return entry["stage"], entry["kind"], entry["step"], entry["time"] if "text" in entry else 0.0

@@ -30,6 +30,7 @@ from pipeline.config import StageSection, total_steps
 from pipeline.context import Context, gather_objects, sum_over_ranks
 from pipeline.journal import Journal
 from pipeline.order import seed_of
+from pipeline.processor import prepare_processor
 from pipeline.rewards import CaptionReward
 from pipeline.run_folder import RunFolder, write_json
 from pipeline.schedules import learning_rate, make_optimizer
@@ -70,7 +71,7 @@ class StageRun:
         config = folder.config
         self.context, self.folder, self.stage, self.job = context, folder, stage, job
         self.number = list(config.stages).index(stage)
-        torch.set_num_threads(config.workers.threads_per_worker)
+        prepare_processor(config.workers.threads_per_worker)
         dataset = folder.dataset.without(job.excluded)
         train, validation = dataset.split(*config.data.train_splits), dataset.split(config.data.val_split)
         self.vocabulary = folder.vocabulary

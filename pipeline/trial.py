@@ -18,6 +18,7 @@ from models.registry import build_model
 from pipeline.batches import Batch, Captions
 from pipeline.config import StageSection
 from pipeline.context import device_for
+from pipeline.processor import prepare_processor
 from pipeline.run_folder import RunFolder
 from pipeline.schedules import make_optimizer
 from pipeline.steps import check_reward, cross_entropy_objective, scst_objective, stage_reward
@@ -30,7 +31,7 @@ def trial_steps(run: Path) -> list[dict[str, Any]]:
     training would meet. The reward of SCST is checked on the ground truth too.
     """
     folder = RunFolder(run)
-    torch.set_num_threads(folder.config.workers.threads_per_worker)
+    prepare_processor(folder.config.workers.threads_per_worker)
     rows = []
     for stage in folder.config.stages:
         try:

@@ -42,7 +42,7 @@ def workers_of(driver: subprocess.Popen[str]) -> list[psutil.Process]:
 
 @pytest.mark.proof
 @pytest.mark.ray
-@pytest.mark.parametrize(("repetition", "victim"), enumerate(VICTIMS))
+@pytest.mark.parametrize(("repetition", "victim"), list(enumerate(VICTIMS)))
 def test_killed_at_random_the_weights_are_bit_identical(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, repetition: int, victim: str
 ) -> None:

@@ -250,4 +250,7 @@ def test_a_follower_sees_every_entry_once(tmp_path: Path) -> None:
     again.write("train", 2, {"loss": 0.5})
     again.write("train", 3, {"loss": 0.4})
     assert [entry["step"] for entry in follower.new()] == [3]
-    assert [entry["step"] for entry in read_journal(path)] == [1, 2, 3]
+    for time in (1.0, 2.0):  # killed twice after the same checkpoint: said twice
+        again.write("event", 3, {"text": "continues from step 3", "time": time})
+    assert [entry.get("text") for entry in follower.new()] == ["continues from step 3"] * 2
+    assert [entry["step"] for entry in read_journal(path)] == [1, 2, 3, 3, 3]
