@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test unit lint bench proof lock clean
+.PHONY: demo test unit lint bench proof spice lock clean
 
 demo: $(READY)
 	$(BIN)/raycap run configs/demo.yaml
@@ -24,6 +24,10 @@ lint: $(READY)
 bench: $(READY)
 	$(BIN)/raycap bench models
 	$(BIN)/raycap bench metrics
+
+# SPICE's models, which no package carries; needs Java and Maven.
+spice: $(READY)
+	infra/spice.sh $(BIN)/python
 
 proof: $(READY)
 	$(BIN)/python -m pytest -m proof

@@ -54,5 +54,7 @@ def _caption_share(
     for split in splits:
         part = folder.dataset.without(excluded).split(split)
         images = Images(part, features, transform, config.data.max_pixels, 1)
-        found[split] = caption_share(captioner, images, folder.vocabulary, config.evaluation, rank, count, device)
+        settings = config.evaluation
+        shares = caption_share([captioner], [images], folder.vocabulary, settings, rank, count, device)
+        found[split] = {image: hypotheses[0].caption for image, hypotheses in shares.items()}
     return found

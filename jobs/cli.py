@@ -103,6 +103,78 @@ def score(
     score_files(references, predictions, json_file=json, per_image=per_image, split=split, complete=complete)
 
 
+@app.command()
+def evaluate(
+    config: Config,
+    set_: Set = None,
+    split: Annotated[list[str] | None, typer.Option(help="A split, or all; data.test_splits by default.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="A model bundle in place of the run's; several: ensemble.")
+    ] = None,
+    stage: Annotated[str | None, typer.Option(help="The run's model as it was after this stage.")] = None,
+    compare: Annotated[
+        str | None, typer.Option(help="Another bundle: captions beside these, scores' difference.")
+    ] = None,
+    features: Annotated[str | None, typer.Option(help="A feature store, for bundles without a backbone.")] = None,
+    server: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Also the COCO server's result file and zip.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="A folder for what comes out.")] = None,
+    address: Address = None,
+) -> int:
+    """Captions a split with a run's model, or with bundles, and scores it. Exit code 1 when an image cannot be read.
+
+    Example: raycap evaluate configs/demo.yaml --stage xe_finetune --split test
+    """
+    from pipeline.config import load_config
+
+    parsed = load_config(config, set_ or ())
+    from jobs.evaluate import evaluate as evaluate_splits
+
+    return evaluate_splits(
+        parsed,
+        splits=split or (),
+        models=model or (),
+        stage=stage,
+        compare=compare,
+        features=features,
+        server=server,
+        out=out,
+        address=address,
+    )
+
+
+@app.command()
+def caption(
+    images: Annotated[list[str], typer.Argument(help="Files, folders, globs, s3:// URIs.", metavar="IMAGES...")],
+    model: Annotated[str, typer.Option(help="A model bundle's folder.")],
+    json: Annotated[bool, typer.Option("--json", help="JSON lines with log-probabilities in place of text.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write JSON lines there; what is there is not done again.")] = None,
+    beam: Annotated[int, typer.Option(min=1, help="Beams an image.")] = 5,
+    n_best: Annotated[int, typer.Option(min=1, help="Captions an image, best first.")] = 1,
+    max_length: Annotated[int, typer.Option(min=3, help="Tokens a caption, its begin and end with them.")] = 20,
+    explain: Annotated[Path | None, typer.Option(help="Write a picture an image: where each word looked.")] = None,
+    address: Address = None,
+) -> int:
+    """Captions for one's own images. A few are captioned here, many through Ray. Exit code 1 when one cannot be read.
+
+    Example: raycap caption photos/ 'more/*.jpg' --model results/models/demo/RUN --json
+    """
+    from jobs.caption import caption as caption_images
+
+    return caption_images(
+        images,
+        model,
+        json_lines=json,
+        out=out,
+        beam_size=beam,
+        num_results=n_best,
+        max_length=max_length,
+        explain=explain,
+        address=address,
+    )
+
+
 @app.command("import")
 def import_(
     source: Annotated[str, typer.Option("--from", metavar="FORMAT", help="The upstream project: expansionnet_v2.")],

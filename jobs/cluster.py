@@ -17,28 +17,39 @@ def start_ray(config: RunConfig, address: str | None, say: Callable[[str], None]
     Called again, it does nothing. A Ray that this process started ends with it, also when it is killed. Raises
     UserError when GPUs are asked for that this machine does not have; on a cluster, which may grow, that is said.
     """
+    import ray
+
+    if ray.is_initialized():
+        return
+    workers = config.workers
+    joined = connect(address, math.ceil(workers.num_workers * workers.cpus_per_worker))
+    _check_gpus(config, ray.cluster_resources().get("GPU", 0), say if joined else None)
+
+
+def connect(address: str | None, needed_cpus: int = 2) -> bool:
+    """Joins the Ray at `address` (or RAY_ADDRESS) and returns True, else starts one and returns False.
+
+    A Ray that this process is in already is taken as it is.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
     if ray.is_initialized():
-        return
+        return True
     address = address or os.environ.get("RAY_ADDRESS")
     if address:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        _check_gpus(config, ray.cluster_resources().get("GPU", 0), say)
-        return
-    workers = config.workers
-    needed = math.ceil(workers.num_workers * workers.cpus_per_worker)
+        return True
     ray.init(
-        num_cpus=max(os.cpu_count() or 1, needed, 2),
+        num_cpus=max(os.cpu_count() or 1, needed_cpus, 2),
         object_store_memory=512 * 2**20,
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
-    _check_gpus(config, ray.cluster_resources().get("GPU", 0), None)
+    return False
 
 
 def _check_gpus(config: RunConfig, there: float, say: Callable[[str], None] | None) -> None:

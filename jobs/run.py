@@ -204,8 +204,10 @@ class _Run:
 
     def _evaluate(self) -> None:
         from jobs.caption_split import caption_splits
+        from jobs.gallery import with_attention
         from pipeline.evaluate import evaluate_run, flat_scores, write_predictions
-        from pipeline.results import format_table, make_report, score_table
+        from pipeline.results import format_table, make_report, report_images, score_table
+        from pipeline.run_bundle import bundle_run
 
         folder, config = self.folder, self.config
         splits = (*config.data.test_splits, config.data.val_split)
@@ -217,8 +219,10 @@ class _Run:
             for split, captions in caption_splits(folder.path, splits, store, tuple(sorted(self.excluded))).items():
                 write_predictions(folder.path / "predictions" / f"{split}.json", captions)
             result = evaluate_run(folder, dataset)
-        report = make_report(folder, dataset, result, self.durations)
-        bundle = self._bundle(flat_scores(result))
+        bundle = bundle_run(folder, scores=flat_scores(result))
+        with self._timed("report"):
+            images = with_attention(report_images(folder, dataset, result), bundle, config, folder.run_id)
+            report = make_report(folder, dataset, result, self.durations, images)
         with self._timed("registration"):
             registered = self.tracker.finish(flat_scores(result), bundle)
         table = "\n".join(
@@ -239,26 +243,6 @@ class _Run:
         complete = {"table": table, "durations": self.durations, "bundle": str(bundle), "scores": flat_scores(result)}
         write_json(folder.path / "COMPLETE.json", {**complete, "tracked": registered is not None})
         self.say(table)
-
-    def _bundle(self, scores: dict[str, float]) -> Path:
-        from models.backbone import Backbone
-        from models.captioner import Captioner
-        from models.registry import build_model
-        from pipeline.bundle import save_bundle
-        from pipeline.weights import load_weights
-
-        folder, config = self.folder, self.config
-        model, backbone = build_model(config.model, folder.sizes), Backbone(replace(config.backbone, weights="none"))
-        load_weights(model, folder.weights_before(None, "model"))
-        load_weights(backbone, folder.weights_before(None, "backbone"))
-        target = config.storage_path / "models" / config.name / folder.run_id
-        info = {
-            "run": folder.run_id,
-            "commit": folder.facts["commit"],
-            **{key: round(v, 4) for key, v in scores.items()},
-        }
-        save_bundle(target, Captioner(model, backbone), folder.vocabulary, name=config.name, info=info)
-        return target
 
     def _verdicts(self, result: dict[str, Any]) -> Iterator[str]:
         by_stage = result["validation_by_stage"]

@@ -66,7 +66,7 @@ class Images:
         self,
         dataset: Dataset,
         store: FeatureStore | None,
-        transform: ImageTransform,
+        transform: ImageTransform | None,
         max_pixels: int,
         threads: int,
         options: StorageOptions = StorageOptions(),
@@ -88,6 +88,7 @@ class Images:
         return torch.stack(list(self.pool.map(self._pixels, rows)))
 
     def _pixels(self, row: int) -> Tensor:
+        assert self.transform is not None
         return self.transform(decode_image(Place(self.uris[row], self.options).read_bytes(), self.max_pixels))
 
 

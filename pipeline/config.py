@@ -192,7 +192,14 @@ class WorkersSection(Section):
 class EvaluationSection(Section):
     beam_size: Positive = 5
     max_length: Annotated[int, Field(ge=3)] = 20
+    num_results: Positive = 1  # captions kept for each image, at most beam_size
     batch_size: Positive = 32
+
+    @model_validator(mode="after")
+    def _fits_the_beam(self) -> EvaluationSection:
+        if self.num_results > self.beam_size:
+            raise ValueError(f"num_results = {self.num_results} is above beam_size = {self.beam_size}; raise the beam")
+        return self
 
 
 class TrackingSection(Section):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from pipeline import plots
@@ -24,6 +25,7 @@ TEMPLATE = Path(__file__).with_name("report.html.jinja")
 MAX_PIXELS = 200_000_000
 JPEG_QUALITY = 82
 SMALL = 128  # pictures below this many pixels are kept as they are and enlarged without blur
+MAX_IMAGES = 200  # pictures on a page
 SCORE_NAME = "CIDEr-D"
 UNAVAILABLE = "unavailable"
 
@@ -33,7 +35,8 @@ class ReportImage:
     """One picture of the gallery.
 
     `path` is the picture's file or its bytes; `score` its own CIDEr-D (None where there is none); `alternatives`
-    are other captions by name, for example those of earlier stages or of another model.
+    are other captions by name, for example those of earlier stages or of another model. `attention` (words, N) is where
+    the model looked for each word of the caption, over a square grid of N image tokens.
     """
 
     image_id: int | str
@@ -43,6 +46,7 @@ class ReportImage:
     score: float | None
     split: str
     alternatives: dict[str, str] = field(default_factory=dict)
+    attention: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class Report:
     facts: dict[str, str]
 
 
-def write_report(path: Path, report: Report, *, max_images: int = 200, thumbnail: int = 256) -> None:
+def write_report(path: Path, report: Report, *, max_images: int = MAX_IMAGES, thumbnail: int = 256) -> None:
     """Writes the page to `path`, whole or not at all; what was there before stays until then.
 
     With more than `max_images` pictures the gallery holds a third each of the worst, the best and a random draw,
@@ -209,9 +213,23 @@ def _cards(images: Sequence[ReportImage], thumbnail: int, *, seed: str) -> list[
                 "length": len(words),
                 "difference": max((_difference(words, tokenize(o)) for o in image.alternatives.values()), default=0.0),
                 "place": place,
+                "attention": _heat(image),
             }
         )
     return sorted(cards, key=lambda card: (card["score"] is None, card["score"]))
+
+
+def _heat(image: ReportImage) -> str:
+    """The maps of a picture as base64, a byte a cell, each stretched from its least to its greatest; "" for none.
+
+    Only where there is one map a word and they lie on a square grid.
+    """
+    maps = image.attention
+    if maps is None or len(maps) != len(image.caption.split()) or math.isqrt(maps.shape[1]) ** 2 != maps.shape[1]:
+        return ""
+    low, high = maps.min(1, keepdims=True), maps.max(1, keepdims=True)
+    levels = (maps - low) / np.where(high > low, high - low, 1.0)
+    return base64.b64encode((255 * levels).astype(np.uint8).tobytes()).decode("ascii")
 
 
 def _shape(cards: Sequence[dict[str, Any]]) -> float:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pipeline.config import RunConfig
 from pipeline.dataset import Dataset
 from pipeline.evaluate import read_predictions
 from pipeline.journal import read_journal
+from pipeline.published import published_rows
 from pipeline.report import Report, ReportImage, ReportStage, write_report
 from pipeline.run_folder import RunFolder
 
@@ -37,6 +39,17 @@ def score_table(result: dict[str, Any]) -> tuple[list[str], list[tuple[str, list
     return columns + (["main object"] if accuracy else []), rows
 
 
+def published_table(columns: list[str], config: RunConfig, split: str, uris: list[str]) -> list[tuple[str, list[str]]]:
+    """The papers' rows for the same system and split, under the columns of ours; the label says what differs."""
+    return [
+        (
+            f"{row.name}\n{difference or row.protocol}",
+            [f"{row.scores[c]:.3f}" if c in row.scores else "" for c in columns],
+        )
+        for row, difference in published_rows(config.model.name, split, uris, config.evaluation.beam_size)
+    ]
+
+
 def format_table(columns: list[str], rows: list[tuple[str, list[str]]]) -> str:
     """Plain text; cells that explain an absence are cut to a word, their reasons follow below."""
     notes = []
@@ -58,13 +71,28 @@ def format_table(columns: list[str], rows: list[tuple[str, list[str]]]) -> str:
     return "\n".join([*lines, *dict.fromkeys(notes)])
 
 
-def make_report(folder: RunFolder, dataset: Dataset, result: dict[str, Any], durations: dict[str, float]) -> Path:
+def report_images(folder: RunFolder, dataset: Dataset, result: dict[str, Any]) -> list[ReportImage]:
+    """The test splits' images with captions, references and scores."""
+    splits = folder.config.data.test_splits
+    return [
+        image
+        for split in splits
+        for image in _images(folder, dataset.split(split), split, result["splits"][split]["per_image_CIDEr-D"])
+    ]
+
+
+def make_report(
+    folder: RunFolder,
+    dataset: Dataset,
+    result: dict[str, Any],
+    durations: dict[str, float],
+    images: list[ReportImage],
+) -> Path:
     """Writes report.html of a finished run."""
     config, facts = folder.config, folder.facts
     columns, rows = score_table(result)
-    images = []
     for split in config.data.test_splits:
-        images += _images(folder, dataset.split(split), split, result["splits"][split]["per_image_CIDEr-D"])
+        rows += published_table(columns, config, split, dataset.split(split).column("uri"))
     stages = [_stage(folder, stage.name, result["validation_by_stage"]) for stage in config.stages]
     first = next(iter(result["splits"].values()))
     report = Report(

@@ -113,6 +113,14 @@ class RunFolder:
         stages = list(self.config.stages)
         return stages[: stages.index(stage)]
 
+    def weights_after(self, stage: StageSection, part: str) -> Path:
+        """The file with the best weights of `part` that a finished stage ended with, kept by the run or not."""
+        result = self.result(stage.name)
+        if result is None:
+            raise FileNotFoundError(f"stage {stage.name} of {self.run_id} is not finished")
+        best = self.stage(stage.name) / f"best-{result['best_step']}" / f"{part}.safetensors"
+        return best if best.is_file() else self.weights_before(stage, part)
+
     def weights_before(self, stage: StageSection | None, part: str) -> Path:
         """The file with the weights of `part` (model or backbone) that a stage starts from; None: the run's end.
 

@@ -5,13 +5,15 @@ It imports neither Ray nor MLflow, so that a served model needs only what the bu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from models.decoding import beam_search
+from models.attention import cross_attention
+from models.base import Memory
+from models.decoding import Captions, beam_search
 from pipeline.bundle import Bundle, load_bundle
 from pipeline.images import decode_image
 
@@ -27,19 +29,42 @@ class CaptionService:
         self.bundle, self.beam_size, self.max_length = bundle, beam_size, max_length
         self.transform = bundle.transform
 
+    def pixels(self, data: bytes) -> Tensor:
+        """An image file's bytes as the backbone takes them, (3, H, W); BadImage with the reason."""
+        return self.transform(decode_image(data, MAX_PIXELS))
+
     @torch.inference_mode()
-    def caption(self, images: Sequence[bytes]) -> list[tuple[str, float]]:
-        """(caption, summed log-probability) of each image file's bytes."""
-        captioner = self.bundle.captioner
-        pixels = torch.stack([self.transform(decode_image(data, MAX_PIXELS)) for data in images])
-        limit = min(self.max_length, captioner.model.sizes.max_positions)
-        found = beam_search(captioner.model, captioner.encode(pixels), beam_size=self.beam_size, max_length=limit)
-        texts = [self.bundle.vocabulary.decode(ids) for ids in found.tokens[:, 0].tolist()]
-        return list(zip(texts, found.log_probs[:, 0].sum(1).tolist(), strict=True))
+    def caption(self, pixels: Tensor, num_results: int = 1) -> list[list[tuple[str, float]]]:
+        """The best captions, best first, with their summed log-probabilities, of each of (B, 3, H, W)."""
+        found = self._search(self.bundle.captioner.encode(pixels), num_results)
+        sums = found.log_probs.sum(-1).tolist()
+        return [
+            [(self.bundle.vocabulary.decode(ids), value) for ids, value in zip(tokens, values, strict=True)]
+            for tokens, values in zip(found.tokens.tolist(), sums, strict=True)
+        ]
+
+    @torch.inference_mode()
+    def attention(self, pixels: Tensor, caption: str) -> Tensor:
+        """(words, N): where the last layer looks in one image (3, H, W) for each word of a caption that it gave."""
+        captioner, words = self.bundle.captioner, caption.split()
+        ids = self.bundle.vocabulary.encode(words)
+        tokens = torch.tensor([ids], device=pixels.device)
+        return cross_attention(captioner.model, captioner.encode(pixels[None]), tokens)[-1, 0, : len(words)]
+
+    def _search(self, memory: Memory, num_results: int) -> Captions:
+        limit = min(self.max_length, self.bundle.captioner.model.sizes.max_positions)
+        return beam_search(
+            self.bundle.captioner.model,
+            memory,
+            beam_size=self.beam_size,
+            max_length=limit,
+            num_results=num_results,
+        )
 
     def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         """pyfunc's method: a table with a column `image` of file bytes to rows of caption and log_prob."""
-        return [{"caption": text, "log_prob": value} for text, value in self.caption(list(model_input["image"]))]
+        found = self.caption(torch.stack([self.pixels(data) for data in model_input["image"]]))
+        return [{"caption": best[0][0], "log_prob": best[0][1]} for best in found]
 
 
 def _load_pyfunc(path: str) -> CaptionService:

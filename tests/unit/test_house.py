@@ -15,7 +15,7 @@ SOURCES = sorted(path for room in ("models", "pipeline", "jobs") for path in (RO
 HOMES = {
     "timm": {"models/backbone.py"},
     "ray.train": {"pipeline/context.py", "jobs/train.py"},
-    "ray.data": {"pipeline/features.py"},
+    "ray.data": {"pipeline/features.py", "pipeline/bulk.py"},
     "ray.tune": {"jobs/tune.py"},
     "optuna": {"jobs/tune.py"},
     "mlflow": {"pipeline/tracking.py"},

@@ -1,0 +1,218 @@
+"""`raycap caption`: captions for anyone's images with a model bundle; here for a few, through Ray Data for many."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.bundle import Bundle, load_bundle
+from pipeline.errors import UserError
+from pipeline.image_files import find_images
+from pipeline.storage import place
+
+MANY = 2_000  # images from which a local Ray is worth its start
+BATCH = 16
+
+
+def caption(
+    images: Sequence[str],
+    model: str,
+    *,
+    json_lines: bool = False,
+    out: Path | None = None,
+    beam_size: int = 5,
+    num_results: int = 1,
+    max_length: int = 20,
+    explain: Path | None = None,
+    address: str | None = None,
+    say: Callable[[str], None] = print,
+) -> int:
+    """Captions every image, one line each. Returns the exit code: 1 when an image could not be read.
+
+    out: a file of JSON lines in place of the terminal; images that it holds already, by the same model and settings,
+    are not captioned again. Raises UserError before the first caption for what the user can mend.
+    """
+    if not 1 <= num_results <= beam_size:
+        raise UserError(f"--n-best {num_results}: expected 1 to the beam's size, {beam_size}")
+    names = find_images(images)
+    folder, signature = Path(model), {"beam_size": beam_size, "max_length": max_length}
+    bundle = _bundle(folder)
+    signature["model"] = bundle.config["name"]
+    if explain is not None:
+        _check_explain(explain, names, bundle)
+    done = _already(out, signature) if out is not None else {}
+    pending = [name for name in names if name not in done]
+    if out is not None and done:
+        _note(f"{len(names) - len(pending)} of {len(names)} images are in {out} already")
+    settings = {"beam_size": beam_size, "max_length": max_length, "num_results": num_results}
+    if address is not None or len(pending) >= MANY:
+        if explain is not None:
+            raise UserError(f"--explain draws pictures for fewer than {MANY} images and without --address")
+        rows = _through_ray(pending, folder, settings, address)
+    else:
+        rows = _here(pending, bundle, settings, explain)
+    failed = sum("error" in row for row in done.values())
+    begin = last = time.monotonic()
+    sink = out.open("a", encoding="utf-8") if out is not None else None
+    try:
+        for number, row in enumerate(rows, 1):
+            failed += "error" in row
+            if sink is not None:
+                sink.write(json.dumps({**row, **signature}, ensure_ascii=False) + "\n")
+                sink.flush()  # a killed job loses the image in flight, not what it has
+            else:
+                say(json.dumps(row, ensure_ascii=False) if json_lines else _text(row))
+            now = time.monotonic()
+            if now - last > 5:
+                rate = number / (now - begin)
+                _note(
+                    f"{number}/{len(pending)} images, {rate:.1f} images/s, {(len(pending) - number) / rate:.0f} s left"
+                )
+                last = now
+    finally:
+        if sink is not None:
+            sink.close()
+    if explain is not None:
+        _note(f"heat maps: {explain}")
+    if out is not None:
+        _note(f"captions: {out}")
+    if failed:
+        _note(f"{failed} of {len(names)} images could not be captioned; their lines say why")
+    return 1 if failed else 0
+
+
+def _bundle(folder: Path) -> Bundle:
+    if not folder.is_dir():
+        raise UserError(f"--model {folder}: no such folder; give a model bundle, such as results/models/NAME/RUN")
+    try:
+        bundle = load_bundle(folder)
+    except ValueError as error:
+        raise UserError(f"--model: {error}") from error
+    if bundle.transform is None:
+        raise UserError(
+            f"--model {folder}: this bundle has no backbone, it captions stored features and not images; import it "
+            f"again with --backbone"
+        )
+    return bundle
+
+
+def _here(
+    names: Sequence[str], bundle: Bundle, settings: dict[str, int], explain: Path | None
+) -> Iterator[dict[str, Any]]:
+    """Captions in this process, a batch at a time, in order; files are read and decoded by threads."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    import torch
+
+    from pipeline.images import BadImage
+    from pipeline.processor import prepare_processor
+    from pipeline.serving import CaptionService
+
+    prepare_processor()
+    service = CaptionService(bundle, beam_size=settings["beam_size"], max_length=settings["max_length"])
+
+    def load(name: str) -> Any:
+        try:
+            return service.pixels(place(name).read_bytes())
+        except BadImage as error:
+            return str(error)
+        except OSError as error:
+            return f"cannot be read: {error.strerror or error}"
+
+    with ThreadPoolExecutor(4) as pool:
+        for start in range(0, len(names), BATCH):
+            part = names[start : start + BATCH]
+            loaded = list(pool.map(load, part))
+            good = [pixels for pixels in loaded if not isinstance(pixels, str)]
+            found = iter(service.caption(torch.stack(good), settings["num_results"]) if good else [])
+            for number, (name, pixels) in enumerate(zip(part, loaded, strict=True), start):
+                if isinstance(pixels, str):
+                    yield {"image": name, "error": pixels}
+                    continue
+                best = next(found)
+                if explain is not None:
+                    _draw(explain / f"{number:04d}-{Path(name).stem}.png", name, service, pixels, best[0][0])
+                yield _row(name, best)
+
+
+def _through_ray(
+    names: Sequence[str], folder: Path, settings: dict[str, int], address: str | None
+) -> Iterator[dict[str, Any]]:
+    """Captions through Ray Data: `folder` must be readable from every node."""
+    from jobs.cluster import connect
+    from pipeline.bulk import caption_stream
+
+    connect(address)
+    for name, found, error in caption_stream(names, folder.absolute(), settings):
+        yield {"image": name, "error": error} if error else _row(name, found)
+
+
+def _row(name: str, found: Sequence[tuple[str, float]]) -> dict[str, Any]:
+    (text, log_prob), *others = found
+    row: dict[str, Any] = {"image": name, "caption": text, "log_prob": round(log_prob, 6)}
+    if others:
+        row["n_best"] = [{"caption": text, "log_prob": round(value, 6)} for text, value in found]
+    return row
+
+
+def _text(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"{row['image']}: error: {row['error']}"
+    lines = [f"{row['image']}: {row['caption']}"]
+    lines += [f"    {each['log_prob']:8.3f}  {each['caption']}" for each in row.get("n_best", ())]
+    return "\n".join(lines)
+
+
+def _draw(path: Path, name: str, service: Any, pixels: Any, caption: str) -> None:
+    from pipeline.explain import write_caption_picture
+    from pipeline.images import decode_image
+    from pipeline.serving import MAX_PIXELS
+
+    maps = service.attention(pixels, caption).float().numpy()
+    write_caption_picture(path, decode_image(place(name).read_bytes(), MAX_PIXELS), caption.split(), maps)
+
+
+def _check_explain(explain: Path, names: Sequence[str], bundle: Bundle) -> None:
+    if explain.exists() and not explain.is_dir():
+        raise UserError(f"--explain {explain}: this is a file; give a folder")
+    explain.mkdir(parents=True, exist_ok=True)
+
+
+def _already(out: Path, signature: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What an earlier call wrote; UserError when another model or beam wrote it, or it is something else."""
+    if not out.exists():
+        if not out.absolute().parent.is_dir():
+            raise UserError(f"--out {out}: the folder {out.absolute().parent} does not exist; make it first")
+        return {}
+    if out.is_dir():
+        raise UserError(f"--out {out}: this is a folder; give a file's name")
+    rows: dict[str, dict[str, Any]] = {}
+    whole = b""
+    for number, line in enumerate(out.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            break  # a killed job's last line, cut short
+        try:
+            row = json.loads(line)
+            rows[row["image"]] = row
+            found = {key: row[key] for key in signature}
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"--out {out}: line {number} is not a caption of this command; give another name"
+            ) from error
+        if found != signature:
+            raise UserError(f"--out {out}: line {number} was written with {found}, not {signature}; give another name")
+        whole += line
+    if len(whole) < out.stat().st_size:
+        temporary = out.with_name(f".{out.name}.tmp")
+        temporary.write_bytes(whole)
+        temporary.replace(out)
+    return rows
+
+
+def _note(text: str) -> None:
+    """To stderr: captions on stdout may go on into another program."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,350 @@
+"""`raycap evaluate`: captions a split on the cluster with one model or an ensemble, keeps them, scores them once."""
+
+from __future__ import annotations
+
+import json
+import time
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jobs.cluster import start_ray
+from pipeline.captioning import Hypothesis
+from pipeline.config import RunConfig
+from pipeline.dataset import Dataset
+from pipeline.errors import UserError
+from pipeline.metrics import Scores
+from pipeline.storage import Place, place
+
+ALL = "all"
+
+
+def evaluate(
+    config: RunConfig,
+    *,
+    splits: Sequence[str] = (),
+    models: Sequence[str] = (),
+    stage: str | None = None,
+    compare: str | None = None,
+    features: str | None = None,
+    server: str | None = None,
+    out: Path | None = None,
+    address: str | None = None,
+    say: Callable[[str], None] = print,
+) -> int:
+    """Scores of the configuration's run, or of `models` (bundles; several are an ensemble), on splits of its data.
+
+    splits: those of data.test_splits by default; "all" is the whole data set. stage: the run as it was after it.
+    compare: another bundle's captions beside these. features: a feature store, for bundles without a backbone.
+    server: the name in the COCO server's file. Returns 1 when an image could not be read; UserError before anything is
+    computed for what the user can mend.
+    """
+    begin = time.monotonic()
+    if stage is not None and models:
+        raise UserError("--stage names a stage of the configuration's run; leave --model out, or give its bundle there")
+    if server is not None and not server.replace("-", "").replace("_", "").isalnum():
+        raise UserError(f"--server {server}: letters, digits, - and _ only; it becomes part of a file's name")
+    dataset = _data(config, features is not None, say)
+    parts = {name: _part(dataset, name) for name in splits or config.data.test_splits}
+    members = [_bundle(model, "--model", features) for model in models] or [_run_bundle(config, stage, say)]
+    other = None if compare is None else _bundle(compare, "--compare", features)
+    label = "+".join(member.name for member in members)[:120]
+    folder = out or config.storage_path / "evaluations" / label
+    folder.mkdir(parents=True, exist_ok=True)
+    say(f"models    {', '.join(map(str, members))}" + (", as an ensemble" if len(members) > 1 else ""))
+    say(f"data      {', '.join(f'{name} {len(part)}' for name, part in parts.items())} images")
+    start_ray(config, address, say)
+    result: dict[str, Any] = {"models": [str(member) for member in members], "splits": {}}
+    failed = 0
+    for name, part in parts.items():
+        found, bad = caption_dataset(members, part, config, features, folder, say)
+        failed += len(bad)
+        entry: dict[str, Any] = {"images": len(found), "unreadable": bad}
+        result["splits"][name] = entry
+        best = _write_captions(folder, name, found, server, part, say)
+        others: dict[int, str] = {}
+        if other is not None:
+            compared, _ = caption_dataset([other], part, config, features, folder, say)
+            others = {image: hypotheses[0].caption for image, hypotheses in compared.items()}
+        _score(entry, name, part, best, others, dataset, config, say)
+        _report(folder, name, entry, part, best, others, config, members, say)
+    from pipeline.run_folder import write_json
+
+    write_json(folder / "scores.json", result)
+    say(f"scores       {folder / 'scores.json'}")
+    say(f"finished in {time.monotonic() - begin:.0f} s")
+    if failed:
+        say(f"{failed} images could not be read; scores.json says which and why")
+    return 1 if failed else 0
+
+
+def _data(config: RunConfig, with_keys: bool, say: Callable[[str], None]) -> Dataset:
+    """The annotations as they are: an image without a caption can be captioned, if not scored."""
+    from pipeline.dataset import read_annotations
+    from pipeline.inputs import data_root, snapshot_of
+
+    dataset, _ = read_annotations(config.data, data_root(config, say), config.storage.options)
+    return snapshot_of(dataset, config)[0].known() if with_keys else dataset
+
+
+def _part(dataset: Dataset, name: str) -> Dataset:
+    part = dataset.split(name)
+    if not len(part) and name == ALL:
+        part = dataset
+    if not len(part):
+        there = ", ".join(sorted(set(dataset.column("split"))))
+        raise UserError(f"--split {name}: no image is in it; the splits are {there}, and {ALL} for every image")
+    return part
+
+
+def _bundle(model: str, option: str, features: str | None) -> Path:
+    from pipeline.bundle import load_bundle
+
+    folder = Path(model).absolute()
+    if not folder.is_dir():
+        raise UserError(f"{option} {model}: no such folder; give a model bundle, such as results/models/NAME/RUN")
+    try:
+        bundle = load_bundle(folder)
+    except ValueError as error:
+        raise UserError(f"{option}: {error}") from error
+    if bundle.transform is None and features is None:
+        raise UserError(f"{option} {model}: this bundle has no backbone; give its feature store with --features")
+    return folder
+
+
+def _run_bundle(config: RunConfig, stage: str | None, say: Callable[[str], None]) -> Path:
+    """The bundle of the configuration's own run, written when it is not there yet."""
+    from pipeline.inputs import find_data
+    from pipeline.run_bundle import bundle_path, bundle_run
+    from pipeline.run_folder import RunFolder, run_identity
+
+    dataset, _ = find_data(config, say)
+    folder = RunFolder(config.storage_path / "runs" / run_identity(config, dataset.known().fingerprint()))
+    chosen = None
+    if stage is not None:
+        names = [each.name for each in config.stages]
+        if stage not in names:
+            raise UserError(f"--stage {stage}: the configuration has the stages {', '.join(names)}")
+        chosen = config.stage(stage)
+    finished = folder.result(stage) if stage is not None else (folder.path / "COMPLETE.json").is_file()
+    if not (folder.path / "run.json").is_file() or not finished:
+        what = f"stage {stage} of" if stage is not None else ""
+        raise UserError(
+            f"{what} run {folder.run_id} is not finished in {config.storage.uri}; `raycap run` it, or give --model"
+        )
+    path = bundle_path(folder, chosen)
+    return path if path.is_dir() else bundle_run(folder, chosen)
+
+
+def caption_dataset(
+    members: Sequence[Path],
+    part: Dataset,
+    config: RunConfig,
+    features: str | None,
+    folder: Path,
+    say: Callable[[str], None],
+) -> tuple[dict[int, list[Hypothesis]], dict[int, str]]:
+    """Captions by image id from one Ray task a worker, and {image id: reason} of images that cannot be read.
+
+    Bundles, images and `folder` must be readable from every node.
+    """
+    import ray
+
+    workers = config.workers
+    rows = folder / "images.arrow"
+    part.save(rows)
+    task = ray.remote(_share).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
+    store = None if features is None else place(features, config.storage.options)
+    tasks = [
+        task.remote(list(members), rows, store, config, rank, workers.num_workers)
+        for rank in range(workers.num_workers)
+    ]
+    begin = time.monotonic()
+    found: dict[int, list[Hypothesis]] = {}
+    bad: dict[int, str] = {}
+    for done in tasks:
+        mine, troubled = ray.get(done)
+        found |= mine
+        bad |= troubled
+    seconds = time.monotonic() - begin
+    say(f"captions  {len(found)} images in {seconds:.0f} s, {len(found) / seconds:.1f} images/s")
+    rows.unlink()
+    return {image: found[image] for image in part.column("image_id") if image in found}, bad
+
+
+def _share(
+    members: list[Path], rows: Path, store: Place | None, config: RunConfig, rank: int, count: int
+) -> tuple[dict[int, list[Hypothesis]], dict[int, str]]:
+    from pipeline.batches import Images
+    from pipeline.bundle import load_bundle
+    from pipeline.captioning import caption_share
+    from pipeline.context import device_for
+    from pipeline.processor import prepare_processor
+    from pipeline.store import open_store
+
+    prepare_processor(config.workers.threads_per_worker)
+    device = device_for(config.workers.gpus_per_worker)
+    bundles, part = [load_bundle(member) for member in members], Dataset.load(rows)
+    for bundle in bundles:
+        bundle.captioner.to(device)
+    images = [
+        Images(
+            part,
+            None if bundle.transform is not None or store is None else open_store(store, config.features),
+            bundle.transform,
+            config.data.max_pixels,
+            config.workers.threads_per_worker,
+            config.storage.options,
+        )
+        for bundle in bundles
+    ]
+    bad: dict[int, str] = {}
+    captioners = [bundle.captioner for bundle in bundles]
+    vocabulary, settings = bundles[0].vocabulary, config.evaluation
+    if any(bundle.vocabulary.words != vocabulary.words for bundle in bundles):
+        raise UserError("the models of an ensemble must share one vocabulary, word by word; these do not")
+    return caption_share(captioners, images, vocabulary, settings, rank, count, device, bad), bad
+
+
+def _write_captions(
+    folder: Path,
+    split: str,
+    found: dict[int, list[Hypothesis]],
+    server: str | None,
+    part: Dataset,
+    say: Callable[[str], None],
+) -> dict[int, str]:
+    """predictions-SPLIT.json, the n best where there are several, the server's files; the best captions."""
+    from pipeline.evaluate import write_predictions
+    from pipeline.run_folder import write_text
+
+    best = {image: hypotheses[0].caption for image, hypotheses in found.items()}
+    write_predictions(folder / f"predictions-{split}.json", best)
+    say(f"predictions  {folder / f'predictions-{split}.json'}")
+    if any(len(hypotheses) > 1 for hypotheses in found.values()):
+        lines = [
+            json.dumps({"image_id": image, "n_best": [each._asdict() for each in hypotheses]}, ensure_ascii=False)
+            for image, hypotheses in found.items()
+        ]
+        write_text(folder / f"n-best-{split}.jsonl", "\n".join(lines) + "\n")
+        say(f"n best       {folder / f'n-best-{split}.jsonl'}")
+    if server is not None:
+        if len(best) != len(part):
+            raise UserError(
+                f"--server: {len(best)} captions for the {len(part)} images of {split}; the server takes all or none"
+            )
+        name = f"captions_{split}_{server}_results"
+        write_predictions(folder / f"{name}.json", best)
+        with zipfile.ZipFile(folder / f"{name}.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.write(folder / f"{name}.json", f"{name}.json")
+        say(f"server       {folder / f'{name}.zip'}: {len(best)} rows")
+    return best
+
+
+def _score(
+    entry: dict[str, Any],
+    split: str,
+    part: Dataset,
+    best: dict[int, str],
+    others: dict[int, str],
+    dataset: Dataset,
+    config: RunConfig,
+    say: Callable[[str], None],
+) -> None:
+    """Scores of one split into its entry; without references there are captions only."""
+    from jobs.score import format_scores
+    from pipeline.metrics import score_captions
+    from pipeline.paired import paired_difference
+    from pipeline.published import published_rows
+
+    references = {image: captions for image, captions in part.references().items() if captions and image in best}
+    if not references:
+        say(f"{split} has no reference captions: captioned, not scored")
+        return
+    seen = [caption for captions in dataset.split(*config.data.train_splits).column("captions") for caption in captions]
+    scores = score_captions(references, {image: best[image] for image in references}, training_captions=seen or None)
+    entry |= _summary(scores)
+    say(f"\n{split}, {len(references)} images{format_scores(scores)}")
+    for row, difference in published_rows(config.model.name, split, part.column("uri"), config.evaluation.beam_size):
+        values = "  ".join(f"{name} {value:.3f}" for name, value in row.scores.items())
+        say(f"  {row.name}: {values}" + (f"  ({difference})" if difference else ""))
+    if not others:
+        return
+    theirs = score_captions(references, {image: others[image] for image in references}, metrics=tuple(scores.by_name))
+    entry["compared"] = _summary(theirs) | {"differences": {}}
+    say(f"  {'':<9} {'this':>8} {'other':>8}   difference by image, 95 % interval")
+    for name, score in scores.by_name.items():
+        other = theirs.by_name[name]
+        if score.value is None or other.value is None:
+            continue
+        text = ""
+        if score.per_image is not None and other.per_image is not None and not name.startswith("BLEU"):
+            gap = paired_difference(score.per_image, other.per_image)
+            entry["compared"]["differences"][name] = gap._asdict()
+            text = f"{gap}, better in {gap.better:.1%} of resamples"
+        say(f"  {name:<9} {score.value:>8.4f} {other.value:>8.4f}   {text}")
+
+
+def _summary(scores: Scores) -> dict[str, Any]:
+    ciderd = scores.by_name.get("CIDEr-D")
+    return {
+        "scores": {name: score.value for name, score in scores.by_name.items()},
+        "unavailable": {name: score.unavailable for name, score in scores.by_name.items() if score.unavailable},
+        "signature": scores.signature,
+        "extras": scores.extras,
+        "main_object": None,
+        "per_image_CIDEr-D": dict(zip(scores.image_ids, (ciderd and ciderd.per_image) or [], strict=False)),
+    }
+
+
+def _report(
+    folder: Path,
+    split: str,
+    entry: dict[str, Any],
+    part: Dataset,
+    best: dict[int, str],
+    others: dict[int, str],
+    config: RunConfig,
+    members: Sequence[Path],
+    say: Callable[[str], None],
+) -> None:
+    """report-SPLIT.html; the heat maps are those of the first model."""
+    if "scores" not in entry:
+        return
+    from jobs.gallery import with_attention
+    from pipeline.report import Report, ReportImage, write_report
+    from pipeline.results import published_table, score_table
+
+    table = {"splits": {split: entry, **({f"{split}, the other": entry["compared"]} if others else {})}}
+    if others:
+        entry["compared"]["images"] = entry["images"]
+    columns, rows = score_table(table)
+    scores = entry["per_image_CIDEr-D"]
+    images = [
+        ReportImage(
+            image,
+            Path(uri),
+            best[image],
+            captions,
+            scores.get(image),
+            split,
+            {"other": others[image]} if others else {},
+        )
+        for image, uri, captions in zip(*(part.column(name) for name in ("image_id", "uri", "captions")), strict=True)
+        if image in best
+    ]
+    settings, label = config.evaluation, "+".join(member.name for member in members)[:120]
+    images = with_attention(images, members[0], config, label)
+    report = Report(
+        title=f"{label} on {split}",
+        run_id=label,
+        protocol=f"beam {settings.beam_size}, at most {settings.max_length} tokens, {entry['signature']}",
+        score_columns=columns,
+        score_rows=rows + published_table(columns, config, split, part.column("uri")),
+        stages=[],
+        images=images,
+        facts={"models": ", ".join(label.split("+")), "images": f"{split} {len(part)}"},
+    )
+    write_report(folder / f"report-{split}.html", report)
+    say(f"report       {folder / f'report-{split}.html'}")

@@ -1,0 +1,45 @@
+"""Where a caption looks: the weights of cross-attention for each of its words."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.base import CaptionModel, Memory
+from models.layers import CrossAttention, split_heads
+
+
+@torch.no_grad()
+def cross_attention(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tensor:
+    """(layers, B*K, T - 1, N): softmax(q k / sqrt(d)) of each decoder layer, the mean over its heads; rows sum to 1.
+
+    tokens (B*K, T) with SOS: row t belongs to the word at t + 1, the one that it predicts. It costs one teacher-forced
+    pass. Decoding itself never forms these weights (it uses a fused attention), so they are recorded from its inputs.
+    Raises ValueError for a model without cross-attention.
+    """
+    layers = [module for module in model.modules() if isinstance(module, CrossAttention)]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no cross-attention to show")
+    found: list[Tensor] = []
+
+    def record(layer: Any, inputs: tuple[Any, ...]) -> None:
+        x, key, _, bias = inputs
+        query = split_heads(layer.query(x).view(key.shape[0], -1, x.shape[-1]), layer.heads)  # (B, H, K*T, d)
+        scores = torch.matmul(query, key.mT).float() / math.sqrt(query.shape[-1])
+        if bias is not None:
+            scores = scores + bias.float()
+        found.append(scores.softmax(-1).mean(1).view(x.shape[0], x.shape[1], -1))
+
+    hooks = [layer.register_forward_pre_hook(record) for layer in layers]
+    training = model.training
+    model.eval()
+    try:
+        model.decode(memory, tokens[:, :-1])
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    return torch.stack(found)

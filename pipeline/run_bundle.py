@@ -1,0 +1,35 @@
+"""A run's model as a bundle: as the run ended, or as it was after one of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from models.backbone import Backbone
+from models.captioner import Captioner
+from models.registry import build_model
+from pipeline.bundle import save_bundle
+from pipeline.config import StageSection
+from pipeline.run_folder import RunFolder
+from pipeline.weights import load_weights
+
+
+def bundle_path(folder: RunFolder, stage: StageSection | None = None) -> Path:
+    """models/NAME/RUN under the storage, or models/NAME/RUN-STAGE."""
+    name = folder.run_id if stage is None else f"{folder.run_id}-{stage.name}"
+    return folder.config.storage_path / "models" / folder.config.name / name
+
+
+def bundle_run(folder: RunFolder, stage: StageSection | None = None, scores: Mapping[str, float] | None = None) -> Path:
+    """Writes the bundle and returns its folder. `stage`: the best weights of that stage, kept by the run or not."""
+    config = folder.config
+    model, backbone = build_model(config.model, folder.sizes), Backbone(replace(config.backbone, weights="none"))
+    for module, part in ((model, "model"), (backbone, "backbone")):
+        weights = folder.weights_before(None, part) if stage is None else folder.weights_after(stage, part)
+        load_weights(module, weights)
+    info = {"run": folder.run_id, "commit": folder.facts["commit"], **({} if stage is None else {"stage": stage.name})}
+    info |= {key: round(value, 4) for key, value in (scores or {}).items()}
+    target = bundle_path(folder, stage)
+    save_bundle(target, Captioner(model, backbone), folder.vocabulary, name=config.name, info=info)
+    return target

@@ -1,0 +1,111 @@
+"""`raycap evaluate` on Ray: one model, an ensemble, a comparison, the server's file, and what cannot be read."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import yaml
+
+from jobs.evaluate import caption_dataset, evaluate
+from pipeline.config import EvaluationSection, RunConfig, parse_config
+from pipeline.dataset import SCHEMA, Dataset
+from pipeline.errors import UserError
+from pipeline.store import mark_complete, write_shard
+from tests.conftest import small_config, write_karpathy
+from tests.parity.test_expansionnet_v2 import GOLDEN, imported
+from tests.unit.test_caption import make_bundle
+
+
+def configuration(folder: Path) -> RunConfig:
+    write_karpathy(folder / "images", {"train": 4, "val": 2, "test": 5})
+    data = small_config(folder / "results")
+    data["data"] = {
+        "root": str(folder / "images"),
+        "annotations": "dataset.json",
+        "images": ".",
+        "test_splits": ["test"],
+    }
+    data["data"] |= {"train_splits": ["train"], "val_split": "val", "min_count": 1}
+    data["evaluation"] = {"beam_size": 3, "max_length": 9, "batch_size": 2, "num_results": 2}
+    data["workers"]["num_workers"] = 2
+    return parse_config(yaml.safe_load(yaml.safe_dump(data)))
+
+
+def scores(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "scores.json").read_text())["splits"]["test"]
+
+
+@pytest.mark.ray
+def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(tmp_path: Path, ray_session: None) -> None:
+    config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
+    other = str(make_bundle(tmp_path / "b", seed=1))
+    said: list[str] = []
+    assert evaluate(config, models=[model], compare=other, server="raycap", out=tmp_path / "one", say=said.append) == 0
+    assert evaluate(config, models=[model, model], out=tmp_path / "two", say=said.append) == 0
+    one, two = scores(tmp_path / "one"), scores(tmp_path / "two")
+    assert one["scores"] == two["scores"] and one["per_image_CIDEr-D"] == two["per_image_CIDEr-D"]
+    predictions = json.loads((tmp_path / "one" / "predictions-test.json").read_text())
+    assert predictions == json.loads((tmp_path / "two" / "predictions-test.json").read_text())
+    assert [row["image_id"] for row in predictions] == [106, 107, 108, 109, 110]
+    lines = [json.loads(line) for line in (tmp_path / "one" / "n-best-test.jsonl").read_text().splitlines()]
+    assert [len(line["n_best"]) for line in lines] == [2] * 5
+    assert [line["n_best"][0]["caption"] for line in lines] == [row["caption"] for row in predictions]
+    with zipfile.ZipFile(tmp_path / "one" / "captions_test_raycap_results.zip") as archive:
+        assert json.loads(archive.read("captions_test_raycap_results.json")) == predictions
+    assert "CIDEr-D" in one["compared"]["differences"] and any("resamples" in line for line in said)
+    page = (tmp_path / "one" / "report-test.html").read_text()
+    assert "not comparable" in page and "ExpansionNet v2, SCST (paper)" in page
+
+    (tmp_path / "images" / "images" / "7.png").write_bytes(b"")
+    assert evaluate(config, models=[model], out=tmp_path / "three", say=said.append) == 1
+    three = scores(tmp_path / "three")
+    assert three["unreadable"] == {"107": "empty file"} and three["images"] == 4
+    with pytest.raises(UserError, match="4 captions for the 5 images"):
+        evaluate(config, models=[model], server="raycap", out=tmp_path / "four", say=said.append)
+
+
+@pytest.mark.ray
+def test_the_golden_ensemble_holds_through_bundles_and_a_store(tmp_path: Path, ray_session: None) -> None:
+    """Two reference models, imported as bundles without a backbone, on the recorded features from a store."""
+    features = np.load(GOLDEN / "expected.npz")["features"]
+    recorded = json.loads((GOLDEN / "expected.json").read_text())
+    names = ("checkpoint.pth", "checkpoint_second.pth")
+    vocabularies = [imported(name, tmp_path / name).vocabulary for name in names]
+    keys = [f"{number:064d}" for number in range(len(features))]
+    store = tmp_path / "store"
+    write_shard(store, keys, features)
+    mark_complete(store, {}, len(keys))
+    columns = [range(len(keys)), ["test"] * len(keys), keys, [["x"]] * len(keys), keys]
+    part = Dataset(pa.table([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA))
+    config = configuration(tmp_path).model_copy(
+        update={"evaluation": EvaluationSection(beam_size=3, num_results=3, max_length=recorded["config"]["beam_len"])}
+    )
+    members = [tmp_path / name for name in names]
+    found, bad = caption_dataset(members, part, config, str(store), tmp_path, lambda text: None)
+    expected = recorded["ensemble_beam_3"]
+    assert not bad and sorted(found) == list(range(len(features)))
+    for image, sequences in enumerate(expected["sequences"]):
+        assert [each.caption for each in found[image]] == [vocabularies[0].decode(ids) for ids in sequences]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"splits": ["none"]}, "--split none: no image.*test, train, val"),
+        ({"models": ["/nowhere"]}, "--model /nowhere: no such folder"),
+        ({"stage": "none"}, "--stage none: the configuration has the stages xe_frozen"),
+        ({"stage": "xe_frozen"}, "stage xe_frozen of run .* is not finished"),
+        ({"stage": "xe_frozen", "models": ["x"]}, "leave --model out"),
+        ({"server": "../x"}, "--server"),
+    ],
+)
+def test_bad_input_is_said_before_ray_starts(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        evaluate(configuration(tmp_path), **options, out=tmp_path / "out", say=lambda text: None)
+    assert not (tmp_path / "out").exists()
