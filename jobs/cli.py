@@ -236,6 +236,17 @@ def bench_metrics(
     run_bench(images, references)
 
 
+@bench.command("ray")
+def bench_ray(repeats: Annotated[int, typer.Option(min=1, help="Runs of each, in turn.")] = 3) -> None:
+    """What Ray Train adds to a step, and how long a step waits for data.
+
+    Example: raycap bench ray --repeats 5
+    """
+    from jobs.bench_ray import bench_ray as run_bench
+
+    run_bench(repeats)
+
+
 @bench.command("reward")
 def bench_reward(
     references: Annotated[Path | None, typer.Option(help="Real captions; without it they are made up.")] = None,

@@ -36,7 +36,7 @@ def fit(job: StageJob, config: RunConfig) -> None:
         train_loop_config={"job": job},
         torch_config=TorchConfig(backend="nccl" if workers.gpus_per_worker else "gloo"),
         scaling_config=ScalingConfig(
-            num_workers=workers.num_workers,
+            num_workers=(workers.counts[0], workers.counts[-1]) if workers.min_workers else workers.num_workers,  # type: ignore[arg-type]
             use_gpu=workers.gpus_per_worker > 0,
             resources_per_worker={"CPU": workers.cpus_per_worker, "GPU": workers.gpus_per_worker},
         ),

@@ -180,6 +180,7 @@ class WorkersSection(Section):
     """Who trains: data-parallel workers on the Ray cluster. Changing it does not make another run."""
 
     num_workers: Positive = 1
+    min_workers: Positive | None = None  # train on with this many when nodes go away, on num_workers when they are back
     gpus_per_worker: Annotated[float, Field(ge=0)] = 0
     cpus_per_worker: Annotated[float, Field(gt=0)] = 1
     threads_per_worker: Positive = 1
@@ -187,6 +188,18 @@ class WorkersSection(Section):
     max_failures: Annotated[int, Field(ge=0)] = 3
     log_every_steps: Positive = 20
     trial_steps: bool = True
+    compile: bool = False  # torch.compile; needs a C++ compiler on CPUs. Rounds in another order, so not bit-identical
+
+    @property
+    def counts(self) -> range:
+        """How many workers may train at a time."""
+        return range(self.min_workers or self.num_workers, self.num_workers + 1)
+
+    @model_validator(mode="after")
+    def _range(self) -> WorkersSection:
+        if self.min_workers is not None and self.min_workers > self.num_workers:
+            raise ValueError(f"min_workers = {self.min_workers} is above num_workers = {self.num_workers}")
+        return self
 
 
 class EvaluationSection(Section):
@@ -238,13 +251,13 @@ class RunConfig(Section):
         names = [stage.name for stage in self.stages]
         if len(set(names)) != len(names):
             raise ValueError(f"stage names must differ, found {', '.join(names)}")
-        workers = self.workers.num_workers
         for stage in self.stages:
-            share = workers * stage.accumulate
+            share = math.lcm(*self.workers.counts) * stage.accumulate
             if stage.batch_size % share:
+                counts = " and ".join(map(str, self.workers.counts))
                 raise ValueError(
                     f"stages.{stage.name}.batch_size = {stage.batch_size} does not divide by "
-                    f"{workers} workers x {stage.accumulate} accumulated = {share}; "
+                    f"{counts} workers x {stage.accumulate} accumulated = {share}; "
                     f"take {max(share, round(stage.batch_size / share) * share)} or another workers.num_workers"
                 )
         return self

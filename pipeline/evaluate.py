@@ -6,6 +6,7 @@ folder, so that anyone can compute it again with `raycap score`.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,10 @@ def main_objects(folder: RunFolder, dataset: Dataset, split: str) -> float | Non
 def evaluate_run(folder: RunFolder, dataset: Dataset) -> dict[str, Any]:
     """All scores of a run, written to scores.json: by split and metric, and validation CIDEr-D by stage."""
     splits: dict[str, Any] = {}
-    for split in (*folder.config.data.test_splits, folder.config.data.val_split):
-        scores = score_split(folder, dataset, split)
+    names = (*folder.config.data.test_splits, folder.config.data.val_split)
+    with ThreadPoolExecutor() as pool:  # most of the time is Java's, in its own processes
+        found = list(pool.map(lambda split: score_split(folder, dataset, split), names))
+    for split, scores in zip(names, found, strict=True):
         splits[split] = {
             "images": len(scores.image_ids),
             "scores": {name: score.value for name, score in scores.by_name.items()},

@@ -95,8 +95,10 @@ class StageRun:
         self.objective = self._objective(train)
         self.optimizer = make_optimizer(self.captioner, stage.optimizer, stage.lr)
         self.wrapped: nn.Module = self.captioner
+        if config.workers.compile:
+            self.wrapped = torch.compile(self.captioner)  # type: ignore[assignment]
         if context.world_size > 1:
-            self.wrapped = DistributedDataParallel(self.captioner, gradient_as_bucket_view=True)
+            self.wrapped = DistributedDataParallel(self.wrapped, gradient_as_bucket_view=True)
         self.total = total_steps(stage, self.batches.num_samples)
         self.steps_per_epoch = max(1, self.batches.num_samples // stage.batch_size)
         self.identity = f"{folder.run_id}/{stage.name}"
@@ -191,6 +193,8 @@ class StageRun:
             if stage.drop_path is not None:
                 set_drop_path(backbone, stage.drop_path)
             load_weights(backbone, folder.weights_before(stage, "backbone"))
+        if backbone is not None:
+            backbone = backbone.to(memory_format=torch.channels_last)
         captioner = Captioner(model, backbone).to(self.context.device)
         return captioner.double() if stage.precision == "float64" else captioner
 
@@ -205,8 +209,11 @@ class StageRun:
     def _moved(self, batch: Batch) -> Batch:
         device = self.context.device
         dtype = torch.float64 if self.stage.precision == "float64" else torch.float32
+        inputs = batch.inputs.to(device, dtype)
+        if inputs.ndim == 4:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
         return Batch(
-            batch.inputs.to(device, dtype),
+            inputs,
             batch.tokens.to(device),
             batch.images,
             batch.global_targets,
