@@ -236,6 +236,21 @@ def bench_metrics(
     run_bench(images, references)
 
 
+@bench.command("caption")
+def bench_caption(
+    images: Annotated[int, typer.Option(min=1, help="Images a batch.")] = 16,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each, after a warm-up.")] = 3,
+    threads: Annotated[int | None, typer.Option(help="torch's threads; without it, torch's choice.")] = None,
+) -> None:
+    """Images a second of beam 5 at the paper's size, from features and from image files.
+
+    Example: raycap bench caption --images 8
+    """
+    from jobs.bench_caption import bench_caption as run_bench
+
+    run_bench(images, repeats, threads)
+
+
 @bench.command("ray")
 def bench_ray(repeats: Annotated[int, typer.Option(min=1, help="Runs of each, in turn.")] = 3) -> None:
     """What Ray Train adds to a step, and how long a step waits for data.

@@ -31,7 +31,7 @@ def caption_stream(
     import ray.data
     from ray.data import ActorPoolStrategy, DataContext
 
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.execution_options.preserve_order = True

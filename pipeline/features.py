@@ -157,7 +157,7 @@ def compute(missing: pa.Table, folder: Place, extractor: Extractor) -> Iterator[
     import ray.data
     from ray.data import ActorPoolStrategy, DataContext, TaskPoolStrategy
 
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     DataContext.get_current().enable_progress_bars = False
     settings, count = extractor.settings, len(missing)
     decoding = {

@@ -30,7 +30,7 @@ from pipeline.config import StageSection, total_steps
 from pipeline.context import Context, gather_objects, sum_over_ranks
 from pipeline.journal import Journal
 from pipeline.order import seed_of
-from pipeline.processor import prepare_processor
+from pipeline.processor import memory_mb, prepare_processor
 from pipeline.rewards import CaptionReward
 from pipeline.run_folder import RunFolder, write_json
 from pipeline.schedules import learning_rate, make_optimizer
@@ -349,18 +349,10 @@ class _Window:
             **means,
             "images_per_s": batch_size * self.steps / elapsed,
             "data_wait": summed[-1] / self.context.world_size / elapsed,
-            "memory_mb": _memory_mb(),
+            "memory_mb": memory_mb(self.context.device),
         }
         self._clear()
         return result
-
-
-def _memory_mb() -> float:
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**20
-    import psutil
-
-    return psutil.Process().memory_info().rss / 2**20
 
 
 def _result_file(captions: dict[int, str]) -> list[dict[str, Any]]:

@@ -22,3 +22,12 @@ def prepare_processor(threads: int | None = None) -> None:
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, 1 << 30)
         mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+def memory_mb(device: torch.device) -> float:
+    """MiB: the process's resident set on a CPU, the most that tensors took on a GPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    import psutil
+
+    return psutil.Process().memory_info().rss / 2**20

@@ -22,42 +22,7 @@ from pipeline.config import ScstSection, StageSection
 from pipeline.losses import caption_log_probs, smoothed_cross_entropy
 from pipeline.rewards import CaptionReward
 from pipeline.text import Vocabulary
-
-BROKEN_ENDINGS = frozenset(
-    [
-        "a",
-        "an",
-        "the",
-        "of",
-        "in",
-        "on",
-        "at",
-        "to",
-        "with",
-        "and",
-        "or",
-        "by",
-        "for",
-        "from",
-        "near",
-        "next",
-        "into",
-        "onto",
-        "over",
-        "under",
-        "behind",
-        "above",
-        "below",
-        "its",
-        "his",
-        "her",
-        "their",
-        "this",
-        "that",
-        "is",
-        "are",
-    ]
-)
+from pipeline.wording import OPEN_ENDINGS
 
 
 @dataclass(frozen=True)
@@ -90,7 +55,7 @@ def scst_objective(
     `image_ids` maps rows of the data set to the ids that the reward knows.
     """
     section = stage.sampling
-    ending = torch.tensor([word in BROKEN_ENDINGS for word in words])
+    ending = torch.tensor([word in OPEN_ENDINGS for word in words])
 
     def run(wrapped: nn.Module, captioner: Captioner, batch: Batch, generator: torch.Generator) -> StepOutput:
         eos = captioner.model.sizes.eos

@@ -18,7 +18,7 @@ from models.registry import build_model
 from pipeline.batches import Batch, Captions
 from pipeline.config import StageSection
 from pipeline.context import device_for
-from pipeline.processor import prepare_processor
+from pipeline.processor import memory_mb, prepare_processor
 from pipeline.run_folder import RunFolder
 from pipeline.schedules import make_optimizer
 from pipeline.steps import check_reward, cross_entropy_objective, scst_objective, stage_reward
@@ -70,7 +70,7 @@ def _trial(folder: RunFolder, stage: StageSection) -> dict[str, Any]:
         moved = Batch(batch.inputs.to(device), batch.tokens.to(device), batch.images, batch.global_targets, share)
         objective(captioner, captioner, moved, generator).loss.backward()
     optimizer.step()
-    return {"stage": stage.name, "seconds": time.monotonic() - begin, "memory_mb": _memory_mb(device)}
+    return {"stage": stage.name, "seconds": time.monotonic() - begin, "memory_mb": memory_mb(device)}
 
 
 def _longest(folder: RunFolder, stage: StageSection, inputs: torch.Tensor, share: int) -> tuple[Batch, Any]:
@@ -83,11 +83,3 @@ def _longest(folder: RunFolder, stage: StageSection, inputs: torch.Tensor, share
     rows = np.resize(np.argsort(-counts, kind="stable"), share * stage.captions_per_image)
     images = captions.image_of[rows[:: stage.captions_per_image]]
     return Batch(inputs, captions.rows(rows), images, int(counts[rows].sum()), share), train
-
-
-def _memory_mb(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**20
-    import psutil
-
-    return psutil.Process().memory_info().rss / 2**20

@@ -99,3 +99,17 @@ def test_identity_is_of_the_result_alone(tmp_path: Path) -> None:
 def test_durations_are_converted_once() -> None:
     stage = load_config(ROOT / "configs" / "expansionnet_v2_coco.yaml", ["data.root=/x"]).stage("xe_finetune")
     assert total_steps(stage, 566_747) == 23_615  # 2 epochs of 566,747 pairs in batches of 48, rounded up
+
+
+def test_elastic_workers_need_a_batch_that_every_count_divides() -> None:
+    data = yaml.safe_load((ROOT / "configs" / "demo.yaml").read_text())
+    data["workers"] |= {"num_workers": 3, "min_workers": 2}
+    for stage in data["stages"]:
+        stage["batch_size"] = 12
+    assert list(parse_config(data).workers.counts) == [2, 3]
+    data["stages"][0]["batch_size"] = 9
+    with pytest.raises(UserError, match=r"xe_frozen.batch_size = 9 does not divide by 2 and 3 workers"):
+        parse_config(data)
+    data["workers"]["min_workers"] = 4
+    with pytest.raises(UserError, match="min_workers = 4 is above num_workers = 3"):
+        parse_config(data)
