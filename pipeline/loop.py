@@ -98,7 +98,11 @@ class StageRun:
         if config.workers.compile:
             self.wrapped = torch.compile(self.captioner)  # type: ignore[assignment]
         if context.world_size > 1:
-            self.wrapped = DistributedDataParallel(self.wrapped, gradient_as_bucket_view=True)
+            self.wrapped = DistributedDataParallel(
+                self.wrapped,
+                gradient_as_bucket_view=True,
+                broadcast_buffers=False,  # they are constants
+            )
         self.total = total_steps(stage, self.batches.num_samples)
         self.steps_per_epoch = max(1, self.batches.num_samples // stage.batch_size)
         self.identity = f"{folder.run_id}/{stage.name}"
