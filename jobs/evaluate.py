@@ -257,6 +257,7 @@ def _score(
     from pipeline.metrics import score_captions
     from pipeline.paired import paired_difference
     from pipeline.published import published_rows
+    from pipeline.synthetic import main_object_accuracy
 
     references = {image: captions for image, captions in part.references().items() if captions and image in best}
     if not references:
@@ -266,6 +267,9 @@ def _score(
     scores = score_captions(references, {image: best[image] for image in references}, training_captions=seen or None)
     entry |= _summary(scores)
     say(f"\n{split}, {len(references)} images{format_scores(scores)}")
+    if config.data.synthetic is not None:
+        entry["main_object"] = main_object_accuracy({image: best[image] for image in references}, references)
+        say(f"  main object named in {entry['main_object']:.1%} of the captions")
     for row, difference in published_rows(config.model.name, split, part.column("uri"), config.evaluation.beam_size):
         values = "  ".join(f"{name} {value:.3f}" for name, value in row.scores.items())
         say(f"  {row.name}: {values}" + (f"  ({difference})" if difference else ""))
