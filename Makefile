@@ -32,12 +32,13 @@ spice: $(READY)
 proof: $(READY)
 	$(BIN)/python -m pytest -m proof
 
-# torch and torchvision must come from one place, which one lock installed by one installer sees to.
+# torch and torchvision must come from one place, which one lock installed by one installer sees to. Bytecode is
+# compiled here: a run starts a dozen processes, and where PYTHONDONTWRITEBYTECODE is set each compiled torch anew.
 $(READY): requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "raycap needs Python 3.11 or newer; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python -r requirements.lock || $(BIN)/python -m pip install --quiet -r requirements.lock
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -r requirements.lock || $(BIN)/python -m pip install --quiet -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 

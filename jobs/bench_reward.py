@@ -7,10 +7,12 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from jobs.plain_cider import PlainCiderD
 from pipeline.caption_files import read_references
-from pipeline.rewards import CiderD
+from pipeline.ciderd import CiderD
+from pipeline.processor import prepare_processor
 from pipeline.text import tokenize
 
 CAPTIONS = 2000  # a step of 400 images with 5 samples
@@ -23,27 +25,29 @@ def bench_reward(references: Path | None = None) -> None:
 
     `references` is a COCO or Karpathy file (of the latter its restval split); without it captions are made up.
     """
+    prepare_processor(1)
     captions = _coded(references)
     begin = time.perf_counter()
-    scorer = CiderD(captions)
+    scorer = CiderD.build(captions)
     built = time.perf_counter() - begin
     rng = np.random.default_rng(0)
     images = rng.integers(0, len(captions), CAPTIONS)
     # Every third caption is another image's: partly matching, as samples are.
     sampled = [captions[(image + (row % 3 == 0)) % len(captions)][0] for row, image in enumerate(images)]
-    lengths = np.array([len(words) for words in sampled])
-    tokens = np.array([words + [0] * (lengths.max() - len(words)) for words in sampled])
+    lengths = torch.tensor([len(words) for words in sampled])
+    tokens = torch.tensor([words + [0] * (int(lengths.max()) - len(words)) for words in sampled])
+    places = torch.from_numpy(images)
     times = []
     for _ in range(REPEATS):
         begin = time.perf_counter()
-        fast = scorer.score(tokens, lengths, images)
+        fast = scorer.score(tokens, lengths, places)
         times.append(time.perf_counter() - begin)
     rate = CAPTIONS / statistics.median(times)
     plain = PlainCiderD(captions)
     begin = time.perf_counter()
     slow = [plain.score(words, captions[image]) for words, image in zip(sampled[:PLAIN], images, strict=False)]
     slow_rate = PLAIN / (time.perf_counter() - begin)
-    difference = np.abs(np.array(slow) - fast[:PLAIN]).max()
+    difference = np.abs(np.array(slow) - fast[:PLAIN].numpy()).max()
     print(f"references           {len(captions):,} images, {sum(map(len, captions)):,} captions")
     print(f"index                {built:.2f} s from tokens")
     print(f"reward               {rate:,.0f} captions/s on one core (median of {REPEATS}, {CAPTIONS:,} captions)")

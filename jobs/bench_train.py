@@ -127,7 +127,7 @@ def _step(case: Case, device: torch.device) -> Callable[[], None]:
     tokens = torch.randint(4, SIZES.vocabulary_size, (case.images * case.captions, WORDS + 2), device=device)
     tokens[:, 0], tokens[:, -1] = SIZES.sos, SIZES.eos
     batch = Batch(inputs, tokens, np.arange(case.images), tokens[:, 1:].numel(), case.images)
-    objective, generator = _objective(case), torch.Generator(device)
+    objective, generator = _objective(case, device), torch.Generator(device)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -138,7 +138,7 @@ def _step(case: Case, device: torch.device) -> Callable[[], None]:
     return step
 
 
-def _objective(case: Case) -> Objective:
+def _objective(case: Case, device: torch.device) -> Objective:
     stage = StageSection(
         name="bench",
         objective=case.objective,  # type: ignore[arg-type]
@@ -156,7 +156,7 @@ def _objective(case: Case) -> Objective:
         image: [" ".join(words[number] for number in rng.integers(0, 2000, 12)) for _ in range(5)]
         for image in range(2000)
     }
-    reward = CaptionReward(references, vocabulary, eos=True)
+    reward = CaptionReward(references, vocabulary, eos=True, device=device)
     return scst_objective(stage, reward, torch.arange(case.images), SIZES.pad, vocabulary.words)
 
 

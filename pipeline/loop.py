@@ -206,7 +206,7 @@ class StageRun:
         pad = self.vocabulary.pad
         if self.stage.objective == "cross_entropy":
             return cross_entropy_objective(self.stage, pad)
-        self.reward = stage_reward(self.stage, train.references(), self.vocabulary)
+        self.reward = stage_reward(self.stage, train.references(), self.vocabulary, self.context.device)
         ids = torch.tensor(train.column("image_id"))
         return scst_objective(self.stage, self.reward, ids, pad, self.vocabulary.words)
 
@@ -275,7 +275,7 @@ class StageRun:
         rows = [self.vocabulary.encode(caption.split()) for caption in captions.values()]
         width = max(len(row) for row in rows)
         tokens = torch.tensor([row + [self.vocabulary.pad] * (width - len(row)) for row in rows])
-        return float(self.validation_score(tokens.numpy(), list(captions)).mean())
+        return float(self.validation_score(tokens, list(captions)).mean())
 
     def _save(self) -> None:
         if self._leads:

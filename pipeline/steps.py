@@ -21,6 +21,7 @@ from pipeline.batches import Batch
 from pipeline.config import ScstSection, StageSection
 from pipeline.losses import caption_log_probs, smoothed_cross_entropy
 from pipeline.rewards import CaptionReward
+from pipeline.staging import cache_folder
 from pipeline.text import Vocabulary
 from pipeline.wording import OPEN_ENDINGS
 
@@ -61,11 +62,9 @@ def scst_objective(
         eos = captioner.model.sizes.eos
         ids = image_ids[batch.images]
         tokens, single = _sampled(captioner, batch.inputs, section, generator)
-        rewards = torch.from_numpy(
-            reward(tokens.cpu().numpy(), ids.repeat_interleave(section.num_samples).tolist())
-        ).view(-1, section.num_samples)
+        rewards = reward(tokens, ids.repeat_interleave(section.num_samples).tolist()).view(-1, section.num_samples)
         if single is not None:
-            baseline = torch.from_numpy(reward(single.cpu().numpy(), ids.tolist()))[:, None]
+            baseline = reward(single, ids.tolist())[:, None]
         elif section.baseline == "mean":
             baseline = rewards.mean(1, keepdim=True)
         else:
@@ -91,11 +90,14 @@ def scst_objective(
     return run
 
 
-def stage_reward(stage: StageSection, references: Mapping[int, Sequence[str]], vocabulary: Vocabulary) -> CaptionReward:
-    """The reward that an SCST stage asks for, over the training references by image id."""
+def stage_reward(
+    stage: StageSection, references: Mapping[int, Sequence[str]], vocabulary: Vocabulary, device: torch.device
+) -> CaptionReward:
+    """The reward that an SCST stage asks for, over the training references by image id; its index is cached."""
     section = stage.sampling
     by_caption = section.document_frequency == "captions"
-    return CaptionReward(references, vocabulary, eos=section.eos_in_reward, caption_documents=by_caption)
+    eos, cache = section.eos_in_reward, cache_folder()
+    return CaptionReward(references, vocabulary, eos=eos, caption_documents=by_caption, device=device, cache=cache)
 
 
 def check_reward(stage: StageSection, reward: CaptionReward) -> str:
@@ -104,7 +106,7 @@ def check_reward(stage: StageSection, reward: CaptionReward) -> str:
     Raises ValueError otherwise: the data or the reward is broken, and SCST would climb towards nothing.
     """
     text = f"SCST {scst_signature(stage.sampling)}"
-    found = reward.ground_truth()
+    found = reward.ground_truth
     if found is None:
         return f"{text}; no image has two captions, so ground truth cannot be scored against the others"
     whole, cut = found

@@ -61,7 +61,7 @@ def _trial(folder: RunFolder, stage: StageSection) -> dict[str, Any]:
     if stage.objective == "cross_entropy":
         objective = cross_entropy_objective(stage, sizes.pad)
     else:
-        reward = stage_reward(stage, train.references(), folder.vocabulary)
+        reward = stage_reward(stage, train.references(), folder.vocabulary, device)
         check_reward(stage, reward)
         ids = torch.tensor(train.column("image_id"))
         objective = scst_objective(stage, reward, ids, sizes.pad, folder.vocabulary.words)
