@@ -26,7 +26,7 @@ SIGMA = 6.0
 _WORD_BITS = 15
 _MAX_WORDS = (1 << _WORD_BITS) - 1
 _PAIRS = 1 << 20  # pairs of positions compared at a time, which stay in a processor's cache
-_ROWS = 1 << 12  # captions at a time
+_ROWS = 256  # captions at a time
 
 
 class _Grams(NamedTuple):
@@ -35,7 +35,7 @@ class _Grams(NamedTuple):
     caption: Tensor
     column: Tensor
     key: Tensor
-    count: Tensor
+    times: Tensor
 
 
 class CiderD:
@@ -80,21 +80,24 @@ class CiderD:
         caption = np.concatenate(rows)
         none = torch.zeros(0, dtype=torch.long)
         key = torch.cat([none, *(grams.key for grams in found)]).numpy()
-        count = torch.cat([none, *(grams.count for grams in found)]).numpy()
+        count = torch.cat([none, *(grams.times for grams in found)]).numpy()
         order = torch.cat([none, *(grams.column for grams in found)]).numpy() % N_MAX
 
         # Entries sorted by (image, n-gram, reference): all references of an image that hold an n-gram lie together.
         by_key = np.argsort(key)
         firsts = _beginnings(key[by_key])
-        vocabulary, size = key[by_key[firsts]], max(len(firsts), 1)
+        vocabulary, number = _Table.build(key[by_key[firsts]])
+        place_of, size = np.empty_like(number), max(len(number), 1)
+        place_of[number] = np.arange(len(number))
         dense = np.empty_like(key)
-        dense[by_key] = np.repeat(np.arange(len(firsts)), np.diff(firsts, append=len(key)))
+        dense[by_key] = np.repeat(place_of, np.diff(firsts, append=len(key)))
         image = np.repeat(np.arange(len(counts)), counts)
         nth = np.arange(len(captions)) - np.repeat(np.cumsum(counts) - counts, counts)  # of its image's references
         place, most = image[caption] * size + dense, int(counts.max(initial=1))
         by_place = np.argsort(place * most + nth[caption])
         ordered = place[by_place]
         starts = _beginnings(ordered)
+        places, number = _Table.build(ordered[starts])
 
         # Document frequency: the number of images in whose references an n-gram stands.
         documents = dense if caption_documents else ordered[starts] % size
@@ -108,14 +111,15 @@ class CiderD:
             "length": torch.from_numpy(np.maximum(captions.lengths - 1.0, 0.0)),
             "norm": torch.from_numpy(norm),
             "idf": torch.from_numpy(idf),
-            "starts": torch.from_numpy(np.append(starts, len(place))),
+            "starts": torch.from_numpy(starts[number].astype(_smallest(len(place)))),
+            "counts": torch.from_numpy(np.diff(starts, append=len(place))[number].astype(np.int32)),
             "entry_reference": torch.from_numpy(caption[by_place].astype(np.int32)),
             "entry_weight": torch.from_numpy(weight[by_place]),
-            **_Table.build(vocabulary).named("vocabulary"),
-            **_Table.build(ordered[starts]).named("places"),
+            **vocabulary.named("vocabulary"),
+            **places.named("places"),
         }
-        for number, table in enumerate(keys.prefixes or (), 1):
-            tensors |= table.named(f"prefix{number}")
+        for length, table in enumerate(keys.prefixes or (), 1):
+            tensors |= table.named(f"prefix{length}")
         facts = {
             "num_images": len(references),
             "num_words": num_words,
@@ -163,27 +167,26 @@ class CiderD:
         tensors = self._tensors
         grams = self._keys.count(captions, lengths)
         position, seen = self._vocabulary.find(grams.key)
-        weight = grams.count * torch.where(seen, tensors["idf"][position], self._log_documents)
+        weight = grams.times * torch.where(seen, _at(tensors["idf"], position.where(seen, 0)), self._log_documents)
         squares = captions.new_zeros((len(captions), captions.shape[1] * N_MAX), dtype=torch.float64)
         squares[grams.caption, grams.column] = weight.square()
         norm = squares.view(len(captions), -1, N_MAX).sum(1).sqrt()  # (R, n)
 
         # Each caption n-gram that some reference of its image holds, widened to one row a reference that holds it.
         gram = seen.nonzero().squeeze(1)
-        place, here = self._places.find(images[grams.caption[gram]] * self._size + position[gram])
+        place, here = self._places.find(_at(images, _at(grams.caption, gram)) * self._size + _at(position, gram))
         gram, place = gram[here], place[here]
-        starts = tensors["starts"][place]
-        counts = tensors["starts"][place + 1] - starts
+        starts, counts = _at(tensors["starts"], place).long(), _at(tensors["counts"], place).long()
         row = gram.repeat_interleave(counts)
         first = counts.cumsum(0) - counts
         entry = torch.arange(len(row), device=row.device) + (starts - first).repeat_interleave(counts)
 
-        theirs = tensors["entry_weight"][entry]
-        product = torch.minimum(weight[row], theirs) * theirs
-        reference = tensors["entry_reference"][entry].long()
-        caption, order = grams.caption[row], grams.column[row] % N_MAX
-        bottom = norm[caption, order] * tensors["norm"][reference * N_MAX + order]
-        delta = (lengths[caption] - 1).clamp(min=0) - tensors["length"][reference]
+        theirs = _at(tensors["entry_weight"], entry)
+        product = torch.minimum(_at(weight, row), theirs) * theirs
+        reference = _at(tensors["entry_reference"], entry).long()
+        caption, order = _at(grams.caption, row), _at(grams.column, row) % N_MAX
+        bottom = _at(norm.flatten(), caption * N_MAX + order) * _at(tensors["norm"], reference * N_MAX + order)
+        delta = (_at(lengths, caption) - 1).clamp(min=0) - _at(tensors["length"], reference)
         value = product / torch.where(bottom > 0, bottom, 1.0) * torch.exp(-delta.square() / (2 * SIGMA**2))
         matched = torch.segment_reduce(
             value, "sum", lengths=torch.bincount(caption, minlength=len(captions)), initial=0
@@ -214,7 +217,7 @@ class _NgramKeys:
             for _, words, lengths in captions.batches():
                 grams = keys.count(words, lengths, longest=order)
                 last.append(grams.key[grams.column % N_MAX == order - 1])
-            keys.prefixes.append(_Table.build(_distinct(torch.cat(last).numpy())))
+            keys.prefixes.append(_Table.build(_distinct(torch.cat(last).numpy()))[0])
         return keys
 
     def count(self, words: Tensor, lengths: Tensor, longest: int = N_MAX) -> _Grams:
@@ -222,31 +225,33 @@ class _NgramKeys:
 
         Positions are compared with each other, which for captions costs less than sorting them.
         """
-        rows, width = words.shape
+        width = words.shape[1]
         inside = torch.arange(width, device=words.device) < lengths[:, None]
         if bool((words.ge(self.num_words) & inside).any()):
             most = int(words.masked_fill(~inside, 0).max())
             raise ValueError(f"word id {most} is not below num_words = {self.num_words}; name more words")
-        first = words.new_zeros((rows, width, N_MAX), dtype=torch.bool)
-        keys, counts = words.new_zeros((rows, width, N_MAX)), words.new_zeros((rows, width, N_MAX))
-        same_word = words[:, :, None] == words[:, None, :]
-        both = inside[:, :, None] & inside[:, None, :]
-        same = same_word & both
-        before = torch.ones(width, width, dtype=torch.bool, device=words.device).tril(-1)
-        key = torch.zeros_like(words)
+        # Captions last: neighbors in memory are compared side by side. What stands behind a caption is only itself.
+        own = words.where(inside, -1 - torch.arange(width, device=words.device)).t().int().contiguous()  # (T, R)
+        same_word = own[:, None] == own[None]  # (T, T, R)
+        same, before = same_word, torch.ones_like(same_word[:, :, :1]).squeeze(2).tril(-1).unsqueeze(2)
+        key, grams = torch.zeros_like(words), []
         for order in range(min(longest, width)):
             if order:  # the n-grams at i and j are equal when the (n-1)-grams are, and the words after them
-                same = (
-                    same[:, :-1, :-1] & same_word[:, order:, order:] & inside[:, order:, None] & inside[:, None, order:]
-                )
+                same = same[:-1, :-1] & same_word[order:, order:]
             starts = width - order
-            here = inside[:, order:]
-            key = self._extend(key[:, :starts], words[:, order:], here, order)
-            keys[:, :starts, order] = key
-            counts[:, :starts, order] = same.sum(2)
-            first[:, :starts, order] = here & ~(same & before[:starts, :starts]).any(2)
-        caption, column = first.flatten(1).nonzero(as_tuple=True)
-        return _Grams(caption, column, keys[first], counts[first].double())
+            key = self._extend(key[:, :starts], words[:, order:], inside[:, order:], order)
+            earlier = (same & before[:starts, :starts]).sum(1, dtype=torch.int32)
+            first = (inside[:, order:] & (earlier == 0).t()).flatten().nonzero().squeeze(1)
+            times = same.sum(1, dtype=torch.int32).t().flatten()
+            key_, times_ = _at(key.flatten(), first), _at(times, first)
+            grams.append((first // starts, first % starts * N_MAX + order, key_, times_))
+        if not grams:
+            none = words.new_zeros(0)
+            return _Grams(none, none, none, none.double())
+        caption, column, key, times = (torch.cat(part) for part in zip(*grams, strict=True))
+        by_caption = caption.argsort(stable=True)
+        key, times = _at(key, by_caption), _at(times.double(), by_caption)
+        return _Grams(_at(caption, by_caption), _at(column, by_caption), key, times)
 
     def _extend(self, prefix: Tensor, words: Tensor, inside: Tensor, order: int) -> Tensor:
         """Keys of the (order + 1)-grams from those of their first `order` words and the word after them."""
@@ -266,50 +271,49 @@ class _NgramKeys:
 
 @dataclass(frozen=True)
 class _Table:
-    """Places of distinct int64 keys: keys sorted by hash bucket, half a key a bucket on average.
+    """Distinct int64 keys in the order of their hash buckets, up to a key a bucket; a place is one in `keys`.
 
-    A look-up costs two or three memory accesses where a binary search in millions of keys costs twenty.
+    A look-up costs two memory accesses where a binary search in millions of keys costs twenty.
     """
 
-    number: Tensor
-    keys: Tensor  # one longer: the last is a stop, never a match
+    keys: Tensor  # one longer than there are keys: the last is a stop, never a match
     start: Tensor
 
     @classmethod
-    def build(cls, keys: np.ndarray) -> _Table:
-        bits = max(1, len(keys).bit_length() + 1)
+    def build(cls, keys: np.ndarray) -> tuple[_Table, np.ndarray]:
+        """The table, and for each place the number of its key among those given."""
+        bits = max(1, len(keys).bit_length())
         own = torch.from_numpy(keys)
-        buckets = _buckets(own, bits).numpy().astype(np.int32 if bits < 32 else np.int64)  # sorts twice as fast
+        buckets = _buckets(own, bits).numpy().astype(_smallest(1 << bits))
         number = np.argsort(buckets)
-        start = np.zeros((1 << bits) + 1, np.int64)
+        start = np.zeros((1 << bits) + 1, _smallest(len(keys)))
         np.cumsum(np.bincount(buckets, minlength=1 << bits), out=start[1:])
         ordered = torch.cat([own[torch.from_numpy(number)], own.new_zeros(1)])
-        return cls(torch.from_numpy(number), ordered, torch.from_numpy(start))
+        return cls(ordered, torch.from_numpy(start)), number
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], name: str) -> _Table:
-        return cls(*(tensors[f"{name}.{part}"] for part in ("number", "keys", "start")))
+        return cls(tensors[f"{name}.keys"], tensors[f"{name}.start"])
 
     def named(self, name: str) -> dict[str, Tensor]:
-        return {f"{name}.{part}": getattr(self, part) for part in ("number", "keys", "start")}
+        return {f"{name}.keys": self.keys, f"{name}.start": self.start}
 
     def __len__(self) -> int:
-        return len(self.number)
+        return len(self.keys) - 1
 
     def find(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """For each value (n,) its place among the keys as given (0 where it is not there), and whether it is there."""
+        """For each value (n,) its place, and whether it is there; the place means nothing where it is not."""
         buckets = _buckets(values, (len(self.start) - 1).bit_length() - 1)
-        place, end = self.start[buckets], self.start[buckets + 1]
-        found = (self.keys[place] == values) & (place < end)
+        place, end = _at(self.start, buckets).long(), _at(self.start, buckets + 1).long()
+        found = (_at(self.keys, place) == values) & (place < end)
         open_ = (~found & (place + 1 < end)).nonzero().squeeze(1)
         while len(open_):
-            place[open_] += 1
-            hit = self.keys[place[open_]] == values[open_]
+            next_ = _at(place, open_) + 1
+            place[open_] = next_
+            hit = _at(self.keys, next_) == _at(values, open_)
             found[open_[hit]] = True
-            open_ = open_[~hit & (place[open_] + 1 < end[open_])]
-        number = torch.zeros_like(values)
-        number[found] = self.number[place[found]]
-        return number, found
+            open_ = open_[~hit & (next_ + 1 < _at(end, open_))]
+        return place, found
 
 
 def _buckets(keys: Tensor, bits: int) -> Tensor:
@@ -317,6 +321,16 @@ def _buckets(keys: Tensor, bits: int) -> Tensor:
         keys * -7046029254386353131
     )  # Fibonacci hashing (2^64 / the golden ratio, as int64): the high bits are mixed
     return (mixed >> (64 - bits)) & ((1 << bits) - 1)
+
+
+def _at(values: Tensor, index: Tensor) -> Tensor:
+    """values[index], along the first dimension; on a CPU several times faster than saying so."""
+    return values.index_select(0, index)
+
+
+def _smallest(limit: int) -> Any:
+    """The integer type for values up to `limit`: look-ups wait for memory, and half the bytes are half the wait."""
+    return np.int32 if limit < 1 << 31 else np.int64
 
 
 def _distinct(values: np.ndarray) -> np.ndarray:

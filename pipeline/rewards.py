@@ -93,9 +93,9 @@ def _build(
     if chosen:
         others = CiderD.build([captions[1:] for captions in chosen], num_words=len(ids))
         lengths = torch.tensor([len(captions[0]) for captions in chosen])
-        rows = torch.tensor([captions[0] + [0] * (int(lengths.max()) - len(captions[0])) for captions in chosen])
+        first = torch.tensor([captions[0] + [0] * (int(lengths.max()) - len(captions[0])) for captions in chosen])
         places = torch.arange(len(chosen))
-        scores = [others.score(rows, (lengths - cut).clamp(min=0), places).mean().item() for cut in (0, int(eos))]
+        scores = [others.score(first, (lengths - cut).clamp(min=0), places).mean().item() for cut in (0, int(eos))]
         scorer.facts["ground_truth"] = scores
     return scorer
 
