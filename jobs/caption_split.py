@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from pipeline.config import WorkersSection
+from pipeline.run_folder import RunFolder
 from pipeline.storage import Place
 
 
 def caption_splits(
-    run: Path, splits: tuple[str, ...], store: Place, excluded: tuple[str, ...]
+    folder: RunFolder, splits: tuple[str, ...], store: Place, excluded: tuple[str, ...]
 ) -> dict[str, dict[int, str]]:
     """{split: {image id: caption}} by the run's final weights, from stored features."""
     import ray
 
-    from pipeline.run_folder import RunFolder
-
-    workers: WorkersSection = RunFolder(run).config.workers
+    workers: WorkersSection = folder.config.workers
     task = ray.remote(_caption_share).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
     count = workers.num_workers
-    shares = ray.get([task.remote(run, splits, store, excluded, rank, count) for rank in range(count)])
+    shares = ray.get([task.remote(folder, splits, store, excluded, rank, count) for rank in range(count)])
     merged: dict[str, dict[int, str]] = {split: {} for split in splits}
     for share in shares:
         for split, captions in share.items():
@@ -28,7 +25,7 @@ def caption_splits(
 
 
 def _caption_share(
-    run: Path, splits: tuple[str, ...], store: Place, excluded: tuple[str, ...], rank: int, count: int
+    folder: RunFolder, splits: tuple[str, ...], store: Place, excluded: tuple[str, ...], rank: int, count: int
 ) -> dict[str, dict[int, str]]:
 
     from models.captioner import Captioner
@@ -38,11 +35,10 @@ def _caption_share(
     from pipeline.captioning import caption_share
     from pipeline.context import device_for
     from pipeline.processor import prepare_processor
-    from pipeline.run_folder import RunFolder
     from pipeline.store import open_store
     from pipeline.weights import load_weights
 
-    folder = RunFolder(run)
+    folder = folder.on_worker()
     config = folder.config
     device = device_for(config.workers.gpus_per_worker)
     prepare_processor(config.workers.threads_per_worker)

@@ -50,7 +50,7 @@ def evaluate(
     members = [_bundle(model, "--model", features) for model in models] or [_run_bundle(config, stage, say)]
     other = None if compare is None else _bundle(compare, "--compare", features)
     label = "+".join(member.name for member in members)[:120]
-    folder = out or config.storage_path / "evaluations" / label
+    folder = out or config.working_path / "evaluations" / label
     folder.mkdir(parents=True, exist_ok=True)
     say(f"models    {', '.join(map(str, members))}" + (", as an ensemble" if len(members) > 1 else ""))
     say(f"data      {', '.join(f'{name} {len(part)}' for name, part in parts.items())} images")
@@ -116,11 +116,11 @@ def _bundle(model: str, option: str, features: str | None) -> Path:
 def _run_bundle(config: RunConfig, stage: str | None, say: Callable[[str], None]) -> Path:
     """The bundle of the configuration's own run, written when it is not there yet."""
     from pipeline.inputs import find_data
+    from pipeline.prepare import open_run
     from pipeline.run_bundle import bundle_path, bundle_run
-    from pipeline.run_folder import RunFolder, run_identity
 
     dataset, _ = find_data(config, say)
-    folder = RunFolder(config.storage_path / "runs" / run_identity(config, dataset.known().fingerprint()))
+    folder = open_run(config, dataset.known().fingerprint())
     chosen = None
     if stage is not None:
         names = [each.name for each in config.stages]

@@ -7,7 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,8 +16,8 @@ from jobs.cluster import start_ray
 from pipeline.config import RunConfig, StageSection, dump_config, total_steps
 from pipeline.dataset import Dataset
 from pipeline.errors import UserError
-from pipeline.journal import Follower
-from pipeline.run_folder import RunFolder, read_json, write_json, write_text
+from pipeline.journal import JOURNAL_EVERY_S, Follower
+from pipeline.run_folder import JOURNAL, RunFolder, read_json, write_json, write_text
 from pipeline.storage import Place
 from pipeline.tracking import Tracker, public_uri
 
@@ -28,6 +28,7 @@ def run(config: RunConfig, address: str | None = None, say: Callable[[str], None
     Raises UserError for what the user can mend before anything long starts.
     """
     from pipeline.prepare import prepare
+    from pipeline.run_bundle import local_bundle
 
     begin = time.monotonic()
     folder = prepare(config, say)
@@ -35,8 +36,9 @@ def run(config: RunConfig, address: str | None = None, say: Callable[[str], None
     if done.is_file():
         summary = read_json(done)
         if config.tracking.enabled and not summary["tracked"]:
-            registered = Tracker(folder, config, say).finish(summary["scores"], Path(summary["bundle"]))
+            registered = Tracker(folder, config, say).finish(summary["scores"], local_bundle(folder))
             write_json(done, summary | {"tracked": registered is not None})
+            folder.push("log/tracked.json", done.name)
             say(f"tracking     {registered or 'still does not take everything'}")
         say(f"{folder.run_id} is complete; nothing to do")
         say(summary["table"])
@@ -59,7 +61,8 @@ class _Run:
         # What does not decide the result (workers, tracking...) is as this call says, not as a former one did.
         if folder.config != config:
             write_text(folder.path / "config.yaml", dump_config(config))
-        self.folder = RunFolder(folder.path)
+            folder.push("config.yaml")
+        self.folder = RunFolder(folder.path, folder.home)
         self.config, self.address, self.say = config, address, say
         self.attempt = self.folder.begin_attempt()
         self.durations: dict[str, float] = {}
@@ -133,7 +136,7 @@ class _Run:
         with self._timed("trial steps"):
             workers = self.config.workers
             task = ray.remote(trial_steps).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
-            for row in ray.get(task.remote(self.folder.path)):
+            for row in ray.get(task.remote(self.folder)):
                 if "error" in row:
                     raise UserError(f"a trial step of stage {row['stage']} fails: {row['error']}")
                 self.say(f"check     one step of {row['stage']}: {row['seconds']:.1f} s, {row['memory_mb']:.0f} MiB")
@@ -176,7 +179,7 @@ class _Run:
             extractor = Extractor(backbone, weights, self.config.features, self.config.data.max_pixels, options)
             store, bad = extract(
                 part,
-                self.config.storage_path / "features",
+                self.config.storage_place / "features",
                 extractor,
                 self._start_ray,
                 lambda text: self.say(f"features  {text}"),
@@ -198,16 +201,17 @@ class _Run:
 
         self._start_ray()
         names = tuple(stage.name for stage in group)
-        job = StageJob(self.folder.path, names, store, tuple(sorted(self.excluded)), self.attempt)
+        job = StageJob(self.folder.path, names, store, tuple(sorted(self.excluded)), self.attempt, self.folder.home)
         with self._timed(" + ".join(names)), _Printer(self.folder, self.say):
             fit(job, self.config)
+        self.folder.pull("stages")
 
     def _evaluate(self) -> None:
         from jobs.caption_split import caption_splits
         from jobs.gallery import with_attention
         from pipeline.evaluate import evaluate_run, flat_scores, write_predictions
         from pipeline.results import format_table, make_report, report_images, score_table
-        from pipeline.run_bundle import bundle_run
+        from pipeline.run_bundle import bundle_place, bundle_run
 
         folder, config = self.folder, self.config
         splits = (*config.data.test_splits, config.data.val_split)
@@ -216,13 +220,15 @@ class _Run:
         with self._timed("evaluation"):
             self._start_ray()
             self.say(f"evaluate  {', '.join(splits)} with beam {config.evaluation.beam_size}")
-            for split, captions in caption_splits(folder.path, splits, store, tuple(sorted(self.excluded))).items():
+            for split, captions in caption_splits(folder, splits, store, tuple(sorted(self.excluded))).items():
                 write_predictions(folder.path / "predictions" / f"{split}.json", captions)
             result = evaluate_run(folder, dataset)
         bundle = bundle_run(folder, scores=flat_scores(result))
+        shown = bundle_place(folder)
         with self._timed("report"):
             images = with_attention(report_images(folder, dataset, result), bundle, config, folder.run_id)
-            report = make_report(folder, dataset, result, self.durations, images)
+            make_report(folder, dataset, result, self.durations, images)
+            folder.push("predictions", "scores.json", "report.html")
         with self._timed("registration"):
             registered = self.tracker.finish(flat_scores(result), bundle)
         table = "\n".join(
@@ -232,16 +238,17 @@ class _Run:
                 "",
                 *self._verdicts(result),
                 "",
-                f"report       {report}",
-                f"predictions  {folder.path / 'predictions'}",
-                f"model        {bundle}",
+                f"report       {folder.root / 'report.html'}",
+                f"predictions  {folder.root / 'predictions'}",
+                f"model        {shown}",
                 f"tracking     {self._tracking(registered)}",
                 f"features     {store}",
                 f"times        {', '.join(f'{name} {seconds:.0f} s' for name, seconds in self.durations.items())}",
             ]
         )
-        complete = {"table": table, "durations": self.durations, "bundle": str(bundle), "scores": flat_scores(result)}
+        complete = {"table": table, "durations": self.durations, "bundle": str(shown), "scores": flat_scores(result)}
         write_json(folder.path / "COMPLETE.json", {**complete, "tracked": registered is not None})
+        folder.push("log/tracked.json", JOURNAL, "COMPLETE.json")
         self.say(table)
 
     def _verdicts(self, result: dict[str, Any]) -> Iterator[str]:
@@ -252,7 +259,7 @@ class _Run:
         before, after = best.get("cross_entropy"), best.get("scst")
         if before is not None and after is not None:
             gain = after - before
-            yield f"                    SCST {'gains' if gain > 0 else 'LOSES'} {abs(gain):.4f} over cross entropy"
+            yield f"                    SCST {'gains' if gain >= 0 else 'LOSES'} {abs(gain):.4f} over cross entropy"
 
     def _tracking(self, registered: str | None) -> str:
         if not self.config.tracking.enabled:
@@ -273,7 +280,7 @@ class _Printer:
     """Prints journal entries while a fit is under way."""
 
     def __init__(self, folder: RunFolder, say: Callable[[str], None]) -> None:
-        self.follower = Follower(folder.journal)
+        self.folder, self.follower, self._pulled = folder, Follower(folder.journal), time.monotonic()
         self.say = say
         self.start: dict[str, tuple[int, float]] = {}
         self._stop = threading.Event()
@@ -285,11 +292,19 @@ class _Printer:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
+        self._pull()
         self._print()
 
     def _follow(self) -> None:
         while not self._stop.wait(0.5):
+            if time.monotonic() - self._pulled > JOURNAL_EVERY_S:
+                self._pull()
             self._print()
+
+    def _pull(self) -> None:
+        with suppress(OSError):  # a storage that fails for a while delays what is printed, and nothing else
+            self.folder.pull(JOURNAL)
+        self._pulled = time.monotonic()
 
     def _print(self) -> None:
         for entry in self.follower.new():

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import shutil
 import uuid
-from pathlib import Path
 from typing import Any
 
 from pipeline.config import RunConfig
 from pipeline.loop import DivergedError, StageJob, train_stages
-from pipeline.run_folder import write_text
+from pipeline.storage import Place
 
 
 class StageFailedError(RuntimeError):
@@ -30,7 +29,7 @@ def fit(job: StageJob, config: RunConfig) -> None:
 
     logging.getLogger("ray.train").setLevel(logging.ERROR)
     workers = config.workers
-    scratch = job.run / "log" / "ray"
+    scratch = job.run / "log" / ".ray"
     trainer = TorchTrainer(
         _worker,
         train_loop_config={"job": job},
@@ -51,23 +50,23 @@ def fit(job: StageJob, config: RunConfig) -> None:
         trainer.fit()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        if failure.is_file():
-            raise StageFailedError(failure.read_text(encoding="utf-8"))
+        if failure.exists():
+            raise StageFailedError(failure.read_bytes().decode())
 
 
-def _failure(job: StageJob) -> Path:
+def _failure(job: StageJob) -> Place:
     """Where a worker writes why trying again is of no use; one file an attempt."""
-    return job.run / "log" / f"failure-{job.attempt}"
+    return job.folder.root / f"log/failure-{job.attempt}"
 
 
 def _worker(settings: dict[str, Any]) -> None:
     from pipeline.context import RayContext
 
     job: StageJob = settings["job"]
-    if _failure(job).is_file():
+    if _failure(job).exists():
         return  # every worker of the repeated attempt ends here, and the fit with them
     try:
         train_stages(RayContext(), job)
     except (DivergedError, ValueError) as error:
-        write_text(_failure(job), " ".join(str(error).split()))
+        _failure(job).write_bytes(" ".join(str(error).split()).encode())
         raise

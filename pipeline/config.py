@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from models.config import BackboneConfig, ModelConfig
 from pipeline.errors import UserError
+from pipeline.staging import cache_folder
 from pipeline.storage import Place, StorageOptions, is_remote, place
 from pipeline.synthetic import SceneConfig
 
@@ -263,11 +264,15 @@ class RunConfig(Section):
         return self
 
     @property
-    def storage_path(self) -> Path:
-        """The storage as a local folder, for what works on one only."""
+    def working_path(self) -> Path:
+        """The local folder to work in: the storage itself, or where the copies of what lies on S3 are."""
         if is_remote(self.storage.uri):
-            raise UserError(f"storage {self.storage.uri}: this command needs a local folder; `extract` works on s3://")
+            return cache_folder() / "storage" / hashlib.sha256(self.storage_place.uri.encode()).hexdigest()[:16]
         return Path(self.storage.uri).expanduser().resolve()
+
+    def home(self, name: str) -> Place | None:
+        """The place of a folder on S3 that is worked on below `working_path`; None for a local storage."""
+        return self.storage_place / name if is_remote(self.storage.uri) else None
 
     @property
     def storage_place(self) -> Place:

@@ -154,6 +154,7 @@ def extract(
 
 def compute(missing: pa.Table, folder: Place, extractor: Extractor) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Runs Ray Data over `missing` (key, uri); gives (keys, reasons) as shards are finished."""
+    import ray
     import ray.data
     from ray.data import ActorPoolStrategy, DataContext, TaskPoolStrategy
 
@@ -165,7 +166,12 @@ def compute(missing: pa.Table, folder: Place, extractor: Extractor) -> Iterator[
         "max_pixels": extractor.max_pixels,
         "options": extractor.options,
     }
-    arguments = {"folder": folder, "extractor": extractor, "dtype": resolve_dtype(settings.compute_dtype)}
+    arguments = {
+        "folder": folder,
+        "extractor": extractor,
+        "dtype": resolve_dtype(settings.compute_dtype),
+        "weights": ray.put(extractor.weights.read_bytes()),  # the file is on the driver's machine
+    }
     few = count <= settings.few_images and not settings.gpus_per_actor
     # Blocks small enough that decoding spreads; for few images a block is a task and a shard.
     step = settings.rows_per_shard if few else max(1, min(settings.rows_per_shard, -(-count // 8)))
@@ -198,21 +204,23 @@ def compute(missing: pa.Table, folder: Place, extractor: Extractor) -> Iterator[
 
 
 def _decode_and_compute(
-    batch: dict[str, np.ndarray], decoding: dict[str, Any], folder: Place, extractor: Extractor, dtype: str
+    batch: dict[str, np.ndarray], decoding: dict[str, Any], **arguments: Any
 ) -> dict[str, np.ndarray]:
-    return _writer(folder, extractor, dtype)(decode_batch(batch, **decoding))
+    return _writer(**arguments)(decode_batch(batch, **decoding))
 
 
 @lru_cache(maxsize=1)
-def _writer(folder: Place, extractor: Extractor, dtype: str) -> ShardWriter:
+def _writer(**arguments: Any) -> ShardWriter:
     """Made once in a process for all tasks of one extraction; the next one's takes its place."""
-    return ShardWriter(folder, extractor, dtype)
+    return ShardWriter(**arguments)
 
 
 class ShardWriter:
     """Pixels to features, written to a shard."""
 
-    def __init__(self, folder: Place, extractor: Extractor, dtype: str) -> None:
+    def __init__(self, folder: Place, extractor: Extractor, dtype: str, weights: Any = None) -> None:
+        """`weights`: a reference to the bytes of `extractor.weights` in Ray's object store; None: the file is here."""
+        import ray
         import torch
 
         from models.backbone import Backbone
@@ -225,7 +233,7 @@ class ShardWriter:
         self.dtype = getattr(torch, dtype)
         self.transform = ImageTransform(extractor.backbone.image_size)
         backbone = Backbone(extractor.backbone)
-        load_weights(backbone, extractor.weights)
+        load_weights(backbone, extractor.weights, None if weights is None else ray.get(weights))
         self.backbone = backbone.eval().to(self.device)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -12,9 +12,10 @@ from dataclasses import asdict
 
 from pipeline.config import RunConfig
 from pipeline.dataset import Dataset, build_vocabulary, read_dataset
+from pipeline.mirror import Mirror
 from pipeline.snapshot import take_snapshot
 from pipeline.storage import place
-from pipeline.synthetic import write_dataset
+from pipeline.synthetic import MARKER, write_dataset
 
 
 def find_data(config: RunConfig, say: Callable[[str], None]) -> tuple[Dataset, dict[str, str]]:
@@ -35,10 +36,16 @@ def data_root(config: RunConfig, say: Callable[[str], None]) -> str:
     data = config.data
     if data.synthetic is not None:
         digest = hashlib.sha256(json.dumps(asdict(data.synthetic), sort_keys=True).encode()).hexdigest()[:10]
-        root = config.storage_path / "data" / f"scenes-{digest}"
+        name = f"data/scenes-{digest}"
+        root, home = config.working_path / name, config.home(name)
+        if home is not None and (home / MARKER).exists():
+            return home.uri
         if not root.is_dir():
-            say(f"drawing {data.synthetic.num_images} scenes into {root}")
+            say(f"drawing {data.synthetic.num_images} scenes into {home or root}")
         write_dataset(root, data.synthetic)
+        if home is not None:
+            Mirror(home, root).push()
+            return home.uri
         return str(root)
     return place(str(data.root)).uri
 

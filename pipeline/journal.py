@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+JOURNAL_EVERY_S = 3.0  # how often a run on S3 sends its journal, and the driver fetches it
+
 
 class Journal:
     """Appends entries; opening it for a stage at a step drops that stage's later entries (they will come again)."""

@@ -28,11 +28,11 @@ from pipeline.batches import Batch, Batches, Captions, Images
 from pipeline.captioning import caption_images
 from pipeline.config import StageSection, total_steps
 from pipeline.context import Context, gather_objects, sum_over_ranks
-from pipeline.journal import Journal
+from pipeline.journal import JOURNAL_EVERY_S, Journal
 from pipeline.order import seed_of
 from pipeline.processor import memory_mb, prepare_processor
 from pipeline.rewards import CaptionReward
-from pipeline.run_folder import RunFolder, write_json
+from pipeline.run_folder import JOURNAL, RunFolder, write_json
 from pipeline.schedules import learning_rate, make_optimizer
 from pipeline.state import CheckpointWriter, Progress, finish_stage, load_checkpoint, save_best
 from pipeline.steps import Objective, check_reward, cross_entropy_objective, scst_objective, stage_reward
@@ -54,11 +54,16 @@ class StageJob:
     store: Place | Path | None
     excluded: tuple[str, ...] = ()  # content keys in quarantine
     attempt: str = ""  # the driver's token: a worker of an attempt that was given up writes nothing more
+    home: Place | None = None  # of the run, when that is on S3
+
+    @property
+    def folder(self) -> RunFolder:
+        return RunFolder(self.run, self.home)
 
 
 def train_stages(context: Context, job: StageJob) -> None:
     """Runs the stages of a job that are not over yet, one after the other."""
-    folder = RunFolder(job.run)
+    folder = job.folder.on_worker()
     for name in job.stages:
         if folder.result(name) is None:
             StageRun(context, folder, folder.config.stage(name), job).run()
@@ -107,8 +112,9 @@ class StageRun:
         self.steps_per_epoch = max(1, self.batches.num_samples // stage.batch_size)
         self.identity = f"{folder.run_id}/{stage.name}"
         self.path = folder.stage(stage.name)
-        self.writer = CheckpointWriter(self.path, self.identity, self._fence)
+        self.writer = CheckpointWriter(self.path, self.identity, self._fence, self._send)
         self.progress = Progress()
+        self._sent = -math.inf
 
     def run(self) -> None:
         """Trains to the end of the stage and marks it as over."""
@@ -297,10 +303,12 @@ class StageRun:
             "ended_early": progress.ended_early,
         }
         finish_stage(self.path, result)
+        self._send()
         verdict = "kept" if kept else f"not kept: the stage before has {rival:.4f}"
         early = f" (ended early: {progress.ended_early})" if progress.ended_early else ""
         text = f"done: best validation CIDEr-D {progress.best_score:.4f} at step {progress.best_step}, {verdict}{early}"
         self._note("done", progress.step, {"text": text})
+        self.folder.push(JOURNAL)
 
     @property
     def _leads(self) -> bool:
@@ -315,6 +323,13 @@ class StageRun:
         if self._leads:
             self._fence()
             self.journal.write(kind, step, values)
+            if time.monotonic() - self._sent > JOURNAL_EVERY_S:
+                self.folder.push(JOURNAL)
+                self._sent = time.monotonic()
+
+    def _send(self) -> None:
+        """Rank 0's part of a run on S3 goes home: the stage, and the journal that tells of it."""
+        self.folder.push(f"stages/{self.stage.name}", JOURNAL)
 
 
 class _Window:

@@ -47,11 +47,12 @@ def prepare(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
         )
     dataset = dataset.known()
     fingerprint = dataset.fingerprint()
-    folder = RunFolder(config.storage_path / "runs" / run_identity(config, fingerprint))
+    folder = open_run(config, fingerprint)
     if (folder.path / "run.json").is_file():
         if not (folder.path / "COMPLETE.json").is_file() and folder.dataset.column("uri") != dataset.column("uri"):
             dataset.save(folder.path / "data.arrow")  # the same content, moved to another place
-        return RunFolder(folder.path)
+            folder.push("data.arrow")
+        return RunFolder(folder.path, folder.home)
     train = dataset.split(*config.data.train_splits)
     vocabulary = build_vocabulary(dataset, config.data)
     longest = longest_caption(train, config.data.tokenizer)
@@ -87,6 +88,15 @@ def prepare(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
             "parameters": {"model": _count(model), "backbone": _count(backbone)},
         },
     )
+    folder.push("data.arrow", "vocabulary.json", "config.yaml", "init", "run.json")
+    return folder
+
+
+def open_run(config: RunConfig, fingerprint: str) -> RunFolder:
+    """The folder of the run that a configuration and its data are, whether it is there or not."""
+    name = f"runs/{run_identity(config, fingerprint)}"
+    folder = RunFolder(config.working_path / name, config.home(name))
+    folder.pull()
     return folder
 
 

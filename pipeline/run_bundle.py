@@ -11,14 +11,30 @@ from models.captioner import Captioner
 from models.registry import build_model
 from pipeline.bundle import save_bundle
 from pipeline.config import StageSection
+from pipeline.mirror import Mirror
 from pipeline.run_folder import RunFolder
+from pipeline.storage import Place, place
 from pipeline.weights import load_weights
 
 
 def bundle_path(folder: RunFolder, stage: StageSection | None = None) -> Path:
     """models/NAME/RUN under the storage, or models/NAME/RUN-STAGE."""
     name = folder.run_id if stage is None else f"{folder.run_id}-{stage.name}"
-    return folder.config.storage_path / "models" / folder.config.name / name
+    return folder.config.working_path / "models" / folder.config.name / name
+
+
+def bundle_place(folder: RunFolder, stage: StageSection | None = None) -> Place:
+    """Where the bundle lies for everybody."""
+    path = bundle_path(folder, stage)
+    return folder.config.home(path.relative_to(folder.config.working_path).as_posix()) or place(path)
+
+
+def local_bundle(folder: RunFolder) -> Path:
+    """The bundle of a finished run as a local folder, fetched when it is on S3."""
+    path, shown = bundle_path(folder), bundle_place(folder)
+    if shown.is_remote:
+        Mirror(shown, path).pull()
+    return path
 
 
 def bundle_run(folder: RunFolder, stage: StageSection | None = None, scores: Mapping[str, float] | None = None) -> Path:
@@ -32,4 +48,7 @@ def bundle_run(folder: RunFolder, stage: StageSection | None = None, scores: Map
     info |= {key: round(value, 4) for key, value in (scores or {}).items()}
     target = bundle_path(folder, stage)
     save_bundle(target, Captioner(model, backbone), folder.vocabulary, name=config.name, info=info)
+    shown = bundle_place(folder, stage)
+    if shown.is_remote:
+        Mirror(shown, target).push()
     return target

@@ -1,5 +1,8 @@
 """Where everything of a run lies: the paths, the run's identity, and what it was started from.
 
+A run whose storage is on S3 has its home there; the driver, and each machine with workers, open a local copy
+(`pipeline.mirror`). The driver writes everything but what rank 0 of a stage does: its stages/<stage>/ and the journal.
+
 runs/<run_id>/  config.yaml run.json data.arrow vocabulary.json init/ stages/<stage>/ log/ predictions/
                 scores.json report.html COMPLETE.json
 """
@@ -18,8 +21,13 @@ from typing import Any
 from models.config import ModelSizes
 from pipeline.config import RunConfig, StageSection, parse_config
 from pipeline.dataset import Dataset
+from pipeline.mirror import Mirror
+from pipeline.staging import cache_folder
 from pipeline.state import stage_result
+from pipeline.storage import Place, place
 from pipeline.text import Vocabulary
+
+JOURNAL = "log/metrics.jsonl"
 
 
 def run_identity(config: RunConfig, fingerprint: str) -> str:
@@ -56,9 +64,37 @@ def read_json(path: Path) -> Any:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of one run; workers open it by its path alone."""
+    """The folder of one run: a local path, and its home when that is on S3. Workers open it `on_worker`."""
 
     path: Path
+    home: Place | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RunFolder, (self.path, self.home)  # without what was read from it
+
+    def on_worker(self) -> RunFolder:
+        """The folder as a worker opens it: on S3 through a copy of its machine's own, brought up to date."""
+        if self.home is None:
+            return self
+        folder = RunFolder(cache_folder() / "workers" / self.path.parent.parent.name / self.run_id, self.home)
+        folder.pull()
+        return folder
+
+    def pull(self, under: str = "") -> None:
+        """Brings the copy below `under` up to date; nothing to do where the folder is the run's home itself."""
+        if self.home is not None:
+            Mirror(self.home, self.path).pull(under)
+
+    def push(self, *names: str) -> None:
+        """Sends home these files and folders as they are here, one after the other."""
+        if self.home is not None:
+            for name in names:
+                Mirror(self.home, self.path).push(name)
+
+    @property
+    def root(self) -> Place:
+        """Where the run lies for everybody, whatever machine they are on."""
+        return self.home or place(self.path)
 
     @property
     def run_id(self) -> str:
@@ -86,13 +122,15 @@ class RunFolder:
     @property
     def attempt(self) -> str:
         """The token of the driver that works on this run now (see `begin_attempt`)."""
-        path = self.path / "log" / "attempt"
-        return path.read_text() if path.is_file() else ""
+        try:
+            return (self.root / "log/attempt").read_bytes().decode()
+        except FileNotFoundError:
+            return ""
 
     def begin_attempt(self) -> str:
         """Takes the run over: workers of earlier attempts that still live may not write any more."""
         token = uuid.uuid4().hex
-        write_text(self.path / "log" / "attempt", token)
+        (self.root / "log/attempt").write_bytes(token.encode())
         return token
 
     @property
@@ -101,7 +139,7 @@ class RunFolder:
 
     @property
     def journal(self) -> Path:
-        return self.path / "log" / "metrics.jsonl"
+        return self.path / JOURNAL
 
     def stage(self, name: str) -> Path:
         return self.path / "stages" / name

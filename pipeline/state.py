@@ -42,11 +42,12 @@ class CheckpointWriter:
     """Writes checkpoints in the background: training waits for a copy of the tensors, not for the disk.
 
     At most one is being written; the next waits for it, and `close` for the last. An error of the writing thread
-    surfaces at the next call. `allowed` is asked right before a checkpoint becomes visible (the fence).
+    surfaces at the next call. `allowed` is asked right before a checkpoint becomes visible (the fence), `written` is
+    called after (what is remote sends it home).
     """
 
-    def __init__(self, folder: Path, identity: str, allowed: Callable[[], None]) -> None:
-        self.folder, self.identity, self.allowed = folder, identity, allowed
+    def __init__(self, folder: Path, identity: str, allowed: Callable[[], None], written: Callable[[], None]) -> None:
+        self.folder, self.identity, self.allowed, self.written = folder, identity, allowed, written
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._last: Future[None] | None = None
 
@@ -77,6 +78,7 @@ class CheckpointWriter:
         for _, old in _numbered(self.folder, "step-")[:-KEEP]:
             shutil.rmtree(old, ignore_errors=True)
         _keep_best(self.folder, record["best_step"])  # only now does a checkpoint on disk name it
+        self.written()
 
 
 def _copied(value: Any) -> Any:

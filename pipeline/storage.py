@@ -88,15 +88,16 @@ class Place:
                 return file.read(length)
         return _retried(self.uri, lambda: self._get({"Range": f"bytes={start}-{start + length - 1}"}))
 
-    def write_bytes(self, data: bytes | memoryview) -> None:
-        """Replaces the file in one piece; makes the folders above it."""
+    def write_bytes(self, data: bytes | memoryview) -> str:
+        """Replaces the file in one piece; makes the folders above it. Returns its new tag."""
         if not self.is_remote:
             _write_local(self.path, data)
-        elif len(data) <= 2 * PART_BYTES:
-            bucket, key = split_uri(self.uri)
-            _retried(self.uri, lambda: self._client.put_object(Bucket=bucket, Key=key, Body=bytes(data)))
-        else:
-            self._put_in_parts(memoryview(data))
+            return self.stat().tag
+        if len(data) > 2 * PART_BYTES:
+            return self._put_in_parts(memoryview(data))
+        bucket, key = split_uri(self.uri)
+        put = _retried(self.uri, lambda: self._client.put_object(Bucket=bucket, Key=key, Body=bytes(data)))
+        return str(put["ETag"])
 
     def stat(self) -> Entry:
         """Size and tag; FileNotFoundError when it is not there."""
@@ -138,7 +139,7 @@ class Place:
             raise ConnectionError(f"{self.uri}: {len(data)} of {response['ContentLength']} bytes came")
         return data
 
-    def _put_in_parts(self, data: memoryview) -> None:
+    def _put_in_parts(self, data: memoryview) -> str:
         bucket, key = split_uri(self.uri)
         where = {"Bucket": bucket, "Key": key}
         upload = _retried(self.uri, lambda: self._client.create_multipart_upload(**where))["UploadId"]
@@ -154,10 +155,11 @@ class Place:
                 )
                 parts.append({"PartNumber": number, "ETag": sent["ETag"]})
             done = {"Parts": parts}
-            _retried(
+            whole = _retried(
                 self.uri,
                 lambda: self._client.complete_multipart_upload(**where, UploadId=upload, MultipartUpload=done),
             )
+            return str(whole["ETag"])
         except BaseException:
             self._client.abort_multipart_upload(**where, UploadId=upload)
             raise

@@ -87,7 +87,7 @@ class Tracker:
 
 
 def tracking_uri(config: RunConfig) -> str:
-    return config.tracking.uri or f"sqlite:///{config.storage_path / 'mlflow.db'}"
+    return config.tracking.uri or f"sqlite:///{config.working_path / 'mlflow.db'}"
 
 
 def public_uri(config: RunConfig) -> str:
@@ -220,7 +220,7 @@ def _experiment(client: Any, config: RunConfig) -> str:
         return found.experiment_id
     location = None
     if config.tracking.uri is None:
-        location = (config.storage_path / "mlflow").as_uri()
+        location = (config.working_path / "mlflow").as_uri()
     return client.create_experiment(config.tracking.experiment, artifact_location=location)
 
 

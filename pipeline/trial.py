@@ -6,7 +6,6 @@ Memory that does not suffice and sizes that do not fit show in the first minute,
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,13 +23,13 @@ from pipeline.schedules import make_optimizer
 from pipeline.steps import check_reward, cross_entropy_objective, scst_objective, stage_reward
 
 
-def trial_steps(run: Path) -> list[dict[str, Any]]:
+def trial_steps(folder: RunFolder) -> list[dict[str, Any]]:
     """One forward, backward and update of every stage on random inputs and the longest captions; keeps nothing.
 
     Returns for each stage its name, seconds and memory in MiB (resident on the CPU, peak on a GPU), or the error that
     training would meet. The reward of SCST is checked on the ground truth too.
     """
-    folder = RunFolder(run)
+    folder = folder.on_worker()
     prepare_processor(folder.config.workers.threads_per_worker)
     rows = []
     for stage in folder.config.stages:

@@ -23,11 +23,11 @@ def save_weights(module: nn.Module, path: Path) -> None:
     temporary.replace(path)
 
 
-def load_weights(module: nn.Module, path: Path) -> None:
-    """Fills `module`; ValueError naming file and keys when they do not fit one to one."""
-    from safetensors.torch import load_file
+def load_weights(module: nn.Module, path: Path, data: bytes | None = None) -> None:
+    """Fills `module`; ValueError naming file and keys when they do not fit one to one. `data`: the file's, if here."""
+    from safetensors.torch import load, load_file
 
-    tensors: dict[str, torch.Tensor] = load_file(path)
+    tensors: dict[str, torch.Tensor] = load_file(path) if data is None else load(data)
     own = module.state_dict()
     missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
     if missing or extra:

@@ -41,10 +41,10 @@ def ray_session() -> Iterator[None]:
     ray.shutdown()
 
 
-def small_config(storage: Path, **changes: Any) -> dict[str, Any]:
+def small_config(storage: Path | dict[str, Any], **changes: Any) -> dict[str, Any]:
     """The demo's configuration shrunk to seconds, as plain values; `changes` by dotted key."""
     data = yaml.safe_load((ROOT / "configs" / "demo.yaml").read_text())
-    data["storage"] = str(storage)
+    data["storage"] = storage if isinstance(storage, dict) else str(storage)
     data["data"]["synthetic"] = {"num_images": 60, "image_size": 32, "seed": 3}
     data["data"]["min_count"] = 1
     data["backbone"] |= {"image_size": 32, "embed_dim": 8, "num_heads": [2, 2], "window_size": 4}

@@ -18,6 +18,7 @@ from pipeline.journal import Follower, Journal, read_journal
 from pipeline.loop import DivergedError, StageJob, StageRun, train_stages
 from pipeline.prepare import prepare
 from pipeline.run_folder import RunFolder
+from pipeline.storage import Place
 from pipeline.store import write_shard
 from pipeline.trial import trial_steps
 from tests.conftest import small_config
@@ -25,7 +26,7 @@ from tests.conftest import small_config
 NAMES = ("xe_frozen", "xe_finetune", "scst_frozen", "scst_finetune")
 
 
-def prepared(storage: Path, **changes: Any) -> tuple[RunFolder, Path]:
+def prepared(storage: Path | dict[str, Any], **changes: Any) -> tuple[RunFolder, Place]:
     """A run's folder and a store with the features of its initial backbone, computed without Ray."""
     from models.backbone import Backbone
     from models.transform import ImageTransform
@@ -36,11 +37,12 @@ def prepared(storage: Path, **changes: Any) -> tuple[RunFolder, Path]:
     folder = prepare(config, lambda text: None)
     weights = folder.path / "init" / "backbone.safetensors"
     extractor = Extractor(config.backbone, weights, config.features, config.data.max_pixels)
-    store = config.storage_path / "features" / feature_key(extractor.describe())
+    store, options = config.storage_place / "features" / feature_key(extractor.describe()), config.storage.options
     backbone, transform = Backbone(config.backbone).eval(), ImageTransform(config.backbone.image_size)
     load_weights(backbone, weights)
     dataset = folder.dataset
-    pixels = torch.stack([transform(decode_image(Path(uri).read_bytes(), 10**6)) for uri in dataset.column("uri")])
+    files = [Place(uri, options).read_bytes() for uri in dataset.column("uri")]
+    pixels = torch.stack([transform(decode_image(file, 10**6)) for file in files])
     with torch.inference_mode():
         write_shard(store, dataset.column("key"), backbone(pixels).numpy().astype(np.float16))
     return folder, store
@@ -245,7 +247,7 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
 
 
 def test_trial_steps_cover_every_stage(undisturbed: RunFolder) -> None:
-    rows = trial_steps(undisturbed.path)
+    rows = trial_steps(undisturbed)
     assert [row["stage"] for row in rows] == list(NAMES)
     assert all(row["memory_mb"] > 0 for row in rows)
 

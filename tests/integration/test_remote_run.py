@@ -1,0 +1,183 @@
+"""Runs that live on S3, on a bad day: half of a checkpoint is never met, another machine goes on where one died."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from pipeline.context import LocalContext
+from pipeline.journal import read_journal
+from pipeline.loop import StageJob, StageRun, train_stages
+from pipeline.mirror import Mirror
+from pipeline.prepare import prepare
+from pipeline.run_folder import RunFolder
+from pipeline.storage import Place, StorageOptions
+from tests.conftest import ROOT, small_config
+from tests.integration.test_loop import NAMES, Killed, final, prepared
+from tests.s3_server import CREDENTIALS, s3_server
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with s3_server(share=0.05) as address:
+        yield address
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def content(folder: Path) -> dict[str, str]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in files}
+
+
+def test_a_copy_follows_its_home(url: str, tmp_path: Path) -> None:
+    home = Place("s3://data/follows", StorageOptions(url))
+    one, two = Mirror(home, tmp_path / "one"), Mirror(home, tmp_path / "two")
+    files = {"a.txt": "1", "s/step-1/state.pt": "x" * 1000, "s/step-1/progress.json": "{}", "s/best-1/model": "m"}
+    write(one.local, files | {".a.txt.tmp": "not yet", "log/lock": ""})
+    one.push()
+    two.pull()
+    assert content(two.local) == files
+    write(one.local, {"a.txt": "2", "s/step-2/state.pt": "y", "s/step-2/progress.json": "{}", "b/c": "new"})
+    (one.local / "s/step-1/state.pt").unlink()
+    (one.local / "s/step-1/progress.json").unlink()
+    one.push("s")
+    two.pull()
+    expected = {"a.txt": "1", "s/best-1/model": "m", "s/step-2/state.pt": "y", "s/step-2/progress.json": "{}"}
+    assert content(two.local) == expected, "only what lies below s was pushed"
+    write(two.local, {"a.txt": "somebody changed the copy"})
+    two.pull("a.txt")
+    assert content(two.local) == expected
+    assert not (two.local / "s/step-1").exists()
+
+
+def test_half_a_checkpoint_is_left_alone(url: str, tmp_path: Path) -> None:
+    home = Place("s3://data/half", StorageOptions(url))
+    for name in ("s/step-4/state.pt", "s/step-4/progress.json", "s/step-8/state.pt", "s/DONE.json"):
+        (home / name).write_bytes(b"{}")
+    copy = Mirror(home, tmp_path / "copy")
+    copy.pull()
+    assert sorted(content(copy.local)) == ["s/DONE.json", "s/step-4/progress.json", "s/step-4/state.pt"]
+
+
+def test_markers_go_up_last_and_away_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    there: dict[str, Any] = {"s/step-1/progress.json": None, "s/step-1/a": None}
+    monkeypatch.setattr(Place, "write_bytes", lambda self, data: done.append(self.uri) or "tag")
+    monkeypatch.setattr(Place, "delete", lambda self: done.append("gone " + self.uri))
+    monkeypatch.setattr(Mirror, "_listed", lambda self, under: there)
+    copy = Mirror(Place("s3://data/x"), tmp_path / "copy")
+    write(copy.local, {"s/step-2/progress.json": "{}", "s/step-2/state.pt": "", "s/step-2/z": ""})
+    copy.push("s")
+    names = [name.removeprefix("s3://data/x/s/") for name in done]
+    assert sorted(names[:2]) == ["step-2/state.pt", "step-2/z"]
+    assert names[2:] == [
+        "step-2/progress.json",
+        "gone s3://data/x/s/step-1/progress.json",
+        "gone s3://data/x/s/step-1/a",
+    ]
+
+
+def test_another_machine_goes_on_where_one_died(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All four stages with everything on S3, each broken off once and gone on with from an empty cache."""
+    local, local_store = prepared(tmp_path / "local")
+    train_stages(LocalContext("cpu"), StageJob(local.path, NAMES, local_store))
+
+    monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "machine"))
+    storage = {"uri": "s3://data/runs-test", "endpoint_url": url}
+    folder, store = prepared(storage)
+    assert folder.home is not None and folder.run_id == local.run_id
+    original, broken = StageRun.step, set()
+
+    def step(self: StageRun, number: int, batches: Any) -> Any:
+        if number == 3 and self.stage.name not in broken:
+            broken.add(self.stage.name)
+            self.writer.close()  # what had begun to be sent arrives
+            raise Killed
+        return original(self, number, batches)
+
+    monkeypatch.setattr(StageRun, "step", step)
+    resumed = []
+    for machine in range(len(NAMES) + 1):
+        monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / f"machine{machine}"))
+        folder = prepare(folder.config, lambda text: None)  # as a driver on that machine would
+        try:
+            train_stages(
+                LocalContext("cpu"), StageJob(folder.path, NAMES, store, (), folder.begin_attempt(), folder.home)
+            )
+        except Killed:
+            continue
+    assert broken == set(NAMES)
+    folder.pull()
+    resumed = [entry["text"] for entry in read_journal(folder.journal) if entry["kind"] == "event"]
+    assert len([text for text in resumed if text.startswith("continues from step 2")]) == len(NAMES)
+    for stage in NAMES:
+        ours, theirs = final(folder, stage), final(local, stage)
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            assert torch.equal(ours[key], theirs[key]), f"{stage} {key}"
+
+
+def raycap_run(config: Path, cache: Path) -> str:
+    """`raycap run` in a process of its own, with its own cache: a machine of its own."""
+    environment = {**os.environ, **CREDENTIALS, "RAYCAP_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "jobs", "run", str(config)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.ray
+def test_a_whole_run_with_everything_on_s3_on_a_bad_day(url: str, tmp_path: Path) -> None:
+    """Two workers, all stages, every twentieth request refused or cut; then the same command on another machine."""
+    settings = small_config({"uri": "s3://data/whole", "endpoint_url": url}, workers__num_workers=2)
+    settings["tracking"] = {"enabled": True}
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    first = raycap_run(config, tmp_path / "one")
+    assert "report       s3://data/whole/runs/" in first and "scst_finetune  done" in first, first
+    there = Place("s3://data/whole", StorageOptions(url)).list()
+    for name in ("report.html", "COMPLETE.json", "scores.json", "predictions/test.json", "log/metrics.jsonl"):
+        assert any(path.startswith("runs/demo-") and path.endswith(name) for path in there), name
+    assert any(path.startswith("models/demo/") and path.endswith("model.safetensors") for path in there)
+    assert not [path for path in there if "/step-" in path], "checkpoints that only served to go on are gone"
+    second = raycap_run(config, tmp_path / "two")
+    assert "is complete; nothing to do" in second and first.partition("BLEU-1")[2][:400] in second
+
+
+@pytest.mark.proof
+@pytest.mark.ray
+def test_the_demo_on_s3_on_a_bad_day_scores_as_on_disk(url: str, tmp_path: Path) -> None:
+    scores = []
+    for name, storage in (("s3", {"uri": "s3://data/demo", "endpoint_url": url}), ("disk", str(tmp_path / "disk"))):
+        config = tmp_path / f"{name}.yaml"
+        values = yaml.safe_load((ROOT / "configs" / "demo.yaml").read_text()) | {"storage": storage}
+        config.write_text(yaml.safe_dump(values))
+        scores.append(raycap_run(config, tmp_path / name).partition("BLEU-1")[2].partition("report")[0])
+    assert scores[0] == scores[1] and "main object" in scores[0]
+
+
+def test_an_abandoned_attempt_on_another_machine_writes_nothing(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "one"))
+    folder, store = prepared({"uri": "s3://data/abandoned", "endpoint_url": url})
+    old = folder.begin_attempt()
+    monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "two"))
+    prepare(folder.config, lambda text: None).begin_attempt()
+    monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "one"))
+    with pytest.raises(RuntimeError, match="another attempt"):
+        train_stages(LocalContext("cpu"), StageJob(folder.path, NAMES, store, (), old, folder.home))
+    assert not [name for name in RunFolder(folder.path, folder.home).root.list() if name.startswith("stages/")]
