@@ -14,9 +14,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from models.config import BackboneConfig, ModelConfig
+from models.config import MODEL_CONFIGS, BackboneConfig, ExpansionNetConfig, MeshedMemoryConfig
 from pipeline.errors import UserError
 from pipeline.storage import Place, StorageOptions, is_remote, place
 from pipeline.synthetic import SceneConfig
@@ -224,6 +233,20 @@ class TrackingSection(Section):
     registered_name: str | None = None  # None: the run's name
 
 
+def _system(model: Any) -> str:
+    """Which system's keys a section `model` has; without a name the first one's."""
+    return str(model.get("name", "expansionnet_v2") if isinstance(model, dict) else getattr(model, "name", ""))
+
+
+# each system has its own keys; those of another are refused as unknown
+ModelSection = Annotated[
+    Annotated[ExpansionNetConfig, Tag("expansionnet_v2")]
+    | Annotated[ExpansionNetConfig, Tag("transformer")]
+    | Annotated[MeshedMemoryConfig, Tag("meshed_memory")],
+    Discriminator(_system),
+]
+
+
 class RunConfig(Section):
     """Everything that `raycap run` needs, in one file."""
 
@@ -233,7 +256,7 @@ class RunConfig(Section):
     data: DataSection
     backbone: BackboneConfig
     features: FeatureSection = FeatureSection()
-    model: ModelConfig
+    model: ModelSection
     stages: Annotated[tuple[StageSection, ...], Field(min_length=1)]
     workers: WorkersSection = WorkersSection()
     evaluation: EvaluationSection = EvaluationSection()
@@ -385,8 +408,15 @@ def _expand(value: Any, key: str) -> Any:
 def _sentence(error: ValidationError, data: Any) -> str:
     """The first error as one sentence with the dotted key; unknown keys name the nearest known one."""
     first = error.errors()[0]
-    location = [str(part) for part in first["loc"]]
-    location = _with_stage_names(location, data)
+    where = first["loc"]
+    if first["type"] == "union_tag_invalid":
+        known = sorted(MODEL_CONFIGS)
+        near = difflib.get_close_matches(first["ctx"]["tag"], known, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        return f"model.name is {first['ctx']['tag']!r}, which is unknown: {hint}known: {', '.join(known)}"
+    if where[:1] == ("model",):
+        where = (where[0], *where[2:])  # pydantic names the system in between, which is no key
+    location = _with_stage_names([str(part) for part in where], data)
     key = ".".join(location)
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         known = _known_keys(first["loc"][:-1])
@@ -411,6 +441,8 @@ def _with_stage_names(location: list[str], data: Any) -> list[str]:
 
 def _known_keys(location: Sequence[int | str]) -> list[str]:
     """Keys valid at a location, by walking the types of the sections."""
+    if len(location) == 2 and location[0] == "model":
+        return sorted(field.name for field in fields(MODEL_CONFIGS[str(location[1])]))
     node: Any = RunConfig
     for part in location:
         if isinstance(part, int):
