@@ -115,11 +115,69 @@ class MeshedMemoryConfig(ModelConfig):
             )
 
 
+@dataclass(frozen=True)
+class ClustFormerConfig(ModelConfig):
+    """Ada-ClustFormer; the rows of the paper's ablation (Table 1) are settings.
+
+    `encoder_clusters`: the clustering matrix of the image tokens, "2d", "1d" (row by row) or "none" (the base
+    Transformer); `decoder_clusters` of the words. `stacking`: equation 6 on the matrices, on the conditionals, or not.
+    `sampling`: down-up sampling rate of the encoder. `window`: a fixed window in place of both matrices.
+    `attention`: how C acts: "product" multiplies the attention weights, "renormalized" makes them sum to 1 again,
+    "literal" takes a second softmax of the product, as equation 2 is printed. `clustered_encoder_layers` and
+    `clustered_decoder_layers`: the numbers, from 1, of the layers that have C; null for all.
+    `inputs`: "grid" features (`grid` [rows, columns], null for a square) or "regions", arranged by their boxes into a
+    grid of `region_rows` rows.
+    """
+
+    name: Literal["clustformer"] = "clustformer"
+    encoder_layers: int = 6
+    decoder_layers: int = 6
+    encoder_clusters: Literal["2d", "1d", "none"] = "2d"
+    decoder_clusters: Literal["1d", "none"] = "1d"
+    clustered_encoder_layers: tuple[int, ...] | None = None
+    clustered_decoder_layers: tuple[int, ...] | None = None
+    stacking: Literal["matrix", "conditional", "none"] = "matrix"
+    sampling: int = 2
+    window: int | None = None
+    attention: Literal["product", "renormalized", "literal"] = "product"
+    norm: Literal["pre", "post"] = "pre"
+    inputs: Literal["grid", "regions"] = "grid"
+    grid: tuple[int, int] | None = None
+    region_rows: int = 6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._one_of("encoder_clusters", "2d", "1d", "none")
+        self._one_of("decoder_clusters", "1d", "none")
+        self._one_of("stacking", "matrix", "conditional", "none")
+        self._one_of("attention", "product", "renormalized", "literal")
+        self._one_of("norm", "pre", "post")
+        self._one_of("inputs", "grid", "regions")
+        self._at_least(1, "sampling", "region_rows")
+        self._at_least(0, "window", also=", or null for an adaptive one")
+        for side, layers in (("encoder", self.encoder_layers), ("decoder", self.decoder_layers)):
+            chosen = getattr(self, f"clustered_{side}_layers")
+            if chosen is not None and (len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(1, layers + 1))):
+                raise ValueError(
+                    f"model.clustered_{side}_layers = {list(chosen)} must be different numbers from 1 to {layers}"
+                )
+        if self.grid is not None and (len(self.grid) != 2 or min(self.grid) < 1):
+            raise ValueError(f"model.grid = {list(self.grid)} must be [rows, columns], both 1 or more")
+        if self.inputs == "regions" and self.sampling > 1:
+            raise ValueError(
+                f"model.sampling = {self.sampling} with model.inputs = regions: neighbors among regions are no "
+                "evenly spaced cells to pool; set model.sampling to 1"
+            )
+        if self.inputs == "regions" and self.grid is not None:
+            raise ValueError("model.grid is for grid features; with model.inputs = regions set model.region_rows")
+
+
 # what `model.name` may be in a configuration, and the keys that go with it
 MODEL_CONFIGS: dict[str, type[ModelConfig]] = {
     "expansionnet_v2": ExpansionNetConfig,
     "transformer": ExpansionNetConfig,
     "meshed_memory": MeshedMemoryConfig,
+    "clustformer": ClustFormerConfig,
 }
 
 

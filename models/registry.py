@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from models.base import CaptionModel, ModelConfig, ModelSizes
+from models.clustformer import ClustFormer
 from models.config import MODEL_CONFIGS
 from models.expansionnet import ExpansionNet
 from models.meshed_memory import MeshedMemoryTransformer
@@ -12,6 +13,7 @@ MODELS: dict[str, type[CaptionModel]] = {
     "expansionnet_v2": ExpansionNet,
     "transformer": Transformer,
     "meshed_memory": MeshedMemoryTransformer,
+    "clustformer": ClustFormer,
 }
 
 

@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from models.config import MODEL_CONFIGS, BackboneConfig, ExpansionNetConfig, MeshedMemoryConfig
+from models.config import MODEL_CONFIGS, BackboneConfig, ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig
 from pipeline.errors import UserError
 from pipeline.storage import Place, StorageOptions, is_remote, place
 from pipeline.synthetic import SceneConfig
@@ -242,7 +242,8 @@ def _system(model: Any) -> str:
 ModelSection = Annotated[
     Annotated[ExpansionNetConfig, Tag("expansionnet_v2")]
     | Annotated[ExpansionNetConfig, Tag("transformer")]
-    | Annotated[MeshedMemoryConfig, Tag("meshed_memory")],
+    | Annotated[MeshedMemoryConfig, Tag("meshed_memory")]
+    | Annotated[ClustFormerConfig, Tag("clustformer")],
     Discriminator(_system),
 ]
 

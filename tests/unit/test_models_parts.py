@@ -21,7 +21,7 @@ from models import flops_attention
 from models.backbone import Backbone, load_swin, read_tensors, set_drop_path
 from models.base import CaptionModel, Memory, ModelConfig, ModelSizes
 from models.captioner import Captioner
-from models.config import BackboneConfig, ExpansionNetConfig, MeshedMemoryConfig
+from models.config import BackboneConfig, ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig
 from models.convert import PUBLISHED_GROUPS, Inferred, backbone_config, complete_config, infer_swin
 from models.decoding import beam_search
 from models.expansionnet import ExpansionNet
@@ -371,6 +371,16 @@ def test_the_executed_products_are_those_that_torch_counts(mixers: dict[str, Any
 def test_the_products_of_the_meshed_model_are_those_that_torch_counts(changes: dict[str, Any]) -> None:
     values = {"d_model": 32, "d_ff": 48, "heads": 4, "encoder_layers": 2, "decoder_layers": 2, "memory_slots": 5}
     same_products(MeshedMemoryConfig(**(values | changes)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"encoder_clusters": "1d", "sampling": 4}, {"window": 2}, {"clustered_decoder_layers": (1,), "sampling": 1}],
+)
+def test_the_products_of_the_clustformer_are_those_that_torch_counts(changes: dict[str, Any]) -> None:
+    values = {"d_model": 32, "d_ff": 48, "heads": 4, "encoder_layers": 2, "decoder_layers": 2}
+    same_products(ClustFormerConfig(**(values | changes)))
 
 
 def same_products(config: ModelConfig) -> None:
