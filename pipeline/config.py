@@ -255,7 +255,7 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**62)] = 0
     storage: StorageSection = StorageSection()
     data: DataSection
-    backbone: BackboneConfig
+    backbone: BackboneConfig = BackboneConfig()  # may be left out only where features.hdf5 brings a detector's features
     features: FeatureSection = FeatureSection()
     model: ModelSection
     stages: Annotated[tuple[StageSection, ...], Field(min_length=1)]
@@ -272,6 +272,10 @@ class RunConfig(Section):
     def _consistent(self) -> RunConfig:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name):
             raise ValueError(f"name {self.name!r} must be letters, digits, '_', '-' and '.', a letter or digit first")
+        if "backbone" not in self.model_fields_set and self.features.hdf5 is None:
+            raise ValueError(
+                "key backbone is missing; add it to the configuration, or features.hdf5 for region features"
+            )
         names = [stage.name for stage in self.stages]
         if len(set(names)) != len(names):
             raise ValueError(f"stage names must differ, found {', '.join(names)}")
