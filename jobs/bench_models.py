@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from jobs.materialized import MaterializedModel, dynamic_expansion, static_expansion
-from models.base import CaptionModel, ModelConfig, ModelSizes
+from models.base import CaptionModel, ModelSizes
+from models.config import ExpansionNetConfig
 from models.decoding import Captions, beam_search, sample
 from models.expansion import DynamicExpansion, StaticExpansion
 from models.expansionnet import ExpansionNet
@@ -118,7 +119,7 @@ def bench_models(
 def paper_model(device: torch.device) -> ExpansionNet:
     """The paper's configuration with random weights, in evaluation; it never ends a caption by itself."""
     torch.manual_seed(0)
-    model = ExpansionNet(ModelConfig(), SIZES)
+    model = ExpansionNet(ExpansionNetConfig(), SIZES)
     model.init_weights()
     with torch.no_grad():
         model.output.bias[SIZES.eos] = -1e4
@@ -254,11 +255,12 @@ def _costs(write: Callable[[str], Any]) -> None:
     write("| G | N_E | Table VI | same accounting | as executed | beam search | parameters |")
     write("|---|---:|---:|---:|---:|---:|---:|")
     for groups, vectors, printed in TABLE_6:
-        config = ModelConfig(static_expansion=groups, dynamic_expansion=vectors)
+        config = ExpansionNetConfig(static_expansion=groups, dynamic_expansion=vectors)
         counted = cost(
             config, TABLE_6_SIZES, image_tokens=TABLE_6_IMAGE_TOKENS, caption_tokens=TABLE_6_CAPTION_TOKENS,
             beams=BEAMS, steps=CAPTION_TOKENS - 1,
         )  # fmt: skip
+        assert counted.paper is not None
         paper, executed, searched = (
             macs * TABLE_6_IMAGES / 1e12 for macs in (counted.paper, counted.executed, counted.beam_search)
         )

@@ -16,7 +16,7 @@ import torch
 
 from models.backbone import Backbone
 from models.captioner import Captioner
-from models.config import BackboneConfig, ModelConfig, ModelSizes
+from models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
 from models.layers import set_dropout
 from models.registry import build_model
 from pipeline.batches import Batch
@@ -116,7 +116,7 @@ def _measure(case: Case, device: torch.device, repeats: int) -> tuple[float, flo
 
 def _step(case: Case, device: torch.device) -> Callable[[], None]:
     scst = case.objective == "scst"
-    config = replace(ModelConfig(), expansion_dropout=case.dropout)  # type: ignore[arg-type]
+    config = replace(ExpansionNetConfig(), expansion_dropout=case.dropout)  # type: ignore[arg-type]
     model = build_model(config, SIZES)
     set_dropout(model, 0.1 if scst else 0.3)
     backbone = Backbone(BackboneConfig(gradient_checkpointing=True)) if case.end_to_end else None

@@ -177,7 +177,7 @@ def caption(
 
 @app.command("import")
 def import_(
-    source: Annotated[str, typer.Option("--from", metavar="FORMAT", help="The upstream project: expansionnet_v2.")],
+    source: Annotated[str, typer.Option("--from", metavar="FORMAT", help="expansionnet_v2 or meshed_memory.")],
     checkpoint: Annotated[Path, typer.Option(help="The upstream checkpoint; read as tensors, nothing in it runs.")],
     tokens: Annotated[Path, typer.Option(help="Its vocabulary pickle; only plain values are read.")],
     out: Annotated[Path, typer.Option(help="The bundle's folder.")],

@@ -6,15 +6,15 @@ import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from models.config import BackboneConfig, ModelConfig
+from models.config import BackboneConfig, ExpansionNetConfig, MeshedMemoryConfig
 from pipeline.errors import UserError
 
-SECTIONS: dict[str, type] = {"model": ModelConfig, "backbone": BackboneConfig}
+SECTIONS = ("model", "backbone")
 
 
 def import_checkpoint(
@@ -45,17 +45,20 @@ def import_checkpoint(
             raise UserError(f"{what} {path} does not exist or is no file")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out} exists and is not empty; choose another folder or remove it")
-    given = read_settings(config, overrides)
+    given = read_settings(config, overrides, FORMATS[source].config)
     try:
-        FORMATS[source](checkpoint, tokens, out, given, backbone)
+        FORMATS[source].importer(checkpoint, tokens, out, given, backbone)
     except UserError:
         raise
     except ValueError as error:
         raise UserError(str(error)) from error
 
 
-def read_settings(config: Path | None, overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The settings of both sections that the user gave, checked. Raises UserError naming the key."""
+def read_settings(config: Path | None, overrides: Sequence[str], model: type) -> dict[str, dict[str, Any]]:
+    """The settings of both sections that the user gave, checked; `model` is the system's configuration.
+
+    Raises UserError naming the key.
+    """
     given: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     if config is not None:
         try:
@@ -76,7 +79,8 @@ def read_settings(config: Path | None, overrides: Sequence[str]) -> dict[str, di
             given[section][name] = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise UserError(f"--set {override!r}: {text!r} is not a YAML value") from error
-    return {name: _checked(name, kind, given[name]) for name, kind in SECTIONS.items()}
+    kinds = {"model": model, "backbone": BackboneConfig}
+    return {name: _checked(name, kind, given[name]) for name, kind in kinds.items()}
 
 
 def _checked(section: str, kind: type, values: dict[str, Any]) -> dict[str, Any]:
@@ -121,7 +125,7 @@ def _import_expansionnet(
     inferred = convert.infer_expansionnet(tensors)
     config = convert.complete_config(inferred, given["model"])
     words = {"count": len(vocabulary), "sos": vocabulary.sos, "eos": vocabulary.eos, "pad": vocabulary.pad}
-    model = build_model(config, convert.expansionnet_sizes(inferred, words))
+    model = build_model(config, convert.imported_sizes(inferred, words))
     load_strictly(model, convert.convert_expansionnet(tensors, config), str(checkpoint))
     backbone = None
     if backbone_file is not None:
@@ -152,5 +156,47 @@ def _import_expansionnet(
     print(f"The bundle: {out}")
 
 
-Importer = Callable[[Path, Path, Path, dict[str, dict[str, Any]], Path | None], None]
-FORMATS: dict[str, Importer] = {"expansionnet_v2": _import_expansionnet}
+def _import_meshed_memory(
+    checkpoint: Path, tokens: Path, out: Path, given: dict[str, dict[str, Any]], backbone_file: Path | None
+) -> None:
+    from models import convert_meshed as convert
+    from models.backbone import read_tensors
+    from models.base import load_strictly
+    from models.captioner import Captioner
+    from models.convert import imported_sizes
+    from models.registry import build_model
+    from pipeline.bundle import save_bundle
+    from pipeline.upstream import read_meshed_vocabulary
+
+    if backbone_file is not None:
+        raise UserError("the Meshed-Memory Transformer works on a detector's region features; leave --backbone out")
+    print(f"Importing {checkpoint} (Meshed-Memory Transformer) with the vocabulary {tokens} into {out}", flush=True)
+    vocabulary = read_meshed_vocabulary(tokens)
+    tensors = read_tensors(checkpoint)
+    inferred = convert.infer_meshed_memory(tensors)
+    config = convert.complete_meshed_config(inferred, given["model"])
+    words = {"count": len(vocabulary), "sos": vocabulary.sos, "eos": vocabulary.eos, "pad": vocabulary.pad}
+    model = build_model(config, imported_sizes(inferred, words))
+    load_strictly(model, convert.convert_meshed_memory(tensors, config), str(checkpoint))
+    info = {"imported_from": checkpoint.name, "format": "meshed_memory"}
+    save_bundle(out, Captioner(model), vocabulary, name=out.name, info=info)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    print(
+        f"{count:,} parameters, {len(vocabulary):,} words, {inferred.max_positions} positions, "
+        f"{config.memory_slots} memory slots, {config.heads} heads"
+    )
+    print(f"It captions stored region features of width {inferred.feature_width}, with their lengths; not images")
+    print(f"The bundle: {out}")
+
+
+class Format(NamedTuple):
+    """How an upstream project's files are read, and what its model's settings are."""
+
+    importer: Callable[[Path, Path, Path, dict[str, dict[str, Any]], Path | None], None]
+    config: type
+
+
+FORMATS = {
+    "expansionnet_v2": Format(_import_expansionnet, ExpansionNetConfig),
+    "meshed_memory": Format(_import_meshed_memory, MeshedMemoryConfig),
+}

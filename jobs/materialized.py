@@ -125,11 +125,13 @@ class MaterializedModel(CaptionModel):
     """An ExpansionNet (or baseline) with the same parameters, computed the long way. Evaluation only."""
 
     def __init__(self, model: ExpansionNet) -> None:
-        super().__init__()
-        self.config, self.sizes = model.config, model.sizes
+        super().__init__(model.config, model.sizes)
         self.model = model
 
-    def encode(self, features: Tensor, lengths: Tensor | None = None) -> Memory:
+    def init_weights(self) -> None:
+        self.model.init_weights()
+
+    def encode(self, features: Tensor, lengths: Tensor | None = None, boxes: Tensor | None = None) -> Memory:
         model = self.model
         real = None
         if lengths is not None:

@@ -14,7 +14,9 @@ from models.layers import CrossAttention, split_heads
 
 @torch.no_grad()
 def cross_attention(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tensor:
-    """(layers, B*K, T - 1, N): softmax(q k / sqrt(d)) of each decoder layer, the mean over its heads; rows sum to 1.
+    """(layers, B*K, T - 1, N): softmax(q k / sqrt(d)) of each decoder layer, rows sum to 1.
+
+    The mean over heads, and over the encoder levels that a meshed decoder layer attends to.
 
     tokens (B*K, T) with SOS: row t belongs to the word at t + 1, the one that it predicts. It costs one teacher-forced
     pass. Decoding itself never forms these weights (it uses a fused attention), so they are recorded from its inputs.
@@ -28,6 +30,8 @@ def cross_attention(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tens
     def record(layer: Any, inputs: tuple[Any, ...]) -> None:
         x, key, _, bias = inputs
         query = split_heads(layer.query(x).view(key.shape[0], -1, x.shape[-1]), layer.heads)  # (B, H, K*T, d)
+        if key.ndim == 5:  # (B, levels, H, N, d): levels become heads
+            query, key = query.repeat(1, key.shape[1], 1, 1), key.flatten(1, 2)
         scores = torch.matmul(query, key.mT).float() / math.sqrt(query.shape[-1])
         if bias is not None:
             scores = scores + bias.float()

@@ -97,20 +97,36 @@ def set_drop_path(module: nn.Module, rate: float) -> None:
             block.drop_path2 = DropPath(share) if share else nn.Identity()
 
 
+class _Ignored:
+    """Stands in for a NumPy object of a training checkpoint (a random state, a score): keeps nothing."""
+
+    def __init__(self, *arguments: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+_NUMPY = [f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")]
+_NUMPY += ["numpy.ndarray", "numpy.dtype"]
+
+
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint: safetensors, or a PyTorch file read with `weights_only` (nothing in it runs).
 
-    A wrapping `model`, `state_dict` or `model_state_dict` is opened. Raises ValueError for anything else.
+    A wrapping `model`, `state_dict` or `model_state_dict` is opened; what a training checkpoint has beside it
+    (optimizer, scheduler, random states) is left out, NumPy's part of it unread. Raises ValueError for anything else.
     """
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals([(_Ignored, name) for name in _NUMPY]):
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         # torch's own words advise to switch the protection off
         raise ValueError(
-            f"{path} is refused: it is no PyTorch file, or holds more than tensors and plain values (optimizers and "
-            f"random states may); save the model's state dict alone"
+            f"{path} is refused: it is no PyTorch file, or holds more than tensors, plain values and random "
+            f"states; save the model's state dict alone"
         ) from error
     except OSError as error:
         raise ValueError(f"the checkpoint {path} cannot be read: {error}") from error

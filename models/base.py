@@ -65,12 +65,22 @@ class Cache(ABC):
 class CaptionModel(nn.Module, ABC):
     """A captioner over features. Devices and dtypes come from the tensors; autocast is the caller's."""
 
-    config: ModelConfig
-    sizes: ModelSizes
+    def __init__(self, config: ModelConfig, sizes: ModelSizes) -> None:
+        super().__init__()
+        self.config = config
+        self.sizes = sizes
 
     @abstractmethod
-    def encode(self, features: Tensor, lengths: Tensor | None = None) -> Memory:
-        """Features (B, N, C), with (B,) numbers of real tokens where they differ. Raises ValueError on other widths."""
+    def init_weights(self) -> None:
+        """Draws the weights anew, as the system's reference or paper draws them (torch's default generator)."""
+
+    @abstractmethod
+    def encode(self, features: Tensor, lengths: Tensor | None = None, boxes: Tensor | None = None) -> Memory:
+        """Features (B, N, C), with (B,) numbers of real tokens where they differ.
+
+        boxes (B, N, 4), corners x0 y0 x1 y1 of regions, are for the models that arrange regions by their place; the
+        others leave them alone. Raises ValueError on other widths, and where a model lacks the boxes that it needs.
+        """
 
     @abstractmethod
     def decode(self, memory: Memory, tokens: Tensor) -> Tensor:
@@ -80,9 +90,9 @@ class CaptionModel(nn.Module, ABC):
         Raises ValueError for a caption longer than the positional table.
         """
 
-    def forward(self, features: Tensor, lengths: Tensor | None, tokens: Tensor) -> Tensor:
+    def forward(self, features: Tensor, lengths: Tensor | None, tokens: Tensor, boxes: Tensor | None = None) -> Tensor:
         """`decode(encode(...))`: an image is encoded once, whatever the number of its captions."""
-        return self.decode(self.encode(features, lengths), tokens)
+        return self.decode(self.encode(features, lengths, boxes), tokens)
 
     @abstractmethod
     def init_cache(self, memory: Memory, beams: int) -> Cache:

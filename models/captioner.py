@@ -24,9 +24,9 @@ class Captioner(nn.Module):
             raise ValueError("this captioner has no backbone: it works on stored features (images, tokens, width) only")
         return self.backbone(inputs)
 
-    def encode(self, inputs: Tensor, lengths: Tensor | None = None) -> Memory:
-        return self.model.encode(self.features(inputs), lengths)
+    def encode(self, inputs: Tensor, lengths: Tensor | None = None, boxes: Tensor | None = None) -> Memory:
+        return self.model.encode(self.features(inputs), lengths, boxes)
 
-    def forward(self, inputs: Tensor, lengths: Tensor | None, tokens: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, lengths: Tensor | None, tokens: Tensor, boxes: Tensor | None = None) -> Tensor:
         """Teacher-forced logits (B*K, T, V)."""
-        return self.model(self.features(inputs), lengths, tokens)
+        return self.model(self.features(inputs), lengths, tokens, boxes)

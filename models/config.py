@@ -8,7 +8,48 @@ from typing import ClassVar, Literal
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What a captioner is, apart from what the data decide (`ModelSizes`).
+    """What every captioner has, apart from what the data decide (`ModelSizes`); each system adds its own keys.
+
+    Raises ValueError for sizes that do not fit.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # for pydantic
+
+    name: str = ""
+    d_model: int = 512
+    d_ff: int = 2048
+    heads: int = 8
+    encoder_layers: int = 3
+    decoder_layers: int = 3
+    dropout: float = 0.1
+    max_positions: int | None = None  # None: the longest training caption with SOS and EOS
+
+    def __post_init__(self) -> None:
+        self._at_least(1, "d_model", "d_ff", "heads", "encoder_layers", "decoder_layers")
+        if self.d_model % self.heads:
+            raise ValueError(
+                f"model.d_model = {self.d_model} does not divide by model.heads = {self.heads} "
+                f"(remainder {self.d_model % self.heads}); choose heads that divide the width"
+            )
+        self._at_least(1, "max_positions", also=", or null for the longest caption's")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"model.dropout is {self.dropout}; it must be at least 0 and below 1")
+
+    def _at_least(self, least: int, *keys: str, also: str = "") -> None:
+        for key in keys:
+            value = getattr(self, key)
+            if value is not None and value < least:
+                raise ValueError(f"model.{key} is {value}; it must be {least} or more{also}")
+
+    def _one_of(self, key: str, *known: str) -> None:
+        if getattr(self, key) not in known:
+            listed = " or ".join(repr(value) for value in known)
+            raise ValueError(f"model.{key} is {getattr(self, key)!r}; it must be {listed}")
+
+
+@dataclass(frozen=True)
+class ExpansionNetConfig(ModelConfig):
+    """ExpansionNet v2, and the papers' baseline Transformer, to which the expansion settings do not apply.
 
     Encoder: `static_expansion` G, or `encoder_dynamic_expansion` N_E (bidirectional), or attention when both are None.
     Decoder: `dynamic_expansion` N_E (causal), or attention when it is None. All rows of the paper's Table I are here.
@@ -17,38 +58,18 @@ class ModelConfig:
     it forces the long form (the expanded sequence exists in memory). "factorized" drops whole expanded vectors with the
     same probability, which keeps the short form in training: faster and leaner, but another regularizer, with no
     published score. Evaluation is the same for both.
-
-    Raises ValueError for sizes that do not fit.
     """
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # for pydantic
-
     name: Literal["expansionnet_v2", "transformer"] = "expansionnet_v2"
-    d_model: int = 512
-    d_ff: int = 2048
-    heads: int = 8
-    encoder_layers: int = 3
-    decoder_layers: int = 3
     static_expansion: tuple[int, ...] | None = (32, 64, 128, 256, 512)
     dynamic_expansion: int | None = 16
     encoder_dynamic_expansion: int | None = None
     dropout: float = 0.3
     expansion_dropout: Literal["reference", "factorized"] = "reference"
-    max_positions: int | None = None  # None: the longest training caption with SOS and EOS
 
     def __post_init__(self) -> None:
-        for key in ("d_model", "d_ff", "heads", "encoder_layers", "decoder_layers"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"model.{key} is {getattr(self, key)}; it must be 1 or more")
-        if self.d_model % self.heads:
-            raise ValueError(
-                f"model.d_model = {self.d_model} does not divide by model.heads = {self.heads} "
-                f"(remainder {self.d_model % self.heads}); choose heads that divide the width"
-            )
-        for key in ("dynamic_expansion", "encoder_dynamic_expansion", "max_positions"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ValueError(f"model.{key} is {value}; it must be 1 or more, or null for none")
+        super().__post_init__()
+        self._at_least(1, "dynamic_expansion", "encoder_dynamic_expansion", also=", or null for none")
         if self.static_expansion is not None:
             groups = list(self.static_expansion)
             if not groups:
@@ -62,12 +83,102 @@ class ModelConfig:
                     f"model.static_expansion = {groups} and model.encoder_dynamic_expansion = "
                     f"{self.encoder_dynamic_expansion} are both set; the encoder has one of them: set the other to null"
                 )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"model.dropout is {self.dropout}; it must be at least 0 and below 1")
-        if self.expansion_dropout not in ("reference", "factorized"):
+        self._one_of("expansion_dropout", "reference", "factorized")
+
+
+@dataclass(frozen=True)
+class MeshedMemoryConfig(ModelConfig):
+    """The Meshed-Memory Transformer; the rows of the paper's ablations (Tables 1, 6 and 7) are settings.
+
+    `memory_slots`: learned keys and values beside the regions' own, 0 for none. `connection`: which encoder levels a
+    decoder layer attends to: all of them through gates ("meshed"), the one of its own number ("one_to_one"), or the
+    last ("last", the plain Transformer's). `gates` of the meshed connection: "sigmoid", or "softmax" over the levels.
+    `attention`: "on_attention" is the attention-on-attention baseline, in every attention of encoder and decoder.
+    """
+
+    name: Literal["meshed_memory"] = "meshed_memory"
+    memory_slots: int = 40
+    connection: Literal["meshed", "one_to_one", "last"] = "meshed"
+    gates: Literal["sigmoid", "softmax"] = "sigmoid"
+    attention: Literal["dot_product", "on_attention"] = "dot_product"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(0, "memory_slots")
+        self._one_of("connection", "meshed", "one_to_one", "last")
+        self._one_of("gates", "sigmoid", "softmax")
+        self._one_of("attention", "dot_product", "on_attention")
+        if self.connection == "one_to_one" and self.encoder_layers != self.decoder_layers:
             raise ValueError(
-                f"model.expansion_dropout is {self.expansion_dropout!r}; it must be 'reference' or 'factorized'"
+                f"model.connection is 'one_to_one' with {self.encoder_layers} encoder and {self.decoder_layers} "
+                f"decoder layers; it needs equally many"
             )
+
+
+@dataclass(frozen=True)
+class ClustFormerConfig(ModelConfig):
+    """Ada-ClustFormer; the rows of the paper's ablation (Table 1) are settings.
+
+    `encoder_clusters`: the clustering matrix of the image tokens, "2d", "1d" (row by row) or "none" (the base
+    Transformer); `decoder_clusters` of the words. `stacking`: equation 6 on the matrices, on the conditionals, or not.
+    `sampling`: down-up sampling rate of the encoder. `window`: a fixed window in place of both matrices.
+    `attention`: how C acts: "product" multiplies the attention weights, "renormalized" makes them sum to 1 again,
+    "literal" takes a second softmax of the product, as equation 2 is printed. `clustered_encoder_layers` and
+    `clustered_decoder_layers`: the numbers, from 1, of the layers that have C; null for all.
+    `inputs`: "grid" features (`grid` [rows, columns], null for a square) or "regions", arranged by their boxes into a
+    grid of `region_rows` rows.
+    """
+
+    name: Literal["clustformer"] = "clustformer"
+    encoder_layers: int = 6
+    decoder_layers: int = 6
+    encoder_clusters: Literal["2d", "1d", "none"] = "2d"
+    decoder_clusters: Literal["1d", "none"] = "1d"
+    clustered_encoder_layers: tuple[int, ...] | None = None
+    clustered_decoder_layers: tuple[int, ...] | None = None
+    stacking: Literal["matrix", "conditional", "none"] = "matrix"
+    sampling: int = 2
+    window: int | None = None
+    attention: Literal["product", "renormalized", "literal"] = "product"
+    norm: Literal["pre", "post"] = "pre"
+    inputs: Literal["grid", "regions"] = "grid"
+    grid: tuple[int, int] | None = None
+    region_rows: int = 6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._one_of("encoder_clusters", "2d", "1d", "none")
+        self._one_of("decoder_clusters", "1d", "none")
+        self._one_of("stacking", "matrix", "conditional", "none")
+        self._one_of("attention", "product", "renormalized", "literal")
+        self._one_of("norm", "pre", "post")
+        self._one_of("inputs", "grid", "regions")
+        self._at_least(1, "sampling", "region_rows")
+        self._at_least(0, "window", also=", or null for an adaptive one")
+        for side, layers in (("encoder", self.encoder_layers), ("decoder", self.decoder_layers)):
+            chosen = getattr(self, f"clustered_{side}_layers")
+            if chosen is not None and (len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(1, layers + 1))):
+                raise ValueError(
+                    f"model.clustered_{side}_layers = {list(chosen)} must be different numbers from 1 to {layers}"
+                )
+        if self.grid is not None and (len(self.grid) != 2 or min(self.grid) < 1):
+            raise ValueError(f"model.grid = {list(self.grid)} must be [rows, columns], both 1 or more")
+        if self.inputs == "regions" and self.sampling > 1:
+            raise ValueError(
+                f"model.sampling = {self.sampling} with model.inputs = regions: neighbors among regions are no "
+                "evenly spaced cells to pool; set model.sampling to 1"
+            )
+        if self.inputs == "regions" and self.grid is not None:
+            raise ValueError("model.grid is for grid features; with model.inputs = regions set model.region_rows")
+
+
+# what `model.name` may be in a configuration, and the keys that go with it
+MODEL_CONFIGS: dict[str, type[ModelConfig]] = {
+    "expansionnet_v2": ExpansionNetConfig,
+    "transformer": ExpansionNetConfig,
+    "meshed_memory": MeshedMemoryConfig,
+    "clustformer": ClustFormerConfig,
+}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from models.base import ModelConfig, ModelSizes
-from models.config import BackboneConfig
+from models.config import BackboneConfig, ExpansionNetConfig
 
 PUBLISHED_GROUPS = (32, 64, 128, 256, 512)
 PUBLISHED_HEADS = 8
@@ -26,7 +26,7 @@ _STATIC_MAPS = ("key_embed", "class_a_embed", "class_b_embed", "selector_embed")
 _DYNAMIC_MAPS = ("cond_embed", "key_linear", "class_a_embed", "class_b_embed", "selector_embed")
 
 
-def upstream_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+def upstream_names(config: ExpansionNetConfig) -> dict[str, tuple[str, ...]]:
     """Our parameters of an ExpansionNet v2 and the upstream ones whose rows make them up, in order."""
     names: dict[str, tuple[str, ...]] = {"words.weight": ("out_embedder.embed.weight",)}
     names["positions.weight"] = ("pos_encoder.weight",)
@@ -65,16 +65,22 @@ def upstream_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     return names
 
 
-def convert_expansionnet(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+def convert_expansionnet(tensors: Mapping[str, Tensor], config: ExpansionNetConfig) -> dict[str, Tensor]:
     """The upstream captioner's tensors under our names. Raises ValueError for missing and unknown keys."""
-    names = upstream_names(config)
+    return join_rows(tensors, upstream_names(config), "an ExpansionNet v2", config)
+
+
+def join_rows(
+    tensors: Mapping[str, Tensor], names: Mapping[str, tuple[str, ...]], what: str, config: ModelConfig
+) -> dict[str, Tensor]:
+    """Tensors under our names, the upstream ones' rows one after the other. ValueError for missing and unknown keys."""
     wanted = {name for parts in names.values() for name in parts}
     missing, extra = sorted(wanted - tensors.keys()), sorted(tensors.keys() - wanted)
     if missing or extra:
         found = [f"lacks {missing[0]!r} ({len(missing)} missing)"] if missing else []
         found += [f"has {extra[0]!r} ({len(extra)} unknown)"] if extra else []
         raise ValueError(
-            f"the checkpoint {' and '.join(found)}; expected the {len(wanted)} tensors of an ExpansionNet v2 with "
+            f"the checkpoint {' and '.join(found)}; expected the {len(wanted)} tensors of {what} with "
             f"{config.encoder_layers} encoder and {config.decoder_layers} decoder layers"
         )
     return {own: torch.cat([tensors[part] for part in parts]) for own, parts in names.items()}
@@ -85,10 +91,10 @@ class Inferred:
     """What an upstream captioner's tensors say of its configuration; they hold neither the groups nor the heads."""
 
     model: dict[str, Any]
-    total_expansion: int
     feature_width: int
     vocabulary_size: int
     max_positions: int
+    total_expansion: int = 0  # of ExpansionNet v2
 
 
 def infer_expansionnet(tensors: Mapping[str, Tensor]) -> Inferred:
@@ -119,7 +125,7 @@ def infer_expansionnet(tensors: Mapping[str, Tensor]) -> Inferred:
     )
 
 
-def complete_config(inferred: Inferred, given: Mapping[str, Any]) -> ModelConfig:
+def complete_config(inferred: Inferred, given: Mapping[str, Any]) -> ExpansionNetConfig:
     """The model's configuration from shapes and what the user gave; the published G and heads where the sizes fit.
 
     Raises ValueError for what contradicts the checkpoint, and naming what is missing.
@@ -141,21 +147,31 @@ def complete_config(inferred: Inferred, given: Mapping[str, Any]) -> ModelConfig
             f"model.static_expansion = {list(groups)} sums to {sum(groups)}, "
             f"the checkpoint holds {inferred.total_expansion} expansion vectors"
         )
-    heads = given.get("heads")
-    if heads is None:
-        if inferred.model["d_model"] != PUBLISHED_WIDTH:
-            raise ValueError(
-                f"model.heads is missing: a checkpoint does not hold it, and its width {inferred.model['d_model']} is "
-                f"not the published {PUBLISHED_WIDTH} with {PUBLISHED_HEADS} heads; give --set model.heads=N"
-            )
-        heads = PUBLISHED_HEADS
+    heads = complete_heads(inferred.model["d_model"], given)
     rest = {key: value for key, value in given.items() if key not in ("heads", "static_expansion", "max_positions")}
-    if given.get("max_positions") not in (None, inferred.max_positions):
+    check_given_positions(inferred.max_positions, given)
+    return ExpansionNetConfig(**(inferred.model | rest | {"heads": heads, "static_expansion": tuple(groups)}))
+
+
+def complete_heads(width: int, given: Mapping[str, Any]) -> int:
+    """The user's number of heads, or the published 8 at the published width. ValueError naming what is missing."""
+    heads = given.get("heads")
+    if heads is not None:
+        return int(heads)
+    if width != PUBLISHED_WIDTH:
         raise ValueError(
-            f"model.max_positions is {given['max_positions']}, the checkpoint has {inferred.max_positions}; "
-            f"leave it out"
+            f"model.heads is missing: a checkpoint does not hold it, and its width {width} is "
+            f"not the published {PUBLISHED_WIDTH} with {PUBLISHED_HEADS} heads; give --set model.heads=N"
         )
-    return ModelConfig(**(inferred.model | rest | {"heads": heads, "static_expansion": tuple(groups)}))
+    return PUBLISHED_HEADS
+
+
+def check_given_positions(positions: int, given: Mapping[str, Any]) -> None:
+    """Raises ValueError when the user's max_positions is not the checkpoint's."""
+    if given.get("max_positions") not in (None, positions):
+        raise ValueError(
+            f"model.max_positions is {given['max_positions']}, the checkpoint has {positions}; leave it out"
+        )
 
 
 def infer_swin(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -206,7 +222,7 @@ def backbone_config(inferred: Mapping[str, Any], given: Mapping[str, Any]) -> Ba
     return BackboneConfig(**(sizes | given | {"image_size": image_size}))
 
 
-def expansionnet_sizes(inferred: Inferred, words: Mapping[str, int]) -> ModelSizes:
+def imported_sizes(inferred: Inferred, words: Mapping[str, int]) -> ModelSizes:
     """The sizes that the data decide; `words` gives the ids of SOS, EOS and PAD and the number of words as "count".
 
     Raises ValueError when the vocabulary does not match the checkpoint.

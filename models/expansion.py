@@ -9,7 +9,7 @@ normalized over the expanded vectors), a stream of equations 5 and 7 is
     R (F V + bias) = (R F) V + R bias
 
 so that an (L, L) product takes the place of an (E, D) one. Exact in evaluation. The reference drops single elements of
-the expanded vectors in training, which forces the long form there (`ModelConfig.expansion_dropout`).
+the expanded vectors in training, which forces the long form there (`ExpansionNetConfig.expansion_dropout`).
 
 M is not divided by sqrt(D) as in equation 2: the normalization cancels the factor, with an epsilon that is sqrt(D)
 times as large (`Expansion.epsilon`). The weights and their gradient are written out by hand in `expansion_weights.py`.

@@ -20,7 +20,6 @@ from models.base import (
     Cache,
     CaptionModel,
     Memory,
-    ModelConfig,
     ModelSizes,
     captions_per_image,
     check_features,
@@ -28,11 +27,12 @@ from models.base import (
     real_tokens,
 )
 from models.cache import TreeCache, TreeSlots
+from models.config import ExpansionNetConfig
 from models.expansion import DynamicExpansion, Expansion, StaticExpansion
 from models.layers import CrossAttention, Dropout, FeedForward, SelfAttention, padding_bias, xavier_blocks_
 
 
-def encoder_mixer(config: ModelConfig) -> StaticExpansion | DynamicExpansion | SelfAttention:
+def encoder_mixer(config: ExpansionNetConfig) -> StaticExpansion | DynamicExpansion | SelfAttention:
     factorized = config.expansion_dropout == "factorized"
     if config.static_expansion is not None:
         return StaticExpansion(config.d_model, config.static_expansion, config.dropout, factorized)
@@ -41,7 +41,7 @@ def encoder_mixer(config: ModelConfig) -> StaticExpansion | DynamicExpansion | S
     return SelfAttention(config.d_model, config.heads, causal=False)
 
 
-def decoder_mixer(config: ModelConfig) -> DynamicExpansion | SelfAttention:
+def decoder_mixer(config: ExpansionNetConfig) -> DynamicExpansion | SelfAttention:
     if config.dynamic_expansion is not None:
         factorized = config.expansion_dropout == "factorized"
         return DynamicExpansion(config.d_model, config.dynamic_expansion, True, config.dropout, factorized)
@@ -49,7 +49,7 @@ def decoder_mixer(config: ModelConfig) -> DynamicExpansion | SelfAttention:
 
 
 class EncoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ExpansionNetConfig) -> None:
         super().__init__()
         self.mixer_norm = nn.LayerNorm(config.d_model)
         self.mixer = encoder_mixer(config)
@@ -63,7 +63,7 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ExpansionNetConfig) -> None:
         super().__init__()
         self.mixer_norm = nn.LayerNorm(config.d_model)
         self.mixer = decoder_mixer(config)
@@ -103,10 +103,10 @@ class LayerSum(nn.Module):
 class ExpansionNet(CaptionModel):
     """Raises ValueError (from the configuration) for sizes that do not fit."""
 
-    def __init__(self, config: ModelConfig, sizes: ModelSizes) -> None:
-        super().__init__()
-        self.config = config
-        self.sizes = sizes
+    config: ExpansionNetConfig
+
+    def __init__(self, config: ExpansionNetConfig, sizes: ModelSizes) -> None:
+        super().__init__(config, sizes)
         width = config.d_model
         self.input = nn.Linear(sizes.feature_width, width)
         self.input_dropout = Dropout(config.dropout)
@@ -131,7 +131,7 @@ class ExpansionNet(CaptionModel):
         for plain in (self.input, self.encoder_sum.map, self.words, self.positions, self.decoder_sum.map, self.output):
             xavier_blocks_(plain.weight)
 
-    def encode(self, features: Tensor, lengths: Tensor | None = None) -> Memory:
+    def encode(self, features: Tensor, lengths: Tensor | None = None, boxes: Tensor | None = None) -> Memory:
         check_features(features, lengths, self.sizes.feature_width)
         x = self.input_dropout(self.input(features.to(self.input.weight.dtype)))
         real = real_tokens(lengths, features.shape[1])

@@ -5,7 +5,8 @@ Shapes: N image tokens, T caption tokens, D width, E expanded vectors of the sta
 Two accountings. `paper_macs` is Table VI's of ExpansionNet v2 (specs item 14): one teacher-forced pass of 12.5 tokens,
 the materialized form, a baseline self-attention counted with 3 projections, and one of the encoder's two maps from
 1536 to 512 left out. `executed_macs` counts the products that this code runs in evaluation: the factorized form, all
-maps. Element-wise work is in neither.
+maps. Element-wise work is in neither. The paper's accounting is of its own systems; the products of the others are
+counted in `models/flops_attention.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from models import flops_attention
 from models.base import ModelConfig, ModelSizes
+from models.config import ExpansionNetConfig
 from models.registry import build_model
 
 TABLE_6_IMAGES = 5000
@@ -27,7 +30,7 @@ TABLE_6_SIZES = ModelSizes(feature_width=1536, vocabulary_size=10000, max_positi
 class Cost:
     """Multiply-accumulates of an image (paper's accounting, as executed, beam search as executed), parameters."""
 
-    paper: float
+    paper: float | None  # None: the paper has no such accounting of this system
     executed: float
     beam_search: float
     parameters: int
@@ -37,12 +40,18 @@ def cost(
     config: ModelConfig, sizes: ModelSizes, *, image_tokens: int, caption_tokens: float, beams: int = 5, steps: int = 19
 ) -> Cost:
     """`caption_tokens` of a teacher-forced pass; a beam search of `steps` steps (20 tokens with SOS are 19)."""
+    parameters = count_parameters(config, sizes)
+    if not isinstance(config, ExpansionNetConfig):
+        encoder = flops_attention.encoder_macs(config, sizes, image_tokens)
+        executed = encoder + flops_attention.decoder_macs(config, sizes, image_tokens, caption_tokens)
+        search = encoder + flops_attention.search_macs(config, sizes, image_tokens, beams, steps)
+        return Cost(None, executed, search, parameters)
     if config.name == "transformer":
         config = replace(config, static_expansion=None, encoder_dynamic_expansion=None, dynamic_expansion=None)
     paper = paper_macs(config, sizes, image_tokens, caption_tokens)
     executed = encoder_macs(config, sizes, image_tokens) + decoder_macs(config, sizes, image_tokens, caption_tokens)
     search = encoder_macs(config, sizes, image_tokens) + search_macs(config, sizes, image_tokens, beams, steps)
-    return Cost(paper, executed, search, count_parameters(config, sizes))
+    return Cost(paper, executed, search, parameters)
 
 
 def count_parameters(config: ModelConfig, sizes: ModelSizes) -> int:
@@ -51,7 +60,7 @@ def count_parameters(config: ModelConfig, sizes: ModelSizes) -> int:
         return sum(parameter.numel() for parameter in build_model(config, sizes).parameters())
 
 
-def paper_macs(config: ModelConfig, sizes: ModelSizes, image_tokens: int, caption_tokens: float) -> float:
+def paper_macs(config: ExpansionNetConfig, sizes: ModelSizes, image_tokens: int, caption_tokens: float) -> float:
     """Multiply-accumulates of an image as Table VI counts them."""
     d, n, t = config.d_model, image_tokens, caption_tokens
     own: float
@@ -71,7 +80,7 @@ def paper_macs(config: ModelConfig, sizes: ModelSizes, image_tokens: int, captio
     return encoder + layers + config.decoder_layers * t * d * d + t * d * sizes.vocabulary_size
 
 
-def encoder_macs(config: ModelConfig, sizes: ModelSizes, image_tokens: int) -> float:
+def encoder_macs(config: ExpansionNetConfig, sizes: ModelSizes, image_tokens: int) -> float:
     """Multiply-accumulates of `encode` for an image."""
     d, n = config.d_model, image_tokens
     mixer: float
@@ -96,7 +105,7 @@ def _dynamic_macs(d: int, vectors: int, length: float) -> float:
     )  # fmt: skip
 
 
-def decoder_macs(config: ModelConfig, sizes: ModelSizes, image_tokens: int, caption_tokens: float) -> float:
+def decoder_macs(config: ExpansionNetConfig, sizes: ModelSizes, image_tokens: int, caption_tokens: float) -> float:
     """Multiply-accumulates of `decode` for an image with one caption."""
     d, n, t = config.d_model, image_tokens, caption_tokens
     if config.dynamic_expansion is not None:
@@ -108,7 +117,7 @@ def decoder_macs(config: ModelConfig, sizes: ModelSizes, image_tokens: int, capt
     return layers + config.decoder_layers * t * d * d + t * d * sizes.vocabulary_size
 
 
-def search_macs(config: ModelConfig, sizes: ModelSizes, image_tokens: int, beams: int, steps: int) -> float:
+def search_macs(config: ExpansionNetConfig, sizes: ModelSizes, image_tokens: int, beams: int, steps: int) -> float:
     """Multiply-accumulates of `steps` cached steps with `beams` beams of an image, cross-attention keys included.
 
     Products run over all slots of the image (`models/cache.py`), beams times steps so far.

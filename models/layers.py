@@ -127,20 +127,51 @@ def merge_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-class CrossAttention(nn.Module):
+def sinusoids(count: int, width: int, first: int = 0) -> Tensor:
+    """(count, width) sines and cosines of positions from `first` on, interleaved, base 10000 (Vaswani et al. 2017)."""
+    positions = torch.arange(first, first + count, dtype=torch.float64)[:, None]
+    angles = positions / 10000 ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
+    return torch.stack((angles.sin(), angles.cos()), -1).flatten(1)[:, :width].float()
+
+
+class AttentionOutput(nn.Module):
+    """What follows the heads: a linear map, or attention on attention (Huang et al. 2019) in its place.
+
+    The latter is (W_i [v, q] + b_i) * sigmoid(W_g [v, q] + b_g) with v what the heads gave and q the queries' input.
+    """
+
+    output: nn.Linear
+    on_attention: bool
+
+    def make_output(self, d_model: int, on_attention: bool) -> None:
+        """Called last of a layer's maps, whose order decides what a seed draws."""
+        self.on_attention = on_attention
+        self.output = nn.Linear(2 * d_model, 2 * d_model) if on_attention else nn.Linear(d_model, d_model)
+
+    def init_output(self) -> None:
+        xavier_blocks_(self.output.weight, 2 if self.on_attention else 1)
+
+    def finish(self, mixed: Tensor, x: Tensor) -> Tensor:
+        """mixed and x of one shape (..., D)."""
+        if not self.on_attention:
+            return self.output(mixed)
+        return F.glu(self.output(torch.cat((mixed, x.to(mixed.dtype)), -1)))
+
+
+class CrossAttention(AttentionOutput):
     """Multi-head attention from caption tokens to image tokens. No dropout on the weights, as in the reference."""
 
-    def __init__(self, d_model: int, heads: int) -> None:
+    def __init__(self, d_model: int, heads: int, on_attention: bool = False) -> None:
         super().__init__()
         self.heads = heads
         self.query = nn.Linear(d_model, d_model)
         self.key_value = nn.Linear(d_model, 2 * d_model)
-        self.output = nn.Linear(d_model, d_model)
+        self.make_output(d_model, on_attention)
 
     def init_weights(self) -> None:
         xavier_blocks_(self.query.weight)
         xavier_blocks_(self.key_value.weight, 2)
-        xavier_blocks_(self.output.weight)
+        self.init_output()
 
     def project(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (B, H, N, D / H) of image tokens (B, N, D): once an image."""
@@ -155,29 +186,29 @@ class CrossAttention(nn.Module):
         if bias is not None:
             bias = bias.to(query.dtype)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
-        return self.output(merge_heads(mixed).view(rows, length, width))
+        return self.finish(merge_heads(mixed).view(rows, length, width), x)
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(AttentionOutput):
     """Multi-head self-attention, causal or bidirectional: the baseline's mixer, in no public code (specs item 13)."""
 
-    def __init__(self, d_model: int, heads: int, causal: bool) -> None:
+    def __init__(self, d_model: int, heads: int, causal: bool, on_attention: bool = False) -> None:
         super().__init__()
         self.heads = heads
         self.causal = causal
         self.maps = nn.Linear(d_model, 3 * d_model)
-        self.output = nn.Linear(d_model, d_model)
+        self.make_output(d_model, on_attention)
 
     def init_weights(self) -> None:
         xavier_blocks_(self.maps.weight, 3)
-        xavier_blocks_(self.output.weight)
+        self.init_output()
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
         """x (B, L, D); real (B, L) True at real tokens, or None."""
         query, key, value = (split_heads(part, self.heads) for part in self.maps(x).chunk(3, -1))
         bias = padding_bias(real, query.dtype)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, is_causal=self.causal)
-        return self.output(merge_heads(mixed))
+        return self.finish(merge_heads(mixed), x)
 
     def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
         """The next token of each beam: x (B*K, D) -> (B*K, D); ancestors (B, K, t), the slots of each beam's path."""
@@ -189,4 +220,4 @@ class SelfAttention(nn.Module):
         path = torch.zeros(images, beams, kept.shape[2], dtype=torch.bool, device=x.device)
         path.scatter_(2, ancestors, True)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=path[:, None])
-        return self.output(merge_heads(mixed)).flatten(0, 1)
+        return self.finish(merge_heads(mixed).flatten(0, 1), x)

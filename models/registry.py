@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from models.base import CaptionModel, ModelConfig, ModelSizes
+from models.clustformer import ClustFormer
+from models.config import MODEL_CONFIGS
 from models.expansionnet import ExpansionNet
+from models.meshed_memory import MeshedMemoryTransformer
 from models.transformer import Transformer
 
-MODELS: dict[str, type[ExpansionNet]] = {"expansionnet_v2": ExpansionNet, "transformer": Transformer}
+MODELS: dict[str, type[CaptionModel]] = {
+    "expansionnet_v2": ExpansionNet,
+    "transformer": Transformer,
+    "meshed_memory": MeshedMemoryTransformer,
+    "clustformer": ClustFormer,
+}
 
 
 def build_model(config: ModelConfig, sizes: ModelSizes) -> CaptionModel:
@@ -16,6 +24,11 @@ def build_model(config: ModelConfig, sizes: ModelSizes) -> CaptionModel:
     """
     if config.name not in MODELS:
         raise ValueError(f"model.name is {config.name!r}, which is unknown; known: {', '.join(sorted(MODELS))}")
+    wanted = MODEL_CONFIGS[config.name]
+    if not isinstance(config, wanted):
+        raise ValueError(
+            f"model.name is {config.name!r}, whose settings are {wanted.__name__}, found {type(config).__name__}"
+        )
     model = MODELS[config.name](config, sizes)
     model.init_weights()
     return model

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from models.base import ModelConfig, ModelSizes
+from models.base import ModelSizes
+from models.config import ExpansionNetConfig
 from models.expansionnet import ExpansionNet
 
 
 class Transformer(ExpansionNet):
     """The expansion settings of the configuration do not apply and are taken as null."""
 
-    def __init__(self, config: ModelConfig, sizes: ModelSizes) -> None:
+    def __init__(self, config: ExpansionNetConfig, sizes: ModelSizes) -> None:
         attention = replace(config, static_expansion=None, encoder_dynamic_expansion=None, dynamic_expansion=None)
         super().__init__(attention, sizes)

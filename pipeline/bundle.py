@@ -92,9 +92,9 @@ def load_bundle(folder: Path) -> Bundle:
     from safetensors.torch import load_file
 
     from models.backbone import Backbone
-    from models.base import ModelConfig, ModelSizes, load_strictly
+    from models.base import ModelSizes, load_strictly
     from models.captioner import Captioner
-    from models.config import BackboneConfig
+    from models.config import MODEL_CONFIGS, BackboneConfig
     from models.registry import build_model
     from models.transform import ImageTransform
 
@@ -113,7 +113,14 @@ def load_bundle(folder: Path) -> Bundle:
         )
     where = str(folder / "config.yaml")
     vocabulary = Vocabulary.load(folder / "vocabulary.json")
-    model = build_model(_section(ModelConfig, config, "model", where), _section(ModelSizes, config, "sizes", where))
+    model_section = config.get("model")
+    system = model_section.get("name") if isinstance(model_section, dict) else None
+    if system not in MODEL_CONFIGS:
+        raise ValueError(
+            f"{where}: model.name is {system!r}, which is unknown; known: {', '.join(sorted(MODEL_CONFIGS))}"
+        )
+    model_config = _section(MODEL_CONFIGS[str(system)], config, "model", where)
+    model = build_model(model_config, _section(ModelSizes, config, "sizes", where))
     if len(vocabulary) != model.sizes.vocabulary_size:
         raise ValueError(
             f"{folder}: vocabulary.json has {len(vocabulary)} words, config.yaml says {model.sizes.vocabulary_size}"

@@ -14,9 +14,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from models.config import BackboneConfig, ModelConfig
+from models.config import MODEL_CONFIGS, BackboneConfig, ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig
 from pipeline.errors import UserError
 from pipeline.staging import cache_folder
 from pipeline.storage import Place, StorageOptions, is_remote, place
@@ -225,6 +234,21 @@ class TrackingSection(Section):
     registered_name: str | None = None  # None: the run's name
 
 
+def _system(model: Any) -> str:
+    """Which system's keys a section `model` has; without a name the first one's."""
+    return str(model.get("name", "expansionnet_v2") if isinstance(model, dict) else getattr(model, "name", ""))
+
+
+# each system has its own keys; those of another are refused as unknown
+ModelSection = Annotated[
+    Annotated[ExpansionNetConfig, Tag("expansionnet_v2")]
+    | Annotated[ExpansionNetConfig, Tag("transformer")]
+    | Annotated[MeshedMemoryConfig, Tag("meshed_memory")]
+    | Annotated[ClustFormerConfig, Tag("clustformer")],
+    Discriminator(_system),
+]
+
+
 class RunConfig(Section):
     """Everything that `raycap run` needs, in one file."""
 
@@ -232,9 +256,9 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**62)] = 0
     storage: StorageSection = StorageSection()
     data: DataSection
-    backbone: BackboneConfig
+    backbone: BackboneConfig = BackboneConfig()  # may be left out only where features.hdf5 brings a detector's features
     features: FeatureSection = FeatureSection()
-    model: ModelConfig
+    model: ModelSection
     stages: Annotated[tuple[StageSection, ...], Field(min_length=1)]
     workers: WorkersSection = WorkersSection()
     evaluation: EvaluationSection = EvaluationSection()
@@ -249,6 +273,10 @@ class RunConfig(Section):
     def _consistent(self) -> RunConfig:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name):
             raise ValueError(f"name {self.name!r} must be letters, digits, '_', '-' and '.', a letter or digit first")
+        if "backbone" not in self.model_fields_set and self.features.hdf5 is None:
+            raise ValueError(
+                "key backbone is missing; add it to the configuration, or features.hdf5 for region features"
+            )
         names = [stage.name for stage in self.stages]
         if len(set(names)) != len(names):
             raise ValueError(f"stage names must differ, found {', '.join(names)}")
@@ -390,8 +418,15 @@ def _expand(value: Any, key: str) -> Any:
 def _sentence(error: ValidationError, data: Any) -> str:
     """The first error as one sentence with the dotted key; unknown keys name the nearest known one."""
     first = error.errors()[0]
-    location = [str(part) for part in first["loc"]]
-    location = _with_stage_names(location, data)
+    where = first["loc"]
+    if first["type"] == "union_tag_invalid":
+        known = sorted(MODEL_CONFIGS)
+        near = difflib.get_close_matches(first["ctx"]["tag"], known, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        return f"model.name is {first['ctx']['tag']!r}, which is unknown: {hint}known: {', '.join(known)}"
+    if where[:1] == ("model",):
+        where = (where[0], *where[2:])  # pydantic names the system in between, which is no key
+    location = _with_stage_names([str(part) for part in where], data)
     key = ".".join(location)
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         known = _known_keys(first["loc"][:-1])
@@ -416,6 +451,8 @@ def _with_stage_names(location: list[str], data: Any) -> list[str]:
 
 def _known_keys(location: Sequence[int | str]) -> list[str]:
     """Keys valid at a location, by walking the types of the sections."""
+    if len(location) == 2 and location[0] == "model":
+        return sorted(field.name for field in fields(MODEL_CONFIGS[str(location[1])]))
     node: Any = RunConfig
     for part in location:
         if isinstance(part, int):

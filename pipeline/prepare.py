@@ -37,6 +37,11 @@ def prepare(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
     Raises UserError for data that cannot be trained on. Single missing images are left out and counted, up to
     `data.max_bad_fraction`.
     """
+    if config.features.hdf5 is not None:
+        raise UserError(
+            f"features.hdf5 = {config.features.hdf5}: training takes a backbone's grid features only so far; "
+            "leave it out (`raycap extract` imports region features into the store)"
+        )
     dataset, troubles = find_data(config, say)
     bad_share = len(troubles) / len(dataset)
     if bad_share > config.data.max_bad_fraction:

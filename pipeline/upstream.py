@@ -24,19 +24,23 @@ class PlainUnpickler(pickle.Unpickler):
 
 def read_plain_pickle(path: Path) -> Any:
     """The content of a pickle of dict, list, str and int. Raises ValueError for anything else; nothing in it runs."""
+    content = _unpickled(path, PlainUnpickler)
+    _check_plain(content, path)
+    return content
+
+
+def _unpickled(path: Path, unpickler: type[PlainUnpickler]) -> Any:
     if not path.is_file():
         raise ValueError(f"the vocabulary file {path} does not exist; give the path of a pickle")
     size = path.stat().st_size
     if size > MAX_BYTES:
         raise ValueError(f"{path} has {size} bytes; a vocabulary of more than {MAX_BYTES} is refused")
     try:
-        content = PlainUnpickler(io.BytesIO(path.read_bytes())).load()
+        return unpickler(io.BytesIO(path.read_bytes())).load()
     except pickle.UnpicklingError as error:
         raise ValueError(f"{path} is refused: {error}; a vocabulary holds dict, list, str and int only") from error
     except Exception as error:  # a damaged pickle raises nearly anything
         raise ValueError(f"{path} is no readable pickle: {type(error).__name__}: {error}") from error
-    _check_plain(content, path)
-    return content
 
 
 def _check_plain(content: Any, path: Path) -> None:
@@ -54,6 +58,71 @@ def _check_plain(content: Any, path: Path) -> None:
             raise ValueError(
                 f"{path} is refused: it holds a {type(value).__name__}; a vocabulary holds dict, list, str and int only"
             )
+
+
+class _WordTableUnpickler(PlainUnpickler):
+    """Also knows the four names of a torchtext-like vocabulary, for each of which an inert stand-in is built.
+
+    The stand-ins are made anew for each file: what a file does to them ends with it.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+
+        class Table:
+            """The vocabulary: its attributes are set, as data, from the file."""
+
+        class Lookup(dict):
+            """A dict that takes and forgets the factory of a defaultdict, and fills from another dict as a Counter."""
+
+            def __init__(self, content: Any = None) -> None:
+                super().__init__(content if type(content) is dict else {})
+
+        self.stand_ins: dict[str, Any] = {"Vocab": Table, "Counter": Lookup, "defaultdict": Lookup}
+        self.stand_ins["_default_unk_index"] = None
+        self.table = Table
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        home = "collections" if global_name in ("Counter", "defaultdict") else "vocab"
+        if global_name in self.stand_ins and module_name.split(".")[-1] == home:
+            return self.stand_ins[global_name]
+        return super().find_class(module_name, global_name)
+
+    def load(self) -> dict[str, Any]:
+        content = super().load()
+        if type(content) is not self.table:
+            raise pickle.UnpicklingError(f"it holds a {type(content).__name__} and no vocabulary object")
+        return {
+            name: dict(value) if isinstance(value, dict) else value
+            for name, value in vars(content).items()
+            if name in ("itos", "stoi")
+        }
+
+
+_MESHED_SPECIALS = {"<unk>": "UNK", "<pad>": "PAD", "<bos>": "SOS", "<eos>": "EOS"}
+
+
+def read_meshed_vocabulary(path: Path) -> Vocabulary:
+    """The vocabulary pickle of the Meshed-Memory Transformer's reference, or our own form where the name is `*.json`.
+
+    The pickle holds an object with `itos` and `stoi` and names four classes and functions, which are recognized and
+    never looked up: nothing in the file runs. Its <unk>, <pad>, <bos> and <eos> become ours and keep their ids.
+    Raises ValueError for another content, and where the two tables contradict each other.
+    """
+    if path.suffix == ".json":
+        return Vocabulary.load(path)
+    content = _unpickled(path, _WordTableUnpickler)
+    _check_plain(content, path)
+    words, ids = content.get("itos"), content.get("stoi")
+    if not isinstance(words, list) or not isinstance(ids, dict) or not all(isinstance(word, str) for word in words):
+        raise ValueError(f"{path} is no vocabulary of a Meshed-Memory Transformer: expected 'itos' and 'stoi'")
+    wrong = [index for index, word in enumerate(words) if ids.get(word) != index]
+    if wrong:
+        raise ValueError(f"{path}: its two tables contradict each other: word {wrong[0]} is {words[wrong[0]]!r} in one")
+    missing = [special for special in _MESHED_SPECIALS if special not in words]
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}; it must hold {', '.join(_MESHED_SPECIALS)}")
+    return Vocabulary(tuple(_MESHED_SPECIALS.get(word, str(word)) for word in words), "spacy")
 
 
 def read_expansionnet_vocabulary(path: Path) -> Vocabulary:

@@ -14,9 +14,9 @@ from jobs.caption import caption
 from jobs.cli import main
 from models.attention import cross_attention
 from models.backbone import Backbone
-from models.base import Memory, ModelConfig, ModelSizes
+from models.base import Memory, ModelSizes
 from models.captioner import Captioner
-from models.config import BackboneConfig
+from models.config import BackboneConfig, ExpansionNetConfig
 from models.registry import build_model
 from pipeline.bundle import load_bundle, save_bundle
 from pipeline.errors import UserError
@@ -34,7 +34,9 @@ def make_bundle(folder: Path, seed: int = 0, backbone: bool = True, width: int =
     torch.manual_seed(seed)
     swin = Backbone(SWIN)
     sizes = ModelSizes(swin.width if backbone else width, len(WORDS), 12, WORDS.sos, WORDS.eos, WORDS.pad)
-    config = ModelConfig(d_model=16, d_ff=16, heads=2, encoder_layers=1, decoder_layers=2, static_expansion=(4, 8))
+    config = ExpansionNetConfig(
+        d_model=16, d_ff=16, heads=2, encoder_layers=1, decoder_layers=2, static_expansion=(4, 8)
+    )
     model = build_model(config, sizes)
     with torch.no_grad():
         model.output.weight *= 20  # type: ignore[operator, union-attr]

@@ -16,7 +16,7 @@ SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_every_shipped_configuration_loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RAYCAP_DATA", "RAYCAP_COCO", "RAYCAP_SWIN"):
+    for name in ("RAYCAP_DATA", "RAYCAP_COCO", "RAYCAP_SWIN", "RAYCAP_REGIONS"):
         monkeypatch.setenv(name, "/somewhere")
     config = load_config(path)
     assert parse_config(yaml.safe_load(dump_config(config))) == config  # what is stored with a run is the same
@@ -46,6 +46,39 @@ def test_the_papers_recipe_builds_on_the_meta_device(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
+    ("name", "width", "words", "count"),
+    [
+        ("meshed_memory_coco", 2048, 10_201, 38_439_424 - 28_160),  # the reference's, less its frozen table
+        ("clustformer_coco", 1536, 9487, 54_670_113),
+        ("clustformer_regions_coco", 2054, 9487, 54_935_329),
+    ],
+)
+def test_the_other_systems_build_on_the_meta_device(
+    name: str, width: int, words: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from models.config import ModelSizes
+    from models.registry import build_model
+
+    for variable in ("RAYCAP_COCO", "RAYCAP_REGIONS"):
+        monkeypatch.setenv(variable, "/somewhere")
+    config = load_config(ROOT / "configs" / f"{name}.yaml")
+    positions = config.model.max_positions or 52
+    with torch.device("meta"):
+        model = build_model(config.model, ModelSizes(width, words, positions, 2, 0, 1))
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+    assert (config.features.hdf5 is None) == ("backbone" in config.model_fields_set)
+
+
+@pytest.mark.parametrize("name", ["meshed_memory", "clustformer"])
+def test_the_demos_differ_in_the_model_alone(name: str) -> None:
+    first = load_config(ROOT / "configs" / "demo.yaml").model_dump(exclude={"name", "model"})
+    other = load_config(ROOT / "configs" / f"demo_{name}.yaml")
+    assert other.model_dump(exclude={"name", "model"}) == first and other.model.name == name
+
+
+@pytest.mark.parametrize(
     ("overrides", "found", "remedy"),
     [
         (["model.d_modle=64"], "unknown key model.d_modle", "did you mean d_model"),
@@ -55,6 +88,16 @@ def test_the_papers_recipe_builds_on_the_meta_device(monkeypatch: pytest.MonkeyP
         (["stages.nothere.epochs=1"], "'nothere' is none of xe_frozen", ""),
         (["model.heads=3"], "model.d_model = 128 does not divide by model.heads = 3", "choose heads"),
         (["model.static_expansion=[]"], "empty list", "null for none"),
+        (["model.name=meshed_memory"], "unknown key model.static_expansion", "known here: attention, connection"),
+        (
+            ["model.name=expansionet_v2"],
+            "model.name is 'expansionet_v2', which is unknown",
+            "did you mean expansionnet_v2",
+        ),
+        (["model={name: meshed_memory, memory_slot: 3}"], "unknown key model.memory_slot", "did you mean memory_slots"),
+        (["model={name: meshed_memory, memory_slots: many}"], "model.memory_slots = 'many'", "integer"),
+        (["model={name: meshed_memory, gates: relu}"], "model.gates = 'relu'", "'softmax'"),
+        (["model=5"], "model", ""),
         (["stages.xe_frozen.epochs=0"], "stages.xe_frozen.epochs = 0", "greater than 0"),
         (["seed=abc"], "seed = 'abc'", "integer"),
         (["data.synthetic=null"], "exactly one of data.synthetic and data.root", "data.root"),

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jobs.materialized import MaterializedModel
-from models.base import CaptionModel, ModelConfig, ModelSizes
+from models.base import CaptionModel, Memory, ModelSizes
+from models.config import ExpansionNetConfig
 from models.decoding import Captions, beam_search, caption_lengths, greedy, invert, sample
 from models.registry import build_model
 from tests.unit.test_models_expansion import MIXERS, SIZES, exact, small_model
@@ -34,7 +35,7 @@ def tiny(seed: int, vocabulary: int = 4, positions: int = 8, **changes: object) 
     values = {"d_model": 8, "d_ff": 8, "heads": 2, "encoder_layers": 1, "decoder_layers": 2}
     values |= {"static_expansion": (3,), "dynamic_expansion": 2} | changes  # type: ignore[dict-item]
     sizes = ModelSizes(5, vocabulary, positions, sos=0, eos=1, pad=2)
-    model = build_model(ModelConfig(**values), sizes).double().eval()  # type: ignore[arg-type]
+    model = build_model(ExpansionNetConfig(**values), sizes).double().eval()  # type: ignore[arg-type]
     with torch.no_grad():
         model.output.weight.mul_(2)  # type: ignore[union-attr, operator]
     return model
@@ -61,7 +62,12 @@ def test_cached_steps_are_the_teacher_forced_logits(
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(images, 5, 7, dtype=torch.float64, generator=generator)
     lengths = torch.randint(1, 6, (images,), generator=generator) if padded else None
-    memory = model.encode(features, lengths)
+    follow_steps(model, model.encode(features, lengths), beams, steps, generator)
+
+
+def follow_steps(model: CaptionModel, memory: Memory, beams: int, steps: int, generator: torch.Generator) -> None:
+    """Random words (of 11), parents and images: every step's logits are those of the whole prefix, teacher-forced."""
+    images = memory.batch_size
     cache = model.init_cache(memory, beams)
     history = torch.empty(images * beams, 0, dtype=torch.int64)
     for step in range(steps):
@@ -83,7 +89,7 @@ def test_cached_steps_are_the_teacher_forced_logits(
 def test_caches_grow_past_their_first_capacity() -> None:
     torch.manual_seed(0)
     sizes = ModelSizes(7, 11, 60, sos=0, eos=1, pad=2)
-    config = ModelConfig(d_model=8, d_ff=8, heads=2, static_expansion=(4,), dynamic_expansion=2)
+    config = ExpansionNetConfig(d_model=8, d_ff=8, heads=2, static_expansion=(4,), dynamic_expansion=2)
     model = build_model(config, sizes).double().eval()
     memory = model.encode(torch.randn(2, 3, 7, dtype=torch.float64))
     tokens = torch.randint(0, 11, (4, 60))

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jobs.materialized import MaterializedModel, dynamic_expansion, static_expansion
-from models.base import Memory, ModelConfig, ModelSizes
+from models.base import Memory, ModelSizes
+from models.config import ExpansionNetConfig
 from models.expansion import DynamicExpansion, StaticExpansion
 from models.expansion_weights import dynamic_weights, static_weights
 from models.expansionnet import ExpansionNet
@@ -40,7 +41,7 @@ def small_model(seed: int, **changes: object) -> ExpansionNet:
     """A float64 model in evaluation."""
     torch.manual_seed(seed)
     values = {"d_model": 8, "d_ff": 12, "heads": 2, "encoder_layers": 2, "decoder_layers": 2} | changes
-    model = build_model(ModelConfig(**values), SIZES)  # type: ignore[arg-type]
+    model = build_model(ExpansionNetConfig(**values), SIZES)  # type: ignore[arg-type]
     assert isinstance(model, ExpansionNet)
     return model.double().eval()
 
@@ -280,7 +281,7 @@ def test_set_dropout_reaches_all_of_a_model() -> None:
 
 def test_initial_weights_are_the_references() -> None:
     """Xavier uniform map by map, whatever is fused; LayerNorm 1 and 0."""
-    model = build_model(ModelConfig(d_model=64, d_ff=96, heads=4, static_expansion=(20, 30)), SIZES)
+    model = build_model(ExpansionNetConfig(d_model=64, d_ff=96, heads=4, static_expansion=(20, 30)), SIZES)
     assert isinstance(model, ExpansionNet)
     bound = (6 / (64 + 64)) ** 0.5
     mixer = model.decoder[0].mixer
@@ -299,7 +300,7 @@ def test_bfloat16_stays_close(dynamic: int | None, within: float) -> None:
     """Of a dynamic expansion's rows a few may jump: the weights of the first positions jump where M crosses zero."""
     sizes = ModelSizes(feature_width=32, vocabulary_size=50, max_positions=12, sos=0, eos=1, pad=2)
     torch.manual_seed(0)
-    config = ModelConfig(d_model=64, d_ff=96, heads=4, static_expansion=(16, 32), dynamic_expansion=dynamic)
+    config = ExpansionNetConfig(d_model=64, d_ff=96, heads=4, static_expansion=(16, 32), dynamic_expansion=dynamic)
     model = build_model(config, sizes).eval()
     features, tokens = torch.randn(32, 16, 32), torch.randint(3, 50, (64, 12))
     full = model(features, None, tokens)
@@ -334,12 +335,12 @@ def test_bfloat16_steps_are_bfloat16_teacher_forcing() -> None:
         ({"encoder_dynamic_expansion": 4}, "are both set"),
         ({"dropout": 1.0}, "model.dropout is 1.0"),
         ({"encoder_layers": 0}, "model.encoder_layers is 0"),
-        ({"name": "expansionet"}, "known: expansionnet_v2, transformer"),
+        ({"name": "expansionet"}, "unknown; known: .*expansionnet_v2, meshed_memory"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        build_model(ModelConfig(**changes), SIZES)  # type: ignore[arg-type]
+        build_model(ExpansionNetConfig(**changes), SIZES)  # type: ignore[arg-type]
 
 
 def test_inputs_that_do_not_fit_are_refused() -> None:

@@ -17,10 +17,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from jobs.bench_models import TABLE_6, ModelsReport, bench_models, measure
 from jobs.import_ import import_checkpoint
+from models import flops_attention
 from models.backbone import Backbone, load_swin, read_tensors, set_drop_path
-from models.base import ModelConfig, ModelSizes
+from models.base import CaptionModel, Memory, ModelConfig, ModelSizes
 from models.captioner import Captioner
-from models.config import BackboneConfig
+from models.config import BackboneConfig, ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig
 from models.convert import PUBLISHED_GROUPS, Inferred, backbone_config, complete_config, infer_swin
 from models.decoding import beam_search
 from models.expansionnet import ExpansionNet
@@ -51,7 +52,7 @@ def captioner(backbone: bool = True) -> tuple[Captioner, Vocabulary]:
     swin = Backbone(SMALL_SWIN) if backbone else None
     width = swin.width if swin else 6
     sizes = ModelSizes(width, len(vocabulary), 9, vocabulary.sos, vocabulary.eos, vocabulary.pad)
-    config = ModelConfig(d_model=8, d_ff=8, heads=2, static_expansion=(3, 2), dynamic_expansion=2)
+    config = ExpansionNetConfig(d_model=8, d_ff=8, heads=2, static_expansion=(3, 2), dynamic_expansion=2)
     return Captioner(build_model(config, sizes), swin).eval(), vocabulary
 
 
@@ -303,9 +304,9 @@ def test_vocabularies_that_are_none_are_refused(tmp_path: Path, content: Any, wo
 def test_the_published_sizes_need_no_settings() -> None:
     published = Inferred(
         {"d_model": 512, "d_ff": 2048, "encoder_layers": 3, "decoder_layers": 3, "dynamic_expansion": 16},
-        sum(PUBLISHED_GROUPS), 1536, 10_000, 74,
+        1536, 10_000, 74, sum(PUBLISHED_GROUPS),
     )  # fmt: skip
-    assert complete_config(published, {}) == ModelConfig()
+    assert complete_config(published, {}) == ExpansionNetConfig()
     large = {"embed_dim": 192, "depths": (2, 2, 18, 2), "num_heads": (6, 12, 24, 48), "window_size": 12}
     assert backbone_config(large, {"drop_path": 0.1}) == BackboneConfig(drop_path=0.1)
     with torch.device("meta"):
@@ -318,16 +319,16 @@ def test_the_published_sizes_need_no_settings() -> None:
 def test_parameters_of_the_paper() -> None:
     for positions, expected in ((52, 38_593_296), (74, 38_604_560)):
         sizes = ModelSizes(1536, 10_000, positions, sos=0, eos=1, pad=2)
-        assert cost(ModelConfig(), sizes, image_tokens=144, caption_tokens=12.5).parameters == expected
+        assert cost(ExpansionNetConfig(), sizes, image_tokens=144, caption_tokens=12.5).parameters == expected
 
 
 def test_table_6() -> None:
     assert len(TABLE_6) == 12
     for groups, vectors, printed in TABLE_6:
-        config = ModelConfig(static_expansion=groups, dynamic_expansion=vectors)
+        config = ExpansionNetConfig(static_expansion=groups, dynamic_expansion=vectors)
         counted = cost(config, TABLE_6_SIZES, image_tokens=144, caption_tokens=12.5)
         assert 5000 * counted.paper == pytest.approx(printed, rel=1e-3)
-    baseline = cost(ModelConfig(name="transformer"), TABLE_6_SIZES, image_tokens=144, caption_tokens=12.5)
+    baseline = cost(ExpansionNetConfig(name="transformer"), TABLE_6_SIZES, image_tokens=144, caption_tokens=12.5)
     assert 5000 * baseline.paper == pytest.approx(9.28e12, rel=1e-3)
 
 
@@ -341,7 +342,7 @@ def test_table_6() -> None:
     ],
 )
 def test_the_executed_products_are_those_that_torch_counts(mixers: dict[str, Any]) -> None:
-    config = ModelConfig(d_model=32, d_ff=48, heads=4, **mixers)
+    config = ExpansionNetConfig(d_model=32, d_ff=48, heads=4, **mixers)
     sizes = ModelSizes(40, 50, 30, sos=0, eos=1, pad=2)
     model = build_model(config, sizes).eval()
     assert isinstance(model, ExpansionNet)
@@ -362,9 +363,56 @@ def test_the_executed_products_are_those_that_torch_counts(mixers: dict[str, Any
     assert macs == search_macs(config, sizes, 9, 3, 8)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"memory_slots": 0, "connection": "last"}, {"attention": "on_attention"}, {"connection": "one_to_one"}],
+)
+def test_the_products_of_the_meshed_model_are_those_that_torch_counts(changes: dict[str, Any]) -> None:
+    values = {"d_model": 32, "d_ff": 48, "heads": 4, "encoder_layers": 2, "decoder_layers": 2, "memory_slots": 5}
+    same_products(MeshedMemoryConfig(**(values | changes)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"encoder_clusters": "1d", "sampling": 4}, {"window": 2}, {"clustered_decoder_layers": (1,), "sampling": 1}],
+)
+def test_the_products_of_the_clustformer_are_those_that_torch_counts(changes: dict[str, Any]) -> None:
+    values = {"d_model": 32, "d_ff": 48, "heads": 4, "encoder_layers": 2, "decoder_layers": 2}
+    same_products(ClustFormerConfig(**(values | changes)))
+
+
+def same_products(config: ModelConfig) -> None:
+    sizes = ModelSizes(40, 50, 30, sos=0, eos=1, pad=2)
+    model = build_model(config, sizes).eval()
+    features = torch.randn(2, 9, 40)
+    memory = model.encode(features)
+    runs: list[tuple[Any, float]] = [
+        (lambda: model.encode(features), flops_attention.encoder_macs(config, sizes, 9)),
+        (
+            lambda: model.decode(memory, torch.zeros(2, 7, dtype=torch.int64)),
+            flops_attention.decoder_macs(config, sizes, 9, 7),
+        ),
+        (lambda: eight_steps(model, memory, beams=3), flops_attention.search_macs(config, sizes, 9, 3, 8)),
+    ]
+    for run, expected in runs:
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            run()
+        assert counter.get_total_flops() / 2 / 2 == expected
+    counted = cost(config, sizes, image_tokens=9, caption_tokens=7, beams=3, steps=8)
+    assert counted.paper is None and counted.executed == runs[0][1] + runs[1][1]
+
+
+def eight_steps(model: CaptionModel, memory: Memory, beams: int) -> None:
+    cache = model.init_cache(memory, beams)
+    for _ in range(8):
+        _, cache = model.step(torch.zeros(2 * beams, dtype=torch.int64), cache)
+
+
 def test_the_bench_compares_both_forms_and_leaves_the_model_alone() -> None:
     torch.manual_seed(0)
-    config = ModelConfig(d_model=16, d_ff=16, heads=2, encoder_layers=1, decoder_layers=1, static_expansion=(4,))
+    config = ExpansionNetConfig(d_model=16, d_ff=16, heads=2, encoder_layers=1, decoder_layers=1, static_expansion=(4,))
     model = build_model(config, ModelSizes(8, 30, 20, sos=0, eos=1, pad=2)).eval()
     assert isinstance(model, ExpansionNet)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

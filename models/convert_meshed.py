@@ -1,0 +1,112 @@
+"""The Meshed-Memory Transformer's upstream checkpoints as ours.
+
+Upstream's first row of positions belongs to padding and is left out; its empty `running_*` buffers are state of its
+decoding. The table of positions is frozen but not computed: the checkpoint's is part of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from models.config import MeshedMemoryConfig
+from models.convert import Inferred, check_given_positions, complete_heads, join_rows
+
+
+def upstream_names(config: MeshedMemoryConfig) -> dict[str, tuple[str, ...]]:
+    """Our tensors and the upstream ones whose rows make them up, in order."""
+    names: dict[str, tuple[str, ...]] = {"words.weight": ("decoder.word_emb.weight",)}
+    names["output.weight"] = ("decoder.fc.weight",)
+    names["positions"] = ("decoder.pos_emb.weight",)
+
+    def linear(own: str, *theirs: str) -> None:
+        for part in ("weight", "bias"):
+            names[f"{own}.{part}"] = tuple(f"{name}.{part}" for name in theirs)
+
+    def feed_forward(own: str, theirs: str) -> None:
+        linear(f"{own}.feed_forward.inner", f"{theirs}.pwff.fc1")
+        linear(f"{own}.feed_forward.outer", f"{theirs}.pwff.fc2")
+        linear(f"{own}.feed_forward_norm", f"{theirs}.pwff.layer_norm")
+
+    def self_attention(own: str, theirs: str) -> None:
+        linear(f"{own}.attention.maps", *(f"{theirs}.attention.fc_{part}" for part in "qkv"))
+        linear(f"{own}.attention.output", f"{theirs}.attention.fc_o")
+        linear(f"{own}.attention_norm", f"{theirs}.layer_norm")
+
+    linear("input", "encoder.fc")
+    linear("input_norm", "encoder.layer_norm")
+    for index in range(config.encoder_layers):
+        own, up = f"encoder.{index}", f"encoder.layers.{index}"
+        self_attention(own, f"{up}.mhatt")
+        if config.memory_slots:
+            names[f"{own}.attention.memory_keys"] = (f"{up}.mhatt.attention.m_k",)
+            names[f"{own}.attention.memory_values"] = (f"{up}.mhatt.attention.m_v",)
+        feed_forward(own, up)
+    for index in range(config.decoder_layers):
+        own, up = f"decoder.{index}", f"decoder.layers.{index}"
+        self_attention(own, f"{up}.self_att")
+        linear(f"{own}.meshed.attention.query", f"{up}.enc_att.attention.fc_q")
+        linear(f"{own}.meshed.attention.key_value", *(f"{up}.enc_att.attention.fc_{part}" for part in "kv"))
+        linear(f"{own}.meshed.attention.output", f"{up}.enc_att.attention.fc_o")
+        linear(f"{own}.meshed.norm", f"{up}.enc_att.layer_norm")
+        for level in range(config.encoder_layers):
+            linear(f"{own}.meshed.gates.{level}", f"{up}.fc_alpha{level + 1}")
+        feed_forward(own, up)
+    return names
+
+
+def convert_meshed_memory(tensors: Mapping[str, Tensor], config: MeshedMemoryConfig) -> dict[str, Tensor]:
+    """The upstream tensors under our names. Raises ValueError for missing and unknown keys."""
+    kept = {name: tensor for name, tensor in tensors.items() if ".running_" not in name}
+    state = join_rows(kept, upstream_names(config), "a Meshed-Memory Transformer", config)
+    state["positions"] = state["positions"][1:]
+    return {name: tensor[0] if ".memory_" in name else tensor for name, tensor in state.items()}
+
+
+def infer_meshed_memory(tensors: Mapping[str, Tensor]) -> Inferred:
+    """Sizes from shapes, which do not hold the heads. ValueError for tensors that are no Meshed-Memory Transformer."""
+
+    def shape(name: str) -> tuple[int, ...]:
+        if name not in tensors:
+            raise ValueError(
+                f"the checkpoint is no Meshed-Memory Transformer: it has no {name!r} among {len(tensors)} tensors"
+            )
+        return tuple(tensors[name].shape)
+
+    def layers(side: str) -> int:
+        return len({name.split(".")[2] for name in tensors if name.startswith(f"{side}.layers.")})
+
+    width, features = shape("encoder.fc.weight")
+    shape("decoder.layers.0.fc_alpha1.weight")
+    memory = tensors.get("encoder.layers.0.mhatt.attention.m_k")
+    return Inferred(
+        model={
+            "d_model": width,
+            "d_ff": shape("encoder.layers.0.pwff.fc1.weight")[0],
+            "encoder_layers": layers("encoder"),
+            "decoder_layers": layers("decoder"),
+            "memory_slots": 0 if memory is None else memory.shape[1],
+            "connection": "meshed",
+            "gates": "sigmoid",
+            "attention": "dot_product",
+        },
+        feature_width=features,
+        vocabulary_size=shape("decoder.fc.weight")[0],
+        max_positions=shape("decoder.pos_emb.weight")[0] - 1,
+    )
+
+
+def complete_meshed_config(inferred: Inferred, given: Mapping[str, Any]) -> MeshedMemoryConfig:
+    """The model's configuration from shapes and what the user gave; the published 8 heads where the width is 512.
+
+    Raises ValueError for what contradicts the checkpoint, and naming what is missing.
+    """
+    for key, value in given.items():
+        if key in inferred.model and value != inferred.model[key]:
+            raise ValueError(f"model.{key} is {value}, the checkpoint has {inferred.model[key]}; leave it out")
+    heads = complete_heads(inferred.model["d_model"], given)
+    check_given_positions(inferred.max_positions, given)
+    rest = {key: value for key, value in given.items() if key not in ("heads", "max_positions")}
+    return MeshedMemoryConfig(**(inferred.model | rest | {"heads": heads}))

@@ -1,0 +1,281 @@
+"""The Meshed-Memory Transformer (Cornia, Stefanini, Baraldi, Cucchiara, CVPR 2020): memory slots and meshed attention.
+
+Shapes: B images, N image tokens, C feature width, K captions an image, R = B*K rows, T caption tokens, D width,
+H heads, L encoder levels that a decoder layer attends to, M memory slots, V vocabulary.
+
+Post-norm layers, LN(x + dropout(sublayer(x))), as the reference has them, also where its paper reads otherwise:
+
+- the AddNorm of equation 9 sits inside each cross-attention, c_i = LN(s + dropout(C(X_i, s))), one module and one norm
+  for all levels; z = sum of a_i * c_i / sqrt(levels) has no residual and no norm of its own;
+- every weight of two or more dimensions is drawn Xavier-uniform, the memories and the feed-forward's with them (the
+  paper: memories normal, feed-forward as He); a memory counts as one map from M * D to D.
+
+Where this differs from the reference: padded image tokens are masked by their lengths, in the encoder and in
+cross-attention (the reference looks for rows that are exactly 0 after its first LayerNorm, which padding never is: it
+is attended everywhere); new models have sinusoidal positions, as the paper says (the reference draws its frozen table
+at random; an imported checkpoint brings its own); projected keys and values are kept between steps. PAD behind a
+caption needs no mask: a row depends only on the tokens before it.
+
+Where the paper is open: softmax gates are a softmax over the levels for each channel, the scale stays; one-to-one and
+last level attend to one level, without gate and scale; attention on attention replaces the output map of every
+attention by (W_i [v, q] + b_i) * sigmoid(W_g [v, q] + b_g), v being the attended values and q the input of the queries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.base import (
+    Cache,
+    CaptionModel,
+    Memory,
+    ModelSizes,
+    captions_per_image,
+    check_features,
+    check_positions,
+    real_tokens,
+)
+from models.cache import TreeCache, TreeSlots
+from models.config import MeshedMemoryConfig
+from models.layers import (
+    CrossAttention,
+    Dropout,
+    FeedForward,
+    SelfAttention,
+    merge_heads,
+    padding_bias,
+    sinusoids,
+    split_heads,
+)
+
+
+class MemoryAttention(SelfAttention):
+    """Self-attention whose keys and values are joined by M learned slots a head (equation 3).
+
+    The slots come after the projections, as sqrt(D / H) m_k and sqrt(M) m_v; no mask touches them.
+    """
+
+    def __init__(self, d_model: int, heads: int, slots: int, on_attention: bool) -> None:
+        super().__init__(d_model, heads, causal=False, on_attention=on_attention)
+        self.slots = slots
+        if slots:
+            self.memory_keys = nn.Parameter(torch.empty(slots, d_model))
+            self.memory_values = nn.Parameter(torch.empty(slots, d_model))
+
+    def init_weights(self) -> None:
+        super().init_weights()
+        if self.slots:
+            for memory in (self.memory_keys, self.memory_values):
+                nn.init.xavier_uniform_(memory[None])  # the reference's (1, M, D): fans of M * D and D
+
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+        """x (B, N, D); real (B, N) True at real tokens, or None."""
+        query, key, value = (split_heads(part, self.heads) for part in self.maps(x).chunk(3, -1))
+        if self.slots:
+            scale = math.sqrt(query.shape[-1])
+            key = torch.cat((key, self._slots_of(self.memory_keys, scale, key)), 2)
+            value = torch.cat((value, self._slots_of(self.memory_values, math.sqrt(self.slots), value)), 2)
+        if real is not None:
+            real = F.pad(real, (0, self.slots), value=True)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=padding_bias(real, query.dtype))
+        return self.finish(merge_heads(mixed), x)
+
+    def _slots_of(self, memory: Tensor, scale: float, like: Tensor) -> Tensor:
+        """(B, H, M, D / H), in the projections' dtype (which autocast may have chosen)."""
+        slots = split_heads(memory[None] * scale, self.heads)
+        return slots.to(like.dtype).expand(like.shape[0], -1, -1, -1)
+
+
+class LevelAttention(CrossAttention):
+    """Cross-attention to several encoder levels by one set of maps."""
+
+    def project(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, L, H, N, D / H) of image tokens (B, L, N, D): once an image."""
+        levels = states.shape[1]
+        keys, values = super().project(states.flatten(0, 1))
+        return keys.unflatten(0, (-1, levels)), values.unflatten(0, (-1, levels))
+
+    def forward(self, x: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        """x (R, T, D) against keys and values of B images; (R, L, T, D)."""
+        length, width = x.shape[1:]
+        images, levels = key.shape[:2]
+        query = split_heads(self.query(x).view(images, -1, width), self.heads)  # (B, H, K*T, D / H)
+        query = query[:, None].expand(-1, levels, -1, -1, -1).flatten(0, 1)
+        if bias is not None:
+            bias = bias.to(query.dtype).repeat_interleave(levels, 0)
+        mixed = F.scaled_dot_product_attention(query, key.flatten(0, 1), value.flatten(0, 1), attn_mask=bias)
+        # (B*L, K*T, D) -> (R, L, T, D)
+        mixed = merge_heads(mixed).view(images, levels, -1, length, width).transpose(1, 2).flatten(0, 1)
+        return self.finish(mixed, x[:, None].expand_as(mixed))
+
+
+class MeshedAttention(nn.Module):
+    """Equations 6 to 8 over the levels that a layer attends to, AddNorm inside; without gates for a single one."""
+
+    def __init__(self, config: MeshedMemoryConfig, levels: int) -> None:
+        super().__init__()
+        self.attention = LevelAttention(config.d_model, config.heads, config.attention == "on_attention")
+        self.norm = nn.LayerNorm(config.d_model)
+        self.dropout = Dropout(config.dropout)
+        self.softmax = config.gates == "softmax"
+        gated = config.connection == "meshed"
+        self.gates = cast(
+            Sequence[nn.Linear],
+            nn.ModuleList(nn.Linear(2 * config.d_model, config.d_model) for _ in range(levels * gated)),
+        )
+
+    def forward(self, s: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        """s (R, T, D), keys and values (B, L, H, N, D / H); (R, T, D)."""
+        results = self.norm(s[:, None] + self.dropout(self.attention(s, key, value, bias)))  # (R, L, T, D)
+        if not self.gates:
+            return results[:, 0]
+        gates = torch.stack(
+            [gate(torch.cat((s, result), -1)) for gate, result in zip(self.gates, results.unbind(1), strict=True)], 1
+        )
+        gates = gates.softmax(1) if self.softmax else gates.sigmoid()
+        return (gates * results).sum(1) / math.sqrt(len(self.gates))
+
+
+class EncoderLayer(nn.Module):
+    def __init__(self, config: MeshedMemoryConfig) -> None:
+        super().__init__()
+        width, on_attention = config.d_model, config.attention == "on_attention"
+        self.attention = MemoryAttention(width, config.heads, config.memory_slots, on_attention)
+        self.attention_norm = nn.LayerNorm(width)
+        self.feed_forward = FeedForward(width, config.d_ff, config.dropout)
+        self.feed_forward_norm = nn.LayerNorm(width)
+        self.dropout = Dropout(config.dropout)
+
+    def forward(self, x: Tensor, real: Tensor | None) -> Tensor:
+        x = self.attention_norm(x + self.dropout(self.attention(x, real)))
+        return self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: MeshedMemoryConfig, index: int) -> None:
+        super().__init__()
+        width, levels = config.d_model, config.encoder_layers
+        if config.connection == "meshed":
+            self.levels = slice(0, levels)
+        else:
+            level = index if config.connection == "one_to_one" else levels - 1
+            self.levels = slice(level, level + 1)
+        self.attention = SelfAttention(
+            width, config.heads, causal=True, on_attention=config.attention == "on_attention"
+        )
+        self.attention_norm = nn.LayerNorm(width)
+        self.meshed = MeshedAttention(config, levels)
+        self.feed_forward = FeedForward(width, config.d_ff, config.dropout)
+        self.feed_forward_norm = nn.LayerNorm(width)
+        self.dropout = Dropout(config.dropout)
+
+    def project(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, L, H, N, D / H) of all encoder levels (B, levels, N, D) that this layer attends to."""
+        return self.meshed.attention.project(states[:, self.levels])
+
+    def forward(self, y: Tensor, states: Tensor, bias: Tensor | None) -> Tensor:
+        """y (R, T, D), states (B, levels, N, D)."""
+        s = self.attention_norm(y + self.dropout(self.attention(y)))
+        return self._rest(s, self.project(states), bias)
+
+    def step(self, y: Tensor, cache: TreeCache, index: int) -> Tensor:
+        """y (R, D): the next token of each row, through layer `index`."""
+        s = self.attention_norm(y + self.attention.step(y, cache.layers[index], cache.ancestors))
+        return self._rest(s[:, None], cache.cross[index], cache.bias)[:, 0]
+
+    def _rest(self, s: Tensor, cross: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
+        z = self.meshed(s, *cross, bias)
+        return self.feed_forward_norm(z + self.dropout(self.feed_forward(z)))
+
+
+class MeshedMemoryTransformer(CaptionModel):
+    """Its memory holds every encoder level, (B, levels, N, D)."""
+
+    config: MeshedMemoryConfig
+
+    def __init__(self, config: MeshedMemoryConfig, sizes: ModelSizes) -> None:
+        super().__init__(config, sizes)
+        width = config.d_model
+        self.input = nn.Linear(sizes.feature_width, width)
+        self.input_norm = nn.LayerNorm(width)
+        self.input_dropout = Dropout(config.dropout)
+        self.encoder = cast(
+            Sequence[EncoderLayer], nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))
+        )
+        self.words = nn.Embedding(sizes.vocabulary_size, width)
+        # words count from 1: the reference keeps row 0 for padding
+        self.register_buffer("positions", sinusoids(sizes.max_positions, width, first=1))
+        self.decoder = cast(
+            Sequence[DecoderLayer], nn.ModuleList(DecoderLayer(config, i) for i in range(config.decoder_layers))
+        )
+        self.output = nn.Linear(width, sizes.vocabulary_size, bias=False)
+
+    def init_weights(self) -> None:
+        """See the head of this file; biases of attention and gates 0, others as PyTorch draws them (the paper: 0)."""
+        for module in self.modules():
+            if isinstance(module, SelfAttention | CrossAttention):
+                module.init_weights()
+                for name, bias in module.named_parameters():
+                    if name.endswith("bias"):
+                        nn.init.zeros_(bias)
+            elif isinstance(module, FeedForward):
+                module.init_weights()
+            elif isinstance(module, MeshedAttention):
+                for gate in module.gates:
+                    nn.init.xavier_uniform_(gate.weight)
+                    nn.init.zeros_(gate.bias)
+        for plain in (self.input, self.words, self.output):
+            nn.init.xavier_uniform_(plain.weight)
+
+    def encode(self, features: Tensor, lengths: Tensor | None = None, boxes: Tensor | None = None) -> Memory:
+        check_features(features, lengths, self.sizes.feature_width)
+        x = F.relu(self.input(features.to(self.input.weight.dtype)))
+        x = self.input_norm(self.input_dropout(x))
+        real = real_tokens(lengths, features.shape[1])
+        levels = []
+        for layer in self.encoder:
+            x = layer(x, real)
+            levels.append(x)
+        return Memory(torch.stack(levels, 1), lengths)
+
+    def embed(self, tokens: Tensor, position: int) -> Tensor:
+        """Tokens (R, T) that start at `position`; neither scaled nor dropped, as in the reference."""
+        check_positions(position + tokens.shape[1], self.sizes.max_positions)
+        positions = cast(Tensor, self.positions)
+        return self.words(tokens) + positions[position : position + tokens.shape[1]]
+
+    def decode(self, memory: Memory, tokens: Tensor) -> Tensor:
+        captions_per_image(memory, tokens.shape[0])
+        bias = _bias(memory)
+        y = self.embed(tokens, 0)
+        for layer in self.decoder:
+            y = layer(y, memory.states, bias)
+        return self.output(y)
+
+    @torch.no_grad()
+    def init_cache(self, memory: Memory, beams: int) -> TreeCache:
+        images = memory.batch_size
+        cross = [layer.project(memory.states) for layer in self.decoder]
+        slots = [TreeSlots(images, beams) for _ in self.decoder]
+        paths = torch.empty(images, beams, 0, dtype=torch.int64, device=memory.states.device)
+        return TreeCache(images, beams, cross, _bias(memory), slots, paths)
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, TreeCache]:
+        assert isinstance(cache, TreeCache)
+        y = self.embed(tokens[:, None], cache.length)[:, 0]
+        cache.advance()
+        for index, layer in enumerate(self.decoder):
+            y = layer.step(y, cache, index)
+        return self.output(y), cache
+
+
+def _bias(memory: Memory) -> Tensor | None:
+    """(B, 1, 1, N) to add to scores of cross-attention; None without padding."""
+    return padding_bias(real_tokens(memory.lengths, memory.states.shape[2]), memory.states.dtype)

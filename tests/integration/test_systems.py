@@ -1,0 +1,53 @@
+"""Every captioning system through all stages of the loop, in miniature."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.bundle import load_bundle
+from pipeline.context import LocalContext
+from pipeline.errors import UserError
+from pipeline.journal import read_journal
+from pipeline.loop import StageJob, train_stages
+from pipeline.prepare import prepare
+from pipeline.run_bundle import bundle_run
+from tests.conftest import small_config
+from tests.integration.test_loop import NAMES, prepared
+
+SMALL: dict[str, Any] = {"d_model": 16, "d_ff": 32, "heads": 2, "encoder_layers": 2, "decoder_layers": 2}
+SYSTEMS: list[dict[str, Any]] = [
+    {"name": "transformer"},
+    {"name": "meshed_memory", "memory_slots": 4},
+    {"name": "clustformer"},
+]
+
+
+@pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system["name"])
+def test_a_system_goes_through_every_stage(tmp_path: Path, system: dict[str, Any]) -> None:
+    stages = small_config(tmp_path)["stages"]
+    for stage in stages[:2]:  # enough to see the loss fall
+        stage |= {"epochs": 2, "lr": 5e-3, "schedule": {"warmup_iterations": 1}}
+    folder, store = prepared(tmp_path, model=SMALL | system, stages=stages)
+    train_stages(LocalContext("cpu"), StageJob(folder.path, NAMES, store))
+    journal = read_journal(folder.journal)
+    for stage in NAMES:
+        result = folder.result(stage)
+        assert result is not None and result["steps"] > 1 and math.isfinite(result["best_score"])
+    losses = [entry["loss"] for entry in journal if entry["stage"] in NAMES[:2] and entry["kind"] == "train"]
+    assert sum(losses[-3:]) < sum(losses[:3])
+    bundle = load_bundle(bundle_run(folder))
+    assert bundle.captioner.model.config.name == system["name"]
+    if system["name"] != "transformer":  # which takes the expansions' settings as null
+        assert bundle.captioner.model.config == folder.config.model
+
+
+def test_training_on_region_features_is_refused(tmp_path: Path) -> None:
+    from pipeline.config import parse_config
+
+    config = parse_config(small_config(tmp_path, features__hdf5="regions.hdf5"))
+    with pytest.raises(UserError, match=r"features.hdf5 = regions.hdf5: training takes a backbone's grid features"):
+        prepare(config, print)

@@ -1,0 +1,237 @@
+"""The Meshed-Memory Transformer against tensors recorded from the reference implementation (shared golden files)."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import sys
+import types
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from jobs.cli import main
+from jobs.import_ import import_checkpoint
+from models.backbone import read_tensors
+from models.base import CaptionModel
+from models.decoding import beam_search
+from pipeline.bundle import load_bundle
+from pipeline.errors import UserError
+from pipeline.text import Vocabulary
+from pipeline.upstream import read_meshed_vocabulary
+
+GOLDEN = Path(__file__).resolve().parent / "golden" / "meshed_memory"
+WORDS = ["<unk>", "<pad>", "<bos>", "<eos>", *(f"word{n}" for n in range(13))]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Small tensors: more threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+
+
+def write_published_form(path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Path:
+    """A pickle as the reference's vocabulary is one: an object of a class `data.vocab.Vocab` with three tables."""
+    module = types.ModuleType("data.vocab")
+
+    class Vocab:
+        pass
+
+    def _default_unk_index() -> int:
+        return 0
+
+    for thing in (Vocab, _default_unk_index):
+        thing.__module__, thing.__qualname__ = "data.vocab", thing.__name__
+        setattr(module, thing.__name__, thing)
+    monkeypatch.setitem(sys.modules, "data", types.ModuleType("data"))
+    monkeypatch.setitem(sys.modules, "data.vocab", module)
+    vocabulary: Any = Vocab()
+    vocabulary.freqs = Counter({word: 5 + index for index, word in enumerate(words)})
+    vocabulary.itos = words
+    vocabulary.stoi = defaultdict(_default_unk_index, {word: index for index, word in enumerate(words)})
+    vocabulary.vectors = None
+    for name, value in changes.items():
+        setattr(vocabulary, name, value)
+    path.write_bytes(pickle.dumps(vocabulary, 3))
+    monkeypatch.delitem(sys.modules, "data.vocab")
+    return path
+
+
+def training_checkpoint(path: Path, legacy: bool, **extra: Any) -> Path:
+    """The golden weights as a training run of the reference saves them: random states and optimizer beside them."""
+    state = read_tensors(GOLDEN / "checkpoint.pth")
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])
+    content = {
+        "torch_rng_state": torch.get_rng_state(),
+        "numpy_rng_state": np.random.RandomState(0).get_state(),
+        "random_rng_state": random.Random(0).getstate(),
+        "epoch": 3,
+        "val_cider": np.float64(1.25),
+        "state_dict": state,
+        "optimizer": optimizer.state_dict(),
+        "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0).state_dict(),
+    } | extra
+    torch.save(content, path, _use_new_zipfile_serialization=not legacy)
+    return path
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, Any]:
+    arrays = np.load(GOLDEN / "expected.npz")
+    values = json.loads((GOLDEN / "expected.json").read_text())
+    return values | {name: torch.from_numpy(arrays[name]) for name in arrays}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> CaptionModel:
+    """Imported by the command line, with a vocabulary in our own form."""
+    folder = tmp_path_factory.mktemp("meshed")
+    Vocabulary(("UNK", "PAD", "SOS", "EOS", *WORDS[4:]), "spacy").save(folder / "vocabulary.json")
+    arguments = ["--checkpoint", str(GOLDEN / "checkpoint.pth"), "--tokens", str(folder / "vocabulary.json")]
+    assert (
+        main(
+            ["import", "--from", "meshed_memory", *arguments, "--out", str(folder / "bundle"), "--set", "model.heads=4"]
+        )
+        == 0
+    )
+    return load_bundle(folder / "bundle").captioner.model
+
+
+@torch.no_grad()
+def test_every_encoder_level_and_log_probabilities(model: CaptionModel, recorded: dict[str, Any]) -> None:
+    memory = model.encode(recorded["features"])
+    close(memory.states, recorded["encoder_output"])
+    tokens = recorded["tokens"]
+    real = tokens != recorded["pad"]
+    assert not real.all()
+    close(model.decode(memory, tokens).log_softmax(-1)[real], recorded["log_probs"][real])
+
+
+@torch.no_grad()
+def test_lengths_hide_what_the_reference_attends_to(model: CaptionModel, recorded: dict[str, Any]) -> None:
+    """Zero rows behind the regions change nothing, in the encoder and in cross-attention."""
+    features, tokens = recorded["features"], recorded["tokens"]
+    padded = torch.cat((features, torch.zeros(3, 4, features.shape[2])), 1)
+    lengths = torch.tensor([7, 7, 7])
+    close(model(padded, lengths, tokens), model(features, None, tokens))
+    assert (model(padded, None, tokens) - model(features, None, tokens)).abs().max() > 1e-2
+
+
+def test_every_beam(model: CaptionModel, recorded: dict[str, Any]) -> None:
+    memory = model.encode(recorded["features"])
+    length = recorded["config"]["beam_len"] + 1  # the reference's counts without the first token
+    found = beam_search(model, memory, beam_size=5, max_length=length, num_results=5, length_normalization=False)
+    for image in range(3):
+        for beam in range(5):
+            expected = recorded["beam_sequences"][image, beam].tolist()
+            count = expected.index(recorded["eos"]) + 1 if recorded["eos"] in expected else len(expected)
+            assert found.tokens[image, beam, 1 : count + 1].tolist() == expected[:count]
+            close(found.log_probs[image, beam, 1 : count + 1], recorded["beam_log_probs"][image, beam, :count], 1e-4)
+            assert int(found.lengths[image, beam]) == count + 1
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_training_checkpoint_with_its_baggage(
+    tmp_path: Path, legacy: bool, model: CaptionModel, recorded: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As published: random states of NumPy and Python beside the weights, the vocabulary as a pickled object."""
+    tokens = write_published_form(tmp_path / "vocab.pkl", WORDS, monkeypatch)
+    import_checkpoint(
+        "meshed_memory",
+        checkpoint=training_checkpoint(tmp_path / "m2.pth", legacy),
+        tokens=tokens,
+        out=tmp_path / "bundle",
+        overrides=["model.heads=4"],
+    )
+    bundle = load_bundle(tmp_path / "bundle")
+    assert bundle.vocabulary.words[:5] == ("UNK", "PAD", "SOS", "EOS", "word0")
+    assert bundle.vocabulary.tokenizer == "spacy"
+    sizes = bundle.captioner.model.sizes
+    assert (sizes.sos, sizes.eos, sizes.pad) == (recorded["bos"], recorded["eos"], recorded["pad"])
+    ours, theirs = bundle.captioner.model.state_dict(), model.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+class Trap:
+    """Unpickling it would create a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+def test_nothing_in_these_files_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sprung, allowed = tmp_path / "sprung", set(torch.serialization.get_safe_globals())
+    for change in ({"freqs": Trap(sprung)}, {"itos": Trap(sprung)}, {"other": Trap(sprung)}):
+        path = write_published_form(tmp_path / "trap.pkl", WORDS, monkeypatch, **change)
+        with pytest.raises(ValueError, match="is refused: it names"):
+            read_meshed_vocabulary(path)
+    for legacy in (False, True):
+        path = training_checkpoint(tmp_path / "trap.pth", legacy, numpy_rng_state=Trap(sprung))
+        with pytest.raises(ValueError, match="is refused"):
+            read_tensors(path)
+    assert not sprung.exists()
+    assert set(torch.serialization.get_safe_globals()) == allowed
+
+
+def test_vocabularies_that_are_none_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [
+        ({"stoi": {word: 0 for word in WORDS}}, "contradict each other: word 1 is '<pad>'"),
+        (
+            {"itos": [*WORDS[:3], *WORDS[4:]], "stoi": {w: i for i, w in enumerate([*WORDS[:3], *WORDS[4:]])}},
+            "lacks <eos>",
+        ),
+        ({"itos": None}, "it holds a NoneType"),
+        ({"itos": [1, 2]}, "expected 'itos' and 'stoi'"),
+        ({"stoi": Counter(a=0.5)}, "it holds a float"),
+    ]
+    for change, words in cases:
+        path = write_published_form(tmp_path / "v.pkl", WORDS, monkeypatch, **change)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=words):
+            read_meshed_vocabulary(path)
+    (tmp_path / "v.pkl").write_bytes(pickle.dumps(Counter(WORDS), 3))
+    with pytest.raises(ValueError, match="it holds a Lookup and no vocabulary object"):
+        read_meshed_vocabulary(tmp_path / "v.pkl")
+
+
+def test_imports_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    Vocabulary(("UNK", "PAD", "SOS", "EOS", *WORDS[4:]), "spacy").save(tmp_path / "vocabulary.json")
+    Vocabulary(("UNK", "PAD", "SOS", "EOS"), "spacy").save(tmp_path / "short.json")
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"overrides": []}, "model.heads is missing"),
+        ({"overrides": ["model.heads=4", "model.memory_slots=40"]}, "model.memory_slots is 40, the checkpoint has 5"),
+        (
+            {"overrides": ["model.heads=4", "model.connection=last"]},
+            "model.connection is last, the checkpoint has meshed",
+        ),
+        ({"overrides": ["model.static_expansion=[4]"]}, "unknown key model.static_expansion"),
+        ({"tokens": tmp_path / "short.json"}, "the vocabulary has 4 words, the checkpoint predicts 17"),
+        ({"checkpoint": GOLDEN.parent / "expansionnet_v2" / "checkpoint.pth"}, "is no Meshed-Memory Transformer"),
+        ({"backbone": GOLDEN / "checkpoint.pth"}, "region features; leave --backbone out"),
+    ]
+    for options, message in cases:
+        values: dict[str, Any] = {
+            "checkpoint": GOLDEN / "checkpoint.pth",
+            "tokens": tmp_path / "vocabulary.json",
+            "out": tmp_path / "out",
+            "overrides": ["model.heads=4"],
+        }
+        with pytest.raises(UserError, match=message):
+            import_checkpoint("meshed_memory", **(values | options))
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,299 @@
+"""Ada-ClustFormer's clustering matrix against equations 3 to 8 as they read, in float64, and what follows from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from models.clusters import ClusterMaps, Layout, arrange_regions, window_matrix
+
+STACKINGS = ("matrix", "conditional", "none")
+FLOAT64 = torch.float64
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Small tensors: more threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def exact(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-8)
+
+
+def layers(count: int, width: int, axes: int, stacking: str = "matrix") -> list[ClusterMaps]:
+    """Maps whose conditionals are anywhere between 0 and 1."""
+    found = []
+    for _ in range(count):
+        maps = ClusterMaps(width, axes, stacking).double()
+        for linear in maps.maps:
+            torch.nn.init.normal_(linear.weight, std=1.0)
+            torch.nn.init.normal_(linear.bias, mean=1.0)
+        found.append(maps)
+    return found
+
+
+def literal_conditional(s: Tensor, i: int, k: int, linear: torch.nn.Linear) -> float:
+    """Equation 4: sigmoid(FC([s_k; mean of s_i .. s_{k-1}]))."""
+    return float(torch.sigmoid(linear(torch.cat((s[k], s[i:k].mean(0))))))
+
+
+def literal_conditionals(sequences: list[list[Tensor]], stacking: str, linears: list[torch.nn.Linear]) -> list[Tensor]:
+    """P (N, N) of each sequence at the last layer; sequences[l] are its tokens (N, D) in layer l."""
+    found = []
+    for tokens in zip(*sequences, strict=True):
+        count = len(tokens[0])
+        p = torch.ones(count, count, dtype=FLOAT64)
+        for i in range(count):
+            for k in range(i + 1, count):
+                each = [literal_conditional(s, i, k, linear) for s, linear in zip(tokens, linears, strict=True)]
+                p[i, k] = each[-1] if stacking != "conditional" else 1 - math.prod(1 - one for one in each)
+        found.append(p)
+    return found
+
+
+def literal_product(p: Tensor, i: int, j: int) -> float:
+    """Equations 3 and 5, with C_ij = C_ji and C_ii = 1."""
+    low, high = min(i, j), max(i, j)
+    return math.prod(float(p[low, k]) for k in range(low + 1, high + 1))
+
+
+def literal_matrices(inputs: list[Tensor], maps: list[ClusterMaps], stacking: str) -> list[Tensor]:
+    """C of every layer for grids (H, W, D), one a layer; a sequence has H = 1 and one map."""
+    rows, columns = inputs[0].shape[:2]
+    result: list[Tensor] = []
+    for depth in range(1, len(inputs) + 1):
+        linears = [[layer.maps[axis] for layer in maps[:depth]] for axis in range(len(maps[0].maps))]
+        across = literal_conditionals([[x[r] for r in range(rows)] for x in inputs[:depth]], stacking, linears[0])
+        down = []
+        if len(linears) == 2:
+            down = literal_conditionals(
+                [[x[:, c] for c in range(columns)] for x in inputs[:depth]], stacking, linears[1]
+            )
+        matrix = torch.ones(rows * columns, rows * columns, dtype=FLOAT64)
+        for a in range(rows * columns):
+            for b in range(rows * columns):
+                (ra, ca), (rb, cb) = divmod(a, columns), divmod(b, columns)
+                top, left = min(ra, rb), min(ca, cb)
+                matrix[a, b] = literal_product(across[top], ca, cb)
+                if down:
+                    matrix[a, b] *= literal_product(down[left], ra, rb)
+        if stacking == "matrix" and result:
+            matrix = (1 - matrix) * result[-1] + matrix
+        result.append(matrix)
+    return result
+
+
+def computed(inputs: list[Tensor], maps: list[ClusterMaps]) -> list[Tensor]:
+    """C (B, N, N) of every layer for grids (B, H, W, D)."""
+    state: tuple[Tensor, ...] = ()
+    found = []
+    for x, layer in zip(inputs, maps, strict=True):
+        matrix, state = layer(x, state)
+        found.append(matrix)
+    return found
+
+
+@torch.no_grad()
+@given(st.integers(0, 10**6), st.integers(1, 9), st.integers(1, 3), st.sampled_from(STACKINGS))
+@settings(max_examples=25, deadline=None)
+def test_one_dimension_is_the_literal_form(seed: int, length: int, depth: int, stacking: str) -> None:
+    torch.manual_seed(seed)
+    maps = layers(depth, 5, 1, stacking)
+    inputs = [torch.randn(2, 1, length, 5, dtype=FLOAT64) for _ in range(depth)]
+    found = computed(inputs, maps)
+    for image in range(2):
+        expected = literal_matrices([x[image] for x in inputs], maps, stacking)
+        for ours, theirs in zip(found, expected, strict=True):
+            exact(ours[image], theirs)
+
+
+@torch.no_grad()
+@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.sampled_from(STACKINGS))
+@settings(max_examples=20, deadline=None)
+def test_two_dimensions_are_the_literal_form(seed: int, rows: int, columns: int, depth: int, stacking: str) -> None:
+    torch.manual_seed(seed)
+    maps = layers(depth, 4, 2, stacking)
+    inputs = [torch.randn(2, rows, columns, 4, dtype=FLOAT64) for _ in range(depth)]
+    found = computed(inputs, maps)
+    for image in range(2):
+        expected = literal_matrices([x[image] for x in inputs], maps, stacking)
+        for ours, theirs in zip(found, expected, strict=True):
+            exact(ours[image], theirs)
+
+
+@torch.no_grad()
+@given(st.integers(0, 10**6), st.integers(1, 9), st.sampled_from([(1, 9), (1, 1), (3, 4), (5, 2)]))
+@settings(max_examples=25, deadline=None)
+def test_what_follows_from_the_equations(seed: int, depth: int, shape: tuple[int, int]) -> None:
+    """In float32: bounds, symmetry, the diagonal, which way it falls and rises, and the noisy or of equation 6."""
+    torch.manual_seed(seed)
+    rows, columns = shape
+    maps = [layer.float() for layer in layers(depth, 4, 1 if rows == 1 else 2)]
+    inputs = [2 * torch.randn(1, rows, columns, 4) for _ in range(depth)]
+    found = torch.stack(computed(inputs, maps))[:, 0]
+    assert bool((found >= 0).all()) and bool((found <= 1).all())
+    assert torch.equal(found, found.mT) and bool((found.diagonal(dim1=1, dim2=2) == 1).all())
+    assert bool((found.diff(dim=0) >= -1e-6).all())  # non-decreasing with depth
+    cells = found.view(depth, rows, columns, rows, columns)
+    for r in range(rows):
+        for c in range(columns):  # away from a corner that stays, along either axis, it falls
+            assert bool((cells[:, r, c, r:, c:].diff(dim=1) <= 1e-6).all())
+            assert bool((cells[:, r, c, r:, c:].diff(dim=2) <= 1e-6).all())
+    alone = [layer(x, ())[0] for x, layer in zip(inputs, maps, strict=True)]
+    hidden = torch.log1p(-torch.stack(alone).double()[:, 0]).cumsum(0)
+    torch.testing.assert_close(found.double(), -torch.expm1(hidden), rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("stacking", STACKINGS)
+def test_rows_step_by_step_are_the_matrix(stacking: str) -> None:
+    torch.manual_seed(0)
+    maps = layers(3, 5, 1, stacking)
+    inputs = [torch.randn(4, 1, 8, 5, dtype=FLOAT64) for _ in range(3)]
+    whole = computed(inputs, maps)
+    sums, rows = [torch.zeros(4, 1, dtype=FLOAT64)] * 3, [torch.zeros(4, 0, dtype=FLOAT64)] * 3
+    for t in range(8):
+        state: tuple[Tensor, ...] = ()
+        for m, layer in enumerate(maps):
+            row, state, sums[m], rows[m] = layer.step(inputs[m][:, 0, t], sums[m], rows[m], state)
+            exact(row, whole[m][:, t, : t + 1])
+
+
+def test_extreme_conditionals_have_finite_gradients() -> None:
+    for stacking in STACKINGS:
+        for scale in (0.0, 300.0):
+            torch.manual_seed(0)
+            maps = [ClusterMaps(4, 2, stacking) for _ in range(2)]
+            x = (scale * torch.randn(1, 3, 4, 4)).requires_grad_()
+            state: tuple[Tensor, ...] = ()
+            for layer in maps:
+                matrix, state = layer(x, state)
+            matrix.sum().backward()
+            assert bool(matrix.isfinite().all()) and x.grad is not None and bool(x.grad.isfinite().all())
+
+
+@torch.no_grad()
+def test_it_is_computed_in_float32_under_autocast() -> None:
+    torch.manual_seed(0)
+    maps = [layer.float() for layer in layers(2, 6, 2)]
+    inputs = [torch.randn(1, 4, 4, 6) for _ in range(2)]
+    expected = computed(inputs, maps)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = computed(inputs, maps)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+@torch.no_grad()
+@given(st.integers(1, 7), st.integers(1, 7), st.sampled_from([2, 3, 4]))
+@settings(max_examples=20, deadline=None)
+def test_sampling_down_and_up(rows: int, columns: int, rate: int) -> None:
+    """Means of the members that exist; each entry of the small matrix for all pairs of its groups' members."""
+    layout = Layout(rows, columns, rate)
+    x = torch.randn(2, rows * columns, 3, dtype=FLOAT64)
+    pooled, grid = layout.pool(x), x.view(2, rows, columns, 3)
+    down, across = -(-rows // rate), -(-columns // rate)
+    assert pooled.shape == (2, down, across, 3)
+    for r in range(down):
+        for c in range(across):
+            members = grid[:, r * rate : (r + 1) * rate, c * rate : (c + 1) * rate]
+            exact(pooled[:, r, c], members.mean((1, 2)))
+    small = torch.randn(2, down * across, down * across, dtype=FLOAT64)
+    large = layout.spread(small)
+    for a in range(rows * columns):
+        for b in range(rows * columns):
+            group = [n // columns // rate * across + n % columns // rate for n in (a, b)]
+            exact(large[:, a, b], small[:, group[0], group[1]])
+
+
+@torch.no_grad()
+def test_pooling_leaves_padding_out() -> None:
+    x = torch.randn(1, 7, 3, dtype=FLOAT64)
+    x[:, 4:] = torch.nan
+    pooled = Layout(1, 7, 3, torch.arange(7)[None] < 4).pool(x)
+    exact(pooled[0, 0, 0], x[0, :3].mean(0))
+    exact(pooled[0, 0, 1], x[0, 3])
+    assert bool((pooled[0, 0, 2] == 0).all())
+
+
+def test_a_fixed_window() -> None:
+    assert window_matrix(1, 5, 1, torch.device("cpu")).tolist() == [
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [0, 1, 1, 1, 0],
+        [0, 0, 1, 1, 1],
+        [0, 0, 0, 1, 1],
+    ]
+    square = window_matrix(3, 3, 1, torch.device("cpu"))
+    assert square[0].tolist() == [1, 1, 0, 1, 1, 0, 0, 0, 0] and bool((square[4] == 1).all())
+
+
+def literal_arrangement(boxes: Tensor, rows: int, columns: int) -> list[int | None]:
+    """Which region stands at each cell, row by row; None for dummies."""
+    centers = [((box[0] + box[2]) / 2, (box[1] + box[3]) / 2) for box in boxes.tolist()]
+    order = sorted(range(len(centers)), key=lambda n: (centers[n][0], centers[n][1], n))
+    grid: list[list[int | None]] = [[None] * columns for _ in range(rows)]
+    for column in range(-(-len(order) // rows)):
+        members = sorted(order[column * rows : (column + 1) * rows], key=lambda n: centers[n][1])
+        for row, region in enumerate(members):
+            grid[row][column] = region
+    return [region for line in grid for region in line]
+
+
+@given(st.integers(0, 10**6), st.integers(1, 11), st.integers(1, 4))
+@settings(max_examples=30, deadline=None)
+def test_regions_are_arranged_by_their_boxes(seed: int, count: int, rows: int) -> None:
+    torch.manual_seed(seed)
+    boxes = torch.randint(0, 4, (3, count, 4)).float()  # many ties
+    lengths = torch.randint(1, count + 1, (3,))
+    found = arrange_regions(boxes, lengths, rows)
+    columns = -(-count // rows)
+    x = torch.randn(3, count, 2)
+    for image in range(3):
+        expected = literal_arrangement(boxes[image, : lengths[image]], rows, columns)
+        assert found.real[image].tolist() == [region is not None for region in expected]
+        for cell, region in enumerate(expected):
+            if region is not None:
+                assert int(found.order[image, cell]) == region
+        sequence = found.row_by_row()
+        assert sequence.order[image, : lengths[image]].tolist() == [r for r in expected if r is not None]
+        assert int(sequence.real[image].sum()) == lengths[image]
+    assert torch.equal(found.undo(found.apply(x), count), x)
+    assert torch.equal(found.row_by_row().undo(found.row_by_row().apply(x), count), x)
+    without = arrange_regions(boxes, None, rows)
+    assert int(without.real.sum()) == 3 * count
+
+
+@torch.no_grad()
+def test_dummies_never_enter_between_real_regions() -> None:
+    torch.manual_seed(0)
+    for count in range(1, 14):
+        boxes, lengths = torch.rand(2, 13, 4), torch.tensor([count, 13])
+        arrangement = arrange_regions(boxes, lengths, 3)
+        cells = arrangement.apply(torch.randn(2, 13, 4, dtype=FLOAT64))
+        poisoned = cells.masked_fill(~arrangement.real[:, :, None], torch.nan)
+        maps = layers(2, 4, 2)
+        clean = computed([cells.view(2, 3, 5, 4)] * 2, maps)[-1]
+        found = computed([poisoned.view(2, 3, 5, 4)] * 2, maps)[-1]
+        for image in range(2):
+            real = arrangement.real[image]
+            assert torch.equal(found[image][real][:, real], clean[image][real][:, real])
+
+
+def test_initial_conditionals_are_nearly_constant() -> None:
+    torch.manual_seed(0)
+    maps = ClusterMaps(512, 1, "none")
+    maps.init_weights()
+    assert sum(parameter.numel() for parameter in maps.parameters()) == 1025
+    matrix = maps(torch.zeros(1, 1, 30, 512), ())[0][0]
+    for distance, value in ((5, 0.53), (10, 0.28), (19, 0.09)):
+        assert float(matrix[3, 3 + distance].detach()) == pytest.approx(value, abs=0.006)
