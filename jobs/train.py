@@ -46,7 +46,7 @@ def fit(job: StageJob, config: RunConfig) -> None:
             failure_config=FailureConfig(max_failures=workers.max_failures),
         ),
     )
-    failure = _failure(job)
+    failure = failure_file(job)
     try:
         trainer.fit()
     finally:
@@ -55,7 +55,7 @@ def fit(job: StageJob, config: RunConfig) -> None:
             raise StageFailedError(failure.read_text(encoding="utf-8"))
 
 
-def _failure(job: StageJob) -> Path:
+def failure_file(job: StageJob) -> Path:
     """Where a worker writes why trying again is of no use; one file an attempt."""
     return job.run / "log" / f"failure-{job.attempt}"
 
@@ -64,10 +64,10 @@ def _worker(settings: dict[str, Any]) -> None:
     from pipeline.context import RayContext
 
     job: StageJob = settings["job"]
-    if _failure(job).is_file():
+    if failure_file(job).is_file():
         return  # every worker of the repeated attempt ends here, and the fit with them
     try:
         train_stages(RayContext(), job)
     except (DivergedError, ValueError) as error:
-        write_text(_failure(job), " ".join(str(error).split()))
+        write_text(failure_file(job), " ".join(str(error).split()))
         raise

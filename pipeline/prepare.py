@@ -21,7 +21,7 @@ from models.base import CaptionModel
 from models.config import ModelSizes
 from models.registry import build_model
 from pipeline.config import RunConfig, dump_config
-from pipeline.dataset import build_vocabulary, longest_caption
+from pipeline.dataset import Dataset, build_vocabulary, longest_caption
 from pipeline.errors import UserError
 from pipeline.inputs import find_data
 from pipeline.run_folder import RunFolder, code_digest, run_identity, write_json, write_text
@@ -31,13 +31,17 @@ from pipeline.weights import save_weights
 PACKAGES = ("torch", "torchvision", "timm", "ray", "mlflow", "numpy", "pyarrow", "pycocoevalcap")
 
 
-def prepare(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
+def prepare(
+    config: RunConfig, say: Callable[[str], None], found: tuple[Dataset, dict[str, str]] | None = None
+) -> RunFolder:
     """The folder of the run that this configuration and its data are; made when it is not there yet.
+
+    `found` is what `find_data` gave, for a process that prepares many runs on the same data.
 
     Raises UserError for data that cannot be trained on. Single missing images are left out and counted, up to
     `data.max_bad_fraction`.
     """
-    dataset, troubles = find_data(config, say)
+    dataset, troubles = found or find_data(config, say)
     bad_share = len(troubles) / len(dataset)
     if bad_share > config.data.max_bad_fraction:
         uri, reason = next(iter(troubles.items()))

@@ -1,0 +1,54 @@
+"""What a search leaves: tables while it runs; at its end the leaderboard, plots, the page and configurations to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pipeline.search_book import Book
+from pipeline.search_results import (
+    front,
+    leaderboard_text,
+    point_results,
+    write_configurations,
+    write_tables,
+)
+
+
+class Outcome:
+    """Writes what a search has found, now and then and at its end."""
+
+    def __init__(self, book: Book, say: Callable[[str], None]) -> None:
+        self.book, self.say = book, say
+
+    def changed(self) -> None:
+        """A trial is over."""
+        results = point_results(self.book)
+        write_tables(self.book.folder.path, self.book, front(results, self.book.search.config.objectives))
+
+    def close(self, status: str) -> None:
+        """The search ends before it is done."""
+
+    def finish(self) -> int:
+        """Everything that a search leaves; returns the exit code."""
+        book, folder, search = self.book, self.book.folder.path, self.book.search
+        results = point_results(book)
+        best = front(results, search.config.objectives)
+        write_tables(folder, book, best)
+        paths = write_configurations(folder, book, results, best)
+        self.say("")
+        self.say(leaderboard_text(search, results, best))
+        self.say("")
+        self.say(f"tables       {folder / 'trials.parquet'} and trials.csv")
+        if paths:
+            self.say(f"to run       {', '.join(path.name for path in paths)} in {folder}")
+        return self._verdict()
+
+    def _verdict(self) -> int:
+        counts = self.book.states()
+        failed, others = counts["failed"], counts["finished"] + counts["stopped"]
+        if not failed:
+            return 0
+        first = next(record for record in self.book.records if record.state == "failed")
+        told = f"{failed} of {len(self.book.records)} trials failed; trial {first.number}: {first.reason}"
+        self.say(f"{'warning' if others else 'failed':12} {told}")
+        return 0 if others else 1
