@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pipeline.results import format_table
 from pipeline.search_book import Book
+from pipeline.search_report import comparisons, importances, write_page, write_plots
 from pipeline.search_results import (
     front,
     leaderboard_text,
@@ -12,6 +14,9 @@ from pipeline.search_results import (
     write_configurations,
     write_tables,
 )
+from pipeline.search_tracking import SearchTracker
+from pipeline.space import short
+from pipeline.tracking import public_uri
 
 
 class Outcome:
@@ -19,14 +24,18 @@ class Outcome:
 
     def __init__(self, book: Book, say: Callable[[str], None]) -> None:
         self.book, self.say = book, say
+        self.tracker = SearchTracker(book, say)
+        self.tracker.start()
 
     def changed(self) -> None:
         """A trial is over."""
         results = point_results(self.book)
         write_tables(self.book.folder.path, self.book, front(results, self.book.search.config.objectives))
+        self.tracker.wake()
 
     def close(self, status: str) -> None:
         """The search ends before it is done."""
+        self.tracker.close(status)
 
     def finish(self) -> int:
         """Everything that a search leaves; returns the exit code."""
@@ -38,9 +47,24 @@ class Outcome:
         self.say("")
         self.say(leaderboard_text(search, results, best))
         self.say("")
+        for title, note, columns, rows in comparisons(search, results):
+            self.say(f"{title}\n{note}\n{format_table(columns, rows)}\n")
+        shares, note = importances(search, book.records)
+        if shares:
+            told = ", ".join(f"{short(key)} {100 * share:.0f} %" for key, share in shares.items())
+            self.say(f"importance   {told}; {note[:1].lower()}{note[1:]}")
+        write_plots(folder, search, results, best)
+        page = write_page(book, results, best)
+        counts = book.states()
+        alive = counts["finished"] + counts["stopped"]
+        tracked = self.tracker.close("FINISHED" if alive else "FAILED", files=True)
         self.say(f"tables       {folder / 'trials.parquet'} and trials.csv")
+        self.say(f"page         {page}, with pareto.png and parallel.png")
         if paths:
             self.say(f"to run       {', '.join(path.name for path in paths)} in {folder}")
+        if search.base.tracking.enabled:
+            told = "" if tracked else " did not take everything; run again"
+            self.say(f"tracking     {public_uri(search.base)}{told}")
         return self._verdict()
 
     def _verdict(self) -> int:
