@@ -259,8 +259,8 @@ def _searcher(desk: Desk) -> Any:
         def restore(self, checkpoint_path: str) -> None:
             pass
 
-        def __getstate__(self) -> dict[str, Any]:
-            return {}
+        def __reduce__(self) -> Any:  # Ray Tune writes down what it would restore from; the book does that
+            return (object, ())
 
     return BookSearcher()
 
@@ -278,8 +278,8 @@ def _callback(desk: Desk) -> Any:
         def on_trial_error(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
             desk.died(trial.config["number"], _death(trial))
 
-        def __getstate__(self) -> dict[str, Any]:
-            return {}
+        def __reduce__(self) -> Any:  # Ray Tune writes down what it would restore from; the book does that
+            return (object, ())
 
     return BookCallback()
 
