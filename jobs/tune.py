@@ -14,7 +14,8 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -174,8 +175,8 @@ def _run_trials(book: Book, search: Search, say: Say, changed: Callable[[], None
             tuner.fit()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    if desk.error is not None:
-        raise desk.error
+        if desk.error is not None:
+            raise desk.error
 
 
 class Desk:
@@ -186,6 +187,15 @@ class Desk:
         self.by_number: dict[int, TrialRecord] = {}
         self.error: BaseException | None = None
         self.last_table = time.monotonic()
+
+    @contextmanager
+    def keeping_errors(self) -> Iterator[None]:
+        """What goes wrong on our side is raised as it is, after Ray Tune, which would wrap it, has ended."""
+        try:
+            yield
+        except Exception as error:
+            self.error = error
+            raise
 
     def give(self) -> dict[str, Any] | None:
         """The next trial as Ray Tune's configuration of it."""
@@ -241,11 +251,9 @@ def _searcher(desk: Desk) -> Any:
         """Asks the book; what became of a trial is told to it by the callback."""
 
         def suggest(self, trial_id: str) -> Any:
-            try:
-                return desk.give() or Searcher.FINISHED
-            except BaseException as error:  # Ray Tune would log it and go on
-                desk.error = error
-                return Searcher.FINISHED
+            with desk.keeping_errors():
+                found = desk.give()
+            return found or Searcher.FINISHED
 
         def set_search_properties(self, *_: Any, **__: Any) -> bool:
             return True
@@ -270,15 +278,18 @@ def _callback(desk: Desk) -> Any:
 
     class BookCallback(Callback):
         def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: dict[str, Any], **_: Any) -> None:
-            desk.result(trial.config["number"], result)
+            with desk.keeping_errors():
+                desk.result(trial.config["number"], result)
 
         def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
-            desk.ended(trial.config["number"], trial.last_result or {})
+            with desk.keeping_errors():
+                desk.ended(trial.config["number"], trial.last_result or {})
 
         def on_trial_error(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
-            desk.died(trial.config["number"], _death(trial))
+            with desk.keeping_errors():
+                desk.died(trial.config["number"], _death(trial))
 
-        def __reduce__(self) -> Any:  # Ray Tune writes down what it would restore from; the book does that
+        def __reduce__(self) -> Any:
             return (object, ())
 
     return BookCallback()

@@ -180,13 +180,17 @@ def write_tables(folder: Path, book: Book, on_front: Sequence[PointResult]) -> N
     """trials.parquet and trials.csv: a row a trial, a column a key of the space, a score or a cost."""
     best = {record.number for result in on_front for record in result.records}
     rows = []
-    for record in book.records:
-        changes = book.search.changes(record.point)
+    all_changes = [book.search.changes(record.point) for record in book.records]
+    numbers = {key for key in book.search.space.keys if all(_is_number(changes.get(key, 0)) for changes in all_changes)}
+    for record, changes in zip(book.records, all_changes, strict=True):
         rows.append(
             {
                 "trial": record.number,
                 "state": record.state,
-                **{key: _plain(changes.get(key)) for key in book.search.space.keys},
+                **{
+                    key: None if key not in changes else changes[key] if key in numbers else show_value(changes[key])
+                    for key in book.search.space.keys
+                },
                 "seed": record.seed,
                 "epochs": record.epoch,
                 SCORE: record.score,
@@ -209,8 +213,8 @@ def write_tables(folder: Path, book: Book, on_front: Sequence[PointResult]) -> N
     place(folder / "trials.csv").write_bytes(text.getvalue())
 
 
-def _plain(value: Any) -> Any:
-    return show_value(value) if value is None or isinstance(value, list | tuple) else value
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def write_configurations(folder: Path, book: Book, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> list[Path]:
