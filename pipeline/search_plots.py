@@ -73,10 +73,11 @@ def pareto_plot(
         panels[1].set_ylabel("CIDEr-D (Karpathy validation, beam 3)", color=INK)
     for axes in panels:
         _dress(axes)
-        axes.legend(
-            loc="lower left", bbox_to_anchor=(-0.01, 1.0 if not apart else 1.05), ncols=2 if narrow or apart else 4,
-            fontsize=7.5 if narrow else 8.5, frameon=False, labelcolor=INK, borderaxespad=0.2,
-        )  # fmt: skip
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(
+                loc="lower left", bbox_to_anchor=(-0.01, 1.0 if not apart else 1.05), ncols=2 if narrow or apart else 4,
+                fontsize=7.5 if narrow else 8.5, frameon=False, labelcolor=INK, borderaxespad=0.2,
+            )  # fmt: skip
     return figure
 
 

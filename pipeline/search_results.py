@@ -134,7 +134,7 @@ def leaderboard(search: Search, results: Sequence[PointResult], on_front: Sequen
     rows = []
     for result in results:
         state = f"{result.state} *" if any(each is result for each in on_front) else result.state
-        done = f"{len(result.counted)}/{result.seeds}"
+        done = f"{0 if result.state == 'failed' else len(result.counted)}/{result.seeds}"
         cells = [cell(name, result.mean(name), result.spread(name)) for name in names]
         rows.append((result.label, [state, f"{result.epoch:g}", done, *cells]))
     return ["state", "epochs", "seeds", *map(head, names)], rows
