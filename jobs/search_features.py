@@ -76,7 +76,7 @@ def _stand_in(search: Search) -> RunConfig:
     values["stages"] = [stage for stage in values["stages"] if stage["name"] in wanted]
     for key, value in flatten(section.set).items():
         set_value(values, key, value, "backbone.set")
-    values["name"] = f"{search.base.name}-{search.config.name}-backbone"
+    values["name"] = f"{search.base.name}-backbone"  # searches with the same base share it
     values["tracking"] = {"enabled": False}
     return parse_config(values)
 

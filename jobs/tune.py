@@ -203,7 +203,9 @@ class Desk:
         if record is None:
             return None
         self.by_number[record.number] = record
-        self._line(record)
+        verb = f"goes on from epoch {record.epoch:g}" if record.attempts > 1 else "starts"
+        seed = f", seed {record.seed}" if len(self.book.search.config.seeds) > 1 else ""
+        self.say(f"trial {record.number}  {verb}  ({self.book.search.space.describe(record.point)}{seed})")
         return {"folder": str(self.book.folder.path), "number": record.number, "point": record.point, "seed": record.seed}
 
     def result(self, number: int, result: Mapping[str, Any]) -> None:

@@ -168,9 +168,9 @@ def trial_line(search: Search, record: TrialRecord, asked: int | None) -> str:
     label = search.space.describe(record.point) + (f", seed {record.seed}" if len(search.config.seeds) > 1 else "")
     if record.state == "failed":
         return f"{name}  failed after {minutes(record.seconds)}: {record.reason}  ({label})"
-    score = "no validation yet" if record.score is None else f"{SCORE} {record.score:.4f}"
+    score = "no validation" if record.score is None else f"{SCORE} {record.score:.4f}"
     if record.state == "running":
-        return f"{name}  epoch {record.epoch:g}: {score}  ({label})" if record.reports else f"{name}  starts  ({label})"
+        return f"{name}  epoch {record.epoch:g}: {score}  ({label})"
     costs = f"{cell('macs', record.costs.get('macs'))} MMACs"
     extra = f", {record.reason}" if record.reason else ""
     return f"{name}  {record.state} at epoch {record.epoch:g}: {score}, {costs}, {minutes(record.seconds)}{extra}  ({label})"
