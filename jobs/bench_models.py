@@ -33,6 +33,7 @@ BEAMS = SAMPLES = 5
 BFLOAT16_LIMIT = 3e-2
 SIZES = ModelSizes(FEATURE_WIDTH, 10_000, 74, sos=0, eos=1, pad=2)
 
+
 @dataclass
 class Row:
     """Median seconds of both forms in two ways to keep memory, and the ratio that is asked for.

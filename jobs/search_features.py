@@ -110,9 +110,7 @@ def extract_once(
         return None, []
     part = dataset.split(*config.data.train_splits, config.data.val_split)
     backbone = replace(config.backbone, weights="none")
-    extractor = Extractor(
-        backbone, source.weights, config.features, config.data.max_pixels, config.storage.options
-    )
+    extractor = Extractor(backbone, source.weights, config.features, config.data.max_pixels, config.storage.options)
     store, bad = extract(
         part, config.storage_path / "features", extractor, start_ray, lambda text: say(f"features  {text}")
     )

@@ -29,7 +29,7 @@ from pipeline.proposals import make_proposals
 from pipeline.run_folder import code_digest, write_text
 from pipeline.search import SCORE, Search, load_search
 from pipeline.search_book import OVER, Book, SearchFolder, TrialRecord, minutes
-from pipeline.search_results import live_table, point_results, trial_line
+from pipeline.search_results import live_table, trial_line
 
 Say = Callable[[str], None]
 TABLE_EVERY_S = 30.0
@@ -206,7 +206,12 @@ class Desk:
         verb = f"goes on from epoch {record.epoch:g}" if record.attempts > 1 else "starts"
         seed = f", seed {record.seed}" if len(self.book.search.config.seeds) > 1 else ""
         self.say(f"trial {record.number}  {verb}  ({self.book.search.space.describe(record.point)}{seed})")
-        return {"folder": str(self.book.folder.path), "number": record.number, "point": record.point, "seed": record.seed}
+        return {
+            "folder": str(self.book.folder.path),
+            "number": record.number,
+            "point": record.point,
+            "seed": record.seed,
+        }
 
     def result(self, number: int, result: Mapping[str, Any]) -> None:
         record = self.by_number[number]

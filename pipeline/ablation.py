@@ -70,7 +70,7 @@ def score_table(search: Search, results: Sequence[PointResult]) -> tuple[list[st
 
 
 def cost_table(search: Search, results: Sequence[PointResult]) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """Table VI beside ours: 1e12 multiply-accumulates of 5,000 images in its accounting, and over the baseline row's."""
+    """Table VI beside ours: 1e12 multiply-accumulates of 5,000 images in its accounting, and over the baseline's."""
     rows = pairs(search, results)
     columns = ["1e12 MACs", "of baseline", "paper (Table VI)", "of baseline", "executed", "k parameters"]
 

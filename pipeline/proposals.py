@@ -100,9 +100,7 @@ class ListedProposals:
 class OptunaProposals:
     """TPE or NSGA-II over the dimensions; choices are categorical by their labels."""
 
-    def __init__(
-        self, space: Space, algorithm: str, directions: Sequence[str], seed: int, population: int
-    ) -> None:
+    def __init__(self, space: Space, algorithm: str, directions: Sequence[str], seed: int, population: int) -> None:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)

@@ -22,6 +22,7 @@ from pipeline.errors import UserError
 from pipeline.metrics import METRICS
 from pipeline.space import Dimension, GenerateSection, Space, SpaceSection, space_of
 
+Values = dict[str, Any]  # configuration keys, dotted or nested, and what they get
 MOST_CHECKED = 1000  # combinations of a finite space that are all built before anything starts
 COSTS = {
     "macs": "multiply-accumulates of an image in the paper's accounting",
@@ -51,7 +52,7 @@ class TrialSection(Section):
 
     stages: tuple[str, ...] | None = None
     epochs: Annotated[float, Field(gt=0)] | None = None  # of each; None: the base's
-    set: dict[str, Any] = {}  # for trials only; best.yaml does not have it
+    set: Values = Field(default_factory=dict)  # for trials only; best.yaml does not have it
 
 
 class BackboneSection(Section):
@@ -63,7 +64,7 @@ class BackboneSection(Section):
 
     weights: str = "base"
     stages: tuple[str, ...] = ()
-    set: dict[str, Any] = {}
+    set: Values = Field(default_factory=dict)
 
 
 class BudgetSection(Section):
@@ -102,13 +103,13 @@ class SearchConfig(Section):
 
     name: str
     base: str  # relative to the search's file
-    set: dict[str, Any] = {}
+    set: Values = Field(default_factory=dict)
     storage: str | None = None  # None: the base's
-    space: dict[str, SpaceSection] = {}
-    rows: Annotated[tuple[dict[str, Any], ...], Field(min_length=1)] | None = None  # points one by one
+    space: dict[str, SpaceSection] = Field(default_factory=dict)
+    rows: Annotated[tuple[Values, ...], Field(min_length=1)] | None = None  # points one by one
     trial: TrialSection = TrialSection()
     backbone: BackboneSection = BackboneSection()
-    objectives: dict[str, Literal["max", "min"]] = {SCORE: "max", "macs": "min"}
+    objectives: dict[str, Literal["max", "min"]] = Field(default_factory=lambda: {SCORE: "max", "macs": "min"})
     metrics: tuple[str, ...] = ("BLEU-4", "ROUGE-L")  # shown beside, of a finished trial's validation captions
     budget: BudgetSection = BudgetSection()
     algorithm: Literal["grid", "random", "tpe", "nsga2", "pbt"] = "random"

@@ -162,7 +162,7 @@ class Book:
         self.folder.write(record)
 
     def over(self, record: TrialRecord, outcome: Mapping[str, Any]) -> None:
-        """The end of a trial: finished, stopped or failed (with its reason); the sampler is told with a point's last."""
+        """The end of a trial: finished, stopped or failed. With a point's last seed the sampler is told."""
         for key, value in outcome.items():
             setattr(record, key, value)
         self.folder.write(record)
@@ -175,7 +175,9 @@ class Book:
         """Means over the seeds that did not fail, one an objective; a stopped trial counts with what it had."""
         found = []
         for objective in self.search.config.objectives:
-            values = [v for record in records if record.state != "failed" and (v := record.value(objective)) is not None]
+            values = [
+                v for record in records if record.state != "failed" and (v := record.value(objective)) is not None
+            ]
             if not values:
                 return None
             found.append(sum(values) / len(values))
@@ -190,5 +192,3 @@ class Book:
 
 def minutes(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
-
-

@@ -6,6 +6,7 @@ SVG for the page takes its colors from the page's, so that one drawing serves li
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -101,7 +102,8 @@ def _draw_points(
             axes.errorbar(xs, ys, [point[2] for point in points], fmt="none", ecolor=ACCENT, elinewidth=1, capsize=3)
         axes.plot(xs, ys, "o", mfc=ACCENT, mec=PAGE, ms=8, label="finished", zorder=3)
     line = sorted(
-        (point for point in kinds["finished"] if any(point[3] is each for each in on_front)), key=lambda point: point[:2]
+        (point for point in kinds["finished"] if any(point[3] is each for each in on_front)),
+        key=lambda point: point[:2],
     )
     if line:
         xs, ys = [point[0] for point in line], [point[1] for point in line]
@@ -120,8 +122,8 @@ def _draw_points(
     first = [(x, y, result.label, BEST) for x, y, _, result in line]
     then = [(x, y, result.label, INK) for x, y, _, result in others]
     last = [(x, y, result.label, MUTED) for x, y, _, result in kinds["stopped"]]
-    steps = [(x, y) for (x, y, *_), (end, *_) in zip(line, line[1:], strict=False) for x in _between(x, end)]
-    steps += [(end, y) for (_, low, *_), (end, high, *_) in zip(line, line[1:], strict=False) for y in _between(low, high)]
+    steps = [(x, y) for (x, y, *_), (end, *_) in itertools.pairwise(line) for x in _between(x, end)]
+    steps += [(end, y) for (_, low, *_), (end, high, *_) in itertools.pairwise(line) for y in _between(low, high)]
     _write_labels(axes, first + ([] if narrow else then + last), 7 if narrow else 8, steps)
 
 
@@ -169,7 +171,7 @@ def _write_labels(
     size: float,
     lines: Sequence[tuple[float, float]] = (),
 ) -> None:
-    """Labels beside their points where they cover neither a point nor another label; those without room are left out."""
+    """Labels beside their points where they cover neither a point nor a label; those without room are left out."""
     figure = axes.get_figure()
     assert figure is not None
     figure.draw_without_rendering()
@@ -229,7 +231,8 @@ def parallel_plot(search: Search, results: Sequence[PointResult], *, narrow: boo
         style = "-" if result.state == "finished" else (0, (4, 3))
         axes.plot(
             range(len(scales)), heights, ls=style, color=BEST if rank == 0 else ACCENT,
-            lw=2.4 if rank == 0 else 1.2, alpha=1.0 if rank == 0 else 0.25 + 0.55 * strength, zorder=5 if rank == 0 else 3,
+            lw=2.4 if rank == 0 else 1.2, alpha=1.0 if rank == 0 else 0.25 + 0.55 * strength,
+            zorder=5 if rank == 0 else 3,
         )  # fmt: skip
     axes.set_xlim(-0.75, len(scales) - 1 + 0.45)
     axes.set_ylim(-0.08, 1.15)
@@ -310,7 +313,12 @@ def svg(figure: Figure, name: str) -> str:
     text = data.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'(<svg [^>]*?)width="[^"]*" height="[^"]*"', r"\1", re.sub(r'(<svg [^>]*?)height="([^"]*)"([^>]*?)width="([^"]*)"', r'\1width="\4" height="\2"\3', text, count=1), count=1)
+    text = re.sub(
+        r'(<svg [^>]*?)width="[^"]*" height="[^"]*"',
+        r"\1",
+        re.sub(r'(<svg [^>]*?)height="([^"]*)"([^>]*?)width="([^"]*)"', r'\1width="\4" height="\2"\3', text, count=1),
+        count=1,
+    )
     for color, variable in VARIABLES.items():
         text = text.replace(color, f"var({variable})")
     return re.sub(r"font: ([^;\"]*?)'[^;\"]*", r"font: \1inherit", text)

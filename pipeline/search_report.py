@@ -129,8 +129,8 @@ def comparisons(search: Search, results: Sequence[PointResult]) -> list[tuple[st
         "+/- is the difference to the baseline row, attention in encoder and decoder."
     )
     costs = (
-        "1e12 multiply-accumulates of 5,000 images with a caption of 12.5 tokens each, in the paper's accounting and as "
-        "executed here."
+        "1e12 multiply-accumulates of 5,000 images with a caption of 12.5 tokens each, in the paper's accounting and "
+        "as executed here."
     )
     return [
         ("Table I beside the paper's", note, *ablation.score_table(search, results)),

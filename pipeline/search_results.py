@@ -12,7 +12,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
-import yaml
 
 from pipeline.config import RunConfig, dump_config, parse_config
 from pipeline.results import format_table
@@ -128,7 +127,9 @@ def cell(name: str, value: float | None, spread: float | None = None) -> str:
     return f"{text} ± {spread / UNITS.get(name, 1):.{digits}f}" if spread is not None and name not in COSTS else text
 
 
-def leaderboard(search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+def leaderboard(
+    search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]
+) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """Columns and rows: state, epochs, seeds, then mean and spread of what is shown."""
     names = shown_columns(search)
     rows = []
@@ -142,8 +143,10 @@ def leaderboard(search: Search, results: Sequence[PointResult], on_front: Sequen
 
 def leaderboard_text(search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> str:
     columns, rows = leaderboard(search, results, on_front)
-    return format_table(columns, rows) + "\n* on the Pareto front of " + ", ".join(
-        f"{head(name)} ({direction})" for name, direction in search.config.objectives.items()
+    return (
+        format_table(columns, rows)
+        + "\n* on the Pareto front of "
+        + ", ".join(f"{head(name)} ({direction})" for name, direction in search.config.objectives.items())
     )
 
 
@@ -153,7 +156,9 @@ def live_table(book: Book) -> str:
     for record in book.records:
         if record.state not in OVER:
             score = "" if record.score is None else f"{record.score:.4f}"
-            rows.append((f"trial {record.number}  {book.search.space.describe(record.point)}", [f"{record.epoch:g}", score]))
+            rows.append(
+                (f"trial {record.number}  {book.search.space.describe(record.point)}", [f"{record.epoch:g}", score])
+            )
     counts = book.states()
     asked = book.asked if book.asked is not None else len(book.records)
     told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
@@ -173,7 +178,8 @@ def trial_line(search: Search, record: TrialRecord, asked: int | None) -> str:
         return f"{name}  epoch {record.epoch:g}: {score}  ({label})"
     costs = f"{cell('macs', record.costs.get('macs'))} MMACs"
     extra = f", {record.reason}" if record.reason else ""
-    return f"{name}  {record.state} at epoch {record.epoch:g}: {score}, {costs}, {minutes(record.seconds)}{extra}  ({label})"
+    told = f"{score}, {costs}, {minutes(record.seconds)}{extra}"
+    return f"{name}  {record.state} at epoch {record.epoch:g}: {told}  ({label})"
 
 
 def write_tables(folder: Path, book: Book, on_front: Sequence[PointResult]) -> None:
@@ -217,7 +223,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def write_configurations(folder: Path, book: Book, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> list[Path]:
+def write_configurations(
+    folder: Path, book: Book, results: Sequence[PointResult], on_front: Sequence[PointResult]
+) -> list[Path]:
     """best.yaml, and front-1.yaml and on from the best of the main objective downwards; returns their paths."""
     search = book.search
     finished = [result for result in results if result.state == "finished"]
@@ -242,7 +250,8 @@ def _configuration(search: Search, result: PointResult, path: Path, name: str) -
     keys = ", ".join(f"{short(key)} {show_value(value)}" for key, value in search.changes(result.point).items())
     header = [
         f"# {keys}: the base configuration of the search {search.config.name} at this point.",
-        f"# In the search: {told}, after {result.epoch:g} epochs of {', '.join(search.stages)} ({len(result.counted)} seeds).",
+        f"# In the search: {told}, after {result.epoch:g} epochs of {', '.join(search.stages)}, "
+        f"seeds: {len(result.counted)}.",
         f"#   raycap run {path}",
     ]
     return "\n".join(header) + "\n" + dump_config(config)

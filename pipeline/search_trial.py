@@ -117,7 +117,9 @@ def _run_trial(
         costs["latency_ms"] = latency_ms(run)
     return {
         "state": "finished",
-        "reason": "; ".join(result["ended_early"] for name in names if (result := run.result(name)) and result["ended_early"]),
+        "reason": "; ".join(
+            result["ended_early"] for name in names if (result := run.result(name)) and result["ended_early"]
+        ),
         "run": str(run.path),
         "reports": best_scores(run),
         "scores": scores_of(run, search, plan["excluded"]),
@@ -207,7 +209,12 @@ def costs_of(run: RunFolder) -> dict[str, float]:
         steps=config.evaluation.max_length - 1,
     )
     values = asdict(counted)
-    names = {"macs": "paper", "macs_executed": "executed", "macs_beam_search": "beam_search", "parameters": "parameters"}
+    names = {
+        "macs": "paper",
+        "macs_executed": "executed",
+        "macs_beam_search": "beam_search",
+        "parameters": "parameters",
+    }
     return {name: float(values[key]) for name, key in names.items()}
 
 

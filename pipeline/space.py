@@ -214,9 +214,7 @@ def space_of(sections: Mapping[str, SpaceSection]) -> Space:
 def _dimension(key: str, section: SpaceSection) -> Dimension:
     if section.low is not None and section.high is not None:
         whole = all(isinstance(value, int) for value in (section.low, section.high, section.step or 0))
-        return Dimension(
-            key, low=section.low, high=section.high, log=section.log, step=section.step, integer=whole
-        )
+        return Dimension(key, low=section.low, high=section.high, log=section.log, step=section.step, integer=whole)
     if section.groups is not None:
         values = tuple(list(value) if value is not None else None for value in section.groups.values())
         return Dimension(key, tuple(section.groups), values)

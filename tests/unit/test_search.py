@@ -101,7 +101,7 @@ def test_points_and_labels() -> None:
         ({"space": {N_E: {"low": 2, "hihg": 4}}}, ["unknown key space.model.dynamic_expansion.hihg", "high"]),
         ({"space": {N_E: [2, 2]}}, ["the choice 2 stands there twice"]),
         ({"space": {"seed": [1, 2]}}, ["space.seed cannot be searched", "seeds"]),
-        ({"space": {"backbone.image_size": [32, 64]}}, ["space.backbone.image_size cannot be searched", "extracted once"]),
+        ({"space": {"backbone.image_size": [32, 64]}}, ["space.backbone.image_size cannot", "extracted once"]),
         ({"space": {"stages.scst_frozen.lr": [1.0, 2.0]}}, ["no trial runs the stage scst_frozen", "trial.stages"]),
         ({"space": None}, ["exactly one of space and rows"]),
         ({"objectives": {"CIDEr": "max"}}, ["no trial reports 'CIDEr'", "known: CIDEr-D, macs"]),
@@ -152,7 +152,9 @@ def test_a_point_is_the_base_with_its_changes(tmp_path: Path) -> None:
 def test_identity_is_of_what_decides_the_results(tmp_path: Path) -> None:
     """More trials or a larger machine: the same search goes on. Longer trials: another one."""
     one = small_search(tmp_path)
-    assert small_search(tmp_path, budget={"trials": 6, "hours": 1}, resources={"cpus": 2}).identity("x") == one.identity("x")
+    assert small_search(tmp_path, budget={"trials": 6, "hours": 1}, resources={"cpus": 2}).identity(
+        "x"
+    ) == one.identity("x")
     assert small_search(tmp_path, trial={"epochs": 3}).identity("x") != one.identity("x")
     assert small_search(tmp_path, set={"model.d_ff": 64}).identity("x") != one.identity("x")
     assert one.identity("y") != one.identity("x")

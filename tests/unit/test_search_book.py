@@ -30,7 +30,7 @@ from pipeline.search_results import (
     write_configurations,
     write_tables,
 )
-from tests.unit.test_search import G, LR, N_E, small_search
+from tests.unit.test_search import LR, N_E, G, small_search
 
 Objective = Callable[[dict[str, Any], int], dict[str, Any]]
 CHOICES: dict[str, Any] = {
@@ -182,7 +182,7 @@ def test_tables_and_configurations(tmp_path: Path) -> None:
 
 
 def test_asha_follows_its_rule(tmp_path: Path) -> None:
-    """At a rung (1, 2, 4 epochs; reduction 2) a trial ends when it is below the median of those that were there before."""
+    """At a rung (1, 2, 4 epochs; reduction 2) a trial ends when below the median of those before it."""
     from jobs.tune import make_scheduler
 
     scheduler_section = {"name": "asha", "grace_epochs": 1, "reduction": 2}
@@ -193,7 +193,11 @@ def test_asha_follows_its_rule(tmp_path: Path) -> None:
     for trial in trials:
         scheduler.on_trial_add(None, trial)
     rungs: dict[int, list[float]] = {1: [], 2: [], 4: []}
-    records, alive, epochs = {t.trial_id: TrialRecord(int(t.trial_id), {}, 0) for t in trials}, list(trials), dict.fromkeys(range(40), 0)
+    records, alive, epochs = (
+        {t.trial_id: TrialRecord(int(t.trial_id), {}, 0) for t in trials},
+        list(trials),
+        dict.fromkeys(range(40), 0),
+    )
     stopped = 0
     while alive:
         trial = generator.choice(alive)  # asynchronous: whoever comes next
