@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import random
 import shutil
 import threading
 import time
@@ -17,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,7 +159,7 @@ def _run_trials(book: Book, search: Search, say: Say, changed: Callable[[], None
             search_alg=_searcher(desk),
             scheduler=make_scheduler(search, book.records),
             num_samples=-1,
-            max_concurrent_trials=at_once,
+            max_concurrent_trials=None if search.config.algorithm == "pbt" else at_once,  # all members are alive
             time_budget_s=None if hours is None else 3600 * hours,
             reuse_actors=True,
         ),
@@ -166,6 +168,7 @@ def _run_trials(book: Book, search: Search, say: Say, changed: Callable[[], None
             storage_path=str(scratch),
             callbacks=[_callback(desk)],
             failure_config=tune.FailureConfig(max_failures=0),
+            checkpoint_config=tune.CheckpointConfig(num_to_keep=2),
             verbose=0,
         ),
     )
@@ -184,7 +187,7 @@ class Desk:
 
     def __init__(self, book: Book, say: Say, changed: Callable[[], None], deadline: float | None) -> None:
         self.book, self.say, self.changed, self.deadline = book, say, changed, deadline
-        self.by_number: dict[int, TrialRecord] = {}
+        self.by_id: dict[str, TrialRecord] = {}  # by Ray Tune's name of the trial
         self.error: BaseException | None = None
         self.last_table = time.monotonic()
 
@@ -197,12 +200,12 @@ class Desk:
             self.error = error
             raise
 
-    def give(self) -> dict[str, Any] | None:
+    def give(self, trial_id: str) -> dict[str, Any] | None:
         """The next trial as Ray Tune's configuration of it."""
         record = self.book.next() if not self.time_is_over else None
         if record is None:
             return None
-        self.by_number[record.number] = record
+        self.by_id[trial_id] = record
         verb = f"goes on from epoch {record.epoch:g}" if record.attempts > 1 else "starts"
         seed = f", seed {record.seed}" if len(self.book.search.config.seeds) > 1 else ""
         self.say(f"trial {record.number}  {verb}  ({self.book.search.space.describe(record.point)}{seed})")
@@ -213,8 +216,11 @@ class Desk:
             "seed": record.seed,
         }
 
-    def result(self, number: int, result: Mapping[str, Any]) -> None:
-        record = self.by_number[number]
+    def result(self, trial_id: str, result: Mapping[str, Any], config: dict[str, Any]) -> None:
+        record = self.by_id[trial_id]
+        if self.book.search.config.algorithm == "pbt":
+            # one that takes another's place has the other's configuration, changed: its number stays its own
+            config["number"], record.point = record.number, dict(config["point"])
         if result.get("outcome"):
             outcome = dict(result["outcome"])
             outcome["reports"] = [tuple(report) for report in outcome.get("reports", record.reports)]
@@ -223,15 +229,15 @@ class Desk:
             self.book.reported(record, result)
             self._line(record)
 
-    def ended(self, number: int, last: Mapping[str, Any]) -> None:
+    def ended(self, trial_id: str, last: Mapping[str, Any]) -> None:
         """A trial that Ray Tune ended. Without an outcome: early by the scheduler, or because the time is over."""
-        record = self.by_number[number]
+        record = self.by_id[trial_id]
         if record.state in OVER or self.time_is_over:
             return
         self._over(record, {"state": "stopped", "seconds": record.seconds + last.get("time_total_s", 0.0)})
 
-    def died(self, number: int, reason: str) -> None:
-        record = self.by_number[number]
+    def died(self, trial_id: str, reason: str) -> None:
+        record = self.by_id[trial_id]
         if record.state not in OVER:
             self._over(record, {"state": "failed", "reason": reason})
 
@@ -259,7 +265,7 @@ def _searcher(desk: Desk) -> Any:
 
         def suggest(self, trial_id: str) -> Any:
             with desk.keeping_errors():
-                found = desk.give()
+                found = desk.give(trial_id)
             return found or Searcher.FINISHED
 
         def set_search_properties(self, *_: Any, **__: Any) -> bool:
@@ -286,15 +292,15 @@ def _callback(desk: Desk) -> Any:
     class BookCallback(Callback):
         def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: dict[str, Any], **_: Any) -> None:
             with desk.keeping_errors():
-                desk.result(trial.config["number"], result)
+                desk.result(trial.trial_id, result, trial.config)
 
         def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
             with desk.keeping_errors():
-                desk.ended(trial.config["number"], trial.last_result or {})
+                desk.ended(trial.trial_id, trial.last_result or {})
 
         def on_trial_error(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
             with desk.keeping_errors():
-                desk.died(trial.config["number"], _death(trial))
+                desk.died(trial.trial_id, _death(trial))
 
         def __reduce__(self) -> Any:
             return (object, ())
@@ -318,6 +324,8 @@ def make_scheduler(search: Search, records: list[TrialRecord]) -> Any:
     """The search's ASHA, which remembers the reports of trials that ran before, or first in, first out."""
     from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 
+    if search.config.algorithm == "pbt":
+        return _population(search)
     settings = search.config.scheduler
     if settings is None:
         return FIFOScheduler()
@@ -335,6 +343,28 @@ def make_scheduler(search: Search, records: list[TrialRecord]) -> Any:
     return scheduler
 
 
+def _population(search: Search) -> Any:
+    from ray.tune.schedulers import PopulationBasedTraining
+
+    settings, generator = search.config.pbt, random.Random(search.config.seed)
+
+    def changed(config: dict[str, Any]) -> dict[str, Any]:
+        return config | {
+            "point": {d.key: d.neighbor(config["point"][d.key], generator) for d in search.space.dimensions}
+        }
+
+    return PopulationBasedTraining(
+        time_attr="epoch",
+        metric=SCORE,
+        mode="max",
+        perturbation_interval=settings.every_epochs,
+        quantile_fraction=settings.quantile,
+        custom_explore_fn=changed,
+        log_config=False,
+        require_attrs=False,
+    )
+
+
 def train_trial(config: dict[str, Any]) -> None:
     """In the trial's process: trains it, reports to Ray Tune, and at its end its outcome."""
     from ray import tune
@@ -342,11 +372,33 @@ def train_trial(config: dict[str, Any]) -> None:
     from pipeline.search_trial import run_trial, train_here
 
     folder = SearchFolder(Path(config["folder"]))
-    workers = folder.plan["search"]["resources"]["workers"]
-    train = train_here if workers == 1 else train_on_workers
+    settings = folder.plan["search"]
+    if settings["algorithm"] == "pbt":
+        tune.report({"outcome": _train_member(folder, config)})  # without a score: the population is not to change it
+        return
+    train = train_here if settings["resources"]["workers"] == 1 else train_on_workers
     outcome = run_trial(folder, config["point"], config["seed"], tune.report, train)
     last = {"epoch": outcome["reports"][-1][0], SCORE: outcome["reports"][-1][1]} if outcome.get("reports") else {}
     tune.report({**last, "outcome": outcome})
+
+
+def _train_member(folder: SearchFolder, config: dict[str, Any]) -> dict[str, Any]:
+    """A population's member: what it goes on from travels with its reports, for others to take over."""
+    from ray import tune
+
+    from pipeline.run_folder import RunFolder
+    from pipeline.search_trial import hand_over, run_trial
+
+    def report(metrics: dict[str, Any]) -> None:
+        with TemporaryDirectory(prefix="raycap-") as scratch:
+            hand_over(RunFolder(Path(metrics["run"])), metrics["stage"], metrics["step"], Path(scratch))
+            tune.report(metrics, checkpoint=tune.Checkpoint.from_directory(scratch))
+
+    given, member = tune.get_checkpoint(), config["number"]
+    if given is None:
+        return run_trial(folder, config["point"], config["seed"], report, member=member)
+    with given.as_directory() as parent:
+        return run_trial(folder, config["point"], config["seed"], report, member=member, parent=Path(parent))
 
 
 def train_on_workers(job: Any, config: RunConfig, context: Any) -> None:

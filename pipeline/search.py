@@ -216,11 +216,16 @@ class Search:
         values["name"] = f"{self.base.name}-{self.config.name}-{name}"
         return values
 
-    def trial_config(self, point: Mapping[str, Any], seed: int, weights: str | None = None) -> RunConfig:
-        """What a trial at a point trains; `weights` is the file that the backbone starts from, if not the base's."""
+    def trial_config(
+        self, point: Mapping[str, Any], seed: int, weights: str | None = None, member: int | None = None
+    ) -> RunConfig:
+        """What a trial at a point trains; `weights` is the file that the backbone starts from, if not the base's.
+
+        Members of a population have runs of their own, also where their points are the same.
+        """
         values = self.run_values(point)
         trial, resources = self.config.trial, self.config.resources
-        values["name"] = f"{self.base.name}-{self.config.name}"
+        values["name"] = f"{self.base.name}-{self.config.name}" + ("" if member is None else f"-member-{member}")
         values["stages"] = [stage for stage in values["stages"] if stage.get("name") in self.stages]
         for stage in values["stages"]:
             if trial.epochs is not None:
@@ -272,6 +277,8 @@ class Search:
         """
         for key in self.space.keys:
             self._check_key(key)
+        if self.config.algorithm == "pbt" and len(self.stages) > 1:
+            raise UserError(f"algorithm pbt needs one stage a trial, found {', '.join(self.stages)}; set trial.stages")
         first = self.space.first()
         try:
             build_on_meta(self.trial_config(first, self.config.seeds[0]))

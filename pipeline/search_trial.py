@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -30,7 +31,7 @@ from pipeline.journal import read_journal
 from pipeline.loop import StageJob, train_stages
 from pipeline.metrics import score_captions
 from pipeline.prepare import prepare
-from pipeline.run_folder import RunFolder
+from pipeline.run_folder import RunFolder, read_json, write_json
 from pipeline.search import SCORE, Search
 from pipeline.search_book import SearchFolder
 from pipeline.storage import place
@@ -45,9 +46,8 @@ class TrialContext(LocalContext):
     """One process whose validations are told to the search; `tell` may end the trial by an exception of its own."""
 
     def __init__(self, run: RunFolder, report: Report, costs: dict[str, float]) -> None:
-        super().__init__(device_for(run.config.workers.gpus_per_worker))
+        super().__init__(own_device(run.config))
         self.run, self.tell, self.costs = run, report, costs
-        self.best = float("-inf")
 
     def report(self, metrics: dict[str, Any]) -> None:
         """Every validation but the trial's last, which is told with its outcome, when all of it is written."""
@@ -65,21 +65,35 @@ class TrialContext(LocalContext):
             )
 
 
+def own_device(config: RunConfig) -> torch.device:
+    """Where this process computes; with several workers the GPUs are theirs."""
+    return device_for(config.workers.gpus_per_worker if config.workers.num_workers == 1 else 0)
+
+
 def train_here(job: StageJob, config: RunConfig, context: Context) -> None:
     """In this process."""
     train_stages(context, job)
 
 
 def run_trial(
-    folder: SearchFolder, point: Mapping[str, Any], seed: int, report: Report, train: Train = train_here
+    folder: SearchFolder,
+    point: Mapping[str, Any],
+    seed: int,
+    report: Report,
+    train: Train = train_here,
+    *,
+    member: int | None = None,
+    parent: Path | None = None,
 ) -> dict[str, Any]:
     """Trains the point with the seed from where it was; returns the trial's outcome, as `Book.over` takes it.
+
+    `member` is the number of a population's member, `parent` what `hand_over` wrote of the one whose weights it takes.
 
     What `report` raises ends the trial and is passed on when it is no Exception (Ray Tune raises SystemExit).
     """
     begin = time.monotonic()
     try:
-        return _run_trial(folder, point, seed, report, train, begin)
+        return _run_trial(folder, point, seed, report, train, begin, member, parent)
     except Exception as error:
         outcome = {"state": "failed", "reason": reason_of(error), "seconds": time.monotonic() - begin}
         del error
@@ -99,12 +113,21 @@ def reason_of(error: BaseException) -> str:
 
 
 def _run_trial(
-    folder: SearchFolder, point: Mapping[str, Any], seed: int, report: Report, train: Train, begin: float
+    folder: SearchFolder,
+    point: Mapping[str, Any],
+    seed: int,
+    report: Report,
+    train: Train,
+    begin: float,
+    member: int | None,
+    parent: Path | None,
 ) -> dict[str, Any]:
     plan, search = _opened(folder.path, (folder.path / "plan.json").stat().st_mtime_ns)
-    config = search.trial_config(point, seed, plan["start"])
+    config = search.trial_config(point, seed, plan["start"], member)
     run = prepare(config, lambda text: None, _data(config.model_dump_json(include={"data", "storage"}), config))
     share_file(run.path / "init" / "backbone.safetensors", Path(plan["weights"]))
+    if parent is not None:
+        take_over(run, parent)
     costs = costs_of(run)
     names = tuple(stage.name for stage in config.stages)
     store = place(plan["store"]) if plan["store"] else None
@@ -143,6 +166,38 @@ def _data(name: str, config: RunConfig) -> tuple[Dataset, dict[str, str]]:
         _DATA.clear()
         _DATA[name] = find_data(config, lambda text: None)
     return _DATA[name]
+
+
+def hand_over(run: RunFolder, stage: str, step: int, target: Path, patience_s: float = 120.0) -> None:
+    """Copies what a stage goes on from (its checkpoint of a step, its best weights, its journal) into a folder."""
+    source, until = run.stage(stage), time.monotonic() + patience_s
+    while not (source / f"step-{step}").is_dir():  # it is written in the background
+        if time.monotonic() > until:
+            raise TimeoutError(f"the checkpoint {source / f'step-{step}'} was not written within {patience_s:.0f} s")
+        time.sleep(0.02)
+    target.mkdir(parents=True, exist_ok=True)
+    for path in (source / f"step-{step}", *source.glob("best-*")):
+        shutil.copytree(path, target / path.name)
+    for path in (source / "predictions-val.json", run.journal):
+        shutil.copyfile(path, target / path.name)
+    write_json(target / "from.json", {"run": run.run_id, "stage": stage})
+
+
+def take_over(run: RunFolder, parent: Path) -> None:
+    """Puts what `hand_over` wrote in place of a run's own state; nothing happens when it is the run's own."""
+    origin = read_json(parent / "from.json")
+    if origin["run"] == run.run_id:
+        return
+    stage = run.stage(origin["stage"])
+    shutil.rmtree(stage, ignore_errors=True)
+    stage.mkdir(parents=True)
+    for path in (*parent.glob("step-*"), *parent.glob("best-*")):
+        shutil.copytree(path, stage / path.name)
+    for path in stage.glob("step-*/progress.json"):
+        write_json(path, read_json(path) | {"identity": f"{run.run_id}/{origin['stage']}"})
+    shutil.copyfile(parent / "predictions-val.json", stage / "predictions-val.json")
+    run.journal.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(parent / run.journal.name, run.journal)
 
 
 def share_file(path: Path, source: Path) -> None:
@@ -220,7 +275,7 @@ def costs_of(run: RunFolder) -> dict[str, float]:
 
 def latency_ms(run: RunFolder) -> float:
     """Milliseconds of encoding an image and its beam search with the trained model, one image at a time; a median."""
-    settings, device = run.config.evaluation, device_for(run.config.workers.gpus_per_worker)
+    settings, device = run.config.evaluation, own_device(run.config)
     model = build_model(run.config.model, run.sizes)
     load_weights(model, run.weights_before(None, "model"))
     model = model.eval().to(device)

@@ -129,6 +129,17 @@ class Dimension:
             return self._number(min(max(drawn, self.low), self.high))
         return self._number(generator.uniform(self.low, self.high))
 
+    def neighbor(self, choice: Any, generator: random.Random) -> Any:
+        """A change as population based training makes it: a draw in one of four, else the next choice up or down, or
+        a number times 0.8 or 1.2 within its range."""
+        if generator.random() < 0.25:
+            return self.draw(generator)
+        listed = self.listed()
+        if listed is not None:
+            place = listed.index(choice) + generator.choice((-1, 1))
+            return listed[min(max(place, 0), len(listed) - 1)]
+        return self._number(min(max(choice * generator.choice((0.8, 1.2)), self.low), self.high))
+
     def value(self, choice: Any) -> Any:
         """What the configuration gets for a choice."""
         return self.values[self.labels.index(choice)] if self.labels else choice
