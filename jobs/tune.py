@@ -11,7 +11,6 @@ import math
 import os
 import random
 import shutil
-import threading
 import time
 import uuid
 import warnings
@@ -25,17 +24,15 @@ from typing import Any
 from jobs.cluster import connect
 from jobs.run import alone
 from jobs.search_features import extract_once, find_backbone
-from pipeline.config import RunConfig
 from pipeline.errors import UserError
 from pipeline.proposals import make_proposals
-from pipeline.run_folder import code_digest, write_text
+from pipeline.run_folder import code_digest
 from pipeline.search import SCORE, Search, load_search
 from pipeline.search_book import OVER, Book, SearchFolder, TrialRecord, minutes
 from pipeline.search_results import live_table, trial_line
 
 Say = Callable[[str], None]
 TABLE_EVERY_S = 30.0
-FOLLOW_S = 0.5
 
 
 def tune(path: Path, overrides: list[str], address: str | None = None, say: Say = print) -> int:
@@ -369,6 +366,7 @@ def train_trial(config: dict[str, Any]) -> None:
     """In the trial's process: trains it, reports to Ray Tune, and at its end its outcome."""
     from ray import tune
 
+    from jobs.search_workers import train_on_workers
     from pipeline.search_trial import run_trial, train_here
 
     folder = SearchFolder(Path(config["folder"]))
@@ -399,37 +397,3 @@ def _train_member(folder: SearchFolder, config: dict[str, Any]) -> dict[str, Any
         return run_trial(folder, config["point"], config["seed"], report, member=member)
     with given.as_directory() as parent:
         return run_trial(folder, config["point"], config["seed"], report, member=member, parent=Path(parent))
-
-
-def train_on_workers(job: Any, config: RunConfig, context: Any) -> None:
-    """On Ray Train's workers; validations are taken from the run's journal and told from here."""
-    from jobs.train import StageFailedError, failure_file, fit
-    from pipeline.journal import Follower
-    from pipeline.run_folder import RunFolder
-
-    run = RunFolder(job.run)
-    follower, errors = Follower(run.journal), []
-
-    def fit_and_keep_the_error() -> None:
-        try:
-            fit(job, config)
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=fit_and_keep_the_error, name="fit", daemon=True)
-    thread.start()
-    try:
-        while thread.is_alive():
-            thread.join(FOLLOW_S)
-            for entry in follower.new():
-                if entry["kind"] == "validation":
-                    context.report({"stage": entry["stage"], "step": entry["step"]})
-    except BaseException:  # the scheduler has ended the trial: its workers stop at their next line in the journal
-        write_text(failure_file(job), "stopped by the search")
-        run.begin_attempt()
-        thread.join()
-        raise
-    if errors and not isinstance(errors[0], StageFailedError):
-        raise RuntimeError(" ".join(str(errors[0]).split())) from errors[0]
-    if errors:
-        raise errors[0]
