@@ -87,7 +87,7 @@ def test_asha_ends_trials_early(tmp_path: Path, ray_session: None, capsys: pytes
     changes: dict[str, Any] = {"scheduler": asha, "budget": {"concurrent": 1}, "trial": TRIAL | {"epochs": 4}}
     assert main(["tune", str(written(tmp_path, space=None, rows=rows, algorithm="grid", **changes))]) == 0
     records = records_of(tmp_path / "storage")
-    assert [record["state"] for record in records][0] == "finished"
+    assert records[0]["state"] == "finished"
     assert "stopped" in [record["state"] for record in records]
     for record in records:
         over = (Path(record["run"]) / "stages" / "xe_frozen" / "DONE.json").is_file()
