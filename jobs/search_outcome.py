@@ -69,6 +69,9 @@ class Outcome:
 
     def _verdict(self) -> int:
         counts = self.book.states()
+        left = counts["running"] + (self.book.remaining if self.book.asked is not None else 0)
+        if left and not self.book.exhausted:
+            self.say(f"{'not done':12} budget.hours are over with {left:.0f} trials left; the same command goes on")
         failed, others = counts["failed"], counts["finished"] + counts["stopped"]
         if not failed:
             return 0

@@ -42,11 +42,12 @@ def tune(path: Path, overrides: list[str], address: str | None = None, say: Say 
     if not address and "RAY_ADDRESS" not in os.environ:
         _check_fits(search, max(os.cpu_count() or 1, 2), math.inf, "this machine")
     from pipeline.inputs import find_data
+    from pipeline.prepare import readable
 
     dataset, troubles = find_data(search.base, say)
+    dataset = readable(dataset, troubles, search.base)
     if troubles:
         say(f"warning   {len(troubles)} images cannot be read and are left out")
-    dataset = dataset.known()
     source = find_backbone(search, dataset, address, say)
     from pipeline.weights import weights_file_digest
 

@@ -42,14 +42,7 @@ def prepare(
     `data.max_bad_fraction`.
     """
     dataset, troubles = found or find_data(config, say)
-    bad_share = len(troubles) / len(dataset)
-    if bad_share > config.data.max_bad_fraction:
-        uri, reason = next(iter(troubles.items()))
-        raise UserError(
-            f"{len(troubles)} of {len(dataset)} images cannot be read, more than data.max_bad_fraction = "
-            f"{config.data.max_bad_fraction}; the first is {uri}: {reason}"
-        )
-    dataset = dataset.known()
+    dataset = readable(dataset, troubles, config)
     fingerprint = dataset.fingerprint()
     folder = RunFolder(config.storage_path / "runs" / run_identity(config, fingerprint))
     if (folder.path / "run.json").is_file():
@@ -92,6 +85,17 @@ def prepare(
         },
     )
     return folder
+
+
+def readable(dataset: Dataset, troubles: dict[str, str], config: RunConfig) -> Dataset:
+    """The images that can be read; UserError when more than `data.max_bad_fraction` cannot."""
+    if len(troubles) > config.data.max_bad_fraction * len(dataset):
+        uri, reason = next(iter(troubles.items()))
+        raise UserError(
+            f"{len(troubles)} of {len(dataset)} images cannot be read, more than data.max_bad_fraction = "
+            f"{config.data.max_bad_fraction}; the first is {uri}: {reason}"
+        )
+    return dataset.known()
 
 
 def initial_backbone(config: RunConfig) -> Backbone:
