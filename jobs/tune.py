@@ -147,7 +147,7 @@ def _run_trials(book: Book, search: Search, say: Say, changed: Callable[[], None
     for name in ("ray.tune", "ray.train"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     asked, at_once = search.config.resources, concurrency(search, ray.cluster_resources())
-    each = {"cpu": asked.cpus, "gpu": asked.gpus} if asked.workers == 1 else {"cpu": 0}
+    each = {"cpu": asked.cpus, "gpu": asked.gpus} if asked.workers == 1 else {"cpu": 0.0}
     say(f"resources {at_once} trials at a time, {asked.workers} x {asked.cpus:g} CPU, {asked.gpus:g} GPU each")
     hours, scratch = search.config.budget.hours, book.folder.path / "log" / "ray"
     desk = Desk(book, say, changed, None if hours is None else time.monotonic() + 3600 * hours)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from models.flops import TABLE_6_IMAGES
 from pipeline.published import ABLATION, ABLATION_COLUMNS, AblationRow
@@ -43,7 +44,7 @@ def printed_label(row: AblationRow) -> str:
 
 def pairs(search: Search, results: Sequence[PointResult]) -> list[Pair]:
     """Every printed row in the paper's order."""
-    found = {}
+    found: dict[tuple[Any, Any], PointResult] = {}
     for result in results:
         model = search.trial_config(result.point, search.config.seeds[0]).model
         groups = model.static_expansion if model.name != "transformer" else None

@@ -106,7 +106,8 @@ class OptunaProposals:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.optuna, self.space, self.seed = optuna, space, seed
         self.algorithm, self.population = algorithm, population
-        self.directions = ["maximize" if direction == "max" else "minimize" for direction in directions]
+        kinds = optuna.study.StudyDirection
+        self.directions = [kinds.MAXIMIZE if direction == "max" else kinds.MINIMIZE for direction in directions]
         self.distributions = {d.key: _distribution(d) for d in space.dimensions}
         self.study = optuna.create_study(directions=self.directions)
         self.pending: dict[str, Any] = {}

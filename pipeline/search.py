@@ -22,6 +22,7 @@ from pipeline.errors import UserError
 from pipeline.metrics import METRICS
 from pipeline.space import Dimension, GenerateSection, Space, SpaceSection, space_of
 
+Direction = Literal["max", "min"]
 Values = dict[str, Any]  # configuration keys, dotted or nested, and what they get
 MOST_CHECKED = 1000  # combinations of a finite space that are all built before anything starts
 COSTS = {
@@ -45,6 +46,10 @@ FIXED = {  # what a point may not change, and why
 }
 FREE = {"data.min_count"}
 HANDED_OVER = {"model.dropout", "model.expansion_dropout"}  # what weights do not depend on
+
+
+def _score_and_cost() -> dict[str, Direction]:
+    return {SCORE: "max", "macs": "min"}
 
 
 class TrialSection(Section):
@@ -109,7 +114,7 @@ class SearchConfig(Section):
     rows: Annotated[tuple[Values, ...], Field(min_length=1)] | None = None  # points one by one
     trial: TrialSection = TrialSection()
     backbone: BackboneSection = BackboneSection()
-    objectives: dict[str, Literal["max", "min"]] = Field(default_factory=lambda: {SCORE: "max", "macs": "min"})
+    objectives: dict[str, Direction] = Field(default_factory=_score_and_cost)
     metrics: tuple[str, ...] = ("BLEU-4", "ROUGE-L")  # shown beside, of a finished trial's validation captions
     budget: BudgetSection = BudgetSection()
     algorithm: Literal["grid", "random", "tpe", "nsga2", "pbt"] = "random"

@@ -172,7 +172,7 @@ def _write_labels(
     lines: Sequence[tuple[float, float]] = (),
 ) -> None:
     """Labels beside their points where they cover neither a point nor a label; those without room are left out."""
-    figure = axes.get_figure()
+    figure = axes.get_figure(root=True)
     assert figure is not None
     figure.draw_without_rendering()
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
@@ -212,7 +212,7 @@ def parallel_plot(search: Search, results: Sequence[PointResult], *, narrow: boo
     axes = figure.subplots()
     axes.set_axis_off()
     size = 7 if narrow else 8.5
-    scales = [_DimensionScale(dimension, shown) for dimension in dimensions]
+    scales: list[_DimensionScale | _ValueScale] = [_DimensionScale(dimension, shown) for dimension in dimensions]
     scales += [_ValueScale(name, shown) for name in names]
     for column, scale in enumerate(scales):
         axes.plot([column, column], [0, 1], color=RULE, lw=1.2, zorder=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,7 @@ def point_results(book: Book) -> list[PointResult]:
     return sorted(results, key=rank)
 
 
-def front(results: Sequence[PointResult], objectives: dict[str, str]) -> list[PointResult]:
+def front(results: Sequence[PointResult], objectives: Mapping[str, str]) -> list[PointResult]:
     """The finished points that no other finished point beats: at least as good in every objective, better in one."""
     rated = []
     for result in results:
