@@ -270,7 +270,6 @@ class Search:
         """name-hash of the search, its base and `others` (data, code, backbone). The budget and the machine do not
         enter: a search goes on with more of either."""
         body = self.config.model_dump(mode="json", exclude={"budget", "resources", "base", "set", "storage"})
-        # which samples follow from the budget: the population of NSGA-II or PBT
         told = json.dumps([body, self.base.identity(), *others], sort_keys=True, default=str)
         return f"{self.config.name}-{hashlib.sha256(told.encode()).hexdigest()[:10]}"
 
@@ -284,6 +283,12 @@ class Search:
             self._check_key(key)
         if self.config.algorithm == "pbt" and len(self.stages) > 1:
             raise UserError(f"algorithm pbt needs one stage a trial, found {', '.join(self.stages)}; set trial.stages")
+        frozen = [self.base.stage(name).train_backbone for name in self.stages]
+        if any(before and not after for before, after in itertools.pairwise(frozen)):
+            raise UserError(
+                f"trial.stages: {', '.join(self.stages)} need features anew after the backbone was trained, and a "
+                "search extracts them once; end with the stage that trains it"
+            )
         first = self.space.first()
         try:
             build_on_meta(self.trial_config(first, self.config.seeds[0]))

@@ -108,6 +108,7 @@ def test_points_and_labels() -> None:
         ({"objectives": {"CIDEr-D": "up"}}, ["objectives.CIDEr-D = 'up'"]),
         ({"metrics": ["BLEU-5"]}, ["'BLEU-5' is unknown", "BLEU-4"]),
         ({"trial": {"stages": ["xe"]}}, ["the base configuration has no 'xe'", "xe_frozen"]),
+        ({"trial": {"stages": ["xe_finetune", "scst_frozen"]}}, ["need features anew", "extracts them once"]),
         ({"trial": {"set": {"evaluation": {"beam": 3}}}}, ["unknown key evaluation.beam"]),
         ({"budget": {"trials": 5}, "seeds": [0, 1]}, ["budget.trials = 5 does not divide by 2 seeds", "take 4"]),
         ({"budget": {}, "algorithm": "tpe"}, ["algorithm tpe needs an end"]),
