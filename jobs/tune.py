@@ -206,7 +206,8 @@ class Desk:
         self.by_id[trial_id] = record
         verb = f"goes on from epoch {record.epoch:g}" if record.attempts > 1 else "starts"
         seed = f", seed {record.seed}" if len(self.book.search.config.seeds) > 1 else ""
-        self.say(f"trial {record.number}  {verb}  ({self.book.search.space.describe(record.point)}{seed})")
+        asked = f"/{self.book.asked}" if self.book.asked is not None else ""
+        self.say(f"trial {record.number}{asked}  {verb}  ({self.book.search.space.describe(record.point)}{seed})")
         return {
             "folder": str(self.book.folder.path),
             "number": record.number,
