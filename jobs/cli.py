@@ -145,6 +145,21 @@ def evaluate(
 
 
 @app.command()
+def tune(
+    config: Annotated[Path, typer.Argument(help="The search's YAML file.", metavar="CONFIG")],
+    set_: Set = None,
+    address: Address = None,
+) -> int:
+    """A search over G, N_E and whatever else the YAML names. Killed, the same command goes on where it was.
+
+    Example: raycap tune configs/search_demo.yaml --set budget.trials=16
+    """
+    from jobs.tune import tune as search
+
+    return search(config, set_ or [], address)
+
+
+@app.command()
 def caption(
     images: Annotated[list[str], typer.Argument(help="Files, folders, globs, s3:// URIs.", metavar="IMAGES...")],
     model: Annotated[str, typer.Option(help="A model bundle's folder.")],

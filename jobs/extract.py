@@ -67,14 +67,14 @@ def _compute(
     _refuse_when_unusable(dataset, unreadable, config)
     place, backbone = config.storage_place, replace(config.backbone, weights="none")
     with TemporaryDirectory(prefix="raycap-") as scratch:
-        weights = _initial_weights(config, Path(scratch))
+        weights = initial_weights(config, Path(scratch))
         extractor = Extractor(backbone, weights, config.features, config.data.max_pixels, config.storage.options)
         return extract_features(
             dataset, place / "features", extractor, lambda: start_ray(config, address), say, unreadable
         )
 
 
-def _initial_weights(config: RunConfig, scratch: Path) -> Path:
+def initial_weights(config: RunConfig, scratch: Path) -> Path:
     """The file with the weights that the configuration's backbone starts from.
 
     It is kept in the storage, named by what decides it: building a backbone to find that all its features are there

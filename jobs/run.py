@@ -43,7 +43,7 @@ def run(config: RunConfig, address: str | None = None, say: Callable[[str], None
         say(f"{folder.run_id} is complete; nothing to do")
         say(summary["table"])
         return folder
-    with _alone(folder):
+    with alone(folder.path):
         job = _Run(config, folder, address, say)
         try:
             job.execute()
@@ -51,6 +51,17 @@ def run(config: RunConfig, address: str | None = None, say: Callable[[str], None
             job.tracker.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
             raise
         say(f"finished in {_minutes(time.monotonic() - begin)}")
+    return folder
+
+
+def train(config: RunConfig, address: str | None = None, say: Callable[[str], None] = print) -> RunFolder:
+    """The stages of a run without evaluation and registration; `run` goes on from there."""
+    from pipeline.prepare import prepare
+
+    folder = prepare(config, say)
+    if not all(folder.result(stage.name) for stage in config.stages):
+        with alone(folder.path):
+            _Run(config, folder, address, say).train()
     return folder
 
 
@@ -71,6 +82,10 @@ class _Run:
         self.tracker.start()
 
     def execute(self) -> None:
+        self.train()
+        self._evaluate()
+
+    def train(self) -> None:
         self._print_plan()
         self._check()
         for group in _groups(self.config.stages):
@@ -78,7 +93,6 @@ class _Run:
                 continue
             store = self._features(group)
             self._train(group, store)
-        self._evaluate()
 
     def _print_plan(self) -> None:
         folder, config = self.folder, self.config
@@ -349,16 +363,16 @@ def _groups(stages: tuple[StageSection, ...]) -> list[list[StageSection]]:
 
 
 @contextmanager
-def _alone(folder: RunFolder) -> Iterator[None]:
-    """Refuses a second process on the same run; the lock falls with the process, however it ends."""
-    path = folder.path / "log" / "lock"
+def alone(folder: Path) -> Iterator[None]:
+    """Refuses a second process on the same run or search; the lock falls with the process, however it ends."""
+    path = folder / "log" / "lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     file: TextIO
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise UserError(f"another process is working on {folder.run_id}; wait for it or stop it") from error
+            raise UserError(f"another process is working on {folder.name}; wait for it or stop it") from error
         yield
 
 

@@ -45,7 +45,7 @@ def fit(job: StageJob, config: RunConfig) -> None:
             failure_config=FailureConfig(max_failures=workers.max_failures),
         ),
     )
-    failure = _failure(job)
+    failure = failure_file(job)
     try:
         trainer.fit()
     finally:
@@ -54,7 +54,7 @@ def fit(job: StageJob, config: RunConfig) -> None:
             raise StageFailedError(failure.read_bytes().decode())
 
 
-def _failure(job: StageJob) -> Place:
+def failure_file(job: StageJob) -> Place:
     """Where a worker writes why trying again is of no use; one file an attempt."""
     return job.folder.root / f"log/failure-{job.attempt}"
 
@@ -63,10 +63,10 @@ def _worker(settings: dict[str, Any]) -> None:
     from pipeline.context import RayContext
 
     job: StageJob = settings["job"]
-    if _failure(job).exists():
+    if failure_file(job).exists():
         return  # every worker of the repeated attempt ends here, and the fit with them
     try:
         train_stages(RayContext(), job)
     except (DivergedError, ValueError) as error:
-        _failure(job).write_bytes(" ".join(str(error).split()).encode())
+        failure_file(job).write_bytes(" ".join(str(error).split()).encode())
         raise

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import (
@@ -33,6 +33,7 @@ from pipeline.synthetic import SceneConfig
 
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+SectionType = TypeVar("SectionType", bound="Section")
 
 
 class Section(BaseModel):
@@ -334,6 +335,11 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises UserError in one sentence that names the key, what was found and what is known.
     """
+    return parse_config(read_values(path, overrides))
+
+
+def read_values(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The plain values of a YAML file after overrides and `${VARIABLE}`; UserError as `load_config`."""
     if not path.is_file():
         raise UserError(
             f"configuration {path} does not exist; give the path of a YAML file, for example configs/demo.yaml"
@@ -346,16 +352,21 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise UserError(f"{path} must hold a mapping of keys, found {type(data).__name__}")
     for override in overrides:
         _apply(data, override)
-    return parse_config(_expand(data, ""))
+    expanded: dict[str, Any] = _expand(data, "")
+    return expanded
 
 
 def parse_config(data: dict[str, Any]) -> RunConfig:
     """A checked configuration from plain values; UserError as `load_config`."""
+    return parse_section(RunConfig, data)
+
+
+def parse_section(kind: type[SectionType], data: dict[str, Any]) -> SectionType:
+    """Plain values as a section of any kind; UserError as `load_config`."""
     try:
-        config = RunConfig.model_validate(data)
+        return kind.model_validate(data)
     except ValidationError as error:
-        raise UserError(_sentence(error, data)) from error
-    return config
+        raise UserError(_sentence(error, data, kind)) from error
 
 
 def dump_config(config: RunConfig) -> str:
@@ -372,6 +383,11 @@ def _apply(data: dict[str, Any], override: str) -> None:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise UserError(f"--set {override!r}: {text!r} is not a YAML value") from error
+    set_value(data, key, value, "--set")
+
+
+def set_value(data: dict[str, Any], key: str, value: Any, where: str) -> None:
+    """Sets a dotted key of plain values, stages by name or number; `where` begins the sentence of a UserError."""
     node: Any = data
     parts = key.split(".")
     for depth, part in enumerate(parts):
@@ -380,7 +396,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
             names = [item.get("name") if isinstance(item, dict) else None for item in node]
             index = names.index(part) if part in names else int(part) if part.isascii() and part.isdigit() else -1
             if not 0 <= index < len(node):
-                raise UserError(f"--set {key}: {part!r} is none of {', '.join(str(name) for name in names)}")
+                raise UserError(f"{where} {key}: {part!r} is none of {', '.join(str(name) for name in names)}")
             if last:
                 node[index] = value
             else:
@@ -393,7 +409,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
                     node[part] = {}
                 node = node[part]
         else:
-            raise UserError(f"--set {key}: {'.'.join(parts[:depth])} holds a plain value, nothing lies below it")
+            raise UserError(f"{where} {key}: {'.'.join(parts[:depth])} holds a plain value, nothing lies below it")
 
 
 def _expand(value: Any, key: str) -> Any:
@@ -415,7 +431,7 @@ def _expand(value: Any, key: str) -> Any:
     return re.sub(r"\$\{(\w+)\}", replace, value)
 
 
-def _sentence(error: ValidationError, data: Any) -> str:
+def _sentence(error: ValidationError, data: Any, kind: type[BaseModel]) -> str:
     """The first error as one sentence with the dotted key; unknown keys name the nearest known one."""
     first = error.errors()[0]
     where = first["loc"]
@@ -429,7 +445,7 @@ def _sentence(error: ValidationError, data: Any) -> str:
     location = _with_stage_names([str(part) for part in where], data)
     key = ".".join(location)
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        known = _known_keys(first["loc"][:-1])
+        known = _known_keys(first["loc"][:-1], kind)
         near = difflib.get_close_matches(location[-1], known, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         return f"unknown key {key}: {hint}known here: {', '.join(known)}"
@@ -449,11 +465,11 @@ def _with_stage_names(location: list[str], data: Any) -> list[str]:
     return location
 
 
-def _known_keys(location: Sequence[int | str]) -> list[str]:
+def _known_keys(location: Sequence[int | str], kind: type[BaseModel]) -> list[str]:
     """Keys valid at a location, by walking the types of the sections."""
     if len(location) == 2 and location[0] == "model":
         return sorted(field.name for field in fields(MODEL_CONFIGS[str(location[1])]))
-    node: Any = RunConfig
+    node: Any = kind
     for part in location:
         if isinstance(part, int):
             continue

@@ -21,7 +21,7 @@ from models.base import CaptionModel
 from models.config import ModelSizes
 from models.registry import build_model
 from pipeline.config import RunConfig, dump_config
-from pipeline.dataset import build_vocabulary, longest_caption
+from pipeline.dataset import Dataset, build_vocabulary, longest_caption
 from pipeline.errors import UserError
 from pipeline.inputs import find_data
 from pipeline.run_folder import RunFolder, code_digest, run_identity, write_json, write_text
@@ -31,8 +31,12 @@ from pipeline.weights import save_weights
 PACKAGES = ("torch", "torchvision", "timm", "ray", "mlflow", "numpy", "pyarrow", "pycocoevalcap")
 
 
-def prepare(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
+def prepare(
+    config: RunConfig, say: Callable[[str], None], found: tuple[Dataset, dict[str, str]] | None = None
+) -> RunFolder:
     """The folder of the run that this configuration and its data are; made when it is not there yet.
+
+    `found` is what `find_data` gave, for a process that prepares many runs on the same data.
 
     Raises UserError for data that cannot be trained on. Single missing images are left out and counted, up to
     `data.max_bad_fraction`.
@@ -42,15 +46,8 @@ def prepare(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
             f"features.hdf5 = {config.features.hdf5}: training takes a backbone's grid features only so far; "
             "leave it out (`raycap extract` imports region features into the store)"
         )
-    dataset, troubles = find_data(config, say)
-    bad_share = len(troubles) / len(dataset)
-    if bad_share > config.data.max_bad_fraction:
-        uri, reason = next(iter(troubles.items()))
-        raise UserError(
-            f"{len(troubles)} of {len(dataset)} images cannot be read, more than data.max_bad_fraction = "
-            f"{config.data.max_bad_fraction}; the first is {uri}: {reason}"
-        )
-    dataset = dataset.known()
+    dataset, troubles = found or find_data(config, say)
+    dataset = readable(dataset, troubles, config)
     fingerprint = dataset.fingerprint()
     folder = open_run(config, fingerprint)
     if (folder.path / "run.json").is_file():
@@ -103,6 +100,17 @@ def open_run(config: RunConfig, fingerprint: str) -> RunFolder:
     folder = RunFolder(config.working_path / name, config.home(name))
     folder.pull()
     return folder
+
+
+def readable(dataset: Dataset, troubles: dict[str, str], config: RunConfig) -> Dataset:
+    """The images that can be read; UserError when more than `data.max_bad_fraction` cannot."""
+    if len(troubles) > config.data.max_bad_fraction * len(dataset):
+        uri, reason = next(iter(troubles.items()))
+        raise UserError(
+            f"{len(troubles)} of {len(dataset)} images cannot be read, more than data.max_bad_fraction = "
+            f"{config.data.max_bad_fraction}; the first is {uri}: {reason}"
+        )
+    return dataset.known()
 
 
 def initial_backbone(config: RunConfig) -> Backbone:

@@ -25,6 +25,38 @@ class Published:
     protocol: str = "beam 5"
 
 
+@dataclass(frozen=True)
+class AblationRow:
+    """A row of ExpansionNet v2's ablation: encoder G and decoder N_E (None: attention), its printed scores over 100
+    (Table I: first cross-entropy stage, Karpathy validation, beam 3) and multiply-accumulates (Table VI)."""
+
+    static_expansion: tuple[int, ...] | None
+    dynamic_expansion: int | None
+    values: tuple[float, ...]
+    macs: float  # of 5,000 images and a caption each, the captioner alone
+
+    @property
+    def scores(self) -> dict[str, float]:
+        return dict(zip(ABLATION_COLUMNS, self.values, strict=True))
+
+
+ABLATION_COLUMNS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D", "SPICE")
+ABLATION = (
+    AblationRow(None, None, (0.753, 0.592, 0.454, 0.346, 0.284, 0.570, 1.158, 0.216), 9.28e12),
+    AblationRow((16,), None, (0.764, 0.606, 0.466, 0.355, 0.286, 0.572, 1.178, 0.219), 9.62e12),
+    AblationRow((32,), None, (0.759, 0.599, 0.461, 0.352, 0.289, 0.571, 1.179, 0.223), 9.70e12),
+    AblationRow((64,), None, (0.763, 0.604, 0.464, 0.355, 0.288, 0.571, 1.177, 0.220), 9.88e12),
+    AblationRow(None, 4, (0.772, 0.614, 0.474, 0.362, 0.289, 0.577, 1.197, 0.223), 9.40e12),
+    AblationRow(None, 8, (0.769, 0.615, 0.479, 0.371, 0.291, 0.578, 1.208, 0.223), 9.43e12),
+    AblationRow(None, 16, (0.767, 0.614, 0.478, 0.368, 0.290, 0.577, 1.212, 0.222), 9.48e12),
+    AblationRow((64,), 16, (0.774, 0.619, 0.482, 0.373, 0.292, 0.580, 1.222, 0.223), 10.08e12),
+    AblationRow((128,) * 5, 16, (0.778, 0.623, 0.483, 0.372, 0.293, 0.583, 1.228, 0.225), 13.26e12),
+    AblationRow((256,) * 5, 16, (0.774, 0.620, 0.482, 0.372, 0.292, 0.580, 1.225, 0.222), 16.80e12),
+    AblationRow((512,) * 5, 16, (0.773, 0.617, 0.479, 0.370, 0.293, 0.580, 1.227, 0.224), 23.88e12),
+    AblationRow((32, 64, 128, 256, 512), 16, (0.776, 0.620, 0.482, 0.372, 0.294, 0.581, 1.235, 0.225), 15.21e12),
+)
+
+
 def _row(model: str, name: str, values: Sequence[float], ensemble: bool = False) -> Published:
     return Published(model, name, dict(zip(_COLUMNS, values, strict=True)), ensemble=ensemble)
 

@@ -115,7 +115,7 @@ def sync(folder: RunFolder, config: RunConfig, *, status: str | None = None) -> 
     Without `status` the parent is RUNNING, also after an attempt that failed; with it the parent and all stages that
     are not over end. Raises what MLflow raises.
     """
-    client, state = _client(config), _State(folder, config)
+    client, state = tracking_client(config), _State(folder, config)
     values = state.values
     if values["parent"] is None:
         values["parent"] = _create_parent(client, folder, config)
@@ -147,7 +147,7 @@ def _set_status(client: Any, values: dict[str, Any], run_id: str, status: str) -
 
 def log_results(folder: RunFolder, config: RunConfig, scores: dict[str, float]) -> None:
     """Scores and files (report, scores, facts) with the parent run."""
-    client, parent = _client(config), _State(folder, config).values["parent"]
+    client, parent = tracking_client(config), _State(folder, config).values["parent"]
     for name, value in scores.items():
         client.log_metric(parent, name, value)
     for file in ("report.html", "scores.json", "run.json"):
@@ -159,7 +159,7 @@ def register_model(folder: RunFolder, config: RunConfig, bundle: Path, scores: d
 
     A version that this run registered before is returned as it is.
     """
-    client, parent = _client(config), _State(folder, config).values["parent"]
+    client, parent = tracking_client(config), _State(folder, config).values["parent"]
     found = client.search_model_versions(f"run_id = '{parent}'")
     if found:
         return f"{found[0].name}/{found[0].version}"
@@ -190,7 +190,8 @@ def _signature() -> Any:
     return ModelSignature(inputs, Schema([ColSpec(DataType.string, "caption"), ColSpec(DataType.double, "log_prob")]))
 
 
-def _client(config: RunConfig) -> Any:
+def tracking_client(config: RunConfig) -> Any:
+    """The tracker of a configuration; nothing is asked of it yet."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
@@ -214,7 +215,8 @@ def _quiet() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def _experiment(client: Any, config: RunConfig) -> str:
+def experiment_of(client: Any, config: RunConfig) -> str:
+    """The id of the configured experiment, made when it is not there."""
     found = client.get_experiment_by_name(config.tracking.experiment)
     if found is not None:
         return found.experiment_id
@@ -235,7 +237,7 @@ def _create_parent(client: Any, folder: RunFolder, config: RunConfig) -> str:
         "raycap.data_fingerprint": facts["data_fingerprint"],
         "raycap.code": facts["code"],
     }
-    run = client.create_run(_experiment(client, config), tags=tags)
+    run = client.create_run(experiment_of(client, config), tags=tags)
     flat = _flatten(config.model_dump(mode="json", exclude={"tracking": {"uri"}}))
     params = [Param(key, str(value)[:6000]) for key, value in flat.items()]
     for start in range(0, len(params), 100):
@@ -248,7 +250,7 @@ def _create_child(client: Any, folder: RunFolder, config: RunConfig, stage: str,
     from mlflow.entities import Param
 
     tags = {"mlflow.runName": stage, "mlflow.parentRunId": parent, "raycap.run_id": folder.run_id}
-    experiment = _experiment(client, config)
+    experiment = experiment_of(client, config)
     query = f"tags.`mlflow.parentRunId` = '{parent}' and tags.`mlflow.runName` = '{stage}'"
     found = client.search_runs([experiment], query)  # made by a driver that was killed before it could note it
     run = found[0] if found else client.create_run(experiment, tags=tags)

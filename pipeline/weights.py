@@ -40,6 +40,17 @@ def load_weights(module: nn.Module, path: Path, data: bytes | None = None) -> No
     module.load_state_dict(tensors)
 
 
+def export_backbone(source: Path, target: Path) -> None:
+    """A backbone's file as runs keep it under timm's own names, which `backbone.weights` takes."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = {name.removeprefix("swin."): tensor for name, tensor in load_file(source).items()}
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    save_file(tensors, temporary)
+    temporary.replace(target)
+
+
 def weights_file_digest(path: Path) -> str:
     """sha256 of the file (safetensors files of equal tensors are equal)."""
     status = path.stat()

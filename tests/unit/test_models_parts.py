@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from jobs.bench_models import TABLE_6, ModelsReport, bench_models, measure
+from jobs.bench_models import ModelsReport, bench_models, measure
 from jobs.import_ import import_checkpoint
 from models import flops_attention
 from models.backbone import Backbone, load_swin, read_tensors, set_drop_path
@@ -29,6 +29,7 @@ from models.flops import TABLE_6_SIZES, cost, decoder_macs, encoder_macs, search
 from models.registry import build_model
 from pipeline.bundle import load_bundle, save_bundle
 from pipeline.errors import UserError
+from pipeline.published import ABLATION
 from pipeline.text import Vocabulary
 from pipeline.upstream import read_expansionnet_vocabulary
 
@@ -323,8 +324,9 @@ def test_parameters_of_the_paper() -> None:
 
 
 def test_table_6() -> None:
-    assert len(TABLE_6) == 12
-    for groups, vectors, printed in TABLE_6:
+    assert len(ABLATION) == 12
+    for row in ABLATION:
+        groups, vectors, printed = row.static_expansion, row.dynamic_expansion, row.macs
         config = ExpansionNetConfig(static_expansion=groups, dynamic_expansion=vectors)
         counted = cost(config, TABLE_6_SIZES, image_tokens=144, caption_tokens=12.5)
         assert 5000 * counted.paper == pytest.approx(printed, rel=1e-3)

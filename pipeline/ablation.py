@@ -1,0 +1,103 @@
+"""A search's points beside ExpansionNet v2's ablation: Table I's scores and Table VI's costs, row by row.
+
+The differences to the baseline row (attention in encoder and decoder) are what can be compared: the paper's scores
+are of COCO's validation images after eight epochs, a search's of whatever it ran on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from models.flops import TABLE_6_IMAGES
+from pipeline.published import ABLATION, ABLATION_COLUMNS, AblationRow
+from pipeline.search import SCORE, Search
+from pipeline.search_results import PointResult
+from pipeline.space import show_value
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A printed row and the search's point with the same G and N_E, if it has one."""
+
+    printed: AblationRow
+    result: PointResult | None
+
+    @property
+    def label(self) -> str:
+        return printed_label(self.printed)
+
+    def ours(self, name: str) -> float | None:
+        """Mean of a score that is computed as the paper's was, from the captions; of a stopped point what it had."""
+        if self.result is None:
+            return None
+        values = [record.scores[name] for record in self.result.counted if name in record.scores]
+        if values:
+            return sum(values) / len(values)
+        return self.result.mean(SCORE) if name == SCORE else None
+
+
+def printed_label(row: AblationRow) -> str:
+    return f"G {show_value(row.static_expansion)}, N_E {show_value(row.dynamic_expansion)}"
+
+
+def pairs(search: Search, results: Sequence[PointResult]) -> list[Pair]:
+    """Every printed row in the paper's order."""
+    found: dict[tuple[Any, Any], PointResult] = {}
+    for result in results:
+        model = search.trial_config(result.point, search.config.seeds[0]).model
+        groups = model.static_expansion if model.name != "transformer" else None
+        vectors = model.dynamic_expansion if model.name != "transformer" else None
+        if model.encoder_dynamic_expansion is None:
+            found.setdefault((groups, vectors), result)
+    return [Pair(row, found.get((row.static_expansion, row.dynamic_expansion))) for row in ABLATION]
+
+
+def score_table(search: Search, results: Sequence[PointResult]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Columns and rows: every metric as ours, ours against our baseline row, the paper's, and its difference."""
+    rows = pairs(search, results)
+    names = [name for name in ABLATION_COLUMNS if any(pair.ours(name) is not None for pair in rows)] or [SCORE]
+    columns = [f"{name}{kind}" for name in names for kind in ("", " +/-", " paper", " paper +/-")]
+    table = []
+    for pair in rows:
+        cells = []
+        for name in names:
+            ours, printed = pair.ours(name), pair.printed.scores[name]
+            cells += [_number(ours), _difference(ours, rows[0].ours(name))]
+            cells += [_number(printed, 3), _difference(printed, rows[0].printed.scores[name], 3)]
+        table.append((pair.label, cells))
+    return columns, table
+
+
+def cost_table(search: Search, results: Sequence[PointResult]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Table VI beside ours: 1e12 multiply-accumulates of 5,000 images in its accounting, and over the baseline's."""
+    rows = pairs(search, results)
+    columns = ["1e12 MACs", "of baseline", "paper (Table VI)", "of baseline", "executed", "k parameters"]
+
+    def ours(pair: Pair, name: str) -> float | None:
+        value = pair.result.mean(name) if pair.result is not None else None
+        return None if value is None else value * TABLE_6_IMAGES / 1e12
+
+    table = []
+    for pair in rows:
+        mine, first = ours(pair, "macs"), ours(rows[0], "macs")
+        parameters = pair.result.mean("parameters") if pair.result is not None else None
+        cells = [
+            _number(mine, 4 if mine is not None and mine < 1 else 2),
+            "" if mine is None or not first else f"{mine / first:.3f}",
+            f"{pair.printed.macs / 1e12:.2f}",
+            f"{pair.printed.macs / rows[0].printed.macs:.3f}",
+            _number(ours(pair, "macs_executed"), 4 if mine is not None and mine < 1 else 2),
+            "" if parameters is None else f"{parameters / 1000:,.0f}",
+        ]
+        table.append((pair.label, cells))
+    return columns, table
+
+
+def _number(value: float | None, digits: int = 4) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _difference(value: float | None, baseline: float | None, digits: int = 4) -> str:
+    return "" if value is None or baseline is None else f"{value - baseline:+.{digits}f}"

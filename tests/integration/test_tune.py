@@ -1,0 +1,143 @@
+"""`raycap tune` as a user meets it: a search with a crash and a lack of memory in it, run again, and bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+import torch
+
+from jobs.cli import main
+from pipeline.config import load_config
+from tests.unit.test_search import LR, G, written
+
+TRIAL = {"epochs": 3, "set": {"stages.xe_frozen.validate_every_epochs": 1}}
+
+
+def records_of(storage: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(storage.glob("searches/*/trials/*.json"))]
+
+
+@pytest.mark.ray
+def test_what_fails_is_recorded_and_the_others_finish(
+    tmp_path: Path, ray_session: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rate that makes the loss infinite, and groups that no memory holds, beside two that are fine."""
+    rows = [{G: [4]}, {LR: 1e30}, {G: [4_000_000_000]}, {G: [8]}]
+    base_set = {"tracking.enabled": True}
+    path = written(tmp_path, space=None, rows=rows, algorithm="grid", budget={}, trial=TRIAL, set=base_set)
+    storage = tmp_path / "storage"
+    assert main(["tune", str(path)]) == 0
+    output = capsys.readouterr().out
+    assert "warning      2 of 4 trials failed" in output and "importance" not in output
+    records = records_of(storage)
+    assert [record["state"] for record in records] == ["finished", "failed", "failed", "finished"]
+    assert records[1]["reason"].startswith("DivergedError: the loss is")
+    assert records[2]["reason"].startswith("out of memory: ")
+    assert [epoch for epoch, _ in records[0]["reports"]] == [1.0, 2.0, 3.0]
+    assert records[0]["scores"].keys() == {"BLEU-4", "ROUGE-L"} and records[0]["costs"]["macs"] > 0
+    (folder,) = storage.glob("searches/*")
+    for name in ("trials.csv", "pareto.png", "parallel.png", "search.html", "front-1.yaml"):
+        assert (folder / name).stat().st_size > 100
+    assert pyarrow.parquet.read_table(folder / "trials.parquet").num_rows == 4
+    best = load_config(folder / "best.yaml")
+    assert best.model.static_expansion in ((4,), (8,)) and [stage.epochs for stage in best.stages] == [0.7] * 4
+    for record in (records[0], records[3]):
+        link = Path(record["run"]) / "init" / "backbone.safetensors"
+        assert link.stat().st_nlink >= 3, "the backbone lies on the disk once"
+    check_tracker(storage)
+
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("trials/*.json")}
+    assert main(["tune", str(path)]) == 0
+    assert "continues with 4 trials done" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in folder.glob("trials/*.json")} == before
+
+
+def check_tracker(storage: Path) -> None:
+    """The search is a parent, its trials are children, and it has the plots."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{storage / 'mlflow.db'}")
+    runs = client.search_runs([client.get_experiment_by_name("raycap").experiment_id])
+    (parent,) = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
+    children = [run for run in runs if run is not parent]
+    assert {run.data.tags["mlflow.parentRunId"] for run in children} == {parent.info.run_id}
+    assert sorted(run.info.status for run in children) == ["FAILED", "FAILED", "FINISHED", "FINISHED"]
+    assert {"pareto.png", "search.html", "best.yaml"} <= {a.path for a in client.list_artifacts(parent.info.run_id)}
+    assert sum("CIDEr-D" in run.data.metrics for run in children) == 2
+
+
+@pytest.mark.ray
+def test_when_every_trial_fails_the_exit_code_is_1(
+    tmp_path: Path, ray_session: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, space=None, rows=[{LR: 1e30}], algorithm="grid", budget={}, trial=TRIAL)
+    assert main(["tune", str(path)]) == 1
+    assert "failed       1 of 1 trials failed; trial 1: DivergedError" in capsys.readouterr().out
+
+
+@pytest.mark.ray
+def test_asha_ends_trials_early(tmp_path: Path, ray_session: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """One at a time, the best rate first: those behind it end at a rung, and no trial without a whole result."""
+    rows = [{LR: 3e-2}, {LR: 1e-7}, {LR: 1e-8}]
+    asha = {"name": "asha", "grace_epochs": 1, "reduction": 2}
+    changes: dict[str, Any] = {"scheduler": asha, "budget": {"concurrent": 1}, "trial": TRIAL | {"epochs": 4}}
+    assert main(["tune", str(written(tmp_path, space=None, rows=rows, algorithm="grid", **changes))]) == 0
+    records = records_of(tmp_path / "storage")
+    assert records[0]["state"] == "finished"
+    assert "stopped" in [record["state"] for record in records]
+    for record in records:
+        over = (Path(record["run"]) / "stages" / "xe_frozen" / "DONE.json").is_file()
+        assert over == (record["state"] == "finished")
+        assert record["reports"][-1][0] == 4 if over else record["reports"][-1][0] in (1, 2)
+    assert "stopped at epoch" in capsys.readouterr().out
+
+
+@pytest.mark.ray
+def test_a_population_hands_weights_over(tmp_path: Path, ray_session: None) -> None:
+    space = {LR: {"low": 1e-9, "high": 1e-1, "log": True}}
+    changes: dict[str, Any] = {"pbt": {"every_epochs": 1, "quantile": 0.5}, "budget": {"trials": 3}}
+    path = written(tmp_path, space=space, algorithm="pbt", trial=TRIAL | {"epochs": 5}, seed=2, **changes)
+    assert main(["tune", str(path)]) == 0
+    records = records_of(tmp_path / "storage")
+    assert [record["state"] for record in records] == ["finished"] * 3
+    assert all([epoch for epoch, _ in record["reports"]] == [1, 2, 3, 4, 5] for record in records)
+    firsts = [record["reports"][0][1] for record in records]
+    assert len(set(firsts)) < 3, "a member that took over has the other's history"
+    assert len({Path(record["run"]).name for record in records}) == 3
+
+
+def test_bad_input_exits_2_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for changes, found in (
+        ({"resources": {"cpus": 1000}}, "a trial asks for 1 workers x 1000 cpus = 1000, and this machine has"),
+        ({"space": {"model.heads": [2, 3]}}, "the choice 3 is refused"),
+        ({"space": {"model.d_modle": [1]}}, "unknown key model.d_modle"),
+        ({"objectives": {"CIDEr": "max"}}, "no trial reports 'CIDEr'"),
+        ({"backbone": {"weights": "/nowhere.pth"}}, "/nowhere.pth is no file"),
+    ):
+        assert main(["tune", str(written(tmp_path, **changes))]) == 2
+        message = capsys.readouterr().err.strip()
+        assert message.startswith("raycap: ") and "\n" not in message and found in message
+    assert not (tmp_path / "storage" / "searches").exists() and not (tmp_path / "storage" / "runs").exists()
+    assert main(["tune", str(tmp_path / "nothing.yaml")]) == 2
+
+
+def test_what_runs_at_once_is_what_the_cluster_can_place(tmp_path: Path) -> None:
+    from jobs.tune import concurrency
+    from tests.unit.test_search import small_search
+
+    search = small_search(tmp_path, resources={"workers": 2, "cpus": 1.5, "gpus": 0.5}, set={"stages.xe_frozen.lr": 1})
+    assert concurrency(search, {"CPU": 16, "GPU": 3}) == 3
+    assert concurrency(search, {"CPU": 7, "GPU": 8}) == 2
+    assert concurrency(small_search(tmp_path, budget={"trials": 4, "concurrent": 2}), {"CPU": 64}) == 2
+
+
+def test_memory_that_does_not_suffice_is_said_first() -> None:
+    from pipeline.search_trial import reason_of
+
+    assert reason_of(MemoryError()) == "out of memory: MemoryError"
+    assert reason_of(torch.OutOfMemoryError("CUDA out of memory.")) == "out of memory: CUDA out of memory."
+    assert reason_of(RuntimeError("a\nb")) == "RuntimeError: a b"
