@@ -96,7 +96,9 @@ def open_run(config: RunConfig, fingerprint: str) -> RunFolder:
     """The folder of the run that a configuration and its data are, whether it is there or not."""
     name = f"runs/{run_identity(config, fingerprint)}"
     folder = RunFolder(config.working_path / name, config.home(name))
-    folder.pull()
+    with folder.alone() as alone:
+        if alone:  # else the copy is newer than what lies on S3
+            folder.pull()
     return folder
 
 
