@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 import threading
 import time
@@ -10,14 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from jobs.cluster import start_ray
 from pipeline.config import RunConfig, StageSection, dump_config, total_steps
 from pipeline.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.journal import JOURNAL_EVERY_S, Follower
-from pipeline.run_folder import JOURNAL, RunFolder, read_json, write_json, write_text
+from pipeline.run_folder import JOURNAL, RunFolder, is_alone, read_json, write_json, write_text
 from pipeline.storage import Place
 from pipeline.tracking import Tracker, public_uri
 
@@ -38,7 +37,7 @@ def run(config: RunConfig, address: str | None = None, say: Callable[[str], None
         if config.tracking.enabled and not summary["tracked"]:
             registered = Tracker(folder, config, say).finish(summary["scores"], local_bundle(folder))
             write_json(done, summary | {"tracked": registered is not None})
-            folder.push("log/tracked.json", done.name)
+            folder.push(done.name)
             say(f"tracking     {registered or 'still does not take everything'}")
         say(f"{folder.run_id} is complete; nothing to do")
         say(summary["table"])
@@ -160,14 +159,15 @@ class _Run:
         width = 2 if self.config.features.stored_dtype == "float16" else 4
         pending = [stage for stage in self.config.stages if self.folder.result(stage.name) is None]
         stores = sum(not stage.train_backbone for stage in pending[:1]) + sum(stage.train_backbone for stage in pending)
+        stores = 0 if self.folder.home else stores  # on S3 features go there
         features = len(self.folder.dataset) * facts["num_tokens"] * facts["sizes"]["feature_width"] * width * stores
         weights = 6 * 4 * sum(facts["parameters"].values())
         free = shutil.disk_usage(self.folder.path).free
         if features + weights > free:
             raise UserError(
-                f"storage {self.config.storage.uri} has {free / 2**30:.1f} GiB free, and features "
+                f"{self.folder.path} has {free / 2**30:.1f} GiB free, and features "
                 f"({features / 2**30:.1f} GiB) and checkpoints ({weights / 2**30:.1f} GiB) need more; "
-                f"free some or set another storage"
+                f"free some or set another {'RAYCAP_CACHE' if self.folder.home else 'storage'}"
             )
         self.say(f"check     disk: {free / 2**30:.0f} GiB free, about {(features + weights) / 2**30:.1f} GiB needed")
 
@@ -262,7 +262,7 @@ class _Run:
         )
         complete = {"table": table, "durations": self.durations, "bundle": str(shown), "scores": flat_scores(result)}
         write_json(folder.path / "COMPLETE.json", {**complete, "tracked": registered is not None})
-        folder.push("log/tracked.json", JOURNAL, "COMPLETE.json")
+        folder.push("COMPLETE.json")
         self.say(table)
 
     def _verdicts(self, result: dict[str, Any]) -> Iterator[str]:
@@ -364,15 +364,10 @@ def _groups(stages: tuple[StageSection, ...]) -> list[list[StageSection]]:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Refuses a second process on the same run or search; the lock falls with the process, however it ends."""
-    path = folder / "log" / "lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file: TextIO
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(f"another process is working on {folder.name}; wait for it or stop it") from error
+    """Refuses a second process on the same run or search."""
+    with is_alone(folder) as first:
+        if not first:
+            raise UserError(f"another process is working on {folder.name}; wait for it or stop it")
         yield
 
 

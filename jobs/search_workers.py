@@ -9,7 +9,7 @@ from pipeline.config import RunConfig
 from pipeline.context import Context
 from pipeline.journal import Follower
 from pipeline.loop import StageJob
-from pipeline.run_folder import RunFolder, write_text
+from pipeline.run_folder import RunFolder
 
 FOLLOW_S = 0.5
 
@@ -35,7 +35,7 @@ def train_on_workers(job: StageJob, config: RunConfig, context: Context) -> None
                 if entry["kind"] == "validation":
                     context.report({"stage": entry["stage"], "step": entry["step"]})
     except BaseException:  # the scheduler has ended the trial: its workers stop at their next line in the journal
-        write_text(failure_file(job), "stopped by the search")
+        failure_file(job).write_bytes(b"stopped by the search")
         run.begin_attempt()
         thread.join()
         raise

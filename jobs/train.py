@@ -8,7 +8,7 @@ import uuid
 from typing import Any
 
 from pipeline.config import RunConfig
-from pipeline.loop import DivergedError, StageJob, train_stages
+from pipeline.loop import AbandonedError, DivergedError, StageJob, train_stages
 from pipeline.storage import Place
 
 
@@ -67,6 +67,6 @@ def _worker(settings: dict[str, Any]) -> None:
         return  # every worker of the repeated attempt ends here, and the fit with them
     try:
         train_stages(RayContext(), job)
-    except (DivergedError, ValueError) as error:
+    except (AbandonedError, DivergedError, ValueError) as error:
         failure_file(job).write_bytes(" ".join(str(error).split()).encode())
         raise

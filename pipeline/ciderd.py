@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,10 +135,16 @@ class CiderD:
         return CiderD({name: tensor.to(device) for name, tensor in self._tensors.items()}, self.facts)
 
     def save(self, path: Path, facts: Mapping[str, Any]) -> None:
-        """One safetensors file; `facts` (JSON values) are kept with it and come back in `facts`."""
+        """One safetensors file, on disk when this returns; `facts` (JSON values) come back in `facts`. OSError."""
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        save_file(self._tensors, path, {"facts": json.dumps({**self.facts, **facts})})
+        try:
+            save_file(self._tensors, path, {"facts": json.dumps({**self.facts, **facts})})
+        except SafetensorError as error:  # a full disk, for one
+            raise OSError(f"{path} cannot be written: {error}") from error
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
 
     @classmethod
     def load(cls, path: Path) -> CiderD:

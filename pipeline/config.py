@@ -299,6 +299,13 @@ class RunConfig(Section):
             return cache_folder() / "storage" / hashlib.sha256(self.storage_place.uri.encode()).hexdigest()[:16]
         return Path(self.storage.uri).expanduser().resolve()
 
+    @property
+    def storage_path(self) -> Path:
+        """The storage as a local folder, for what works on one only."""
+        if is_remote(self.storage.uri):
+            raise UserError(f"storage {self.storage.uri}: this command needs a local folder; set another storage")
+        return self.working_path
+
     def home(self, name: str) -> Place | None:
         """The place of a folder on S3 that is worked on below `working_path`; None for a local storage."""
         return self.storage_place / name if is_remote(self.storage.uri) else None

@@ -170,7 +170,7 @@ def compute(missing: pa.Table, folder: Place, extractor: Extractor) -> Iterator[
         "folder": folder,
         "extractor": extractor,
         "dtype": resolve_dtype(settings.compute_dtype),
-        "weights": ray.put(extractor.weights.read_bytes()),  # the file is on the driver's machine
+        "weights": ray.put(extractor.weights.read_bytes()) if folder.is_remote else None,  # the file is the driver's
     }
     few = count <= settings.few_images and not settings.gpus_per_actor
     # Blocks small enough that decoding spreads; for few images a block is a task and a shard.

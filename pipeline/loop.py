@@ -41,6 +41,10 @@ from pipeline.store import open_store
 from pipeline.weights import load_weights
 
 
+class AbandonedError(RuntimeError):
+    """Another attempt at the run has begun: this one's driver died, or lost its storage, and its workers live on."""
+
+
 class DivergedError(RuntimeError):
     """The loss is not finite; says at which stage, step and rank."""
 
@@ -63,10 +67,12 @@ class StageJob:
 
 def train_stages(context: Context, job: StageJob) -> None:
     """Runs the stages of a job that are not over yet, one after the other."""
-    folder = job.folder.on_worker()
+    folder = job.folder.on_worker(job.attempt)
     for name in job.stages:
         if folder.result(name) is None:
             StageRun(context, folder, folder.config.stage(name), job).run()
+        if context.world_rank:
+            folder.pull(f"stages/{name}")  # what the next stage starts from; rank 0 may be on another machine
 
 
 class StageRun:
@@ -308,28 +314,35 @@ class StageRun:
         early = f" (ended early: {progress.ended_early})" if progress.ended_early else ""
         text = f"done: best validation CIDEr-D {progress.best_score:.4f} at step {progress.best_step}, {verdict}{early}"
         self._note("done", progress.step, {"text": text})
-        self.folder.push(JOURNAL)
+        self._send_journal()
 
     @property
     def _leads(self) -> bool:
         return self.context.world_rank == 0
 
     def _fence(self) -> None:
-        """Raises when another attempt at this run has begun: this one's driver died and its workers live on."""
+        """Raises AbandonedError when another attempt at this run has begun."""
         if self.job.attempt and self.folder.attempt != self.job.attempt:
-            raise RuntimeError(f"another attempt at {self.folder.run_id} has taken over; this worker stops")
+            raise AbandonedError(f"another attempt at {self.folder.run_id} has taken over; this worker stops")
 
     def _note(self, kind: str, step: int, values: dict[str, Any]) -> None:
         if self._leads:
             self._fence()
             self.journal.write(kind, step, values)
             if time.monotonic() - self._sent > JOURNAL_EVERY_S:
-                self.folder.push(JOURNAL)
-                self._sent = time.monotonic()
+                with contextlib.suppress(OSError):  # what is printed later costs training nothing
+                    self._send_journal()
+
+    def _send_journal(self) -> None:
+        """By itself, not as the stages go: it never waits for a checkpoint that is on its way."""
+        if self.folder.home is not None:
+            (self.folder.home / JOURNAL).write_bytes(self.folder.journal.read_bytes())
+        self._sent = time.monotonic()
 
     def _send(self) -> None:
-        """Rank 0's part of a run on S3 goes home: the stage, and the journal that tells of it."""
-        self.folder.push(f"stages/{self.stage.name}", JOURNAL)
+        """Rank 0's part of a run on S3 goes home: the journal, then the stage that it tells of."""
+        self._send_journal()
+        self.folder.push(f"stages/{self.stage.name}", allowed=self._fence)
 
 
 class _Window:

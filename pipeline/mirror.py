@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import fcntl
 import json
+import mmap
 import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pipeline.storage import Entry, Place, StorageError
+from pipeline.storage import PART_BYTES, Entry, Place, StorageError
 
 MARKERS = ("progress.json", "run.json", "DONE.json", "COMPLETE.json", "COMPLETE")
 TRANSFERS = 8
@@ -47,19 +47,25 @@ class Mirror:
                 record.pop(name, None)
             self._drop_empty(under)
 
-    def push(self, under: str = "") -> None:
-        """Makes what lies on S3 below `under` equal to the copy: markers up last, and away first."""
+    def push(self, under: str = "", allowed: Callable[[], None] = lambda: None) -> None:
+        """Makes what lies on S3 below `under` equal to the copy: markers up last, and away first.
+
+        Only what this copy has sent or fetched goes away: what somebody else has written since then stays. `allowed`
+        (the fence) is asked before markers go up and before anything goes away.
+        """
         with self._record() as record:
             own, there = self._own(under), self._listed(under)
-            gone = sorted(there.keys() - own.keys(), key=lambda name: not _marks(name))
+            gone = [name for name in there if name not in own and record.get(name, [""])[0] == there[name].tag]
             changed = [name for name, state in own.items() if not self._sent(record, name, state, there.get(name))]
             with ThreadPoolExecutor(TRANSFERS) as pool:
                 for markers in (False, True):
+                    if markers:
+                        allowed()
                     names = [name for name in changed if _marks(name) is markers]
                     for name, state in zip(names, pool.map(self._send, names), strict=True):
                         if state is not None:
                             record[name] = state
-            for name in gone:
+            for name in sorted(gone, key=lambda name: not _marks(name)):
                 (self.home / name).delete()
                 record.pop(name, None)
 
@@ -74,17 +80,12 @@ class Mirror:
         return {prefix + name: entry for name, entry in (self.home / under if under else self.home).list().items()}
 
     def _own(self, under: str) -> dict[str, list[int]]:
-        """[size, mtime] of the copy's files below `under`; hidden ones and locks are nobody else's business."""
+        """[size, mtime] of the copy's files below `under`."""
         start = self.local / under
         found = {}
-        for path in [start] if start.is_file() else start.rglob("*"):
-            name = path.relative_to(self.local).as_posix()
-            if not any(part.startswith(".") for part in name.split("/")) and name != "log/lock":
-                try:
-                    if path.is_file():
-                        found[name] = _state(path)
-                except FileNotFoundError:  # renamed or removed since it was listed
-                    continue
+        for path in [start] if start.is_file() else _files(start):
+            with suppress(FileNotFoundError):  # renamed or removed since it was listed
+                found[path.relative_to(self.local).as_posix()] = _state(path)
         return found
 
     def _holds(self, record: dict[str, Any], name: str, entry: Entry) -> bool:
@@ -100,30 +101,36 @@ class Mirror:
 
     def _fetch(self, name: str, entry: Entry) -> list[Any]:
         path = self.local / name
-        data = (self.home / name).read_bytes()
-        if len(data) != entry.size:
-            raise StorageError(f"{self.home / name} changed while it was read; is another run writing it?")
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        temporary.write_bytes(data)
-        temporary.replace(path)
-        return [entry.tag, _state(path)]
+        for _ in range(5):
+            with temporary.open("wb") as file:
+                for start in range(0, entry.size, PART_BYTES):
+                    file.write((self.home / name).read_range(start, min(PART_BYTES, entry.size - start)))
+            now = (self.home / name).stat()
+            if now == entry:
+                temporary.replace(path)
+                return [entry.tag, _state(path)]
+            entry = now  # written anew while it was read, as logs are
+        temporary.unlink()
+        raise StorageError(f"{self.home / name} changes all the time; is another run writing it?")
 
     def _send(self, name: str) -> list[Any] | None:
         path = self.local / name
         try:
             state = _state(path)
-            data = path.read_bytes()
+            with path.open("rb") as file:
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if state[0] else b""
         except FileNotFoundError:
             return None  # went away meanwhile; the next push sees to it
-        return [(self.home / name).write_bytes(data), state]
+        return [(self.home / name).write_bytes(memoryview(data)), state]
 
     def _drop_empty(self, under: str) -> None:
-        start = self.local / under
-        folders = [path for path in start.rglob("*") if path.is_dir()] if start.is_dir() else []
-        for path in sorted(folders, reverse=True):
-            if not any(path.iterdir()):
-                shutil.rmtree(path, ignore_errors=True)
+        for folder, _, _ in os.walk(self.local / under, topdown=False):
+            if not Path(folder).name.startswith("."):
+                with suppress(OSError):  # not empty
+                    Path(folder).rmdir()
+        self.local.mkdir(parents=True, exist_ok=True)
 
     @contextmanager
     def _record(self) -> Iterator[dict[str, Any]]:
@@ -142,6 +149,13 @@ class Mirror:
                 temporary = path.with_suffix(".tmp")
                 temporary.write_text(json.dumps(record))
                 temporary.replace(path)
+
+
+def _files(start: Path) -> Iterator[Path]:
+    """Files below a folder; hidden ones and hidden folders are unfinished, or nobody else's business."""
+    for folder, folders, names in os.walk(start):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(folder) / name for name in names if not name.startswith("."))
 
 
 def _state(path: Path) -> list[int]:

@@ -24,7 +24,7 @@ from pipeline.config import RunConfig, dump_config
 from pipeline.dataset import Dataset, build_vocabulary, longest_caption
 from pipeline.errors import UserError
 from pipeline.inputs import find_data
-from pipeline.run_folder import RunFolder, code_digest, run_identity, write_json, write_text
+from pipeline.run_folder import RunFolder, code_digest, is_alone, run_identity, write_json, write_text
 from pipeline.text import Vocabulary
 from pipeline.weights import save_weights
 
@@ -98,7 +98,9 @@ def open_run(config: RunConfig, fingerprint: str) -> RunFolder:
     """The folder of the run that a configuration and its data are, whether it is there or not."""
     name = f"runs/{run_identity(config, fingerprint)}"
     folder = RunFolder(config.working_path / name, config.home(name))
-    folder.pull()
+    with is_alone(folder.path) as first:
+        if first:  # else the copy is newer than what lies on S3
+            folder.pull()
     return folder
 
 

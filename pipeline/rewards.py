@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 from pipeline.ciderd import CiderD
 from pipeline.text import EOS, PAD, SOS, Vocabulary
 
-_FORMAT = 1  # of the cached index; counted up when what `_build` makes changes
 _KEPT = 8  # indexes that a machine keeps, the last used
 
 
@@ -101,7 +101,9 @@ def _build(
 
 
 def _digest(references: Mapping[int, Sequence[str]], vocabulary: Vocabulary, eos: bool, caption_documents: bool) -> str:
-    digest = hashlib.sha256(f"{_FORMAT} {eos} {caption_documents} {vocabulary.to_json()}".encode())
+    digest = hashlib.sha256(f"{eos} {caption_documents} {vocabulary.to_json()}".encode())
+    for name in ("ciderd.py", "rewards.py", "text.py"):  # what a mended rule would change is built anew
+        digest.update(Path(__file__).with_name(name).read_bytes())
     for captions in references.values():  # the places of images, not their ids, are in the index
         digest.update(json.dumps(list(captions)).encode())
     return digest.hexdigest()[:32]
@@ -110,9 +112,11 @@ def _digest(references: Mapping[int, Sequence[str]], vocabulary: Vocabulary, eos
 def _cached(folder: Path, digest: str, build: Callable[[], CiderD]) -> CiderD:
     """The index from its file; the first process that asks writes it while the others wait."""
     path = folder / f"ciderd-{digest}.safetensors"
+    temporary = path.with_name(f".{path.name}.tmp")
+    built = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "ciderd.lock").open("w") as lock:
+        with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # falls with the process
             try:
                 found = CiderD.load(path)
@@ -120,12 +124,18 @@ def _cached(folder: Path, digest: str, build: Callable[[], CiderD]) -> CiderD:
                 return found
             except (FileNotFoundError, ValueError):
                 built = build()
-            temporary = path.with_name(f".{path.name}.tmp")
             built.save(temporary, built.facts)
             temporary.replace(path)
-            kept = sorted(folder.glob("ciderd-*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
-            for old in kept[:-_KEPT]:
-                old.unlink(missing_ok=True)  # whoever maps it keeps reading it
+            _keep_the_newest(folder)
             return CiderD.load(path)
     except OSError:
-        return build()
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        return built or build()
+
+
+def _keep_the_newest(folder: Path) -> None:
+    kept = sorted(folder.glob("ciderd-*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
+    for old in kept[:-_KEPT]:
+        old.unlink(missing_ok=True)  # whoever maps it keeps reading it
+        old.with_suffix(".lock").unlink(missing_ok=True)

@@ -9,10 +9,14 @@ runs/<run_id>/  config.yaml run.json data.arrow vocabulary.json init/ stages/<st
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import shutil
 import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -62,6 +66,19 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+@contextmanager
+def is_alone(folder: Path) -> Iterator[bool]:
+    """Whether this process is the only one on its machine that works on a folder; it is while this lasts."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f".{folder.name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # falls with the process, however it ends
+        except OSError:
+            yield False
+        else:
+            yield True
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The folder of one run: a local path, and its home when that is on S3. Workers open it `on_worker`."""
@@ -72,12 +89,19 @@ class RunFolder:
     def __reduce__(self) -> tuple[Any, ...]:
         return RunFolder, (self.path, self.home)  # without what was read from it
 
-    def on_worker(self) -> RunFolder:
-        """The folder as a worker opens it: on S3 through a copy of its machine's own, brought up to date."""
+    def on_worker(self, attempt: str | None = None) -> RunFolder:
+        """The folder as a worker opens it: on S3 through a copy of its machine's and attempt's own, brought up to date.
+
+        Copies of earlier attempts go: what they had not sent home is lost, and who works on one is fenced out.
+        """
         if self.home is None:
             return self
-        folder = RunFolder(cache_folder() / "workers" / self.path.parent.parent.name / self.run_id, self.home)
+        copies = cache_folder() / "workers" / self.path.parent.parent.name / self.run_id
+        folder = RunFolder(copies / (attempt or self.attempt or "first") / self.run_id, self.home)
         folder.pull()
+        for other in copies.iterdir():
+            if other != folder.path.parent:
+                shutil.rmtree(other, ignore_errors=True)
         return folder
 
     def pull(self, under: str = "") -> None:
@@ -85,11 +109,11 @@ class RunFolder:
         if self.home is not None:
             Mirror(self.home, self.path).pull(under)
 
-    def push(self, *names: str) -> None:
-        """Sends home these files and folders as they are here, one after the other."""
+    def push(self, *names: str, allowed: Callable[[], None] = lambda: None) -> None:
+        """Sends home these files and folders as they are here, one after the other; `allowed` as in `Mirror.push`."""
         if self.home is not None:
             for name in names:
-                Mirror(self.home, self.path).push(name)
+                Mirror(self.home, self.path).push(name, allowed)
 
     @property
     def root(self) -> Place:

@@ -155,6 +155,8 @@ def _publish(temporary: Path, target: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
+    before = _fresh(target.with_name(f".{target.name}.old"))
     if target.exists():  # the same step once more, after a resume from before it: equal content
-        shutil.rmtree(target)
+        target.rename(before / target.name)
     temporary.rename(target)
+    shutil.rmtree(before)

@@ -24,6 +24,7 @@ from pipeline.journal import read_journal
 from pipeline.run_folder import RunFolder, read_json, write_json
 
 BATCH = 500  # metrics a request; the server takes 1000
+TRACKED = "log/tracked.json"
 SERVING_PACKAGES = ("mlflow", "numpy", "pillow", "pyyaml", "safetensors", "timm", "torch", "torchvision")
 
 
@@ -99,7 +100,7 @@ class _State:
     """What the tracker at one address has of a run: log/tracked.json, by address."""
 
     def __init__(self, folder: RunFolder, config: RunConfig) -> None:
-        self.path, self.key = folder.path / "log" / "tracked.json", public_uri(config)
+        self.folder, self.path, self.key = folder, folder.path / TRACKED, public_uri(config)
         known = read_json(self.path) if self.path.is_file() else {}
         empty: dict[str, Any] = {"parent": None, "stages": {}, "sent": {}, "ended": []}
         self.values: dict[str, Any] = known.get(self.key, empty)
@@ -107,6 +108,7 @@ class _State:
 
     def save(self) -> None:
         write_json(self.path, self.others | {self.key: self.values})
+        self.folder.push(TRACKED)
 
 
 def sync(folder: RunFolder, config: RunConfig, *, status: str | None = None) -> None:

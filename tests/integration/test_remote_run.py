@@ -46,7 +46,7 @@ def test_a_copy_follows_its_home(url: str, tmp_path: Path) -> None:
     home = Place("s3://data/follows", StorageOptions(url))
     one, two = Mirror(home, tmp_path / "one"), Mirror(home, tmp_path / "two")
     files = {"a.txt": "1", "s/step-1/state.pt": "x" * 1000, "s/step-1/progress.json": "{}", "s/best-1/model": "m"}
-    write(one.local, files | {".a.txt.tmp": "not yet", "log/lock": ""})
+    write(one.local, files | {".a.txt.tmp": "not yet", "s/.step-2.tmp/state.pt": "half"})
     one.push()
     two.pull()
     assert content(two.local) == files
@@ -72,22 +72,24 @@ def test_half_a_checkpoint_is_left_alone(url: str, tmp_path: Path) -> None:
     assert sorted(content(copy.local)) == ["s/DONE.json", "s/step-4/progress.json", "s/step-4/state.pt"]
 
 
-def test_markers_go_up_last_and_away_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_markers_go_up_last_and_away_first(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = Place("s3://data/order", StorageOptions(url))
+    copy = Mirror(home, tmp_path / "copy")
+    write(copy.local, {"s/step-1/progress.json": "{}", "s/step-1/a": "", "s/best-1/model": "m"})
+    copy.push()
+    (home / "s/step-9/progress.json").write_bytes(b"of somebody who came later")
     done: list[str] = []
-    there: dict[str, Any] = {"s/step-1/progress.json": None, "s/step-1/a": None}
-    monkeypatch.setattr(Place, "write_bytes", lambda self, data: done.append(self.uri) or "tag")
-    monkeypatch.setattr(Place, "delete", lambda self: done.append("gone " + self.uri))
-    monkeypatch.setattr(Mirror, "_listed", lambda self, under: there)
-    copy = Mirror(Place("s3://data/x"), tmp_path / "copy")
+    put, delete = Place.write_bytes, Place.delete
+    monkeypatch.setattr(Place, "write_bytes", lambda self, data: [done.append(self.uri), put(self, data)][1])
+    monkeypatch.setattr(Place, "delete", lambda self: [done.append("gone " + self.uri), delete(self)][1])
+    (copy.local / "s/step-1/progress.json").unlink()
+    (copy.local / "s/step-1/a").unlink()
     write(copy.local, {"s/step-2/progress.json": "{}", "s/step-2/state.pt": "", "s/step-2/z": ""})
-    copy.push("s")
-    names = [name.removeprefix("s3://data/x/s/") for name in done]
+    copy.push("s", lambda: done.append("asked"))
+    names = [name.replace(f"{home}/s/", "") for name in done]
     assert sorted(names[:2]) == ["step-2/state.pt", "step-2/z"]
-    assert names[2:] == [
-        "step-2/progress.json",
-        "gone s3://data/x/s/step-1/progress.json",
-        "gone s3://data/x/s/step-1/a",
-    ]
+    assert names[2:] == ["asked", "step-2/progress.json", "gone step-1/progress.json", "gone step-1/a"]
+    assert (home / "s/step-9/progress.json").exists(), "what this copy never knew is not its to remove"
 
 
 def test_another_machine_goes_on_where_one_died(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
