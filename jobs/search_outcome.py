@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pipeline.results import format_table
+from pipeline.search import SCORE
 from pipeline.search_book import Book
 from pipeline.search_report import comparisons, importances, write_page, write_plots
 from pipeline.search_results import (
@@ -47,7 +48,7 @@ class Outcome:
         self.say("")
         self.say(leaderboard_text(search, results, best))
         self.say("")
-        for title, note, columns, rows in comparisons(search, results):
+        for title, note, columns, rows in comparisons(search, results, (SCORE,)):
             self.say(f"{title}\n{note}\n{format_table(columns, rows)}\n")
         shares, note = importances(search, book.records)
         if shares:

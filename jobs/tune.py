@@ -147,12 +147,14 @@ def _run_trials(book: Book, search: Search, say: Say, changed: Callable[[], None
     for name in ("ray.tune", "ray.train"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     asked, at_once = search.config.resources, concurrency(search, ray.cluster_resources())
-    each = {"cpu": asked.cpus, "gpu": asked.gpus} if asked.workers == 1 else {"cpu": 0.0}
+    each = (
+        {"CPU": asked.cpus, "GPU": asked.gpus} if asked.workers == 1 else {"memory": 2.0**20}
+    )  # the workers' are theirs
     say(f"resources {at_once} trials at a time, {asked.workers} x {asked.cpus:g} CPU, {asked.gpus:g} GPU each")
     hours, scratch = search.config.budget.hours, book.folder.path / "log" / "ray"
     desk = Desk(book, say, changed, None if hours is None else time.monotonic() + 3600 * hours)
     tuner = tune.Tuner(
-        tune.with_resources(train_trial, each),
+        tune.with_resources(train_trial, tune.PlacementGroupFactory([{k: v for k, v in each.items() if v}])),
         tune_config=tune.TuneConfig(
             search_alg=_searcher(desk),
             scheduler=make_scheduler(search, book.records),

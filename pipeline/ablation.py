@@ -54,10 +54,12 @@ def pairs(search: Search, results: Sequence[PointResult]) -> list[Pair]:
     return [Pair(row, found.get((row.static_expansion, row.dynamic_expansion))) for row in ABLATION]
 
 
-def score_table(search: Search, results: Sequence[PointResult]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+def score_table(
+    search: Search, results: Sequence[PointResult], metrics: Sequence[str] = ABLATION_COLUMNS
+) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """Columns and rows: every metric as ours, ours against our baseline row, the paper's, and its difference."""
     rows = pairs(search, results)
-    names = [name for name in ABLATION_COLUMNS if any(pair.ours(name) is not None for pair in rows)] or [SCORE]
+    names = [name for name in metrics if any(pair.ours(name) is not None for pair in rows)] or [SCORE]
     columns = [f"{name}{kind}" for name in names for kind in ("", " +/-", " paper", " paper +/-")]
     table = []
     for pair in rows:

@@ -17,7 +17,7 @@ from pipeline.ablation import printed_label
 from pipeline.published import ABLATION
 from pipeline.search import COSTS, SCORE, Search
 from pipeline.search_results import UNITS, PointResult, head
-from pipeline.space import Dimension, short
+from pipeline.space import Dimension, Space, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -91,6 +91,7 @@ def _draw_points(
         x, y = result.mean(cost), result.mean(score)
         if x is not None and y is not None and result.state in kinds:
             kinds[result.state].append((x / UNITS.get(cost, 1), y, result.spread(score) or 0.0, result))
+    _spread(axes, [point[0] for points in kinds.values() for point in points])
     for kind, points in kinds.items():
         if not points:
             continue
@@ -155,6 +156,17 @@ def _draw_paper(axes: Axes, search: Search, *, label: bool, narrow: bool = False
         )
 
 
+def _spread(axes: Axes, costs: Sequence[float]) -> None:
+    """A logarithmic axis where costs differ more than threefold: the cheap ones would lie on each other."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    if costs and min(costs) > 0 and max(costs) > 3 * min(costs):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_minor_locator(NullLocator())
+
+
 def _same_size(search: Search, results: Sequence[PointResult]) -> bool:
     """Whether the paper's points and ours fit one pair of axes."""
     if cost_axis(search) != "macs" or score_axis(search) != SCORE:
@@ -205,14 +217,14 @@ def _write_labels(
 def parallel_plot(search: Search, results: Sequence[PointResult], *, narrow: bool = False) -> Figure:
     """A line a point through its choices to its score and cost; the better, the stronger, the best in red."""
     shown = [result for result in results if result.mean(score_axis(search)) is not None]
-    dimensions = list(search.space.dimensions)
+    dimensions = list(search.space.by_key().dimensions)
     names = list(dict.fromkeys([score_axis(search), cost_axis(search)]))
     width = 4.3 if narrow else max(7.0, 1.9 * (len(dimensions) + len(names)) + 1)
     figure = _figure(width, 5.2)
     axes = figure.subplots()
     axes.set_axis_off()
     size = 7 if narrow else 8.5
-    scales: list[_DimensionScale | _ValueScale] = [_DimensionScale(dimension, shown) for dimension in dimensions]
+    scales: list[_DimensionScale | _ValueScale] = [_DimensionScale(dimension, search.space) for dimension in dimensions]
     scales += [_ValueScale(name, shown) for name in names]
     for column, scale in enumerate(scales):
         axes.plot([column, column], [0, 1], color=RULE, lw=1.2, zorder=1)
@@ -244,8 +256,8 @@ def parallel_plot(search: Search, results: Sequence[PointResult], *, narrow: boo
 class _DimensionScale:
     """Choices at even heights, ranges by their numbers."""
 
-    def __init__(self, dimension: Dimension, shown: Sequence[PointResult]) -> None:
-        self.dimension, self.title = dimension, short(dimension.key)
+    def __init__(self, dimension: Dimension, space: Space) -> None:
+        self.dimension, self.space, self.title = dimension, space, short(dimension.key)
 
     def _at(self, choice: Any) -> float:
         d = self.dimension
@@ -255,7 +267,8 @@ class _DimensionScale:
         return (value - low) / (high - low)
 
     def height(self, result: PointResult, shift: float) -> float:
-        return self._at(result.point[self.dimension.key]) + (0.0 if self.dimension.is_range else shift)
+        choice = self.space.point_by_key(result.point)[self.dimension.key]
+        return self._at(choice) + (0.0 if self.dimension.is_range else shift)
 
     def ticks(self) -> list[tuple[float, str]]:
         d = self.dimension

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pipeline import ablation, search_plots
 from pipeline.proposals import IMPORTANCE_FEWEST, importance
+from pipeline.published import ABLATION_COLUMNS
 from pipeline.run_folder import write_text
 from pipeline.search import Search
 from pipeline.search_book import Book, SearchFolder, TrialRecord
@@ -109,8 +110,8 @@ def importances(search: Search, records: Sequence[TrialRecord]) -> tuple[dict[st
     else:
         name = search.config.main_objective
         found, when = [(record, record.value(name)) for record in told], f"of {head(name)} over {len(told)} trials"
-    points = [record.point for record, value in found if value is not None]
-    shares = importance(search.space, points, [value for _, value in found if value is not None])
+    points = [search.space.point_by_key(record.point) for record, value in found if value is not None]
+    shares = importance(search.space.by_key(), points, [value for _, value in found if value is not None])
     if not shares:
         return {}, f"Told from {IMPORTANCE_FEWEST} trials and two dimensions on, whose scores differ."
     return shares, f"Share of the variance {when} that each dimension explains (fANOVA); few trials tell little."
@@ -120,8 +121,10 @@ def _at(record: TrialRecord, epoch: float | None) -> float | None:
     return next((score for reported, score in record.reports if reported == epoch), None)
 
 
-def comparisons(search: Search, results: Sequence[PointResult]) -> list[tuple[str, str, list[str], Rows]]:
-    """(title, note, columns, rows) of the tables beside a paper's."""
+def comparisons(
+    search: Search, results: Sequence[PointResult], metrics: Sequence[str] = ABLATION_COLUMNS
+) -> list[tuple[str, str, list[str], Rows]]:
+    """(title, note, columns, rows) of the tables beside a paper's; on a terminal fewer `metrics` have room."""
     if search.config.compare is None:
         return []
     note = (
@@ -133,7 +136,7 @@ def comparisons(search: Search, results: Sequence[PointResult]) -> list[tuple[st
         "as executed here."
     )
     return [
-        ("Table I beside the paper's", note, *ablation.score_table(search, results)),
+        ("Table I beside the paper's", note, *ablation.score_table(search, results, metrics)),
         ("Table VI beside the paper's", costs, *ablation.cost_table(search, results)),
     ]
 

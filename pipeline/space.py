@@ -186,10 +186,37 @@ class Space:
         values = {dimension.key: dimension.value(point[dimension.key]) for dimension in self.dimensions}
         return dict(values["row"]) if self.rows else values
 
+    def by_key(self) -> Space:
+        """Dimensions over keys also for rows: what plots and importance are drawn over."""
+        if not self.rows:
+            return self
+        (dimension,) = self.dimensions
+        columns = {key: [values.get(key, MISSING) for values in dimension.values] for key in self.rows}
+        return Space(
+            tuple(
+                Dimension(key, tuple(dict.fromkeys(map(show_value, column))), tuple(_once(column)))
+                for key, column in columns.items()
+            )
+        )
+
+    def point_by_key(self, point: Mapping[str, Any]) -> dict[str, Any]:
+        """A point in the dimensions of `by_key`."""
+        if not self.rows:
+            return dict(point)
+        changes = self.changes(point)
+        return {key: show_value(changes.get(key, MISSING)) for key in self.rows}
+
     def describe(self, point: Mapping[str, Any]) -> str:
         if self.rows:
             return str(point["row"])
         return ", ".join(f"{short(d.key)} {d.show(point[d.key])}" for d in self.dimensions)
+
+
+MISSING = "base"  # what a row that does not name a key has there
+
+
+def _once(values: Sequence[Any]) -> list[Any]:
+    return list({show_value(value): value for value in values}.values())
 
 
 SYMBOLS = {
