@@ -153,16 +153,18 @@ def _run_trials(book: Book, search: Search, say: Say, changed: Callable[[], None
     say(f"resources {at_once} trials at a time, {asked.workers} x {asked.cpus:g} CPU, {asked.gpus:g} GPU each")
     hours, scratch = search.config.budget.hours, book.folder.path / "log" / "ray"
     desk = Desk(book, say, changed, None if hours is None else time.monotonic() + 3600 * hours)
+    population = search.config.algorithm == "pbt"  # all members are alive, and Ray Tune takes no searcher beside it
     tuner = tune.Tuner(
         tune.with_resources(train_trial, tune.PlacementGroupFactory([{k: v for k, v in each.items() if v}])),
         tune_config=tune.TuneConfig(
-            search_alg=_searcher(desk),
+            search_alg=None if population else _searcher(desk),
             scheduler=make_scheduler(search, book.records),
-            num_samples=-1,
-            max_concurrent_trials=None if search.config.algorithm == "pbt" else at_once,  # all members are alive
+            num_samples=1 if population else -1,
+            max_concurrent_trials=None if population else at_once,
             time_budget_s=None if hours is None else 3600 * hours,
             reuse_actors=True,
         ),
+        param_space={"member": tune.grid_search(desk.members())} if population else None,
         run_config=tune.RunConfig(
             name=f"search-{uuid.uuid4().hex[:8]}",
             storage_path=str(scratch),
@@ -200,6 +202,19 @@ class Desk:
             self.error = error
             raise
 
+    def members(self) -> list[dict[str, Any]]:
+        """All trials at once, for a population."""
+        found = []
+        while (config := self.give(str(len(found)))) is not None:
+            found.append(config)
+        return found
+
+    def starts(self, trial_id: str, config: Mapping[str, Any]) -> None:
+        """A member of a population is named by Ray Tune when it first starts."""
+        if "member" in config and trial_id not in self.by_id:
+            number = config["member"]["number"]
+            self.by_id[trial_id] = next(record for record in self.book.records if record.number == number)
+
     def give(self, trial_id: str) -> dict[str, Any] | None:
         """The next trial as Ray Tune's configuration of it."""
         record = self.book.next() if not self.time_is_over else None
@@ -219,9 +234,9 @@ class Desk:
 
     def result(self, trial_id: str, result: Mapping[str, Any], config: dict[str, Any]) -> None:
         record = self.by_id[trial_id]
-        if self.book.search.config.algorithm == "pbt":
+        if "member" in config:
             # one that takes another's place has the other's configuration, changed: its number stays its own
-            config["number"], record.point = record.number, dict(config["point"])
+            config["member"]["number"], record.point = record.number, dict(config["member"]["point"])
         if result.get("outcome"):
             outcome = dict(result["outcome"])
             outcome["reports"] = [tuple(report) for report in outcome.get("reports", record.reports)]
@@ -291,6 +306,10 @@ def _callback(desk: Desk) -> Any:
     from ray.tune import Callback
 
     class BookCallback(Callback):
+        def on_trial_start(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
+            with desk.keeping_errors():
+                desk.starts(trial.trial_id, trial.config)
+
         def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: dict[str, Any], **_: Any) -> None:
             with desk.keeping_errors():
                 desk.result(trial.trial_id, result, trial.config)
@@ -350,9 +369,9 @@ def _population(search: Search) -> Any:
     settings, generator = search.config.pbt, random.Random(search.config.seed)
 
     def changed(config: dict[str, Any]) -> dict[str, Any]:
-        return config | {
-            "point": {d.key: d.neighbor(config["point"][d.key], generator) for d in search.space.dimensions}
-        }
+        member = config["member"]
+        point = {d.key: d.neighbor(member["point"][d.key], generator) for d in search.space.dimensions}
+        return config | {"member": member | {"point": point}}
 
     return PopulationBasedTraining(
         time_attr="epoch",
@@ -373,9 +392,11 @@ def train_trial(config: dict[str, Any]) -> None:
     from jobs.search_workers import train_on_workers
     from pipeline.search_trial import run_trial, train_here
 
+    member = config.get("member")
+    config = member or config
     folder = SearchFolder(Path(config["folder"]))
     settings = folder.plan["search"]
-    if settings["algorithm"] == "pbt":
+    if member is not None:
         tune.report({"outcome": _train_member(folder, config)})  # without a score: the population is not to change it
         return
     train = train_here if settings["resources"]["workers"] == 1 else train_on_workers
