@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from models.config import ExpansionNetConfig
 from models.flops import TABLE_6_IMAGES
 from pipeline.published import ABLATION, ABLATION_COLUMNS, AblationRow
 from pipeline.search import SCORE, Search
@@ -47,6 +48,8 @@ def pairs(search: Search, results: Sequence[PointResult]) -> list[Pair]:
     found: dict[tuple[Any, Any], PointResult] = {}
     for result in results:
         model = search.trial_config(result.point, search.config.seeds[0]).model
+        if not isinstance(model, ExpansionNetConfig):
+            continue
         groups = model.static_expansion if model.name != "transformer" else None
         vectors = model.dynamic_expansion if model.name != "transformer" else None
         if model.encoder_dynamic_expansion is None:
