@@ -204,7 +204,7 @@ class Desk:
 
     def members(self) -> list[dict[str, Any]]:
         """All trials at once, for a population."""
-        found = []
+        found: list[dict[str, Any]] = []
         while (config := self.give(str(len(found)))) is not None:
             found.append(config)
         return found
