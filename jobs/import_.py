@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -91,14 +91,15 @@ def _checked(section: str, kind: type, values: dict[str, Any]) -> dict[str, Any]
             near = difflib.get_close_matches(str(name), known, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise UserError(f"unknown key {section}.{name}: {hint}known here: {', '.join(known)}")
-    try:
-        whole: Any = TypeAdapter(kind).validate_python(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join([section, *(str(part) for part in first["loc"])])
-        message = first["msg"].removeprefix("Value error, ")
-        raise UserError(message if section + "." in message else f"{key}: {message}") from error
-    return {name: getattr(whole, name) for name in values}
+    hints, checked = get_type_hints(kind), {}
+    for name, value in values.items():  # one by one: whether they fit together is known once the checkpoint is read
+        try:
+            checked[name] = TypeAdapter(hints[name]).validate_python(value)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join([section, name, *(str(part) for part in first["loc"])])
+            raise UserError(f"{key}: {first['msg'].removeprefix('Value error, ')}") from error
+    return checked
 
 
 def _import_expansionnet(

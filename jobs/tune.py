@@ -153,12 +153,13 @@ def _run_trials(book: Book, search: Search, say: Say, changed: Callable[[], None
     say(f"resources {at_once} trials at a time, {asked.workers} x {asked.cpus:g} CPU, {asked.gpus:g} GPU each")
     hours, scratch = search.config.budget.hours, book.folder.path / "log" / "ray"
     desk = Desk(book, say, changed, None if hours is None else time.monotonic() + 3600 * hours)
+    desk.scheduler = make_scheduler(search, book.records)
     population = search.config.algorithm == "pbt"  # all members are alive, and Ray Tune takes no searcher beside it
     tuner = tune.Tuner(
         tune.with_resources(train_trial, tune.PlacementGroupFactory([{k: v for k, v in each.items() if v}])),
         tune_config=tune.TuneConfig(
             search_alg=None if population else _searcher(desk),
-            scheduler=make_scheduler(search, book.records),
+            scheduler=desk.scheduler,
             num_samples=1 if population else -1,
             max_concurrent_trials=None if population else at_once,
             time_budget_s=None if hours is None else 3600 * hours,
@@ -191,6 +192,7 @@ class Desk:
         self.book, self.say, self.changed, self.deadline = book, say, changed, deadline
         self.by_id: dict[str, TrialRecord] = {}  # by Ray Tune's name of the trial
         self.error: BaseException | None = None
+        self.scheduler: Any = None
         self.last_table = time.monotonic()
 
     @contextmanager
@@ -221,6 +223,7 @@ class Desk:
         if record is None:
             return None
         self.by_id[trial_id] = record
+        _take_over(self.scheduler, f"trial {record.number}", trial_id)
         verb = f"goes on from epoch {record.epoch:g}" if record.attempts > 1 else "starts"
         seed = f", seed {record.seed}" if len(self.book.search.config.seeds) > 1 else ""
         asked = f"/{self.book.asked}" if self.book.asked is not None else ""
@@ -361,6 +364,14 @@ def make_scheduler(search: Search, records: list[TrialRecord]) -> Any:
         for epoch, score in record.reports:
             scheduler._brackets[0].on_result(SimpleNamespace(trial_id=f"trial {record.number}"), epoch, score)  # type: ignore[arg-type]
     return scheduler
+
+
+def _take_over(scheduler: Any, before: str, trial_id: str) -> None:
+    """A trial that goes on stands in ASHA's rungs as itself, not as a second one beside what it was."""
+    for bracket in getattr(scheduler, "_brackets", ()):
+        for _, recorded in bracket._rungs:
+            if before in recorded:
+                recorded[trial_id] = recorded.pop(before)
 
 
 def _population(search: Search) -> Any:

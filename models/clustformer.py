@@ -45,6 +45,7 @@ from models.cache import TreeCache, TreeSlots
 from models.clusters import Arrangement, ClusterMaps, Layout, State, arrange_regions, window_matrix
 from models.config import ClustFormerConfig
 from models.layers import (
+    MASKED_SCORE,
     CrossAttention,
     Dropout,
     FeedForward,
@@ -95,14 +96,15 @@ class ClusteredAttention(nn.Module):
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         unseen = None if seen is None else ~seen
         if unseen is not None:
-            scores = scores.masked_fill(unseen, -torch.inf)
+            scores = scores.masked_fill(unseen, MASKED_SCORE)  # finite: an image without regions gives no NaN
         if clusters is not None and self.reading == "renormalized":
             scores = scores + clusters[:, None].clamp_min(torch.finfo(clusters.dtype).tiny).log()
         weights = scores.softmax(-1)
+        weights = weights if unseen is None else weights.masked_fill(unseen, 0.0)
         if clusters is not None and self.reading != "renormalized":
             weights = weights * clusters[:, None]
             if self.reading == "literal":
-                weights = weights if unseen is None else weights.masked_fill(unseen, -torch.inf)
+                weights = weights if unseen is None else weights.masked_fill(unseen, MASKED_SCORE)
                 weights = weights.softmax(-1)
         return self.dropout(weights).to(value.dtype) @ value
 

@@ -186,7 +186,7 @@ class DecoderLayer(nn.Module):
 
     def step(self, y: Tensor, cache: TreeCache, index: int) -> Tensor:
         """y (R, D): the next token of each row, through layer `index`."""
-        s = self.attention_norm(y + self.attention.step(y, cache.layers[index], cache.ancestors))
+        s = self.attention_norm(y + self.dropout(self.attention.step(y, cache.layers[index], cache.ancestors)))
         return self._rest(s[:, None], cache.cross[index], cache.bias)[:, 0]
 
     def _rest(self, s: Tensor, cross: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:

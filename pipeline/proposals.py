@@ -80,13 +80,14 @@ class ListedProposals:
                     self.tried.add(name_of(point))
                     return Proposal(point)
             return None
-        while True:
+        for _ in range(100_000):
             generator = random.Random(f"{self.seed} {self.drawn}")
             self.drawn += 1
             point = {dimension.key: dimension.draw(generator) for dimension in self.space.dimensions}
             if self.repeat or name_of(point) not in self.tried:
                 self.tried.add(name_of(point))
                 return Proposal(point)
+        return None
 
     def tell(self, point: Mapping[str, Any], values: Sequence[float] | None) -> None:
         pass
@@ -189,7 +190,11 @@ class OptunaProposals:
         if self.space.size <= 1_000_000:
             points = [p for p in self.space.points() if (n := name_of(p)) not in self.over and n not in self.pending]
             return generator.choice(points) if points else None
-        return {dimension.key: dimension.draw(generator) for dimension in self.space.dimensions}
+        for _ in range(1000):
+            point = {dimension.key: dimension.draw(generator) for dimension in self.space.dimensions}
+            if name_of(point) not in self.over and name_of(point) not in self.pending:
+                return point
+        return None
 
 
 def _distribution(dimension: Dimension) -> Any:

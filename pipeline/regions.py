@@ -108,7 +108,10 @@ def _read_image(file: Any, image_id: int, max_regions: int, dtype: str) -> tuple
         return features, None
     if boxes.shape != (found.shape[0], 4):
         raise ValueError(f"{image_id}_boxes has shape {boxes.shape}, not ({found.shape[0]}, 4)")
-    return features, boxes[:max_regions].astype(np.float32)
+    kept = boxes[:max_regions].astype(np.float32)
+    if not np.isfinite(kept).all():
+        raise ValueError(f"{image_id}_boxes is not finite")
+    return features, kept
 
 
 def _digest(path: Path) -> str:

@@ -281,6 +281,8 @@ class Search:
         """
         for key in self.space.keys:
             self._check_key(key)
+        if self.config.algorithm == "grid" and math.isinf(self.space.size):
+            raise UserError("algorithm grid: the space has no end; give its ranges a step, or take random or tpe")
         if self.config.algorithm == "pbt" and len(self.stages) > 1:
             raise UserError(f"algorithm pbt needs one stage a trial, found {', '.join(self.stages)}; set trial.stages")
         frozen = [self.base.stage(name).train_backbone for name in self.stages]
@@ -297,6 +299,12 @@ class Search:
                 self._check_choices(first)  # names the choice when it is one's fault
             raise UserError(f"{self.space.describe(first)} is refused: {error}") from error
         self._check_choices(first)
+        settings = self.config.scheduler
+        if settings is not None and settings.grace_epochs > self.total_epochs():
+            raise UserError(
+                f"scheduler.grace_epochs = {settings.grace_epochs:g} is more than the {self.total_epochs():g} epochs "
+                "of a trial; lower it or raise trial.epochs"
+            )
         if self.space.size <= MOST_CHECKED:
             for point in self.points():
                 self._try(point, self.space.describe(point), model=False)
@@ -309,6 +317,14 @@ class Search:
         names = [stage.name for stage in self.base.stages]
         if parts[0] == "stages" and len(parts) > 1 and parts[1] in names and parts[1] not in self.stages:
             raise UserError(f"space.{key}: no trial runs the stage {parts[1]}; add it to trial.stages")
+        for fixed in flatten(self.config.trial.set):
+            if f"{key}.".startswith(f"{fixed}.") or f"{fixed}.".startswith(f"{key}."):
+                raise UserError(f"space.{key}: trial.set gives {fixed} one value for all trials; leave one of them out")
+        if parts[0] == "stages" and parts[-1] == "epochs":
+            if self.config.trial.epochs is not None:
+                raise UserError(f"space.{key}: trial.epochs gives all trials the same; leave one of them out")
+            if self.config.scheduler is not None:
+                raise UserError(f"space.{key} does not go with scheduler asha, which compares trials of one length")
 
     def _check_choices(self, first: Mapping[str, Any]) -> None:
         for dimension in self.space.dimensions:
@@ -319,6 +335,7 @@ class Search:
     def _try(self, point: Mapping[str, Any], name: str, *, model: bool) -> None:
         try:
             config = self.trial_config(point, self.config.seeds[0])
+            parse_config(self.run_values(point))  # what `raycap run` gets in the end
             if model:
                 build_on_meta(config)
         except (ValueError, RuntimeError) as error:
@@ -360,6 +377,7 @@ def load_search(path: Path, overrides: Sequence[str] = ()) -> Search:
 
 def _row_space(rows: Sequence[Mapping[str, Any]]) -> Space:
     """Points one by one, as one dimension of named rows."""
+    rows = [flatten(row) for row in rows]
     keys = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
     return Space.of_rows(keys, rows)
 

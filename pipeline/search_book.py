@@ -71,8 +71,9 @@ class SearchFolder:
         write_json(
             self.path / "plan.json",
             {
-                "search": search.config.model_dump(mode="json"),
-                "base": search.values,
+                "search": search.config.model_dump(mode="json", exclude={"set"}),  # it is in the base already
+                # without the tracker, whose address may hold a password
+                "base": {key: value for key, value in search.values.items() if key != "tracking"},
                 "weights": str(weights),
                 "start": str(start),
                 "store": store,

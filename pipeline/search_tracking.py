@@ -63,6 +63,9 @@ class SearchTracker:
         return True
 
 
+UNTOLD = {"set", "storage", "base", "backbone"}  # passwords, and paths of this machine
+
+
 def sync_search(book: Book, status: str, files: bool = False) -> None:
     """Creates what runs are missing and sends what was not sent before. Raises what the tracker raises."""
     config = book.search.base
@@ -75,7 +78,7 @@ def sync_search(book: Book, status: str, files: bool = False) -> None:
         tags = {"mlflow.runName": book.folder.path.name, "raycap.search": book.folder.path.name}
         mine["parent"] = client.create_run(experiment, tags=tags).info.run_id
         write_json(path, known)
-        for key, value in book.search.config.model_dump(mode="json").items():
+        for key, value in book.search.config.model_dump(mode="json", exclude=UNTOLD).items():
             client.log_param(mine["parent"], key, str(value)[:500])
     for record in list(book.records):
         number = str(record.number)

@@ -138,6 +138,10 @@ def _run_trial(
     wanted = {*search.config.objectives, *search.config.metrics}
     if "latency_ms" in wanted:
         costs["latency_ms"] = latency_ms(run)
+    scores = scores_of(run, search, plan["excluded"])
+    for name in search.config.objectives:
+        if name in search.config.metrics and name != SCORE and name not in scores:
+            raise RuntimeError(f"the objective {name} cannot be computed here; `raycap score` says why")
     return {
         "state": "finished",
         "reason": "; ".join(
@@ -145,7 +149,7 @@ def _run_trial(
         ),
         "run": str(run.path),
         "reports": best_scores(run),
-        "scores": scores_of(run, search, plan["excluded"]),
+        "scores": scores,
         "costs": costs,
         "seconds": time.monotonic() - begin,
     }

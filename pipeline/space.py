@@ -109,7 +109,7 @@ class Dimension:
         """All choices; None where there is no end of them."""
         if self.labels:
             return list(self.labels)
-        step = self.step or (1 if self.integer and not self.log else None)
+        step = self.step or (1 if self.integer else None)
         if step is None:
             return None
         count = math.floor((self.high - self.low) / step + 1e-9) + 1
@@ -122,7 +122,7 @@ class Dimension:
     def draw(self, generator: random.Random) -> Any:
         """A choice at random."""
         listed = self.listed()
-        if listed is not None:
+        if listed is not None and not self.log:
             return generator.choice(listed)
         if self.log:
             drawn = math.exp(generator.uniform(math.log(self.low), math.log(self.high)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,11 @@ def _unpickled(path: Path, unpickler: type[PlainUnpickler]) -> Any:
     if size > MAX_BYTES:
         raise ValueError(f"{path} has {size} bytes; a vocabulary of more than {MAX_BYTES} is refused")
     try:
-        return unpickler(io.BytesIO(path.read_bytes())).load()
+        data = path.read_bytes()
+        for code, argument, _ in pickletools.genops(data):  # reads the codes, executes nothing
+            if "PUT" in code.name and isinstance(argument, int) and argument > len(data):
+                raise pickle.UnpicklingError(f"it asks for place {argument} in a memo, with {len(data)} bytes in all")
+        return unpickler(io.BytesIO(data)).load()
     except pickle.UnpicklingError as error:
         raise ValueError(f"{path} is refused: {error}; a vocabulary holds dict, list, str and int only") from error
     except Exception as error:  # a damaged pickle raises nearly anything

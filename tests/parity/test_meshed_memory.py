@@ -25,7 +25,7 @@ from models.decoding import beam_search
 from pipeline.bundle import load_bundle
 from pipeline.errors import UserError
 from pipeline.text import Vocabulary
-from pipeline.upstream import read_meshed_vocabulary
+from pipeline.upstream import read_meshed_vocabulary, read_plain_pickle
 
 GOLDEN = Path(__file__).resolve().parent / "golden" / "meshed_memory"
 WORDS = ["<unk>", "<pad>", "<bos>", "<eos>", *(f"word{n}" for n in range(13))]
@@ -188,6 +188,13 @@ def test_nothing_in_these_files_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
             read_tensors(path)
     assert not sprung.exists()
     assert set(torch.serialization.get_safe_globals()) == allowed
+
+
+def test_a_small_file_cannot_ask_for_much_memory(tmp_path: Path) -> None:
+    path = tmp_path / "vocabulary.pkl"
+    path.write_bytes(b"\x80\x03}r" + (0x7FFFFFFF).to_bytes(4, "little") + b".")
+    with pytest.raises(ValueError, match="asks for place 2147483647 in a memo"):
+        read_plain_pickle(path)
 
 
 def test_vocabularies_that_are_none_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

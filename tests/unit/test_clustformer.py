@@ -242,6 +242,18 @@ def test_one_dimension_leaves_padding_out() -> None:
     exact(model(features, lengths, tokens), expected)
 
 
+@pytest.mark.parametrize("clusters", ["1d", "none"])
+def test_an_image_without_regions_spoils_nothing(clusters: str) -> None:
+    model = small_clustformer(3, inputs="regions", encoder_clusters=clusters, sampling=1).train()
+    features = features_for(2)
+    boxes = torch.rand(2, features.shape[1], 4, generator=torch.Generator().manual_seed(1), dtype=features.dtype)
+    tokens = torch.tensor([[2, 4, 5]] * 2)
+    logits = model(features, torch.tensor([4, 0]), tokens, boxes)
+    logits[:1].sum().backward()
+    assert torch.isfinite(logits).all()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
 @torch.no_grad()
 def test_the_matrices_that_pictures_show() -> None:
     model = small_clustformer(9)

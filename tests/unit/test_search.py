@@ -12,6 +12,7 @@ import yaml
 from pipeline.config import parse_config, parse_section
 from pipeline.errors import UserError
 from pipeline.search import Search, SearchConfig, flatten, load_search
+from pipeline.search_book import SearchFolder
 from pipeline.space import GenerateSection, SpaceSection, show_value, space_of
 from tests.conftest import ROOT, small_config
 
@@ -113,6 +114,10 @@ def test_points_and_labels() -> None:
         ({"budget": {"trials": 5}, "seeds": [0, 1]}, ["budget.trials = 5 does not divide by 2 seeds", "take 4"]),
         ({"budget": {}, "algorithm": "tpe"}, ["algorithm tpe needs an end"]),
         ({"algorithm": "pbt"}, ["space.model.static_expansion", "hands weights"]),
+        ({"scheduler": {"name": "asha", "grace_epochs": 9}}, ["grace_epochs = 9 is more than the 0.7 epochs"]),
+        ({"trial": {"set": {"model.dropout": 0.2}}, "space": {"model.dropout": [0.1, 0.3]}}, ["trial.set gives"]),
+        ({"trial": {"epochs": 2}, "space": {"stages.xe_frozen.epochs": [1, 2]}}, ["trial.epochs gives all trials"]),
+        ({"space": {"model.dropout": {"low": 0.1, "high": 0.3}}, "algorithm": "grid"}, ["the space has no end"]),
         ({"bse": "x"}, ["unknown key bse", "did you mean base"]),
         ({"base": "absent.yaml"}, ["absent.yaml does not exist"]),
         ({"set": {"model.d_model": 15}}, ["model.d_model = 15 does not divide"]),
@@ -174,6 +179,24 @@ def test_nested_and_dotted_keys_are_the_same() -> None:
 
 def test_a_search_is_read_back_from_its_plan(tmp_path: Path) -> None:
     """What a trial's process opens is what the driver checked."""
-    search = small_search(tmp_path, scheduler="asha")
+    search = small_search(tmp_path, trial={"epochs": 2}, scheduler="asha")
     again = Search(parse_section(SearchConfig, search.config.model_dump(mode="json")), copy.deepcopy(search.values))
     assert again.config == search.config and again.identity() == search.identity()
+
+
+def test_a_plan_holds_no_password(tmp_path: Path) -> None:
+    search = small_search(tmp_path, set={"tracking": {"uri": "https://me:secret-word@host"}})
+    folder = SearchFolder(tmp_path / "search")
+    folder.path.mkdir()
+    folder.write_plan(search, tmp_path / "w", tmp_path / "s", None, [])
+    assert "secret-word" not in (folder.path / "plan.json").read_text()
+    assert folder.search().space.keys == search.space.keys
+
+
+def test_nested_rows_change_only_what_they_name(tmp_path: Path) -> None:
+    search = small_search(
+        tmp_path, space=None, rows=[{"model": {"static_expansion": [4]}}], algorithm="grid", budget={}
+    )
+    (point,) = search.points()
+    model = search.trial_config(point, 0).model
+    assert model.static_expansion == (4,) and model.d_model == search.base.model.d_model

@@ -181,6 +181,16 @@ def test_tables_and_configurations(tmp_path: Path) -> None:
     assert [stage.epochs for stage in load_config(paths[0]).stages] == [0.7] * 4, "the whole recipe, not the trial's"
 
 
+def test_whole_numbers_have_an_end_and_no_sampler_hangs(tmp_path: Path) -> None:
+    space = {"model.encoder_layers": {"low": 1, "high": 4, "log": True}}
+    for algorithm in ("random", "tpe"):
+        search = small_search(tmp_path, space=space, algorithm=algorithm, budget={"trials": 8})
+        assert search.space.size == 4
+        book = open_book(search, tmp_path / algorithm)
+        assert run_book(book, lambda changes, seed: {"state": "finished", "scores": {}, "costs": {}}) == 4
+        assert len({str(record.point) for record in book.records}) == 4
+
+
 def test_asha_follows_its_rule(tmp_path: Path) -> None:
     """At a rung (1, 2, 4 epochs; reduction 2) a trial ends when below the median of those before it."""
     from jobs.tune import make_scheduler
