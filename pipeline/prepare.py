@@ -98,6 +98,8 @@ def open_run(config: RunConfig, fingerprint: str) -> RunFolder:
     """The folder of the run that a configuration and its data are, whether it is there or not."""
     name = f"runs/{run_identity(config, fingerprint)}"
     folder = RunFolder(config.working_path / name, config.home(name))
+    if folder.home is None:
+        return folder
     with is_alone(folder.path) as first:
         if first:  # else the copy is newer than what lies on S3
             folder.pull()

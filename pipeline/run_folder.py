@@ -69,8 +69,8 @@ def read_json(path: Path) -> Any:
 @contextmanager
 def is_alone(folder: Path) -> Iterator[bool]:
     """Whether this process is the only one on its machine that works on a folder; it is while this lasts."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f".{folder.name}.lock").open("w") as file:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # falls with the process, however it ends
         except OSError:
