@@ -255,6 +255,7 @@ class StageRun:
             progress.best_score, progress.best_step, progress.since_best = score, progress.step, 0
             if self._leads:
                 self._fence()
+                self.writer.wait()  # a checkpoint that names the best before this one clears away what it does not name
                 save_best(self.path, self.captioner, progress.step)
                 write_json(self.path / "predictions-val.json", _result_file(captions))
         else:

@@ -118,8 +118,9 @@ def save_best(folder: Path, captioner: Captioner, step: int) -> None:
 
 
 def _keep_best(folder: Path, step: int) -> None:
+    """Removes the bests before that of `step`; a later one belongs to a checkpoint that is not written yet."""
     for number, old in _numbered(folder, "best-"):
-        if number != step:
+        if number < step:
             shutil.rmtree(old, ignore_errors=True)
 
 

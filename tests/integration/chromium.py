@@ -99,11 +99,17 @@ class Page:
         self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def click(self, selector: str) -> None:
-        """A press of the mouse on the middle of the first such element, scrolled into view."""
+        """A press of the mouse on the middle of the first such element, scrolled into view and at rest.
+
+        Pictures that load while the page scrolls move what lies below them.
+        """
         box = self.evaluate(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); "
+            f"(async () => {{ const e = document.querySelector({json.dumps(selector)}); let before = '', now = []; "
+            "for (let round = 0; round < 60; round++) { "
             "e.scrollIntoView({block: 'center', behavior: 'instant'}); "
-            "const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
+            "const b = e.getBoundingClientRect(); now = [b.x + b.width / 2, b.y + b.height / 2]; "
+            "if (String(now) === before && e.contains(document.elementFromPoint(...now))) break; "
+            "before = String(now); await new Promise(done => setTimeout(done, 30)); } return now; })()"
         )
         for kind in ("mousePressed", "mouseReleased"):
             self._call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)

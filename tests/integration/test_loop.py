@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from pipeline.journal import Follower, Journal, read_journal
 from pipeline.loop import DivergedError, StageJob, StageRun, train_stages
 from pipeline.prepare import prepare
 from pipeline.run_folder import RunFolder
+from pipeline.state import CheckpointWriter
 from pipeline.storage import Place
 from pipeline.store import write_shard
 from pipeline.trial import trial_steps
@@ -99,6 +101,21 @@ def test_interrupted_anywhere_the_weights_are_bit_identical(
             if entry["stage"] == stage and entry["kind"] == "train"
         ]
         assert steps == sorted(set(steps)), "a step that was done twice stands in the journal once"
+
+
+def test_a_slow_disk_loses_no_best(tmp_path: Path, undisturbed: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints are written so late that the next validation has already saved its weights."""
+    folder, store = prepared(tmp_path)
+    write = CheckpointWriter._write
+
+    def late(self: CheckpointWriter, *arguments: Any) -> None:
+        time.sleep(0.5)
+        write(self, *arguments)
+
+    monkeypatch.setattr(CheckpointWriter, "_write", late)
+    train_stages(LocalContext("cpu"), StageJob(folder.path, NAMES, store))
+    for stage in NAMES:
+        assert final(folder, stage).keys() == final(undisturbed, stage).keys()
 
 
 def test_stages_follow_each_other(undisturbed: RunFolder) -> None:
@@ -265,7 +282,7 @@ def test_a_follower_sees_every_entry_once(tmp_path: Path) -> None:
     again.write("train", 2, {"loss": 0.5})
     again.write("train", 3, {"loss": 0.4})
     assert [entry["step"] for entry in follower.new()] == [3]
-    for time in (1.0, 2.0):  # killed twice after the same checkpoint: said twice
-        again.write("event", 3, {"text": "continues from step 3", "time": time})
+    for at in (1.0, 2.0):  # killed twice after the same checkpoint: said twice
+        again.write("event", 3, {"text": "continues from step 3", "time": at})
     assert [entry.get("text") for entry in follower.new()] == ["continues from step 3"] * 2
     assert [entry["step"] for entry in read_journal(path)] == [1, 2, 3, 3, 3]
