@@ -109,10 +109,14 @@ class Page:
             "e.scrollIntoView({block: 'center', behavior: 'instant'}); "
             "const b = e.getBoundingClientRect(); now = [b.x + b.width / 2, b.y + b.height / 2]; "
             "if (String(now) === before && e.contains(document.elementFromPoint(...now))) break; "
-            "before = String(now); await new Promise(done => setTimeout(done, 30)); } return now; })()"
+            "before = String(now); await new Promise(done => setTimeout(done, 30)); } "
+            "const once = {once: true, capture: true}; "
+            "window.clicked = new Promise(done => { addEventListener('click', () => done(true), once); "
+            "setTimeout(() => done(false), 5000); }); return now; })()"
         )
         for kind in ("mousePressed", "mouseReleased"):
             self._call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
+        assert self.evaluate("window.clicked"), f"the click on {selector} did not arrive"
 
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
         answer = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
