@@ -1,4 +1,4 @@
-"""`raycap tune`: a search over configuration keys with Ray Tune (its only home).
+"""`raycap tune`: a search over configuration keys with Ray Tune.
 
 Ray Tune places trials, keeps their processes for the next ones and stops them early. Which trials there are, and what
 became of them, is in the search's own book (`pipeline/search_book.py`), from which a search that was killed goes on.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import random
 import shutil
 import time
 import uuid
@@ -18,12 +17,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any
 
 from jobs.cluster import connect
 from jobs.run import alone
 from jobs.search_features import extract_once, find_backbone
+from jobs.search_schedulers import make_scheduler, take_over
 from pipeline.errors import UserError
 from pipeline.proposals import make_proposals
 from pipeline.run_folder import code_digest
@@ -42,8 +41,12 @@ def tune(path: Path, overrides: list[str], address: str | None = None, say: Say 
     if not address and "RAY_ADDRESS" not in os.environ:
         _check_fits(search, max(os.cpu_count() or 1, 2), math.inf, "this machine")
     from pipeline.inputs import find_data
+    from pipeline.metrics import why_unavailable
     from pipeline.prepare import readable
 
+    for name in search.config.objectives:
+        if reason := why_unavailable(name):
+            raise UserError(f"the objective {name} cannot be computed here: {reason}")
     dataset, troubles = find_data(search.base, say)
     dataset = readable(dataset, troubles, search.base)
     if troubles:
@@ -223,7 +226,7 @@ class Desk:
         if record is None:
             return None
         self.by_id[trial_id] = record
-        _take_over(self.scheduler, f"trial {record.number}", trial_id)
+        take_over(self.scheduler, f"trial {record.number}", trial_id)
         verb = f"goes on from epoch {record.epoch:g}" if record.attempts > 1 else "starts"
         seed = f", seed {record.seed}" if len(self.book.search.config.seeds) > 1 else ""
         asked = f"/{self.book.asked}" if self.book.asked is not None else ""
@@ -341,59 +344,6 @@ def _death(trial: Any) -> str:
     if isinstance(error, ray.exceptions.RayActorError):
         return "its process died (killed, or out of memory): " + " ".join(str(error).split())[:300]
     return " ".join(str(error or trial.get_error()).split())[-500:]
-
-
-def make_scheduler(search: Search, records: list[TrialRecord]) -> Any:
-    """The search's ASHA, which remembers the reports of trials that ran before, or first in, first out."""
-    from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
-
-    if search.config.algorithm == "pbt":
-        return _population(search)
-    settings = search.config.scheduler
-    if settings is None:
-        return FIFOScheduler()
-    scheduler = ASHAScheduler(
-        time_attr="epoch",
-        metric=SCORE,
-        mode="max",
-        max_t=search.total_epochs(),  # type: ignore[arg-type]  # any number will do
-        grace_period=settings.grace_epochs,  # type: ignore[arg-type]
-        reduction_factor=settings.reduction,
-    )
-    for record in records:
-        for epoch, score in record.reports:
-            scheduler._brackets[0].on_result(SimpleNamespace(trial_id=f"trial {record.number}"), epoch, score)  # type: ignore[arg-type]
-    return scheduler
-
-
-def _take_over(scheduler: Any, before: str, trial_id: str) -> None:
-    """A trial that goes on stands in ASHA's rungs as itself, not as a second one beside what it was."""
-    for bracket in getattr(scheduler, "_brackets", ()):
-        for _, recorded in bracket._rungs:
-            if before in recorded:
-                recorded[trial_id] = recorded.pop(before)
-
-
-def _population(search: Search) -> Any:
-    from ray.tune.schedulers import PopulationBasedTraining
-
-    settings, generator = search.config.pbt, random.Random(search.config.seed)
-
-    def changed(config: dict[str, Any]) -> dict[str, Any]:
-        member = config["member"]
-        point = {d.key: d.neighbor(member["point"][d.key], generator) for d in search.space.dimensions}
-        return config | {"member": member | {"point": point}}
-
-    return PopulationBasedTraining(
-        time_attr="epoch",
-        metric=SCORE,
-        mode="max",
-        perturbation_interval=settings.every_epochs,
-        quantile_fraction=settings.quantile,
-        custom_explore_fn=changed,
-        log_config=False,
-        require_attrs=False,
-    )
 
 
 def train_trial(config: dict[str, Any]) -> None:

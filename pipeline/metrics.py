@@ -190,6 +190,18 @@ def _or_unavailable(scorer: Callable[[], Score]) -> Score:
         return Score(unavailable=str(error))
 
 
+def why_unavailable(metric: str) -> str | None:
+    """Why a metric could not be computed on this machine, from what is installed; None where nothing is missing."""
+    try:
+        if metric in ("METEOR", "SPICE"):
+            java_command(_METEOR_HEAP_MB)
+        if metric == "SPICE":
+            spice_models()
+    except JavaError as error:
+        return str(error)
+    return None
+
+
 def java_command(heap_mb: tuple[int, int], *options: str) -> list[str]:
     """`java` from the PATH with a heap of half the free memory, between the two bounds (MB). Raises JavaError."""
     java = shutil.which("java")

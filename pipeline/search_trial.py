@@ -246,13 +246,11 @@ def best_scores(run: RunFolder) -> list[tuple[float, float]]:
 
 
 def trained_seconds(run: RunFolder) -> float:
-    """Seconds from a stage's first journal entry to its last; of a resumed stage, of its last attempt."""
-    total = 0.0
-    for stage in run.config.stages:
-        entries = [entry for entry in read_journal(run.journal) if entry["stage"] == stage.name]
-        begins = [entry["time"] for entry in entries if entry["kind"] == "event"]
-        if begins:
-            total += max(entry["time"] for entry in entries) - begins[-1]
+    """Seconds that its stages trained, by the journal: each attempt from its start to its last entry that counts."""
+    total, at = 0.0, 0.0
+    for entry in read_journal(run.journal):  # an attempt's first entry is an event
+        total += 0.0 if entry["kind"] == "event" else entry["time"] - at
+        at = entry["time"]
     return round(total, 3)
 
 

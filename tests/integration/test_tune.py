@@ -124,6 +124,28 @@ def test_bad_input_exits_2_before_anything_starts(tmp_path: Path, capsys: pytest
     assert main(["tune", str(tmp_path / "nothing.yaml")]) == 2
 
 
+def test_an_objective_that_needs_java_is_refused_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["tune", str(written(tmp_path, objectives={"METEOR": "max"}, metrics=["METEOR"]))]) == 2
+    assert "the objective METEOR cannot be computed here: java not found" in capsys.readouterr().err
+
+
+def test_seconds_of_a_trial_are_those_of_all_its_attempts(tmp_path: Path) -> None:
+    """Two attempts of 5 and 3 s with a night between them, and a second stage of 2 s."""
+    from pipeline.run_folder import RunFolder
+    from pipeline.search_trial import trained_seconds
+
+    entries = [("event", 100), ("train", 104), ("validation", 105), ("event", 90_000), ("train", 90_003)]
+    entries += [("event", 90_010), ("train", 90_012)]
+    run = RunFolder(tmp_path)
+    run.journal.parent.mkdir(parents=True)
+    lines = [{"stage": "a" if time < 90_005 else "b", "kind": kind, "step": 1, "time": time} for kind, time in entries]
+    run.journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert trained_seconds(run) == 10.0
+
+
 def test_what_runs_at_once_is_what_the_cluster_can_place(tmp_path: Path) -> None:
     from jobs.tune import concurrency
     from tests.unit.test_search import small_search

@@ -16,7 +16,7 @@ HOMES = {
     "timm": {"models/backbone.py"},
     "ray.train": {"pipeline/context.py", "jobs/train.py"},
     "ray.data": {"pipeline/features.py", "pipeline/bulk.py"},
-    "ray.tune": {"jobs/tune.py"},
+    "ray.tune": {"jobs/search_schedulers.py", "jobs/tune.py"},
     "optuna": {"pipeline/proposals.py"},
     "matplotlib": {"pipeline/search_plots.py"},
     "mlflow": {"pipeline/tracking.py"},

@@ -193,7 +193,7 @@ def test_whole_numbers_have_an_end_and_no_sampler_hangs(tmp_path: Path) -> None:
 
 def test_asha_follows_its_rule(tmp_path: Path) -> None:
     """At a rung (1, 2, 4 epochs; reduction 2) a trial ends when below the median of those before it."""
-    from jobs.tune import make_scheduler
+    from jobs.search_schedulers import make_scheduler, take_over
 
     scheduler_section = {"name": "asha", "grace_epochs": 1, "reduction": 2}
     search = small_search(tmp_path, trial={"epochs": 8}, scheduler=scheduler_section)
@@ -230,6 +230,9 @@ def test_asha_follows_its_rule(tmp_path: Path) -> None:
     again: Any = make_scheduler(search, list(records.values()))  # after a kill: the same cutoffs at every rung
     for (rung, ours), (other, theirs) in zip(again._brackets[0]._rungs, scheduler._brackets[0]._rungs, strict=True):
         assert rung == other and (rung == 8 or sorted(ours.values()) == sorted(theirs.values()))
+    take_over(again, "trial 7", "new name")  # a trial that goes on stands where it stood, once
+    for (_, ours), (_, theirs) in zip(again._brackets[0]._rungs, scheduler._brackets[0]._rungs, strict=True):
+        assert "trial 7" not in ours and ours.get("new name") == theirs.get("7")
 
 
 def test_what_mattered() -> None:
