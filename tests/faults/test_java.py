@@ -153,11 +153,12 @@ def test_dies_at_once(java, tmp_path: Path) -> None:
 def test_dies_in_the_middle_once(java, tmp_path: Path) -> None:
     """The answers before its death are kept, the rest comes from the restarted one."""
     dying = "if start == 0 and number == 7: sys.exit(1)"
+    noting = f"open({str(tmp_path / 'asked')!r}, 'a').write(line)"  # before the answer, after which it may be ended
+    loop = f"for number, line in enumerate(sys.stdin):\n    {dying}\n    {noting}"
     java(
-        WORKING.replace("for line in sys.stdin:", f"for number, line in enumerate(sys.stdin):\n    {dying}").replace(
+        WORKING.replace("for line in sys.stdin:", loop).replace(
             '["1.0"] * 23', 'line.split("|||")[1].split()[3:4] + ["1.0"] * 22'
         )
-        + f"    open({str(tmp_path / 'asked')!r}, 'a').write(line)\n"
     )
     found = meteor(60)
     assert found.value == 0.25 and len(found.per_image or []) == 20 and starts(tmp_path) == 2
