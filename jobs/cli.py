@@ -148,6 +148,7 @@ def evaluate(
 def tune(
     config: Annotated[Path, typer.Argument(help="The search's YAML file.", metavar="CONFIG")],
     set_: Set = None,
+    retry_failed: Annotated[bool, typer.Option(help="Also run again the trials that failed.")] = False,
     address: Address = None,
 ) -> int:
     """A search over G, N_E and whatever else the YAML names. Killed, the same command goes on where it was.
@@ -156,7 +157,7 @@ def tune(
     """
     from jobs.tune import tune as search
 
-    return search(config, set_ or [], address)
+    return search(config, set_ or [], address, retry_failed=retry_failed)
 
 
 @app.command()

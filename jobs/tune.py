@@ -34,7 +34,14 @@ Say = Callable[[str], None]
 TABLE_EVERY_S = 30.0
 
 
-def tune(path: Path, overrides: list[str], address: str | None = None, say: Say = print) -> int:
+def tune(
+    path: Path,
+    overrides: list[str],
+    address: str | None = None,
+    *,
+    retry_failed: bool = False,
+    say: Say = print,
+) -> int:
     """Runs a search to its end; returns the exit code: 1 when every trial failed."""
     begin = time.monotonic()
     search = load_search(path, overrides)
@@ -60,6 +67,8 @@ def tune(path: Path, overrides: list[str], address: str | None = None, say: Say 
     with alone(folder.path):
         store, bad = extract_once(search, dataset, source, lambda: _start_ray(search, address), say)
         folder.write_plan(search, source.weights, source.start, store, bad)
+        if retry_failed and (count := folder.reopen_failed()):
+            say(f"retry     {count} trials that failed run again")
         book = _open_book(folder, search)
         _say_plan(book, say)
         from jobs.search_outcome import Outcome

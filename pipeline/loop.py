@@ -45,6 +45,10 @@ class AbandonedError(RuntimeError):
     """Another attempt at the run has begun: this one's driver died, or lost its storage, and its workers live on."""
 
 
+class ReplacedError(RuntimeError):
+    """The driver has started other workers in place of these, which it could not reach any more."""
+
+
 class DivergedError(RuntimeError):
     """The loss is not finite; says at which stage, step and rank."""
 
@@ -68,9 +72,10 @@ class StageJob:
 def train_stages(context: Context, job: StageJob) -> None:
     """Runs the stages of a job that are not over yet, one after the other."""
     folder = job.folder.on_worker(job.attempt)
+    group = folder.begin_group() if job.attempt and not context.world_rank else ""
     for name in job.stages:
         if folder.result(name) is None:
-            StageRun(context, folder, folder.config.stage(name), job).run()
+            StageRun(context, folder, folder.config.stage(name), job, group).run()
         if context.world_rank:
             folder.pull(f"stages/{name}")  # what the next stage starts from; rank 0 may be on another machine
 
@@ -78,9 +83,11 @@ def train_stages(context: Context, job: StageJob) -> None:
 class StageRun:
     """One stage on one worker."""
 
-    def __init__(self, context: Context, folder: RunFolder, stage: StageSection, job: StageJob) -> None:
+    def __init__(
+        self, context: Context, folder: RunFolder, stage: StageSection, job: StageJob, group: str = ""
+    ) -> None:
         config = folder.config
-        self.context, self.folder, self.stage, self.job = context, folder, stage, job
+        self.context, self.folder, self.stage, self.job, self.group = context, folder, stage, job, group
         self.number = list(config.stages).index(stage)
         prepare_processor(config.workers.threads_per_worker)
         dataset = folder.dataset.without(job.excluded)
@@ -322,9 +329,11 @@ class StageRun:
         return self.context.world_rank == 0
 
     def _fence(self) -> None:
-        """Raises AbandonedError when another attempt at this run has begun."""
+        """Raises AbandonedError when another attempt at this run has begun, ReplacedError when other workers have."""
         if self.job.attempt and self.folder.attempt != self.job.attempt:
             raise AbandonedError(f"another attempt at {self.folder.run_id} has taken over; this worker stops")
+        if self.group and self.folder.group != self.group:
+            raise ReplacedError(f"other workers train {self.folder.run_id} now; this one stops")
 
     def _note(self, kind: str, step: int, values: dict[str, Any]) -> None:
         if self._leads:

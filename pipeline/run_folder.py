@@ -146,15 +146,30 @@ class RunFolder:
     @property
     def attempt(self) -> str:
         """The token of the driver that works on this run now (see `begin_attempt`)."""
-        try:
-            return (self.root / "log/attempt").read_bytes().decode()
-        except FileNotFoundError:
-            return ""
+        return self._token("attempt")
 
     def begin_attempt(self) -> str:
         """Takes the run over: workers of earlier attempts that still live may not write any more."""
+        return self._take("attempt")
+
+    @property
+    def group(self) -> str:
+        """The token of the workers that train now: a driver replaces them when one dies (see `begin_group`)."""
+        return self._token("group")
+
+    def begin_group(self) -> str:
+        """As `begin_attempt`, for the workers that one driver starts one after the other; rank 0 calls it."""
+        return self._take("group")
+
+    def _token(self, name: str) -> str:
+        try:
+            return (self.root / "log" / name).read_bytes().decode()
+        except FileNotFoundError:
+            return ""
+
+    def _take(self, name: str) -> str:
         token = uuid.uuid4().hex
-        (self.root / "log/attempt").write_bytes(token.encode())
+        (self.root / "log" / name).write_bytes(token.encode())
         return token
 
     @property

@@ -95,6 +95,13 @@ class SearchFolder:
     def write(self, record: TrialRecord) -> None:
         write_json(self.path / "trials" / f"{record.number:05}.json", dataclasses.asdict(record))
 
+    def reopen_failed(self) -> int:
+        """Failed trials are left in the middle again, with what they had; returns how many there were."""
+        failed = [record for record in self.records() if record.state == "failed"]
+        for record in failed:
+            self.write(dataclasses.replace(record, state="running", reason=""))
+        return len(failed)
+
 
 class Book:
     """What the driver of a search asks: the next trial, and notes what happens."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipeline.batches import Batch
 from pipeline.config import parse_config
 from pipeline.context import LocalContext
 from pipeline.features import Extractor, feature_key
@@ -209,6 +210,26 @@ def test_workers_of_an_abandoned_attempt_write_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="another attempt"):
         train_stages(LocalContext("cpu"), StageJob(folder.path, NAMES, store, attempt=old))
     assert not folder.stage("xe_frozen").exists()
+
+
+def test_workers_that_were_replaced_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut off in the middle of a stage while the same driver starts others, which go on from the last checkpoint."""
+    folder, store = prepared(tmp_path)
+    job = StageJob(folder.path, NAMES[:1], store, attempt=folder.begin_attempt())
+    step = StageRun.step
+
+    def cut_off(run: StageRun, number: int, batches: list[Batch]) -> dict[str, float]:
+        if number == 2:
+            folder.begin_group()
+        return step(run, number, batches)
+
+    monkeypatch.setattr(StageRun, "step", cut_off)
+    with pytest.raises(RuntimeError, match="other workers train"):
+        train_stages(LocalContext("cpu"), job)
+    monkeypatch.undo()
+    assert folder.result(NAMES[0]) is None and not list(folder.stage(NAMES[0]).glob("best-*"))
+    train_stages(LocalContext("cpu"), job)
+    assert folder.result(NAMES[0]) is not None
 
 
 def rank_of_two(rank: int, cases: list[tuple[Path, Path, str, Path]], out: Path) -> None:

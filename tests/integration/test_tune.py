@@ -77,6 +77,10 @@ def test_when_every_trial_fails_the_exit_code_is_1(
     path = written(tmp_path, space=None, rows=[{LR: 1e30}], algorithm="grid", budget={}, trial=TRIAL)
     assert main(["tune", str(path)]) == 1
     assert "failed       1 of 1 trials failed; trial 1: DivergedError" in capsys.readouterr().out
+    assert main(["tune", str(path), "--retry-failed"]) == 1
+    assert "1 trials that failed run again" in capsys.readouterr().out
+    (record,) = records_of(tmp_path / "storage")
+    assert record["state"] == "failed" and record["attempts"] == 2
 
 
 @pytest.mark.ray
