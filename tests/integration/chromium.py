@@ -22,6 +22,31 @@ def find_chromium() -> str | None:
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
+# Scrolls to an element, waits until it rests, and returns its middle; `window.clicked` tells whether a click met it.
+_REST = """(async () => {
+  const e = document.querySelector(%s);
+  let before = "", now = [];
+  for (let round = 0; round < 60; round++) {
+    e.scrollIntoView({block: "center", behavior: "instant"});
+    const b = e.getBoundingClientRect();
+    now = [b.x + b.width / 2, b.y + b.height / 2];
+    if (String(now) === before && e.contains(document.elementFromPoint(...now))) break;
+    before = String(now);
+    await new Promise(done => setTimeout(done, 30));
+  }
+  window.clicked = new Promise(done => {
+    const arrived = event => {
+      const met = e.contains(event.target);
+      if (!met) { event.stopImmediatePropagation(); event.preventDefault(); }
+      done(met);
+    };
+    addEventListener("click", arrived, {once: true, capture: true});
+    setTimeout(() => { removeEventListener("click", arrived, {capture: true}); done(false); }, 3000);
+  });
+  return now;
+})()"""
+
+
 class Page:
     """One tab: navigate, evaluate, press keys, look. `problems` collects console errors and blocked or failed loads."""
 
@@ -101,22 +126,16 @@ class Page:
     def click(self, selector: str) -> None:
         """A press of the mouse on the middle of the first such element, scrolled into view and at rest.
 
-        Pictures that load while the page scrolls move what lies below them.
+        Pictures that load while the page scrolls move what lies below them: a press that would meet something else is
+        kept from it, and made again.
         """
-        box = self.evaluate(
-            f"(async () => {{ const e = document.querySelector({json.dumps(selector)}); let before = '', now = []; "
-            "for (let round = 0; round < 60; round++) { "
-            "e.scrollIntoView({block: 'center', behavior: 'instant'}); "
-            "const b = e.getBoundingClientRect(); now = [b.x + b.width / 2, b.y + b.height / 2]; "
-            "if (String(now) === before && e.contains(document.elementFromPoint(...now))) break; "
-            "before = String(now); await new Promise(done => setTimeout(done, 30)); } "
-            "const once = {once: true, capture: true}; "
-            "window.clicked = new Promise(done => { addEventListener('click', () => done(true), once); "
-            "setTimeout(() => done(false), 5000); }); return now; })()"
-        )
-        for kind in ("mousePressed", "mouseReleased"):
-            self._call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
-        assert self.evaluate("window.clicked"), f"the click on {selector} did not arrive"
+        for _ in range(10):
+            x, y = self.evaluate(_REST % json.dumps(selector))
+            for kind in ("mousePressed", "mouseReleased"):
+                self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+            if self.evaluate("window.clicked"):
+                return
+        raise AssertionError(f"the click on {selector} did not arrive")
 
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
         answer = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
