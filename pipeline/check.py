@@ -62,7 +62,8 @@ def check_data(config: RunConfig, say: Callable[[str], None]) -> Findings:
     reasons, sizes = _decode_all(dataset, config)
     _check_images(found, dataset, config, unreadable, reasons)
     _check_duplicates(found, dataset, config)
-    _check_resolution(found, sizes, config.backbone.image_size)
+    if config.features.hdf5 is None:
+        _check_resolution(found, sizes, config.backbone.image_size)
     _check_splits(found, dataset, config)
     good = dataset.known().without(sorted(reasons))
     found.facts["fingerprint"] = good.fingerprint()
