@@ -123,3 +123,32 @@ def test_a_bundle_of_regions_captions_no_image_files(tmp_path: Path, capsys: pyt
     assert main(["caption", picture, "--model", str(bundle_run(folder))]) == 2
     message = capsys.readouterr().err.strip()
     assert "region features" in message and "raycap evaluate" in message and "\n" not in message
+
+
+def test_a_trial_of_a_search_over_memory_slots(tmp_path: Path) -> None:
+    """A search on region features has no backbone; its trials read the store that the import filled."""
+    from jobs.search_features import extract_once, find_backbone
+    from pipeline.inputs import find_data
+    from pipeline.search import Search, SearchConfig
+    from pipeline.search_book import SearchFolder
+    from pipeline.search_trial import run_trial
+
+    values = small_config(tmp_path, model=SMALL | MESHED)
+    values["features"] = {"hdf5": "embedded", "max_regions": 3}
+    del values["backbone"]
+    values["stages"] = values["stages"][:1]
+    section = {"name": "slots", "base": "base.yaml", "space": {"model.memory_slots": [0, 2]}, "algorithm": "grid"}
+    section |= {"objectives": {"CIDEr-D": "max", "macs_executed": "min", "latency_ms": "min"}}
+    search = Search(SearchConfig.model_validate(section), values)
+    dataset, _ = find_data(search.base, lambda text: None)
+    assert find_backbone(search, dataset, None, lambda text: None) is None
+    store, bad = extract_once(search, dataset, None, lambda: None, lambda text: None)
+    assert store is not None and not bad
+    folder = SearchFolder(tmp_path / "search")
+    folder.path.mkdir()
+    folder.write_plan(search, None, None, store, bad)
+    outcomes = [run_trial(folder, point, 0, lambda values: None) for point in search.points()]
+    assert [outcome["state"] for outcome in outcomes] == ["finished", "finished"], outcomes
+    costs = [outcome["costs"] for outcome in outcomes]
+    assert "macs" not in costs[0] and costs[0]["macs_executed"] < costs[1]["macs_executed"]
+    assert costs[0]["parameters"] < costs[1]["parameters"] and costs[0]["latency_ms"] > 0
