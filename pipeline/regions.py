@@ -52,6 +52,14 @@ def feature_width(dataset: Dataset, config: RunConfig) -> int:
     )
 
 
+def missing_regions(dataset: Dataset, config: RunConfig) -> dict[str, str]:
+    """{key: reason} of images (keyed by id) that the file has no features of; UserError as `import_regions`."""
+    with _opened(config) as file:
+        _refuse(file, dataset.column("image_id"), dataset.column("image_id"), config)
+        rows = zip(dataset.column("key"), dataset.column("image_id"), strict=True)
+        return {key: f"the file has no {image}_features" for key, image in rows if f"{image}_features" not in file}
+
+
 def import_regions(dataset: Dataset, config: RunConfig, say: Callable[[str], None]) -> tuple[Place, dict[str, str]]:
     """Features of the data set's images (keyed by id) from `features.hdf5`, those that the store lacks only.
 
@@ -72,10 +80,7 @@ def import_regions(dataset: Dataset, config: RunConfig, say: Callable[[str], Non
     )
     bad: dict[str, str] = {}
     with _opened(config) as file:
-        if needs_boxes(config.model):
-            _refuse_without_boxes(file, dataset.column("image_id"), config)
-        if not settings.cut_regions:
-            _refuse_too_many(file, missing["image_id"].to_pylist(), config)
+        _refuse(file, dataset.column("image_id"), missing["image_id"].to_pylist(), config)
         for start in range(0, len(missing), settings.rows_per_shard):
             _import_shard(file, missing.slice(start, settings.rows_per_shard), folder, config, bad)
     if len(missing):
@@ -122,6 +127,14 @@ def _opened(config: RunConfig) -> Iterator[Any]:
         raise UserError(f"features.hdf5: {path} cannot be opened as HDF5: {error}") from error
     with file:
         yield file
+
+
+def _refuse(file: Any, image_ids: Sequence[int], new: Sequence[int], config: RunConfig) -> None:
+    """UserError for boxes that the model needs and the file lacks, and, among new images, for too many regions."""
+    if needs_boxes(config.model):
+        _refuse_without_boxes(file, image_ids, config)
+    if not config.features.cut_regions:
+        _refuse_too_many(file, new, config)
 
 
 def _refuse_without_boxes(file: Any, image_ids: Sequence[int], config: RunConfig) -> None:

@@ -149,3 +149,10 @@ def test_a_run_is_named_by_its_regions(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "regions.hdf5", "a") as file:
         file["12_features"] = np.ones((2, 7), np.float32)
     assert load_config(path).identity() != first
+
+
+def test_check_looks_at_the_file_and_not_for_photographs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, config = make(tmp_path)
+    main(["check", str(config)])
+    output = capsys.readouterr().out
+    assert "1 of 12 images cannot be used" in output and "the file has no 12_features" in output
