@@ -423,8 +423,13 @@ def parse_section(kind: type[SectionType], data: dict[str, Any]) -> SectionType:
 
 
 def dump_config(config: RunConfig) -> str:
-    """YAML of the resolved configuration; the tracker's address, which may hold a password, is left out."""
+    """YAML of the resolved configuration; the tracker's address, which may hold a password, is left out.
+
+    So is the backbone of a run on region features, which has none.
+    """
     values = config.model_dump(mode="json", exclude={"tracking": {"uri"}})
+    if config.features.hdf5 is not None and config.backbone == BackboneConfig():
+        del values["backbone"]
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
