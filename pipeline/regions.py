@@ -79,10 +79,11 @@ def import_regions(dataset: Dataset, config: RunConfig, say: Callable[[str], Non
         f"{len(missing)} to import"
     )
     bad: dict[str, str] = {}
+    width = feature_width(dataset, config)
     with _opened(config) as file:
         _refuse(file, dataset.column("image_id"), missing["image_id"].to_pylist(), config)
         for start in range(0, len(missing), settings.rows_per_shard):
-            _import_shard(file, missing.slice(start, settings.rows_per_shard), folder, config, bad)
+            _import_shard(file, missing.slice(start, settings.rows_per_shard), width, folder, config, bad)
     if len(missing):
         write_index(folder)
     write_quarantine(folder, dataset, bad, {})
@@ -158,7 +159,7 @@ def _refuse_too_many(file: Any, image_ids: Sequence[int], config: RunConfig) -> 
             )
 
 
-def _import_shard(file: Any, rows: pa.Table, folder: Place, config: RunConfig, bad: dict[str, str]) -> None:
+def _import_shard(file: Any, rows: pa.Table, width: int, folder: Place, config: RunConfig, bad: dict[str, str]) -> None:
     settings = config.features
     kept: list[tuple[str, np.ndarray, np.ndarray | None]] = []
     for key, image_id in zip(rows["key"].to_pylist(), rows["image_id"].to_pylist(), strict=True):
@@ -168,11 +169,14 @@ def _import_shard(file: Any, rows: pa.Table, folder: Place, config: RunConfig, b
             bad[key] = str(error)
     if not kept:
         return
-    widths = {features.shape[1] for _, features, _ in kept}
-    if len(widths) > 1:
-        raise UserError(f"features.hdf5: {settings.hdf5} holds features of different widths: {sorted(widths)}")
+    for key, features, _ in kept:
+        if features.shape[1] != width:
+            raise UserError(
+                f"features.hdf5: {settings.hdf5} holds features of different widths: {width} of the first image, "
+                f"{features.shape[1]} of image {key.removeprefix('id-')}"
+            )
     lengths = [len(features) for _, features, _ in kept]
-    padded = np.zeros((len(kept), settings.max_regions, widths.pop()), settings.stored_dtype)
+    padded = np.zeros((len(kept), settings.max_regions, width), settings.stored_dtype)
     boxes = np.zeros((len(kept), settings.max_regions, 4), np.float32)
     for index, (_, features, corners) in enumerate(kept):
         padded[index, : len(features)] = features
