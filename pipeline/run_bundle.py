@@ -42,7 +42,8 @@ def local_bundle(folder: RunFolder) -> Path:
 def bundle_run(folder: RunFolder, stage: StageSection | None = None, scores: Mapping[str, float] | None = None) -> Path:
     """Writes the bundle and returns its folder. `stage`: the best weights of that stage, kept by the run or not."""
     config = folder.config
-    model, backbone = build_model(config.model, folder.sizes), None
+    model = build_model(config.model, folder.sizes)
+    backbone: Backbone | None = None
     parts: list[tuple[nn.Module, str]] = [(model, "model")]
     if config.features.hdf5 is None:
         backbone = Backbone(replace(config.backbone, weights="none"))
