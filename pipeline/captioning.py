@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from models.base import Memory
 from models.captioner import Captioner
 from models.decoding import beam_search
 from pipeline.batches import Images
@@ -92,7 +93,7 @@ def _caption(
     settings: EvaluationSection,
     device: torch.device,
 ) -> dict[int, list[Hypothesis]]:
-    memories = [captioner.encode(own.load(rows).to(device)) for captioner, own in zip(captioners, images, strict=True)]
+    memories = [_encoded(captioner, own, rows, device) for captioner, own in zip(captioners, images, strict=True)]
     found = beam_search(
         [captioner.model for captioner in captioners],
         memories,
@@ -107,3 +108,8 @@ def _caption(
         ]
         for row, tokens, values in zip(rows, found.tokens.tolist(), sums, strict=True)
     }
+
+
+def _encoded(captioner: Captioner, images: Images, rows: np.ndarray, device: torch.device) -> Memory:
+    lengths, boxes = (None if part is None else part.to(device) for part in images.regions(rows))
+    return captioner.encode(images.load(rows).to(device), lengths, boxes)
