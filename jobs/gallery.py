@@ -12,7 +12,8 @@ from pipeline.config import RunConfig
 from pipeline.report import MAX_IMAGES, ReportImage, choose_images
 
 ATTRIBUTED = 24  # pictures with attributions: a backward pass for each word and step
-SECONDS = 120.0  # after which no more of them are begun
+STEPS = 16  # of the integral; the picture does not change with more
+SECONDS = 60.0  # after which no more of them are begun
 
 Key = tuple[str, int | str]  # split and image id
 
@@ -62,7 +63,7 @@ def _maps(
             continue
         own: dict[str, Any] = {"attention": service.attention(pixels, caption).float().cpu().numpy()}
         if (split, image) in attributed and time.monotonic() - begin < SECONDS:
-            own["attribution"] = service.attribution(pixels, caption).shares().float().cpu().numpy()
+            own["attribution"] = service.attribution(pixels, caption, STEPS).shares().float().cpu().numpy()
         clusters = service.clusters(pixels, caption)
         if clusters is not None:
             own["clusters"] = layer_colors(clusters)

@@ -6,6 +6,9 @@ the features, integrated. They hold for any model that is differentiable in its 
 
 Complete: over all tokens and channels they add up to log p at the features minus log p at the baseline. The integral is
 a Gauss-Legendre sum, exact for polynomials up to degree 2 S - 1; how far it is from complete is measured each time.
+More steps do not close every gap: where log p jumps, no gradient sees it. ExpansionNet v2 divides positive parts by
+their sums plus 1e-9, so that its weights jump where the last positive score of a row or group goes through 0; a trained
+one was found to jump by 0.04 to 0.12 nats on the way from zeros to a photograph. The other systems are continuous.
 
 Shapes: N image tokens, C feature width, T caption tokens with SOS, W = T - 1 words that are predicted, EOS with them,
 S steps on the line, R of them at a time.
@@ -63,6 +66,7 @@ def integrated_gradients(
     *,
     length: int | None = None,
     boxes: Tensor | None = None,
+    baseline: Tensor | None = None,
     steps: int = STEPS,
     tolerance: float = TOLERANCE,
     most_steps: int = MOST_STEPS,
@@ -70,8 +74,9 @@ def integrated_gradients(
 ) -> Attribution:
     """The attribution of every word of one caption, tokens (T,) with SOS, to one image's features (N, C).
 
-    length: the number of real tokens, where features are padded; boxes (N, 4) for the models that need them.
-    While a word misses the change by more than `tolerance` nats, the steps are doubled, up to `most_steps`; what is
+    length: the number of real tokens, where features are padded; boxes (N, 4) for the models that need them; baseline
+    (N, C), None for zeros. While a word misses the change by more than `tolerance` nats, the steps are doubled, up to
+    `most_steps`, and as long as that helps: where the greatest gap hardly shrinks, it is jumps that are missed. What is
     missed at the end stands in `gap`. `rows` points of the line are computed at a time, with one forward pass for all
     words and one backward pass a word: memory is that of `rows` images, whatever the caption's length and the steps.
     Raises ValueError unless steps and rows are 1 or more and features and tokens have those shapes.
@@ -87,27 +92,37 @@ def integrated_gradients(
     model.eval()
     try:
         with torch.inference_mode(False):  # what is made here needs a gradient, wherever this is called
-            line = _Line(model, features.detach().clone(), tokens.clone(), length, boxes)
-            while True:
-                found = Attribution(line.integrate(steps, rows), line.change, steps)
-                if 2 * steps > most_steps or bool((found.gap <= tolerance).all()):
-                    return found
-                steps *= 2
+            line = _Line(model, features.detach().clone(), tokens.clone(), length, boxes, baseline)
+            found = Attribution(line.integrate(steps, rows), line.change, steps)
+            while float(found.gap.max()) > tolerance and 2 * found.steps <= most_steps:
+                before = float(found.gap.max())
+                found = Attribution(line.integrate(2 * found.steps, rows), line.change, 2 * found.steps)
+                if float(found.gap.max()) > 0.75 * before:
+                    break
+            return found
     finally:
         model.train(training)
 
 
 class _Line:
-    """The line from the baseline, zeros, to one image's features, and the log-probabilities of the words on it."""
+    """The line from the baseline to one image's features, and the log-probabilities of the words on it."""
 
     def __init__(
-        self, model: CaptionModel, features: Tensor, tokens: Tensor, length: int | None, boxes: Tensor | None
+        self,
+        model: CaptionModel,
+        features: Tensor,
+        tokens: Tensor,
+        length: int | None,
+        boxes: Tensor | None,
+        baseline: Tensor | None,
     ) -> None:
         self.model, self.tokens, self.length = model, tokens, length
-        self.features = features.to(next(model.parameters()).dtype)
+        features = features.to(next(model.parameters()).dtype)
+        self.start = torch.zeros_like(features) if baseline is None else baseline.detach().to(features)
+        self.way = features - self.start
         self.boxes = None if boxes is None else boxes.clone()
         with torch.no_grad():
-            ends = self.log_probs(torch.stack((torch.zeros_like(self.features), self.features))).double()
+            ends = self.log_probs(torch.stack((self.start, features))).double()
         self.change = ends[1] - ends[0]
 
     def log_probs(self, features: Tensor) -> Tensor:
@@ -122,16 +137,16 @@ class _Line:
     def integrate(self, steps: int, rows: int) -> Tensor:
         """(W, N) by `steps` points, `rows` at a time."""
         words = len(self.tokens) - 1
-        places, weights = (part.to(self.features.device) for part in gauss_legendre(steps))
-        values = torch.zeros(words, len(self.features), dtype=torch.float64, device=self.features.device)
+        places, weights = (part.to(self.way.device) for part in gauss_legendre(steps))
+        values = torch.zeros(words, len(self.way), dtype=torch.float64, device=self.way.device)
         for start in range(0, steps, rows):
             here, weight = places[start : start + rows], weights[start : start + rows]
-            inputs = (here[:, None, None] * self.features).to(self.features.dtype).requires_grad_()
+            inputs = (self.start + here[:, None, None].to(self.way.dtype) * self.way).requires_grad_()
             with torch.enable_grad():
                 log_probs = self.log_probs(inputs).sum(0)  # rows are images of their own: gradients stay apart
             for word in range(words):
                 (gradient,) = torch.autograd.grad(log_probs[word], inputs, retain_graph=word + 1 < words)
-                values[word] += weight @ (gradient * self.features).sum(2, dtype=torch.float64)
+                values[word] += weight @ (gradient * self.way).sum(2, dtype=torch.float64)
         return values
 
 

@@ -10,6 +10,13 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 SIDE, MARGIN, LABEL, COLUMNS = 224, 8, 26, 6
+NOTE = """attention: where the last
+layer looked for the word
+
+attribution: what made it more
+probable (integrated gradients)
+
+yellow is most, blue is least"""
 LOW, HIGH = np.array([20, 24, 82], np.float64), np.array([255, 214, 64], np.float64)  # dark blue to yellow
 
 
@@ -29,8 +36,9 @@ def heat_map(image: Image.Image, weights: np.ndarray) -> Image.Image:
     mask = Image.fromarray((level * 255).astype(np.uint8)).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
     heat = np.asarray(mask, np.float64)[:, :, None] / 255
     color = LOW + (HIGH - LOW) * heat
-    pixels = np.asarray(image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC), np.float64)
-    return Image.fromarray((0.45 * pixels + 0.55 * color).clip(0, 255).astype(np.uint8))
+    # in gray, so that the photograph's own colors cannot be taken for the map's
+    pixels = np.asarray(image.convert("L").resize((SIDE, SIDE), Image.Resampling.BICUBIC), np.float64)[:, :, None]
+    return Image.fromarray((0.5 * pixels + 0.5 * color).clip(0, 255).astype(np.uint8))
 
 
 def caption_picture(
@@ -49,6 +57,8 @@ def caption_picture(
     sheet = Image.new("RGB", (named + columns * width + MARGIN, lines * height + MARGIN), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(18)
     sheet.paste(picture, (named + MARGIN, MARGIN))
+    if named:
+        draw.multiline_text((named + MARGIN, 2 * MARGIN + SIDE), NOTE, "dimgray", ImageFont.load_default(15), spacing=6)
     for line in range(lines if named else 0):
         for row, (name, _) in enumerate(rows):
             _upright(sheet, name, MARGIN + line * height + row * (SIDE + MARGIN), font)

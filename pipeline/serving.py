@@ -53,14 +53,18 @@ class CaptionService:
         tokens = torch.tensor([ids], device=pixels.device)
         return cross_attention(captioner.model, captioner.encode(pixels[None]), tokens)[-1, 0, : len(words)]
 
-    def attribution(self, pixels: Tensor, caption: str) -> Attribution:
-        """What each grid cell of one image (3, H, W) adds to the log-probability of each word of a caption."""
+    def attribution(self, pixels: Tensor, caption: str, steps: int | None = None) -> Attribution:
+        """What each grid cell of one image (3, H, W) adds to the log-probability of each word of a caption.
+
+        steps: exactly so many; None for as many as its tolerance asks for.
+        """
         captioner, words = self.bundle.captioner, caption.split()
         ids = torch.tensor(self.bundle.vocabulary.encode(words), device=pixels.device)
         with torch.no_grad():
             features = captioner.features(pixels[None])[0]
         ids = ids[: captioner.model.sizes.max_positions + 1]
-        return integrated_gradients(captioner.model, features, ids).head(len(words))
+        chosen = {} if steps is None else {"steps": steps, "most_steps": steps}
+        return integrated_gradients(captioner.model, features, ids, **chosen).head(len(words))
 
     @torch.inference_mode()
     def clusters(self, pixels: Tensor, caption: str) -> Clusters | None:
