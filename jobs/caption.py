@@ -57,10 +57,12 @@ def caption(
         rows = _here(pending, bundle, settings, explain)
     failed = sum("error" in row for row in done.values())
     begin = last = time.monotonic()
+    gap = 0.0
     sink = out.open("a", encoding="utf-8") if out is not None else None
     try:
         for number, row in enumerate(rows, 1):
             failed += "error" in row
+            gap = max(gap, row.get("attribution", {}).get("gap", 0.0))
             if sink is not None:
                 sink.write(json.dumps({**row, **signature}, ensure_ascii=False) + "\n")
                 sink.flush()  # a killed job loses the image in flight, not what it has
@@ -77,7 +79,7 @@ def caption(
         if sink is not None:
             sink.close()
     if explain is not None:
-        _note(f"heat maps: {explain}")
+        _note(f"heat maps: {explain}; attributions add up to the words' log-probabilities within {gap:.3f} nats")
     if out is not None:
         _note(f"captions: {out}")
     if failed:
@@ -135,9 +137,10 @@ def _here(
                     yield {"image": name, "error": pixels}
                     continue
                 best = next(found)
+                row = _row(name, best)
                 if explain is not None:
-                    _draw(explain / f"{number:04d}-{Path(name).stem}.png", name, service, pixels, best[0][0])
-                yield _row(name, best)
+                    row |= _draw(explain / f"{number:04d}-{Path(name).stem}.png", name, service, pixels, best[0][0])
+                yield row
 
 
 def _through_ray(
@@ -168,13 +171,25 @@ def _text(row: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _draw(path: Path, name: str, service: Any, pixels: Any, caption: str) -> None:
+def _draw(path: Path, name: str, service: Any, pixels: Any, caption: str) -> dict[str, Any]:
+    """The heat maps of a caption's words and, where the model makes clusters, NAME-clusters.png beside them.
+
+    Returns how exact the attribution is, for the caption's row.
+    """
+    from pipeline.cluster_pictures import write_cluster_picture
     from pipeline.explain import write_caption_picture
     from pipeline.images import decode_image
     from pipeline.serving import MAX_PIXELS
 
+    image, words = decode_image(place(name).read_bytes(), MAX_PIXELS), caption.split()
     maps = service.attention(pixels, caption).float().numpy()
-    write_caption_picture(path, decode_image(place(name).read_bytes(), MAX_PIXELS), caption.split(), maps)
+    attribution = service.attribution(pixels, caption)
+    write_caption_picture(path, image, words, maps, attribution.shares().numpy())
+    clusters = service.clusters(pixels, caption)
+    if clusters is not None:
+        write_cluster_picture(path.with_name(f"{path.stem}-clusters.png"), image, words, clusters)
+    gap = float(attribution.gap.max()) if words else 0.0
+    return {"attribution": {"steps": attribution.steps, "gap": round(gap, 6)}}
 
 
 def _check_explain(explain: Path, names: Sequence[str], bundle: Bundle) -> None:

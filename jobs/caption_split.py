@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from models.constraints import Machine
+from pipeline.captioning import Hypothesis
 from pipeline.config import WorkersSection
 from pipeline.run_folder import RunFolder
 from pipeline.storage import Place
 
 
 def caption_splits(
-    folder: RunFolder, splits: tuple[str, ...], store: Place, excluded: tuple[str, ...]
-) -> dict[str, dict[int, str]]:
-    """{split: {image id: caption}} by the run's final weights, from stored features."""
+    folder: RunFolder,
+    splits: tuple[str, ...],
+    store: Place,
+    excluded: tuple[str, ...],
+    machines: dict[int, Machine],
+) -> dict[str, dict[int, Hypothesis]]:
+    """{split: {image id: its best caption}} by the run's final weights, from stored features.
+
+    `machines` are the constraints of test images; the validation split, which training is compared on, has none.
+    """
     import ray
 
     workers: WorkersSection = folder.config.workers
     task = ray.remote(_caption_share).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
     count = workers.num_workers
-    shares = ray.get([task.remote(folder, splits, store, excluded, rank, count) for rank in range(count)])
-    merged: dict[str, dict[int, str]] = {split: {} for split in splits}
+    shares = ray.get([task.remote(folder, splits, store, excluded, rank, count, machines) for rank in range(count)])
+    merged: dict[str, dict[int, Hypothesis]] = {split: {} for split in splits}
     for share in shares:
         for split, captions in share.items():
             merged[split].update(captions)
@@ -25,9 +34,14 @@ def caption_splits(
 
 
 def _caption_share(
-    folder: RunFolder, splits: tuple[str, ...], store: Place, excluded: tuple[str, ...], rank: int, count: int
-) -> dict[str, dict[int, str]]:
-
+    folder: RunFolder,
+    splits: tuple[str, ...],
+    store: Place,
+    excluded: tuple[str, ...],
+    rank: int,
+    count: int,
+    machines: dict[int, Machine],
+) -> dict[str, dict[int, Hypothesis]]:
     from models.captioner import Captioner
     from models.registry import build_model
     from models.transform import ImageTransform
@@ -51,6 +65,8 @@ def _caption_share(
         part = folder.dataset.without(excluded).split(split)
         images = Images(part, features, transform, config.data.max_pixels, 1)
         settings = config.evaluation
-        shares = caption_share([captioner], [images], folder.vocabulary, settings, rank, count, device)
-        found[split] = {image: hypotheses[0].caption for image, hypotheses in shares.items()}
+        own = {} if split == config.data.val_split else machines
+        words = folder.vocabulary
+        shares = caption_share([captioner], [images], words, settings, rank, count, device, None, own, True)
+        found[split] = {image: hypotheses[0] for image, hypotheses in shares.items()}
     return found

@@ -116,6 +116,7 @@ def evaluate(
         str | None, typer.Option(help="Another bundle: captions beside these, scores' difference.")
     ] = None,
     features: Annotated[str | None, typer.Option(help="A feature store, for bundles without a backbone.")] = None,
+    constraints: Annotated[Path | None, typer.Option(help="Words that each image's caption must hold.")] = None,
     server: Annotated[
         str | None, typer.Option(metavar="NAME", help="Also the COCO server's result file and zip.")
     ] = None,
@@ -138,9 +139,39 @@ def evaluate(
         stage=stage,
         compare=compare,
         features=features,
+        constraints=constraints,
         server=server,
         out=out,
         address=address,
+    )
+
+
+@app.command()
+def constraints(
+    detections: Annotated[Path, typer.Option(help="Boxes with classes: COCO's JSON, or JSON lines.")],
+    out: Annotated[Path, typer.Option(help="The constraint file, for `raycap evaluate --constraints`.")],
+    hierarchy: Annotated[Path | None, typer.Option(help="Open Images' class hierarchy.")] = None,
+    class_names: Annotated[Path | None, typer.Option(help="CSV of code and name, for a hierarchy of codes.")] = None,
+    exclude: Annotated[Path | None, typer.Option(help="Classes to leave out, in place of the usual 39.")] = None,
+    most: Annotated[int, typer.Option(min=1, help="Constraints an image, the most confident.")] = 3,
+    overlap: Annotated[float, typer.Option(help="Of two boxes that share this much the general class goes.")] = 0.85,
+    model: Annotated[Path | None, typer.Option(help="A bundle: leave out classes that it has no words for.")] = None,
+) -> int:
+    """The words that captions must hold, from an object detector's boxes.
+
+    Example: raycap constraints --detections boxes.json --hierarchy hierarchy.json --out constraints.jsonl
+    """
+    from jobs.constraints import constraints as make_constraints
+
+    return make_constraints(
+        detections,
+        hierarchy,
+        out,
+        class_names=class_names,
+        exclude=exclude,
+        most=most,
+        overlap=overlap,
+        model=model,
     )
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jobs.cluster import start_ray
+from models.constraints import Machine
 from pipeline.captioning import Hypothesis
 from pipeline.config import RunConfig
 from pipeline.dataset import Dataset
 from pipeline.errors import UserError
+from pipeline.evaluate import summarize_search
 from pipeline.metrics import Scores
 from pipeline.storage import Place, place
 
@@ -28,6 +30,7 @@ def evaluate(
     stage: str | None = None,
     compare: str | None = None,
     features: str | None = None,
+    constraints: Path | None = None,
     server: str | None = None,
     out: Path | None = None,
     address: str | None = None,
@@ -37,6 +40,7 @@ def evaluate(
 
     splits: those of data.test_splits by default; "all" is the whole data set. stage: the run as it was after it.
     compare: another bundle's captions beside these. features: a feature store, for bundles without a backbone.
+    constraints: a file of words that captions must hold, in place of the configuration's evaluation.constraints.
     server: the name in the COCO server's file. Returns 1 when an image could not be read; UserError before anything is
     computed for what the user can mend.
     """
@@ -51,6 +55,9 @@ def evaluate(
     parts = {name: _part(dataset, name) for name in splits or config.data.test_splits}
     members = [_bundle(model, "--model", features) for model in models] or [_run_bundle(config, stage, say)]
     other = None if compare is None else _bundle(compare, "--compare", features)
+    file = constraints or (None if config.evaluation.constraints is None else Path(config.evaluation.constraints))
+    machines = {} if file is None else _machines(file, members[0], parts)
+    their_machines = {} if file is None or other is None else _machines(file, other, parts)
     label = "+".join(member.name for member in members)[:120]
     folder = out or config.working_path / "evaluations" / label
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,14 +67,17 @@ def evaluate(
     result: dict[str, Any] = {"models": [str(member) for member in members], "splits": {}}
     failed = 0
     for name, part in parts.items():
-        found, bad = caption_dataset(members, part, config, features, folder, say)
+        found, bad = caption_dataset(members, part, config, features, folder, say, machines)
         failed += len(bad)
         entry: dict[str, Any] = {"images": len(found), "unreadable": bad}
         result["splits"][name] = entry
         best = _write_captions(folder, name, found, server, part, say)
+        entry |= summarize_search(
+            {image: own[0] for image, own in found.items()}, machines, f"constraints  {name}: ", say
+        )
         others: dict[int, str] = {}
         if other is not None:
-            compared, _ = caption_dataset([other], part, config, features, folder, say)
+            compared, _ = caption_dataset([other], part, config, features, folder, say, their_machines)
             others = {image: hypotheses[0].caption for image, hypotheses in compared.items()}
         _score(entry, name, part, best, others, dataset, config, say)
         _report(folder, name, entry, part, best, others, config, members, say)
@@ -99,6 +109,18 @@ def _regions(dataset: Dataset, config: RunConfig, say: Callable[[str], None]) ->
     if bad:
         say(f"features  {len(bad)} images are left out: {store / 'quarantine.parquet'} says why")
     return dataset.without(sorted(bad)), store.uri
+
+
+def _machines(file: Path, bundle: Path, parts: dict[str, Dataset]) -> dict[int, Machine]:
+    """The constraints of the images in `parts`; UserError where none of them has any."""
+    from pipeline.constraint_files import build_machines, read_constraints
+    from pipeline.text import Vocabulary
+
+    images = {image for part in parts.values() for image in part.column("image_id")}
+    own = {image: words for image, words in read_constraints(file).items() if image in images}
+    if not own:
+        raise UserError(f"constraints {file}: none of its images is in {', '.join(parts)}; look at the image ids")
+    return build_machines(own, Vocabulary.load(bundle / "vocabulary.json"), str(file))
 
 
 def _part(dataset: Dataset, name: str) -> Dataset:
@@ -160,10 +182,11 @@ def caption_dataset(
     features: str | None,
     folder: Path,
     say: Callable[[str], None],
+    machines: Mapping[int, Machine] | None = None,
 ) -> tuple[dict[int, list[Hypothesis]], dict[int, str]]:
     """Captions by image id from one Ray task a worker, and {image id: reason} of images that cannot be read.
 
-    Bundles, images and `folder` must be readable from every node.
+    Bundles, images and `folder` must be readable from every node. `machines` are the images' constraints.
     """
     import ray
 
@@ -173,7 +196,7 @@ def caption_dataset(
     task = ray.remote(_share).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
     store = None if features is None else place(features, config.storage.options)
     tasks = [
-        task.remote(list(members), rows, store, config, rank, workers.num_workers)
+        task.remote(list(members), rows, store, config, rank, workers.num_workers, dict(machines or {}))
         for rank in range(workers.num_workers)
     ]
     begin = time.monotonic()
@@ -190,7 +213,13 @@ def caption_dataset(
 
 
 def _share(
-    members: list[Path], rows: Path, store: Place | None, config: RunConfig, rank: int, count: int
+    members: list[Path],
+    rows: Path,
+    store: Place | None,
+    config: RunConfig,
+    rank: int,
+    count: int,
+    machines: dict[int, Machine],
 ) -> tuple[dict[int, list[Hypothesis]], dict[int, str]]:
     from pipeline.batches import Images
     from pipeline.bundle import load_bundle
@@ -220,7 +249,7 @@ def _share(
     vocabulary, settings = bundles[0].vocabulary, config.evaluation
     if any(bundle.vocabulary.words != vocabulary.words for bundle in bundles):
         raise UserError("the models of an ensemble must share one vocabulary, word by word; these do not")
-    return caption_share(captioners, images, vocabulary, settings, rank, count, device, bad), bad
+    return caption_share(captioners, images, vocabulary, settings, rank, count, device, bad, machines, True), bad
 
 
 def _write_captions(
@@ -240,7 +269,7 @@ def _write_captions(
     say(f"predictions  {folder / f'predictions-{split}.json'}")
     if any(len(hypotheses) > 1 for hypotheses in found.values()):
         lines = [
-            json.dumps({"image_id": image, "n_best": [each._asdict() for each in hypotheses]}, ensure_ascii=False)
+            json.dumps({"image_id": image, "n_best": [_present(each) for each in hypotheses]}, ensure_ascii=False)
             for image, hypotheses in found.items()
         ]
         write_text(folder / f"n-best-{split}.jsonl", "\n".join(lines) + "\n")
@@ -256,6 +285,10 @@ def _write_captions(
             archive.write(folder / f"{name}.json", f"{name}.json")
         say(f"server       {folder / f'{name}.zip'}: {len(best)} rows")
     return best
+
+
+def _present(hypothesis: Hypothesis) -> dict[str, Any]:
+    return {key: value for key, value in hypothesis._asdict().items() if value is not None}
 
 
 def _score(

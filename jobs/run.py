@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.cluster import start_ray
+from models.constraints import Machine
 from pipeline.config import RunConfig, StageSection, dump_config, total_steps
 from pipeline.dataset import Dataset
 from pipeline.errors import UserError
@@ -139,6 +140,7 @@ class _Run:
     def _check(self) -> None:
         """Disk, Java, and one step of every stage at its real batch size on a worker."""
         self._check_disk()
+        self._machines(self.folder.dataset)  # refused now, not after the training
         if shutil.which("java") is None:
             self.say("check     java is not on the PATH: METEOR will be reported as unavailable")
         pending = [stage for stage in self.config.stages if self.folder.result(stage.name) is None]
@@ -236,7 +238,7 @@ class _Run:
     def _evaluate(self) -> None:
         from jobs.caption_split import caption_splits
         from jobs.gallery import with_attention
-        from pipeline.evaluate import evaluate_run, flat_scores, write_predictions
+        from pipeline.evaluate import evaluate_run, flat_scores, summarize_search, write_predictions
         from pipeline.results import format_table, make_report, report_images, score_table
         from pipeline.run_bundle import bundle_place, bundle_run
 
@@ -247,8 +249,14 @@ class _Run:
         with self._timed("evaluation"):
             self._start_ray()
             self.say(f"evaluate  {', '.join(splits)} with beam {config.evaluation.beam_size}")
-            for split, captions in caption_splits(folder, splits, store, tuple(sorted(self.excluded))).items():
+            machines, searched = self._machines(dataset), {}
+            excluded = tuple(sorted(self.excluded))
+            for split, found in caption_splits(folder, splits, store, excluded, machines).items():
+                captions = {image: each.caption for image, each in found.items()}
                 write_predictions(folder.path / "predictions" / f"{split}.json", captions)
+                own = machines if split != config.data.val_split else {}
+                searched[split] = summarize_search(found, own, f"evaluate  {split}: ", self.say)
+            write_json(folder.path / "predictions" / "_search.json", searched)
             result = evaluate_run(folder, dataset)
         bundle = bundle_run(folder, scores=flat_scores(result))
         shown = bundle_place(folder)
@@ -277,6 +285,17 @@ class _Run:
         write_json(folder.path / "COMPLETE.json", {**complete, "tracked": registered is not None})
         folder.push("COMPLETE.json")
         self.say(table)
+
+    def _machines(self, dataset: Dataset) -> dict[int, Machine]:
+        """The constraints of test images, where the configuration names a file."""
+        from pipeline.constraint_files import build_machines, read_constraints
+
+        file = self.config.evaluation.constraints
+        if file is None:
+            return {}
+        images = set(dataset.split(*self.config.data.test_splits).column("image_id"))
+        own = {image: words for image, words in read_constraints(Path(file)).items() if image in images}
+        return build_machines(own, self.folder.vocabulary, file)
 
     def _verdicts(self, result: dict[str, Any]) -> Iterator[str]:
         by_stage = result["validation_by_stage"]

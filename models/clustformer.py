@@ -55,6 +55,7 @@ from models.layers import (
     split_heads,
     xavier_blocks_,
 )
+from models.words import word_embedding, word_output
 
 
 class ClusteredAttention(nn.Module):
@@ -237,7 +238,7 @@ class ClustFormer(CaptionModel):
             ),
         )
         self.encoder_norm = nn.LayerNorm(width) if config.norm == "pre" else nn.Identity()
-        self.words = nn.Embedding(sizes.vocabulary_size, width)
+        self.words = word_embedding(config, sizes)
         self.word_dropout = Dropout(config.dropout)
         self.register_buffer("positions", sinusoids(sizes.max_positions, width), persistent=False)
         self.decoder = cast(
@@ -247,7 +248,7 @@ class ClustFormer(CaptionModel):
             ),
         )
         self.decoder_norm = nn.LayerNorm(width) if config.norm == "pre" else nn.Identity()
-        self.output = nn.Linear(width, sizes.vocabulary_size)
+        self.output = word_output(config, sizes, self.words)
 
     def init_weights(self) -> None:
         """Xavier uniform; the maps of C as `ClusterMaps` says; biases as PyTorch draws them."""

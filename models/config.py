@@ -10,6 +10,10 @@ from typing import ClassVar, Literal
 class ModelConfig:
     """What every captioner has, apart from what the data decide (`ModelSizes`); each system adds its own keys.
 
+    `word_vectors`: a text file in GloVe's form whose vectors, `word_vector_width` numbers wide, are the words' on both
+    ends of the decoder (`models/words.py`); they are trained on only with `train_word_vectors`. A width without a file
+    is a model that was built so before: its bundle holds the vectors.
+
     Raises ValueError for sizes that do not fit.
     """
 
@@ -23,6 +27,9 @@ class ModelConfig:
     decoder_layers: int = 3
     dropout: float = 0.1
     max_positions: int | None = None  # None: the longest training caption with SOS and EOS
+    word_vectors: str | None = None
+    word_vector_width: int | None = None
+    train_word_vectors: bool = False
 
     def __post_init__(self) -> None:
         self._at_least(1, "d_model", "d_ff", "heads", "encoder_layers", "decoder_layers")
@@ -32,6 +39,11 @@ class ModelConfig:
                 f"(remainder {self.d_model % self.heads}); choose heads that divide the width"
             )
         self._at_least(1, "max_positions", also=", or null for the longest caption's")
+        self._at_least(1, "word_vector_width", also=", or null for vectors of the model's own")
+        if self.word_vectors is not None and self.word_vector_width is None:
+            raise ValueError(
+                "model.word_vectors needs model.word_vector_width, how many numbers its vectors have (GloVe: 50 to 300)"
+            )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout is {self.dropout}; it must be at least 0 and below 1")
 

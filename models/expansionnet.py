@@ -30,6 +30,7 @@ from models.cache import TreeCache, TreeSlots
 from models.config import ExpansionNetConfig
 from models.expansion import DynamicExpansion, Expansion, StaticExpansion
 from models.layers import CrossAttention, Dropout, FeedForward, SelfAttention, padding_bias, xavier_blocks_
+from models.words import word_embedding, word_output
 
 
 def encoder_mixer(config: ExpansionNetConfig) -> StaticExpansion | DynamicExpansion | SelfAttention:
@@ -114,14 +115,14 @@ class ExpansionNet(CaptionModel):
             Sequence[EncoderLayer], nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))
         )
         self.encoder_sum = LayerSum(width, config.encoder_layers, config.dropout)
-        self.words = nn.Embedding(sizes.vocabulary_size, width)
+        self.words = word_embedding(config, sizes)
         self.word_dropout = Dropout(config.dropout)
         self.positions = nn.Embedding(sizes.max_positions, width)
         self.decoder = cast(
             Sequence[DecoderLayer], nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
         )
         self.decoder_sum = LayerSum(width, config.decoder_layers, config.dropout)
-        self.output = nn.Linear(width, sizes.vocabulary_size)
+        self.output = word_output(config, sizes, self.words)
 
     def init_weights(self) -> None:
         """Xavier uniform for everything with two or more dimensions; biases as PyTorch draws them (specs item 2)."""

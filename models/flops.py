@@ -19,6 +19,7 @@ from models import flops_attention
 from models.base import ModelConfig, ModelSizes
 from models.config import ExpansionNetConfig
 from models.registry import build_model
+from models.words import word_macs
 
 TABLE_6_IMAGES = 5000
 TABLE_6_IMAGE_TOKENS = 144
@@ -114,7 +115,7 @@ def decoder_macs(config: ExpansionNetConfig, sizes: ModelSizes, image_tokens: in
         own = 4 * t * d * d + 2 * t * t * d
     cross = 2 * t * d * d + 2 * n * d * d + 2 * t * n * d
     layers = config.decoder_layers * (own + cross + 2 * t * d * config.d_ff)
-    return layers + config.decoder_layers * t * d * d + t * d * sizes.vocabulary_size
+    return layers + config.decoder_layers * t * d * d + t * word_macs(config, sizes)
 
 
 def search_macs(config: ExpansionNetConfig, sizes: ModelSizes, image_tokens: int, beams: int, steps: int) -> float:
@@ -136,4 +137,4 @@ def search_macs(config: ExpansionNetConfig, sizes: ModelSizes, image_tokens: int
             own += 4 * d * d + 2 * slots * d
     each = 2 * d * d + 2 * n * d + 2 * d * config.d_ff
     layers = config.decoder_layers * (beams * (own + steps * each) + 2 * n * d * d)
-    return layers + beams * steps * (config.decoder_layers * d * d + d * sizes.vocabulary_size)
+    return layers + beams * steps * (config.decoder_layers * d * d + word_macs(config, sizes))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 from models.config import ClustFormerConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
+from models.words import word_macs
 
 
 def encoder_macs(config: ModelConfig, sizes: ModelSizes, image_tokens: int) -> float:
@@ -32,7 +33,7 @@ def decoder_macs(config: ModelConfig, sizes: ModelSizes, image_tokens: int, capt
     own = (3 + _output(config)) * t * d * d + 2 * t * t * d
     layers = config.decoder_layers * (own + t * _after_self_attention(config, image_tokens))
     clusters = _clustered(config, "decoder") * 2 * t * d
-    return layers + clusters + _keys(config, image_tokens) + t * d * sizes.vocabulary_size
+    return layers + clusters + _keys(config, image_tokens) + t * word_macs(config, sizes)
 
 
 def search_macs(config: ModelConfig, sizes: ModelSizes, image_tokens: int, beams: int, steps: int) -> float:
@@ -44,7 +45,7 @@ def search_macs(config: ModelConfig, sizes: ModelSizes, image_tokens: int, beams
     own = sum((3 + _output(config)) * d * d + 2 * beams * step * d for step in range(1, steps + 1))
     layers = config.decoder_layers * beams * (own + steps * _after_self_attention(config, image_tokens))
     clusters = _clustered(config, "decoder") * 2 * beams * steps * d
-    return layers + clusters + _keys(config, image_tokens) + beams * steps * d * sizes.vocabulary_size
+    return layers + clusters + _keys(config, image_tokens) + beams * steps * word_macs(config, sizes)
 
 
 def _clustered(config: ModelConfig, side: str) -> int:

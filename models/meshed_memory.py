@@ -53,6 +53,7 @@ from models.layers import (
     sinusoids,
     split_heads,
 )
+from models.words import word_embedding, word_output
 
 
 class MemoryAttention(SelfAttention):
@@ -208,13 +209,13 @@ class MeshedMemoryTransformer(CaptionModel):
         self.encoder = cast(
             Sequence[EncoderLayer], nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))
         )
-        self.words = nn.Embedding(sizes.vocabulary_size, width)
+        self.words = word_embedding(config, sizes)
         # words count from 1: the reference keeps row 0 for padding
         self.register_buffer("positions", sinusoids(sizes.max_positions, width, first=1))
         self.decoder = cast(
             Sequence[DecoderLayer], nn.ModuleList(DecoderLayer(config, i) for i in range(config.decoder_layers))
         )
-        self.output = nn.Linear(width, sizes.vocabulary_size, bias=False)
+        self.output = word_output(config, sizes, self.words, bias=False)
 
     def init_weights(self) -> None:
         """See the head of this file; biases of attention and gates 0, others as PyTorch draws them (the paper: 0)."""

@@ -67,7 +67,7 @@ def save_bundle(
         config = {
             "format": FORMAT,
             "name": name,
-            "model": asdict(model.config),
+            "model": asdict(model.config) | {"word_vectors": None},  # the vectors travel in the bundle too
             "backbone": backbone_config,
             "sizes": asdict(model.sizes),
             "info": dict(info),

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from models.alignment import alignment_scores
 from models.base import Memory
 from models.captioner import Captioner
-from models.decoding import beam_search
+from models.constraints import Machine, build_machine, constrained_beam_search
+from models.decoding import Captions, beam_search
 from pipeline.batches import Images
 from pipeline.config import EvaluationSection
 from pipeline.context import Context, gather_objects
@@ -19,10 +22,16 @@ from pipeline.text import Vocabulary
 
 
 class Hypothesis(NamedTuple):
-    """A caption and the sum of its tokens' log-probabilities, EOS with them."""
+    """A caption and the sum of its tokens' log-probabilities, EOS with them.
+
+    alignment: of an image's best caption by a single model, how far words and image tokens agree (`models.alignment`).
+    held: how many of its image's constraints it holds; None without constraints.
+    """
 
     caption: str
     log_prob: float
+    alignment: float | None = None
+    held: int | None = None
 
 
 def caption_images(
@@ -45,12 +54,15 @@ def caption_share(
     world_size: int,
     device: torch.device,
     bad: dict[int, str] | None = None,
+    machines: Mapping[int, Machine] | None = None,
+    align: bool = False,
 ) -> dict[int, list[Hypothesis]]:
     """The `settings.num_results` best captions of every `world_size`-th image from `rank` on; needs no process group.
 
     Several captioners are an ensemble; `images` gives each its own inputs of the same images, in one order. The batch
     is halved, down to one image, when memory runs out. An image that cannot be read raises, or goes into `bad` with the
-    reason where that is given.
+    reason where that is given. `machines` are the constraints of the images that have any, by image id. align:
+    compute each best caption's alignment, by one more pass.
     """
     rows = np.arange(len(images[0]))[rank::world_size]
     training = [captioner.training for captioner in captioners]
@@ -63,7 +75,7 @@ def caption_share(
         while start < len(rows):
             part = rows[start : start + (1 if start in alone else size)]
             try:
-                mine.update(_caption(captioners, images, part, vocabulary, settings, device))
+                mine.update(_caption(captioners, images, part, vocabulary, settings, device, machines or {}, align))
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()
                 if size == 1:
@@ -92,24 +104,51 @@ def _caption(
     vocabulary: Vocabulary,
     settings: EvaluationSection,
     device: torch.device,
+    machines: Mapping[int, Machine],
+    align: bool,
 ) -> dict[int, list[Hypothesis]]:
     memories = [_encoded(captioner, own, rows, device) for captioner, own in zip(captioners, images, strict=True)]
-    found = beam_search(
-        [captioner.model for captioner in captioners],
-        memories,
-        beam_size=settings.beam_size,
-        max_length=settings.max_length,
-        num_results=settings.num_results,
-    )
+    ids = [int(images[0].image_ids[row]) for row in rows]
+    found, held = _search(captioners, memories, [machines.get(image) for image in ids], vocabulary, settings)
+    alignment: list[float | None] = [None] * len(ids)
+    if align and len(captioners) == 1:
+        values = alignment_scores(captioners[0].model, memories[0], found.tokens[:, 0]).tolist()
+        alignment = [None if math.isnan(value) else value for value in values]
     sums = found.log_probs.sum(-1).tolist()
     return {
-        int(images[0].image_ids[row]): [
-            Hypothesis(vocabulary.decode(ids), value) for ids, value in zip(tokens, values, strict=True)
+        image: [
+            Hypothesis(vocabulary.decode(tokens), value, alignment[number] if not place else None, own)
+            for place, (tokens, value, own) in enumerate(zip(*columns, strict=True))
+            if own is None or own >= 0
         ]
-        for row, tokens, values in zip(rows, found.tokens.tolist(), sums, strict=True)
+        for number, (image, columns) in enumerate(
+            zip(ids, zip(found.tokens.tolist(), sums, held, strict=True), strict=True)
+        )
     }
 
 
 def _encoded(captioner: Captioner, images: Images, rows: np.ndarray, device: torch.device) -> Memory:
     lengths, boxes = (None if part is None else part.to(device) for part in images.regions(rows))
     return captioner.encode(images.load(rows).to(device), lengths, boxes)
+
+
+def _search(
+    captioners: Sequence[Captioner],
+    memories: Sequence[Memory],
+    machines: Sequence[Machine | None],
+    vocabulary: Vocabulary,
+    settings: EvaluationSection,
+) -> tuple[Captions, list[list[int | None]]]:
+    """The best captions, and how many constraints each holds: None for those of an image without any."""
+    models = [captioner.model for captioner in captioners]
+    lengths = {"beam_size": settings.beam_size, "max_length": settings.max_length, "num_results": settings.num_results}
+    if not any(machines):
+        found = beam_search(models, memories, **lengths)
+        return found, [[None] * settings.num_results for _ in machines]
+    none = build_machine([], len(vocabulary))
+    constrained = constrained_beam_search(models, memories, [own or none for own in machines], **lengths)
+    held = constrained.held.tolist()
+    return constrained, [
+        [own if machine is not None or own < 0 else None for own in row]
+        for row, machine in zip(held, machines, strict=True)
+    ]

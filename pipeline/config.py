@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -85,6 +86,7 @@ class DataSection(Section):
     val_split: str = "val"
     test_splits: tuple[str, ...] = ("test",)
     min_count: Positive = 5
+    more_words: str | None = None  # a file of words, one or several a line, for the vocabulary besides the captions'
     max_bad_fraction: Fraction = 0.01
     max_pixels: Positive = 100_000_000
 
@@ -230,6 +232,7 @@ class EvaluationSection(Section):
     max_length: Annotated[int, Field(ge=3)] = 20
     num_results: Positive = 1  # captions kept for each image, at most beam_size
     batch_size: Positive = 32
+    constraints: str | None = None  # a file of words that captions must hold; `pipeline.constraint_files` has its form
 
     @model_validator(mode="after")
     def _fits_the_beam(self) -> EvaluationSection:
@@ -362,7 +365,8 @@ class RunConfig(Section):
         """Hash of what decides the result, not of where and with what it is computed.
 
         Left out: storage, tracking, workers, the size of pieces, how often a checkpoint is written. The data's
-        content is hashed apart, wherever it lies; a backbone's weights file counts by its content.
+        content is hashed apart, wherever it lies; files that are named (weights, word vectors, more words,
+        constraints) count by their content.
         """
         body = self.model_dump(mode="json", exclude={"storage", "tracking", "workers"})
         body["data"]["root"] = None
@@ -376,11 +380,20 @@ class RunConfig(Section):
         for stage in body["stages"]:
             stage.pop("checkpoint_every_steps")
             stage.pop("checkpoint_every_minutes")
-        weights = Path(self.backbone.weights)
-        if regions is None and self.backbone.weights not in ("none", "pretrained") and weights.is_file():
-            with weights.open("rb") as file:
-                body["backbone"]["weights"] = hashlib.file_digest(file, "sha256").hexdigest()
+        for section, key in (
+            ("backbone", "weights"), ("model", "word_vectors"), ("data", "more_words"), ("evaluation", "constraints"),
+        ):  # fmt: skip
+            file = Path(body.get(section, {}).get(key) or "none").expanduser()
+            if str(file) not in ("none", "pretrained") and file.is_file():
+                body[section][key] = _digest(file, file.stat().st_size, file.stat().st_mtime_ns)
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+@lru_cache
+def _digest(path: Path, size: int, changed_ns: int) -> str:
+    """Of a file as it is now: word vectors are gigabytes, and a run's identity is asked for often."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:

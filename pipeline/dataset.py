@@ -158,12 +158,23 @@ def read_annotations(
 
 
 def build_vocabulary(dataset: Dataset, config: DataSection) -> Vocabulary:
-    """The vocabulary that a configuration asks for; UserError when it comes out empty."""
+    """The vocabulary that a configuration asks for; UserError when it comes out empty.
+
+    The words of `data.more_words` are added however rare they are in the captions: names of novel objects, for example.
+    """
     part = dataset.split(*(config.vocabulary_splits or config.train_splits))
     try:
-        return Vocabulary.build(part.tokens(config.tokenizer), config.min_count, config.tokenizer)
+        vocabulary = Vocabulary.build(part.tokens(config.tokenizer), config.min_count, config.tokenizer)
     except ValueError as error:
         raise UserError(str(error)) from error
+    if config.more_words is None:
+        return vocabulary
+    try:
+        lines = Path(config.more_words).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.more_words {config.more_words} cannot be read as text: {error}") from error
+    more = {word for line in lines for word in vocabulary.tokenize(line)}
+    return Vocabulary(tuple(sorted(more.union(vocabulary.words))), config.tokenizer)
 
 
 def longest_caption(dataset: Dataset, tokenizer: str = "expansionnet") -> int:

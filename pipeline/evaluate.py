@@ -6,10 +6,14 @@ folder, so that anyone can compute it again with `raycap score`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from models.constraints import Machine
+from pipeline.captioning import Hypothesis
+from pipeline.constraint_files import Held
 from pipeline.dataset import Dataset
 from pipeline.metrics import Scores, score_captions
 from pipeline.run_folder import RunFolder, read_json, write_json
@@ -36,6 +40,28 @@ def score_file(dataset: Dataset, path: Path, metrics: tuple[str, ...] = METRICS)
     return score_captions(dataset.references(), read_predictions(path), metrics=metrics)
 
 
+def summarize_search(
+    best: Mapping[int, Hypothesis],
+    machines: Mapping[int, Machine],
+    what: str,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """What the search itself tells of a split's best captions: "alignment", the mean over images, and "constraints".
+
+    Alignment is None where no caption has one, constraints where no image has any; else how many hold (said) and the
+    images whose caption does not hold all of them.
+    """
+    aligned = [each.alignment for each in best.values() if each.alignment is not None]
+    found: dict[str, Any] = {"alignment": sum(aligned) / len(aligned) if aligned else None, "constraints": None}
+    asked = {image: (best[image].held or 0, machines[image].count) for image in best if image in machines}
+    if asked:
+        held = Held.count(asked.values())
+        lacking = [image for image, (own, total) in asked.items() if own < total]
+        found["constraints"] = {**held._asdict(), "not_held": lacking}
+        say(f"{what}{held}")
+    return found
+
+
 def validation_by_stage(folder: RunFolder, dataset: Dataset) -> dict[str, float]:
     """CIDEr-D on the validation split after each stage, from the predictions that the stage kept with its best."""
     validation = dataset.split(folder.config.data.val_split)
@@ -60,6 +86,8 @@ def main_objects(folder: RunFolder, dataset: Dataset, split: str) -> float | Non
 def evaluate_run(folder: RunFolder, dataset: Dataset) -> dict[str, Any]:
     """All scores of a run, written to scores.json: by split and metric, and validation CIDEr-D by stage."""
     splits: dict[str, Any] = {}
+    path = folder.path / "predictions" / "_search.json"
+    searched = read_json(path) if path.is_file() else {}
     names = (*folder.config.data.test_splits, folder.config.data.val_split)
     with ThreadPoolExecutor() as pool:  # most of the time is Java's, in its own processes
         found = list(pool.map(lambda split: score_split(folder, dataset, split), names))
@@ -71,6 +99,8 @@ def evaluate_run(folder: RunFolder, dataset: Dataset) -> dict[str, Any]:
             "signature": scores.signature,
             "extras": scores.extras,
             "main_object": main_objects(folder, dataset, split),
+            "alignment": searched.get(split, {}).get("alignment"),
+            "constraints": searched.get(split, {}).get("constraints"),
             "per_image_CIDEr-D": dict(zip(scores.image_ids, scores.by_name["CIDEr-D"].per_image or [], strict=False)),
         }
     result = {"splits": splits, "validation_by_stage": validation_by_stage(folder, dataset)}
@@ -82,6 +112,6 @@ def flat_scores(result: dict[str, Any]) -> dict[str, float]:
     """{"test_CIDEr-D": ...}: what the tracker and the model registry keep."""
     flat: dict[str, float] = {}
     for split, entry in result["splits"].items():
-        values = entry["scores"] | {"main_object": entry["main_object"]}
+        values = entry["scores"] | {"main_object": entry["main_object"], "alignment": entry.get("alignment")}
         flat |= {f"{split}_{name}": value for name, value in values.items() if value is not None}
     return flat

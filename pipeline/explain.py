@@ -10,6 +10,13 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 SIDE, MARGIN, LABEL, COLUMNS = 224, 8, 26, 6
+NOTE = """attention: where the last
+layer looked for the word
+
+attribution: what made it more
+probable (integrated gradients)
+
+yellow is most, blue is least"""
 LOW, HIGH = np.array([20, 24, 82], np.float64), np.array([255, 214, 64], np.float64)  # dark blue to yellow
 
 
@@ -29,29 +36,52 @@ def heat_map(image: Image.Image, weights: np.ndarray) -> Image.Image:
     mask = Image.fromarray((level * 255).astype(np.uint8)).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
     heat = np.asarray(mask, np.float64)[:, :, None] / 255
     color = LOW + (HIGH - LOW) * heat
-    pixels = np.asarray(image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC), np.float64)
-    return Image.fromarray((0.45 * pixels + 0.55 * color).clip(0, 255).astype(np.uint8))
+    # in gray, so that the photograph's own colors cannot be taken for the map's
+    pixels = np.asarray(image.convert("L").resize((SIDE, SIDE), Image.Resampling.BICUBIC), np.float64)[:, :, None]
+    return Image.fromarray((0.5 * pixels + 0.5 * color).clip(0, 255).astype(np.uint8))
 
 
-def caption_picture(image: Image.Image, words: Sequence[str], maps: np.ndarray) -> Image.Image:
-    """The image, then one heat map a word with the word below; maps (words, N)."""
-    tiles = [(image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC), "")]
-    tiles += [(heat_map(image, weights), word) for word, weights in zip(words, maps, strict=True)]
-    columns = min(COLUMNS, len(tiles))
-    rows = -(-len(tiles) // columns)
-    width, height = SIDE + MARGIN, SIDE + LABEL + MARGIN
-    sheet = Image.new("RGB", (columns * width + MARGIN, rows * height + MARGIN), "white")
+def caption_picture(
+    image: Image.Image, words: Sequence[str], maps: np.ndarray, attribution: np.ndarray | None = None
+) -> Image.Image:
+    """The image, then one heat map a word with the word below; maps (words, N).
+
+    With an attribution (words, N) its heat maps stand in a second row below the first, both with their names.
+    """
+    picture = image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+    rows = [("attention", maps)] + ([("attribution", attribution)] if attribution is not None else [])
+    named = LABEL if attribution is not None else 0
+    columns = min(COLUMNS, 1 + len(words))
+    lines = -(-(1 + len(words)) // columns)
+    width, height = SIDE + MARGIN, len(rows) * (SIDE + MARGIN) + LABEL
+    sheet = Image.new("RGB", (named + columns * width + MARGIN, lines * height + MARGIN), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(18)
-    for number, (tile, word) in enumerate(tiles):
-        left, top = MARGIN + number % columns * width, MARGIN + number // columns * height
-        sheet.paste(tile, (left, top))
-        while word and draw.textlength(word, font) > SIDE:
+    sheet.paste(picture, (named + MARGIN, MARGIN))
+    if named:
+        draw.multiline_text((named + MARGIN, 2 * MARGIN + SIDE), NOTE, "dimgray", ImageFont.load_default(15), spacing=6)
+    for line in range(lines if named else 0):
+        for row, (name, _) in enumerate(rows):
+            _upright(sheet, name, MARGIN + line * height + row * (SIDE + MARGIN), font)
+    for number, word in enumerate(words, 1):
+        left, top = named + MARGIN + number % columns * width, MARGIN + number // columns * height
+        for row, (_, weights) in enumerate(rows):
+            sheet.paste(heat_map(image, weights[number - 1]), (left, top + row * (SIDE + MARGIN)))
+        while draw.textlength(word, font) > SIDE:
             word = word.removesuffix("…")[:-1] + "…"
-        draw.text((left + SIDE / 2, top + SIDE + 2), word, "black", font, anchor="ma")
+        draw.text((left + SIDE / 2, top + height - LABEL - MARGIN + 2), word, "black", font, anchor="ma")
     return sheet
 
 
-def write_caption_picture(path: Path, image: Image.Image, words: Sequence[str], maps: np.ndarray) -> None:
+def _upright(sheet: Image.Image, text: str, top: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> None:
+    """A row's name at the left edge, read from below."""
+    strip = Image.new("RGB", (SIDE, LABEL), "white")
+    ImageDraw.Draw(strip).text((SIDE / 2, LABEL / 2), text, "dimgray", font, anchor="mm")
+    sheet.paste(strip.rotate(90, expand=True), (MARGIN // 2, top))
+
+
+def write_caption_picture(
+    path: Path, image: Image.Image, words: Sequence[str], maps: np.ndarray, attribution: np.ndarray | None = None
+) -> None:
     """`caption_picture` as PNG."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    caption_picture(image, words, maps).save(path)
+    caption_picture(image, words, maps, attribution).save(path)

@@ -20,6 +20,7 @@ from models.backbone import Backbone
 from models.base import CaptionModel
 from models.config import ModelSizes
 from models.registry import build_model
+from models.words import fill_word_vectors
 from pipeline.config import RunConfig, dump_config
 from pipeline.dataset import Dataset, build_vocabulary, longest_caption
 from pipeline.errors import UserError
@@ -28,6 +29,7 @@ from pipeline.regions import feature_width
 from pipeline.run_folder import RunFolder, code_digest, is_alone, run_identity, write_json, write_text
 from pipeline.text import Vocabulary
 from pipeline.weights import save_weights
+from pipeline.word_vectors import describe_missing, read_word_vectors
 
 PACKAGES = ("torch", "torchvision", "timm", "ray", "mlflow", "numpy", "pyarrow", "pycocoevalcap")
 
@@ -68,7 +70,7 @@ def prepare(
     else:
         width, num_tokens = feature_width(dataset, config), config.features.max_regions
         torch.manual_seed(config.seed)
-    model = _initial_model(config, width, vocabulary, positions)
+    model = _initial_model(config, width, vocabulary, positions, say)
     folder.path.mkdir(parents=True, exist_ok=True)
     dataset.save(folder.path / "data.arrow")
     write_text(folder.path / "vocabulary.json", vocabulary.to_json())
@@ -128,10 +130,19 @@ def initial_backbone(config: RunConfig) -> Backbone:
         raise UserError(f"backbone {config.backbone.name} cannot be made: {' '.join(str(error).split())}") from error
 
 
-def _initial_model(config: RunConfig, width: int, vocabulary: Vocabulary, positions: int) -> CaptionModel:
-    """The model over features of a width, drawn after the backbone from the same seed."""
+def _initial_model(
+    config: RunConfig, width: int, vocabulary: Vocabulary, positions: int, say: Callable[[str], None]
+) -> CaptionModel:
+    """The model over features of a width, drawn after the backbone from the same seed; with given word vectors."""
     sizes = ModelSizes(width, len(vocabulary), positions, vocabulary.sos, vocabulary.eos, vocabulary.pad)
-    return build_model(config.model, sizes)
+    file, columns = config.model.word_vectors, config.model.word_vector_width
+    if file is None or columns is None:
+        return build_model(config.model, sizes)
+    vectors, found = read_word_vectors(Path(file).expanduser(), vocabulary.words, columns)
+    say(f"words     {file}: {describe_missing(vocabulary.words, found)}")
+    model = build_model(config.model, sizes)
+    fill_word_vectors(model, torch.from_numpy(vectors), torch.from_numpy(found))
+    return model
 
 
 def _count(module: torch.nn.Module) -> int:

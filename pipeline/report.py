@@ -18,6 +18,7 @@ import numpy as np
 from PIL import Image
 
 from pipeline import plots
+from pipeline.cluster_pictures import LayerColors, color_table
 from pipeline.images import BadImage, decode_image
 from pipeline.text import tokenize
 
@@ -36,7 +37,8 @@ class ReportImage:
 
     `path` is the picture's file or its bytes; `score` its own CIDEr-D (None where there is none); `alternatives`
     are other captions by name, for example those of earlier stages or of another model. `attention` (words, N) is where
-    the model looked for each word of the caption, over a square grid of N image tokens.
+    the model looked for each word of the caption, over a square grid of N image tokens; `attribution` (words, N) what
+    each token added to the word's log-probability; `clusters` a model's clusters of patches and words, layer by layer.
     """
 
     image_id: int | str
@@ -47,6 +49,8 @@ class ReportImage:
     split: str
     alternatives: dict[str, str] = field(default_factory=dict)
     attention: np.ndarray | None = None
+    attribution: np.ndarray | None = None
+    clusters: Sequence[LayerColors] = ()
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,7 @@ def write_report(path: Path, report: Report, *, max_images: int = MAX_IMAGES, th
         has_alternatives=any(image.alternatives for image in chosen),
         drawn=drawn,
         total=len(report.images),
+        cluster_colors=color_table(),
         top=max((score for image in chosen if (score := _score(image)) is not None), default=None),
     )
     _write_atomically(path, _with_script_digest(html))
@@ -213,23 +218,37 @@ def _cards(images: Sequence[ReportImage], thumbnail: int, *, seed: str) -> list[
                 "length": len(words),
                 "difference": max((_difference(words, tokenize(o)) for o in image.alternatives.values()), default=0.0),
                 "place": place,
-                "attention": _heat(image),
+                "attention": _heat(image, image.attention),
+                "attribution": _heat(image, image.attribution),
+                "clusters": _cluster_layers(image),
             }
         )
     return sorted(cards, key=lambda card: (card["score"] is None, card["score"]))
 
 
-def _heat(image: ReportImage) -> str:
+def _heat(image: ReportImage, maps: np.ndarray | None) -> str:
     """The maps of a picture as base64, a byte a cell, each stretched from its least to its greatest; "" for none.
 
     Only where there is one map a word and they lie on a square grid.
     """
-    maps = image.attention
     if maps is None or len(maps) != len(image.caption.split()) or math.isqrt(maps.shape[1]) ** 2 != maps.shape[1]:
         return ""
     low, high = maps.min(1, keepdims=True), maps.max(1, keepdims=True)
     levels = (maps - low) / np.where(high > low, high - low, 1.0)
     return base64.b64encode((255 * levels).astype(np.uint8).tobytes()).decode("ascii")
+
+
+def _cluster_layers(image: ReportImage) -> list[dict[str, Any]]:
+    """Each layer's title, and its color numbers as hexadecimal digits: cells row by row, and words."""
+    return [
+        {
+            "title": layer.title,
+            "rows": 0 if layer.cells is None else len(layer.cells),
+            "cells": "" if layer.cells is None else "".join(f"{color:x}" for color in layer.cells.ravel()),
+            "words": "" if layer.words is None else "".join(f"{color:x}" for color in layer.words),
+        }
+        for layer in image.clusters
+    ]
 
 
 def _shape(cards: Sequence[dict[str, Any]]) -> float:

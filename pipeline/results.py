@@ -27,6 +27,7 @@ def score_table(result: dict[str, Any]) -> tuple[list[str], list[tuple[str, list
     first = next(iter(result["splits"].values()))
     columns = list(first["scores"])
     accuracy = any(entry["main_object"] is not None for entry in result["splits"].values())
+    alignment = any(entry.get("alignment") is not None for entry in result["splits"].values())
     rows = []
     for split, entry in result["splits"].items():
         cells = [
@@ -35,8 +36,10 @@ def score_table(result: dict[str, Any]) -> tuple[list[str], list[tuple[str, list
         ]
         if accuracy:
             cells.append("" if entry["main_object"] is None else f"{100 * entry['main_object']:.1f} %")
+        if alignment:
+            cells.append("" if entry.get("alignment") is None else f"{entry['alignment']:.3f}")
         rows.append((f"{split} ({entry['images']} images)", cells))
-    return columns + (["main object"] if accuracy else []), rows
+    return columns + ["main object"] * accuracy + ["alignment"] * alignment, rows
 
 
 def published_table(columns: list[str], config: RunConfig, split: str, uris: list[str]) -> list[tuple[str, list[str]]]:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from models.attention import cross_attention
+from models.attribution import Attribution, integrated_gradients
 from models.base import Memory
+from models.cluster_groups import Clusters, find_clusters
 from models.decoding import Captions, beam_search
 from pipeline.bundle import Bundle, load_bundle
 from pipeline.images import decode_image
@@ -50,6 +52,26 @@ class CaptionService:
         ids = self.bundle.vocabulary.encode(words)
         tokens = torch.tensor([ids], device=pixels.device)
         return cross_attention(captioner.model, captioner.encode(pixels[None]), tokens)[-1, 0, : len(words)]
+
+    def attribution(self, pixels: Tensor, caption: str, steps: int | None = None) -> Attribution:
+        """What each grid cell of one image (3, H, W) adds to the log-probability of each word of a caption.
+
+        steps: exactly so many; None for as many as its tolerance asks for.
+        """
+        captioner, words = self.bundle.captioner, caption.split()
+        ids = torch.tensor(self.bundle.vocabulary.encode(words), device=pixels.device)
+        with torch.no_grad():
+            features = captioner.features(pixels[None])[0]
+        ids = ids[: captioner.model.sizes.max_positions + 1]
+        chosen = {} if steps is None else {"steps": steps, "most_steps": steps}
+        return integrated_gradients(captioner.model, features, ids, **chosen).head(len(words))
+
+    @torch.inference_mode()
+    def clusters(self, pixels: Tensor, caption: str) -> Clusters | None:
+        """The clusters of one image (3, H, W) and a caption's words; None for a model that makes none."""
+        captioner = self.bundle.captioner
+        ids = torch.tensor(self.bundle.vocabulary.encode(caption.split())[:-1], device=pixels.device)
+        return find_clusters(captioner.model, captioner.features(pixels[None])[0], ids)
 
     def _search(self, memory: Memory, num_results: int) -> Captions:
         limit = min(self.max_length, self.bundle.captioner.model.sizes.max_positions)

@@ -1,0 +1,128 @@
+"""Clusters that can be shown: groups of patches, regions and words that Ada-ClustFormer's matrices C hold together.
+
+C is soft; its paper's Figure 5 draws hard groups and does not say how. Here, in every layer and on the stacked matrix:
+
+- words stand together in runs from left to right: a run that starts at word s goes on while C[s, k] >= 0.5. C does not
+  grow with k for one s, so the run is all that its first word is held together with;
+- cells of a grid (patches, or regions as they are arranged) stand together where a path of neighbors, up, down, left or
+  right, leads from one to the other with C >= 0.5 at each step: connected components.
+
+With down-up sampling cells of one group have C = 1, so that a cluster is made of whole groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from models.base import CaptionModel
+from models.clustformer import ClustFormer
+
+THRESHOLD = 0.5
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """Of one image and its caption: for each layer that has a matrix, the number of each token's cluster, from 0.
+
+    image (layers, N) int64, in the order of the features; words (layers, W) int64. `encoder_layers` and
+    `decoder_layers` number the layers, from 1; either may be empty. `grid` (rows, columns) of the image tokens; None
+    for regions.
+    """
+
+    image: Tensor
+    words: Tensor
+    encoder_layers: tuple[int, ...]
+    decoder_layers: tuple[int, ...]
+    grid: tuple[int, int] | None
+
+
+def sequence_groups(matrix: Tensor, threshold: float = THRESHOLD) -> Tensor:
+    """(N,) the run of each token, from C (N, N)."""
+    labels, start, label = [], 0, 0
+    rows = matrix.tolist()
+    for token in range(len(rows)):
+        if token and rows[start][token] < threshold:
+            start, label = token, label + 1
+        labels.append(label)
+    return torch.tensor(labels, dtype=torch.int64)
+
+
+def grid_groups(
+    matrix: Tensor, rows: int, columns: int, real: Tensor | None = None, threshold: float = THRESHOLD
+) -> Tensor:
+    """(N,) the connected component of each cell, from C (N, N), in the order of their first cells.
+
+    real (N,) False at dummies, which are in no component: -1.
+    """
+    joined = matrix.tolist()
+    there = [True] * (rows * columns) if real is None else real.tolist()
+    labels, count = [-1] * (rows * columns), 0
+    for first in range(rows * columns):
+        if labels[first] >= 0 or not there[first]:
+            continue
+        labels[first], pending = count, [first]
+        while pending:
+            cell = pending.pop()
+            row, column = divmod(cell, columns)
+            beside = ((row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1))
+            for r, c in beside:
+                other = r * columns + c
+                inside = 0 <= r < rows and 0 <= c < columns
+                if inside and there[other] and labels[other] < 0 and joined[cell][other] >= threshold:
+                    labels[other] = count
+                    pending.append(other)
+        count += 1
+    return torch.tensor(labels, dtype=torch.int64)
+
+
+@torch.no_grad()
+def find_clusters(
+    model: CaptionModel,
+    features: Tensor,
+    tokens: Tensor,
+    *,
+    boxes: Tensor | None = None,
+    threshold: float = THRESHOLD,
+) -> Clusters | None:
+    """The clusters of one image, features (N, C), and one caption, tokens (T,) with SOS: words are those behind it.
+
+    None for a model without adaptive clusters. Leave out EOS, and PAD of the features.
+    """
+    if not isinstance(model, ClustFormer):
+        return None
+    encoder = tuple(n for n, layer in enumerate(model.encoder, 1) if layer.clusters is not None)
+    decoder = tuple(n for n, layer in enumerate(model.decoder, 1) if layer.clusters is not None)
+    if not encoder and not decoder:
+        return None
+    boxes = None if boxes is None else boxes[None]
+    memory = model.encode(features[None], None, boxes)
+    image, grid = _image_groups(model, features, boxes, encoder, threshold)
+    matrices = model.decoder_clusters(memory, tokens[None])[:, 0, 1:, 1:].float().cpu()
+    words = [sequence_groups(matrices[number - 1], threshold) for number in decoder]
+    return Clusters(image, _stacked(words, len(tokens) - 1), encoder, decoder, grid)
+
+
+def _image_groups(
+    model: ClustFormer, features: Tensor, boxes: Tensor | None, layers: tuple[int, ...], threshold: float
+) -> tuple[Tensor, tuple[int, int] | None]:
+    matrices, arrangement = model.encoder_clusters(features[None], None, boxes)
+    matrices, count = matrices[:, 0].float().cpu(), len(features)
+    two = model.config.encoder_clusters == "2d"
+    if arrangement is None:
+        rows, columns = model.config.grid or (round(count**0.5), round(count**0.5))
+        rows, columns = (rows, columns) if rows * columns == count else (1, count)
+        found = [grid_groups(matrices[n - 1], rows, columns, None, threshold) if two
+                 else sequence_groups(matrices[n - 1], threshold) for n in layers]  # fmt: skip
+        return _stacked(found, count), (rows, columns)
+    rows = model.config.region_rows if two else 1
+    real, order = arrangement.real[0].cpu(), arrangement.order[0].cpu()
+    found = [grid_groups(matrices[n - 1], rows, len(order) // rows, real, threshold) if two
+             else sequence_groups(matrices[n - 1], threshold) for n in layers]  # fmt: skip
+    return _stacked([labels[order.argsort()][:count] for labels in found], count), None
+
+
+def _stacked(labels: list[Tensor], count: int) -> Tensor:
+    return torch.stack(labels) if labels else torch.zeros(0, count, dtype=torch.int64)

@@ -1,0 +1,84 @@
+"""Words into the model and out of it: its own vectors, or given ones (GloVe's) with two projections and a tied output.
+
+The latter are the Meshed-Memory paper's for novel objects (its section "Novel object captioning"): word vectors of
+width G are mapped to D before the first decoder layer, and what leaves the last one back to G, where the products with
+all word vectors are the logits. Words that no training caption has can then be said: their vectors lie beside those of
+words that were seen. So that they stay there, the vectors are not trained unless the configuration says so.
+
+Shapes: D width, G width of given vectors, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.base import CaptionModel
+from models.config import ModelConfig, ModelSizes
+
+
+class WordVectors(nn.Embedding):
+    """Given vectors (V, G), then a linear map to D. Drawn at random until `fill_word_vectors`."""
+
+    def __init__(self, count: int, width: int, d_model: int, trained: bool) -> None:
+        super().__init__(count, width)
+        self.weight.requires_grad_(trained)
+        self.to_model = nn.Linear(width, d_model)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.to_model(super().forward(tokens))
+
+
+class TiedOutput(nn.Linear):
+    """A linear map from D to G, then the products with all word vectors: (..., D) to logits (..., V)."""
+
+    def __init__(self, words: WordVectors, d_model: int) -> None:
+        super().__init__(d_model, words.embedding_dim)
+        self.tied = (words,)  # in a tuple: the vectors are the embedding's, not stored a second time
+
+    def forward(self, y: Tensor) -> Tensor:
+        return F.linear(super().forward(y), self.tied[0].weight)
+
+
+def word_embedding(config: ModelConfig, sizes: ModelSizes) -> nn.Embedding:
+    """Tokens (...) to (..., D)."""
+    if config.word_vector_width is None:
+        return nn.Embedding(sizes.vocabulary_size, config.d_model)
+    return WordVectors(sizes.vocabulary_size, config.word_vector_width, config.d_model, config.train_word_vectors)
+
+
+def word_output(config: ModelConfig, sizes: ModelSizes, words: nn.Embedding, bias: bool = True) -> nn.Linear:
+    """States (..., D) to logits (..., V); tied to the words where they are given vectors."""
+    if isinstance(words, WordVectors):
+        return TiedOutput(words, config.d_model)
+    return nn.Linear(config.d_model, sizes.vocabulary_size, bias=bias)
+
+
+def word_macs(config: ModelConfig, sizes: ModelSizes) -> float:
+    """Multiply-accumulates of a token's way in and out."""
+    width = config.word_vector_width
+    if width is None:
+        return config.d_model * sizes.vocabulary_size
+    return 2 * width * config.d_model + width * sizes.vocabulary_size
+
+
+@torch.no_grad()
+def fill_word_vectors(model: CaptionModel, vectors: Tensor, given: Tensor) -> None:
+    """Sets a model's word vectors to vectors (V, G) where given (V,) is True.
+
+    The others, special tokens among them, are drawn from a normal distribution with the mean and the deviation of the
+    given ones, channel by channel (torch's default generator). Raises ValueError for a model without such words, other
+    shapes, and when no vector is given.
+    """
+    words = getattr(model, "words", None)
+    if not isinstance(words, WordVectors):
+        raise ValueError(f"{type(model).__name__} has words of its own; set model.word_vector_width")
+    if vectors.shape != words.weight.shape or given.shape != vectors.shape[:1] or not bool(given.any()):
+        raise ValueError(
+            f"vectors {tuple(vectors.shape)}, {int(given.sum())} of them given: the model takes "
+            f"{tuple(words.weight.shape)}, one given or more"
+        )
+    known = vectors[given].double()
+    drawn = known.mean(0) + known.std(0, correction=0) * torch.randn(vectors.shape, dtype=torch.float64)
+    words.weight.copy_(torch.where(given[:, None], vectors.double(), drawn))

@@ -1,0 +1,158 @@
+"""Constraints from detections, as the Meshed-Memory paper makes them for nocaps (appendix A.4, after the nocaps paper).
+
+Of an image's detections: classes that are parts or seldom named are left out; of two boxes that overlap (intersection
+over union 0.85 or more) the class that stands higher in the hierarchy goes, as "mammal" beside "dog"; the three most
+confident classes become constraints, by their own names only, without plurals or other forms.
+
+Choices where the papers are open: a class is higher when there are more levels below it; of two equally high ones both
+stay; of several boxes of one class the most confident counts.
+
+Detections are JSON in COCO's form, as nocaps publishes them ({"categories": [{"id", "name"}], "annotations":
+[{"image_id", "category_id", "score", "bbox": [x, y, width, height]}]}), or JSON lines {"image_id", "label", "score",
+"box": [x0, y0, x1, y1]}. The hierarchy is Open Images' JSON, {"LabelName", "Subcategory": [...]}, with names as the
+detections have them, or with its codes ("/m/0bt9lr") and a CSV of code and name.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeline.errors import UserError
+
+OVERLAP = 0.85
+MOST = 3
+
+# The 39 classes of Open Images that the nocaps paper leaves out: parts, and what people seldom say or COCO covers well.
+EXCLUDED = frozenset(
+    [
+        *(f"human {part}" for part in ("arm", "beard", "body", "ear", "eye", "face", "foot", "hair", "hand", "head")),
+        *(f"human {part}" for part in ("leg", "mouth", "nose")),
+        *("person", "man", "woman", "boy", "girl", "mammal", "skull", "tree", "plant", "building", "clothing"),
+        *("footwear", "fashion accessory", "personal care", "bathroom accessory", "plumbing fixture", "door handle"),
+        *("hiking equipment", "sports equipment", "land vehicle", "auto part", "wheel", "bicycle wheel", "tire"),
+        *("seat belt", "vehicle registration plate"),
+    ]
+)
+
+
+class Detection(NamedTuple):
+    """A class by its name in lower case, its confidence, and its box's corners x0, y0, x1, y1."""
+
+    label: str
+    score: float
+    box: tuple[float, float, float, float]
+
+
+def read_detections(path: Path) -> dict[int, list[Detection]]:
+    """Detections by image id, in the file's order; UserError for what is not one of the two forms."""
+    found: dict[int, list[Detection]] = {}
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"detections {path} cannot be read as text: {error}") from error
+    try:
+        for image, detection in _rows(text):
+            found.setdefault(image, []).append(detection)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise UserError(
+            f"detections {path} are neither COCO's JSON (categories, annotations with image_id, category_id, score, "
+            f"bbox) nor JSON lines with image_id, label, score, box: {reason}"
+        ) from error
+    return found
+
+
+def _rows(text: str) -> Iterator[tuple[int, Detection]]:
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        whole = None
+    if isinstance(whole, dict) and "annotations" in whole:
+        names = {category["id"]: str(category["name"]) for category in whole["categories"]}
+        for row in whole["annotations"]:
+            x, y, width, height = map(float, row["bbox"])
+            box = (x, y, x + width, y + height)
+            yield int(row["image_id"]), Detection(names[row["category_id"]].lower(), float(row["score"]), box)
+        return
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+                x0, y0, x1, y1 = map(float, row["box"])
+                detection = Detection(str(row["label"]).lower(), float(row["score"]), (x0, y0, x1, y1))
+                image = int(row["image_id"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"line {number}: {type(error).__name__} {error}") from error
+            yield image, detection
+
+
+def read_hierarchy(path: Path, names: Path | None = None) -> dict[str, int]:
+    """{class in lower case: levels below it, 0 for a leaf}; a class that stands twice has its highest place.
+
+    names: a CSV of code and name, where the hierarchy has codes. UserError for other files.
+    """
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        known = _class_names(names) if names is not None else {}
+        heights: dict[str, int] = {}
+        _height(tree, known, heights)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f'hierarchy {path}: not Open Images\' JSON of {{"LabelName": ..., "Subcategory": [...]}} '
+            f"({type(error).__name__}: {error})"
+        ) from error
+    if names is None and heights and all(label.startswith("/") for label in heights):
+        raise UserError(
+            f"hierarchy {path} has codes such as {next(iter(heights))!r} in place of names; give Open Images' CSV of "
+            "class descriptions with --class-names"
+        )
+    return heights
+
+
+def _class_names(path: Path) -> dict[str, str]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return {row[0]: row[1] for row in csv.reader(file) if len(row) >= 2}
+
+
+def _height(node: Mapping[str, Any], names: Mapping[str, str], heights: dict[str, int]) -> int:
+    below = [_height(child, names, heights) for child in node.get("Subcategory", ())]
+    label = names.get(node["LabelName"], str(node["LabelName"])).lower()
+    height = 1 + max(below) if below else 0
+    heights[label] = max(height, heights.get(label, 0))
+    return height
+
+
+def choose_constraints(
+    detections: Iterable[Detection],
+    hierarchy: Mapping[str, int],
+    *,
+    most: int = MOST,
+    overlap: float = OVERLAP,
+    excluded: Collection[str] = EXCLUDED,
+) -> list[str]:
+    """The names of an image's constraints, most confident first; classes that the hierarchy lacks count as leaves."""
+    kept = [each for each in detections if each.label not in excluded]
+
+    def hidden(one: Detection) -> bool:
+        height = hierarchy.get(one.label, 0)
+        return any(
+            height > hierarchy.get(other.label, 0) and intersection_over_union(one.box, other.box) >= overlap
+            for other in kept
+        )
+
+    ranked = sorted((each for each in kept if not hidden(each)), key=lambda each: -each.score)
+    return list(dict.fromkeys(each.label for each in ranked))[:most]
+
+
+def intersection_over_union(one: Sequence[float], other: Sequence[float]) -> float:
+    """Of two boxes' areas; 0 where they do not meet."""
+    width = min(one[2], other[2]) - max(one[0], other[0])
+    height = min(one[3], other[3]) - max(one[1], other[1])
+    if width <= 0 or height <= 0:
+        return 0.0
+    areas = sum((box[2] - box[0]) * (box[3] - box[1]) for box in (one, other))
+    return width * height / (areas - width * height)

@@ -1,0 +1,169 @@
+"""Integrated gradients: complete, exact where the answer is known, for all systems."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models.attribution import Attribution, gauss_legendre, integrated_gradients
+from models.base import Cache, CaptionModel, Memory
+from models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
+from models.registry import build_model
+
+SIZES = ModelSizes(feature_width=6, vocabulary_size=11, max_positions=9, sos=0, eos=1, pad=2)
+SMALL = {"d_model": 16, "d_ff": 24, "heads": 2, "encoder_layers": 2, "decoder_layers": 2}
+SYSTEMS: dict[str, ModelConfig] = {
+    "expansionnet_v2": ExpansionNetConfig(**SMALL, static_expansion=(3, 5), dynamic_expansion=2),  # type: ignore[arg-type]
+    "transformer": ExpansionNetConfig(name="transformer", **SMALL),  # type: ignore[arg-type]
+    "meshed_memory": MeshedMemoryConfig(**SMALL, memory_slots=3),  # type: ignore[arg-type]
+    "clustformer": ClustFormerConfig(**SMALL, sampling=1),  # type: ignore[arg-type]
+    "regions": ClustFormerConfig(**SMALL, sampling=1, inputs="regions", region_rows=2),  # type: ignore[arg-type]
+}
+TOKENS = torch.tensor([0, 4, 7, 4, 1])
+
+
+class Linear(CaptionModel):
+    """log p is linear in the features up to its normalizer, which is constant: the words' logits cancel in pairs."""
+
+    def __init__(self) -> None:
+        super().__init__(ModelConfig(), SIZES)
+        self.weight = nn.Parameter(torch.randn(4, 6, dtype=torch.float64))  # of image token n and channel c
+
+    def init_weights(self) -> None: ...
+
+    def encode(self, features: Tensor, lengths: Tensor | None = None, boxes: Tensor | None = None) -> Memory:
+        return Memory((features * self.weight).sum((1, 2))[:, None, None], lengths)
+
+    def decode(self, memory: Memory, tokens: Tensor) -> Tensor:
+        """The log-odds of word 4 against all others are the score times the position from 1."""
+        score = memory.states[:, 0] * torch.arange(1.0, tokens.shape[1] + 1, dtype=torch.float64)
+        logits = torch.zeros(*score.shape, 11, dtype=torch.float64)
+        logits[..., 4] = score
+        return logits
+
+    def init_cache(self, memory: Memory, beams: int) -> Cache:
+        raise NotImplementedError
+
+    def step(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, Cache]:
+        raise NotImplementedError
+
+
+def inputs(name: str) -> tuple[CaptionModel, Tensor, dict[str, object]]:
+    torch.manual_seed(1)
+    model = build_model(SYSTEMS[name], SIZES).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))  # biases too
+    features = torch.randn(9, 6, dtype=torch.float64)
+    if name != "regions":
+        return model, features, {}
+    low = torch.rand(9, 2)
+    return model, features, {"length": 7, "boxes": torch.cat((low, low + torch.rand(9, 2)), 1)}
+
+
+def test_a_linear_score_is_attributed_exactly() -> None:
+    """log p(4) = log sigmoid(s - log 10) is a function of the linear score s alone, so that every token's and
+    channel's part of the change is its part of s."""
+    torch.manual_seed(0)
+    model, features = Linear(), torch.randn(4, 6, dtype=torch.float64)
+    found = integrated_gradients(model, features, TOKENS, steps=40)
+    parts = (features * model.weight.detach()).sum(1)
+    for word, position in ((0, 1.0), (2, 3.0)):  # those where word 4 follows
+        score = position * parts.sum()
+        change = torch.log(score.exp() / (score.exp() + 10)) - torch.log(torch.tensor(1 / 11))
+        torch.testing.assert_close(found.change[word], change)
+        torch.testing.assert_close(found.values[word], parts / parts.sum() * change, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(found.shares()[0] * found.change[0].sign(), parts / parts.sum(), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_attributions_add_up_to_the_change_of_the_log_probability(name: str) -> None:
+    """ExpansionNet v2's from a baseline so near that its weights jump nowhere on the way (see the module's head)."""
+    model, features, more = inputs(name)
+    start = 0.98 if name == "expansionnet_v2" else 0.0
+    more |= {"baseline": start * features, "steps": 512, "tolerance": 1e-4, "most_steps": 512}
+    found = integrated_gradients(model, features, TOKENS, **more)  # type: ignore[arg-type]
+    lengths = torch.tensor([more["length"]]) if "length" in more else None
+    boxes = more["boxes"][None] if "boxes" in more else None  # type: ignore[index]
+    ends = []
+    for scale in (1.0, start):
+        logits = model(scale * features[None], lengths, TOKENS[None, :-1], boxes)
+        ends.append(logits.log_softmax(-1)[0].gather(1, TOKENS[1:, None])[:, 0])
+    torch.testing.assert_close(found.change, (ends[0] - ends[1]).detach())
+    assert found.values.shape == (4, 9)
+    # kinks of the ReLUs cost a Gauss sum its exactness: 0.005 nats is 0.5 % of a probability
+    torch.testing.assert_close(found.values.sum(1), found.change, rtol=0, atol=5e-3 * (1 - start))
+    assert bool((found.values.abs().amax(1) > 1e-3 * (1 - start)).all()), "the words do depend on the image"
+    if "length" in more:
+        assert bool((found.values[:, 7:] == 0).all()), "padding says nothing"
+    sums = found.shares().sum(1)
+    torch.testing.assert_close(sums.abs(), torch.ones_like(sums))
+    assert torch.equal(sums.sign(), found.values.sum(1).sign())
+
+
+def test_jumps_are_not_chased_with_ever_more_steps() -> None:
+    """A score that jumps on the way: no gradient sees it, so the gap is the jump, whatever the steps."""
+    torch.manual_seed(0)
+    model, features = Linear(), torch.randn(4, 6, dtype=torch.float64)
+    plain = integrated_gradients(model, features, TOKENS, steps=16)
+    encode = model.encode
+
+    def jumping(features: Tensor, lengths: Tensor | None = None, boxes: Tensor | None = None) -> Memory:
+        memory = encode(features, lengths, boxes)
+        return Memory(memory.states + 0.5 * (features.norm(dim=(1, 2)) > 2)[:, None, None], None)
+
+    model.encode = jumping  # type: ignore[method-assign]
+    found = integrated_gradients(model, features, TOKENS, steps=16, most_steps=1024)
+    assert found.steps == 32 and found.gap.max() > 0.05 > 1e-6 > plain.gap.max()
+
+
+@pytest.mark.parametrize("name", ["expansionnet_v2", "meshed_memory"])
+def test_rows_at_a_time_change_nothing_and_one_word_is_as_many(name: str) -> None:
+    model, features, _ = inputs(name)
+    whole = integrated_gradients(model, features, TOKENS, steps=12, tolerance=1e9, rows=64)
+    parts = integrated_gradients(model, features, TOKENS, steps=12, tolerance=1e9, rows=5)
+    first = integrated_gradients(model, features, TOKENS[:2], steps=12, tolerance=1e9)
+    torch.testing.assert_close(whole.values, parts.values)
+    torch.testing.assert_close(whole.head(1).values, first.values)
+    assert whole.steps == parts.steps == 12
+
+
+def test_steps_double_until_the_sum_is_complete() -> None:
+    model, features, _ = inputs("meshed_memory")
+    few = integrated_gradients(model, features, TOKENS, steps=4, tolerance=1e9)
+    more = integrated_gradients(model, features, TOKENS, steps=4, tolerance=0.02)
+    assert few.steps == 4 and few.gap.max() > 0.02 and more.steps > 4 and more.gap.max() <= 0.02
+    limited = integrated_gradients(model, features, TOKENS, steps=8, tolerance=0.0, most_steps=15)
+    assert limited.steps == 8
+
+
+def test_the_model_is_left_as_it_was_and_inference_mode_is_no_obstacle() -> None:
+    model, features, _ = inputs("transformer")
+    model.train()
+    with torch.inference_mode():
+        found = integrated_gradients(model, features * 1.0, TOKENS, steps=4, tolerance=1e9)
+    assert model.training and all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(found.values, integrated_gradients(model, features, TOKENS, steps=4, tolerance=1e9).values), (
+        "dropout was on"
+    )
+
+
+def test_a_word_that_nothing_speaks_for_has_no_shares() -> None:
+    nothing = Attribution(torch.zeros(1, 3), torch.zeros(1), 1)
+    assert torch.equal(nothing.shares(), torch.zeros(1, 3))
+
+
+def test_quadrature_is_exact_for_polynomials() -> None:
+    for count in (1, 2, 5, 16):
+        places, weights = gauss_legendre(count)
+        for degree in range(2 * count):
+            assert abs(float((weights * places**degree).sum()) - 1 / (degree + 1)) < 1e-12
+
+
+def test_shapes_are_refused_in_words() -> None:
+    model, features, _ = inputs("transformer")
+    with pytest.raises(ValueError, match="expected one image"):
+        integrated_gradients(model, features[None], TOKENS)
+    with pytest.raises(ValueError, match="both must be 1 or more"):
+        integrated_gradients(model, features, TOKENS, steps=0)
