@@ -6,6 +6,7 @@ itself at the first printed line that begins with TEXT
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -28,7 +29,6 @@ from pipeline.errors import UserError
 from pipeline.inputs import find_data
 from pipeline.mirror import Mirror
 from pipeline.retrain import Trained, retrain
-from pipeline.run_folder import run_identity
 from pipeline.storage import Place, StorageOptions
 from tests.conftest import small_config
 
@@ -101,7 +101,8 @@ class World:
     def files(self) -> dict[str, str]:
         """Everything in the storage that a retraining may change, by tag."""
         own = self.storage.list()
-        return {name: entry.tag for name, entry in own.items() if name.startswith(("retrain/", "models/"))}
+        wanted = [name for name in own if name.startswith(("retrain/", "models/")) and not name.endswith(".lock")]
+        return {name: own[name].tag for name in wanted}
 
 
 def picture(color: int, number: int) -> bytes:
@@ -127,7 +128,7 @@ class Colors:
     def train(self, config: RunConfig) -> Trained:
         dataset = find_data(config, lambda text: None)[0].known()
         fingerprint = dataset.fingerprint()
-        run_id = run_identity(config, fingerprint)
+        run_id = f"world-{hashlib.sha256(f'{config.identity()} {fingerprint}'.encode()).hexdigest()[:10]}"
         self.trained.append(config.init_from)
         if config.init_from is not None:
             start = fetched(Place(config.init_from, config.storage.options))
