@@ -55,6 +55,7 @@ class State(Section):
     token: int = 0  # of the last writer; a smaller one is too late
     nonce: str = ""
     number: int = 0  # of the last decision
+    decided: tuple[int, ...] = ()  # the tokens of all decisions: files with another one do not count
     decision: FileRecord | None = None
     champion: BundleRecord | None = None
     before: tuple[BundleRecord, ...] = ()
@@ -166,30 +167,19 @@ class Ledger:
             yield at, body
             at = FileRecord(**body["previous"]) if body["previous"] else None
 
-    def leftovers(self) -> list[Place]:
-        """What writers left behind that were killed or came too late: files that the state does not name."""
-        state, named = self.read(), {POINTER, LEASE}
-        for record, body in self.decisions(state):
-            named |= {record.name, record.name.replace(".json", ".html"), body["snapshot"]["name"]}
-        named |= {record.name for record in (state.snapshot, state.held_out) if record}
-        found = [self.folder / name for name in self.folder.list() if name not in named and not _hidden(name)]
-        kept = {bundle.bundle.rsplit("/", 1)[-1] for bundle in self._champions(state)}
+    def leftovers(self) -> dict[Place, int]:
+        """Files of writers that were killed or came too late, by their token. Cost: two listings."""
+        decided = {*self.read().decided}
         models = self.storage / f"models/{self.name}"
-        bundles = [name for name in models.list() if name.startswith("champion-t")]
-        return found + [models / name for name in bundles if name.split("/")[0] not in kept]
-
-    def _champions(self, state: State) -> Iterator[BundleRecord]:
-        """Every bundle that ever was champion."""
-        yield from state.bundles
-        for _, body in self.decisions(state):
-            if body["champion"]:
-                yield BundleRecord(**body["champion"])
+        named = [self.folder / name for name in self.folder.list() if not _hidden(name)]
+        named += [models / name for name in models.list() if name.startswith("champion-t")]
+        tokens = {where: _TOKEN.findall(where.uri.removeprefix(self.storage.uri)) for where in named}
+        return {where: int(found[-1]) for where, found in tokens.items() if found and int(found[-1]) not in decided}
 
     def clean(self, lease: Lease) -> None:
         """Removes the leftovers of holders before this one."""
-        for where in self.leftovers():
-            tokens = _TOKEN.findall(where.uri.removeprefix(self.storage.uri))
-            if tokens and int(tokens[-1]) < lease.token:
+        for where, token in self.leftovers().items():
+            if token < lease.token:
                 lease.check()
                 where.delete()
 
@@ -226,10 +216,9 @@ class Ledger:
                 break
         if champions != [bundle.model_dump() for bundle in state.bundles]:
             wrong.append("the champions of the decisions are not those of champion.json")
-        if [body["token"] for body in bodies] != sorted({body["token"] for body in bodies}):
-            wrong.append("the decisions' tokens do not grow")
-        if any(body["token"] > state.token for body in bodies):
-            wrong.append("a decision has a larger token than champion.json")
+        tokens = tuple(body["token"] for body in bodies)
+        if tokens != state.decided or list(tokens) != sorted({*tokens}) or max((0, *tokens)) > state.token:
+            wrong.append(f"the decisions' tokens {tokens} are not those of champion.json, or do not grow")
         return wrong
 
 

@@ -315,7 +315,8 @@ class _Retraining:
         text = json.dumps(body, indent=1, ensure_ascii=False).encode()
         record = self.ledger.put(f"{name}.json", text, self.lease)
         self.ledger.put(f"{name}.html", page.encode(), self.lease)
-        self.ledger.commit(after.model_copy(update={"number": body["number"], "decision": record}), self.lease)
+        made = {"number": body["number"], "decision": record, "decided": (*self.state.decided, self.lease.token)}
+        self.ledger.commit(after.model_copy(update=made), self.lease)
         self.state = self.ledger.read()
         self.say(f"decision  {body['decision']}: {body['reason']}")
         self._follow()

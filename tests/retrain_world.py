@@ -23,7 +23,7 @@ from PIL import Image
 
 from pipeline.bundle_files import bundle_digests, fetched
 from pipeline.champion import Ledger
-from pipeline.config import RunConfig, load_config
+from pipeline.config import RunConfig, load_config, parse_config
 from pipeline.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.inputs import find_data
@@ -71,18 +71,20 @@ class World:
         self.add("val", 4, range(4))
         self.add("test", 16, range(8))
 
-    def path(self) -> Path:
+    def settings(self) -> dict[str, Any]:
         settings = small_config({"uri": self.storage.uri, "endpoint_url": self.options.endpoint_url})
         settings |= {"name": "world", "retrain": self.section}
         settings["data"] = {"root": self.data.uri, "train_splits": ["train"], "test_splits": ["test"], "min_count": 1}
+        return settings
+
+    def path(self) -> Path:
         path = self.folder / "retrain.yaml"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(yaml.safe_dump(settings))
+        path.write_text(yaml.safe_dump(self.settings()))
         return path
 
     @property
     def config(self) -> RunConfig:
-        return load_config(self.path())
+        return parse_config(self.settings())
 
     @property
     def ledger(self) -> Ledger:

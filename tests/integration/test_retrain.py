@@ -449,6 +449,7 @@ def test_a_damaged_champion_is_neither_trained_from_nor_rolled_back_to(world: Wo
         lambda body: body["decision"].update(sha256="0" * 64),
         lambda body: body["snapshot"].update(name="snapshots/t000009.parquet"),
         lambda body: body.update(token=0),
+        lambda body: body.update(decided=[]),
     ],
 )
 def test_what_does_not_fit_together_is_found(tmp_path: Path, spoil: Any) -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from pipeline.config import RunConfig, load_config
+from pipeline.config import RunConfig
 from pipeline.retrain import Trained, rollback
 from pipeline.tracking import experiment_of, tracking_client
 from tests.retrain_world import Colors, World
@@ -34,12 +33,8 @@ class Registered(Colors):
 class Tracked(World):
     uri: str | None = None
 
-    @property
-    def config(self) -> RunConfig:
-        path = self.path()
-        values = yaml.safe_load(path.read_text()) | {"tracking": {"enabled": True, "uri": self.uri}}
-        path.write_text(yaml.safe_dump(values))
-        return load_config(path)
+    def settings(self) -> dict[str, Any]:
+        return super().settings() | {"tracking": {"enabled": True, "uri": self.uri}}
 
     def aliases(self) -> dict[str, str]:
         client = tracking_client(self.config)
