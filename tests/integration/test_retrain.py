@@ -18,7 +18,6 @@ import pytest
 
 from jobs.cli import main
 from pipeline import retrain as retrain_module
-from pipeline import retrain as retrain_module
 from pipeline.errors import UserError
 from pipeline.lease import Lease
 from pipeline.retrain import rollback
