@@ -58,7 +58,7 @@ class Lease:
         """Raises LostLeaseError unless the lease is this process's now; one that ran out unclaimed is renewed."""
         with self._lock:
             there, tag = _read(self.where)
-            if there is None or there["nonce"] != self._record["nonce"]:
+            if there is None or tag is None or there["nonce"] != self._record["nonce"]:
                 holder = "nobody" if there is None else f"{there['holder']} (token {there['token']})"
                 raise LostLeaseError(f"the lease {self.where} has moved on to {holder}; token {self.token} is too late")
             self._record, self._tag = there, tag
@@ -131,7 +131,7 @@ def _read(where: Place) -> tuple[dict[str, Any] | None, str | None]:
         return None, None
     try:
         record = json.loads(data)
-        kinds = {"token": int, "nonce": str, "holder": str, "until": (int, float)}
+        kinds: dict[str, Any] = {"token": int, "nonce": str, "holder": str, "until": (int, float)}
         if all(isinstance(record[name], kind) for name, kind in kinds.items()):
             return record, tag
     except (ValueError, KeyError, TypeError):

@@ -5,6 +5,7 @@ python -m tests.s3_server SHARE    the share of requests that fail; prints its U
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import subprocess
@@ -33,6 +34,10 @@ class BadDay:
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if environ["REQUEST_METHOD"] == "PUT" and {"HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH"} & environ.keys():
+            body = environ["wsgi.input"].read(
+                int(environ.get("CONTENT_LENGTH") or 0)
+            )  # a client may stop in the middle
+            environ["wsgi.input"] = io.BytesIO(body)
             with self.conditional:
                 return self._answer(environ, start_response)
         return self._answer(environ, start_response)

@@ -345,6 +345,29 @@ def test_the_late_cannot_write_once_the_lease_has_moved_on(
         assert "nothing new" in world.call()[1] and not world.ledger.leftovers()
 
 
+def test_who_sleeps_between_asking_and_writing_is_fenced_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one finds bad data and decides nothing: its token alone keeps the late one from the champion's file."""
+    first(world)
+    world.add("train", 20, range(3, 8))
+    monkeypatch.setattr(Lease, "_renew_on", lambda self: None)
+    world.section["lease_seconds"] = 0.05
+
+    class Late(Colors):
+        def caption(self, *arguments: Any) -> dict[int, str]:
+            if world.section["lease_seconds"] < 1:
+                time.sleep(0.1)
+                world.section["lease_seconds"] = 30
+                world.add("train", 3, range(3), corrupt=True)
+                code, said = world.call()
+                assert code == 1 and "bad data" in said
+                monkeypatch.setattr(Lease, "check", lambda self: None)  # it asked before it slept
+            return super().caption(*arguments)
+
+    code, said = world.call(Late())
+    assert code == 1 and "has been written since; nothing was changed" in said, said
+    sound(world, 1)
+
+
 def child(world: World, *options: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.retrain_world", str(world.path()), *options]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
