@@ -104,7 +104,7 @@ def _begin(config: RunConfig, say: Say, by_force: bool = False) -> tuple[Ledger,
     where, seconds = ledger.folder / LEASE, config.retrain.lease_seconds
     lease = take_lease(where, seconds, above=above, by_force=by_force)
     if isinstance(lease, Lease):
-        say(f"step 1/5  lease: {where}, token {lease.token}")
+        say(f"{'lease:   ' if by_force else 'step 1/5  lease:'} {where}, token {lease.token}")
     return ledger, lease
 
 
@@ -116,6 +116,7 @@ class _News:
     listing: pa.Table
     change: Change
     images: int  # whose content is new
+    fingerprint: str | None
     root: str
 
 
@@ -150,7 +151,7 @@ class _Retraining:
             return 1
         if news is None:
             return 1
-        if not news.images and self._fingerprint(news) == self.state.fingerprint:
+        if not news.images and news.fingerprint == self.state.fingerprint:
             self.say(f"nothing new since decision {self.state.number} (files: {news.change}); the champion stays")
             self._follow()
             return 0
@@ -162,7 +163,7 @@ class _Retraining:
             )
             return 1
         trained = self._train()
-        if trained.fingerprint != news.dataset.known().fingerprint():
+        if trained.fingerprint != news.fingerprint:
             self.say("stopped   the data has changed during the retraining; the next call takes all of it")
             return 1
         self.lease.check()
@@ -190,7 +191,7 @@ class _Retraining:
         change = compare(listing, before)
         self.say(f"step 2/5  data: {listing.num_rows} files in {root}: {change}")
         if before is not None and not change.added and not change.changed:
-            return _News(Dataset(pa.table({})), listing, change, 0, root)
+            return _News(Dataset(pa.table({})), listing, change, 0, self.state.fingerprint, root)
         looked_at = None if before is None else before["key"].drop_null()
         findings = check_data(config, lambda text: None, looked_at)
         for finding in [each for each in findings.findings if each["kind"] == "error"][:SHOWN]:
@@ -198,16 +199,10 @@ class _Retraining:
         if not findings.ok:
             self.say("the new data is not fit to train on (`raycap check` says more); nothing was changed")
             return None
-        dataset, _ = find_data(config, lambda text: None)
-        images = new_keys(dataset.known(), before)
+        dataset = find_data(config, lambda text: None)[0].known()
+        images = new_keys(dataset, before)
         self.say(f"          {images} images are new; they and their captions are fit to train on")
-        return _News(dataset, listing, change, images, root)
-
-    def _fingerprint(self, news: _News) -> str | None:
-        """The data's; that of the last time when no file has changed, which nobody reads again."""
-        if not news.change.added and not news.change.changed:
-            return self.state.fingerprint
-        return news.dataset.known().fingerprint()
+        return _News(dataset, listing, change, images, dataset.fingerprint(), root)
 
     def _held_out(self, news: _News) -> tuple[bytes, held_out.HeldOut]:
         fixed = self.ledger.get(self.state.held_out) if self.state.held_out else None
@@ -243,11 +238,11 @@ class _Retraining:
     def _decide(self, match: _Match) -> int:
         """Writes all that the decision names, and then the one file that makes it count."""
         state, ledger, token, news = self.state, self.ledger, f"t{self.lease.token:06d}", match.news
-        challenger, comparison, dataset = match.challenger, match.comparison, match.news.dataset.known()
+        challenger, comparison = match.challenger, match.comparison
         decision, reason = self._verdict(comparison)
         won = decision != "kept"
         champion = ledger.put_bundle(match.folder, challenger, self.lease) if won else state.champion
-        rows = to_bytes(with_keys(news.listing, dataset, news.root))
+        rows = to_bytes(with_keys(news.listing, news.dataset, news.root))
         snapshot = ledger.put(f"snapshots/{token}.parquet", rows, self.lease)
         split = state.held_out or ledger.put(f"held-out/{token}.parquet", match.fixed, self.lease)
         body = self._record(decision, reason, champion, snapshot) | {
@@ -257,8 +252,8 @@ class _Retraining:
                 "root": news.root,
                 "files": news.change._asdict(),
                 "new_images": news.images,
-                "images": len(dataset),
-                "fingerprint": dataset.fingerprint(),
+                "images": len(news.dataset),
+                "fingerprint": news.fingerprint,
             },
             "held_out": {**split.model_dump(), "images": len(match.held.part), "missing": match.held.missing},
             "scores": {"champion": comparison.champion, "challenger": comparison.challenger},
@@ -271,7 +266,7 @@ class _Retraining:
                 "before": state.bundles if won else state.before,
                 "challenger": None if won else challenger.run_id,
                 "snapshot": snapshot,
-                "fingerprint": body["data"]["fingerprint"],
+                "fingerprint": news.fingerprint,
                 "held_out": split,
             }
         )
