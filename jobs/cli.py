@@ -222,6 +222,27 @@ def caption(
     )
 
 
+@app.command()
+def retrain(
+    config: Config,
+    set_: Set = None,
+    rollback: Annotated[bool, typer.Option("--rollback", help="Give the place back to the previous champion.")] = False,
+    address: Address = None,
+) -> int:
+    """What a schedule calls: new data in, a better model out, or nothing changed. Safe at any time, and twice at once.
+
+    Exit code 0 also when there is nothing to do; 1 for bad data, which changes nothing.
+
+    Example: raycap retrain configs/retrain_demo.yaml
+    """
+    from pipeline.config import load_config
+
+    parsed = load_config(config, set_ or ())
+    from jobs.retrain import retrain as retrain_champion
+
+    return retrain_champion(parsed, roll_back=rollback, address=address)
+
+
 @app.command("import")
 def import_(
     source: Annotated[str, typer.Option("--from", metavar="FORMAT", help="expansionnet_v2 or meshed_memory.")],

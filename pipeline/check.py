@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.config import RunConfig
@@ -47,10 +48,11 @@ class Findings:
         return not any(finding["kind"] == "error" for finding in self.findings)
 
 
-def check_data(config: RunConfig, say: Callable[[str], None]) -> Findings:
+def check_data(config: RunConfig, say: Callable[[str], None], looked_at: pa.Array | None = None) -> Findings:
     """All findings. Raises UserError for a data set that cannot be read at all or lacks a split.
 
-    Cost: one read and one decoding of every image; of region features a look-up.
+    Cost: one read and one decoding of every image, of region features a look-up; of those only whose content keys are
+    not in `looked_at`, which are then what `data.max_bad_fraction` is a share of.
     """
     found = Findings()
     dataset, problems = read_annotations(config.data, data_root(config, say), config.storage.options)
@@ -59,13 +61,16 @@ def check_data(config: RunConfig, say: Callable[[str], None]) -> Findings:
     dataset, unreadable = snapshot_of(dataset, config)
     _check_captions(found, dataset, problems)
     _check_vocabulary(found, dataset, config)
+    fresh = dataset
+    if looked_at is not None:
+        fresh = Dataset(dataset.table.filter(pc.invert(pc.is_in(dataset.table["key"], value_set=looked_at))))
     if config.features.hdf5 is None:
-        reasons, sizes = _decode_all(dataset, config)
+        reasons, sizes = _decode_all(fresh, config)
     else:  # the photographs need not be here
         from pipeline.regions import missing_regions
 
-        reasons, sizes = missing_regions(dataset, config), np.empty((0, 2), np.int64)
-    _check_images(found, dataset, config, unreadable, reasons)
+        reasons, sizes = missing_regions(fresh, config), np.empty((0, 2), np.int64)
+    _check_images(found, fresh, config, unreadable, reasons)
     _check_duplicates(found, dataset, config)
     _check_resolution(found, sizes, config.backbone.image_size)
     _check_splits(found, dataset, config)

@@ -34,6 +34,7 @@ from models.config import (
     MeshedMemoryConfig,
     ModelConfig,
 )
+from pipeline.bundle_files import WEIGHING, bundle_digests, fetched
 from pipeline.errors import UserError
 from pipeline.staging import cache_folder
 from pipeline.storage import Place, StorageOptions, ends_digest, is_remote, place
@@ -250,6 +251,18 @@ class TrackingSection(Section):
     registered_name: str | None = None  # None: the run's name
 
 
+class RetrainSection(Section):
+    """`raycap retrain`: on which images a new model is compared with the champion, and by how much it must be better.
+
+    It is promoted when the lower end of the bootstrap interval of its CIDEr-D's difference lies above `margin`.
+    """
+
+    split: str | None = None  # fixed at its first use; None: the first of data.test_splits
+    margin: Annotated[float, Field(ge=0)] = 0.0  # CIDEr-D, in the field's scale (1.404)
+    confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95  # of the two-sided interval
+    lease_seconds: Annotated[float, Field(gt=0)] = 120  # a retraining that was killed keeps others out for so long
+
+
 def _system(model: Any) -> str:
     """Which system's keys a section `model` has; without a name the first one's."""
     return str(model.get("name", "expansionnet_v2") if isinstance(model, dict) else getattr(model, "name", ""))
@@ -281,9 +294,11 @@ class RunConfig(Section):
     features: FeatureSection = FeatureSection()
     model: ModelSection
     stages: Annotated[tuple[StageSection, ...], Field(min_length=1)]
+    init_from: str | None = None  # a model bundle whose weights training starts from, with a fresh optimizer
     workers: WorkersSection = WorkersSection()
     evaluation: EvaluationSection = EvaluationSection()
     tracking: TrackingSection = TrackingSection()
+    retrain: RetrainSection = RetrainSection()
 
     @field_validator("storage", mode="before")
     @classmethod
@@ -366,9 +381,9 @@ class RunConfig(Section):
 
         Left out: storage, tracking, workers, the size of pieces, how often a checkpoint is written. The data's
         content is hashed apart, wherever it lies; files that are named (weights, word vectors, more words,
-        constraints) count by their content.
+        constraints) and `init_from` count by their content.
         """
-        body = self.model_dump(mode="json", exclude={"storage", "tracking", "workers"})
+        body = self.model_dump(mode="json", exclude={"storage", "tracking", "workers", "retrain"})
         body["data"]["root"] = None
         regions = self.features.hdf5
         kept = ("stored_dtype", "max_regions", "cut_regions") if regions else ("compute_dtype", "stored_dtype")
@@ -386,6 +401,8 @@ class RunConfig(Section):
             file = Path(body.get(section, {}).get(key) or "none").expanduser()
             if str(file) not in ("none", "pretrained") and file.is_file():
                 body[section][key] = _digest(file, file.stat().st_size, file.stat().st_mtime_ns)
+        if self.init_from is not None:
+            body["init_from"] = bundle_digests(fetched(place(self.init_from, self.storage.options)), WEIGHING)
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 

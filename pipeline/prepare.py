@@ -28,6 +28,7 @@ from pipeline.inputs import find_data
 from pipeline.regions import feature_width
 from pipeline.run_folder import RunFolder, code_digest, is_alone, run_identity, write_json, write_text
 from pipeline.text import Vocabulary
+from pipeline.warm_start import warm_start, without_download
 from pipeline.weights import save_weights
 from pipeline.word_vectors import describe_missing, read_word_vectors
 
@@ -53,8 +54,10 @@ def prepare(
             dataset.save(folder.path / "data.arrow")  # the same content, moved to another place
             folder.push("data.arrow")
         return RunFolder(folder.path, folder.home)
+    start = warm_start(config)
     train = dataset.split(*config.data.train_splits)
     vocabulary = build_vocabulary(dataset, config.data)
+    vocabulary = start.vocabulary(vocabulary) if start else vocabulary
     longest = longest_caption(train, config.data.tokenizer)
     if config.model.max_positions is not None and config.model.max_positions < longest:
         raise UserError(
@@ -63,14 +66,17 @@ def prepare(
         )
     longest = config.model.max_positions or longest
     sampled = [stage.sampling.max_length for stage in config.stages if stage.objective == "scst"]
-    positions = max(longest, config.evaluation.max_length, *sampled)
-    backbone = initial_backbone(config) if config.features.hdf5 is None else None
-    if backbone is not None:
+    positions = max(longest, config.evaluation.max_length, start.positions if start else 0, *sampled)
+    backbone = None
+    if config.features.hdf5 is None:
+        backbone = initial_backbone(without_download(config) if start else config)
         width, num_tokens = backbone.width, backbone.num_tokens
     else:
         width, num_tokens = feature_width(dataset, config), config.features.max_regions
         torch.manual_seed(config.seed)
     model = _initial_model(config, width, vocabulary, positions, say)
+    if start:
+        start.fill(model, backbone)
     folder.path.mkdir(parents=True, exist_ok=True)
     dataset.save(folder.path / "data.arrow")
     write_text(folder.path / "vocabulary.json", vocabulary.to_json())

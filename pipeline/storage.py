@@ -7,6 +7,7 @@ completed multi-part upload) on S3. Every S3 call is repeated after failures tha
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import random
@@ -30,6 +31,10 @@ _ENDS = 16 * 2**20  # bytes hashed at each end of a file of many gigabytes
 
 class StorageError(OSError):
     """Storage that still fails after every retry; the message names the URI."""
+
+
+class ConflictError(OSError):
+    """A conditional write that came too late: somebody else has written meanwhile."""
 
 
 class Entry(NamedTuple):
@@ -103,6 +108,34 @@ class Place:
         put = _retried(self.uri, lambda: self._client.put_object(Bucket=bucket, Key=key, Body=bytes(data)))
         return str(put["ETag"])
 
+    def read_tagged(self) -> tuple[bytes, str]:
+        """All of a file with the tag of its content, for `write_if`; FileNotFoundError when it is not there."""
+        if not self.is_remote:
+            data = self.path.read_bytes()
+            return data, _content_tag(data)
+        return _retried(self.uri, lambda: self._get_tagged({}))
+
+    def write_if(self, data: bytes, tag: str | None) -> str:
+        """Replaces the file only while it is what `read_tagged` gave `tag` for (None: while it is not there).
+
+        Returns the new tag; raises ConflictError when somebody else was faster. `data` must be like nobody else's (hold
+        a nonce): a put whose answer got lost is known again by its content.
+        """
+        if not self.is_remote:
+            return _write_local_if(self.path, data, tag)
+        bucket, key = split_uri(self.uri)
+        condition = {"IfNoneMatch": "*"} if tag is None else {"IfMatch": tag}
+        try:
+            return _retried(self.uri, lambda: self._put_if(bucket, key, data, condition))
+        except (ConflictError, FileNotFoundError) as error:
+            try:
+                there, now = self.read_tagged()
+            except FileNotFoundError:
+                there, now = b"", ""
+            if there == data:
+                return now
+            raise ConflictError(f"{self.uri} was written by somebody else") from error
+
     def stat(self) -> Entry:
         """Size and tag; FileNotFoundError when it is not there."""
         if not self.is_remote:
@@ -121,7 +154,11 @@ class Place:
 
     def list(self) -> dict[str, Entry]:
         """Every file below this folder by its relative name; empty when there is none."""
-        return dict(self._list_remote() if self.is_remote else self._list_local())
+        return dict(self.walk())
+
+    def walk(self) -> Iterator[tuple[str, Entry]]:
+        """As `list`, a file at a time and in no order."""
+        return self._list_remote() if self.is_remote else self._list_local()
 
     def delete(self) -> None:
         """Removes a file; it may be gone already."""
@@ -136,12 +173,28 @@ class Place:
         return _client(self.options, os.getpid())
 
     def _get(self, extra: dict[str, str]) -> bytes:
+        return self._get_tagged(extra)[0]
+
+    def _get_tagged(self, extra: dict[str, str]) -> tuple[bytes, str]:
         bucket, key = split_uri(self.uri)
         response = self._client.get_object(Bucket=bucket, Key=key, **extra)
         data: bytes = response["Body"].read()
         if len(data) != response["ContentLength"]:
             raise ConnectionError(f"{self.uri}: {len(data)} of {response['ContentLength']} bytes came")
-        return data
+        return data, str(response["ETag"])
+
+    def _put_if(self, bucket: str, key: str, data: bytes, condition: dict[str, str]) -> str:
+        from botocore.exceptions import ClientError
+
+        try:
+            return str(self._client.put_object(Bucket=bucket, Key=key, Body=data, **condition)["ETag"])
+        except ClientError as error:
+            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            if status == 412:
+                raise ConflictError(f"{self.uri} was written by somebody else") from error
+            if status == 409:  # another conditional write is under way; S3 asks to try again
+                raise ConnectionError(f"{self.uri}: another write is under way") from error
+            raise
 
     def _put_in_parts(self, data: memoryview) -> str:
         bucket, key = split_uri(self.uri)
@@ -240,6 +293,22 @@ def _write_local(path: Path, data: bytes | memoryview) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _content_tag(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _write_local_if(path: Path, data: bytes, tag: str | None) -> str:
+    """Compares and replaces under a lock beside the file, which falls with the process that holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        now = _content_tag(path.read_bytes()) if path.exists() else None
+        if now != tag:
+            raise ConflictError(f"{path} was written by somebody else")
+        _write_local(path, data)
+    return _content_tag(data)
 
 
 @lru_cache(maxsize=8)

@@ -5,10 +5,12 @@ python -m tests.s3_server SHARE    the share of requests that fail; prints its U
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,18 +30,28 @@ class BadDay:
 
     def __init__(self, application: Any, share: float) -> None:
         self.application, self.share, self.random = application, share, random.Random(7)
+        self.conditional = threading.Lock()  # S3 compares and writes in one; moto first the one, then the other
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if environ["REQUEST_METHOD"] == "PUT" and {"HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH"} & environ.keys():
+            body = environ["wsgi.input"].read(
+                int(environ.get("CONTENT_LENGTH") or 0)
+            )  # a client may stop in the middle
+            environ["wsgi.input"] = io.BytesIO(body)
+            with self.conditional:
+                return self._answer(environ, start_response)
+        return self._answer(environ, start_response)
+
+    def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         fate = self.random.random()
         if fate < self.share / 2:
             start_response("503 Slow Down", [("Content-Type", "application/xml")])
             return [b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"]
         if fate < self.share:
-            return self._cut(environ, start_response)
+            return self._cut(b"".join(self.application(environ, start_response)))
         return self.application(environ, start_response)
 
-    def _cut(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterator[bytes]:
-        body = b"".join(self.application(environ, start_response))
+    def _cut(self, body: bytes) -> Iterator[bytes]:
         yield body[: len(body) // 2]
         raise ConnectionResetError("cut")
 

@@ -1,0 +1,78 @@
+"""`raycap retrain`: what a schedule calls: new data in, a better model out, or nothing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from jobs.cluster import start_ray
+from pipeline.config import RunConfig
+from pipeline.dataset import Dataset
+from pipeline.retrain import Trained
+from pipeline.storage import Place
+
+
+def retrain(
+    config: RunConfig, *, roll_back: bool = False, address: str | None = None, say: Callable[[str], None] = print
+) -> int:
+    """One retraining, or a rollback; the exit code. Raises UserError for what the user can mend."""
+    from pipeline.retrain import retrain as retrain_once
+    from pipeline.retrain import rollback
+
+    return rollback(config, say) if roll_back else retrain_once(config, RayWork(address, say), say)
+
+
+@dataclass(frozen=True)
+class RayWork:
+    """Training and captions on a Ray cluster."""
+
+    address: str | None
+    say: Callable[[str], None]
+
+    def train(self, config: RunConfig) -> Trained:
+        """The whole of `raycap run`: extraction of what is new, every stage, evaluation, report, registration."""
+        from jobs.run import run
+        from pipeline.run_bundle import local_bundle
+
+        folder = run(config, self.address, lambda text: self.say("\n".join(f"  {line}" for line in text.split("\n"))))
+        return Trained(folder.run_id, local_bundle(folder), folder.facts["data_fingerprint"])
+
+    def caption(self, bundle: Place, files: Mapping[str, str], part: Dataset, config: RunConfig) -> dict[int, str]:
+        """One task a worker, on whatever machine; each fetches the bundle itself. What cannot be read is left out."""
+        import ray
+
+        start_ray(config, self.address, self.say)
+        workers = config.workers
+        task = ray.remote(_caption).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
+        count = workers.num_workers
+        tasks = [task.remote(bundle, dict(files), part.table, config, rank, count) for rank in range(count)]
+        return {image: caption for share in ray.get(tasks) for image, caption in share.items()}
+
+
+def _caption(
+    bundle: Place, files: dict[str, str], rows: pa.Table, config: RunConfig, rank: int, count: int
+) -> dict[int, str]:
+    from pipeline.batches import Images
+    from pipeline.bundle import load_bundle
+    from pipeline.bundle_files import bundle_digests, fetched
+    from pipeline.captioning import caption_share
+    from pipeline.context import device_for
+    from pipeline.processor import prepare_processor
+
+    workers, part = config.workers, Dataset(rows)
+    prepare_processor(workers.threads_per_worker)
+    device = device_for(workers.gpus_per_worker)
+    folder = fetched(bundle)
+    if bundle_digests(folder, tuple(files)) != files:
+        raise OSError(f"{bundle} is not what it was when it was written; restore it from a copy")
+    loaded = load_bundle(folder)
+    assert loaded.transform is not None  # a run's bundle has its backbone
+    loaded.captioner.to(device)
+    options, threads = config.storage.options, workers.threads_per_worker
+    images = Images(part, None, loaded.transform, config.data.max_pixels, threads, options)
+    bad: dict[int, str] = {}
+    settings = config.evaluation
+    found = caption_share([loaded.captioner], [images], loaded.vocabulary, settings, rank, count, device, bad)
+    return {image: hypotheses[0].caption for image, hypotheses in found.items()}

@@ -1,0 +1,94 @@
+"""The tracker follows the champion: aliases and decisions in MLflow; one that is down changes no decision."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import RunConfig
+from pipeline.retrain import Trained, rollback
+from pipeline.tracking import experiment_of, tracking_client
+from tests.retrain_world import Colors, World
+
+
+class Registered(Colors):
+    """A run of the embedded model is on the tracker, with a version of its model, as `raycap run` leaves it."""
+
+    def train(self, config: RunConfig) -> Trained:
+        trained = super().train(config)
+        client = tracking_client(config)
+        experiment = experiment_of(client, config)
+        parent = client.create_run(experiment, tags={"raycap.run_id": trained.run_id})
+        tags = {"raycap.run_id": trained.run_id, "mlflow.parentRunId": parent.info.run_id}
+        client.create_run(experiment, tags=tags)
+        if not client.search_registered_models():
+            client.create_registered_model(config.name)
+        client.create_model_version(config.name, str(trained.bundle), run_id=parent.info.run_id)
+        return trained
+
+
+class Tracked(World):
+    uri: str | None = None
+
+    def settings(self) -> dict[str, Any]:
+        return super().settings() | {"tracking": {"enabled": True, "uri": self.uri}}
+
+    def aliases(self) -> dict[str, str]:
+        client = tracking_client(self.config)
+        return {name: str(at) for name, at in client.get_registered_model("world").aliases.items()}
+
+    def run_of(self, version: str) -> Any:
+        client = tracking_client(self.config)
+        return client.get_run(client.get_model_version("world", version).run_id)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Tracked:
+    world = Tracked(tmp_path)
+    world.begin()
+    return world
+
+
+def test_aliases_follow_every_decision(world: Tracked) -> None:
+    assert world.call(Registered())[0] == 0
+    assert world.aliases() == {"champion": "1"}
+    world.add("train", 20, range(3, 8))
+    said = world.call(Registered())[1]
+    assert "decision  promoted" in said and world.aliases() == {"champion": "2"}, said
+    run = world.run_of("2")
+    assert run.data.tags["raycap.decision"] == "2" and run.data.tags["raycap.verdict"].startswith("promoted: CIDEr-D")
+    assert run.data.metrics["held_out_challenger"] > run.data.metrics["held_out_champion"]
+    files = tracking_client(world.config).list_artifacts(run.info.run_id, "decisions")
+    assert [file.path.rsplit(".")[-1] for file in files] == ["html", "json"]
+    world.add("train", 60, range(8), wrong=True)
+    assert "decision  kept" in world.call(Registered())[1]
+    assert world.aliases() == {"champion": "2", "challenger": "3"}
+    assert rollback(world.config, lambda text: None) == 0
+    assert world.aliases() == {"champion": "1", "challenger": "2"}
+    assert world.ledger.verify() == []
+
+
+def test_a_tracker_that_is_down_is_told_later(world: Tracked, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = f"sqlite:///{world.storage.path / 'mlflow.db'}"
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        nowhere = f"http://user:secret@127.0.0.1:{unused.getsockname()[1]}"
+
+    class Later(Registered):
+        """Its run was sent by the journal's own way; then the tracker went away."""
+
+        def train(self, config: RunConfig) -> Trained:
+            return super().train(
+                config.model_copy(update={"tracking": config.tracking.model_copy(update={"uri": there})})
+            )
+
+    world.uri = nowhere
+    code, said = world.call(Later())
+    assert code == 0 and "decision  first" in said and "does not follow now" in said and "secret" not in said, said
+    assert world.ledger.verify() == [] and world.ledger.read().number == 1
+    world.uri = there
+    assert "nothing new" in world.call(Later())[1]
+    assert world.aliases() == {"champion": "1"} and world.run_of("1").data.tags["raycap.decision"] == "1"
