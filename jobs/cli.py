@@ -270,6 +270,22 @@ def import_(
     )
 
 
+@app.command()
+def sync(
+    target: Annotated[
+        Path, typer.Argument(help="A run's folder, a storage's, or a configuration.", metavar="[RUN_FOLDER|CONFIG]")
+    ] = Path("results"),
+    set_: Set = None,
+) -> int:
+    """Sends what a tracker that was down has missed. Exit code 1 when it does not take everything.
+
+    Example: raycap sync results/runs/RUN --set tracking.uri=http://127.0.0.1:5000
+    """
+    from jobs.sync import sync as send_missing
+
+    return send_missing(target, set_ or ())
+
+
 bench = typer.Typer(help="The benchmarks behind BENCHMARKS.md.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench, name="bench")
 

@@ -19,7 +19,8 @@ from pipeline.errors import UserError
 from pipeline.journal import JOURNAL_EVERY_S, Follower
 from pipeline.run_folder import JOURNAL, RunFolder, is_alone, read_json, write_json, write_text
 from pipeline.storage import Place
-from pipeline.tracking import Tracker, public_uri
+from pipeline.tracker import Tracker
+from pipeline.tracking import public_uri
 
 
 def run(config: RunConfig, address: str | None = None, say: Callable[[str], None] = print) -> RunFolder:
@@ -27,8 +28,8 @@ def run(config: RunConfig, address: str | None = None, say: Callable[[str], None
 
     Raises UserError for what the user can mend before anything long starts.
     """
+    from jobs.sync import register
     from pipeline.prepare import prepare
-    from pipeline.run_bundle import local_bundle
 
     begin = time.monotonic()
     folder = prepare(config, say)
@@ -36,10 +37,7 @@ def run(config: RunConfig, address: str | None = None, say: Callable[[str], None
     if done.is_file():
         summary = read_json(done)
         if config.tracking.enabled and not summary["tracked"]:
-            registered = Tracker(folder, config, say).finish(summary["scores"], local_bundle(folder))
-            write_json(done, summary | {"tracked": registered is not None})
-            folder.push(done.name)
-            say(f"tracking     {registered or 'still does not take everything'}")
+            register(folder, config, say)
         say(f"{folder.run_id} is complete; nothing to do")
         say(summary["table"])
         return folder
@@ -311,7 +309,9 @@ class _Run:
         if not self.config.tracking.enabled:
             return "off"
         where = public_uri(self.config)
-        return f"{where}, model {registered}" if registered else f"{where} did not take everything; run again"
+        if registered:
+            return f"{where}, model {registered}"
+        return f"{where} did not take everything; {self.tracker.remedy} sends the rest"
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

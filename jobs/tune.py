@@ -67,8 +67,8 @@ def tune(
     folder.path.mkdir(parents=True, exist_ok=True)
     with alone(folder.path):
         store, bad = extract_once(search, dataset, source, lambda: _start_ray(search, address), say)
-        files = (None, None) if source is None else (source.weights, source.start)
-        folder.write_plan(search, *files, store, bad)
+        weights_file, start = (None, None) if source is None else (source.weights, source.start)
+        folder.write_plan(search, weights_file, start, store, bad)
         if retry_failed and (count := folder.reopen_failed()):
             say(f"retry     {count} trials that failed run again")
         book = _open_book(folder, search)

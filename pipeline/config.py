@@ -57,6 +57,15 @@ class StorageSection(Section):
     endpoint_url: str | None = None  # an S3-compatible server's; None: AWS's, or AWS_ENDPOINT_URL
     region: str | None = None
 
+    @model_validator(mode="after")
+    def _no_password(self) -> StorageSection:
+        if "@" in (self.endpoint_url or ""):
+            raise ValueError(
+                "storage.endpoint_url holds a user or password, which S3 does not read and every run would store; "
+                "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
+            )
+        return self
+
     @property
     def options(self) -> StorageOptions:
         return StorageOptions(self.endpoint_url, self.region)

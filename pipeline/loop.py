@@ -29,6 +29,7 @@ from pipeline.captioning import caption_images
 from pipeline.config import StageSection, total_steps
 from pipeline.context import Context, gather_objects, sum_over_ranks
 from pipeline.journal import JOURNAL_EVERY_S, Journal
+from pipeline.machine import machine_use
 from pipeline.order import seed_of
 from pipeline.processor import memory_mb, prepare_processor
 from pipeline.rewards import CaptionReward
@@ -394,6 +395,7 @@ class _Window:
             "images_per_s": batch_size * self.steps / elapsed,
             "data_wait": summed[-1] / self.context.world_size / elapsed,
             "memory_mb": memory_mb(self.context.device),
+            **machine_use(self.context.device),
         }
         self._clear()
         return result

@@ -1,4 +1,4 @@
-"""The plots of a search (the only home of matplotlib): the Pareto front and parallel coordinates, as PNG and as SVG.
+"""The plots of a search: the Pareto front and parallel coordinates, as PNG and as SVG.
 
 SVG for the page takes its colors from the page's, so that one drawing serves light and dark.
 """

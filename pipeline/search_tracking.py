@@ -14,7 +14,7 @@ from typing import Any
 from pipeline.run_folder import read_json, write_json
 from pipeline.search import SCORE
 from pipeline.search_book import OVER, Book, TrialRecord
-from pipeline.tracking import experiment_of, public_uri, tracking_client
+from pipeline.tracking import experiment_of, public_uri, tracking_client, without_secrets
 
 FILES = ("search.html", "pareto.png", "parallel.png", "trials.csv", "trials.parquet", "best.yaml")
 
@@ -56,7 +56,7 @@ class SearchTracker:
             sync_search(self.book, status, files)
         except Exception as error:  # whatever the tracker does, the search goes on
             if not self._warned:
-                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                reason = without_secrets(str(error)).splitlines()[0] if str(error) else type(error).__name__
                 self.say(f"tracker: {public_uri(self.config)} does not take everything ({reason}); the book keeps it")
                 self._warned = True
             return False

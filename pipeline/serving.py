@@ -1,10 +1,15 @@
-"""A model bundle behind `predict`: image bytes in, caption and log-probability out; what MLflow's pyfunc loads.
+"""A model bundle behind `predict`: images in, caption and log-probability out; what MLflow's pyfunc loads.
 
-It imports neither Ray nor MLflow, so that a served model needs only what the bundle needs.
+It imports neither Ray nor MLflow, so that a served model needs only what the bundle needs. What it imports of raycap
+travels with the model (`serving_sources`).
 """
 
 from __future__ import annotations
 
+import ast
+import base64
+import binascii
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +22,11 @@ from models.base import Memory
 from models.cluster_groups import Clusters, find_clusters
 from models.decoding import Captions, beam_search
 from pipeline.bundle import Bundle, load_bundle
-from pipeline.images import decode_image
+from pipeline.images import BadImage, decode_image
+from pipeline.storage import place
 
 MAX_PIXELS = 100_000_000
+BATCH = 16  # images at a time, however many are asked for
 
 
 class CaptionService:
@@ -84,10 +91,72 @@ class CaptionService:
         )
 
     def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        """pyfunc's method: a table with a column `image` of file bytes to rows of caption and log_prob."""
-        found = self.caption(torch.stack([self.pixels(data) for data in model_input["image"]]))
+        """pyfunc's method: a table to rows of caption and log_prob (natural logarithm, summed over the tokens).
+
+        Its column `image` holds image files' bytes, or base64 of them; its column `uri` local paths or s3:// URIs,
+        read where a row has no `image`. ValueError that names the row when one has neither, or no image is behind it.
+        """
+        files = list(_files(model_input))
+        found: list[list[tuple[str, float]]] = []
+        for start in range(0, len(files), BATCH):
+            pixels = [self._row(number) for number in enumerate(files[start : start + BATCH], start)]
+            found += self.caption(torch.stack(pixels))
         return [{"caption": best[0][0], "log_prob": best[0][1]} for best in found]
 
+    def _row(self, numbered: tuple[int, bytes | str]) -> Tensor:
+        number, source = numbered
+        try:
+            return self.pixels(source if isinstance(source, bytes) else place(_path(source)).read_bytes())
+        except (BadImage, OSError, ImportError) as error:
+            named = "" if isinstance(source, bytes) else f" ({source})"
+            raise ValueError(f"row {number}{named}: {error}") from error
 
-def _load_pyfunc(path: str) -> CaptionService:
-    return CaptionService(load_bundle(Path(path)))
+
+def _files(table: Any) -> Iterable[bytes | str]:
+    """Each row's file bytes, or its URI."""
+    columns = [list(table[name]) if name in table else None for name in ("image", "uri")]
+    if columns == [None, None]:
+        raise ValueError("the input needs a column image (file bytes, in JSON as base64) or uri (a path or s3://)")
+    images, uris = (column or [None] * max(len(c) for c in columns if c is not None) for column in columns)
+    for number, (image, uri) in enumerate(zip(images, uris, strict=True)):
+        if isinstance(image, (bytes, bytearray, memoryview)) and len(image):
+            yield bytes(image)
+        elif isinstance(image, str) and image:
+            try:
+                yield base64.b64decode(image, validate=True)
+            except (binascii.Error, ValueError) as error:
+                raise ValueError(f"row {number}: image is text but no base64; a path belongs to column uri") from error
+        elif isinstance(uri, str) and uri:
+            yield uri
+        else:
+            raise ValueError(f"row {number}: neither image (file bytes, in JSON as base64) nor uri (a path or s3://)")
+
+
+def _path(uri: str) -> str:
+    """A local path or s3:// URI; nothing else is fetched for whoever asks a server."""
+    scheme, separator, rest = uri.partition("://")
+    if separator and scheme not in ("file", "s3"):
+        raise BadImage(f"{scheme}:// is not read here; send the file's bytes in column image, or a path or s3:// URI")
+    return rest if scheme == "file" and separator else uri
+
+
+def serving_sources() -> list[Path]:
+    """The files of raycap that a served model imports, found by their import statements (function bodies too)."""
+    root = Path(__file__).resolve().parent.parent
+    found: dict[Path, None] = {}
+    waiting = [Path(__file__).resolve()]
+    while waiting:
+        path = waiting.pop()
+        if path in found or not path.is_file():
+            continue
+        found[path] = None
+        waiting.append(path.with_name("__init__.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+                waiting += [root / f"{name.replace('.', '/')}.py" for name in names]
+    return [path for path in sorted(found) if path.parent.parent == root]
+
+
+def _load_pyfunc(path: str, model_config: dict[str, int] | None = None) -> CaptionService:
+    return CaptionService(load_bundle(Path(path)), **(model_config or {}))

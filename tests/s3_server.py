@@ -1,4 +1,4 @@
-"""An S3 server for tests (moto's) that on a bad day answers 503 and cuts connections.
+"""An S3 server for tests (moto's) that on a bad day answers 503, answers late and cuts connections.
 
 python -m tests.s3_server SHARE    the share of requests that fail; prints its URL and serves until it is killed
 """
@@ -11,11 +11,13 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+LATE_S = 3.0  # the longest that an answer is late
 ROOT = Path(__file__).resolve().parent.parent
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "testing",
@@ -26,7 +28,7 @@ CREDENTIALS = {
 
 
 class BadDay:
-    """A WSGI application in front of another: a share of requests is refused, or its answer cut in the middle."""
+    """A WSGI application in front of another: a share of requests is refused, late, or its answer cut in the middle."""
 
     def __init__(self, application: Any, share: float) -> None:
         self.application, self.share, self.random = application, share, random.Random(7)
@@ -44,10 +46,12 @@ class BadDay:
 
     def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         fate = self.random.random()
-        if fate < self.share / 2:
+        if fate < self.share / 3:
+            time.sleep(self.random.uniform(0.5, LATE_S))
+        elif fate < self.share * 2 / 3:
             start_response("503 Slow Down", [("Content-Type", "application/xml")])
             return [b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"]
-        if fate < self.share:
+        elif fate < self.share:
             return self._cut(b"".join(self.application(environ, start_response)))
         return self.application(environ, start_response)
 

@@ -18,7 +18,7 @@ HOMES = {
     "ray.data": {"pipeline/features.py", "pipeline/bulk.py"},
     "ray.tune": {"jobs/search_schedulers.py", "jobs/tune.py"},
     "optuna": {"pipeline/proposals.py"},
-    "matplotlib": {"pipeline/search_plots.py"},
+    "matplotlib": {"pipeline/search_plots.py", "pipeline/curves.py"},
     "mlflow": {"pipeline/tracking.py"},
     "boto3": {"pipeline/storage.py"},
     "pyarrow.fs": {"pipeline/storage.py"},

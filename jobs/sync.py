@@ -1,0 +1,110 @@
+"""`raycap sync`: sends what a tracker that was down has missed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from pipeline.config import RunConfig, load_config, parse_config, read_values
+from pipeline.errors import UserError
+from pipeline.run_folder import RunFolder, is_alone, read_json, write_json
+from pipeline.storage import Place
+from pipeline.tracker import Tracker
+from pipeline.tracking import ending, known_trackers, public_uri
+
+Say = Callable[[str], None]
+Runs = Iterator[tuple[RunFolder, RunConfig]]
+
+
+def sync(target: Path, overrides: Sequence[str] = (), say: Say = print) -> int:
+    """Sends what is missing of the runs that `target` names: a run's folder, a storage's, or a configuration.
+
+    Returns the exit code: 1 when a tracker does not take everything. Raises UserError when there is no run.
+    """
+    found, silent = 0, set()
+    for folder, config in _from_config(target, overrides) if target.is_file() else _from_folder(target, overrides):
+        found += 1
+        where = public_uri(config)
+        if where in silent:  # each more would wait as long again
+            say(f"{folder.run_id}: not tried, {where} did not answer")
+        elif not send(folder, config, say):
+            silent.add(where)
+    if not found:
+        raise UserError(f"{target}: no run is there; give a run's folder, a storage's, or the configuration of a run")
+    return 1 if silent else 0
+
+
+def send(folder: RunFolder, config: RunConfig, say: Say) -> bool:
+    """Sends what the tracker lacks of one run; False when it does not take everything."""
+    if not config.tracking.enabled:
+        say(f"{folder.run_id}: tracking.enabled is false; nothing to send")
+        return True
+    with is_alone(folder.path) as alone:
+        if not alone:
+            say(f"{folder.run_id}: a process is working on it, and sends what is missing itself")
+            return True
+        if (folder.path / "COMPLETE.json").is_file():
+            return register(folder, config, say)
+        # A driver that was killed noted nothing; of a run on S3 nobody knows here whether it goes on elsewhere.
+        status = ending(folder, config) or (None if folder.home else "KILLED")
+        if not Tracker(folder, config, say).close(status):
+            return False
+        say(f"{folder.run_id}: {public_uri(config)} has everything; {status or 'not over'}")
+        return True
+
+
+def register(folder: RunFolder, config: RunConfig, say: Say) -> bool:
+    """Sends what the tracker lacks of a complete run, its model with it; False when it does not take everything."""
+    from pipeline.run_bundle import local_bundle
+
+    done = folder.path / "COMPLETE.json"
+    summary = read_json(done)
+    if summary["tracked"]:
+        say(f"{folder.run_id}: {public_uri(config)} has everything")
+        return True
+    registered = Tracker(folder, config, say).finish(summary["scores"], local_bundle(folder))
+    if registered is None:
+        return False
+    write_json(done, summary | {"tracked": True})
+    folder.push(done.name)
+    say(f"{folder.run_id}: {public_uri(config)} has everything; FINISHED, model {registered}")
+    return True
+
+
+def _from_config(path: Path, overrides: Sequence[str]) -> Runs:
+    """The runs of a configuration's name in its storage, with its tracker."""
+    config = load_config(path, overrides)
+    home = config.home("runs")
+    names = home.list() if home else [f"{folder.name}/run.json" for folder in _folders(config.working_path / "runs")]
+    for name in sorted(name.removesuffix("/run.json") for name in names if name.endswith("/run.json")):
+        if name.rpartition("-")[0] == config.name:
+            folder = _opened(config.working_path / "runs" / name, home / name if home else None)
+            yield folder, folder.config.model_copy(update={"tracking": config.tracking, "storage": config.storage})
+
+
+def _from_folder(path: Path, overrides: Sequence[str]) -> Runs:
+    """A run's folder, or those below a storage; each with the tracker that it was begun with."""
+    path = path.expanduser().resolve()
+    for folder in [path] if (path / "run.json").is_file() else _folders(path / "runs"):
+        values = read_values(folder / "config.yaml", overrides)
+        plain = parse_config(values)
+        home = plain.home(f"runs/{folder.name}")
+        opened = _opened(folder, home)
+        known = [uri for uri in known_trackers(opened) if uri != public_uri(plain)]
+        if known and plain.tracking.uri is None:
+            values["tracking"]["uri"] = known[-1]
+        yield opened, parse_config(values)
+
+
+def _folders(runs: Path) -> list[Path]:
+    return sorted(path.parent for path in runs.glob("*/run.json"))
+
+
+def _opened(path: Path, home: Place | None) -> RunFolder:
+    """The run's folder, brought up to date when it lies on S3 and nobody works on the copy here."""
+    folder = RunFolder(path, home)
+    if home is not None:
+        with is_alone(path) as alone:
+            if alone:
+                folder.pull()
+    return folder

@@ -1,0 +1,55 @@
+"""The training curves of a run as pictures, for the tracker: one PNG a metric over all stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+CURVES = {
+    ("train", "loss"): "loss",
+    ("train", "reward"): "reward (CIDEr-D)",
+    ("train", "lr"): "learning rate",
+    ("train", "images_per_s"): "images/s",
+    ("validation", "CIDEr-D"): "validation CIDEr-D",
+}
+
+
+def write_curves(entries: list[dict[str, Any]], folder: Path) -> list[Path]:
+    """Draws what a journal has into `folder`, stages one after the other; metrics that it lacks get no picture."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    begins = _begins(entries)
+    written = []
+    for (kind, key), title in CURVES.items():
+        figure = Figure(figsize=(8, 3.2), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        for stage, begin in begins.items():
+            points = [
+                (begin + entry["step"], entry[key])
+                for entry in entries
+                if entry["stage"] == stage and entry["kind"] == kind and key in entry
+            ]
+            if points:
+                axes.plot(*zip(*points, strict=True), marker="o" if len(points) < 20 else "", label=stage)
+        if not axes.lines:
+            continue
+        axes.set(xlabel="step, all stages", title=title)
+        axes.grid(color="#dddddd")
+        axes.legend()
+        written.append(folder / f"{kind}_{key}.png")
+        figure.savefig(written[-1], dpi=110)
+    return written
+
+
+def _begins(entries: list[dict[str, Any]]) -> dict[str, int]:
+    """How many steps were made before each stage."""
+    lengths: dict[str, int] = {}
+    for entry in entries:
+        lengths[entry["stage"]] = max(lengths.get(entry["stage"], 0), entry["step"])
+    begins, total = {}, 0
+    for stage, length in lengths.items():
+        begins[stage] = total
+        total += length
+    return begins

@@ -1,0 +1,224 @@
+"""The registered model where raycap is not: what travels with it, and what its metadata names, is all it needs."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+
+from pipeline.bundle import load_bundle
+from pipeline.run_bundle import bundle_run
+from pipeline.serving import CaptionService
+from pipeline.tracking import register_model, sync, tracking_uri
+from tests.integration.test_loop import prepared
+
+BLOCKED = ("ray", "boto3", "botocore", "jobs", "tests")
+
+
+@dataclass
+class Registered:
+    uri: str  # of the tracker
+    images: list[Path]
+    expected: list[dict[str, Any]]
+    service: CaptionService
+
+
+@pytest.fixture(scope="module")
+def registered(tmp_path_factory: pytest.TempPathFactory) -> Registered:
+    """A model of a run that has not trained yet, registered in a database of its own."""
+    folder, _ = prepared(tmp_path_factory.mktemp("served"), tracking={"enabled": True})
+    bundle = bundle_run(folder)
+    sync(folder, folder.config)
+    assert register_model(folder, folder.config, bundle, {"test_CIDEr-D": 0.5}) == "demo/1"
+    assert register_model(folder, folder.config, bundle, {"test_CIDEr-D": 0.5}) == "demo/1", "once a run"
+    service = CaptionService(load_bundle(bundle), beam_size=2, max_length=12)
+    images = [Path(uri) for uri in folder.dataset.column("uri")[:2]]
+    expected = service.predict({"image": [path.read_bytes() for path in images]})
+    return Registered(tracking_uri(folder.config), images, expected, service)
+
+
+def same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert [row["caption"] for row in found] == [row["caption"] for row in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one["log_prob"] == pytest.approx(other["log_prob"], abs=1e-4)
+
+
+CLEAN = """
+import importlib.abc, json, sys
+
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in BLOCKED:
+            raise ImportError(f"{name} is not in this environment")
+
+BLOCKED = json.loads(sys.argv[3])
+sys.meta_path.insert(0, Blocked())
+import mlflow, pandas
+mlflow.set_tracking_uri(sys.argv[1])
+model = mlflow.pyfunc.load_model("models:/demo/1")
+import pipeline.serving
+images = json.loads(sys.argv[2])
+files = [open(path, "rb").read() for path in images]
+print(json.dumps({
+    "code": pipeline.serving.__file__,
+    "requirements": open(mlflow.pyfunc.get_model_dependencies("models:/demo/1")).read().split(),
+    "bytes": model.predict(pandas.DataFrame({"image": files})),
+    "uris": model.predict(pandas.DataFrame({"uri": ["file://" + images[0], images[1]]})),
+}))
+"""
+
+
+def test_the_model_captions_in_a_process_without_raycap(registered: Registered, tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    images = json.dumps([str(path) for path in registered.images])
+    done = subprocess.run(
+        [sys.executable, "-c", CLEAN, registered.uri, images, json.dumps(BLOCKED)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert "/code/pipeline/serving.py" in answer["code"], "the model's own code, not an installed raycap"
+    same(answer["bytes"], registered.expected)
+    same(answer["uris"], registered.expected)
+    names = {line.partition("==")[0] for line in answer["requirements"]}
+    assert names == {"mlflow", "numpy", "pillow", "pyyaml", "safetensors", "timm", "torch", "torchvision"}
+
+
+def test_what_scoring_json_says_is_what_is_captioned(registered: Registered) -> None:
+    """The JSON of a scoring request: base64 in `image`, paths in `uri`, and the input example that the model has."""
+    import mlflow
+    from mlflow.pyfunc.scoring_server import invocations
+
+    mlflow.set_tracking_uri(registered.uri)
+    try:
+        model = mlflow.pyfunc.load_model("models:/demo/1")
+    finally:
+        mlflow.set_tracking_uri(None)  # type: ignore[arg-type]
+    coded = [base64.b64encode(path.read_bytes()).decode() for path in registered.images]
+    paths = [str(path) for path in registered.images]
+    schema = model.metadata.get_input_schema()
+    for body in (
+        {"dataframe_split": {"columns": ["image"], "data": [[text] for text in coded]}},
+        {"dataframe_records": [{"image": text} for text in coded]},
+        {"dataframe_records": [{"uri": path} for path in paths]},
+        {"inputs": {"uri": paths}},
+    ):
+        answer = invocations(json.dumps(body), "application/json", model, schema)
+        assert answer.status == 200
+        same(json.loads(answer.response)["predictions"], registered.expected)
+    (row,) = model.predict(model.input_example)
+    assert row["log_prob"] < 0
+
+
+@pytest.mark.parametrize(
+    ("table", "named"),
+    [
+        ({"image": [b"no image"]}, "row 0: not an image in a known format"),
+        ({"image": ["no base64!"]}, "row 0: image is text but no base64; a path belongs to column uri"),
+        ({"uri": ["https://somewhere/picture.png"]}, "row 0 .*https:// is not read here"),
+        ({"uri": ["/nowhere.png"]}, "row 0 .*No such file"),
+        ({"uri": [None]}, "row 0: neither image"),
+        ({"picture": [b""]}, "needs a column image"),
+    ],
+)
+def test_what_is_no_image_is_named(registered: Registered, table: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        registered.service.predict(pandas.DataFrame(table))
+
+
+@pytest.fixture(scope="module")
+def fresh(registered: Registered, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin/ of a new virtual environment with the packages that the model's metadata names, and no others."""
+    import mlflow
+
+    folder = tmp_path_factory.mktemp("fresh")
+    mlflow.set_tracking_uri(registered.uri)
+    try:
+        requirements = mlflow.pyfunc.get_model_dependencies("models:/demo/1")
+    finally:
+        mlflow.set_tracking_uri(None)  # type: ignore[arg-type]
+    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+    python = folder / "venv" / "bin" / "python"
+    uv = Path(shutil.which("uv") or Path(sys.executable).with_name("uv"))  # far quicker; pip does as well
+    install = [uv, "pip", "install", "--python", python] if uv.is_file() else [python, "-m", "pip", "install"]
+    subprocess.run([*install, "--quiet", "-r", requirements], check=True)
+    return folder / "venv" / "bin"
+
+
+def environment_of(fresh: Path, registered: Registered) -> dict[str, str]:
+    """Little more than the tracker's address: nothing that leads to this checkout or its environment."""
+    kept = {key: os.environ[key] for key in ("HOME", "TMPDIR", "LANG") if key in os.environ}
+    return kept | {"PATH": f"{fresh}:/usr/bin:/bin", "MLFLOW_TRACKING_URI": registered.uri}
+
+
+@pytest.mark.proof
+def test_mlflow_models_predict_in_a_fresh_environment(registered: Registered, fresh: Path, tmp_path: Path) -> None:
+    environment = environment_of(fresh, registered)
+    for package in ("ray", "boto3", "raycap"):
+        done = subprocess.run([fresh / "python", "-m", "pip", "show", package], capture_output=True, env=environment)
+        assert done.returncode != 0, f"{package} is in the fresh environment"
+    coded = [base64.b64encode(path.read_bytes()).decode() for path in registered.images]
+    columns = {"image": coded, "uri": [str(path) for path in registered.images]}
+    for column, values in columns.items():
+        body = {"dataframe_split": {"columns": [column], "data": [[value] for value in values]}}
+        (tmp_path / "input.json").write_text(json.dumps(body))
+        command = [fresh / "mlflow", "models", "predict", "--model-uri", "models:/demo/1", "--env-manager", "local"]
+        command += ["--input-path", "input.json", "--output-path", "output.json", "--content-type", "json"]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr
+        same(json.loads((tmp_path / "output.json").read_text())["predictions"], registered.expected)
+
+
+@pytest.mark.proof
+def test_mlflow_models_serve_answers(registered: Registered, fresh: Path, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [fresh / "mlflow", "models", "serve", "--model-uri", "models:/demo/1", "--env-manager", "local"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env=environment_of(fresh, registered),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        coded = [base64.b64encode(path.read_bytes()).decode() for path in registered.images]
+        body = json.dumps({"dataframe_records": [{"image": text} for text in coded]}).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/invocations", body, {"Content-Type": "application/json"}
+        )
+        deadline = time.monotonic() + 240
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=60) as answer:
+                    found = json.load(answer)["predictions"]
+                break
+            except urllib.error.URLError as error:
+                refused = isinstance(error.reason, ConnectionRefusedError)
+                assert refused and time.monotonic() < deadline, (tmp_path / "log").read_text()
+                time.sleep(0.5)
+        same(found, registered.expected)
+    finally:
+        os.killpg(server.pid, 9)
+        server.wait()

@@ -1,0 +1,241 @@
+"""A tracker that is stopped in the middle of a run, or accepts and never answers: nothing is lost, nothing is twice."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.cli import main
+from pipeline import tracker as tracker_module
+from pipeline import tracking
+from pipeline.context import LocalContext
+from pipeline.journal import Journal, read_journal
+from pipeline.loop import StageJob, StageRun, train_stages
+from pipeline.run_bundle import bundle_run
+from pipeline.run_folder import RunFolder, read_json, write_json
+from pipeline.tracker import Tracker
+from tests.integration.test_loop import NAMES, Killed, prepared
+from tests.mlflow_server import MlflowServer, mlflow_server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
+    with mlflow_server(tmp_path_factory.mktemp("mlflow")) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setattr(tracker_module, "LONGEST_PAUSE_S", 0.2)
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, actions: dict[tuple[str, int], Any]) -> None:
+    """Calls an action before a step of a stage, once."""
+    original = StageRun.step
+
+    def step(self: StageRun, number: int, batches: Any) -> Any:
+        action = actions.pop((self.stage.name, number), None)
+        if action is not None:
+            action(self)
+        return original(self, number, batches)
+
+    monkeypatch.setattr(StageRun, "step", step)
+
+
+def wait_for(condition: Any, what: str) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def sent_steps(folder: RunFolder, kind: str) -> int:
+    path = folder.path / tracking.TRACKED
+    (known,) = read_json(path).values() if path.is_file() else [{"sent": {}}]
+    return int(known["sent"].get(kind, -1))
+
+
+def runs_on(server: MlflowServer, run_id: str) -> tuple[Any, list[Any]]:
+    """The parent and its stages' runs; there may be one parent only."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(server.url)
+    ids = [found.experiment_id for found in client.search_experiments()]
+    found = client.search_runs(ids, f"tags.`raycap.run_id` = '{run_id}'")
+    parents = [run for run in found if "mlflow.parentRunId" not in run.data.tags]
+    assert len(parents) == 1
+    return parents[0], [run for run in found if run is not parents[0]]
+
+
+def check_history(server: MlflowServer, folder: RunFolder) -> None:
+    """Every metric of the tracker against the journal: each step once, none missing, each with its value."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(server.url)
+    _, children = runs_on(server, folder.run_id)
+    entries = [entry for entry in read_journal(folder.journal) if entry["kind"] in tracking.FIRST_KEY]
+    assert sorted(run.info.run_name for run in children) == sorted({entry["stage"] for entry in entries})
+    for run in children:
+        expected: dict[str, list[tuple[int, float]]] = {}
+        for entry in entries:
+            if entry["stage"] == run.info.run_name:
+                prefix = "validation_" if entry["kind"] == "validation" else ""
+                for key in entry.keys() - {"stage", "kind", "step", "time", "total"}:
+                    expected.setdefault(prefix + key, []).append((entry["step"], entry[key]))
+        assert "loss" in expected and "system/cpu_utilization_percentage" in expected
+        assert run.data.metrics.keys() == expected.keys()
+        for key, points in expected.items():
+            history = client.get_metric_history(run.info.run_id, key)
+            assert [(metric.step, metric.value) for metric in history] == points, f"{run.info.run_name} {key}"
+
+
+def complete(folder: RunFolder, tracker: Tracker) -> str | None:
+    """What a run does after its stages, with made up scores."""
+    scores = {"test_CIDEr-D": 0.5}
+    write_json(folder.path / "scores.json", {"splits": {"test": {"signature": "beam2"}}})
+    write_json(folder.path / "predictions" / "test.json", [])
+    (folder.path / "report.html").write_text("<p>report</p>")
+    registered = tracker.finish(scores, bundle_run(folder, scores=scores))
+    write_json(folder.path / "COMPLETE.json", {"scores": scores, "table": "", "tracked": registered is not None})
+    return registered
+
+
+def test_stopped_in_the_middle_everything_is_there_once(
+    server: MlflowServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, store = prepared(tmp_path, tracking={"enabled": True, "uri": server.url})
+    config, said = folder.config.model_copy(update={"tracking": _tracking(server)}), []
+    tracker = Tracker(folder, config, said.append, every_s=0.1)
+
+    def kill(stage: StageRun) -> None:
+        wait_for(lambda: sent_steps(folder, "xe_finetune/train") >= 2, "nothing was sent")
+        server.kill()
+
+    at_step(monkeypatch, {("xe_finetune", 3): kill, ("scst_frozen", 1): lambda stage: wait_for(lambda: said, "silent")})
+    tracker.start()
+    train_stages(LocalContext("cpu"), StageJob(folder.path, NAMES, store))
+    assert complete(folder, tracker) is None
+    assert len(said) == 1 and f"`raycap sync {folder.path}` sends it" in said[0], said
+    assert main(["sync", str(folder.path)]) == 1, "still down"
+
+    server.start()
+    assert main(["sync", str(folder.path)]) == 0
+    assert "FINISHED, model demo/" in capsys.readouterr().out
+    check_history(server, folder)
+    parent, children = runs_on(server, folder.run_id)
+    assert {run.info.status for run in [parent, *children]} == {"FINISHED"}
+    assert parent.data.tags["raycap.signature"] == "beam2"
+    assert parent.data.tags["raycap.data_fingerprint"] == folder.facts["data_fingerprint"]
+    assert parent.data.params["model.d_model"] == "16" and "tracking.uri" not in parent.data.params
+    signed = {run.info.run_name for run in children if "raycap.signature" in run.data.tags}
+    assert signed == {"scst_frozen", "scst_finetune"}
+
+    from mlflow import MlflowClient
+
+    files = {item.path for item in MlflowClient(server.url).list_artifacts(parent.info.run_id)}
+    assert {"config.yaml", "report.html", "scores.json", "plots", "predictions"} <= files
+    plots = {item.path for item in MlflowClient(server.url).list_artifacts(parent.info.run_id, "plots")}
+    assert {"plots/train_loss.png", "plots/validation_CIDEr-D.png"} <= plots
+    assert main(["sync", str(tmp_path)]) == 0, "a storage's runs; nothing is sent again"
+    check_history(server, folder)
+
+
+def _tracking(server: MlflowServer) -> Any:
+    from pipeline.config import TrackingSection
+
+    return TrackingSection(uri=server.url)
+
+
+def test_training_that_fails_while_the_tracker_is_down_is_failed_afterwards(
+    server: MlflowServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, store = prepared(tmp_path, seed=1)
+    config = folder.config.model_copy(update={"tracking": _tracking(server)})
+    tracker = Tracker(folder, config, lambda text: None, every_s=0.1)
+
+    def fail(stage: StageRun) -> None:
+        raise Killed
+
+    at_step(monkeypatch, {("xe_finetune", 0): lambda stage: server.kill(), ("xe_finetune", 3): fail})
+    tracker.start()
+    with pytest.raises(Killed):
+        train_stages(LocalContext("cpu"), StageJob(folder.path, NAMES, store))
+    assert not tracker.close("FAILED")
+    server.start()
+    assert main(["sync", str(folder.path), "--set", "tracking.enabled=true"]) == 0
+    check_history(server, folder)
+    parent, children = runs_on(server, folder.run_id)
+    statuses = {run.info.run_name: run.info.status for run in [parent, *children]}
+    assert statuses == {folder.run_id: "FAILED", "xe_frozen": "FINISHED", "xe_finetune": "FAILED"}
+
+
+def test_an_answer_that_got_lost_is_not_sent_twice(
+    server: MlflowServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request arrives, its answer does not; the driver dies, and the resumed stage repeats the steps later."""
+    import mlflow
+
+    folder, _ = prepared(tmp_path, seed=2)
+    config = folder.config.model_copy(update={"tracking": _tracking(server)})
+    journal = Journal(folder.journal, "xe_frozen", 0)
+    for step in (1, 2):
+        journal.write("train", step, {"loss": 1.0 / step, "total": 4})
+    original = mlflow.MlflowClient.log_batch
+
+    def lost(self: Any, *values: Any, **named: Any) -> None:
+        original(self, *values, **named)
+        if named.get("metrics"):
+            raise TimeoutError("no answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mlflow.MlflowClient, "log_batch", lost)
+        assert not Tracker(folder, config, lambda text: None).close(None)
+    assert sent_steps(folder, "xe_frozen/train") == -1
+    journal = Journal(folder.journal, "xe_frozen", 1)  # from the checkpoint after step 1
+    for step in (2, 3):
+        journal.write("train", step, {"loss": 1.0 / step, "total": 4})
+    assert Tracker(folder, config, lambda text: None).close("KILLED")
+    _, (child,) = runs_on(server, folder.run_id)
+    history = mlflow.MlflowClient(server.url).get_metric_history(child.info.run_id, "loss")
+    assert [(metric.step, metric.value) for metric in history] == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+
+
+def test_a_tracker_that_never_answers_is_left_after_its_deadline(tmp_path: Path) -> None:
+    """No server: its port accepts and is silent. One call's deadline, not one for each call."""
+    folder, _ = prepared(tmp_path, seed=3)
+    server, said = MlflowServer(tmp_path / "mlflow"), []
+    config = folder.config.model_copy(update={"tracking": _tracking(server)})
+    Journal(folder.journal, "xe_frozen", 0).write("train", 1, {"loss": 1.0})
+    tracker = Tracker(folder, config, said.append, every_s=0.1)
+    with server.silent():
+        tracker.start()
+        wait_for(lambda: said, "the tracker never gave up")
+        assert not tracker.close("FAILED")
+    assert "timed out" in said[0].lower() and "raycap sync" in said[0], said
+    assert json.loads((folder.path / tracking.TRACKED).read_text())[server.url]["ending"] == "FAILED"
+
+
+def test_answers_that_are_slow_in_all_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(tracking.time, "monotonic", lambda: clock[0])
+
+    class Slow:
+        calls = 0
+
+        def log_batch(self) -> None:
+            self.calls += 1
+            clock[0] += 9.0
+
+    slow = Slow()
+    client = tracking.PatientClient(slow)
+    with pytest.raises(TimeoutError, match="32 s longer"):
+        for _ in range(100):
+            client.log_batch()
+    assert slow.calls == 4
