@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from jobs.cli_cluster import PASSES_ON, submit
 from pipeline.errors import UserError
 
 app = typer.Typer(
@@ -216,6 +217,8 @@ def import_(
         backbone=backbone,
     )
 
+
+app.command(context_settings=PASSES_ON)(submit)
 
 bench = typer.Typer(help="The benchmarks behind BENCHMARKS.md.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench, name="bench")

@@ -8,11 +8,8 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import platform
-import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
@@ -20,6 +17,7 @@ from models.backbone import Backbone
 from models.base import CaptionModel
 from models.config import ModelSizes
 from models.registry import build_model
+from pipeline.commit import commit
 from pipeline.config import RunConfig, dump_config
 from pipeline.dataset import Dataset, build_vocabulary, longest_caption
 from pipeline.errors import UserError
@@ -81,7 +79,7 @@ def prepare(
             "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "data_fingerprint": fingerprint,
             "code": code_digest(),
-            "commit": _commit(),
+            "commit": commit(),
             "versions": {name: _version(name) for name in PACKAGES} | {"python": platform.python_version()},
             "splits": {name: len(dataset.split(name)) for name in dict.fromkeys(dataset.column("split"))},
             "unreadable": troubles,
@@ -134,15 +132,6 @@ def _initial_model(config: RunConfig, backbone: Backbone, vocabulary: Vocabulary
 
 def _count(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _commit() -> str:
-    git = shutil.which("git")
-    here = Path(__file__).resolve().parent.parent
-    if git is None or not (here / ".git").exists():
-        return "unknown"
-    command = [git, "-C", str(here), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
 
 
 def _version(name: str) -> str:
