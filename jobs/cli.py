@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from jobs.cli_cluster import PASSES_ON, submit
+from jobs.cli_cluster import PASSES_ON, doctor, submit
 from pipeline.errors import UserError
 
 app = typer.Typer(
@@ -219,6 +219,7 @@ def import_(
 
 
 app.command(context_settings=PASSES_ON)(submit)
+app.command()(doctor)
 
 bench = typer.Typer(help="The benchmarks behind BENCHMARKS.md.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench, name="bench")

@@ -57,3 +57,20 @@ def submit(
         with_dependencies=with_dependencies,
         detach=detach,
     )
+
+
+def doctor(
+    config: Annotated[Path | None, typer.Argument(help="A YAML file that is to run here.", metavar="[CONFIG]")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="a.b=value", help="Override a key.")] = None,
+    address: Annotated[str | None, typer.Option(help="A cluster's dashboard, for example http://head:8265.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="JSON in place of lines.")] = False,
+) -> int:
+    """Says what this machine or a cluster can and cannot do, with the remedy. Exit code 1 when CONFIG cannot run.
+
+    `raycap submit doctor CONFIG --address URL` runs it on the cluster itself.
+
+    Example: raycap doctor configs/demo.yaml
+    """
+    from jobs.doctor import doctor as examine
+
+    return examine(config, set_ or (), address, as_lines=not json)

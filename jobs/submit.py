@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jobs.jobs_api import OVER, JobsServer, UnreachableError
 from pipeline.config import RunConfig, load_config
 from pipeline.errors import UserError
+from pipeline.jobs_api import OVER, JobsServer, UnreachableError
 from pipeline.packing import pack
 from pipeline.submission import (
     Submission,
@@ -150,7 +150,7 @@ def _say_versions(server: JobsServer, say: Say) -> None:
     say(f"cluster   {server.address}, Ray {there}")
     if here != there:
         say(f"warning   this machine has Ray {here}; the job uses the cluster's, which may not fit this code")
-    if server.token and server.is_open:
+    if server.token_sent and server.is_open:
         say("warning   the token goes over http, where it can be read on the way; use https or a tunnel")
 
 

@@ -20,7 +20,7 @@ import yaml
 from aiohttp import web
 
 from jobs.cli import main
-from jobs.jobs_api import JobsServer, UnreachableError
+from pipeline.jobs_api import JobsServer, UnreachableError
 from jobs.submit import follow
 from pipeline.commit import commit
 from pipeline.errors import UserError

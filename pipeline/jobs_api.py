@@ -50,12 +50,19 @@ class JobsServer:
             and not parts.hostname.startswith("127.")
         )
         self.token, self.token_from = find_token()
+        self.token_sent = False  # only to a server that asks for one
 
     def version(self) -> dict[str, Any]:
         """Ray's version on the head, among others. UserError without a token that it takes."""
         found: dict[str, Any] = self._request("GET", "/api/version")
         if "ray_version" not in found:
             raise UserError(f"{self.address} answers, but is not a Ray dashboard; give the head's dashboard address")
+        return found
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """The cluster's nodes, each with state and resources_total."""
+        answer = self._request("GET", "/api/v0/nodes?detail=1&limit=1000")
+        found: list[dict[str, Any]] = answer.get("data", {}).get("result", {}).get("result", [])
         return found
 
     def send(self, package: Package) -> bool:
@@ -127,7 +134,7 @@ class JobsServer:
 
     @property
     def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        return {"Authorization": f"Bearer {self.token}"} if self.token_sent else {}
 
     def _request(self, method: str, path: str, body: bytes | None = None, deadline_s: float = REQUEST_S) -> Any:
         """The answer's JSON, or {}. FileNotFoundError for 404, UserError for refusals, else UnreachableError."""
@@ -137,6 +144,9 @@ class JobsServer:
             with urllib.request.urlopen(request, timeout=deadline_s) as response:
                 data = response.read()
         except urllib.error.HTTPError as error:
+            if error.code == 401 and self.token and not self.token_sent:
+                self.token_sent = True
+                return self._request(method, path, body, deadline_s)
             raise self._refusal(error.code, error.read().decode("utf-8", "replace")) from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error) or type(error).__name__
