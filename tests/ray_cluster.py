@@ -55,6 +55,7 @@ class Cluster:
         left_out = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE", "PYTHONPATH")
         environment = {name: value for name, value in os.environ.items() if name not in left_out}
         environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+        environment["RAY_agent_register_timeout_ms"] = "300000"  # on a busy machine Ray's 30 s end a node
         environment["RAY_AUTH_MODE"] = "token" if self.token else "disabled"
         if self.token:
             environment["RAY_AUTH_TOKEN"] = self.token
