@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from jobs.cli_cluster import PASSES_ON, doctor, submit
 from pipeline.errors import UserError
 
 app = typer.Typer(
@@ -284,6 +285,10 @@ def sync(
     from jobs.sync import sync as send_missing
 
     return send_missing(target, set_ or ())
+
+
+app.command(context_settings=PASSES_ON)(submit)
+app.command()(doctor)
 
 
 bench = typer.Typer(help="The benchmarks behind BENCHMARKS.md.", no_args_is_help=True, rich_markup_mode=None)

@@ -429,3 +429,17 @@ def spice(
         categories[ours] = sum(found) / len(found) if found else None
     values = [scores["All"]["f"] for scores in images]
     return Score(sum(values) / len(values), values), categories
+
+
+def java_version() -> str:
+    """The first line of `java -version`. Raises JavaError where java is not there or does not start."""
+    java = shutil.which("java")
+    if java is None:
+        raise JavaError("java not found on the PATH; install a Java runtime (version 8 or later)")
+    try:
+        done = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise JavaError(f"{java} does not start: {error}") from error
+    if done.returncode:
+        raise JavaError(f"{java} -version ends with exit code {done.returncode}")
+    return (done.stderr or done.stdout).strip().splitlines()[0] if (done.stderr or done.stdout).strip() else "java"

@@ -8,8 +8,6 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import platform
-import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +19,7 @@ from models.base import CaptionModel
 from models.config import ModelSizes
 from models.registry import build_model
 from models.words import fill_word_vectors
+from pipeline.commit import commit
 from pipeline.config import RunConfig, dump_config
 from pipeline.dataset import Dataset, build_vocabulary, longest_caption
 from pipeline.errors import UserError
@@ -91,7 +90,7 @@ def prepare(
             "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "data_fingerprint": fingerprint,
             "code": code_digest(),
-            "commit": _commit(),
+            "commit": commit(),
             "versions": {name: _version(name) for name in PACKAGES} | {"python": platform.python_version()},
             "splits": {name: len(dataset.split(name)) for name in dict.fromkeys(dataset.column("split"))},
             "unreadable": troubles,
@@ -153,15 +152,6 @@ def _initial_model(
 
 def _count(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _commit() -> str:
-    git = shutil.which("git")
-    here = Path(__file__).resolve().parent.parent
-    if git is None or not (here / ".git").exists():
-        return "unknown"
-    command = [git, "-C", str(here), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
 
 
 def _version(name: str) -> str:

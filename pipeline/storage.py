@@ -353,3 +353,55 @@ def _retried(uri: str, call: Callable[[], T]) -> T:
             raise StorageError(f"{uri}: storage failed{tries}: {' '.join(str(failure).split())}") from failure
         time.sleep(random.uniform(0, min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**attempt)))
     raise AssertionError("unreachable")
+
+
+def try_rights(folder: Place) -> None:
+    """Writes a small file only if it is not there, is refused a second time, reads, lists and removes it.
+
+    Raises StorageError with what cannot be done. A storage that takes the second write keeps no promise to two
+    writers at once, which is what leases rest on.
+    """
+    probe = folder / f".raycap-probe-{uuid.uuid4().hex}"
+    text, is_new = probe.name.encode(), not folder.is_remote and not folder.path.exists()
+    try:
+        if not _put_new(probe, text):
+            raise StorageError(f"{folder}: a file with a new name is said to be there already")
+        try:
+            if _put_new(probe, b"second"):
+                raise StorageError(f"{folder}: conditional writes are ignored; a second write replaced the first")
+            if probe.read_bytes() != text:
+                raise StorageError(f"{folder}: what was written is not what is read")
+            if probe.name not in folder.list():
+                raise StorageError(f"{folder}: a file that was written is not listed")
+        finally:
+            probe.delete()
+            if is_new:
+                folder.path.rmdir()
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{folder}: {error.strerror or error}") from error
+
+
+def _put_new(where: Place, data: bytes) -> bool:
+    """False when a file of this name is there; one attempt, because a repeated one would find its own."""
+    if not where.is_remote:
+        where.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with where.path.open("xb") as file:
+                file.write(data)
+        except FileExistsError:
+            return False
+        return True
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    bucket, key = split_uri(where.uri)
+    try:
+        where._client.put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
+    except ClientError as error:
+        if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") in (409, 412):
+            return False
+        raise StorageError(f"{where}: {' '.join(str(error).split())}") from error
+    except BotoCoreError as error:
+        raise StorageError(f"{where}: {' '.join(str(error).split())}") from error
+    return True

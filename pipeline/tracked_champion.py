@@ -6,7 +6,6 @@ last decision's run lacks, so that a call after an outage tells what the outage 
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any
 from pipeline.champion import Ledger, State
 from pipeline.config import RunConfig
 from pipeline.run_folder import RunFolder, read_json, write_json
-from pipeline.tracking import Tracker, experiment_of, public_uri, tracking_client
+from pipeline.tracker import Tracker
+from pipeline.tracking import experiment_of, public_uri, tracking_client, without_secrets
 
 DECISION_TAG = "raycap.decision"
 
@@ -35,8 +35,7 @@ def follow(config: RunConfig, ledger: Ledger, state: State, say: Callable[[str],
         if state.decision is not None:
             _log_decision(client, experiment, ledger, state)
     except Exception as error:  # whatever the tracker does, the champion is decided
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        reason = re.sub(r"(?<=://)[^/@\s]*@", "", reason)  # MLflow names the address, with its password
+        reason = without_secrets(str(error)).splitlines()[0] if str(error) else type(error).__name__
         say(f"tracker   {public_uri(config)} does not follow now ({reason}); the next call tells it again")
         return False
     return True

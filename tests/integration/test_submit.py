@@ -1,0 +1,346 @@
+"""`raycap submit` against a jobs server: a stub that misbehaves on purpose, and a Ray cluster of this test's own."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from aiohttp import web
+
+from jobs.cli import main
+from jobs.submit import follow
+from pipeline.commit import commit
+from pipeline.errors import UserError
+from pipeline.jobs_api import JobsServer, UnreachableError
+from pipeline.packing import pack
+from tests.conftest import ROOT, small_config
+from tests.ray_cluster import Cluster, free_port, ray_cluster
+
+TOKEN = "sesame-0123456789abcdef"
+LINES = [f"line {number}\n" for number in range(40)]
+
+
+class Stub:
+    """A jobs server with one job: its log is cut in the middle of each of the first connections."""
+
+    def __init__(self) -> None:
+        self.status, self.exit_code, self.cuts = "RUNNING", 0, 2
+        self.pending = 1  # answers before the job is running
+        self.requests: list[str] = []
+        self.submitted: list[dict[str, Any]] = []
+        self.fail_first_submit = self.endless = False
+        self.address = ""
+
+    def application(self) -> web.Application:
+        app = web.Application(client_max_size=2**20)
+        app.router.add_get("/api/jobs/{id}/logs/tail", self.tail)
+        app.router.add_get("/api/jobs/{id}/logs", self.logs)
+        app.router.add_post("/api/jobs/{id}/stop", self.stop)
+        app.router.add_get("/api/jobs/{id}", self.job)
+        app.router.add_post("/api/jobs/", self.submit)
+        app.router.add_get("/api/version", self.version)
+        app.router.add_get("/api/packages/gcs/{name}", self.package)
+        app.router.add_put("/api/packages/gcs/{name}", self.package)
+        return app
+
+    async def version(self, _: web.Request) -> web.Response:
+        return web.json_response({"ray_version": importlib.metadata.version("ray")})
+
+    async def package(self, request: web.Request) -> web.Response:
+        self.requests.append(f"{request.method} package")
+        return web.Response(status=404 if request.method == "GET" else 200)
+
+    async def submit(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.submitted.append(body)
+        if self.fail_first_submit and len(self.submitted) == 1:
+            request.transport.close()  # type: ignore[union-attr]  # the job was started, its answer is lost
+        return web.json_response({"submission_id": body["submission_id"]})
+
+    async def job(self, request: web.Request) -> web.Response:
+        if request.match_info["id"] == "absent":
+            return web.Response(status=404, text="Job absent does not exist")
+        if self.pending > 0:
+            self.pending -= 1
+            return web.json_response({"status": "PENDING", "message": "waiting for a node"})
+        body = {
+            "status": self.status,
+            "driver_exit_code": self.exit_code,
+            "message": "why it failed",
+            "entrypoint": "x",
+        }
+        return web.json_response(body)
+
+    async def logs(self, _: web.Request) -> web.Response:
+        return web.json_response({"logs": "".join(LINES)})
+
+    async def stop(self, _: web.Request) -> web.Response:
+        self.status = "STOPPED"
+        return web.json_response({"stopped": True})
+
+    async def tail(self, request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        for start in range(0, len(LINES), 4):
+            await socket.send_str("".join(LINES[start : start + 4]))
+            if self.cuts and start == 16:
+                self.cuts -= 1
+                request.transport.abort()  # type: ignore[union-attr]
+                return socket
+        if self.status == "RUNNING" and not self.endless:
+            self.status = "SUCCEEDED" if self.exit_code == 0 else "FAILED"
+        await socket.close()
+        return socket
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    server, started, loop = Stub(), threading.Event(), asyncio.new_event_loop()
+
+    async def start() -> None:
+        runner = web.AppRunner(server.application())
+        await runner.setup()
+        port = free_port()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        server.address = f"http://127.0.0.1:{port}"
+        started.set()
+
+    def serve() -> None:
+        loop.create_task(start())
+        loop.run_forever()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    assert started.wait(20)
+    monkeypatch.setattr("jobs.submit.POLL_S", 0.05)
+    yield server
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+
+
+def followed(stub: Stub, said: list[str]) -> tuple[int, str]:
+    written: list[str] = []
+    code = follow(JobsServer(stub.address), "job-1", said.append, written.append)
+    return code, "".join(written)
+
+
+@pytest.mark.parametrize(("exit_code", "expected"), [(0, 0), (2, 2), (17, 17), (-9, 137)])
+def test_a_log_cut_twice_is_printed_once_and_the_exit_code_is_the_jobs(
+    stub: Stub, exit_code: int, expected: int
+) -> None:
+    stub.exit_code, said = exit_code, list[str]()
+    code, text = followed(stub, said)
+    assert text == "".join(LINES), "every line once, in order"
+    assert code == expected and stub.cuts == 0
+    assert sum("trying again" in line for line in said) == 2 and any("waiting for a node" in line for line in said)
+
+
+def test_a_stopped_job_and_one_that_never_started_are_failures(stub: Stub) -> None:
+    stub.cuts, stub.status = 0, "STOPPED"
+    assert followed(stub, [])[0] == 1
+    said: list[str] = []
+    stub.status, stub.exit_code = "FAILED", None  # type: ignore[assignment]
+    assert followed(stub, said)[0] == 1 and "why it failed" in said[-1]
+
+
+def test_a_cluster_out_of_reach_for_too_long_is_given_up(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.submit.LOST_S", 0.2)
+    server = JobsServer(stub.address)
+    server.address = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(UnreachableError, match="submit logs job-1 --address .* --follow"):
+        follow(server, "job-1", lambda _: None, lambda _: None)
+
+
+def test_a_submission_whose_answer_is_lost_starts_one_job(
+    stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub.fail_first_submit, stub.cuts = True, 0
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(small_config("/shared/results")))
+    words = ["submit", "run", str(config), "--address", stub.address, "--set", "seed=5", "--env", "NCCL_DEBUG=INFO"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert {body["submission_id"] for body in stub.submitted} == {stub.submitted[0]["submission_id"]}
+    assert stub.submitted[0]["entrypoint"] == "exec python -m jobs run submitted/run.yaml --set seed=5"
+    assert stub.submitted[0]["runtime_env"]["env_vars"] == {"NCCL_DEBUG": "INFO"}
+    assert "line 39" in out and "packed; the largest: " in out and "succeeded" in out
+
+
+def test_nothing_is_sent_above_the_limit(
+    stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def small(files: dict[str, Path | bytes], target: Path) -> Any:
+        return pack(files, target, limit=10_000)
+
+    monkeypatch.setattr("jobs.submit.pack", small)
+    words = [
+        "submit",
+        "run",
+        str(ROOT / "configs" / "demo.yaml"),
+        "--set",
+        "storage=s3://b/p",
+        "--address",
+        stub.address,
+    ]
+    assert main(words) == 2
+    assert "more than the 10 KiB" in capsys.readouterr().err and not stub.requests and not stub.submitted
+
+
+@pytest.mark.parametrize(("answer", "tty", "expected"), [("y", True, 0), ("n", True, 130), ("", False, 130)])
+def test_ctrl_c_asks_and_without_a_terminal_leaves_the_job(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, answer: str, tty: bool, expected: int
+) -> None:
+    stub.cuts, stub.endless, said = 0, True, list[str]()
+    monkeypatch.setattr("sys.stdin", type("Stdin", (), {"isatty": staticmethod(lambda: tty)})())
+    monkeypatch.setattr("builtins.input", lambda _: answer)
+
+    def interrupt(_: str) -> None:
+        raise KeyboardInterrupt
+
+    assert follow(JobsServer(stub.address), "job-1", said.append, interrupt) == expected
+    assert (stub.status == "STOPPED") == (expected == 0)
+    if expected:
+        assert any("goes on" in line for line in said) and any("submit stop job-1" in line for line in said)
+
+
+def test_an_unknown_job_is_one_sentence(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    for word in ("status", "logs", "stop"):
+        assert main(["submit", word, "absent", "--address", stub.address]) == 2
+        assert "knows no job absent" in capsys.readouterr().err
+
+
+def test_a_token_comes_from_where_ray_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def found() -> tuple[str | None, str]:
+        server = JobsServer("http://127.0.0.1:8265")
+        return server.token, server.token_from
+
+    assert found()[0] is None
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("home\n")
+    assert found()[0] == "home"
+    (tmp_path / "named").write_text("named\n")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "named"))
+    assert found()[0] == "named"
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "direct")
+    assert found() == ("direct", "RAY_AUTH_TOKEN")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert found()[0] is None
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "absent"))
+    with pytest.raises(UserError, match="RAY_AUTH_TOKEN_PATH"):
+        found()
+
+
+def raycap(cluster: Cluster, *words: str, token: str | None = None) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own, without a terminal."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_A")}
+    environment |= {"RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"}
+    command = [sys.executable, "-m", "jobs", "submit", *words, "--address", cluster.dashboard]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=570)
+
+
+@pytest.mark.ray
+def test_a_job_on_a_cluster_with_a_token(tmp_path: Path) -> None:
+    """Without one and with a wrong one: a sentence each, exit 2. With it: the job's log and its exit code, 0 or 1."""
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(small_config(tmp_path / "storage")))
+    with ray_cluster(TOKEN) as cluster:
+        for token, named in (
+            (None, "asks for a token"),
+            ("another-0123456789", "refuses the token from RAY_AUTH_TOKEN"),
+        ):
+            refused = raycap(cluster, "check", str(config), token=token)
+            assert refused.returncode == 2 and named in refused.stderr, refused.stderr
+            assert len(refused.stderr.strip().splitlines()) == 1 and "another-" not in refused.stderr
+        done = raycap(cluster, "check", str(config), token=TOKEN)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "fit to train on" in done.stdout and "succeeded" in done.stdout and TOKEN not in done.stdout
+        job_id = next(line.split()[1].rstrip(":") for line in done.stdout.splitlines() if line.startswith("job "))
+        assert "SUCCEEDED" in raycap(cluster, "status", job_id, token=TOKEN).stdout
+        failed = raycap(cluster, "check", str(config), "--secret", "RAYCAP_NOT_THERE", token=TOKEN)
+        assert failed.returncode not in (0, 1) and "RAYCAP_NOT_THERE" in failed.stdout
+        assert "the cluster has it already" in failed.stdout
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], deadline_s: float = 300.0) -> None:
+    until = time.monotonic() + deadline_s
+    while not condition():
+        assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
+        time.sleep(0.2)
+
+
+@pytest.mark.proof
+@pytest.mark.ray
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_a_node_killed_in_the_middle_of_training_does_not_end_the_job(tmp_path: Path, token: str | None) -> None:
+    """Two nodes with a worker each, the second killed with kill -9; another one joins, and the job ends well."""
+    stages = small_config(tmp_path)["stages"][:1]
+    stages[0] |= {"epochs": 60, "validate_every_epochs": 30, "checkpoint_every_steps": 5}
+    settings = {"stages": stages, "workers__num_workers": 2, "workers__trial_steps": False}
+    config = tmp_path / "run.yaml"
+    storage = tmp_path / "storage"
+    config.write_text(yaml.safe_dump(small_config(storage, **settings)))
+    with ray_cluster(token) as cluster:
+        node = cluster.add_node()
+        environment = os.environ | ({"RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"})
+        command = [sys.executable, "-u", "-m", "jobs", "submit", "run", str(config), "--address", cluster.dashboard]
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            wait_for(lambda: bool(list(storage.glob("runs/*/stages/xe_frozen/step-*"))), process)
+            assert not list(storage.glob("runs/*/COMPLETE.json"))
+            assert cluster.kill(node) > 1
+            cluster.add_node()
+            output, _ = process.communicate(timeout=500)
+        finally:
+            process.kill()
+        assert process.returncode == 0, output
+        assert "xe_frozen  continues from step" in output and "succeeded" in output
+        (run,) = storage.glob("runs/*")
+        assert json.loads((run / "run.json").read_text())["commit"] == commit(), "the packed code ran"
+
+
+@pytest.mark.proof
+@pytest.mark.ray
+def test_following_is_left_and_taken_up_and_a_job_is_stopped(tmp_path: Path) -> None:
+    """Ctrl-C without a terminal leaves the job; logs --follow takes it up; stop ends it; the same command continues."""
+    stages = small_config(tmp_path)["stages"][:1]
+    stages[0] |= {"epochs": 500, "validate_every_epochs": 250, "checkpoint_every_steps": 5}
+    storage, config = tmp_path / "storage", tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(small_config(storage, stages=stages, workers__trial_steps=False)))
+    with ray_cluster(cpus=2) as cluster:
+        environment = os.environ | {"RAY_AUTH_MODE": "disabled"}
+        command = [sys.executable, "-u", "-m", "jobs", "submit", "run", str(config), "--address", cluster.dashboard]
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        wait_for(lambda: bool(list(storage.glob("runs/*/stages/xe_frozen/step-*"))), process)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 130 and "goes on" in output
+        job_id = next(line.split()[1].rstrip(":") for line in output.splitlines() if line.startswith("job "))
+        assert "RUNNING" in raycap(cluster, "status", job_id).stdout
+        assert "xe_frozen" in raycap(cluster, "logs", job_id).stdout
+        stopped = raycap(cluster, "stop", job_id)
+        assert stopped.returncode == 0 and "STOPPED" in stopped.stdout, stopped.stdout + stopped.stderr
+        assert raycap(cluster, "status", job_id).returncode == 1

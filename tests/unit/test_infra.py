@@ -1,0 +1,331 @@
+"""The files of infra/: valid by their own schemas, pinned, without secrets, and their commands are ours."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from tests.conftest import ROOT
+
+INFRA = ROOT / "infra"
+KUBERNETES = sorted((INFRA / "kubernetes").glob("*.yaml"))
+KUBERNETES_VERSION = "1.33"
+DEFINITIONS = {"RayCluster": "rayclusters", "RayJob": "rayjobs", "RayCronJob": "raycronjobs"}
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return [document for document in yaml.safe_load_all(path.read_text()) if document]
+
+
+def manifests() -> list[Any]:
+    return [
+        pytest.param(document, id=f"{path.name}-{document['kind']}-{number}")
+        for path in KUBERNETES
+        for number, document in enumerate(documents(path))
+    ]
+
+
+def strict(schema: Any) -> Any:
+    """The schema with fields that it does not know refused, as the API server warns of them."""
+    if isinstance(schema, list):
+        return [strict(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: strict(value) for key, value in schema.items()}
+    is_open = "additionalProperties" in schema or schema.get("x-kubernetes-preserve-unknown-fields")
+    if isinstance(schema.get("properties"), dict) and "type" in schema and not is_open:
+        closed["additionalProperties"] = False
+    if schema.get("x-kubernetes-int-or-string"):
+        closed.pop("type", None)
+    return closed
+
+
+@lru_cache
+def definition(folder: Path, plural: str) -> Any:
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    text = (folder / f"ray.io_{plural}.yaml").read_text()
+    (found,) = [document for document in yaml.load_all(text, loader) if document]
+    (version,) = [version for version in found["spec"]["versions"] if version["name"] == "v1"]
+    schema = strict(version["schema"]["openAPIV3Schema"])
+    schema["properties"]["metadata"] = {"type": "object"}
+    return schema
+
+
+@pytest.mark.parametrize("document", manifests())
+def test_manifests_are_valid(document: dict[str, Any], request: pytest.FixtureRequest) -> None:
+    if document["kind"] not in DEFINITIONS:
+        kubernetes_validate = pytest.importorskip("kubernetes_validate")
+        kubernetes_validate.validate(document, KUBERNETES_VERSION, strict=True)
+        return
+    folder = request.getfixturevalue("shared") / "schemas"
+    if not folder.is_dir():
+        pytest.skip(f"no KubeRay definitions at {folder}")
+    jsonschema.validate(document, definition(folder, DEFINITIONS[document["kind"]]))
+
+
+def test_the_validation_can_fail(shared: Path) -> None:
+    import copy
+
+    (good,) = documents(INFRA / "kubernetes" / "rayjob.yaml")
+    schema = definition(shared / "schemas", "rayjobs")
+    head = "spec/rayClusterSpec/headGroupSpec/template/spec/containers/0"
+    for path, value in (("spec/backofLimit", 2), (f"{head}/imagee", "x"), ("spec/activeDeadlineSeconds", "soon")):
+        bad = copy.deepcopy(good)
+        node: Any = bad
+        *parents, last = path.split("/")
+        for part in parents:
+            node = node[int(part)] if part.isdigit() else node[part]
+        node[last] = value
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(bad, schema)
+
+
+def test_the_launcher_file_is_valid_by_rays_schema() -> None:
+    import ray
+
+    schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
+    config = yaml.safe_load((INFRA / "ray-cluster-aws.yaml").read_text())
+    jsonschema.validate(config, schema)
+    kinds = config["available_node_types"]
+    assert config["head_node_type"] in kinds
+    spot = {name for name, kind in kinds.items() if "InstanceMarketOptions" in kind["node_config"]}
+    assert spot and config["head_node_type"] not in spot
+    assert all("RAY_AUTH_MODE=token" in command for command in ray_starts(config))
+
+
+def ray_starts(config: dict[str, Any]) -> list[str]:
+    commands = config["head_start_ray_commands"] + config["worker_start_ray_commands"]
+    found = [command for command in commands if "ray start" in command]
+    assert len(found) == 2
+    return found
+
+
+def test_rays_options_are_rays() -> None:
+    """Options of `ray start` in the launcher file and in rayStartParams, against Ray's own command."""
+    from ray.scripts.scripts import start
+
+    known = {option for parameter in start.params for option in parameter.opts}
+    config = yaml.safe_load((INFRA / "ray-cluster-aws.yaml").read_text())
+    used = {word.split("=")[0] for command in ray_starts(config) for word in command.split() if word.startswith("--")}
+    for document in ray_manifests():
+        for group in groups(document):
+            used |= {f"--{name}" for name in group["rayStartParams"]}
+    assert used <= known, used - known
+
+
+def ray_manifests() -> Iterator[dict[str, Any]]:
+    for path in KUBERNETES:
+        yield from (document for document in documents(path) if document["kind"] in DEFINITIONS)
+
+
+def cluster_spec(document: dict[str, Any]) -> dict[str, Any]:
+    spec = document["spec"]
+    spec = spec.get("jobTemplate", spec)
+    found: dict[str, Any] = spec.get("rayClusterSpec", spec)
+    return found
+
+
+def groups(document: dict[str, Any]) -> list[dict[str, Any]]:
+    spec = cluster_spec(document)
+    return [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+
+
+def test_the_three_ray_manifests_describe_one_cluster_of_rays_version() -> None:
+    import importlib.metadata
+
+    first, *others = [cluster_spec(document) for document in ray_manifests()]
+    assert len(others) == 2 and all(other == first for other in others)
+    assert first["rayVersion"] == importlib.metadata.version("ray") and first["authOptions"]["mode"] == "token"
+
+
+def test_jobs_end_and_clean_up() -> None:
+    jobs = [document["spec"].get("jobTemplate", document["spec"]) for document in ray_manifests()]
+    jobs = [job for job in jobs if "entrypoint" in job]
+    assert len(jobs) == 2
+    for job in jobs:
+        assert job["submissionMode"] == "K8sJobMode" and job["shutdownAfterJobFinishes"] is True
+        assert {"backoffLimit", "activeDeadlineSeconds", "ttlSecondsAfterFinished"} <= job.keys()
+    (cron,) = documents(INFRA / "kubernetes" / "cronjob.yaml")
+    assert (
+        cron["spec"]["concurrencyPolicy"] == "Forbid" and cron["spec"]["jobTemplate"]["spec"]["activeDeadlineSeconds"]
+    )
+
+
+def pod_specs(node: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(node, dict):
+        if "containers" in node:
+            yield node
+        for value in node.values():
+            yield from pod_specs(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from pod_specs(value)
+
+
+@pytest.mark.parametrize("document", manifests())
+def test_pods_are_not_root_read_only_and_bounded(document: dict[str, Any]) -> None:
+    for pod in pod_specs(document):
+        assert pod["securityContext"]["runAsNonRoot"] is True and pod["securityContext"]["runAsUser"]
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        for container in pod["containers"]:
+            context = container["securityContext"]
+            assert context["readOnlyRootFilesystem"] is True and context["allowPrivilegeEscalation"] is False
+            assert (
+                context["capabilities"] == {"drop": ["ALL"]} and context["seccompProfile"]["type"] == "RuntimeDefault"
+            )
+            assert {"cpu", "memory"} <= container["resources"]["requests"].keys() & container["resources"][
+                "limits"
+            ].keys()
+            assert ":" in container["image"] and not container["image"].endswith(":latest")
+            mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+            assert "emptyDir" in volumes[mounts["/tmp"]]
+            for variable in container.get("env", ()):
+                assert "secretKeyRef" in variable["valueFrom"] and "value" not in variable
+
+
+def test_pods_are_chosen_by_the_network_policies() -> None:
+    policies = [found for path in KUBERNETES for found in documents(path) if found["kind"] == "NetworkPolicy"]
+    assert any(policy["spec"]["podSelector"] == {} for policy in policies), "nothing by default"
+    chosen = [policy["spec"]["podSelector"].get("matchLabels") for policy in policies]
+    for document in ray_manifests():
+        for group in groups(document):
+            assert group["template"]["metadata"]["labels"] in chosen
+        job = document["spec"].get("jobTemplate", document["spec"])
+        if "submitterPodTemplate" in job:
+            assert job["submitterPodTemplate"]["metadata"]["labels"] in chosen
+    (cron,) = documents(INFRA / "kubernetes" / "cronjob.yaml")
+    assert cron["spec"]["jobTemplate"]["spec"]["template"]["metadata"]["labels"] in chosen
+
+
+def commands() -> list[list[str]]:
+    """Every raycap command in infra/, as words without `raycap`."""
+    found = []
+    for document in ray_manifests():
+        job = document["spec"].get("jobTemplate", document["spec"])
+        if "entrypoint" in job:
+            found.append(shlex.split(job["entrypoint"]))
+    for path in KUBERNETES:
+        for document in documents(path):
+            for pod in pod_specs(document):
+                found += [container["command"] for container in pod["containers"] if "command" in container]
+    texts = [INFRA / name for name in ("README.md", "Dockerfile", "ray-cluster-aws.yaml", "mlflow-compose.yaml")]
+    for path in texts:
+        text = re.sub(r"\\\n#?", " ", path.read_text())
+        for line in re.findall(r"^(?:#   |RUN |   )(raycap [a-z].*)$", text, re.MULTILINE):
+            found.append(shlex.split(line, comments=True))
+    assert all(words[0] == "raycap" for words in found) and len(found) >= 8
+    return [words[1:] for words in found]
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_commands_parse(words: list[str]) -> None:
+    from typer.main import get_command
+
+    from jobs.cli import app
+
+    root: Any = get_command(app)
+    name, rest = words[0], words[1:]
+    if name not in root.commands:
+        assert name == "retrain", f"raycap has no command {name}"
+        pytest.skip("raycap retrain is not there yet")
+    context = root.commands[name].make_context(name, list(rest))
+    if name == "submit" and context.params["command"] not in ("status", "logs", "stop"):
+        inner = context.params["command"]
+        if inner not in root.commands:
+            assert inner == "retrain"
+            pytest.skip("raycap retrain is not there yet")
+        root.commands[inner].make_context(inner, [context.params["config"], *context.args])
+
+
+def locked() -> dict[str, str]:
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    return dict(line.split(" ")[0].split("==") for line in lines)  # type: ignore[misc]
+
+
+def test_the_dockerfile_is_pinned_and_copies_what_exists() -> None:
+    text = (INFRA / "Dockerfile").read_text()
+    stages: set[str] = set()
+    for image, name in re.findall(r"^FROM (\S+)(?: AS (\S+))?$", text, re.MULTILINE):
+        assert image == "${BASE}" or image in stages, f"{image} is not a stage of this file"
+        stages.add(name)
+    (base,) = re.findall(r"^ARG BASE=(\S+)$", text, re.MULTILINE)
+    assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", base), "a patch version and a named distribution"
+    assert "--constraint requirements.lock" in text and re.search(r"uv==\d+\.\d+\.\d+", text)
+    assert "{cpu}" not in text and all(f" {flavor}) " in text for flavor in ("cpu", "cuda"))
+    ignore = (INFRA / "Dockerfile.dockerignore").read_text().splitlines()
+    for sources in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE):
+        for source in sources.split():
+            assert (ROOT / source).exists(), source
+            assert f"!{source}" in ignore, f"{source} does not reach the builder"
+    last = text[text.rindex("\nFROM ") :]
+    assert "USER 1000:1000" in last and last.index("useradd") < last.index("USER ")
+    assert "openjdk" in text and "infra/spice.sh" in text and "RAYCAP_SPICE_MODELS=/opt/spice" in last
+
+
+def test_the_dockerfiles_choice_of_torch_says_what_is_missing(tmp_path: Path) -> None:
+    """Its shell, with a uv that only prints: cuda and cpu install, cpu without an index and other words end with 2."""
+    import subprocess
+
+    text = (INFRA / "Dockerfile").read_text()
+    (script,) = re.findall(r'^RUN (case "\$\{FLAVOR\}".*?esac)$', text, re.MULTILINE | re.DOTALL)
+    script = script.replace("\\\n", " ")
+    (tmp_path / "uv").write_text("#!/bin/sh\necho uv $*\n")
+    (tmp_path / "uv").chmod(0o755)
+
+    def ran(**variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "TORCH_INDEX": "", **variables}
+        return subprocess.run(["sh", "-ec", script], env=environment, capture_output=True, text=True)
+
+    assert "uv pip install --system" in ran(FLAVOR="cuda").stdout
+    assert "--index here" in ran(FLAVOR="cpu", TORCH_INDEX="here").stdout
+    for variables, said in (({"FLAVOR": "cpu"}, "TORCH_INDEX"), ({"FLAVOR": "rocm"}, "not rocm")):
+        done = ran(**variables)
+        assert done.returncode == 2 and said in done.stderr
+
+
+def test_the_compose_file_is_pinned_hardened_and_names_secrets_only() -> None:
+    compose = yaml.safe_load((INFRA / "mlflow-compose.yaml").read_text())
+    services, versions = compose["services"], locked()
+    inline = services["mlflow"]["build"]["dockerfile_inline"]
+    for package in ("mlflow", "boto3"):
+        assert f"{package}=={versions[package]}" in inline
+    assert re.search(r"psycopg2-binary==\d", inline) and "USER 1000:1000" in inline
+    for name, service in services.items():
+        assert "build" in service or re.search(r":(RELEASE\.)?\d", service["image"]), name
+        assert service["deploy"]["resources"]["limits"].keys() == {"cpus", "memory"}
+        assert service.get("read_only") or name == "buckets"
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
+        for variable, value in service["environment"].items():
+            if re.search("PASSWORD|SECRET|ACCESS_KEY", variable):
+                assert re.fullmatch(r"\$\{\w+:\?.+\}", value), f"{name}: {variable} holds a value"
+    from mlflow.cli import server
+
+    known = {option for parameter in server.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    used = {word.split("=")[0] for word in services["mlflow"]["command"] if word.startswith("--")}
+    assert used and used <= known
+
+
+def test_no_file_holds_a_secret_or_an_open_registry() -> None:
+    for path in [*KUBERNETES, *INFRA.glob("*.yaml"), INFRA / "Dockerfile", INFRA / "README.md"]:
+        text = path.read_text()
+        assert "kind: Secret" not in text and "stringData" not in text, path.name
+        assert not re.search(r"AKIA[0-9A-Z]{16}|-----BEGIN|://[^/\s:@]+:[^/\s@$]+@", text), path.name
+        assert ":latest" not in text, path.name
+
+
+def test_files_that_the_page_names_exist() -> None:
+    text = (INFRA / "README.md").read_text()
+    for name in re.findall(r"infra/([\w./-]+\.(?:yaml|sh))|`(kubernetes/[\w.-]+)`", text):
+        assert (INFRA / (name[0] or name[1])).is_file(), name
+    for path in [*KUBERNETES, *INFRA.glob("*.yaml")]:
+        assert path.name in text, f"infra/README.md does not name {path.name}"
+    assert "not\nbuilt" in text or "not built" in text
