@@ -70,9 +70,7 @@ def evaluate(
         entry: dict[str, Any] = {"images": len(found), "unreadable": bad}
         result["splits"][name] = entry
         best = _write_captions(folder, name, found, server, part, say)
-        entry |= summarize_search(
-            {image: own[0] for image, own in found.items()}, machines, f"constraints  {name}: ", say
-        )
+        entry |= summarize_search({image: own[0] for image, own in found.items()}, machines, f"search    {name}: ", say)
         others: dict[int, str] = {}
         if other is not None:
             compared, _ = caption_dataset([other], part, config, features, folder, say, their_machines)
@@ -356,7 +354,7 @@ def _report(
     table = {"splits": {split: entry, **({f"{split}, the other": entry["compared"]} if others else {})}}
     if others:
         entry["compared"]["images"] = entry["images"]
-    columns, rows = score_table(table)
+    columns, rows = score_table(table, align=True)
     scores = entry["per_image_CIDEr-D"]
     images = [
         ReportImage(
