@@ -96,8 +96,9 @@ def _bundle(folder: Path) -> Bundle:
         raise UserError(f"--model: {error}") from error
     if bundle.transform is None:
         raise UserError(
-            f"--model {folder}: this bundle has no backbone, it captions stored features and not images; import it "
-            f"again with --backbone"
+            f"--model {folder}: this bundle has no backbone, it captions a detector's region features or stored grid "
+            "features and not images; caption a split with `raycap evaluate` and features.hdf5 or --features, or, for "
+            "grid features, import it again with --backbone"
         )
     return bundle
 

@@ -50,6 +50,8 @@ def evaluate(
     if server is not None and not server.replace("-", "").replace("_", "").isalnum():
         raise UserError(f"--server {server}: letters, digits, - and _ only; it becomes part of a file's name")
     dataset = _data(config, features is not None, say)
+    if features is None and config.features.hdf5 is not None:
+        dataset, features = _regions(dataset, config, say)
     parts = {name: _part(dataset, name) for name in splits or config.data.test_splits}
     members = [_bundle(model, "--model", features) for model in models] or [_run_bundle(config, stage, say)]
     other = None if compare is None else _bundle(compare, "--compare", features)
@@ -108,6 +110,17 @@ def _machines(file: Path, bundle: Path, parts: dict[str, Dataset]) -> dict[int, 
     return build_machines(own, Vocabulary.load(bundle / "vocabulary.json"), str(file))
 
 
+def _regions(dataset: Dataset, config: RunConfig, say: Callable[[str], None]) -> tuple[Dataset, str]:
+    """The images of which features.hdf5 has regions, and the store with them."""
+    from pipeline.regions import import_regions, keyed_by_id
+
+    dataset = keyed_by_id(dataset)
+    store, bad = import_regions(dataset, config, lambda text: say(f"features  {text}"))
+    if bad:
+        say(f"features  {len(bad)} images are left out: {store / 'quarantine.parquet'} says why")
+    return dataset.without(sorted(bad)), store.uri
+
+
 def _part(dataset: Dataset, name: str) -> Dataset:
     part = dataset.split(name)
     if not len(part) and name == ALL:
@@ -129,7 +142,10 @@ def _bundle(model: str, option: str, features: str | None) -> Path:
     except ValueError as error:
         raise UserError(f"{option}: {error}") from error
     if bundle.transform is None and features is None:
-        raise UserError(f"{option} {model}: this bundle has no backbone; give its feature store with --features")
+        raise UserError(
+            f"{option} {model}: this bundle has no backbone; give its feature store with --features, or its "
+            "regions as features.hdf5"
+        )
     return folder
 
 

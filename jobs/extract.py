@@ -33,14 +33,12 @@ def extract(
     begin = time.monotonic()
     dataset = read_data(config, say)
     say(f"data         {len(dataset)} images in {len(set(dataset.column('split')))} splits")
+    dataset, unreadable = snapshot_of(dataset, config)
     if config.features.hdf5 is not None:
-        from pipeline.regions import import_regions, keyed_by_id
+        from pipeline.regions import import_regions
 
-        dataset = keyed_by_id(dataset)
-        unreadable: dict[str, str] = {}
         folder, bad = import_regions(dataset, config, say)
     else:
-        dataset, unreadable = snapshot_of(dataset, config)
         folder, bad = _compute(dataset, unreadable, config, address, say)
     store = FeatureStore(folder)
     say(f"store        {folder}: {len(store)} images in {len(store.shards)} shards")

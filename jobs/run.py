@@ -103,10 +103,13 @@ class _Run:
             f"data      {', '.join(f'{split} {count}' for split, count in facts['splits'].items())} images; "
             f"{facts['sizes']['vocabulary_size']} words"
         )
-        self.say(
-            f"model     {config.model.name}, {counts['model']:,} parameters; {config.backbone.name} at "
-            f"{config.backbone.image_size} px, {counts['backbone']:,} parameters, {facts['num_tokens']} tokens"
+        source = (
+            f"{config.backbone.name} at {config.backbone.image_size} px, {counts['backbone']:,} parameters, "
+            f"{facts['num_tokens']} tokens"
         )
+        if config.features.hdf5 is not None:
+            source = f"regions of {config.features.hdf5}, at most {facts['num_tokens']}"
+        self.say(f"model     {config.model.name}, {counts['model']:,} parameters; {source}")
         for number, stage in enumerate(config.stages, 1):
             self.say(f"stage {number}   {self._describe(stage)}")
         if facts["unreadable"]:
@@ -184,32 +187,42 @@ class _Run:
             return None
         data = self.config.data
         part = self.folder.dataset.split(*data.train_splits, data.val_split)
-        return self._extract(part, self.folder.weights_before(frozen[0], "backbone"))
+        return self._extract(part, frozen[0])
 
-    def _extract(self, part: Dataset, weights: Path) -> Place:
-        from pipeline.features import Extractor, extract
-
+    def _extract(self, part: Dataset, before: StageSection | None) -> Place:
+        """Features as a stage (None: the evaluation) reads them."""
         with self._timed("features"):
-            backbone = replace(self.config.backbone, weights="none")
-            options = self.config.storage.options
-            extractor = Extractor(backbone, weights, self.config.features, self.config.data.max_pixels, options)
-            store, bad = extract(
-                part,
-                self.config.storage_place / "features",
-                extractor,
-                self._start_ray,
-                lambda text: self.say(f"features  {text}"),
-            )
+            store, bad = self._stored(part, before)
         if len(bad) > self.config.data.max_bad_fraction * len(part):
             reason = next(iter(bad.values()))
             raise UserError(
-                f"{len(bad)} of {len(part)} images cannot be decoded, more than data.max_bad_fraction = "
+                f"{len(bad)} of {len(part)} images give no features, more than data.max_bad_fraction = "
                 f"{self.config.data.max_bad_fraction}; {store / 'quarantine.parquet'} lists them (first: {reason})"
             )
         if bad:
             self.say(f"features  {len(bad)} images in quarantine: {store / 'quarantine.parquet'}")
         self.excluded |= bad.keys()
         return store
+
+    def _stored(self, part: Dataset, before: StageSection | None) -> tuple[Place, dict[str, str]]:
+        """The store, and {key: reason} of images that gave no features."""
+        if self.config.features.hdf5 is not None:
+            from pipeline.regions import import_regions
+
+            return import_regions(part, self.config, lambda text: self.say(f"features  {text}"))
+        from pipeline.features import Extractor, extract
+
+        backbone = replace(self.config.backbone, weights="none")
+        weights = self.folder.weights_before(before, "backbone")
+        options = self.config.storage.options
+        extractor = Extractor(backbone, weights, self.config.features, self.config.data.max_pixels, options)
+        return extract(
+            part,
+            self.config.storage_place / "features",
+            extractor,
+            self._start_ray,
+            lambda text: self.say(f"features  {text}"),
+        )
 
     def _train(self, group: list[StageSection], store: Place | None) -> None:
         from jobs.train import fit
@@ -231,7 +244,7 @@ class _Run:
 
         folder, config = self.folder, self.config
         splits = (*config.data.test_splits, config.data.val_split)
-        store = self._extract(folder.dataset.split(*splits), folder.weights_before(None, "backbone"))
+        store = self._extract(folder.dataset.split(*splits), None)
         dataset = folder.dataset.without(sorted(self.excluded))
         with self._timed("evaluation"):
             self._start_ray()

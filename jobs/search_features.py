@@ -12,6 +12,7 @@ from pipeline.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.run_folder import RunFolder, run_identity
 from pipeline.search import Search, flatten
+from pipeline.storage import Place
 
 Say = Callable[[str], None]
 
@@ -27,9 +28,19 @@ class BackboneSource:
     start: Path
 
 
-def find_backbone(search: Search, dataset: Dataset, address: str | None, say: Say) -> BackboneSource:
-    """The backbone that `backbone.weights` names; trained here when it asks for a run's and there is none."""
+def find_backbone(search: Search, dataset: Dataset, address: str | None, say: Say) -> BackboneSource | None:
+    """The backbone that `backbone.weights` names; trained here when it asks for a run's and there is none.
+
+    None where features come from a file.
+    """
     section, base = search.config.backbone, search.base
+    if base.features.hdf5 is not None:
+        if section.weights != "base":
+            raise UserError(
+                f"backbone.weights is {section.weights}, and {search.config.base} has region features from "
+                "features.hdf5 and no backbone; leave it out"
+            )
+        return None
     if section.weights == "base":
         return _source(_started(base), base)
     if section.weights != "run":
@@ -97,7 +108,7 @@ def _source(weights: Path, base: RunConfig) -> BackboneSource:
 
 
 def extract_once(
-    search: Search, dataset: Dataset, source: BackboneSource, start_ray: Callable[[], None], say: Say
+    search: Search, dataset: Dataset, source: BackboneSource | None, start_ray: Callable[[], None], say: Say
 ) -> tuple[str | None, list[str]]:
     """The store with features of all images that trials read, and the keys of images that gave none.
 
@@ -109,15 +120,21 @@ def extract_once(
     if all(config.stage(name).train_backbone for name in search.stages):
         return None, []
     part = dataset.split(*config.data.train_splits, config.data.val_split)
-    backbone = replace(config.backbone, weights="none")
-    extractor = Extractor(backbone, source.weights, config.features, config.data.max_pixels, config.storage.options)
-    store, bad = extract(
-        part, config.storage_path / "features", extractor, start_ray, lambda text: say(f"features  {text}")
-    )
+    store: Place | Path
+    if source is None:
+        from pipeline.regions import import_regions
+
+        store, bad = import_regions(part, config, lambda text: say(f"features  {text}"))
+    else:
+        backbone = replace(config.backbone, weights="none")
+        extractor = Extractor(backbone, source.weights, config.features, config.data.max_pixels, config.storage.options)
+        store, bad = extract(
+            part, config.storage_path / "features", extractor, start_ray, lambda text: say(f"features  {text}")
+        )
     if len(bad) > config.data.max_bad_fraction * len(part):
         reason = next(iter(bad.values()))
         raise UserError(
-            f"{len(bad)} of {len(part)} images cannot be decoded, more than data.max_bad_fraction = "
+            f"{len(bad)} of {len(part)} images give no features, more than data.max_bad_fraction = "
             f"{config.data.max_bad_fraction}; {store / 'quarantine.parquet'} lists them (first: {reason})"
         )
     return str(store), sorted(bad)

@@ -51,12 +51,14 @@ def tune(path: Path, overrides: list[str], address: str | None = None, say: Say 
     source = find_backbone(search, dataset, address, say)
     from pipeline.weights import weights_file_digest
 
-    name = search.identity(dataset.fingerprint(), code_digest(), weights_file_digest(source.weights))
+    weights = "" if source is None else weights_file_digest(source.weights)
+    name = search.identity(dataset.fingerprint(), code_digest(), weights)
     folder = SearchFolder(search.base.storage_path / "searches" / name)
     folder.path.mkdir(parents=True, exist_ok=True)
     with alone(folder.path):
         store, bad = extract_once(search, dataset, source, lambda: _start_ray(search, address), say)
-        folder.write_plan(search, source.weights, source.start, store, bad)
+        files = (None, None) if source is None else (source.weights, source.start)
+        folder.write_plan(search, *files, store, bad)
         book = _open_book(folder, search)
         _say_plan(book, say)
         from jobs.search_outcome import Outcome

@@ -83,6 +83,13 @@ def join_rows(
             f"the checkpoint {' and '.join(found)}; expected the {len(wanted)} tensors of {what} with "
             f"{config.encoder_layers} encoder and {config.decoder_layers} decoder layers"
         )
+    for parts in names.values():
+        shapes = {tuple(tensors[part].shape[1:]) for part in parts if tensors[part].ndim}
+        if len(shapes) != 1 or not all(tensors[part].ndim for part in parts):
+            raise ValueError(
+                f"the checkpoint's {parts[0]!r} has shape {tuple(tensors[parts[0]].shape)}, which does not go with "
+                f"{what}" + (f" or with that of {parts[-1]!r}, {tuple(tensors[parts[-1]].shape)}" * (len(parts) > 1))
+            )
     return {own: torch.cat([tensors[part] for part in parts]) for own, parts in names.items()}
 
 

@@ -62,32 +62,38 @@ def convert_meshed_memory(tensors: Mapping[str, Tensor], config: MeshedMemoryCon
     kept = {name: tensor for name, tensor in tensors.items() if ".running_" not in name}
     state = join_rows(kept, upstream_names(config), "a Meshed-Memory Transformer", config)
     state["positions"] = state["positions"][1:]
+    for name, tensor in state.items():
+        if ".memory_" in name and tensor.shape[0] != 1:
+            raise ValueError(f"the checkpoint's {name} has shape {tuple(tensor.shape)}; expected (1, slots, width)")
     return {name: tensor[0] if ".memory_" in name else tensor for name, tensor in state.items()}
 
 
 def infer_meshed_memory(tensors: Mapping[str, Tensor]) -> Inferred:
     """Sizes from shapes, which do not hold the heads. ValueError for tensors that are no Meshed-Memory Transformer."""
 
-    def shape(name: str) -> tuple[int, ...]:
+    def shape(name: str, axes: int = 2) -> tuple[int, ...]:
         if name not in tensors:
             raise ValueError(
                 f"the checkpoint is no Meshed-Memory Transformer: it has no {name!r} among {len(tensors)} tensors"
             )
-        return tuple(tensors[name].shape)
+        found = tuple(tensors[name].shape)
+        if len(found) != axes or not all(found):
+            raise ValueError(f"the checkpoint's {name!r} has shape {found}; expected {axes} axes, none of them empty")
+        return found
 
     def layers(side: str) -> int:
         return len({name.split(".")[2] for name in tensors if name.startswith(f"{side}.layers.")})
 
     width, features = shape("encoder.fc.weight")
     shape("decoder.layers.0.fc_alpha1.weight")
-    memory = tensors.get("encoder.layers.0.mhatt.attention.m_k")
+    memory = "encoder.layers.0.mhatt.attention.m_k"
     return Inferred(
         model={
             "d_model": width,
             "d_ff": shape("encoder.layers.0.pwff.fc1.weight")[0],
             "encoder_layers": layers("encoder"),
             "decoder_layers": layers("decoder"),
-            "memory_slots": 0 if memory is None else memory.shape[1],
+            "memory_slots": shape(memory, 3)[1] if memory in tensors else 0,
             "connection": "meshed",
             "gates": "sigmoid",
             "attention": "dot_product",

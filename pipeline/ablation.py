@@ -30,13 +30,17 @@ class Pair:
         return printed_label(self.printed)
 
     def ours(self, name: str) -> float | None:
-        """Mean of a score that is computed as the paper's was, from the captions; of a stopped point what it had."""
-        if self.result is None:
-            return None
-        values = [record.scores[name] for record in self.result.counted if name in record.scores]
-        if values:
-            return sum(values) / len(values)
-        return self.result.mean(SCORE) if name == SCORE else None
+        return mean_score(self.result, name)
+
+
+def mean_score(result: PointResult | None, name: str) -> float | None:
+    """Mean of a score that is computed as the paper's was, from the captions; of a stopped point what it had."""
+    if result is None:
+        return None
+    values = [record.scores[name] for record in result.counted if name in record.scores]
+    if values:
+        return sum(values) / len(values)
+    return result.mean(SCORE) if name == SCORE else None
 
 
 def printed_label(row: AblationRow) -> str:
@@ -69,8 +73,8 @@ def score_table(
         cells = []
         for name in names:
             ours, printed = pair.ours(name), pair.printed.scores[name]
-            cells += [_number(ours), _difference(ours, rows[0].ours(name))]
-            cells += [_number(printed, 3), _difference(printed, rows[0].printed.scores[name], 3)]
+            cells += [number_cell(ours), difference_cell(ours, rows[0].ours(name))]
+            cells += [number_cell(printed, 3), difference_cell(printed, rows[0].printed.scores[name], 3)]
         table.append((pair.label, cells))
     return columns, table
 
@@ -89,20 +93,22 @@ def cost_table(search: Search, results: Sequence[PointResult]) -> tuple[list[str
         mine, first = ours(pair, "macs"), ours(rows[0], "macs")
         parameters = pair.result.mean("parameters") if pair.result is not None else None
         cells = [
-            _number(mine, 4 if mine is not None and mine < 1 else 2),
+            number_cell(mine, 4 if mine is not None and mine < 1 else 2),
             "" if mine is None or not first else f"{mine / first:.3f}",
             f"{pair.printed.macs / 1e12:.2f}",
             f"{pair.printed.macs / rows[0].printed.macs:.3f}",
-            _number(ours(pair, "macs_executed"), 4 if mine is not None and mine < 1 else 2),
+            number_cell(ours(pair, "macs_executed"), 4 if mine is not None and mine < 1 else 2),
             "" if parameters is None else f"{parameters / 1000:,.0f}",
         ]
         table.append((pair.label, cells))
     return columns, table
 
 
-def _number(value: float | None, digits: int = 4) -> str:
+def number_cell(value: float | None, digits: int = 4) -> str:
+    """Empty where there is no value."""
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def _difference(value: float | None, baseline: float | None, digits: int = 4) -> str:
+def difference_cell(value: float | None, baseline: float | None, digits: int = 4) -> str:
+    """A value against a baseline's, with its sign."""
     return "" if value is None or baseline is None else f"{value - baseline:+.{digits}f}"

@@ -87,6 +87,16 @@ class Images:
         assert self.pool is not None
         return torch.stack(list(self.pool.map(self._pixels, rows)))
 
+    def regions(self, rows: np.ndarray) -> tuple[Tensor | None, Tensor | None]:
+        """Lengths (len(rows),) int64 and boxes (len(rows), N, 4) of region features; None for what has none."""
+        if self.store is None or self.positions is None:
+            return None, None
+        lengths, boxes = self.store.regions_at(self.positions[rows])
+        return (
+            None if lengths is None else torch.from_numpy(lengths),
+            None if boxes is None else torch.from_numpy(boxes),
+        )
+
     def _pixels(self, row: int) -> Tensor:
         assert self.transform is not None
         return self.transform(decode_image(Place(self.uris[row], self.options).read_bytes(), self.max_pixels))
@@ -101,6 +111,8 @@ class Batch:
     images: np.ndarray  # (B,) rows of the data set
     global_targets: int  # target tokens of the whole optimizer step, over all workers
     global_images: int  # images of the whole optimizer step
+    lengths: Tensor | None = None  # (B,) real regions, and
+    boxes: Tensor | None = None  # (B, N, 4) their corners, where the features are of regions
 
 
 class Batches:
@@ -138,7 +150,8 @@ class Batches:
             low = (part * self.world_size + self.rank) * share
             mine = images[low : low + share]
             tokens = self.captions.rows(captions[low : low + share].reshape(-1))
-            batches.append(Batch(self.images.load(mine), tokens, mine, targets, stage.batch_size))
+            regions = self.images.regions(mine)
+            batches.append(Batch(self.images.load(mine), tokens, mine, targets, stage.batch_size, *regions))
         return batches
 
     def _chosen(self, samples: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:

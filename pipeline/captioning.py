@@ -107,7 +107,7 @@ def _caption(
     machines: Mapping[int, Machine],
     align: bool,
 ) -> dict[int, list[Hypothesis]]:
-    memories = [captioner.encode(own.load(rows).to(device)) for captioner, own in zip(captioners, images, strict=True)]
+    memories = [_encoded(captioner, own, rows, device) for captioner, own in zip(captioners, images, strict=True)]
     ids = [int(images[0].image_ids[row]) for row in rows]
     found, held = _search(captioners, memories, [machines.get(image) for image in ids], vocabulary, settings)
     alignment: list[float | None] = [None] * len(ids)
@@ -125,6 +125,11 @@ def _caption(
             zip(ids, zip(found.tokens.tolist(), sums, held, strict=True), strict=True)
         )
     }
+
+
+def _encoded(captioner: Captioner, images: Images, rows: np.ndarray, device: torch.device) -> Memory:
+    lengths, boxes = (None if part is None else part.to(device) for part in images.regions(rows))
+    return captioner.encode(images.load(rows).to(device), lengths, boxes)
 
 
 def _search(

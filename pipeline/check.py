@@ -50,7 +50,7 @@ class Findings:
 def check_data(config: RunConfig, say: Callable[[str], None]) -> Findings:
     """All findings. Raises UserError for a data set that cannot be read at all or lacks a split.
 
-    Cost: one read and one decoding of every image.
+    Cost: one read and one decoding of every image; of region features a look-up.
     """
     found = Findings()
     dataset, problems = read_annotations(config.data, data_root(config, say), config.storage.options)
@@ -59,7 +59,12 @@ def check_data(config: RunConfig, say: Callable[[str], None]) -> Findings:
     dataset, unreadable = snapshot_of(dataset, config)
     _check_captions(found, dataset, problems)
     _check_vocabulary(found, dataset, config)
-    reasons, sizes = _decode_all(dataset, config)
+    if config.features.hdf5 is None:
+        reasons, sizes = _decode_all(dataset, config)
+    else:  # the photographs need not be here
+        from pipeline.regions import missing_regions
+
+        reasons, sizes = missing_regions(dataset, config), np.empty((0, 2), np.int64)
     _check_images(found, dataset, config, unreadable, reasons)
     _check_duplicates(found, dataset, config)
     _check_resolution(found, sizes, config.backbone.image_size)

@@ -26,15 +26,23 @@ from pydantic import (
     model_validator,
 )
 
-from models.config import MODEL_CONFIGS, BackboneConfig, ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig
+from models.config import (
+    MODEL_CONFIGS,
+    BackboneConfig,
+    ClustFormerConfig,
+    ExpansionNetConfig,
+    MeshedMemoryConfig,
+    ModelConfig,
+)
 from pipeline.errors import UserError
 from pipeline.staging import cache_folder
-from pipeline.storage import Place, StorageOptions, is_remote, place
+from pipeline.storage import Place, StorageOptions, ends_digest, is_remote, place
 from pipeline.synthetic import SceneConfig
 
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 SectionType = TypeVar("SectionType", bound="Section")
+EMBEDDED = "embedded"  # as features.hdf5: the regions that come with the embedded data set
 
 
 class Section(BaseModel):
@@ -104,8 +112,9 @@ class FeatureSection(Section):
     gpus_per_actor: float = 0
     threads_per_actor: Positive = 1
     few_images: Annotated[int, Field(ge=0)] = 2048  # up to here an actor's start costs more than it saves
-    hdf5: str | None = None  # detector features to import instead of computing any; pipeline/regions.py has the layout
+    hdf5: str | None = None  # region features in place of a backbone's (pipeline/regions.py), or EMBEDDED
     max_regions: Positive = 100
+    cut_regions: bool = False  # keep the first max_regions of an image with more, instead of refusing it
     cache_gib: Annotated[float, Field(gt=0)] = 50  # local copies of shards, when the storage is remote
 
 
@@ -136,7 +145,8 @@ class PlateauSection(Section):
 class ScstSection(Section):
     """Self-critical sequence training: what is sampled, the baseline, and the EOS rule.
 
-    The meshed-memory recipe is sampler: beam, baseline: mean, eos_in_reward: false, document_frequency: captions.
+    The meshed-memory recipe is sampler: beam, baseline: mean, eos_in_reward: false, document_frequency: captions,
+    sampling_dropout: true, fixed_length: 20.
     """
 
     num_samples: Annotated[int, Field(ge=2)] = 5
@@ -145,6 +155,8 @@ class ScstSection(Section):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     baseline: Literal["leave_one_out", "mean", "greedy"] = "leave_one_out"
     eos_in_reward: bool = True
+    eos_in_loss: bool = True  # its log-probability carries the gradient too
+    fixed_length: Positive | None = None  # divide each caption's log-probability by this number, whatever its length
     document_frequency: Literal["images", "captions"] = "images"
     sampling_dropout: bool = False
     max_fall: Fraction = 0.3  # the stage ends when validation CIDEr-D falls below (1 - max_fall) of the run's best
@@ -253,6 +265,11 @@ ModelSection = Annotated[
 ]
 
 
+def needs_boxes(model: ModelConfig) -> bool:
+    """Whether a model arranges its input by the boxes of regions."""
+    return isinstance(model, ClustFormerConfig) and model.inputs == "regions" and model.encoder_clusters != "none"
+
+
 class RunConfig(Section):
     """Everything that `raycap run` needs, in one file."""
 
@@ -284,6 +301,7 @@ class RunConfig(Section):
         names = [stage.name for stage in self.stages]
         if len(set(names)) != len(names):
             raise ValueError(f"stage names must differ, found {', '.join(names)}")
+        self._check_regions()
         for stage in self.stages:
             share = math.lcm(*self.workers.counts) * stage.accumulate
             if stage.batch_size % share:
@@ -294,6 +312,29 @@ class RunConfig(Section):
                     f"take {max(share, round(stage.batch_size / share) * share)} or another workers.num_workers"
                 )
         return self
+
+    def _check_regions(self) -> None:
+        """Where features come from goes with the data, the model and the stages."""
+        if self.features.hdf5 is None:
+            if isinstance(self.model, ClustFormerConfig) and self.model.inputs == "regions":
+                raise ValueError(
+                    "model.inputs = regions needs a detector's features: name their file as features.hdf5, or set "
+                    "model.inputs to grid"
+                )
+            return
+        if self.features.hdf5 == EMBEDDED and self.data.synthetic is None:
+            raise ValueError(
+                f"features.hdf5 = {EMBEDDED} means the embedded data set's regions, and data.synthetic is not set; "
+                "give the path of an HDF5 file"
+            )
+        if isinstance(self.model, ClustFormerConfig) and self.model.inputs == "grid":
+            raise ValueError("model.inputs = grid, and features.hdf5 brings regions; set model.inputs to regions")
+        for stage in self.stages:
+            if stage.train_backbone:
+                raise ValueError(
+                    f"stages.{stage.name}.train_backbone is true, and features.hdf5 stands in place of a backbone: "
+                    "set it to false, or leave features.hdf5 out"
+                )
 
     @property
     def working_path(self) -> Path:
@@ -329,7 +370,12 @@ class RunConfig(Section):
         """
         body = self.model_dump(mode="json", exclude={"storage", "tracking", "workers"})
         body["data"]["root"] = None
-        body["features"] = {key: body["features"][key] for key in ("compute_dtype", "stored_dtype")}
+        regions = self.features.hdf5
+        kept = ("stored_dtype", "max_regions", "cut_regions") if regions else ("compute_dtype", "stored_dtype")
+        body["features"] = {key: body["features"][key] for key in kept}
+        if regions:
+            body["features"]["hdf5"] = regions if regions == EMBEDDED else ends_digest(Path(regions).expanduser())
+            body.pop("backbone")
         body["evaluation"].pop("batch_size")
         for stage in body["stages"]:
             stage.pop("checkpoint_every_steps")
@@ -337,7 +383,7 @@ class RunConfig(Section):
         for section, key in (
             ("backbone", "weights"), ("model", "word_vectors"), ("data", "more_words"), ("evaluation", "constraints"),
         ):  # fmt: skip
-            file = Path(body[section][key] or "none").expanduser()
+            file = Path(body.get(section, {}).get(key) or "none").expanduser()
             if str(file) not in ("none", "pretrained") and file.is_file():
                 body[section][key] = _digest(file, file.stat().st_size, file.stat().st_mtime_ns)
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
@@ -390,8 +436,13 @@ def parse_section(kind: type[SectionType], data: dict[str, Any]) -> SectionType:
 
 
 def dump_config(config: RunConfig) -> str:
-    """YAML of the resolved configuration; the tracker's address, which may hold a password, is left out."""
+    """YAML of the resolved configuration; the tracker's address, which may hold a password, is left out.
+
+    So is the backbone of a run on region features, which has none.
+    """
     values = config.model_dump(mode="json", exclude={"tracking": {"uri"}})
+    if config.features.hdf5 is not None and config.backbone == BackboneConfig():
+        del values["backbone"]
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 

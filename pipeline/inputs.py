@@ -51,7 +51,14 @@ def data_root(config: RunConfig, say: Callable[[str], None]) -> str:
 
 
 def snapshot_of(dataset: Dataset, config: RunConfig) -> tuple[Dataset, dict[str, str]]:
-    """Content keys from the storage's manifest for this data set, which is brought up to date."""
+    """Content keys from the storage's manifest for this data set, which is brought up to date.
+
+    Where features come from a file, images are keyed by their id: the photographs themselves need not be here.
+    """
+    if config.features.hdf5 is not None:
+        from pipeline.regions import keyed_by_id
+
+        return keyed_by_id(dataset), {}
     root = "" if config.data.root is None else place(config.data.root).uri
     named = f"{root} {config.data.model_dump_json(include={'images', 'sources', 'synthetic'})}"
     name = hashlib.sha256(named.encode()).hexdigest()[:16]

@@ -234,6 +234,8 @@ class StageRun:
             batch.images,
             batch.global_targets,
             batch.global_images,
+            None if batch.lengths is None else batch.lengths.to(device),
+            None if batch.boxes is None else batch.boxes.to(device),
         )
 
     def _rate(self, step: int) -> float:

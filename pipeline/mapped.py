@@ -122,8 +122,13 @@ class ShardMaps:
 
     def _boxes_of(self, number: int) -> np.ndarray:
         if number not in self._boxes:
-            data = (self.folder / f"{self.names[number]}.boxes.npy").read_bytes()
-            self._boxes[number] = np.load(io.BytesIO(data), allow_pickle=False)
+            name = self.names[number]
+            if self.facts[name]["boxes_sha256"]:
+                data = (self.folder / f"{name}.boxes.npy").read_bytes()
+                self._boxes[number] = np.load(io.BytesIO(data), allow_pickle=False)
+            else:  # a file may have boxes for some images only
+                rows, regions = self._shard(number).shape[:2]
+                self._boxes[number] = np.zeros((rows, regions, 4), np.float32)
         return self._boxes[number]
 
     def _shard(self, number: int) -> _Shard:

@@ -25,6 +25,7 @@ from pipeline.config import RunConfig, dump_config
 from pipeline.dataset import Dataset, build_vocabulary, longest_caption
 from pipeline.errors import UserError
 from pipeline.inputs import find_data
+from pipeline.regions import feature_width
 from pipeline.run_folder import RunFolder, code_digest, is_alone, run_identity, write_json, write_text
 from pipeline.text import Vocabulary
 from pipeline.weights import save_weights
@@ -43,11 +44,6 @@ def prepare(
     Raises UserError for data that cannot be trained on. Single missing images are left out and counted, up to
     `data.max_bad_fraction`.
     """
-    if config.features.hdf5 is not None:
-        raise UserError(
-            f"features.hdf5 = {config.features.hdf5}: training takes a backbone's grid features only so far; "
-            "leave it out (`raycap extract` imports region features into the store)"
-        )
     dataset, troubles = found or find_data(config, say)
     dataset = readable(dataset, troubles, config)
     fingerprint = dataset.fingerprint()
@@ -68,14 +64,20 @@ def prepare(
     longest = config.model.max_positions or longest
     sampled = [stage.sampling.max_length for stage in config.stages if stage.objective == "scst"]
     positions = max(longest, config.evaluation.max_length, *sampled)
-    backbone = initial_backbone(config)
-    model = _initial_model(config, backbone, vocabulary, positions, say)
+    backbone = initial_backbone(config) if config.features.hdf5 is None else None
+    if backbone is not None:
+        width, num_tokens = backbone.width, backbone.num_tokens
+    else:
+        width, num_tokens = feature_width(dataset, config), config.features.max_regions
+        torch.manual_seed(config.seed)
+    model = _initial_model(config, width, vocabulary, positions, say)
     folder.path.mkdir(parents=True, exist_ok=True)
     dataset.save(folder.path / "data.arrow")
     write_text(folder.path / "vocabulary.json", vocabulary.to_json())
     write_text(folder.path / "config.yaml", dump_config(config))
     save_weights(model, folder.path / "init" / "model.safetensors")
-    save_weights(backbone, folder.path / "init" / "backbone.safetensors")
+    if backbone is not None:
+        save_weights(backbone, folder.path / "init" / "backbone.safetensors")
     write_json(  # last: its presence says that the folder is whole
         folder.path / "run.json",
         {
@@ -88,8 +90,8 @@ def prepare(
             "splits": {name: len(dataset.split(name)) for name in dict.fromkeys(dataset.column("split"))},
             "unreadable": troubles,
             "sizes": asdict(model.sizes),
-            "num_tokens": backbone.num_tokens,
-            "parameters": {"model": _count(model), "backbone": _count(backbone)},
+            "num_tokens": num_tokens,
+            "parameters": {"model": _count(model), "backbone": 0 if backbone is None else _count(backbone)},
         },
     )
     folder.push("data.arrow", "vocabulary.json", "config.yaml", "init", "run.json")
@@ -129,14 +131,15 @@ def initial_backbone(config: RunConfig) -> Backbone:
 
 
 def _initial_model(
-    config: RunConfig, backbone: Backbone, vocabulary: Vocabulary, positions: int, say: Callable[[str], None]
+    config: RunConfig, width: int, vocabulary: Vocabulary, positions: int, say: Callable[[str], None]
 ) -> CaptionModel:
-    """The model, drawn after the backbone from the same seed; with given word vectors where the file has them."""
-    sizes = ModelSizes(backbone.width, len(vocabulary), positions, vocabulary.sos, vocabulary.eos, vocabulary.pad)
-    file, width = config.model.word_vectors, config.model.word_vector_width
-    if file is None or width is None:
+    """The model over features of a width, drawn after the backbone from the same seed; with given word vectors where
+    their file has them."""
+    sizes = ModelSizes(width, len(vocabulary), positions, vocabulary.sos, vocabulary.eos, vocabulary.pad)
+    file, numbers = config.model.word_vectors, config.model.word_vector_width
+    if file is None or numbers is None:
         return build_model(config.model, sizes)
-    vectors, found = read_word_vectors(Path(file).expanduser(), vocabulary.words, width)
+    vectors, found = read_word_vectors(Path(file).expanduser(), vocabulary.words, numbers)
     say(f"words     {file}: {describe_missing(vocabulary.words, found)}")
     model = build_model(config.model, sizes)
     fill_word_vectors(model, torch.from_numpy(vectors), torch.from_numpy(found))

@@ -110,8 +110,7 @@ def make_report(
         facts={
             "images": ", ".join(f"{split} {count}" for split, count in facts["splits"].items()),
             "model": f"{config.model.name}, {facts['parameters']['model']:,} parameters",
-            "backbone": f"{config.backbone.name}, {config.backbone.image_size} px, "
-            f"{facts['parameters']['backbone']:,} parameters",
+            "features": _features(config, facts),
             "durations": ", ".join(f"{name} {seconds:.0f} s" for name, seconds in durations.items()),
             "commit": facts["commit"],
             "data fingerprint": facts["data_fingerprint"][:16],
@@ -121,6 +120,13 @@ def make_report(
     path = folder.path / "report.html"
     write_report(path, report)
     return path
+
+
+def _features(config: RunConfig, facts: dict[str, Any]) -> str:
+    if config.features.hdf5 is not None:
+        return f"regions of {config.features.hdf5}, at most {facts['num_tokens']}"
+    count = facts["parameters"]["backbone"]
+    return f"{config.backbone.name}, {config.backbone.image_size} px, {count:,} parameters"
 
 
 def _images(folder: RunFolder, part: Dataset, split: str, scores: dict[int, float]) -> list[ReportImage]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from torch import nn
+
 from models.backbone import Backbone
 from models.captioner import Captioner
 from models.registry import build_model
@@ -40,8 +42,13 @@ def local_bundle(folder: RunFolder) -> Path:
 def bundle_run(folder: RunFolder, stage: StageSection | None = None, scores: Mapping[str, float] | None = None) -> Path:
     """Writes the bundle and returns its folder. `stage`: the best weights of that stage, kept by the run or not."""
     config = folder.config
-    model, backbone = build_model(config.model, folder.sizes), Backbone(replace(config.backbone, weights="none"))
-    for module, part in ((model, "model"), (backbone, "backbone")):
+    model = build_model(config.model, folder.sizes)
+    backbone: Backbone | None = None
+    parts: list[tuple[nn.Module, str]] = [(model, "model")]
+    if config.features.hdf5 is None:
+        backbone = Backbone(replace(config.backbone, weights="none"))
+        parts.append((backbone, "backbone"))
+    for module, part in parts:
         weights = folder.weights_before(None, part) if stage is None else folder.weights_after(stage, part)
         load_weights(module, weights)
     info = {"run": folder.run_id, "commit": folder.facts["commit"], **({} if stage is None else {"stage": stage.name})}

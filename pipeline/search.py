@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from models.config import ExpansionNetConfig
 from pipeline.config import Positive, RunConfig, Section, parse_config, parse_section, read_values, set_value
 from pipeline.errors import UserError
 from pipeline.metrics import METRICS
@@ -26,7 +27,7 @@ Direction = Literal["max", "min"]
 Values = dict[str, Any]  # configuration keys, dotted or nested, and what they get
 MOST_CHECKED = 1000  # combinations of a finite space that are all built before anything starts
 COSTS = {
-    "macs": "multiply-accumulates of an image in the paper's accounting",
+    "macs": "multiply-accumulates of an image in the accounting of ExpansionNet v2's paper",
     "macs_executed": "multiply-accumulates of an image and a caption as executed",
     "macs_beam_search": "multiply-accumulates of an image's beam search as executed",
     "parameters": "parameters of the captioner without its backbone",
@@ -124,7 +125,7 @@ class SearchConfig(Section):
     resources: ResourceSection = ResourceSection()
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
     seed: int = 0  # of what draws the points
-    compare: Literal["expansionnet_v2"] | None = None  # beside the ablation that this paper prints
+    compare: Literal["expansionnet_v2", "meshed_memory", "clustformer"] | None = None  # beside this paper's ablation
 
     @field_validator("scheduler", mode="before")
     @classmethod
@@ -196,6 +197,19 @@ class Search:
         self.base = parse_config(base)
         self.space: Space = _row_space(config.rows) if config.rows else space_of(config.space)
         self.stages = self._stages()
+        self._check_accounting()
+
+    @property
+    def cost(self) -> str:
+        """The cost that tables and plots show: multiply-accumulates as the paper counts them, where it does."""
+        return "macs" if isinstance(self.base.model, ExpansionNetConfig) else "macs_executed"
+
+    def _check_accounting(self) -> None:
+        if "macs" in self.config.objectives and self.cost != "macs":
+            raise UserError(
+                f"objectives: macs is an accounting of ExpansionNet v2's paper, and the base's model is "
+                f"{self.base.model.name}; name macs_executed, macs_beam_search or another"
+            )
 
     def _stages(self) -> tuple[str, ...]:
         known = [stage.name for stage in self.base.stages]

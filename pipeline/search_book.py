@@ -66,16 +66,18 @@ class SearchFolder:
         values: dict[str, Any] = read_json(self.path / "plan.json")
         return values
 
-    def write_plan(self, search: Search, weights: Path, start: Path, store: str | None, bad: list[str]) -> None:
-        """`weights` is the backbone's file as runs keep it, `start` the same in timm's names."""
+    def write_plan(
+        self, search: Search, weights: Path | None, start: Path | None, store: str | None, bad: list[str]
+    ) -> None:
+        """`weights` is the backbone's file as runs keep it, `start` the same in timm's names; None without one."""
         write_json(
             self.path / "plan.json",
             {
                 "search": search.config.model_dump(mode="json", exclude={"set"}),  # it is in the base already
                 # without the tracker, whose address may hold a password
                 "base": {key: value for key, value in search.values.items() if key != "tracking"},
-                "weights": str(weights),
-                "start": str(start),
+                "weights": None if weights is None else str(weights),
+                "start": None if start is None else str(start),
                 "store": store,
                 "excluded": bad,
             },

@@ -43,7 +43,7 @@ def _figure(width: float, height: float) -> Figure:
 
 def cost_axis(search: Search) -> str:
     """The cost that the Pareto plot has: the first among the objectives, else multiply-accumulates."""
-    return next((name for name in search.config.objectives if name in COSTS), "macs")
+    return next((name for name in search.config.objectives if name in COSTS), search.cost)
 
 
 def score_axis(search: Search) -> str:
@@ -56,7 +56,7 @@ def pareto_plot(
 ) -> Figure:
     """Score against cost: finished points with their spread, the front as a line, stopped points hollow, and, where
     the search is compared with it, the paper's ablation: in the same axes when its costs are of the same size."""
-    paper = search.config.compare is not None
+    paper = search.config.compare == "expansionnet_v2"  # the others print no costs
     together = paper and _same_size(search, results)
     apart = paper and not together
     width, height = (4.3, 9.2 if apart else 5.0) if narrow else (12.5 if apart else 8.6, 5.4)

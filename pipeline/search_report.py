@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline import ablation, search_plots
+from pipeline.ablation_tables import tables_beside
 from pipeline.proposals import IMPORTANCE_FEWEST, importance
 from pipeline.published import ABLATION_COLUMNS
 from pipeline.run_folder import write_text
@@ -127,6 +128,8 @@ def comparisons(
     """(title, note, columns, rows) of the tables beside a paper's; on a terminal fewer `metrics` have room."""
     if search.config.compare is None:
         return []
+    if search.config.compare != "expansionnet_v2":
+        return tables_beside(search, results, metrics)
     note = (
         "Means of the validation captions beside the paper's (first cross-entropy stage, Karpathy validation, beam 3); "
         "+/- is the difference to the baseline row, attention in encoder and decoder."

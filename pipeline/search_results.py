@@ -110,7 +110,7 @@ def _beats(one: Sequence[float], other: Sequence[float]) -> bool:
 
 def shown_columns(search: Search) -> list[str]:
     """Objectives, metrics and the cost in multiply-accumulates, in the order that tables have them."""
-    return list(dict.fromkeys([SCORE, *search.config.metrics, *search.config.objectives, "macs", "parameters"]))
+    return list(dict.fromkeys([SCORE, *search.config.metrics, *search.config.objectives, search.cost, "parameters"]))
 
 
 def head(name: str) -> str:
@@ -176,7 +176,7 @@ def trial_line(search: Search, record: TrialRecord, asked: int | None) -> str:
     score = "no validation" if record.score is None else f"{SCORE} {record.score:.4f}"
     if record.state == "running":
         return f"{name}  epoch {record.epoch:g}: {score}  ({label})"
-    costs = f"{cell('macs', record.costs.get('macs'))} MMACs"
+    costs = f"{cell(search.cost, record.costs.get(search.cost))} {head(search.cost)}"
     extra = f", {record.reason}" if record.reason else ""
     told = f"{score}, {costs}, {minutes(record.seconds)}{extra}"
     return f"{name}  {record.state} at epoch {record.epoch:g}: {told}  ({label})"

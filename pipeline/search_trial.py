@@ -22,7 +22,7 @@ import torch
 from models.decoding import beam_search
 from models.flops import TABLE_6_CAPTION_TOKENS, cost
 from models.registry import build_model
-from pipeline.config import RunConfig, StageSection, total_steps
+from pipeline.config import RunConfig, StageSection, needs_boxes, total_steps
 from pipeline.context import Context, LocalContext, device_for
 from pipeline.dataset import Dataset
 from pipeline.evaluate import read_predictions
@@ -125,7 +125,8 @@ def _run_trial(
     plan, search = _opened(folder.path, (folder.path / "plan.json").stat().st_mtime_ns)
     config = search.trial_config(point, seed, plan["start"], member)
     run = prepare(config, lambda text: None, _data(config.model_dump_json(include={"data", "storage"}), config))
-    share_file(run.path / "init" / "backbone.safetensors", Path(plan["weights"]))
+    if plan["weights"] is not None:
+        share_file(run.path / "init" / "backbone.safetensors", Path(plan["weights"]))
     if parent is not None:
         take_over(run, parent)
     costs = costs_of(run)
@@ -257,7 +258,10 @@ def trained_seconds(run: RunFolder) -> float:
 
 
 def costs_of(run: RunFolder) -> dict[str, float]:
-    """Multiply-accumulates of an image (with a caption of 12.5 tokens, as the paper's Table VI) and parameters."""
+    """Multiply-accumulates of an image (with a caption of 12.5 tokens, as the paper's Table VI) and parameters.
+
+    The paper's accounting is of its own systems only.
+    """
     config, facts = run.config, run.facts
     counted = cost(
         config.model,
@@ -274,7 +278,7 @@ def costs_of(run: RunFolder) -> dict[str, float]:
         "macs_beam_search": "beam_search",
         "parameters": "parameters",
     }
-    return {name: float(values[key]) for name, key in names.items()}
+    return {name: float(values[key]) for name, key in names.items() if values[key] is not None}
 
 
 def latency_ms(run: RunFolder) -> float:
@@ -283,12 +287,14 @@ def latency_ms(run: RunFolder) -> float:
     model = build_model(run.config.model, run.sizes)
     load_weights(model, run.weights_before(None, "model"))
     model = model.eval().to(device)
-    features = torch.randn(1, run.facts["num_tokens"], run.sizes.feature_width, device=device)
+    tokens = run.facts["num_tokens"]
+    features = torch.randn(1, tokens, run.sizes.feature_width, device=device)
+    boxes = torch.rand(1, tokens, 4, device=device) if needs_boxes(run.config.model) else None
     times = []
     for _ in range(LATENCY_REPEATS + 1):
         begin = time.perf_counter()
         with torch.inference_mode():
-            memory = model.encode(features)
+            memory = model.encode(features, None, boxes)
             beam_search(model, memory, beam_size=settings.beam_size, max_length=settings.max_length).tokens.tolist()
         times.append(1000 * (time.perf_counter() - begin))
     return statistics.median(times[1:])

@@ -4,7 +4,8 @@ SCST as it stands here, by default: captions sampled from the model with the key
 dropout unless `sampling_dropout`), CIDEr-D with document frequencies over the training images as the reward, the
 leave-one-out mean of an image's other samples as the baseline, one teacher-forced pass with the stage's dropout for the
 log-probabilities that carry the gradient; EOS is part of reward and log-probability unless the stage says otherwise;
-mean over images and samples. `scst_signature` says it in SacreEOS form.
+mean over images and samples of the sum over a caption's tokens (divided by `fixed_length` where that is set).
+`scst_signature` says it in SacreEOS form.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def cross_entropy_objective(stage: StageSection, pad: int) -> Objective:
     """Label-smoothed cross entropy, averaged over the target tokens of the global batch."""
 
     def run(wrapped: nn.Module, captioner: Captioner, batch: Batch, generator: torch.Generator) -> StepOutput:
-        logits = wrapped(batch.inputs, None, batch.tokens[:, :-1])
+        logits = wrapped(batch.inputs, batch.lengths, batch.tokens[:, :-1], batch.boxes)
         loss = smoothed_cross_entropy(logits, batch.tokens[:, 1:], pad, stage.label_smoothing) / batch.global_targets
         return StepOutput(loss, {"loss": float(loss.detach())})
 
@@ -61,7 +62,7 @@ def scst_objective(
     def run(wrapped: nn.Module, captioner: Captioner, batch: Batch, generator: torch.Generator) -> StepOutput:
         eos = captioner.model.sizes.eos
         ids = image_ids[batch.images]
-        tokens, single = _sampled(captioner, batch.inputs, section, generator)
+        tokens, single = _sampled(captioner, batch, section, generator)
         rewards = reward(tokens, ids.repeat_interleave(section.num_samples).tolist()).view(-1, section.num_samples)
         if single is not None:
             baseline = reward(single, ids.tolist())[:, None]
@@ -71,10 +72,10 @@ def scst_objective(
             baseline = (rewards.sum(1, keepdim=True) - rewards) / (section.num_samples - 1)
         advantage = (rewards - baseline).reshape(-1)
 
-        scored = tokens if section.eos_in_reward else tokens.masked_fill(tokens == eos, pad)
-        log_probs = caption_log_probs(wrapped(batch.inputs, None, tokens[:, :-1]), scored, pad)
+        scored = tokens if section.eos_in_loss else tokens.masked_fill(tokens == eos, pad)
+        log_probs = caption_log_probs(wrapped(batch.inputs, batch.lengths, tokens[:, :-1], batch.boxes), scored, pad)
         count = batch.global_images * section.num_samples
-        loss = -(advantage.to(log_probs) * log_probs).sum() / count
+        loss = -(advantage.to(log_probs) * log_probs).sum() / (count * (section.fixed_length or 1))
         words_and_ends = int((scored[:, 1:] != pad).sum())
         numbers = {
             "loss": float(loss.detach()),
@@ -132,14 +133,14 @@ def scst_signature(section: ScstSection) -> str:
 
 
 def _sampled(
-    captioner: Captioner, inputs: Tensor, section: ScstSection, generator: torch.Generator
+    captioner: Captioner, batch: Batch, section: ScstSection, generator: torch.Generator
 ) -> tuple[Tensor, Tensor | None]:
     """Token ids (B * n, T) of n captions an image, SOS first, PAD after EOS; and (B, T) of the greedy baseline's."""
     training, model = captioner.training, captioner.model
     captioner.train(section.sampling_dropout)
     try:
         with torch.no_grad():
-            memory = captioner.encode(inputs)
+            memory = captioner.encode(batch.inputs, batch.lengths, batch.boxes)
             count, longest = section.num_samples, section.max_length
             if section.sampler == "beam":
                 found = beam_search(

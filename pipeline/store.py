@@ -179,12 +179,18 @@ class FeatureStore:
         """Features with lengths and boxes; a grid's rows have their full length and no boxes."""
         positions = self.locate(keys)
         features = self.gather_at(positions)
+        lengths, boxes = self.regions_at(positions)
+        return Regions(features, np.full(len(keys), features.shape[1]) if lengths is None else lengths, boxes)
+
+    def regions_at(self, positions: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Lengths (len(positions),) int64 and boxes (len(positions), N, 4) of regions; None where there are none."""
         lengths = self._length[positions].astype(np.int64)
-        lengths[lengths < 0] = features.shape[1]
+        if (lengths < 0).any():
+            return None, None
         boxes = None
-        if any(self.facts[self.shards[shard]]["boxes_sha256"] for shard in self._shard[positions]):
+        if any(self.facts[self.shards[shard]]["boxes_sha256"] for shard in np.unique(self._shard[positions])):
             boxes = self._maps.read_boxes(self._shard[positions], self._row[positions])
-        return Regions(features, lengths, boxes)
+        return lengths, boxes
 
     def verify(self) -> list[str]:
         """Reads everything back; a sentence for each shard that is damaged. Cost: one read of the whole store."""

@@ -56,6 +56,7 @@ def _trial(folder: RunFolder, stage: StageSection) -> dict[str, Any]:
     shape = (3, config.backbone.image_size, config.backbone.image_size)
     if backbone is None:
         shape = (folder.facts["num_tokens"], sizes.feature_width, -1)[:2]  # type: ignore[assignment]
+    regions = _any_regions(share, folder.facts["num_tokens"], device) if config.features.hdf5 is not None else ()
     batch, train = _longest(folder, stage, torch.randn(share, *shape), share)
     if stage.objective == "cross_entropy":
         objective = cross_entropy_objective(stage, sizes.pad)
@@ -66,10 +67,16 @@ def _trial(folder: RunFolder, stage: StageSection) -> dict[str, Any]:
         objective = scst_objective(stage, reward, ids, sizes.pad, folder.vocabulary.words)
     generator = torch.Generator(device).manual_seed(config.seed)
     with torch.autocast(device.type, torch.bfloat16, enabled=stage.precision == "bfloat16"):
-        moved = Batch(batch.inputs.to(device), batch.tokens.to(device), batch.images, batch.global_targets, share)
+        inputs, tokens = batch.inputs.to(device), batch.tokens.to(device)
+        moved = Batch(inputs, tokens, batch.images, batch.global_targets, share, *regions)
         objective(captioner, captioner, moved, generator).loss.backward()
     optimizer.step()
     return {"stage": stage.name, "seconds": time.monotonic() - begin, "memory_mb": memory_mb(device)}
+
+
+def _any_regions(images: int, most: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lengths (images,), the most in each, and boxes (images, most, 4) anywhere."""
+    return torch.full((images,), most, device=device), torch.rand(images, most, 4, device=device)
 
 
 def _longest(folder: RunFolder, stage: StageSection, inputs: torch.Tensor, share: int) -> tuple[Batch, Any]:

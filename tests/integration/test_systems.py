@@ -10,10 +10,8 @@ import pytest
 
 from pipeline.bundle import load_bundle
 from pipeline.context import LocalContext
-from pipeline.errors import UserError
 from pipeline.journal import read_journal
 from pipeline.loop import StageJob, train_stages
-from pipeline.prepare import prepare
 from pipeline.run_bundle import bundle_run
 from tests.conftest import small_config
 from tests.integration.test_loop import NAMES, prepared
@@ -43,11 +41,3 @@ def test_a_system_goes_through_every_stage(tmp_path: Path, system: dict[str, Any
     assert bundle.captioner.model.config.name == system["name"]
     if system["name"] != "transformer":  # which takes the expansions' settings as null
         assert bundle.captioner.model.config == folder.config.model
-
-
-def test_training_on_region_features_is_refused(tmp_path: Path) -> None:
-    from pipeline.config import parse_config
-
-    config = parse_config(small_config(tmp_path, features__hdf5="regions.hdf5"))
-    with pytest.raises(UserError, match=r"features.hdf5 = regions.hdf5: training takes a backbone's grid features"):
-        prepare(config, print)

@@ -242,3 +242,37 @@ def test_imports_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             import_checkpoint("meshed_memory", **(values | options))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("encoder.fc.weight", (8,)),
+        ("encoder.fc.weight", (8, 3, 1)),
+        ("encoder.layers.0.mhatt.attention.m_k", (5,)),
+        ("encoder.layers.1.mhatt.attention.m_v", ()),
+        ("encoder.layers.1.mhatt.attention.m_v", (2, 5, 8)),
+        ("encoder.layers.0.pwff.fc1.weight", ()),
+        ("decoder.fc.weight", (17,)),
+        ("decoder.pos_emb.weight", (0, 8)),
+        ("decoder.layers.0.self_att.attention.fc_k.weight", (8,)),
+        ("decoder.layers.0.self_att.layer_norm.weight", ()),
+        ("decoder.layers.0.fc_alpha1.bias", ()),
+    ],
+)
+def test_tensors_of_another_shape_are_told_in_a_sentence(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Whatever a file holds, importing it ends in a sentence that names a tensor."""
+    tensors = dict(read_tensors(GOLDEN / "checkpoint.pth"))
+    assert name in tensors
+    torch.save({"state_dict": tensors | {name: torch.zeros(shape)}}, tmp_path / "odd.pth")
+    Vocabulary(("UNK", "PAD", "SOS", "EOS", *WORDS[4:]), "spacy").save(tmp_path / "vocabulary.json")
+    with pytest.raises(UserError, match="shape") as caught:
+        import_checkpoint(
+            "meshed_memory",
+            checkpoint=tmp_path / "odd.pth",
+            tokens=tmp_path / "vocabulary.json",
+            out=tmp_path / "out",
+            overrides=["model.heads=4"],
+        )
+    assert "unpack" not in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()

@@ -177,6 +177,26 @@ def test_dropout_reaches_every_sublayer() -> None:
     assert not torch.equal(model(features, None, tokens), model(features, None, tokens))
 
 
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_steps_drop_out_where_the_teacher_forced_pass_does(
+    variant: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SCST on beam samples with dropout: each module's dropout stands as a factor of its own, applied in training."""
+    model = small_meshed(5, dropout=0.5, **variant).train()
+    factors = {module: 0.4 + 0.1 * n for n, module in enumerate(m for m in model.modules() if isinstance(m, Dropout))}
+    features, tokens = torch.randn(2, 5, 7, dtype=torch.float64), torch.randint(0, 11, (4, 6))
+    monkeypatch.setattr(Dropout, "forward", lambda self, x: x * factors[self] if self.active else x)
+    with torch.no_grad():
+        memory = model.encode(features)
+        whole = model.decode(memory, tokens)
+        cache, found = model.init_cache(memory, 2), []
+        for column in tokens.unbind(1):
+            logits, cache = model.step(column, cache)
+            found.append(logits)
+        assert torch.allclose(torch.stack(found, 1), whole, rtol=1e-10, atol=1e-12)
+        assert not torch.allclose(model.eval().decode(memory, tokens), whole)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

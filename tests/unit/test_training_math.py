@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -246,3 +248,50 @@ def test_the_signature_says_the_setting() -> None:
     assert scst_signature(ScstSection()) == "STANDARD_wInit+Cider-D[n4,s6.0]+average[nspi5]+1.0.0"
     meshed = ScstSection(sampler="beam", baseline="mean", eos_in_reward=False, document_frequency="captions")
     assert scst_signature(meshed) != scst_signature(ScstSection())
+
+
+def scst_loss(**settings: Any) -> tuple[float, torch.Tensor]:
+    """The loss of a tiny Transformer on two images, and the log-probabilities (2, 3, T) of what it drew."""
+    from models.captioner import Captioner
+    from models.config import ExpansionNetConfig, ModelSizes
+    from models.registry import build_model
+    from pipeline.batches import Batch
+    from pipeline.steps import scst_objective
+
+    torch.manual_seed(0)
+    config = ExpansionNetConfig(name="transformer", d_model=8, d_ff=8, heads=2, dropout=0.0)
+    captioner = Captioner(build_model(config, ModelSizes(5, 6, 8, 1, 2, 0)))
+    section = {"num_samples": 3, "max_length": 6} | settings
+    stage = StageSection(name="s", objective="scst", epochs=1, batch_size=2, lr=1, scst=section)
+    seen = []
+
+    def reward(tokens: torch.Tensor, images: Sequence[int]) -> torch.Tensor:
+        seen.append(tokens)
+        return torch.arange(len(tokens)).double().square()
+
+    batch = Batch(torch.randn(2, 4, 5), torch.zeros(2, 2, dtype=torch.int64), np.array([0, 1]), 4, 2)
+    run = scst_objective(stage, reward, torch.tensor([7, 8]), 0, ("PAD", "SOS", "EOS", "a", "b", "c"))  # type: ignore[arg-type]
+    loss = run(captioner, captioner, batch, torch.Generator().manual_seed(3)).loss
+    tokens = seen[0]
+    with torch.no_grad():
+        logs = captioner(batch.inputs, None, tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+    kept = tokens[:, 1:] != 0
+    if settings.get("eos_in_loss") is False:
+        kept &= tokens[:, 1:] != 2
+    assert bool((tokens == 2).any()), "something ends"
+    return float(loss.detach()), (logs * kept).sum(1).view(2, 3)
+
+
+def test_the_named_settings_of_the_scst_loss() -> None:
+    """Baseline, EOS in the loss and division by a fixed length, each against its definition."""
+    rewards = torch.arange(6).double().square().view(2, 3)
+    plain, logs = scst_loss(baseline="mean")
+    expected = -((rewards - rewards.mean(1, keepdim=True)) * logs).sum() / 6
+    assert plain == pytest.approx(float(expected), rel=1e-5)
+    others = (rewards.sum(1, keepdim=True) - rewards) / 2
+    assert scst_loss()[0] == pytest.approx(float(-((rewards - others) * logs).sum() / 6), rel=1e-5)
+    assert scst_loss(baseline="mean", fixed_length=20)[0] == pytest.approx(plain / 20, rel=1e-5)
+    without, words = scst_loss(baseline="mean", eos_in_loss=False)
+    assert without == pytest.approx(float(-((rewards - rewards.mean(1, keepdim=True)) * words).sum() / 6), rel=1e-5)
+    assert without != pytest.approx(plain, rel=1e-3)
+    assert scst_loss(baseline="mean", eos_in_reward=False)[0] == pytest.approx(plain), "it is the reward's alone"

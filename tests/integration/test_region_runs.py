@@ -1,0 +1,154 @@
+"""Training, captioning and bundles on region features: lengths and boxes reach every model everywhere."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from jobs.cli import main
+from pipeline.batches import Batches, Captions, Images
+from pipeline.bundle import load_bundle
+from pipeline.captioning import caption_images
+from pipeline.config import parse_config
+from pipeline.context import LocalContext
+from pipeline.loop import StageJob, StageRun, train_stages
+from pipeline.prepare import prepare
+from pipeline.regions import import_regions
+from pipeline.run_bundle import bundle_run
+from pipeline.run_folder import RunFolder
+from pipeline.storage import Place
+from pipeline.store import FeatureStore
+from pipeline.trial import trial_steps
+from tests.conftest import small_config
+
+SMALL: dict[str, Any] = {"d_model": 16, "d_ff": 32, "heads": 2, "encoder_layers": 2, "decoder_layers": 2}
+CLUSTERED = {"name": "clustformer", "inputs": "regions", "sampling": 1, "region_rows": 2}
+MESHED = {"name": "meshed_memory", "memory_slots": 4}
+EXPANSION = {"name": "expansionnet_v2", "static_expansion": [4], "dynamic_expansion": 2}
+NAMES = ("xe_frozen", "scst_frozen")
+
+
+def prepared(storage: Path, system: dict[str, Any], **changes: Any) -> tuple[RunFolder, Place]:
+    values = small_config(storage, model=SMALL | system, **changes)
+    values["features"] = {"hdf5": "embedded", "max_regions": 4}
+    del values["backbone"]
+    values["stages"] = [stage | {"dropout": 0.0} for stage in values["stages"] if not stage.get("train_backbone")]
+    folder = prepare(parse_config(values), lambda text: None)
+    store, bad = import_regions(folder.dataset, folder.config, lambda text: None)
+    assert not bad
+    return folder, store
+
+
+@pytest.mark.parametrize("system", [MESHED, CLUSTERED, EXPANSION], ids=lambda system: system["name"])
+def test_a_system_trains_validates_and_captions_on_regions(tmp_path: Path, system: dict[str, Any]) -> None:
+    folder, store = prepared(tmp_path, system)
+    assert folder.facts["num_tokens"] == 4 and folder.facts["parameters"]["backbone"] == 0
+    assert all("error" not in row for row in trial_steps(folder))
+    train_stages(LocalContext("cpu"), StageJob(folder.path, NAMES, store))
+    for name in NAMES:
+        result = folder.result(name)
+        assert result is not None and math.isfinite(result["best_score"])
+    path = bundle_run(folder)
+    bundle = load_bundle(path)
+    assert bundle.captioner.backbone is None and bundle.transform is None
+    part = folder.dataset.split("test")
+    images = Images(part, FeatureStore(store), None, 10**6, 1)
+    captions = caption_images(
+        bundle.captioner, images, bundle.vocabulary, folder.config.evaluation, LocalContext("cpu")
+    )
+    assert list(captions) == part.column("image_id")
+
+
+@pytest.mark.parametrize("system", [MESHED, CLUSTERED], ids=lambda system: system["name"])
+@pytest.mark.parametrize("stage", NAMES)
+def test_lengths_and_boxes_reach_both_objectives(tmp_path: Path, system: dict[str, Any], stage: str) -> None:
+    """What pads a row changes nothing; other lengths do, and other boxes for the model that arranges by them."""
+    folder, store = prepared(tmp_path, system)
+    run = StageRun(LocalContext("cpu"), folder, folder.config.stage(stage), StageJob(folder.path, NAMES, store))
+    (batch,) = run.batches.at(0)
+    assert batch.lengths is not None and batch.boxes is not None
+    assert set(batch.lengths.tolist()) <= {2, 3} and len(set(batch.lengths.tolist())) == 2
+
+    def gradient(given: Any) -> torch.Tensor:
+        run.captioner.zero_grad()
+        run.captioner.train()
+        loss = run.objective(run.captioner, run.captioner, given, torch.Generator().manual_seed(0)).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        return torch.cat([each.grad.flatten() for each in run.captioner.parameters() if each.grad is not None])
+
+    padding = torch.arange(4) >= batch.lengths[:, None]
+    other = replace(batch, inputs=batch.inputs.masked_fill(padding[..., None], 7.0))
+    other = replace(other, boxes=batch.boxes.masked_fill(padding[..., None], 9.0))
+    own = gradient(batch)
+    assert torch.allclose(own, gradient(other), atol=1e-6)
+    assert not torch.allclose(own, gradient(replace(other, lengths=torch.full_like(batch.lengths, 4))), atol=1e-4)
+    if system is CLUSTERED:
+        assert not torch.allclose(own, gradient(replace(batch, boxes=batch.boxes.flip(1))), atol=1e-5)
+
+
+def test_captions_do_not_depend_on_padding(tmp_path: Path) -> None:
+    """The same regions with room for 3 and for 9 give the same captions and scores."""
+    found = []
+    for most in (3, 9):
+        folder, _ = prepared(tmp_path, CLUSTERED)
+        config = folder.config.model_copy(
+            update={"features": folder.config.features.model_copy(update={"max_regions": most})}
+        )
+        store, _ = import_regions(folder.dataset, config, lambda text: None)
+        run = StageRun(LocalContext("cpu"), folder, config.stage("xe_frozen"), StageJob(folder.path, NAMES, store))
+        found.append(caption_images(run.captioner, run.validation, run.vocabulary, config.evaluation, run.context))
+    assert found[0] == found[1] and found[0]
+
+
+def test_a_batch_carries_the_regions_of_its_images(tmp_path: Path) -> None:
+    folder, store = prepared(tmp_path, MESHED)
+    train = folder.dataset.split("train")
+    images = Images(train, FeatureStore(store), None, 10**6, 1)
+    batches = Batches(images, Captions(train, folder.vocabulary), folder.config.stages[0], seed=1, rank=0, world_size=1)
+    (batch,) = batches.at(3)
+    whole = FeatureStore(store).gather_regions([train.column("key")[row] for row in batch.images])
+    assert batch.lengths is not None and batch.boxes is not None
+    assert np.array_equal(batch.lengths.numpy(), whole.lengths) and np.array_equal(batch.boxes.numpy(), whole.boxes)
+
+
+def test_a_bundle_of_regions_captions_no_image_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _ = prepared(tmp_path, MESHED)
+    picture = folder.dataset.column("uri")[0]
+    assert main(["caption", picture, "--model", str(bundle_run(folder))]) == 2
+    message = capsys.readouterr().err.strip()
+    assert "region features" in message and "raycap evaluate" in message and "\n" not in message
+
+
+def test_a_trial_of_a_search_over_memory_slots(tmp_path: Path) -> None:
+    """A search on region features has no backbone; its trials read the store that the import filled."""
+    from jobs.search_features import extract_once, find_backbone
+    from pipeline.inputs import find_data
+    from pipeline.search import Search, SearchConfig
+    from pipeline.search_book import SearchFolder
+    from pipeline.search_trial import run_trial
+
+    values = small_config(tmp_path, model=SMALL | MESHED)
+    values["features"] = {"hdf5": "embedded", "max_regions": 3}
+    del values["backbone"]
+    values["stages"] = values["stages"][:1]
+    section = {"name": "slots", "base": "base.yaml", "space": {"model.memory_slots": [0, 2]}, "algorithm": "grid"}
+    section |= {"objectives": {"CIDEr-D": "max", "macs_executed": "min", "latency_ms": "min"}}
+    search = Search(SearchConfig.model_validate(section), values)
+    dataset, _ = find_data(search.base, lambda text: None)
+    assert find_backbone(search, dataset, None, lambda text: None) is None
+    store, bad = extract_once(search, dataset, None, lambda: None, lambda text: None)
+    assert store is not None and not bad
+    folder = SearchFolder(tmp_path / "search")
+    folder.path.mkdir()
+    folder.write_plan(search, None, None, store, bad)
+    outcomes = [run_trial(folder, point, 0, lambda values: None) for point in search.points()]
+    assert [outcome["state"] for outcome in outcomes] == ["finished", "finished"], outcomes
+    costs = [outcome["costs"] for outcome in outcomes]
+    assert "macs" not in costs[0] and costs[0]["macs_executed"] < costs[1]["macs_executed"]
+    assert costs[0]["parameters"] < costs[1]["parameters"] and costs[0]["latency_ms"] > 0

@@ -1,0 +1,70 @@
+"""What ends or slows a stage: patience, the switch to the next stage, a plateau, and the decay between epochs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.context import LocalContext
+from pipeline.journal import read_journal
+from pipeline.loop import StageJob, StageRun, train_stages
+from tests.conftest import small_config
+from tests.integration.test_region_runs import MESHED, prepared
+
+
+def trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scores: list[float], first: dict[str, Any], second: dict[str, Any]
+) -> tuple[Any, list[dict[str, Any]]]:
+    """Two stages of 8 epochs whose validations, one an epoch, have these scores; the run and its journal."""
+    stages = [stage for stage in small_config(tmp_path)["stages"] if not stage.get("train_backbone")]
+    for stage, settings in zip(stages, (first, second), strict=True):
+        stage |= {"epochs": 8, "batch_size": 16, "validate_every_epochs": 1, "lr": 1e-3}
+        stage |= {"schedule": {"name": "hyperbolic"}} | settings
+    folder, store = prepared(tmp_path, MESHED, stages=stages)
+    given = iter(scores)
+    monkeypatch.setattr("pipeline.loop.caption_images", lambda *_: {})  # nobody looks at them
+    monkeypatch.setattr(StageRun, "_score", lambda self, captions: next(given))
+    train_stages(LocalContext("cpu"), StageJob(folder.path, ("xe_frozen", "scst_frozen"), store))
+    assert next(given, None) is None, "as many validations as expected"
+    return folder, read_journal(folder.journal)
+
+
+def test_patience_ends_a_stage_and_the_next_begins_from_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cross entropy: two in a row below the best end it. SCST: a better one between starts the count anew."""
+    scores = [1.0, 3.0, 2.9, 2.8, *(3.0, 3.1, 3.0, 3.2, 3.1, 3.1)]
+    started: list[dict[str, torch.Tensor]] = []
+    original = StageRun.run
+
+    def run(self: StageRun) -> None:
+        started.append({name: tensor.clone() for name, tensor in self.captioner.model.state_dict().items()})
+        original(self)
+
+    monkeypatch.setattr(StageRun, "run", run)
+    folder, _ = trained(tmp_path, monkeypatch, scores, {"patience": 2}, {"patience": 2})
+    first, second = folder.result("xe_frozen"), folder.result("scst_frozen")
+    epoch = 48 / 16
+    assert (first["steps"], first["best_step"], first["best_score"]) == (4 * epoch, 2 * epoch, 3.0)
+    assert first["ended_early"] == "no better validation 2 times in a row"
+    assert (second["steps"], second["best_step"]) == (6 * epoch, 4 * epoch)
+    best = load_file(folder.stage("xe_frozen") / f"best-{first['best_step']}" / "model.safetensors")
+    assert all(torch.equal(started[1][name], tensor) for name, tensor in best.items())
+
+
+def test_a_plateau_lowers_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """x 0.5 after each two validations in a row that did not beat the best, on top of the schedule's decay."""
+    decay = {"schedule": {"name": "hyperbolic", "anneal": 0.8, "anneal_every_epochs": 5}}
+    plateau = {"plateau": {"factor": 0.5, "patience": 2}}
+    falls = [3.0, 2.9, 2.9, 2.8, 3.1, 3.0, 2.9, 2.9]
+    _, journal = trained(tmp_path, monkeypatch, [1.0] * 8 + falls, decay, plateau)
+    rates: dict[str, list[float]] = {}
+    for entry in journal:
+        if entry["kind"] == "train" and entry["step"] % 3 == 0:  # the last step of each epoch
+            rates.setdefault(entry["stage"], []).append(entry["lr"] / 1e-3)
+    assert rates["xe_frozen"] == pytest.approx([1.0] * 5 + [0.8] * 3)
+    assert rates["scst_frozen"] == pytest.approx([1, 1, 1, 0.5, 0.5, 0.5, 0.5, 0.25])
