@@ -20,7 +20,7 @@ from models.config import BackboneConfig, ClustFormerConfig, ExpansionNetConfig
 from models.registry import build_model
 from pipeline.bundle import load_bundle, save_bundle
 from pipeline.errors import UserError
-from pipeline.explain import caption_picture, grid_of, heat_map
+from pipeline.explain import caption_picture, grid_of, heat_map, region_maps
 from pipeline.image_files import find_images
 from pipeline.serving import CaptionService
 from pipeline.text import Vocabulary
@@ -174,6 +174,18 @@ def test_heat_maps_are_bright_where_the_weight_is() -> None:
     assert both.height > sheet.height + 200
     upper, lower = (np.asarray(both)[top : top + 224, -232:-8].astype(int) for top in (8, 8 + 232))
     assert np.ptp(upper.mean(2)) < 10 < np.ptp(lower.mean(2)), "the second row is the attribution's"
+
+
+def test_regions_are_painted_where_their_boxes_are() -> None:
+    weights = np.array([[3.0, 1.0, -2.0], [0.0, 5.0, -1.0]])
+    boxes = np.array([[0, 0, 50, 100], [25, 0, 50, 100], [0, 50, 100, 100]], np.float32)  # left half, within it, below
+    grid = region_maps(weights, boxes, (100, 100)).reshape(2, 24, 24)
+    assert (grid[0, :, :12] == 3).all() and (grid[0, :, 12:] == -2).all()
+    assert (grid[1, :, 6:12] == 5).all() and (grid[1, :, :6] == 0).all() and (grid[1, :, 12:] == -1).all()
+    wide = region_maps(weights, boxes * [2, 1, 2, 1], (200, 100))
+    assert np.array_equal(wide.reshape(2, 24, 24), grid)
+    assert np.array_equal(region_maps(weights, boxes / 100, (640, 480)).reshape(2, 24, 24), grid)
+    assert region_maps(np.zeros((0, 3)), boxes, (10, 10)).shape == (0, 576)
 
 
 def test_explain_writes_a_picture_an_image(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
