@@ -57,7 +57,7 @@ def summarize_search(
         say(f"{what}alignment of words and patches {found['alignment']:.3f}")
     asked = {image: (best[image].held or 0, machines[image].count) for image in best if image in machines}
     if asked:
-        held = Held.count(asked.values())
+        held = Held.of(asked.values())
         lacking = [image for image, (own, total) in asked.items() if own < total]
         found["constraints"] = {**held._asdict(), "not_held": lacking}
         say(f"{what}{held}")

@@ -221,4 +221,4 @@ def test_captions_hold_their_constraints_and_others_are_as_before(tmp_path: Path
 
 
 def test_what_holds_is_counted() -> None:
-    assert Held.count([(0, 2), (1, 2), (2, 2), (0, 0), (1, 1)]) == Held(4, 2, 1, 1)
+    assert Held.of([(0, 2), (1, 2), (2, 2), (0, 0), (1, 1)]) == Held(4, 2, 1, 1)
