@@ -201,7 +201,9 @@ def caption(
     beam: Annotated[int, typer.Option(min=1, help="Beams an image.")] = 5,
     n_best: Annotated[int, typer.Option(min=1, help="Captions an image, best first.")] = 1,
     max_length: Annotated[int, typer.Option(min=3, help="Tokens a caption, its begin and end with them.")] = 20,
-    explain: Annotated[Path | None, typer.Option(help="Write a picture an image: where each word looked.")] = None,
+    explain: Annotated[
+        Path | None, typer.Option(help="Write pictures: where each word looked, what spoke for it.")
+    ] = None,
     address: Address = None,
 ) -> int:
     """Captions for one's own images. A few are captioned here, many through Ray. Exit code 1 when one cannot be read.

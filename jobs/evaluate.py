@@ -72,15 +72,13 @@ def evaluate(
         entry: dict[str, Any] = {"images": len(found), "unreadable": bad}
         result["splits"][name] = entry
         best = _write_captions(folder, name, found, server, part, say)
-        entry |= summarize_search(
-            {image: own[0] for image, own in found.items()}, machines, f"constraints  {name}: ", say
-        )
+        entry |= summarize_search({image: own[0] for image, own in found.items()}, machines, f"search    {name}: ", say)
         others: dict[int, str] = {}
         if other is not None:
             compared, _ = caption_dataset([other], part, config, features, folder, say, their_machines)
             others = {image: hypotheses[0].caption for image, hypotheses in compared.items()}
         _score(entry, name, part, best, others, dataset, config, say)
-        _report(folder, name, entry, part, best, others, config, members, say)
+        _report(folder, name, entry, part, best, others, config, members, features, say)
     from pipeline.run_folder import write_json
 
     write_json(folder / "scores.json", result)
@@ -360,6 +358,7 @@ def _report(
     others: dict[int, str],
     config: RunConfig,
     members: Sequence[Path],
+    features: str | None,
     say: Callable[[str], None],
 ) -> None:
     """report-SPLIT.html; the heat maps are those of the first model."""
@@ -372,7 +371,7 @@ def _report(
     table = {"splits": {split: entry, **({f"{split}, the other": entry["compared"]} if others else {})}}
     if others:
         entry["compared"]["images"] = entry["images"]
-    columns, rows = score_table(table)
+    columns, rows = score_table(table, align=True)
     scores = entry["per_image_CIDEr-D"]
     images = [
         ReportImage(
@@ -388,7 +387,8 @@ def _report(
         if image in best
     ]
     settings, label = config.evaluation, "+".join(member.name for member in members)[:120]
-    images = with_attention(images, members[0], config, label)
+    store = None if features is None else place(features, config.storage.options)
+    images = with_attention(images, members[0], config, label, store, part)
     report = Report(
         title=f"{label} on {split}",
         run_id=label,

@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from pipeline.config import RunConfig
+from pipeline.dataset import Dataset
 from pipeline.report import MAX_IMAGES, ReportImage, choose_images
+from pipeline.storage import Place, place
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pipeline.bundle import Bundle
 
 ATTRIBUTED = 24  # pictures with attributions: a backward pass for each word and step
 STEPS = 16  # of the integral; the picture does not change with more
 SECONDS = 60.0  # after which no more of them are begun
 
 Key = tuple[str, int | str]  # split and image id
+Asked = tuple[str, int | str, str, str]  # split, image id, URI, caption
 
 
-def with_attention(images: Sequence[ReportImage], bundle: Path, config: RunConfig, seed: str) -> list[ReportImage]:
+def with_attention(
+    images: Sequence[ReportImage],
+    bundle: Path,
+    config: RunConfig,
+    seed: str,
+    store: Place | None = None,
+    dataset: Dataset | None = None,
+) -> list[ReportImage]:
     """The images with the maps of the captions that a bundle gave them; only those that the page will show get theirs.
 
-    Attributions are for the `ATTRIBUTED` of them that a page of so many would show, as far as `SECONDS` reach. Ray must
-    have been started. Files that cannot be read, and models without a grid or cross-attention, give no map.
+    store and dataset: the features of a bundle without a backbone, and the images with their keys. Attributions are for
+    the `ATTRIBUTED` that a page of so many would show, as far as `SECONDS` reach. Ray must have been started. Files
+    that cannot be read, and models whose image tokens are neither a square grid nor regions with boxes, give no map.
     """
     import ray
 
@@ -32,40 +50,98 @@ def with_attention(images: Sequence[ReportImage], bundle: Path, config: RunConfi
     workers = config.workers
     task = ray.remote(_maps).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
     asked = [(image.split, image.image_id, str(image.path), image.caption) for image in chosen]
-    maps = ray.get(task.remote(asked, attributed, bundle, config))
+    maps = ray.get(task.remote(asked, attributed, bundle, config, store, dataset))
     return [replace(image, **maps.get((image.split, image.image_id), {})) for image in images]
 
 
 def _maps(
-    asked: list[tuple[str, int | str, str, str]], attributed: set[Key], bundle: Path, config: RunConfig
+    asked: list[Asked],
+    attributed: set[Key],
+    bundle: Path,
+    config: RunConfig,
+    store: Place | None,
+    dataset: Dataset | None,
 ) -> dict[Key, dict[str, Any]]:
     """The fields of a `ReportImage` that a model gives, of each image."""
+    import torch
+
+    from models.attention import cross_attention
+    from models.attribution import integrated_gradients
+    from models.cluster_groups import find_clusters
     from pipeline.bundle import load_bundle
     from pipeline.cluster_pictures import layer_colors
     from pipeline.context import device_for
-    from pipeline.images import BadImage
+    from pipeline.explain import region_maps
     from pipeline.processor import prepare_processor
-    from pipeline.serving import CaptionService
-    from pipeline.storage import place
 
     prepare_processor(config.workers.threads_per_worker)
     loaded = load_bundle(bundle)
-    if loaded.transform is None:
-        return {}
     device = device_for(config.workers.gpus_per_worker)
-    loaded.captioner.to(device)
-    service, begin = CaptionService(loaded), time.monotonic()
+    model, vocabulary = loaded.captioner.to(device).model, loaded.vocabulary
+    begin = time.monotonic()
     found: dict[Key, dict[str, Any]] = {}
-    for split, image, uri, caption in asked:
-        try:
-            pixels = service.pixels(place(uri, config.storage.options).read_bytes()).to(device)
-        except (BadImage, OSError):
-            continue
-        own: dict[str, Any] = {"attention": service.attention(pixels, caption).float().cpu().numpy()}
+    for (split, image, _, caption), features, boxes, size in _inputs(asked, loaded, config, store, dataset):
+        words, features = caption.split(), features.to(device)
+        ids = torch.tensor(vocabulary.encode(words)[: model.sizes.max_positions + 1], device=device)
+        there = None if boxes is None else boxes.to(device)
+
+        def drawn(weights: Tensor, boxes: Tensor | None = boxes, size: tuple[int, int] = size) -> np.ndarray:
+            maps = weights.float().cpu().numpy()
+            return maps if boxes is None else region_maps(maps, boxes.numpy(), size)
+
+        with torch.no_grad():
+            memory = model.encode(features[None], None, None if there is None else there[None])
+        own: dict[str, Any] = {"attention": drawn(cross_attention(model, memory, ids[None])[-1, 0, : len(words)])}
         if (split, image) in attributed and time.monotonic() - begin < SECONDS:
-            own["attribution"] = service.attribution(pixels, caption, STEPS).shares().float().cpu().numpy()
-        clusters = service.clusters(pixels, caption)
+            spoke = integrated_gradients(model, features, ids, boxes=there, steps=STEPS, most_steps=STEPS)
+            own["attribution"] = drawn(spoke.head(len(words)).shares())
+        clusters = find_clusters(
+            model, features, ids[: len(words) + 1], boxes=None if boxes is None else boxes.to(device)
+        )
         if clusters is not None:
             own["clusters"] = layer_colors(clusters)
         found[(split, image)] = own
     return found
+
+
+def _inputs(
+    asked: list[Asked], loaded: Bundle, config: RunConfig, store: Place | None, dataset: Dataset | None
+) -> Iterator[tuple[Asked, Tensor, Tensor | None, tuple[int, int]]]:
+    """Each image's features (N, C), the boxes (N, 4) of regions, and for them the picture's width and height."""
+    import torch
+
+    from pipeline.batches import Images
+    from pipeline.images import BadImage, decode_image
+    from pipeline.serving import MAX_PIXELS, CaptionService
+    from pipeline.store import open_store
+
+    if loaded.transform is not None:
+        service = CaptionService(loaded)
+        device = next(loaded.captioner.parameters()).device
+        for each in asked:
+            try:
+                pixels = service.pixels(place(each[2], config.storage.options).read_bytes()).to(device)
+            except (BadImage, OSError):
+                continue
+            with torch.no_grad():
+                yield each, loaded.captioner.features(pixels[None])[0], None, (0, 0)
+        return
+    if store is None or dataset is None:
+        return
+    options = config.storage.options
+    images = Images(dataset, open_store(store, config.features), None, config.data.max_pixels, 1, options)
+    rows = {int(image): row for row, image in enumerate(images.image_ids)}
+    for each in asked:
+        row = np.array([rows[int(each[1])]])
+        features = images.load(row)[0]
+        lengths, boxes = images.regions(row)
+        if lengths is None or boxes is None:
+            yield each, features, None, (0, 0)
+            continue
+        try:
+            size = decode_image(place(each[2], options).read_bytes(), MAX_PIXELS).size
+        except (BadImage, OSError):
+            continue
+        count = int(lengths[0])
+        if count:
+            yield each, features[:count], boxes[0, :count], size

@@ -259,7 +259,8 @@ class _Run:
         bundle = bundle_run(folder, scores=flat_scores(result))
         shown = bundle_place(folder)
         with self._timed("report"):
-            images = with_attention(report_images(folder, dataset, result), bundle, config, folder.run_id)
+            shown_images = report_images(folder, dataset, result)
+            images = with_attention(shown_images, bundle, config, folder.run_id, store, dataset)
             make_report(folder, dataset, result, self.durations, images)
             folder.push("predictions", "scores.json", "report.html")
         with self._timed("registration"):

@@ -40,7 +40,7 @@ def alignment_scores(model: CaptionModel, memory: Memory, tokens: Tensor) -> Ten
     """
     tokens = tokens[:, : model.sizes.max_positions]
     sizes, states = model.sizes, []
-    hook = model.output.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))  # type: ignore[operator, union-attr]
+    hook = model.output.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))  # type: ignore[union-attr]
     training = model.training
     model.eval()
     try:

@@ -141,12 +141,15 @@ def _search(
 ) -> tuple[Captions, list[list[int | None]]]:
     """The best captions, and how many constraints each holds: None for those of an image without any."""
     models = [captioner.model for captioner in captioners]
-    lengths = {"beam_size": settings.beam_size, "max_length": settings.max_length, "num_results": settings.num_results}
+    beam, longest, best = settings.beam_size, settings.max_length, settings.num_results
     if not any(machines):
-        found = beam_search(models, memories, **lengths)
-        return found, [[None] * settings.num_results for _ in machines]
+        found = beam_search(models, memories, beam_size=beam, max_length=longest, num_results=best)
+        return found, [[None] * best for _ in machines]
     none = build_machine([], len(vocabulary))
-    constrained = constrained_beam_search(models, memories, [own or none for own in machines], **lengths)
+    own_machines = [own or none for own in machines]
+    constrained = constrained_beam_search(
+        models, memories, own_machines, beam_size=beam, max_length=longest, num_results=best
+    )
     held = constrained.held.tolist()
     return constrained, [
         [own if machine is not None or own < 0 else None for own in row]

@@ -114,9 +114,9 @@ def cluster_picture(image: Image.Image, words: Sequence[str], clusters: Clusters
 
 
 def veiled(image: Image.Image, cells: np.ndarray | None) -> Image.Image:
-    """The image, SIDE x SIDE, under the colors of its cells, with lines between clusters."""
+    """The image, SIDE x SIDE, under the colors of its cells, with lines between clusters; bare where all are one."""
     picture = image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC)
-    if cells is None:
+    if cells is None or (cells == cells.flat[0]).all():
         return picture
     palette = np.array([_rgb(color) for color in COLORS], np.uint8)
     veil = Image.fromarray(palette[cells]).resize((SIDE, SIDE), Image.Resampling.NEAREST)

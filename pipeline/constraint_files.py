@@ -108,7 +108,7 @@ class Held(NamedTuple):
     none: int
 
     @classmethod
-    def count(cls, held: Iterable[tuple[int, int]]) -> Held:
+    def of(cls, held: Iterable[tuple[int, int]]) -> Held:
         """From (held, asked) of each image."""
         asked = [(own, total) for own, total in held if total]
         whole = sum(own >= total for own, total in asked)

@@ -48,14 +48,16 @@ def summarize_search(
 ) -> dict[str, Any]:
     """What the search itself tells of a split's best captions: "alignment", the mean over images, and "constraints".
 
-    Alignment is None where no caption has one, constraints where no image has any; else how many hold (said) and the
-    images whose caption does not hold all of them.
+    Both are said. Alignment is None where no caption has one, constraints where no image has any; else how many hold
+    theirs, and the images whose caption does not hold all.
     """
     aligned = [each.alignment for each in best.values() if each.alignment is not None]
     found: dict[str, Any] = {"alignment": sum(aligned) / len(aligned) if aligned else None, "constraints": None}
+    if aligned:
+        say(f"{what}alignment of words and patches {found['alignment']:.3f}")
     asked = {image: (best[image].held or 0, machines[image].count) for image in best if image in machines}
     if asked:
-        held = Held.count(asked.values())
+        held = Held.of(asked.values())
         lacking = [image for image, (own, total) in asked.items() if own < total]
         found["constraints"] = {**held._asdict(), "not_held": lacking}
         say(f"{what}{held}")

@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 SIDE, MARGIN, LABEL, COLUMNS = 224, 8, 26, 6
+RASTER = 24  # cells along a side of a picture of regions
 NOTE = """attention: where the last
 layer looked for the word
 
@@ -26,6 +27,21 @@ def grid_of(weights: np.ndarray) -> np.ndarray:
     if side * side != len(weights):
         raise ValueError(f"{len(weights)} image tokens are no square grid: there is no picture to lay them over")
     return weights.reshape(side, side)
+
+
+def region_maps(weights: np.ndarray, boxes: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Weights (W, N) of regions as grids (W, RASTER * RASTER): a cell has the greatest of the regions that cover it.
+
+    boxes (N, 4), corners x0 y0 x1 y1 in pixels of a picture of `size` (width, height), or in shares of it where none is
+    above 1; cells that no region covers have the least weight of all.
+    """
+    wide, high = size if boxes.max(initial=0.0) > 1 else (1, 1)
+    places = (np.arange(RASTER) + 0.5) / RASTER
+    across = (boxes[:, None, 0] <= places * wide) & (places * wide <= boxes[:, None, 2])  # (N, RASTER)
+    along = (boxes[:, None, 1] <= places * high) & (places * high <= boxes[:, None, 3])
+    covered = (along[:, :, None] & across[:, None]).reshape(len(boxes), -1)
+    least = weights.min(1, initial=np.inf, keepdims=True)
+    return np.where(covered, weights[:, :, None], least[:, :, None]).max(1)
 
 
 def heat_map(image: Image.Image, weights: np.ndarray) -> Image.Image:

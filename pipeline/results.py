@@ -22,12 +22,12 @@ CURVES = {
 }
 
 
-def score_table(result: dict[str, Any]) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """Columns and one row a split; a score that is not there says why."""
+def score_table(result: dict[str, Any], align: bool = False) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Columns and one row a split; a score that is not there says why. align: with the alignment score."""
     first = next(iter(result["splits"].values()))
     columns = list(first["scores"])
     accuracy = any(entry["main_object"] is not None for entry in result["splits"].values())
-    alignment = any(entry.get("alignment") is not None for entry in result["splits"].values())
+    alignment = align and any(entry.get("alignment") is not None for entry in result["splits"].values())
     rows = []
     for split, entry in result["splits"].items():
         cells = [
@@ -93,7 +93,7 @@ def make_report(
 ) -> Path:
     """Writes report.html of a finished run."""
     config, facts = folder.config, folder.facts
-    columns, rows = score_table(result)
+    columns, rows = score_table(result, align=True)
     for split in config.data.test_splits:
         rows += published_table(columns, config, split, dataset.split(split).column("uri"))
     stages = [_stage(folder, stage.name, result["validation_by_stage"]) for stage in config.stages]

@@ -70,8 +70,9 @@ class CaptionService:
         with torch.no_grad():
             features = captioner.features(pixels[None])[0]
         ids = ids[: captioner.model.sizes.max_positions + 1]
-        chosen = {} if steps is None else {"steps": steps, "most_steps": steps}
-        return integrated_gradients(captioner.model, features, ids, **chosen).head(len(words))
+        if steps is None:
+            return integrated_gradients(captioner.model, features, ids).head(len(words))
+        return integrated_gradients(captioner.model, features, ids, steps=steps, most_steps=steps).head(len(words))
 
     @torch.inference_mode()
     def clusters(self, pixels: Tensor, caption: str) -> Clusters | None:

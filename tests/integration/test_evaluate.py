@@ -71,6 +71,35 @@ def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(tmp_path: Path
 
 
 @pytest.mark.ray
+def test_captions_hold_the_constraints_of_a_file(tmp_path: Path, ray_session: None) -> None:
+    config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
+    file = tmp_path / "words.jsonl"
+    file.write_text(
+        '{"image_id": 107, "constraints": ["mat", ["the cat", "red"]]}\n{"image_id": 5, "constraints": []}\n'
+    )
+    said: list[str] = []
+    assert evaluate(config, models=[model], constraints=file, out=tmp_path / "out", say=said.append) == 0
+    entry = scores(tmp_path / "out")
+    assert entry["constraints"] == {"images": 1, "all": 1, "some": 0, "none": 0, "not_held": []}
+    assert 0 <= entry["alignment"] <= 1
+    assert "search    test: 1 of 1 captions hold all of their constraints, 0 some, 0 none" in said
+    predictions = {row["image_id"]: row["caption"] for row in json.loads(
+        (tmp_path / "out" / "predictions-test.json").read_text())}  # fmt: skip
+    assert "mat" in predictions[107].split() and ("the cat" in predictions[107] or "red" in predictions[107].split())
+    page = (tmp_path / "out" / "report-test.html").read_text()
+    assert "alignment" in page and "data-attribution=" in page
+    file.write_text('{"image_id": 107, "constraints": ["zebra"]}\n')
+    with pytest.raises(UserError, match="image 107 needs the word 'zebra'"):
+        evaluate(config, models=[model], constraints=file, say=said.append)
+    named = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"constraints": str(file)})})
+    with pytest.raises(UserError, match="zebra"):
+        evaluate(named, models=[model], say=said.append)
+    file.write_text('{"image_id": 1, "constraints": ["cat"]}\n')
+    with pytest.raises(UserError, match="none of its images is in test"):
+        evaluate(config, models=[model], constraints=file, say=said.append)
+
+
+@pytest.mark.ray
 def test_the_golden_ensemble_holds_through_bundles_and_a_store(tmp_path: Path, ray_session: None) -> None:
     """Two reference models, imported as bundles without a backbone, on the recorded features from a store."""
     features = np.load(GOLDEN / "expected.npz")["features"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.cluster_pictures import COLORS, LayerColors
 from pipeline.report import Report, ReportImage, ReportStage, write_report
 from pipeline.synthetic import draw_scene, make_scene
 from tests.integration.chromium import NAMES, Page, chromium_page, find_chromium
@@ -36,8 +37,10 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Page, Pa
         split = "novel" if index % 4 == 3 else "test"
         words = len(captions[0].split())
         maps = np.full((words, 16), 0.05) + 0.5 * np.eye(words, 16) if index == 0 else None  # word k looks at cell k
+        spoke = None if maps is None else maps[:, ::-1]  # word k was made likely by cell 15 - k
+        layers = [] if maps is None else [LayerColors(1, 1, np.eye(4, dtype=int), np.arange(words) // 3, 2, 2)]
         others = {"xe_frozen": "a zebra"}
-        images.append(ReportImage(index, picture, captions[0], captions[1:], score, split, others, maps))
+        images.append(ReportImage(index, picture, captions[0], captions[1:], score, split, others, maps, spoke, layers))
     odd = "<img src=x onerror=\"console.error('escaped')\"> zyzzyva hot-zyzzyva (zyzzyva"
     images.append(ReportImage("odd", b"", odd, [odd], None, "test"))
     curve = [(step, 5 / (1 + step)) for step in range(0, 100, 10)]
@@ -260,6 +263,36 @@ def test_a_word_shows_where_the_model_looked(page: Page) -> None:
     page.evaluate(f"{words}[5].focus()")
     page.evaluate(f"{words}[5].blur()")
     assert page.evaluate(brightest) == 3 and page.evaluate(f"{words}[3].getAttribute('aria-pressed')") == "true"
+    kinds = "[...document.querySelectorAll('.kinds button')]"
+    assert page.evaluate(f"{kinds}.map(k => k.getAttribute('aria-pressed')).join()") == "true,false"
+    page.evaluate(f"{kinds}[1].click()")
+    assert page.evaluate(brightest) == 12, "the chosen word's attribution"
+    page.evaluate(f"{kinds}[0].click()")
+    assert page.evaluate(brightest) == 3
     page.evaluate(f"{words}[5].focus()")
     page.press("ArrowRight", 39)  # the next picture has none
     assert page.evaluate(f"{words}.length") == 0 and page.evaluate("document.querySelector('.veil')") is None
+
+
+def test_clusters_are_shown_layer_by_layer(page: Page) -> None:
+    page.click(".picture")
+    caption = page.evaluate("document.querySelector('.card .caption').textContent").split()
+    layer = "document.querySelectorAll('dialog .layer')"
+    assert page.evaluate(f"{layer}.length") == 1
+    assert (
+        page.evaluate(f"{layer}[0].querySelector('figcaption').textContent") == "layer 1: 2 patch clusters, 2 phrases"
+    )
+    phrases = page.evaluate(f"[...{layer}[0].querySelectorAll('.phrases span')].map(s => s.textContent)")
+    assert phrases == [" ".join(caption[start : start + 3]) for start in range(0, len(caption), 3)]
+    canvas = f"{layer}[0].querySelector('canvas')"
+    pixels = page.evaluate(f"[...{canvas}.getContext('2d').getImageData(0, 0, 4, 4).data]")
+    colors = ["#" + "".join(f"{value:02x}" for value in pixels[4 * cell : 4 * cell + 3]) for cell in range(16)]
+    assert colors == [COLORS[int(cell % 5 == 0)] for cell in range(16)]
+    fits = (
+        f"(() => {{ const a = {canvas}.getBoundingClientRect(), b = {layer}[0].querySelector('img')"
+        ".getBoundingClientRect(); return ['left', 'top', 'width', 'height'].map(k => a[k] - b[k]); })()"
+    )
+    assert max(map(abs, page.evaluate(fits))) < 1
+    assert page.evaluate(f"{layer}[0].getBoundingClientRect().width") > 100
+    page.press("ArrowRight", 39)
+    assert page.evaluate(f"{layer}.length") == 0

@@ -16,11 +16,11 @@ from models.attention import cross_attention
 from models.backbone import Backbone
 from models.base import Memory, ModelSizes
 from models.captioner import Captioner
-from models.config import BackboneConfig, ExpansionNetConfig
+from models.config import BackboneConfig, ClustFormerConfig, ExpansionNetConfig
 from models.registry import build_model
 from pipeline.bundle import load_bundle, save_bundle
 from pipeline.errors import UserError
-from pipeline.explain import caption_picture, grid_of, heat_map
+from pipeline.explain import caption_picture, grid_of, heat_map, region_maps
 from pipeline.image_files import find_images
 from pipeline.serving import CaptionService
 from pipeline.text import Vocabulary
@@ -170,11 +170,45 @@ def test_heat_maps_are_bright_where_the_weight_is() -> None:
         grid_of(np.zeros(10))
     sheet = caption_picture(Image.new("RGB", (30, 30), "red"), ["a", "w" * 200], np.zeros((2, 4)))
     assert sheet.width > 3 * 224
+    both = caption_picture(Image.new("RGB", (30, 30), "red"), ["a", "b"], np.zeros((2, 4)), np.eye(2, 4))
+    assert both.height > sheet.height + 200
+    upper, lower = (np.asarray(both)[top : top + 224, -232:-8].astype(int) for top in (8, 8 + 232))
+    assert np.ptp(upper.mean(2)) < 10 < np.ptp(lower.mean(2)), "the second row is the attribution's"
 
 
-def test_explain_writes_a_picture_an_image(bundle: Path, tmp_path: Path) -> None:
+def test_regions_are_painted_where_their_boxes_are() -> None:
+    weights = np.array([[3.0, 1.0, -2.0], [0.0, 5.0, -1.0]])
+    boxes = np.array([[0, 0, 50, 100], [25, 0, 50, 100], [0, 50, 100, 100]], np.float32)  # left half, within it, below
+    grid = region_maps(weights, boxes, (100, 100)).reshape(2, 24, 24)
+    assert (grid[0, :, :12] == 3).all() and (grid[0, :, 12:] == -2).all()
+    assert (grid[1, :, 6:12] == 5).all() and (grid[1, :, :6] == 0).all() and (grid[1, :, 12:] == -1).all()
+    wide = region_maps(weights, boxes * [2, 1, 2, 1], (200, 100))
+    assert np.array_equal(wide.reshape(2, 24, 24), grid)
+    assert np.array_equal(region_maps(weights, boxes / 100, (640, 480)).reshape(2, 24, 24), grid)
+    assert region_maps(np.zeros((0, 3)), boxes, (10, 10)).shape == (0, 576)
+
+
+def test_explain_writes_a_picture_an_image(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = write_images(tmp_path / "images", 2)
-    assert caption(names, str(bundle), explain=tmp_path / "maps") == 0
+    assert caption(names, str(bundle), explain=tmp_path / "maps", json_lines=True) == 0
     pictures = sorted((tmp_path / "maps").iterdir())
     assert [path.name for path in pictures] == ["0000-0.png", "0001-1.png"]
-    assert Image.open(pictures[0]).height >= 224
+    assert Image.open(pictures[0]).height >= 2 * 224, "attention and attribution, one below the other"
+    said = capsys.readouterr()
+    rows = [json.loads(line) for line in said.out.splitlines()]
+    assert all(row["attribution"]["steps"] >= 32 and row["attribution"]["gap"] >= 0 for row in rows)
+    assert f"within {max(row['attribution']['gap'] for row in rows):.3f} nats" in said.err
+
+
+def test_explain_shows_the_clusters_of_a_model_that_has_them(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    swin = Backbone(SWIN)
+    sizes = ModelSizes(swin.width, len(WORDS), 12, WORDS.sos, WORDS.eos, WORDS.pad)
+    config = ClustFormerConfig(d_model=8, d_ff=8, heads=2, encoder_layers=2, decoder_layers=1, sampling=1)
+    save_bundle(tmp_path / "bundle", Captioner(build_model(config, sizes), swin), WORDS, name="c", info={})
+    names = write_images(tmp_path / "images", 1)
+    assert caption(names, str(tmp_path / "bundle"), explain=tmp_path / "maps", max_length=5) == 0
+    assert sorted(path.name for path in (tmp_path / "maps").iterdir()) == ["0000-0-clusters.png", "0000-0.png"]
+    service = CaptionService(load_bundle(tmp_path / "bundle"))
+    clusters = service.clusters(service.pixels(Path(names[0]).read_bytes()), "a red cat")
+    assert clusters is not None and clusters.grid == (4, 4) and clusters.words.shape == (1, 3)

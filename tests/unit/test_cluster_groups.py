@@ -118,5 +118,7 @@ def test_pictures_show_every_layer() -> None:
     assert len(colors) > 6
     tile = np.asarray(veiled(Image.new("RGB", (8, 8), "black"), np.array([[0, 1]]))).astype(int)
     assert abs(tile[100, 60] - tile[100, 230]).max() > 60
+    one = np.asarray(veiled(Image.new("RGB", (8, 8), "black"), np.ones((2, 2), int)))
+    assert not one.any(), "a single cluster needs no color"
     assert ink_on("#f6c445") == "black" and ink_on("#101010") == "white"
     assert len(list(color_table())) == len(COLORS) == len(set(COLORS))

@@ -206,9 +206,10 @@ def test_captions_hold_their_constraints_and_others_are_as_before(tmp_path: Path
     assert all(own[0].alignment is not None and own[1].alignment is None for own in found.values())
     said: list[str] = []
     best = {image: own[0] for image, own in found.items()}
-    entry = summarize_search(best, machines, "constraints  ", said.append)
+    entry = summarize_search(best, machines, "search  ", said.append)
     assert entry["constraints"] == {"images": 2, "all": 2, "some": 0, "none": 0, "not_held": []}
-    assert said == ["constraints  2 of 2 captions hold all of their constraints, 0 some, 0 none"]
+    assert said[1:] == ["search  2 of 2 captions hold all of their constraints, 0 some, 0 none"]
+    assert said[0] == f"search  alignment of words and patches {entry['alignment']:.3f}"
     aligned = [own[0].alignment for own in found.values()]
     assert entry["alignment"] == pytest.approx(sum(value for value in aligned if value is not None) / 5)
     # too short for all of them: as many as fit, and said
@@ -220,4 +221,4 @@ def test_captions_hold_their_constraints_and_others_are_as_before(tmp_path: Path
 
 
 def test_what_holds_is_counted() -> None:
-    assert Held.count([(0, 2), (1, 2), (2, 2), (0, 0), (1, 1)]) == Held(4, 2, 1, 1)
+    assert Held.of([(0, 2), (1, 2), (2, 2), (0, 0), (1, 1)]) == Held(4, 2, 1, 1)

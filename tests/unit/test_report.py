@@ -5,16 +5,20 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import json
 import math
 import random
 import re
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from pipeline import plots, report
+from pipeline.cluster_pictures import LayerColors
 from pipeline.report import Report, ReportImage, ReportStage, choose_images, write_report
 
 VOID = {"meta", "link", "br", "img", "input", "path"}
@@ -24,12 +28,12 @@ EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \"quoted\
 class Reader(HTMLParser):
     """Elements with their attributes and text; fails on tags that do not close in order."""
 
-    def __init__(self, html: str) -> None:
+    def __init__(self, page: str) -> None:
         super().__init__()
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.text: list[str] = []
         self.open: list[str] = []
-        self.feed(html)
+        self.feed(page)
         assert self.open == []
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
@@ -334,3 +338,24 @@ def test_histogram_counts_every_score_once() -> None:
 
 def test_template_is_packaged() -> None:
     assert report.TEMPLATE.is_file() and report.TEMPLATE.suffix == ".jinja"
+
+
+def test_attributions_and_clusters_reach_the_page(tmp_path: Path) -> None:
+    maps = np.arange(8.0).reshape(2, 4)
+    layers = [
+        LayerColors(1, 1, np.array([[0, 11], [11, 2]]), np.array([3, 3]), 3, 1),
+        LayerColors(0, 2, None, np.array([1, 0]), 0, 2),
+    ]
+    shown = ReportImage(1, _picture(), "a cat", [], 0.5, "test", {}, maps, -maps, layers)
+    write_report(tmp_path / "r.html", Report("t", "r", "p", [], [], [], [shown], {}))
+    page = (tmp_path / "r.html").read_text()
+    assert page.count("data-attribution=") == page.count("data-attention=") == 1
+    found = re.search(r'data-clusters="([^"]*)"', page)
+    assert found
+    assert json.loads(unescape(found.group(1))) == [
+        {"title": "layer 1: 3 patch clusters, 1 phrase", "rows": 2, "cells": "0bb2", "words": "33"},
+        {"title": "layer 2: 2 phrases", "rows": 0, "cells": "", "words": "10"},
+    ]
+    plain = ReportImage(1, _picture(), "a cat", [], 0.5, "test")
+    write_report(tmp_path / "r.html", Report("t", "r", "p", [], [], [], [plain], {}))
+    assert "data-clusters=" not in (tmp_path / "r.html").read_text()
