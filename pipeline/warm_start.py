@@ -57,9 +57,9 @@ class WarmStart:
                     f"model.{key} is {own[key]} and that of init_from = {self.uri} is {other.get(key)}; set the same"
                 )
         sizes = theirs.model.sizes
-        _fill(model, theirs.model, {sizes.vocabulary_size, sizes.max_positions}, f"init_from = {self.uri}: model")
         if backbone is not None and theirs.backbone is not None:
             _fill(backbone, theirs.backbone, set(), f"init_from = {self.uri}: backbone")
+        _fill(model, theirs.model, {sizes.vocabulary_size, sizes.max_positions}, f"init_from = {self.uri}: model")
 
 
 def warm_start(config: RunConfig) -> WarmStart | None:

@@ -373,20 +373,18 @@ def child(world: World, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_a_process_killed_at_each_step_and_called_again(world: World, step: str) -> None:
+def test_a_process_killed_at_each_step_and_called_again(world: World) -> None:
+    """kill -9 of a process of its own at one step after the other; each call follows one that was killed."""
     first(world)
     world.section["lease_seconds"] = 1
     world.add("train", 20, range(3, 8))
-    process = child(world, "--die", step)
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == -signal.SIGKILL and step in said, said
-    sound(world, 1)
+    for step in STEPS:
+        process = child(world, "--die", step)
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == -signal.SIGKILL and step in said, said
+        sound(world, 1)
+        time.sleep(1.1)  # until then it is said who holds the lease
     code, said = world.call()
-    if "held by process" in said:  # it may be called at any time
-        assert code == 0 and world.ledger.verify() == []
-        time.sleep(1.1)
-        code, said = world.call()
     assert code == 0 and "decision  promoted" in said, said
     sound(world, 2)
     assert not world.ledger.leftovers()
