@@ -244,8 +244,11 @@ def _signature() -> Any:
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, DataType, Schema
 
-    inputs = [ColSpec(DataType.binary, "image", required=False), ColSpec(DataType.string, "uri", required=False)]
-    outputs = [ColSpec(DataType.string, "caption"), ColSpec(DataType.double, "log_prob")]
+    inputs: list[Any] = [
+        ColSpec(DataType.binary, "image", required=False),
+        ColSpec(DataType.string, "uri", required=False),
+    ]
+    outputs: list[Any] = [ColSpec(DataType.string, "caption"), ColSpec(DataType.double, "log_prob")]
     return ModelSignature(Schema(inputs), Schema(outputs))
 
 
