@@ -82,7 +82,7 @@ def test_attributions_add_up_to_the_change_of_the_log_probability(name: str) -> 
     """ExpansionNet v2's from a baseline so near that its weights jump nowhere on the way (see the module's head)."""
     model, features, more = inputs(name)
     start = 0.98 if name == "expansionnet_v2" else 0.0
-    more |= {"baseline": start * features, "steps": 512, "tolerance": 1e-4, "most_steps": 512}
+    more |= {"baseline": start * features, "steps": 512, "tolerance": 1e-4, "most_steps": 512, "rows": 512}
     found = integrated_gradients(model, features, TOKENS, **more)  # type: ignore[arg-type]
     lengths = torch.tensor([more["length"]]) if "length" in more else None
     boxes = more["boxes"][None] if "boxes" in more else None  # type: ignore[index]

@@ -190,7 +190,7 @@ def test_regions_are_painted_where_their_boxes_are() -> None:
 
 def test_explain_writes_a_picture_an_image(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = write_images(tmp_path / "images", 2)
-    assert caption(names, str(bundle), explain=tmp_path / "maps", json_lines=True) == 0
+    assert caption(names, str(bundle), explain=tmp_path / "maps", json_lines=True, max_length=5) == 0
     pictures = sorted((tmp_path / "maps").iterdir())
     assert [path.name for path in pictures] == ["0000-0.png", "0001-1.png"]
     assert Image.open(pictures[0]).height >= 2 * 224, "attention and attribution, one below the other"
