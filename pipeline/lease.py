@@ -62,7 +62,7 @@ class Lease:
                 holder = "nobody" if there is None else f"{there['holder']} (token {there['token']})"
                 raise LostLeaseError(f"the lease {self.where} has moved on to {holder}; token {self.token} is too late")
             self._record, self._tag = there, tag
-            if there["until"] < self.now() + self.seconds / RENEWALS:
+            if there["until"] < self.now() + self.seconds * (1 - 1 / RENEWALS):
                 self._write(self.now() + self.seconds)
 
     def __enter__(self) -> Lease:
