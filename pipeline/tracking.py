@@ -268,6 +268,7 @@ def tracking_client(config: RunConfig) -> Any:
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(CALL_S))
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
+    os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"  # it prints the address with its password
     from mlflow import MlflowClient
 
     for name in ("mlflow", "alembic"):

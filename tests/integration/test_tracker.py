@@ -127,7 +127,9 @@ def test_stopped_in_the_middle_everything_is_there_once(
 
     server.start()
     assert main(["sync", str(folder.path)]) == 0
-    assert "FINISHED, model demo/" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "FINISHED, model demo/" in printed
+    assert "View run" not in printed, "MLflow would print the address, with the password that may stand in it"
     check_history(server, folder)
     parent, children = runs_on(server, folder.run_id)
     assert {run.info.status for run in [parent, *children]} == {"FINISHED"}
