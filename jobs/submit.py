@@ -206,6 +206,11 @@ class _Follower:
         """The log's tail begins at the beginning each time: what was printed before is skipped."""
         seen = 0
         async for text in self.server.tail(self.job_id):
+            if not text and (await asyncio.to_thread(self.server.job, self.job_id))["status"] in OVER:
+                text = await asyncio.to_thread(self.server.logs, self.job_id)
+                self.write(text[self.printed :])  # the connection is dead: the rest of the log by another way
+                self.printed = len(text)
+                return
             self._back()
             new = text[max(0, self.printed - seen) :]
             seen += len(text)

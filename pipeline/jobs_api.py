@@ -7,6 +7,7 @@ RAY_AUTH_TOKEN_PATH names, or ~/.ray/auth_token; RAY_AUTH_MODE=disabled sends no
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -21,7 +22,7 @@ from pipeline.errors import UserError
 from pipeline.packing import Package
 
 REQUEST_S, UPLOAD_S = 30.0, 600.0
-SILENCE_S = 20.0  # a log's connection is asked for a sign of life that often
+SILENCE_S = 20.0  # how long a log may be silent before the server is asked whether it lives
 OVER = ("SUCCEEDED", "FAILED", "STOPPED")
 
 
@@ -107,7 +108,11 @@ class JobsServer:
         return bool(self._request("POST", f"/api/jobs/{urllib.parse.quote(job_id, safe='')}/stop", b"").get("stopped"))
 
     async def tail(self, job_id: str) -> AsyncIterator[str]:
-        """A job's log from its beginning, piece by piece, until the job is over. UnreachableError when it is cut."""
+        """A job's log from its beginning, piece by piece, until the job is over. UnreachableError when it is cut.
+
+        An empty piece after each SILENCE_S without one: Ray's server answers no ping, so the caller asks otherwise
+        whether it lives.
+        """
         import aiohttp
 
         url = f"{self.address}/api/jobs/{urllib.parse.quote(job_id, safe='')}/logs/tail"
@@ -115,11 +120,10 @@ class JobsServer:
         try:
             async with (
                 aiohttp.ClientSession(headers=self._headers, timeout=timeout, trust_env=True) as session,
-                session.ws_connect(url, heartbeat=SILENCE_S, max_msg_size=0) as socket,
+                session.ws_connect(url, max_msg_size=0) as socket,
             ):
-                async for message in socket:
-                    if message.type == aiohttp.WSMsgType.TEXT:
-                        yield message.data
+                async for text in _pieces(socket):
+                    yield text
                 if socket.close_code == aiohttp.WSCloseCode.ABNORMAL_CLOSURE or socket.exception() is not None:
                     raise UnreachableError(f"{self.address}: the connection was cut")
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -172,6 +176,21 @@ class JobsServer:
         if code in (400, 413):
             return UserError(f"{self.address} refuses the request: {last}")
         return UnreachableError(f"{self.address} failed with status {code}: {last}")
+
+
+async def _pieces(socket: Any) -> AsyncIterator[str]:
+    """A WebSocket's texts, and "" after each silence, until it is closed."""
+    while True:
+        waiting = asyncio.ensure_future(socket.receive())
+        try:
+            while not (await asyncio.wait({waiting}, timeout=SILENCE_S))[0]:
+                yield ""
+        finally:
+            waiting.cancel()
+        message = waiting.result()
+        if not isinstance(message.data, str):  # closed, cut, or an error
+            return
+        yield message.data
 
 
 def find_token() -> tuple[str | None, str]:

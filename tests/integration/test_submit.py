@@ -40,7 +40,7 @@ class Stub:
         self.pending = 1  # answers before the job is running
         self.requests: list[str] = []
         self.submitted: list[dict[str, Any]] = []
-        self.fail_first_submit = self.endless = False
+        self.fail_first_submit = self.endless = self.dead = False
         self.address = ""
 
     def application(self) -> web.Application:
@@ -95,6 +95,10 @@ class Stub:
         await socket.prepare(request)
         for start in range(0, len(LINES), 4):
             await socket.send_str("".join(LINES[start : start + 4]))
+            if self.dead and start == 16:  # the connection stays, nothing comes any more, the job ends
+                self.status = "SUCCEEDED"
+                await asyncio.sleep(5)
+                return socket
             if self.cuts and start == 16:
                 self.cuts -= 1
                 request.transport.abort()  # type: ignore[union-attr]
@@ -146,6 +150,13 @@ def test_a_log_cut_twice_is_printed_once_and_the_exit_code_is_the_jobs(
     assert text == "".join(LINES), "every line once, in order"
     assert code == expected and stub.cuts == 0
     assert sum("trying again" in line for line in said) == 2 and any("waiting for a node" in line for line in said)
+
+
+def test_a_log_that_falls_silent_is_completed_when_the_job_is_over(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.jobs_api.SILENCE_S", 0.2)
+    stub.dead, said = True, list[str]()
+    code, text = followed(stub, said)
+    assert code == 0 and text == "".join(LINES) and not any("trying again" in line for line in said)
 
 
 def test_a_stopped_job_and_one_that_never_started_are_failures(stub: Stub) -> None:
