@@ -57,8 +57,8 @@ def tune(path: Path, overrides: list[str], address: str | None = None, say: Say 
     folder.path.mkdir(parents=True, exist_ok=True)
     with alone(folder.path):
         store, bad = extract_once(search, dataset, source, lambda: _start_ray(search, address), say)
-        files = (None, None) if source is None else (source.weights, source.start)
-        folder.write_plan(search, *files, store, bad)
+        kept, start = (source.weights, source.start) if source is not None else (None, None)
+        folder.write_plan(search, kept, start, store, bad)
         book = _open_book(folder, search)
         _say_plan(book, say)
         from jobs.search_outcome import Outcome
