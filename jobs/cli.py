@@ -343,14 +343,14 @@ def bench_caption(
 
 
 @bench.command("ray")
-def bench_ray(repeats: Annotated[int, typer.Option(min=1, help="Runs of each, in turn.")] = 3) -> None:
+def bench_ray(pairs: Annotated[int, typer.Option(min=1, help="Pairs of runs, one of each.")] = 4) -> None:
     """What Ray Train adds to a step, and how long a step waits for data.
 
     Example: raycap bench ray --repeats 5
     """
     from jobs.bench_ray import bench_ray as run_bench
 
-    run_bench(repeats)
+    run_bench(pairs)
 
 
 @bench.command("reward")
