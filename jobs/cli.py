@@ -346,7 +346,7 @@ def bench_caption(
 def bench_ray(pairs: Annotated[int, typer.Option(min=1, help="Pairs of runs, one of each.")] = 4) -> None:
     """What Ray Train adds to a step, and how long a step waits for data.
 
-    Example: raycap bench ray --repeats 5
+    Example: raycap bench ray --pairs 6
     """
     from jobs.bench_ray import bench_ray as run_bench
 
