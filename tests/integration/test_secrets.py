@@ -49,6 +49,7 @@ def search_folder(folder: Path) -> list[str]:
     return [found for path in files for found in search(str(path), path.read_bytes())]
 
 
+@pytest.mark.proof
 @pytest.mark.ray
 def test_marked_credentials_are_found_nowhere(tmp_path: Path, ray_folder: Path) -> None:
     """A run on S3 while the tracker is down, whose errors are printed; then `raycap sync` to the tracker."""
