@@ -24,7 +24,7 @@ from pipeline.processor import prepare_processor
 MAX_PIXELS = 10**8
 
 
-@torch.inference_mode()
+@torch.no_grad()  # in inference mode autocast would convert every weight anew at every use
 def bench_caption(images: int = 16, repeats: int = 3, threads: int | None = None) -> None:
     """Prints medians. Random weights, so that every caption runs to its 20th token; JPEGs of 640 x 480 noise in memory.
 

@@ -49,6 +49,7 @@ from models.layers import (
     CrossAttention,
     Dropout,
     FeedForward,
+    kept_for_steps,
     merge_heads,
     padding_bias,
     sinusoids,
@@ -372,7 +373,7 @@ class ClustFormer(CaptionModel):
     def init_cache(self, memory: Memory, beams: int) -> ClusterCache:
         states, images = memory.states, memory.batch_size
         bias = padding_bias(real_tokens(memory.lengths, states.shape[1]), states.dtype)
-        cross = [layer.cross.project(states) for layer in self.decoder]
+        cross = [kept_for_steps(*layer.cross.project(states)) for layer in self.decoder]
         slots = [TreeSlots(images, beams) for _ in self.decoder]
         paths = torch.empty(images, beams, 0, dtype=torch.int64, device=states.device)
         dtype = torch.promote_types(states.dtype, torch.float32)

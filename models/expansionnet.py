@@ -29,7 +29,15 @@ from models.base import (
 from models.cache import TreeCache, TreeSlots
 from models.config import ExpansionNetConfig
 from models.expansion import DynamicExpansion, Expansion, StaticExpansion
-from models.layers import CrossAttention, Dropout, FeedForward, SelfAttention, padding_bias, xavier_blocks_
+from models.layers import (
+    CrossAttention,
+    Dropout,
+    FeedForward,
+    SelfAttention,
+    kept_for_steps,
+    padding_bias,
+    xavier_blocks_,
+)
 from models.words import word_embedding, word_output
 
 
@@ -162,7 +170,7 @@ class ExpansionNet(CaptionModel):
     def init_cache(self, memory: Memory, beams: int) -> TreeCache:
         images = memory.batch_size
         bias = padding_bias(real_tokens(memory.lengths, memory.states.shape[1]), memory.states.dtype)
-        cross = [layer.cross.project(memory.states) for layer in self.decoder]
+        cross = [kept_for_steps(*layer.cross.project(memory.states)) for layer in self.decoder]
         slots = [TreeSlots(images, beams) for _ in self.decoder]
         paths = torch.empty(images, beams, 0, dtype=torch.int64, device=memory.states.device)
         return TreeCache(images, beams, cross, bias, slots, paths)

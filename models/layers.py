@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from models.cache import TreeSlots
 
+FEW_QUERIES = 16
 MASKED_SCORE = -1e4  # the reference's value for masked attention scores (specs item 4); finite also in float16
 
 
@@ -127,6 +128,27 @@ def merge_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
+def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+    """Scaled dot-product attention: (B, H, Q, d) over keys and values (B, H, N, d), bias broadcast to (B, H, Q, N).
+
+    For the few queries of a decoding step torch's fused kernel on a CPU takes several times as long as the two products
+    written out, which are computed in the keys' precision (`kept_for_steps`).
+    """
+    query, bias = query.to(key.dtype), None if bias is None else bias.to(key.dtype)
+    if query.shape[-2] > FEW_QUERIES or query.device.type != "cpu" or key.dtype.itemsize < 4:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+    with torch.autocast("cpu", enabled=False):
+        scores = torch.matmul(query * query.shape[-1] ** -0.5, key.mT)
+        return torch.matmul((scores if bias is None else scores + bias).softmax(-1), value)
+
+
+def kept_for_steps(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values (..., N, d) as `attend` reads them fastest, once for all steps; on a CPU not in 16 bits."""
+    if key.device.type == "cpu":
+        key, value = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (key, value))
+    return key.mT.contiguous().mT, value.contiguous()
+
+
 def sinusoids(count: int, width: int, first: int = 0) -> Tensor:
     """(count, width) sines and cosines of positions from `first` on, interleaved, base 10000 (Vaswani et al. 2017)."""
     positions = torch.arange(first, first + count, dtype=torch.float64)[:, None]
@@ -183,10 +205,8 @@ class CrossAttention(AttentionOutput):
         # the K captions of an image become one longer query sequence, so that its keys are read once
         rows, length, width = x.shape
         query = split_heads(self.query(x).view(key.shape[0], -1, width), self.heads)
-        if bias is not None:
-            bias = bias.to(query.dtype)
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
-        return self.finish(merge_heads(mixed).view(rows, length, width), x)
+        mixed = attend(query, key, value, bias)
+        return self.finish(merge_heads(mixed).reshape(rows, length, width), x)
 
 
 class SelfAttention(AttentionOutput):

@@ -48,6 +48,8 @@ from models.layers import (
     Dropout,
     FeedForward,
     SelfAttention,
+    attend,
+    kept_for_steps,
     merge_heads,
     padding_bias,
     sinusoids,
@@ -109,8 +111,8 @@ class LevelAttention(CrossAttention):
         query = split_heads(self.query(x).view(images, -1, width), self.heads)  # (B, H, K*T, D / H)
         query = query[:, None].expand(-1, levels, -1, -1, -1).flatten(0, 1)
         if bias is not None:
-            bias = bias.to(query.dtype).repeat_interleave(levels, 0)
-        mixed = F.scaled_dot_product_attention(query, key.flatten(0, 1), value.flatten(0, 1), attn_mask=bias)
+            bias = bias.repeat_interleave(levels, 0)
+        mixed = attend(query, key.flatten(0, 1), value.flatten(0, 1), bias)
         # (B*L, K*T, D) -> (R, L, T, D)
         mixed = merge_heads(mixed).view(images, levels, -1, length, width).transpose(1, 2).flatten(0, 1)
         return self.finish(mixed, x[:, None].expand_as(mixed))
@@ -262,7 +264,7 @@ class MeshedMemoryTransformer(CaptionModel):
     @torch.no_grad()
     def init_cache(self, memory: Memory, beams: int) -> TreeCache:
         images = memory.batch_size
-        cross = [layer.project(memory.states) for layer in self.decoder]
+        cross = [kept_for_steps(*layer.project(memory.states)) for layer in self.decoder]
         slots = [TreeSlots(images, beams) for _ in self.decoder]
         paths = torch.empty(images, beams, 0, dtype=torch.int64, device=memory.states.device)
         return TreeCache(images, beams, cross, _bias(memory), slots, paths)

@@ -96,7 +96,7 @@ def caption_share(
     return mine
 
 
-@torch.inference_mode()
+@torch.no_grad()  # in inference mode autocast would convert every weight anew at every use
 def _caption(
     captioners: Sequence[Captioner],
     images: Sequence[Images],

@@ -224,10 +224,10 @@ class ShardWriter:
         import torch
 
         from models.backbone import Backbone
-        from pipeline.processor import prepare_processor
+        from pipeline.processor import computing_thread
         from pipeline.weights import load_weights
 
-        prepare_processor(extractor.settings.threads_per_actor)
+        self.thread = computing_thread(extractor.settings.threads_per_actor)
         self.folder, self.settings = folder, extractor.settings
         self.device = torch.device("cuda" if extractor.settings.gpus_per_actor else "cpu")
         self.dtype = getattr(torch, dtype)
@@ -241,7 +241,7 @@ class ShardWriter:
         good = np.flatnonzero(reasons == "")
         keys = [str(key) for key in batch["key"][good]]
         if keys and not has_shard(self.folder, keys):  # a task that is repeated may have written before it died
-            features = self.features(batch["pixels"][good])
+            features = self.thread.submit(self.features, batch["pixels"][good]).result()
             finite = np.isfinite(features).all(axis=(1, 2))
             reasons[good[~finite]] = f"its features are not finite in {self.settings.stored_dtype}"
             if finite.any():
@@ -259,7 +259,7 @@ class ShardWriter:
 
         size = self.settings.batch_size
         parts = []
-        with torch.inference_mode(), torch.autocast(self.device.type, self.dtype, self.dtype != torch.float32):
+        with torch.no_grad(), torch.autocast(self.device.type, self.dtype, self.dtype != torch.float32):
             for start in range(0, len(pixels), size):
                 part = pixels[start : start + size]
                 full = np.zeros((size, *pixels.shape[1:]), np.uint8)

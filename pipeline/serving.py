@@ -42,7 +42,7 @@ class CaptionService:
         """An image file's bytes as the backbone takes them, (3, H, W); BadImage with the reason."""
         return self.transform(decode_image(data, MAX_PIXELS))
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def caption(self, pixels: Tensor, num_results: int = 1) -> list[list[tuple[str, float]]]:
         """The best captions, best first, with their summed log-probabilities, of each of (B, 3, H, W)."""
         found = self._search(self.bundle.captioner.encode(pixels), num_results)
@@ -52,7 +52,7 @@ class CaptionService:
             for tokens, values in zip(found.tokens.tolist(), sums, strict=True)
         ]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def attention(self, pixels: Tensor, caption: str) -> Tensor:
         """(words, N): where the last layer looks in one image (3, H, W) for each word of a caption that it gave."""
         captioner, words = self.bundle.captioner, caption.split()
@@ -74,7 +74,7 @@ class CaptionService:
             return integrated_gradients(captioner.model, features, ids).head(len(words))
         return integrated_gradients(captioner.model, features, ids, steps=steps, most_steps=steps).head(len(words))
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def clusters(self, pixels: Tensor, caption: str) -> Clusters | None:
         """The clusters of one image (3, H, W) and a caption's words; None for a model that makes none."""
         captioner = self.bundle.captioner

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -26,6 +27,7 @@ from models.convert import PUBLISHED_GROUPS, Inferred, backbone_config, complete
 from models.decoding import beam_search
 from models.expansionnet import ExpansionNet
 from models.flops import TABLE_6_SIZES, cost, decoder_macs, encoder_macs, search_macs
+from models.layers import FEW_QUERIES, MASKED_SCORE, attend, kept_for_steps
 from models.registry import build_model
 from pipeline.bundle import load_bundle, save_bundle
 from pipeline.errors import UserError
@@ -436,3 +438,19 @@ def test_the_bench_imports_no_cluster() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("queries", [1, 5, FEW_QUERIES, FEW_QUERIES + 1])
+def test_attention_of_few_queries_is_torchs(precision: torch.dtype, queries: int) -> None:
+    generator = torch.Generator().manual_seed(queries)
+    query = torch.randn(2, 3, queries, 8, generator=generator).to(precision)
+    key, value = (torch.randn(2, 3, 11, 8, generator=generator).to(precision) for _ in range(2))
+    bias = torch.zeros(2, 1, 1, 11).masked_fill_(torch.rand(2, 1, 1, 11, generator=generator) < 0.3, MASKED_SCORE)
+    bias = bias.to(precision)
+    exact = F.scaled_dot_product_attention(query.double(), key.double(), value.double(), attn_mask=bias.double())
+    kept = kept_for_steps(key, value)
+    assert kept[0].mT.is_contiguous() and kept[1].is_contiguous() and kept[0].dtype != torch.bfloat16
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[precision]
+    for pair in ((key, value), kept):
+        torch.testing.assert_close(attend(query, *pair, bias).double(), exact, rtol=0, atol=tolerance)
