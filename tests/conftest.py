@@ -13,6 +13,7 @@ import yaml
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
+CACHES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +23,15 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no shared material at {folder}; set RAYCAP_SHARED to the folder with data/ and golden/")
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def clean_root() -> Iterator[None]:
+    """Nothing that tests write lies in the checkout's root afterwards; what was there before may stay."""
+    before = {path.name for path in ROOT.iterdir()}
+    yield
+    left = {path.name for path in ROOT.iterdir()} - before - CACHES
+    assert not left, f"tests left {', '.join(sorted(left))} in {ROOT}; write to tmp_path"
 
 
 @pytest.fixture(scope="session", autouse=True)

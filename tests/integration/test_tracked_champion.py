@@ -92,3 +92,5 @@ def test_a_tracker_that_is_down_is_told_later(world: Tracked, monkeypatch: pytes
     world.uri = there
     assert "nothing new" in world.call(Later())[1]
     assert world.aliases() == {"champion": "1"} and world.run_of("1").data.tags["raycap.decision"] == "1"
+    pages = (world.storage.path / "mlflow").glob("*/artifacts/decisions/*.html")
+    assert len(list(pages)) == 1, "files lie beside the tracker's database, not where the process runs"
