@@ -18,10 +18,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.config import EMBEDDED, RunConfig, needs_boxes
+from pipeline.config import RunConfig, needs_boxes
 from pipeline.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.features import write_quarantine
+from pipeline.sections import EMBEDDED
 from pipeline.storage import Place, ends_digest
 from pipeline.store import FeatureStore, feature_key, mark_complete, remove_orphans, write_index, write_shard
 
