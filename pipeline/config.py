@@ -20,6 +20,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from models.config import MODEL_CONFIGS, BackboneConfig, ClustFormerConfig, ModelConfig
 from pipeline.bundle_files import WEIGHING, bundle_digests, fetched
 from pipeline.errors import UserError
+from pipeline.region_files import ends_digest
 from pipeline.sections import (
     EMBEDDED,
     DataSection,
@@ -34,7 +35,7 @@ from pipeline.sections import (
     WorkersSection,
 )
 from pipeline.staging import cache_folder
-from pipeline.storage import Place, ends_digest, is_remote, place
+from pipeline.storage import Place, is_remote, place
 
 SectionType = TypeVar("SectionType", bound=Section)
 

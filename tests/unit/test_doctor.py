@@ -153,8 +153,8 @@ def test_storage_on_s3(monkeypatch: pytest.MonkeyPatch) -> None:
         assert doctor.storage(Place("s3://data/results", options)).level == "ok"
         assert Place("s3://data/results", options).list() == {}
         absent = doctor.storage(Place("s3://absent/results", options))
-        assert absent.level == "fail" and "bucket" in absent.remedy
-        monkeypatch.setattr("pipeline.storage._put_new", lambda where, data: bool(where.write_bytes(data)))
+        assert absent.level == "fail" and "no such bucket" in absent.text and "bucket" in absent.remedy
+        monkeypatch.setattr(Place, "_put_if", lambda self, bucket, key, data, condition: self.write_bytes(data))
         with pytest.raises(StorageError, match="conditional writes are ignored"):
             try_rights(Place("s3://data/results", options))
         assert Place("s3://data/results", options).list() == {}

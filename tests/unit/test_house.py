@@ -21,6 +21,7 @@ HOMES = {
     "matplotlib": {"pipeline/search_plots.py", "pipeline/curves.py"},
     "mlflow": {"pipeline/tracking.py"},
     "boto3": {"pipeline/storage.py"},
+    "h5py": {"pipeline/region_files.py"},
     "pyarrow.fs": {"pipeline/storage.py"},
     "subprocess": {"pipeline/metrics.py", "pipeline/commit.py"},  # Java; git's commit
 }
