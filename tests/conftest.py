@@ -12,6 +12,8 @@ import pytest
 import yaml
 from PIL import Image
 
+from tests.s3_server import s3_server
+
 ROOT = Path(__file__).resolve().parent.parent
 CACHES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
 
@@ -49,6 +51,13 @@ def ray_session() -> Iterator[None]:
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """The URL of one S3 server without faults, with the bucket `data`, for all tests that need one."""
+    with s3_server() as url:
+        yield url
 
 
 def small_config(storage: Path | dict[str, Any], **changes: Any) -> dict[str, Any]:
