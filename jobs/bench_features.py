@@ -220,9 +220,9 @@ def _make_plan_inputs(scratch: Path, known: int, new: int) -> None:
 def _plan(scratch: Path) -> dict[str, float]:
     import resource
 
-    from pipeline.config import DataSection
     from pipeline.dataset import read_annotations
     from pipeline.features import plan_extraction
+    from pipeline.sections import DataSection
     from pipeline.snapshot import take_snapshot
     from pipeline.storage import place
 

@@ -20,10 +20,10 @@ from models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
 from models.layers import set_dropout
 from models.registry import build_model
 from pipeline.batches import Batch
-from pipeline.config import OptimizerSection, ScstSection, StageSection
 from pipeline.processor import prepare_processor
 from pipeline.rewards import CaptionReward
 from pipeline.schedules import make_optimizer
+from pipeline.sections import OptimizerSection, ScstSection, StageSection
 from pipeline.steps import Objective, cross_entropy_objective, scst_objective
 from pipeline.text import SPECIALS, Vocabulary
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from models.constraints import Machine
 from pipeline.captioning import Hypothesis
-from pipeline.config import WorkersSection
 from pipeline.run_folder import RunFolder
+from pipeline.sections import WorkersSection
 from pipeline.storage import Place
 
 

@@ -13,11 +13,12 @@ from typing import Any
 
 from jobs.cluster import start_ray
 from models.constraints import Machine
-from pipeline.config import RunConfig, StageSection, dump_config, total_steps
+from pipeline.config import RunConfig, dump_config, total_steps
 from pipeline.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.journal import JOURNAL_EVERY_S, Follower
 from pipeline.run_folder import JOURNAL, RunFolder, is_alone, read_json, write_json, write_text
+from pipeline.sections import StageSection
 from pipeline.storage import Place
 from pipeline.tracker import Tracker
 from pipeline.tracking import public_uri

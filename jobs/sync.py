@@ -7,9 +7,9 @@ from pathlib import Path
 
 from pipeline.config import RunConfig, load_config, parse_config, read_values
 from pipeline.errors import UserError
-from pipeline.run_folder import RunFolder, is_alone, read_json, write_json
+from pipeline.run_folder import RunFolder, is_alone, read_json
 from pipeline.storage import Place
-from pipeline.tracker import Tracker
+from pipeline.tracker import Tracker, register_run
 from pipeline.tracking import ending, known_trackers, public_uri
 
 Say = Callable[[str], None]
@@ -55,18 +55,12 @@ def send(folder: RunFolder, config: RunConfig, say: Say) -> bool:
 
 def register(folder: RunFolder, config: RunConfig, say: Say) -> bool:
     """Sends what the tracker lacks of a complete run, its model with it; False when it does not take everything."""
-    from pipeline.run_bundle import local_bundle
-
-    done = folder.path / "COMPLETE.json"
-    summary = read_json(done)
-    if summary["tracked"]:
+    if read_json(folder.path / "COMPLETE.json")["tracked"]:
         say(f"{folder.run_id}: {public_uri(config)} has everything")
         return True
-    registered = Tracker(folder, config, say).finish(summary["scores"], local_bundle(folder))
+    registered = register_run(folder, config, say)
     if registered is None:
         return False
-    write_json(done, summary | {"tracked": True})
-    folder.push(done.name)
     say(f"{folder.run_id}: {public_uri(config)} has everything; FINISHED, model {registered}")
     return True
 

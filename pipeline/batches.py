@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from models.transform import ImageTransform
-from pipeline.config import StageSection
 from pipeline.dataset import Dataset
 from pipeline.images import decode_image
 from pipeline.order import samples_at, seed_of
+from pipeline.sections import StageSection
 from pipeline.storage import Place, StorageOptions
 from pipeline.store import FeatureStore
 from pipeline.text import Vocabulary

@@ -15,9 +15,9 @@ from models.captioner import Captioner
 from models.constraints import Machine, build_machine, constrained_beam_search
 from models.decoding import Captions, beam_search
 from pipeline.batches import Images
-from pipeline.config import EvaluationSection
 from pipeline.context import Context, gather_objects
 from pipeline.images import BadImage
+from pipeline.sections import EvaluationSection
 from pipeline.text import Vocabulary
 
 

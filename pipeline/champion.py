@@ -24,9 +24,9 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from pipeline.bundle_files import bundle_digests
-from pipeline.config import Section
 from pipeline.errors import UserError
 from pipeline.lease import Lease, LostLeaseError
+from pipeline.sections import Section
 from pipeline.storage import ConflictError, Place
 
 POINTER, LEASE = "champion.json", "lease.json"

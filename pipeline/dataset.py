@@ -17,9 +17,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.config import DataSection, SourceSection
 from pipeline.errors import UserError
 from pipeline.formats import Rows, Source, images_folder, read_source, read_split_lists
+from pipeline.sections import DataSection, SourceSection
 from pipeline.storage import StorageOptions, place
 from pipeline.text import TOKENIZERS, Vocabulary, tokenize
 

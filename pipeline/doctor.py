@@ -22,8 +22,9 @@ from typing import Any, Literal
 
 from pipeline.config import RunConfig
 from pipeline.errors import UserError
+from pipeline.java import JavaError, free_memory_mb, java_version
 from pipeline.jobs_api import JobsServer, UnreachableError, find_token
-from pipeline.metrics import JavaError, free_memory_mb, java_version, spice_models
+from pipeline.metrics import spice_models
 from pipeline.staging import cache_folder
 from pipeline.storage import Place, StorageError, is_remote, try_rights
 

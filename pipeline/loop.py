@@ -26,7 +26,7 @@ from models.registry import build_model
 from models.transform import ImageTransform
 from pipeline.batches import Batch, Batches, Captions, Images
 from pipeline.captioning import caption_images
-from pipeline.config import StageSection, total_steps
+from pipeline.config import total_steps
 from pipeline.context import Context, gather_objects, sum_over_ranks
 from pipeline.journal import JOURNAL_EVERY_S, Journal
 from pipeline.machine import machine_use
@@ -35,6 +35,7 @@ from pipeline.processor import memory_mb, prepare_processor
 from pipeline.rewards import CaptionReward
 from pipeline.run_folder import JOURNAL, RunFolder, write_json
 from pipeline.schedules import learning_rate, make_optimizer
+from pipeline.sections import StageSection
 from pipeline.state import CheckpointWriter, Progress, finish_stage, load_checkpoint, save_best
 from pipeline.steps import Objective, check_reward, cross_entropy_objective, scst_objective, stage_reward
 from pipeline.storage import Place

@@ -1,16 +1,12 @@
-"""Detector features: HDF5 files with `<image_id>_features` and `<image_id>_boxes` into the feature store.
+"""Detector features into the feature store: a run reads them in place of a backbone's (`features.hdf5`).
 
-The layout that the bottom-up and meshed-memory communities share: features (regions, C), boxes (regions, 4). A run
-reads them in place of a backbone's (`features.hdf5`). The only home of h5py. Rows are padded with zeros to
-`features.max_regions`; the store keeps each one's length and boxes. Images are keyed by their id, because the
-photographs themselves need not be here.
+Rows are padded with zeros to `features.max_regions`; the store keeps each one's length and boxes. Images are keyed by
+their id, because the photographs themselves need not be here.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.config import EMBEDDED, RunConfig, needs_boxes
+from pipeline.config import RunConfig, needs_boxes
 from pipeline.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.features import write_quarantine
-from pipeline.storage import Place, ends_digest
+from pipeline.region_files import ends_digest, opened, read_image, write_regions
+from pipeline.sections import EMBEDDED
+from pipeline.storage import Place
 from pipeline.store import FeatureStore, feature_key, mark_complete, remove_orphans, write_index, write_shard
 
 
@@ -38,7 +36,7 @@ def feature_width(dataset: Dataset, config: RunConfig) -> int:
 
     Raises UserError when it has none of them, and where the model needs boxes and the image comes without.
     """
-    with _opened(config) as file:
+    with opened(region_file(config)) as file:
         for image_id in dataset.column("image_id"):
             found = file.get(f"{image_id}_features")
             if found is not None and found.ndim == 2:
@@ -54,7 +52,7 @@ def feature_width(dataset: Dataset, config: RunConfig) -> int:
 
 def missing_regions(dataset: Dataset, config: RunConfig) -> dict[str, str]:
     """{key: reason} of images (keyed by id) that the file has no features of; UserError as `import_regions`."""
-    with _opened(config) as file:
+    with opened(region_file(config)) as file:
         _refuse(file, dataset.column("image_id"), dataset.column("image_id"), config)
         rows = zip(dataset.column("key"), dataset.column("image_id"), strict=True)
         return {key: f"the file has no {image}_features" for key, image in rows if f"{image}_features" not in file}
@@ -80,7 +78,7 @@ def import_regions(dataset: Dataset, config: RunConfig, say: Callable[[str], Non
     )
     bad: dict[str, str] = {}
     width = feature_width(dataset, config)
-    with _opened(config) as file:
+    with opened(region_file(config)) as file:
         _refuse(file, dataset.column("image_id"), missing["image_id"].to_pylist(), config)
         for start in range(0, len(missing), settings.rows_per_shard):
             _import_shard(file, missing.slice(start, settings.rows_per_shard), width, folder, config, bad)
@@ -101,33 +99,6 @@ def region_file(config: RunConfig) -> Path:
     if not path.is_file():
         write_regions(path, scene_regions(config.data.synthetic))
     return path
-
-
-def write_regions(path: Path, images: Iterator[tuple[int, np.ndarray, np.ndarray]]) -> None:
-    """(image id, features (R, C), boxes (R, 4)) as an HDF5 file of the shared layout, whole or not at all."""
-    import h5py
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with h5py.File(temporary, "w") as file:
-        for image_id, features, boxes in images:
-            file[f"{image_id}_features"], file[f"{image_id}_boxes"] = features, boxes
-    temporary.replace(path)
-
-
-@contextmanager
-def _opened(config: RunConfig) -> Iterator[Any]:
-    import h5py
-
-    path = region_file(config)
-    if not path.is_file():
-        raise UserError(f"features.hdf5: file {path} does not exist; give the detector features' HDF5 file")
-    try:
-        file = h5py.File(path, "r")
-    except OSError as error:
-        raise UserError(f"features.hdf5: {path} cannot be opened as HDF5: {error}") from error
-    with file:
-        yield file
 
 
 def _refuse(file: Any, image_ids: Sequence[int], new: Sequence[int], config: RunConfig) -> None:
@@ -164,7 +135,7 @@ def _import_shard(file: Any, rows: pa.Table, width: int, folder: Place, config: 
     kept: list[tuple[str, np.ndarray, np.ndarray | None]] = []
     for key, image_id in zip(rows["key"].to_pylist(), rows["image_id"].to_pylist(), strict=True):
         try:
-            kept.append((key, *_read_image(file, image_id, settings.max_regions, settings.stored_dtype)))
+            kept.append((key, *read_image(file, image_id, settings.max_regions, settings.stored_dtype)))
         except ValueError as error:
             bad[key] = str(error)
     if not kept:
@@ -184,25 +155,3 @@ def _import_shard(file: Any, rows: pa.Table, width: int, folder: Place, config: 
             boxes[index, : len(features)] = corners
     has_boxes = any(corners is not None for _, _, corners in kept)
     write_shard(folder, [key for key, _, _ in kept], padded, lengths, boxes if has_boxes else None)
-
-
-def _read_image(file: Any, image_id: int, max_regions: int, dtype: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """Features (R, C) and boxes (R, 4) of one image, at most `max_regions` (files are sorted by confidence)."""
-    found = file.get(f"{image_id}_features")
-    if found is None:
-        raise ValueError(f"the file has no {image_id}_features")
-    if found.ndim != 2 or not found.shape[0] or found.dtype.kind != "f":
-        raise ValueError(f"{image_id}_features has shape {found.shape} and dtype {found.dtype}, not (regions, width)")
-    with np.errstate(over="ignore"):
-        features = found[:max_regions].astype(dtype)
-    if not np.isfinite(features).all():
-        raise ValueError(f"{image_id}_features is not finite in {dtype}")
-    boxes = file.get(f"{image_id}_boxes")
-    if boxes is None:
-        return features, None
-    if boxes.shape != (found.shape[0], 4):
-        raise ValueError(f"{image_id}_boxes has shape {boxes.shape}, not ({found.shape[0]}, 4)")
-    kept = boxes[:max_regions].astype(np.float32)
-    if not np.isfinite(kept).all():
-        raise ValueError(f"{image_id}_boxes is not finite")
-    return features, kept

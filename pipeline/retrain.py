@@ -73,12 +73,7 @@ def retrain(config: RunConfig, work: Work, say: Say = print) -> int:
     if isinstance(lease, Held):
         say(f"lease     held by {lease}; nothing to do here")
         return 0
-    try:
-        with lease:
-            return _Retraining(config, work, say, ledger, lease).execute()
-    except LostLeaseError as error:
-        say(f"stopped   {error}; nothing was promoted")
-        return 1
+    return _while_held(lease, lambda: _Retraining(config, work, say, ledger, lease).execute(), "promoted", say)
 
 
 def rollback(config: RunConfig, say: Say = print) -> int:
@@ -90,12 +85,7 @@ def rollback(config: RunConfig, say: Say = print) -> int:
         )
     ledger, lease = _begin(config, say, by_force=True)
     assert isinstance(lease, Lease)
-    try:
-        with lease:
-            return _Retraining(config, None, say, ledger, lease).roll_back()
-    except LostLeaseError as error:
-        say(f"stopped   {error}; nothing was rolled back")
-        return 1
+    return _while_held(lease, lambda: _Retraining(config, None, say, ledger, lease).roll_back(), "rolled back", say)
 
 
 def _begin(config: RunConfig, say: Say, by_force: bool = False) -> tuple[Ledger, Lease | Held]:
@@ -106,6 +96,16 @@ def _begin(config: RunConfig, say: Say, by_force: bool = False) -> tuple[Ledger,
     if isinstance(lease, Lease):
         say(f"{'lease:   ' if by_force else 'step 1/5  lease:'} {where}, token {lease.token}")
     return ledger, lease
+
+
+def _while_held(lease: Lease, act: Callable[[], int], undone: str, say: Say) -> int:
+    """The exit code of what is done under the lease; 1, said, when it moves on meanwhile."""
+    try:
+        with lease:
+            return act()
+    except LostLeaseError as error:
+        say(f"stopped   {error}; nothing was {undone}")
+        return 1
 
 
 @dataclass(frozen=True)

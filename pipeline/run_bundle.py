@@ -12,9 +12,9 @@ from models.backbone import Backbone
 from models.captioner import Captioner
 from models.registry import build_model
 from pipeline.bundle import save_bundle
-from pipeline.config import StageSection
 from pipeline.mirror import Mirror
 from pipeline.run_folder import RunFolder
+from pipeline.sections import StageSection
 from pipeline.storage import Place, place
 from pipeline.weights import load_weights
 

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from models.config import ModelSizes
-from pipeline.config import RunConfig, StageSection, parse_config
+from pipeline.config import RunConfig, parse_config
 from pipeline.dataset import Dataset
 from pipeline.mirror import Mirror
+from pipeline.sections import StageSection
 from pipeline.staging import cache_folder
 from pipeline.state import stage_result
 from pipeline.storage import Place, place

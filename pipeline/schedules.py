@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from pipeline.config import OptimizerSection, ScheduleSection
+from pipeline.sections import OptimizerSection, ScheduleSection
 
 
 def learning_rate(schedule: ScheduleSection, base: float, step: int, *, steps_per_epoch: int) -> float:

@@ -18,9 +18,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from models.config import ExpansionNetConfig
-from pipeline.config import Positive, RunConfig, Section, parse_config, parse_section, read_values, set_value
+from pipeline.config import RunConfig, parse_config, parse_section, read_values, set_value
 from pipeline.errors import UserError
 from pipeline.metrics import METRICS
+from pipeline.sections import Positive, Section
 from pipeline.space import Dimension, GenerateSection, Space, SpaceSection, space_of
 
 Direction = Literal["max", "min"]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from pipeline.config import Positive, Section
+from pipeline.sections import Positive, Section
 
 
 class GenerateSection(Section):

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from models.captioner import Captioner
 from models.decoding import beam_search, greedy, sample
 from pipeline.batches import Batch
-from pipeline.config import ScstSection, StageSection
 from pipeline.losses import caption_log_probs, smoothed_cross_entropy
 from pipeline.rewards import CaptionReward
+from pipeline.sections import ScstSection, StageSection
 from pipeline.staging import cache_folder
 from pipeline.text import Vocabulary
 from pipeline.wording import OPEN_ENDINGS

@@ -19,14 +19,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from pipeline.errors import UserError
-
 T = TypeVar("T")
 REMOTE = "s3://"
 PART_BYTES = 32 * 2**20  # objects above twice this go up in parts
 ATTEMPTS = 8  # with the pauses below: gives up after about half a minute
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 8.0
-_ENDS = 16 * 2**20  # bytes hashed at each end of a file of many gigabytes
 
 
 class StorageError(OSError):
@@ -115,19 +112,19 @@ class Place:
             return data, _content_tag(data)
         return _retried(self.uri, lambda: self._get_tagged({}))
 
-    def write_if(self, data: bytes, tag: str | None) -> str:
+    def write_if(self, data: bytes, tag: str | None, attempts: int = ATTEMPTS) -> str:
         """Replaces the file only while it is what `read_tagged` gave `tag` for (None: while it is not there).
 
-        Returns the new tag; raises ConflictError when somebody else was faster. `data` must be like nobody else's (hold
-        a nonce): a put whose answer got lost is known again by its content.
+        Returns the new tag; raises ConflictError when somebody else was faster, FileNotFoundError without the bucket.
+        `data` must be like nobody else's (hold a nonce): a put whose answer got lost is known again by its content.
         """
         if not self.is_remote:
             return _write_local_if(self.path, data, tag)
         bucket, key = split_uri(self.uri)
         condition = {"IfNoneMatch": "*"} if tag is None else {"IfMatch": tag}
         try:
-            return _retried(self.uri, lambda: self._put_if(bucket, key, data, condition))
-        except (ConflictError, FileNotFoundError) as error:
+            return _retried(self.uri, lambda: self._put_if(bucket, key, data, condition), attempts)
+        except ConflictError as error:
             try:
                 there, now = self.read_tagged()
             except FileNotFoundError:
@@ -190,7 +187,7 @@ class Place:
             return str(self._client.put_object(Bucket=bucket, Key=key, Body=data, **condition)["ETag"])
         except ClientError as error:
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-            if status == 412:
+            if status == 412 or (status == 404 and "IfMatch" in condition):  # replaced, or removed
                 raise ConflictError(f"{self.uri} was written by somebody else") from error
             if status == 409:  # another conditional write is under way; S3 asks to try again
                 raise ConnectionError(f"{self.uri}: another write is under way") from error
@@ -268,19 +265,6 @@ def split_uri(uri: str) -> tuple[str, str]:
     return bucket, key
 
 
-def ends_digest(path: Path) -> str:
-    """Size and the first and last bytes: enough to tell files apart, without reading a hundred gigabytes."""
-    if not path.is_file():
-        raise UserError(f"features.hdf5: file {path} does not exist; give the detector features' HDF5 file")
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        digest.update(file.read(_ENDS))
-        file.seek(max(0, size - _ENDS))
-        digest.update(file.read(_ENDS))
-    return digest.hexdigest()
-
-
 def _write_local(path: Path, data: bytes | memoryview) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
@@ -299,10 +283,14 @@ def _content_tag(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def _lock_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.lock")
+
+
 def _write_local_if(path: Path, data: bytes, tag: str | None) -> str:
     """Compares and replaces under a lock beside the file, which falls with the process that holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f".{path.name}.lock").open("w") as lock:
+    with _lock_of(path).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         now = _content_tag(path.read_bytes()) if path.exists() else None
         if now != tag:
@@ -328,27 +316,28 @@ def _client(options: StorageOptions, pid: int) -> Any:
     )
 
 
-def _retried(uri: str, call: Callable[[], T]) -> T:
+def _retried(uri: str, call: Callable[[], T], attempts: int = ATTEMPTS) -> T:
     """The call's result; failures that may pass are tried again after a random pause that grows (full jitter)."""
     from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, ParamValidationError
     from botocore.exceptions import HTTPClientError as BrokenConnection
     from urllib3.exceptions import HTTPError
 
-    for attempt in range(ATTEMPTS):
+    for attempt in range(attempts):
         try:
             return call()
         except ClientError as error:
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             code = error.response.get("Error", {}).get("Code", "")
             if status == 404:
-                raise FileNotFoundError(2, "no such object", uri) from error
+                what = "bucket" if code == "NoSuchBucket" else "object"
+                raise FileNotFoundError(2, f"no such {what}", uri) from error
             passing = status >= 500 or status == 429 or code in ("SlowDown", "RequestTimeout", "Throttling")
             failure: Exception = error
         except (NoCredentialsError, ParamValidationError) as error:
             raise StorageError(f"{uri}: {error}") from error
         except (BrokenConnection, BotoCoreError, HTTPError, ConnectionError) as error:
             passing, failure = True, error
-        if not passing or attempt == ATTEMPTS - 1:
+        if not passing or attempt == attempts - 1:
             tries = f" after {attempt + 1} attempts" if attempt else ""
             raise StorageError(f"{uri}: storage failed{tries}: {' '.join(str(failure).split())}") from failure
         time.sleep(random.uniform(0, min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**attempt)))
@@ -364,10 +353,10 @@ def try_rights(folder: Place) -> None:
     probe = folder / f".raycap-probe-{uuid.uuid4().hex}"
     text, is_new = probe.name.encode(), not folder.is_remote and not folder.path.exists()
     try:
-        if not _put_new(probe, text):
+        if not _is_written(probe, text):
             raise StorageError(f"{folder}: a file with a new name is said to be there already")
         try:
-            if _put_new(probe, b"second"):
+            if _is_written(probe, b"second"):
                 raise StorageError(f"{folder}: conditional writes are ignored; a second write replaced the first")
             if probe.read_bytes() != text:
                 raise StorageError(f"{folder}: what was written is not what is read")
@@ -375,6 +364,8 @@ def try_rights(folder: Place) -> None:
                 raise StorageError(f"{folder}: a file that was written is not listed")
         finally:
             probe.delete()
+            if not folder.is_remote:
+                _lock_of(probe.path).unlink(missing_ok=True)
             if is_new:
                 folder.path.rmdir()
     except StorageError:
@@ -383,25 +374,10 @@ def try_rights(folder: Place) -> None:
         raise StorageError(f"{folder}: {error.strerror or error}") from error
 
 
-def _put_new(where: Place, data: bytes) -> bool:
-    """False when a file of this name is there; one attempt, because a repeated one would find its own."""
-    if not where.is_remote:
-        where.path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with where.path.open("xb") as file:
-                file.write(data)
-        except FileExistsError:
-            return False
-        return True
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    bucket, key = split_uri(where.uri)
+def _is_written(probe: Place, data: bytes) -> bool:
+    """Whether a file that must not be there yet takes `data`; tried once, for a person waits for the answer."""
     try:
-        where._client.put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
-    except ClientError as error:
-        if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") in (409, 412):
-            return False
-        raise StorageError(f"{where}: {' '.join(str(error).split())}") from error
-    except BotoCoreError as error:
-        raise StorageError(f"{where}: {' '.join(str(error).split())}") from error
+        probe.write_if(data, None, attempts=1)
+    except ConflictError:
+        return False
     return True

@@ -28,8 +28,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline.config import FeatureSection
 from pipeline.mapped import ShardMaps
+from pipeline.sections import FeatureSection
 from pipeline.staging import ShardCache, cache_folder
 from pipeline.storage import Place, place
 

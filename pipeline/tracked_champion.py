@@ -13,8 +13,8 @@ from typing import Any
 
 from pipeline.champion import Ledger, State
 from pipeline.config import RunConfig
-from pipeline.run_folder import RunFolder, read_json, write_json
-from pipeline.tracker import Tracker
+from pipeline.run_folder import RunFolder
+from pipeline.tracker import register_run
 from pipeline.tracking import experiment_of, public_uri, tracking_client, without_secrets
 
 DECISION_TAG = "raycap.decision"
@@ -61,22 +61,13 @@ def _run_of(client: Any, experiment: str, run_id: str) -> Any:
 
 def _send_run(config: RunConfig, run_id: str, say: Callable[[str], None]) -> bool:
     """Sends a complete run that the tracker has missed; False when it is not here or still not taken."""
-    from pipeline.run_bundle import local_bundle
-
     name = f"runs/{run_id}"
     folder = RunFolder(config.working_path / name, config.home(name))
     folder.pull()
-    done = folder.path / "COMPLETE.json"
-    if not done.is_file():
+    if not (folder.path / "COMPLETE.json").is_file():
         return False
-    summary = read_json(done)
     update = {"tracking": config.tracking, "storage": config.storage}
-    registered = Tracker(folder, folder.config.model_copy(update=update), say).finish(
-        summary["scores"], local_bundle(folder)
-    )
-    write_json(done, summary | {"tracked": registered is not None})
-    folder.push(done.name)
-    return registered is not None
+    return register_run(folder, folder.config.model_copy(update=update), say) is not None
 
 
 def _point(client: Any, name: str, alias: str, version: str | None) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.config import RunConfig
-from pipeline.run_folder import RunFolder
+from pipeline.run_folder import RunFolder, read_json, write_json
 from pipeline.tracking import (
     PatientClient,
     Stopped,
@@ -125,6 +125,22 @@ class Tracker:
             self.say(f"tracker   {where} takes everything again")
         self._failing = self._unsure = False
         return True
+
+
+def register_run(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) -> str | None:
+    """Sends what the tracker lacks of a complete run, its model with it, and notes in COMPLETE.json whether it has all.
+
+    Returns the registered name/version, None when the tracker does not take it now.
+    """
+    from pipeline.run_bundle import local_bundle
+
+    done = folder.path / "COMPLETE.json"
+    summary = read_json(done)
+    registered = Tracker(folder, config, say).finish(summary["scores"], local_bundle(folder))
+    if summary["tracked"] != (registered is not None):
+        write_json(done, summary | {"tracked": registered is not None})
+        folder.push(done.name)
+    return registered
 
 
 def _changed(path: Path) -> int:

@@ -293,10 +293,21 @@ def experiment_of(client: Any, config: RunConfig) -> str:
     found = client.get_experiment_by_name(config.tracking.experiment)
     if found is not None:
         return found.experiment_id
-    location = None
-    if config.tracking.uri is None:
-        location = (config.working_path / "mlflow").as_uri()
-    return client.create_experiment(config.tracking.experiment, artifact_location=location)
+    return client.create_experiment(config.tracking.experiment, artifact_location=artifact_location(config))
+
+
+def artifact_location(config: RunConfig) -> str | None:
+    """The folder for a new experiment's files; None: the server's own, or that of a store of plain files.
+
+    Opened without a server, a database would take `./mlruns`, wherever the process happens to run: a SQLite file gets
+    a folder beside it, mlflow.db one named mlflow; a database without a file has them in the run's storage.
+    """
+    scheme, _, path = tracking_uri(config).partition(":///")
+    if scheme.startswith("sqlite") and path:
+        file = Path(path.partition("?")[0]).absolute()
+        return file.with_name(file.stem if file.suffix else f"{file.name}-artifacts").as_uri()
+    direct = scheme.startswith(("postgresql", "mysql", "mssql"))
+    return (config.working_path / "mlflow").as_uri() if direct else None
 
 
 def _create_parent(client: Any, folder: RunFolder, config: RunConfig) -> str:

@@ -15,11 +15,11 @@ from models.captioner import Captioner
 from models.layers import set_dropout
 from models.registry import build_model
 from pipeline.batches import Batch, Captions
-from pipeline.config import StageSection
 from pipeline.context import device_for
 from pipeline.processor import memory_mb, prepare_processor
 from pipeline.run_folder import RunFolder
 from pipeline.schedules import make_optimizer
+from pipeline.sections import StageSection
 from pipeline.steps import check_reward, cross_entropy_objective, scst_objective, stage_reward
 
 

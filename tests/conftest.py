@@ -12,7 +12,10 @@ import pytest
 import yaml
 from PIL import Image
 
+from tests.s3_server import s3_server
+
 ROOT = Path(__file__).resolve().parent.parent
+CACHES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +25,15 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no shared material at {folder}; set RAYCAP_SHARED to the folder with data/ and golden/")
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def clean_root() -> Iterator[None]:
+    """Nothing that tests write lies in the checkout's root afterwards; what was there before may stay."""
+    before = {path.name for path in ROOT.iterdir()}
+    yield
+    left = {path.name for path in ROOT.iterdir()} - before - CACHES
+    assert not left, f"tests left {', '.join(sorted(left))} in {ROOT}; write to tmp_path"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -39,6 +51,13 @@ def ray_session() -> Iterator[None]:
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """The URL of one S3 server without faults, with the bucket `data`, for all tests that need one."""
+    with s3_server() as url:
+        yield url
 
 
 def small_config(storage: Path | dict[str, Any], **changes: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pipeline import java as java_module
 from pipeline import metrics
 from pipeline.metrics import Score, score_captions
 
@@ -127,7 +128,7 @@ def test_hangs_in_the_middle(java) -> None:
 
 
 def test_silence_ends_before_a_long_deadline(java, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "SILENCE_S", 0.5)
+    monkeypatch.setattr(java_module, "SILENCE_S", 0.5)
     java("import time; time.sleep(1000)")
     start = time.monotonic()
     assert "deadline" in (meteor(300).unavailable or "")
@@ -203,15 +204,15 @@ def test_cannot_be_started(java, tmp_path: Path) -> None:
 
 def test_too_little_memory(java, monkeypatch: pytest.MonkeyPatch) -> None:
     java(WORKING)
-    monkeypatch.setattr(metrics, "free_memory_mb", lambda: 300.0)
+    monkeypatch.setattr(java_module, "free_memory_mb", lambda: 300.0)
     assert "only 300 MB of memory are free" in (meteor().unavailable or "")
 
 
 @pytest.mark.parametrize(("free", "heap"), [(900, "-Xmx640m"), (2000, "-Xmx1000m"), (64_000, "-Xmx2048m")])
 def test_heap_follows_the_free_memory(java, monkeypatch: pytest.MonkeyPatch, free: float, heap: str) -> None:
     java(WORKING)
-    monkeypatch.setattr(metrics, "free_memory_mb", lambda: free)
-    assert heap in metrics.java_command((640, 2048))
+    monkeypatch.setattr(java_module, "free_memory_mb", lambda: free)
+    assert heap in java_module.java_command((640, 2048))
 
 
 # SPICE ------------------------------------------------------------------------------------------------------------
@@ -224,7 +225,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for jar in metrics.SPICE_MODELS:
         (folder / jar).touch()
     monkeypatch.setenv(metrics.SPICE_MODELS_VARIABLE, str(folder))
-    monkeypatch.setattr(metrics, "free_memory_mb", lambda: 16_000.0)
+    monkeypatch.setattr(java_module, "free_memory_mb", lambda: 16_000.0)
 
 
 def spice(deadline_s: float = DEADLINE_S):
@@ -237,7 +238,7 @@ def spice(deadline_s: float = DEADLINE_S):
 def test_spice_without_models(java, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     java("")
     monkeypatch.setenv(metrics.SPICE_MODELS_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(metrics, "free_memory_mb", lambda: 16_000.0)
+    monkeypatch.setattr(java_module, "free_memory_mb", lambda: 16_000.0)
     score, categories = spice()
     assert score.value is None and "make spice" in (score.unavailable or "") and categories is None
 

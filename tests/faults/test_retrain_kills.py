@@ -1,6 +1,6 @@
 """`raycap retrain` with real trainings on Ray, killed with kill -9 at each of its steps and in the middle of training.
 
-A long proof (`make proof`); `tests/integration/test_retrain.py` holds the short ones, with a trainer that needs no Ray.
+A long proof (`make proof`); `tests/integration/test_retrain*.py` hold the short ones, with a trainer that needs no Ray.
 """
 
 from __future__ import annotations

@@ -13,9 +13,10 @@ import pytest
 import yaml
 
 from jobs.evaluate import caption_dataset, evaluate
-from pipeline.config import EvaluationSection, RunConfig, parse_config
+from pipeline.config import RunConfig, parse_config
 from pipeline.dataset import SCHEMA, Dataset
 from pipeline.errors import UserError
+from pipeline.sections import EvaluationSection
 from pipeline.store import mark_complete, write_shard
 from tests.conftest import small_config, write_karpathy
 from tests.parity.test_expansionnet_v2 import GOLDEN, imported

@@ -17,10 +17,10 @@ from jobs.cli import main
 from models.backbone import Backbone
 from models.config import BackboneConfig
 from models.transform import ImageTransform
-from pipeline.config import DataSection, FeatureSection
 from pipeline.dataset import read_dataset
 from pipeline.features import Extractor, extract
 from pipeline.images import decode_image
+from pipeline.sections import DataSection, FeatureSection
 from pipeline.snapshot import take_snapshot
 from pipeline.store import FeatureStore
 from pipeline.weights import save_weights

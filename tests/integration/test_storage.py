@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from pipeline import storage
-from pipeline.config import DataSection
 from pipeline.dataset import read_dataset
 from pipeline.images import UNREADABLE, decode_batch
+from pipeline.sections import DataSection
 from pipeline.snapshot import take_snapshot
 from pipeline.staging import ShardCache
 from pipeline.storage import Place, StorageError, StorageOptions

@@ -8,9 +8,15 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import RunConfig
+from pipeline.champion import BundleRecord, Ledger, State
+from pipeline.config import RunConfig, parse_config
+from pipeline.prepare import prepare
 from pipeline.retrain import Trained, rollback
+from pipeline.run_bundle import bundle_run
+from pipeline.run_folder import read_json, write_json
+from pipeline.tracked_champion import follow
 from pipeline.tracking import experiment_of, tracking_client
+from tests.conftest import small_config
 from tests.retrain_world import Colors, World
 
 
@@ -92,3 +98,27 @@ def test_a_tracker_that_is_down_is_told_later(world: Tracked, monkeypatch: pytes
     world.uri = there
     assert "nothing new" in world.call(Later())[1]
     assert world.aliases() == {"champion": "1"} and world.run_of("1").data.tags["raycap.decision"] == "1"
+    pages = (world.storage.path / "mlflow").glob("*/artifacts/decisions/*.html")
+    assert len(list(pages)) == 1, "files lie beside the tracker's database, not where the process runs"
+
+
+def test_a_run_that_the_tracker_missed_is_sent_when_it_is_champion(tmp_path: Path) -> None:
+    """Its model, too; and it is noted, so that `raycap sync` does not send it again."""
+    config = parse_config(small_config(tmp_path, tracking={"enabled": True}))
+    folder = prepare(config, lambda text: None)
+    bundle = bundle_run(folder)
+    (folder.path / "report.html").write_text("<p>report</p>")
+    write_json(folder.path / "scores.json", {"splits": {"test": {"signature": "beam2"}}})
+    write_json(folder.path / "predictions" / "test.json", [])
+    name = bundle.relative_to(config.working_path).as_posix()
+    state = State(champion=BundleRecord(bundle=name, files={}, run_id=folder.run_id))
+    ledger, said = Ledger(config.storage_place, config.name), []
+    assert follow(config, ledger, state, said.append), said
+    assert not tracking_client(config).search_registered_models(), "a run that is not complete is not sent"
+    write_json(folder.path / "COMPLETE.json", {"scores": {"test_CIDEr-D": 0.5}, "tracked": False})
+    assert follow(config, ledger, state, said.append), said
+    assert tracking_client(config).get_model_version_by_alias(config.name, "champion").tags["test_CIDEr-D"] == "0.5000"
+    assert read_json(folder.path / "COMPLETE.json")["tracked"] is True
+    runs = tracking_client(config).search_runs([experiment_of(tracking_client(config), config)])
+    assert follow(config, ledger, state, said.append) and not said
+    assert len(runs) == len(tracking_client(config).search_runs([runs[0].info.experiment_id])) == 1

@@ -150,7 +150,7 @@ def test_stopped_in_the_middle_everything_is_there_once(
 
 
 def _tracking(server: MlflowServer) -> Any:
-    from pipeline.config import TrackingSection
+    from pipeline.sections import TrackingSection
 
     return TrackingSection(uri=server.url)
 

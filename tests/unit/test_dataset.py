@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from pipeline import snapshot
-from pipeline.config import DataSection
 from pipeline.dataset import Dataset, build_vocabulary, longest_caption, read_dataset
 from pipeline.errors import UserError
+from pipeline.sections import DataSection
 from pipeline.text import Vocabulary, tokenize
 from tests.conftest import write_karpathy
 

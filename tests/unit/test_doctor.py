@@ -20,7 +20,6 @@ from pipeline.config import RunConfig, load_config
 from pipeline.storage import Place, StorageError, StorageOptions, try_rights
 from tests.conftest import small_config
 from tests.ray_cluster import free_port
-from tests.s3_server import s3_server
 
 
 def config_of(folder: Path, **changes: Any) -> RunConfig:
@@ -146,18 +145,17 @@ def test_storage_that_is_a_file_or_read_only(tmp_path: Path) -> None:
     assert doctor.storage(Place(str(read_only))).level == "fail"
 
 
-def test_storage_on_s3(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_on_s3(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket that takes conditional writes, one that is not there, and one that ignores conditions."""
-    with s3_server() as url:
-        options = StorageOptions(url)
-        assert doctor.storage(Place("s3://data/results", options)).level == "ok"
-        assert Place("s3://data/results", options).list() == {}
-        absent = doctor.storage(Place("s3://absent/results", options))
-        assert absent.level == "fail" and "bucket" in absent.remedy
-        monkeypatch.setattr("pipeline.storage._put_new", lambda where, data: bool(where.write_bytes(data)))
-        with pytest.raises(StorageError, match="conditional writes are ignored"):
-            try_rights(Place("s3://data/results", options))
-        assert Place("s3://data/results", options).list() == {}
+    options = StorageOptions(s3)
+    assert doctor.storage(Place("s3://data/doctor", options)).level == "ok"
+    assert Place("s3://data/doctor", options).list() == {}
+    absent = doctor.storage(Place("s3://absent/doctor", options))
+    assert absent.level == "fail" and "no such bucket" in absent.text and "bucket" in absent.remedy
+    monkeypatch.setattr(Place, "_put_if", lambda self, bucket, key, data, condition: self.write_bytes(data))
+    with pytest.raises(StorageError, match="conditional writes are ignored"):
+        try_rights(Place("s3://data/doctor", options))
+    assert Place("s3://data/doctor", options).list() == {}
 
 
 def test_data_that_is_not_there(tmp_path: Path) -> None:

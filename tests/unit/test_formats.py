@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.config import DataSection
 from pipeline.dataset import build_vocabulary, read_annotations, read_dataset
 from pipeline.errors import UserError
+from pipeline.sections import DataSection
 from pipeline.text import Vocabulary, tokenize_like_spacy
 
 ROWS: list[dict[str, Any]] = [

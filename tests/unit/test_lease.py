@@ -54,6 +54,16 @@ def test_a_conditional_write_is_refused_when_somebody_was_faster(folder: Place) 
     assert file.read_tagged() == (b"two", second) and first != second
 
 
+def test_a_bucket_that_is_not_there_is_no_conflict(url: str) -> None:
+    """Nobody was faster: who takes a lease would ask again without end."""
+    where = Place("s3://absent/lease.json", StorageOptions(url))
+    for tag in (None, "0" * 32):
+        with pytest.raises(FileNotFoundError if tag is None else ConflictError):
+            where.write_if(b"one", tag)
+    with pytest.raises(FileNotFoundError, match="no such bucket"):
+        take_lease(where, 30)
+
+
 def test_many_count_to_one_number(folder: Place) -> None:
     """Eight threads add one at a time by compare and swap; none is lost, also where answers are."""
     file = folder / "number"

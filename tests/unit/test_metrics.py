@@ -17,7 +17,7 @@ import pytest
 
 from jobs.bench_metrics import bench_metrics
 from jobs.score import score
-from pipeline import metrics, ngrams, ptb
+from pipeline import java, ngrams, ptb
 from pipeline.caption_files import read_predictions, read_references
 from pipeline.errors import UserError
 from pipeline.metrics import BLEU, score_captions
@@ -170,7 +170,7 @@ def test_bench_compares(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_available_memory_is_a_number() -> None:
-    assert metrics.free_memory_mb() > 0
+    assert java.free_memory_mb() > 0
 
 
 # Files ------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from jobs.constraints import constraints as make_constraints
 from pipeline.batches import Images
 from pipeline.bundle import load_bundle
 from pipeline.captioning import caption_share
-from pipeline.config import EvaluationSection
 from pipeline.constraint_files import Held, build_machines, read_constraints, write_constraints
 from pipeline.detections import (
     EXCLUDED,
@@ -27,6 +26,7 @@ from pipeline.detections import (
 )
 from pipeline.errors import UserError
 from pipeline.evaluate import summarize_search
+from pipeline.sections import EvaluationSection
 from tests.unit.test_caption import WORDS, make_bundle
 
 TREE = {

@@ -19,12 +19,12 @@ from models.transform import ImageTransform
 from pipeline import ciderd, rewards
 from pipeline.batches import Batches, Captions, Images
 from pipeline.ciderd import CiderD
-from pipeline.config import DataSection, ScheduleSection, ScstSection, StageSection
 from pipeline.dataset import read_annotations
 from pipeline.losses import caption_log_probs, smoothed_cross_entropy
 from pipeline.order import samples_at, seed_of
 from pipeline.rewards import CaptionReward
 from pipeline.schedules import learning_rate
+from pipeline.sections import DataSection, ScheduleSection, ScstSection, StageSection
 from pipeline.steps import scst_signature
 from pipeline.store import FeatureStore, write_shard
 from pipeline.text import SPECIALS, Vocabulary, tokenize

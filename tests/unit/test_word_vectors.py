@@ -16,10 +16,11 @@ from models.flops import cost
 from models.registry import build_model
 from models.words import TiedOutput, WordVectors, fill_word_vectors
 from pipeline.bundle import load_bundle, save_bundle
-from pipeline.config import DataSection, parse_config
+from pipeline.config import parse_config
 from pipeline.dataset import build_vocabulary, read_dataset
 from pipeline.errors import UserError
 from pipeline.prepare import prepare
+from pipeline.sections import DataSection
 from pipeline.text import Vocabulary
 from pipeline.word_vectors import describe_missing, read_word_vectors
 from tests.conftest import small_config, write_karpathy

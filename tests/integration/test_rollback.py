@@ -1,0 +1,65 @@
+"""The champion's place given back to the one before, also under a retraining that is on its way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.retrain import rollback
+from tests.integration.conftest import ON_DISK_AND_S3
+from tests.retrain_world import Colors, World, first, sound
+
+
+def test_a_rollback_gives_the_place_back(world: World) -> None:
+    first(world)
+    with pytest.raises(UserError, match="no champion before the present one"):
+        rollback(world.config, lambda text: None)
+    champion = world.ledger.read().champion
+    world.add("train", 20, range(3, 8))
+    world.call()
+    promoted = world.ledger.read().champion
+    assert promoted is not None and rollback(world.config, lambda text: None) == 0
+    state = world.ledger.read()
+    assert state.champion == champion and state.before == () and state.challenger == promoted.run_id
+    assert world.last()["decision"] == "rolled back" and world.last()["champion_before"] == promoted.model_dump()
+    sound(world, 3)
+    assert not world.ledger.leftovers(), "what was champion stays"
+    assert "nothing new since decision 3" in world.call()[1], "it is not trained and promoted again at once"
+    world.add("train", 20, range(3, 8))
+    work = Colors()
+    assert "decision  promoted" in world.call(work)[1] and work.trained[0] == f"{world.storage}/{champion.bundle}"
+    sound(world, 4)
+
+
+@ON_DISK_AND_S3
+def test_a_rollback_goes_before_a_retraining_under_way(world: World) -> None:
+    first(world)
+    world.add("train", 20, range(3, 8))
+    world.call()
+    world.add("train", 3, range(3))
+
+    class Rolled(Colors):
+        def caption(self, *arguments: Any) -> dict[int, str]:
+            if world.ledger.read().number == 2:
+                assert rollback(world.config, lambda text: None) == 0
+            return super().caption(*arguments)
+
+    code, said = world.call(Rolled())
+    assert code == 1 and "nothing was promoted" in said
+    assert world.last()["decision"] == "rolled back"
+    sound(world, 3)
+
+
+def test_a_damaged_champion_is_neither_trained_from_nor_rolled_back_to(world: World) -> None:
+    first(world)
+    state = world.ledger.read()
+    assert state.champion is not None
+    (world.storage / state.champion.bundle / "model.safetensors").write_bytes(b"{}")
+    (sentence,) = world.ledger.verify()
+    assert "model.safetensors does not have the digest" in sentence
+    world.add("train", 20, range(3, 8))
+    with pytest.raises(OSError, match=r"a champion's bundle is damaged: .*model\.safetensors"):
+        world.call()
+    assert world.ledger.read().number == 1
