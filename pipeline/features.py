@@ -220,21 +220,26 @@ class ShardWriter:
 
     def __init__(self, folder: Place, extractor: Extractor, dtype: str, weights: Any = None) -> None:
         """`weights`: a reference to the bytes of `extractor.weights` in Ray's object store; None: the file is here."""
-        import ray
         import torch
 
-        from models.backbone import Backbone
         from pipeline.processor import computing_thread
-        from pipeline.weights import load_weights
 
-        self.thread = computing_thread(extractor.settings.threads_per_actor)
         self.folder, self.settings = folder, extractor.settings
         self.device = torch.device("cuda" if extractor.settings.gpus_per_actor else "cpu")
         self.dtype = getattr(torch, dtype)
         self.transform = ImageTransform(extractor.backbone.image_size)
+        self.thread = computing_thread(extractor.settings.threads_per_actor)
+        self.backbone = self.thread.submit(self._loaded, extractor, weights).result()
+
+    def _loaded(self, extractor: Extractor, weights: Any) -> Any:
+        import ray
+
+        from models.backbone import Backbone
+        from pipeline.weights import load_weights
+
         backbone = Backbone(extractor.backbone)
         load_weights(backbone, extractor.weights, None if weights is None else ray.get(weights))
-        self.backbone = backbone.eval().to(self.device)
+        return backbone.eval().to(self.device)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         reasons = batch["reason"].astype(object)

@@ -27,10 +27,12 @@ def prepare_processor(threads: int | None = None) -> None:
 
 
 def computing_thread(threads: int | None = None) -> ThreadPoolExecutor:
-    """One thread for all computing of a process whose own calls come from changing threads, as Ray's actors' do.
+    """One thread for all of a process's computing, drawing and loading weights included.
 
-    A thread that asked for memory before `prepare_processor` keeps an arena of its own, which gives large tensors back
-    to the system at once, and every new thread starts a new team of OpenMP threads: together a third of a Swin's time.
+    For processes whose own calls come from changing threads, as in Ray's actors. Each thread that computes gets a team
+    of OpenMP threads that stays; with more of them in a process than it has cores, they no longer wait at work but
+    sleep between any two operations, which took a third of a Swin's time. A thread that was there before
+    `prepare_processor` also keeps an arena of its own, which gives large tensors back to the system at once.
     """
     prepare_processor(threads)
     return ThreadPoolExecutor(1, initializer=prepare_processor, initargs=(threads,))
