@@ -9,6 +9,7 @@ Shapes: B images, K beams, t steps so far; slot s*K+k was made by beam k in step
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ class TreeSlots:
         self.images = images
         self.beams = beams
         self.kept: dict[str, Tensor] = {}
+        self.weights: dict[str, tuple[Tensor, ...]] = {}
 
     def put(self, name: str, new: Tensor, step: int, squared: bool = False) -> Tensor:
         """Writes new (G, B, K, ...) into the slots of `step` (from 0); returns the slots so far (G, B, slots, ...).
@@ -42,6 +44,12 @@ class TreeSlots:
             return kept[:, :, :used]
         place[..., : step + 1].copy_(new)
         return kept[:, :, :used, ..., : step + 1]
+
+    def once(self, name: str, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """What depends on the layer alone, made at the first step."""
+        if name not in self.weights:
+            self.weights[name] = make()
+        return self.weights[name]
 
     def _grown(self, old: Tensor | None, new: Tensor, squared: bool) -> Tensor:
         capacity = FIRST_CAPACITY if old is None else 2 * old.shape[2] // self.beams

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.cache import TreeSlots
@@ -144,6 +145,22 @@ class DynamicExpansion(Expansion):
         """C, K, V1, V2 and the gate, side by side: (..., 5 D)."""
         return self.maps(x.to(self.maps.weight.dtype))
 
+    def _step_maps(self, x: Tensor, slots: TreeSlots) -> Tensor:
+        """`_maps` of one token. Under autocast only C and K, whose products have a sign to keep, are exact.
+
+        Most of a step's time for the maps goes into reading their weights.
+        """
+        device, sign = x.device.type, 2 * self.maps.in_features
+        if not torch.is_autocast_enabled(device):
+            return self._maps(x)
+        rough = torch.get_autocast_dtype(device)
+        weight, bias = self.maps.weight, self.maps.bias
+        converted = slots.once("values and gate", lambda: (weight[sign:].to(rough), bias[sign:].to(rough)))
+        with full_precision(x):
+            exact = x.to(weight.dtype)
+            signed = F.linear(exact, weight[:sign], bias[:sign])
+            return torch.cat((signed, F.linear(exact.to(rough), *converted).to(signed.dtype)), -1)
+
     def _masks(self, m: Tensor, real: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Which t each (s, n) sees and which (s, n) reach each t, as 0 and 1."""
         if self.causal:
@@ -160,8 +177,8 @@ class DynamicExpansion(Expansion):
         ancestors (B, K, t): the slots that each beam has come through, its new one last. All beams of an image share
         its slots: products run over all slots of the image, then each beam picks (or sets) those of its ancestors.
         """
+        maps = self._step_maps(x, slots).view(*ancestors.shape[:2], 5, -1)
         with full_precision(x):
-            maps = self._maps(x).view(*ancestors.shape[:2], 5, -1)
             by_vector = torch.matmul(maps[:, :, 1], self.queries.t())  # (B, K, N_E): e_n k
             step = ancestors.shape[-1] - 1
             kept = slots.put("maps", maps[:, :, :4].permute(2, 0, 1, 3), step)  # (4, B, slots, D)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from models.cache import TreeSlots
 
-FEW_QUERIES = 16
 MASKED_SCORE = -1e4  # the reference's value for masked attention scores (specs item 4); finite also in float16
 
 
@@ -131,21 +130,21 @@ def merge_heads(x: Tensor) -> Tensor:
 def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
     """Scaled dot-product attention: (B, H, Q, d) over keys and values (B, H, N, d), bias broadcast to (B, H, Q, N).
 
-    For the few queries of a decoding step torch's fused kernel on a CPU takes several times as long as the two products
-    written out, which are computed in the keys' precision (`kept_for_steps`).
+    Keys that `kept_for_steps` laid out are those of a decoding step: for its few queries torch's fused kernel on a CPU
+    takes longer than the two products written out.
     """
     query, bias = query.to(key.dtype), None if bias is None else bias.to(key.dtype)
-    if query.shape[-2] > FEW_QUERIES or query.device.type != "cpu" or key.dtype.itemsize < 4:
+    if query.device.type != "cpu" or not key.mT.is_contiguous():
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
     with torch.autocast("cpu", enabled=False):
         scores = torch.matmul(query * query.shape[-1] ** -0.5, key.mT)
-        return torch.matmul((scores if bias is None else scores + bias).softmax(-1), value)
+        scores = scores if bias is None else scores + bias
+        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        return torch.matmul(weights.to(value.dtype), value)
 
 
 def kept_for_steps(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values (..., N, d) as `attend` reads them fastest, once for all steps; on a CPU not in 16 bits."""
-    if key.device.type == "cpu":
-        key, value = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (key, value))
+    """Keys and values (..., N, d) laid out as the products of `attend` read them, once for all steps."""
     return key.mT.contiguous().mT, value.contiguous()
 
 
