@@ -117,6 +117,7 @@ class Place:
 
         Returns the new tag; raises ConflictError when somebody else was faster, FileNotFoundError without the bucket.
         `data` must be like nobody else's (hold a nonce): a put whose answer got lost is known again by its content.
+        `attempts` counts requests to S3 that fail but may pass.
         """
         if not self.is_remote:
             return _write_local_if(self.path, data, tag)
