@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from pipeline.run_folder import RunFolder
 
 MODES = ("no tracker", "answers", "stopped")
-WARM, STEPS, SETTLING = 8, 40, 4  # steps before the first phase, of a phase, and at its beginning that do not count
+WARM, STEPS, SETTLING = 8, 28, 4  # steps before the first phase, of a phase, and at its beginning that do not count
 START_S = 240.0  # the longest that MLflow's server may take to start
 
 
-def bench_tracker(rounds: int = 4, threads: int | None = None) -> None:
+def bench_tracker(rounds: int = 6, threads: int | None = None) -> None:
     """Prints mean seconds a step of the three, and the medians over the rounds of their neighbors' ratios.
 
-    One stage on Ray Train with one worker; the driver's tracker changes every 40 steps, in an order that turns from
+    One stage on Ray Train with one worker; the driver's tracker changes every 28 steps, in an order that turns from
     round to round: what the machine does besides is shared by neighbors. Means, not medians: a tracker disturbs now
     and then. `threads` (None: every core) are torch's. MLflow's own server runs on this machine too, so that what it
     costs to answer counts; "stopped" is a port of this machine that nobody listens at.
