@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,17 +44,53 @@ def take_over(scheduler: Any, before: str, trial_id: str) -> None:
                 recorded[trial_id] = recorded.pop(before)
 
 
+def drop_checkpoints(scheduler: Any, trials: Sequence[Any]) -> None:
+    """Removes what a population's members handed over and none will go on from.
+
+    A number to keep, as Ray has it, does not do: while one member waits for its turn, the one whose weights it takes
+    may report any number of times. A member's newest two stay, of which Ray may not know yet. O(members) a report.
+    """
+    states = getattr(scheduler, "_trial_state", {})
+    wanted = {str(c.path) for trial in trials for c in (trial.checkpoint,) if c is not None}
+    for state in states.values():
+        if state.last_checkpoint is not None:
+            if not hasattr(state.last_checkpoint, "path"):
+                return  # Ray is still saving it
+            wanted.add(str(state.last_checkpoint.path))
+    for trial in trials if states else ():
+        for path in sorted(Path(trial.path).glob("checkpoint_*"), key=_age)[:-2]:
+            if str(path) not in wanted:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _age(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
 def _population(search: Search) -> Any:
     from ray.tune.schedulers import PopulationBasedTraining
 
     settings, generator = search.config.pbt, random.Random(search.config.seed)
+
+    class Population(PopulationBasedTraining):
+        def _quantiles(self) -> tuple[list[Any], list[Any]]:
+            """The worst and the best; who is as good as all of the best is not among the worst.
+
+            Members of equal scores would take each other's place again and again.
+            """
+            worst, best = super()._quantiles()
+            scores: dict[Any, Any] = {trial: state.last_score for trial, state in self._trial_state.items()}
+            return [t for t in worst if scores[t] < min(scores[b] for b in best)], best
 
     def changed(config: dict[str, Any]) -> dict[str, Any]:
         member = config["member"]
         point = {d.key: d.neighbor(member["point"][d.key], generator) for d in search.space.dimensions}
         return config | {"member": member | {"point": point}}
 
-    return PopulationBasedTraining(
+    return Population(
         time_attr="epoch",
         metric=SCORE,
         mode="max",

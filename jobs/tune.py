@@ -22,7 +22,7 @@ from typing import Any
 from jobs.cluster import connect
 from jobs.run import alone
 from jobs.search_features import extract_once, find_backbone
-from jobs.search_schedulers import make_scheduler, take_over
+from jobs.search_schedulers import drop_checkpoints, make_scheduler, take_over
 from pipeline.errors import UserError
 from pipeline.proposals import make_proposals
 from pipeline.run_folder import code_digest
@@ -185,7 +185,6 @@ def _run_trials(book: Book, search: Search, say: Say, changed: Callable[[], None
             storage_path=str(scratch),
             callbacks=[_callback(desk)],
             failure_config=tune.FailureConfig(max_failures=0),
-            checkpoint_config=tune.CheckpointConfig(num_to_keep=2),
             verbose=0,
         ),
     )
@@ -253,7 +252,11 @@ class Desk:
         record = self.by_id[trial_id]
         if "member" in config:
             # one that takes another's place has the other's configuration, changed: its number stays its own
-            config["member"]["number"], record.point = record.number, dict(config["member"]["point"])
+            donor, config["member"]["number"] = config["member"]["number"], record.number
+            if donor != record.number:
+                record.point = dict(config["member"]["point"])
+                record.took_over.append((result["epoch"], donor))
+                self.say(f"trial {record.number}  goes on with the weights of trial {donor}")
         if result.get("outcome"):
             outcome = dict(result["outcome"])
             outcome["reports"] = [tuple(report) for report in outcome.get("reports", record.reports)]
@@ -330,6 +333,7 @@ def _callback(desk: Desk) -> Any:
         def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: dict[str, Any], **_: Any) -> None:
             with desk.keeping_errors():
                 desk.result(trial.trial_id, result, trial.config)
+                drop_checkpoints(desk.scheduler, trials)
 
         def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
             with desk.keeping_errors():
@@ -346,15 +350,22 @@ def _callback(desk: Desk) -> Any:
 
 
 def _death(trial: Any) -> str:
-    """Why a trial's process ended, in one line."""
+    """Why Ray Tune counts a trial as failed, in one line.
+
+    From the driver's copy of the trial's error files: Ray's own getters read the storage, which gets them later.
+    """
     import ray
 
-    error = trial.get_pickled_error()
+    error: Any = None
+    if trial.pickled_error_file and Path(trial.pickled_error_file).is_file():
+        error = ray.cloudpickle.loads(Path(trial.pickled_error_file).read_bytes())
     if isinstance(error, ray.exceptions.OutOfMemoryError):
         return "out of memory: Ray ended its process because the node's memory was full"
     if isinstance(error, ray.exceptions.RayActorError):
         return "its process died (killed, or out of memory): " + " ".join(str(error).split())[:300]
-    return " ".join(str(error or trial.get_error()).split())[-500:]
+    if error is None and trial.error_file and Path(trial.error_file).is_file():
+        error = Path(trial.error_file).read_text()
+    return " ".join(str(error or "for a reason that Ray Tune does not name").split())[-500:]
 
 
 def train_trial(config: dict[str, Any]) -> None:

@@ -38,6 +38,7 @@ class TrialRecord:
     costs: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0  # of training, over all attempts
     attempts: int = 0
+    took_over: list[tuple[float, int]] = field(default_factory=list)  # (epoch, the member whose weights it took)
 
     @property
     def score(self) -> float | None:
@@ -92,6 +93,7 @@ class SearchFolder:
         found = [TrialRecord(**read_json(path)) for path in sorted((self.path / "trials").glob("[0-9]*.json"))]
         for record in found:
             record.reports = [(epoch, score) for epoch, score in record.reports]
+            record.took_over = [(epoch, donor) for epoch, donor in record.took_over]
         return found
 
     def write(self, record: TrialRecord) -> None:

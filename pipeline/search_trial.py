@@ -10,6 +10,7 @@ import os
 import shutil
 import statistics
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -180,12 +181,13 @@ def hand_over(run: RunFolder, stage: str, step: int, target: Path, patience_s: f
         if time.monotonic() > until:
             raise TimeoutError(f"the checkpoint {source / f'step-{step}'} was not written within {patience_s:.0f} s")
         time.sleep(0.02)
-    target.mkdir(parents=True, exist_ok=True)
+    parts = target / uuid.uuid4().hex  # Ray may put a later checkpoint into the same folder
+    parts.mkdir(parents=True)
     for path in (source / f"step-{step}", *source.glob("best-*")):
-        shutil.copytree(path, target / path.name)
+        shutil.copytree(path, parts / path.name)
     for path in (source / "predictions-val.json", run.journal):
-        shutil.copyfile(path, target / path.name)
-    write_json(target / "from.json", {"run": run.run_id, "stage": stage})
+        shutil.copyfile(path, parts / path.name)
+    write_json(target / "from.json", {"run": run.run_id, "stage": stage, "parts": parts.name})
 
 
 def take_over(run: RunFolder, parent: Path) -> None:
@@ -193,16 +195,16 @@ def take_over(run: RunFolder, parent: Path) -> None:
     origin = read_json(parent / "from.json")
     if origin["run"] == run.run_id:
         return
-    stage = run.stage(origin["stage"])
+    parts, stage = parent / origin["parts"], run.stage(origin["stage"])
     shutil.rmtree(stage, ignore_errors=True)
     stage.mkdir(parents=True)
-    for path in (*parent.glob("step-*"), *parent.glob("best-*")):
+    for path in (*parts.glob("step-*"), *parts.glob("best-*")):
         shutil.copytree(path, stage / path.name)
     for path in stage.glob("step-*/progress.json"):
         write_json(path, read_json(path) | {"identity": f"{run.run_id}/{origin['stage']}"})
-    shutil.copyfile(parent / "predictions-val.json", stage / "predictions-val.json")
+    shutil.copyfile(parts / "predictions-val.json", stage / "predictions-val.json")
     run.journal.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(parent / run.journal.name, run.journal)
+    shutil.copyfile(parts / run.journal.name, run.journal)
 
 
 def share_file(path: Path, source: Path) -> None:

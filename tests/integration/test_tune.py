@@ -100,17 +100,24 @@ def test_asha_ends_trials_early(tmp_path: Path, ray_session: None, capsys: pytes
 
 
 @pytest.mark.ray
-def test_a_population_hands_weights_over(tmp_path: Path, ray_session: None) -> None:
-    space = {LR: {"low": 1e-9, "high": 1e-1, "log": True}}
-    changes: dict[str, Any] = {"pbt": {"every_epochs": 1, "quantile": 0.5}, "budget": {"trials": 3}}
-    path = written(tmp_path, space=space, algorithm="pbt", trial=TRIAL | {"epochs": 5}, seed=2, **changes)
+def test_a_population_hands_weights_over(tmp_path: Path, ray_session: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rates that change nothing and rates that spoil the weights: who was spoiled goes on from who was not."""
+    space = {LR: {"choices": [1e-9, 1e-8, 1e-1, 3e-2]}}
+    changes: dict[str, Any] = {"pbt": {"every_epochs": 1, "quantile": 0.5}, "budget": {"trials": 4}}
+    path = written(tmp_path, space=space, algorithm="pbt", trial=TRIAL | {"epochs": 5}, seed=1, **changes)
     assert main(["tune", str(path)]) == 0
-    records = records_of(tmp_path / "storage")
-    assert [record["state"] for record in records] == ["finished"] * 3
+    output, records = capsys.readouterr().out, records_of(tmp_path / "storage")
+    assert [record["state"] for record in records] == ["finished"] * 4, [record["reason"] for record in records]
     assert all([epoch for epoch, _ in record["reports"]] == [1, 2, 3, 4, 5] for record in records)
-    firsts = [record["reports"][0][1] for record in records]
-    assert len(set(firsts)) < 3, "a member that took over has the other's history"
-    assert len({Path(record["run"]).name for record in records}) == 3
+    assert len({Path(record["run"]).name for record in records}) == 4
+    took = [record for record in records if record["took_over"]]
+    assert took and len(took) < 4, "some took over, and not from one that is as good"
+    for record in took:
+        epoch, donor = record["took_over"][-1]
+        assert f"trial {record['number']}  goes on with the weights of trial {donor}" in output
+        assert donor != record["number"] and 1 <= epoch < 5
+    best = max(record["reports"][0][1] for record in records)
+    assert all(record["reports"][0][1] == best for record in took), "it has the other's history"
 
 
 def test_bad_input_exits_2_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
