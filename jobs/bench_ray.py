@@ -8,9 +8,12 @@ import statistics
 import tempfile
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from pipeline.run_folder import RunFolder
 
 STEPS, SKIPPED = 40, 8
 
@@ -27,23 +30,18 @@ def bench_ray(pairs: int = 4) -> None:
     from jobs.cluster import start_ray
     from pipeline.config import parse_config
     from pipeline.prepare import prepare
-    from pipeline.store import mark_complete, write_shard
 
     with tempfile.TemporaryDirectory(prefix="raycap-bench-") as scratch:
         root = Path(scratch)
-        config = parse_config(_settings(root))
+        config = parse_config(embedded_settings(root))
         folder = prepare(config, lambda text: None)
-        keys = sorted(set(folder.dataset.column("key")))
-        width = folder.sizes.feature_width
-        features = np.random.default_rng(0).standard_normal((len(keys), 144, width)).astype(np.float16)
-        write_shard(root / "store", keys, features)
-        mark_complete(root / "store", {}, len(keys))
+        store = random_store(folder, root / "store")
         start_ray(config, None)
         times: dict[str, list[float]] = {"plain process": [], "Ray Train": []}
         waits: list[float] = []
         for pair in range(pairs):
             for name in sorted(times, reverse=pair % 2 == 1):
-                steps, waited = _run(folder.path, root / "store", name == "Ray Train")
+                steps, waited = _run(folder.path, store, name == "Ray Train")
                 times[name].append(steps)
                 waits.append(waited)
     print(f"{STEPS - SKIPPED} steps each, {pairs} pairs of runs; median ms a step")
@@ -56,7 +54,8 @@ def bench_ray(pairs: int = 4) -> None:
     print(f"data wait {100 * max(waits):.1f} % at most (asked: at most 5)")
 
 
-def _settings(root: Path) -> dict[str, Any]:
+def embedded_settings(root: Path) -> dict[str, Any]:
+    """The embedded data set, a captioner of width 256, and one stage on frozen features: one epoch of 51 steps."""
     backbone = {
         "name": "swin_tiny_patch4_window7_224",
         "weights": "none",
@@ -77,6 +76,17 @@ def _settings(root: Path) -> dict[str, Any]:
         "workers": {"log_every_steps": 1, "threads_per_worker": 1},
         "tracking": {"enabled": False},
     }
+
+
+def random_store(folder: RunFolder, path: Path) -> Path:
+    """A store with random features of 144 tokens for all of a run's images."""
+    from pipeline.store import mark_complete, write_shard
+
+    keys = sorted(set(folder.dataset.column("key")))
+    shape = (len(keys), 144, folder.sizes.feature_width)
+    write_shard(path, keys, np.random.default_rng(0).standard_normal(shape).astype(np.float16))
+    mark_complete(path, {}, len(keys))
+    return path
 
 
 def _run(run: Path, store: Path, ray: bool) -> tuple[float, float]:

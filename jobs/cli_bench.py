@@ -66,6 +66,20 @@ def bench_ray(pairs: Annotated[int, typer.Option(min=1, help="Pairs of runs, one
     run_bench(pairs)
 
 
+@bench.command("tracker")
+def bench_tracker(
+    rounds: Annotated[int, typer.Option(min=1, help="How often each of the three is measured.")] = 6,
+    threads: Annotated[int | None, typer.Option(help="torch's threads; all cores by default.")] = None,
+) -> None:
+    """What a tracker that answers, and one that is stopped, add to a step.
+
+    Example: raycap bench tracker --rounds 8
+    """
+    from jobs.bench_tracker import bench_tracker as run_bench
+
+    run_bench(rounds, threads)
+
+
 @bench.command("reward")
 def bench_reward(
     references: Annotated[Path | None, typer.Option(help="Real captions; without it they are made up.")] = None,

@@ -376,7 +376,7 @@ def _report(
     images = [
         ReportImage(
             image,
-            Path(uri),
+            Place(uri, config.storage.options),
             best[image],
             captions,
             scores.get(image),

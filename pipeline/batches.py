@@ -20,9 +20,12 @@ from pipeline.dataset import Dataset
 from pipeline.images import decode_image
 from pipeline.order import samples_at, seed_of
 from pipeline.sections import StageSection
-from pipeline.storage import Place, StorageOptions
+from pipeline.staging import ImageCache
+from pipeline.storage import Place, StorageOptions, is_remote
 from pipeline.store import FeatureStore
 from pipeline.text import Vocabulary
+
+REMOTE_READS = 8  # at a time and worker: a request waits most of its time
 
 
 class Captions:
@@ -59,7 +62,7 @@ class Images:
     """Model inputs of a data set's images: stored features, or pixels decoded by a pool of threads.
 
     Decoding and resizing release the interpreter's lock, so that threads suffice and nothing is copied between
-    processes.
+    processes. Images on S3 are read several at a time, and only once where there is a cache.
     """
 
     def __init__(
@@ -70,11 +73,14 @@ class Images:
         max_pixels: int,
         threads: int,
         options: StorageOptions = StorageOptions(),
+        cache: ImageCache | None = None,
     ) -> None:
-        self.uris = dataset.column("uri")
+        self.uris, self.keys, self.cache = dataset.column("uri"), dataset.column("key"), cache
         self.image_ids = np.array(dataset.column("image_id"), np.int64)
         self.store, self.transform, self.max_pixels, self.options = store, transform, max_pixels, options
         self.positions = store.locate(dataset.table["key"]) if store is not None else None
+        if any(is_remote(uri) for uri in self.uris):
+            threads = max(threads, REMOTE_READS)
         self.pool = ThreadPoolExecutor(max(1, threads)) if store is None else None
 
     def __len__(self) -> int:
@@ -99,7 +105,9 @@ class Images:
 
     def _pixels(self, row: int) -> Tensor:
         assert self.transform is not None
-        return self.transform(decode_image(Place(self.uris[row], self.options).read_bytes(), self.max_pixels))
+        where, key = Place(self.uris[row], self.options), self.keys[row]
+        data = self.cache.read(where, key) if self.cache and where.is_remote and key else where.read_bytes()
+        return self.transform(decode_image(data, self.max_pixels))
 
 
 @dataclass(frozen=True)

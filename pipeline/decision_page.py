@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.config import RunConfig
 from pipeline.dataset import Dataset
-from pipeline.report import MAX_IMAGES, Report, ReportImage, choose_images, write_report
+from pipeline.report import Report, ReportImage, write_report
 from pipeline.storage import Place
 
 
@@ -62,12 +61,12 @@ def _facts(body: Mapping[str, Any]) -> dict[str, str]:
 def _images(
     config: RunConfig, part: Dataset, captions: Mapping[str, dict[int, str]], scores: Mapping[int, float]
 ) -> list[ReportImage]:
-    """The gallery; images on S3 are read here, and only those that the page shows."""
+    """The gallery, of which the page reads those that it shows."""
     ours, theirs = captions["challenger"], captions.get("champion", {})
-    images = [
+    return [
         ReportImage(
             image,
-            Path(uri),
+            Place(uri, config.storage.options),
             ours[image],
             references,
             scores.get(image),
@@ -77,15 +76,3 @@ def _images(
         for image, uri, references in zip(*(part.column(name) for name in ("image_id", "uri", "captions")), strict=True)
         if image in ours
     ]
-    uris = dict(zip(part.column("image_id"), part.column("uri"), strict=True))
-    chosen, _ = choose_images(images, MAX_IMAGES, seed="decision")
-    return [_with_bytes(image, Place(uris[image.image_id], config.storage.options)) for image in chosen]
-
-
-def _with_bytes(image: ReportImage, where: Place) -> ReportImage:
-    if not where.is_remote:
-        return image
-    try:
-        return replace(image, path=where.read_bytes())
-    except OSError:
-        return replace(image, path=b"")

@@ -36,6 +36,7 @@ from pipeline.rewards import CaptionReward
 from pipeline.run_folder import JOURNAL, RunFolder, write_json
 from pipeline.schedules import learning_rate, make_optimizer
 from pipeline.sections import StageSection
+from pipeline.staging import image_cache
 from pipeline.state import CheckpointWriter, Progress, finish_stage, load_checkpoint, save_best
 from pipeline.steps import Objective, check_reward, cross_entropy_objective, scst_objective, stage_reward
 from pipeline.storage import Place
@@ -98,9 +99,10 @@ class StageRun:
         self.captioner = self._captioner()
         store = None if stage.train_backbone else open_store(_store(job, stage), config.features)
         transform, options = ImageTransform(config.backbone.image_size), config.storage.options
+        threads, cache = config.workers.decode_workers, image_cache(config.features.cache_gib)
 
         def images_of(part: Any) -> Images:
-            return Images(part, store, transform, config.data.max_pixels, config.workers.decode_workers, options)
+            return Images(part, store, transform, config.data.max_pixels, threads, options, cache)
 
         self.batches = Batches(
             images_of(train),

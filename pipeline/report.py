@@ -10,6 +10,7 @@ import random
 import secrets
 import statistics
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from PIL import Image
 from pipeline import plots
 from pipeline.cluster_pictures import LayerColors, color_table
 from pipeline.images import BadImage, decode_image
+from pipeline.storage import Place
 from pipeline.text import tokenize
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
@@ -35,14 +37,15 @@ UNAVAILABLE = "unavailable"
 class ReportImage:
     """One picture of the gallery.
 
-    `path` is the picture's file or its bytes; `score` its own CIDEr-D (None where there is none); `alternatives`
-    are other captions by name, for example those of earlier stages or of another model. `attention` (words, N) is where
-    the model looked for each word of the caption, over a square grid of N image tokens; `attribution` (words, N) what
-    each token added to the word's log-probability; `clusters` a model's clusters of patches and words, layer by layer.
+    `path` is the picture's file (on S3 a Place) or its bytes; `score` its own CIDEr-D (None where there is none);
+    `alternatives` are other captions by name, for example those of earlier stages or of another model. `attention`
+    (words, N) is where the model looked for each word of the caption, over a square grid of N image tokens;
+    `attribution` (words, N) what each token added to the word's log-probability; `clusters` a model's clusters of
+    patches and words, layer by layer.
     """
 
     image_id: int | str
-    path: Path | bytes
+    path: Place | Path | bytes
     caption: str
     references: list[str]
     score: float | None
@@ -201,9 +204,10 @@ def _histograms(images: Sequence[ReportImage]) -> list[plots.Histogram]:
 def _cards(images: Sequence[ReportImage], thumbnail: int, *, seed: str) -> list[dict[str, Any]]:
     """What the template shows of each picture, worst first."""
     shuffled = random.Random(seed).sample(range(len(images)), len(images))
+    with ThreadPoolExecutor(8) as pool:  # on S3 a request waits most of its time
+        thumbnails = list(pool.map(lambda image: _thumbnail(image.path, thumbnail), images))
     cards = []
-    for image, place in zip(images, shuffled, strict=True):
-        uri, width, height, problem = _thumbnail(image.path, thumbnail)
+    for image, place, (uri, width, height, problem) in zip(images, shuffled, thumbnails, strict=True):
         words = tokenize(image.caption)
         cards.append(
             {
@@ -263,7 +267,7 @@ def _difference(words: Sequence[str], others: Sequence[str]) -> float:
     return len(set(words) ^ set(others)) / len(both) if both else 0.0
 
 
-def _thumbnail(path: Path | bytes, size: int) -> tuple[str, int, int, str]:
+def _thumbnail(path: Place | Path | bytes, size: int) -> tuple[str, int, int, str]:
     """(data URI, width, height, problem): a JPEG of `size` pixels at most on its longer side."""
     try:
         data = path if isinstance(path, bytes) else path.read_bytes()

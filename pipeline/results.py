@@ -12,6 +12,7 @@ from pipeline.journal import read_journal
 from pipeline.published import published_rows
 from pipeline.report import Report, ReportImage, ReportStage, write_report
 from pipeline.run_folder import RunFolder
+from pipeline.storage import Place
 
 CURVES = {
     "loss": "loss",
@@ -135,7 +136,7 @@ def _images(folder: RunFolder, part: Dataset, split: str, scores: dict[int, floa
     return [
         ReportImage(
             image_id=image,
-            path=Path(uri),
+            path=Place(uri, folder.config.storage.options),
             caption=predictions[image],
             references=captions,
             score=scores.get(image),

@@ -95,7 +95,7 @@ class FeatureSection(Section):
     hdf5: str | None = None  # region features in place of a backbone's (pipeline/regions.py), or EMBEDDED
     max_regions: Positive = 100
     cut_regions: bool = False  # keep the first max_regions of an image with more, instead of refusing it
-    cache_gib: Annotated[float, Field(gt=0)] = 50  # local copies of shards, when the storage is remote
+    cache_gib: Annotated[float, Field(gt=0)] = 50  # local copies of shards, and as many of images, on S3
 
 
 class ScheduleSection(Section):

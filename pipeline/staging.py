@@ -1,4 +1,4 @@
-"""A bounded cache of remote shards on the local disk: each fetched once a machine, checked by digest, then mapped.
+"""Bounded caches of remote shards and images on the local disk: each fetched once a machine, checked by digest.
 
 Processes on one machine share it under one file lock. When it is full the shards that were not asked for the longest
 go first; a process that still maps one keeps reading it, because a removed file lives until its last reader lets go.
@@ -10,7 +10,7 @@ import fcntl
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pipeline.storage import Place, StorageError
@@ -42,18 +42,26 @@ class ShardCache:
         with self._alone(path.name):
             if self._touch(path):
                 return path
-            for _ in range(2):
-                data = source.read_bytes()
-                if hashlib.sha256(data).hexdigest() == sha256:
-                    break
-            else:
-                raise StorageError(f"{source}: its content does not have the digest in the manifest")
-            with self._alone("room"):
-                self._make_room(len(data))
-                temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-                temporary.write_bytes(data)
-                temporary.replace(path)
+            self._keep(path, _fetch(source, sha256))
         return path
+
+    def read(self, source: Place, sha256: str) -> bytes:
+        """The content of a small file, from the local copy if there is one; what is above the limit is not kept."""
+        path = self.folder / sha256
+        if self._touch(path):
+            with suppress(FileNotFoundError):  # it had to go in between
+                return path.read_bytes()
+        data = _fetch(source, sha256)
+        if len(data) <= self.limit:
+            self._keep(path, data)
+        return data
+
+    def _keep(self, path: Path, data: bytes) -> None:
+        with self._alone("room"):
+            self._make_room(len(data))
+            temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+            temporary.write_bytes(data)
+            temporary.replace(path)
 
     def _touch(self, path: Path) -> bool:
         try:
@@ -83,3 +91,30 @@ class ShardCache:
         with (self.folder / f"{number}.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
+
+
+class ImageCache:
+    """Local copies of remote images, at most `limit` bytes, by content: an end-to-end stage reads them every epoch.
+
+    They lie in 256 folders with a share of the limit each, because making room looks at a whole folder.
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit = folder, limit // 256
+
+    def read(self, source: Place, key: str) -> bytes:
+        """The image file; StorageError when it is no longer the one whose digest is `key`."""
+        return ShardCache(self.folder / key[:2], self.limit).read(source, key)
+
+
+def image_cache(gibibytes: float) -> ImageCache:
+    """This machine's."""
+    return ImageCache(cache_folder() / "images", int(gibibytes * 2**30))
+
+
+def _fetch(source: Place, sha256: str) -> bytes:
+    for _ in range(2):
+        data = source.read_bytes()
+        if hashlib.sha256(data).hexdigest() == sha256:
+            return data
+    raise StorageError(f"{source}: its content does not have the digest that was noted; was it replaced meanwhile?")

@@ -137,7 +137,7 @@ class FeatureStore:
         facts = table.select(["sha256", "bytes", "boxes_sha256"]).take(pa.array(first)).to_pylist()
         self.facts = dict(zip(self.shards, facts, strict=True))
         self._positions: dict[str, int] = {}
-        staged = ShardCache(cache or cache_folder(), cache_bytes) if self.folder.is_remote else None
+        staged = ShardCache(cache or cache_folder() / "shards", cache_bytes) if self.folder.is_remote else None
         self._maps = ShardMaps(self.folder / "shards", self.shards, self.facts, staged)
 
     def __len__(self) -> int:

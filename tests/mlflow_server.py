@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -49,7 +49,8 @@ class MlflowServer:
     def kill(self) -> None:
         """kill -9 of the server and its workers."""
         if self.process is not None:
-            os.killpg(self.process.pid, signal.SIGKILL)  # a session of its own
+            with suppress(ProcessLookupError):  # it may have ended by itself
+                os.killpg(self.process.pid, signal.SIGKILL)  # a session of its own
             self.process.wait()
             self.process = None
 

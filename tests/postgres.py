@@ -57,7 +57,7 @@ def postgres() -> Iterator[str]:
         # its output would hold our pipe open for as long as it runs
         call("pg_ctl", "-D", data, "-w", "-l", str(folder / "log"), "-o", settings, "start")
         try:
-            yield f"postgresql://raycap@127.0.0.1:{port}/postgres"
+            yield f"postgresql+psycopg2://raycap@127.0.0.1:{port}/postgres"
         finally:
             call("pg_ctl", "-D", data, "-m", "immediate", "stop")
     finally:

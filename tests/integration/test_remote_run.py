@@ -155,6 +155,9 @@ def test_a_whole_run_with_everything_on_s3_on_a_bad_day(url: str, tmp_path: Path
         assert any(path.startswith("runs/demo-") and path.endswith(name) for path in there), name
     assert any(path.startswith("models/demo/") and path.endswith("model.safetensors") for path in there)
     assert not [path for path in there if "/step-" in path], "checkpoints that only served to go on are gone"
+    (report,) = (path for path in there if path.endswith("report.html"))
+    page = (Place("s3://data/whole", StorageOptions(url)) / report).read_bytes().decode()
+    assert page.count('data-attention="') == page.count('src="data:image/jpeg') == 8, "pictures and where it looked"
     second = raycap_run(config, tmp_path / "two")
     assert "is complete; nothing to do" in second and first.partition("BLEU-1")[2][:400] in second
 

@@ -9,13 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from models.transform import ImageTransform
 from pipeline import storage
+from pipeline.batches import Images
 from pipeline.dataset import read_dataset
 from pipeline.images import UNREADABLE, decode_batch
 from pipeline.sections import DataSection
 from pipeline.snapshot import take_snapshot
-from pipeline.staging import ShardCache
+from pipeline.staging import ImageCache, ShardCache
 from pipeline.storage import Place, StorageError, StorageOptions
 from pipeline.store import FeatureStore, write_shard
 from tests.conftest import write_karpathy
@@ -78,6 +81,20 @@ def test_a_remote_store_is_staged_within_its_bound(options: StorageOptions, tmp_
     assert store.verify() == []
 
 
+def test_a_full_cache_makes_room_among_its_shards_only(
+    options: StorageOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of the cache also holds models and the copies of runs."""
+    monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path))
+    (tmp_path / "bundles" / "model").mkdir(parents=True)
+    for number in range(2):
+        folder, rows = Place(f"s3://data/full/{number}", options), np.full((4, 6, 50), number, np.float16)
+        write_shard(folder, list("abcd"), rows)
+        store = FeatureStore(folder, cache_bytes=rows.nbytes + 128)
+        assert np.array_equal(store.gather(list("abcd")), rows)
+    assert len(list(tmp_path.glob("**/*.npy"))) == 1 and (tmp_path / "bundles" / "model").is_dir()
+
+
 def test_a_staged_shard_is_checked_and_the_oldest_goes_first(options: StorageOptions, tmp_path: Path) -> None:
     cache = ShardCache(tmp_path / "cache", 250)
     places = []
@@ -90,6 +107,33 @@ def test_a_staged_shard_is_checked_and_the_oldest_goes_first(options: StorageOpt
     with pytest.raises(StorageError, match="digest"):
         cache.get(places[0], 100, "0" * 64)
     assert cache.get(places[0], 251, digests[0]) is None
+
+
+def test_images_are_fetched_once_and_must_be_what_they_were(
+    options: StorageOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an end-to-end stage reads in every epoch; and images of which a cache can keep one a folder."""
+    local = write_karpathy(tmp_path / "set", {"train": 6, "val": 1, "test": 1})
+    for path in local.rglob("*.*"):
+        Place(f"s3://data/epochs/{path.relative_to(local)}", options).write_bytes(path.read_bytes())
+    found = read_dataset(DataSection(root="s3://data/epochs"), "s3://data/epochs", options)
+    dataset = take_snapshot(found, tmp_path / "there.parquet", options)[0].split("train")
+    here = read_dataset(DataSection(root=str(local)), local).split("train")
+    expected = Images(here, None, ImageTransform(16), 10**6, 1).load(np.arange(6))
+
+    reads: list[str] = []
+    original = Place.read_bytes
+    monkeypatch.setattr(Place, "read_bytes", lambda self: (reads.append(self.name), original(self))[1])
+    for limit, left in ((2**30, 6), (0, 0)):
+        cache = ImageCache(tmp_path / str(limit), limit)
+        images = Images(dataset, None, ImageTransform(16), 10**6, 1, options, cache)
+        for _ in range(2):
+            assert torch.equal(images.load(np.arange(6)), expected)
+        assert sum(path.suffix != ".lock" for path in (tmp_path / str(limit)).glob("*/*")) == left
+    assert len(reads) == 6 + 12, "kept, and not kept"
+    Place("s3://data/epochs/images/1.png", options).write_bytes((local / "images" / "0.png").read_bytes())
+    with pytest.raises(StorageError, match="1.png: its content does not have the digest"):
+        images.load(np.arange(6))
 
 
 def test_a_snapshot_of_s3_reads_only_new_objects(

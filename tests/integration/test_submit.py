@@ -6,6 +6,7 @@ import asyncio
 import importlib.metadata
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -355,3 +356,8 @@ def test_following_is_left_and_taken_up_and_a_job_is_stopped(tmp_path: Path) -> 
         stopped = raycap(cluster, "stop", job_id)
         assert stopped.returncode == 0 and "STOPPED" in stopped.stdout, stopped.stdout + stopped.stderr
         assert raycap(cluster, "status", job_id).returncode == 1
+        assert not list(storage.glob("runs/*/COMPLETE.json"))
+        again = raycap(cluster, "run", str(config))
+        assert again.returncode == 0, again.stdout + again.stderr
+        assert re.search(r"xe_frozen  continues from step \d+ of 3000", again.stdout) and "succeeded" in again.stdout
+        assert len(list(storage.glob("runs/*/COMPLETE.json"))) == 1
