@@ -24,9 +24,9 @@ import pyarrow.compute as pc
 
 from models.config import BackboneConfig
 from models.transform import ImageTransform
-from pipeline.config import FeatureSection
 from pipeline.dataset import Dataset
 from pipeline.images import UNREADABLE, decode_batch
+from pipeline.sections import FeatureSection
 from pipeline.storage import Place, StorageOptions, place
 from pipeline.store import (
     FeatureStore,

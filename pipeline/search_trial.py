@@ -23,7 +23,7 @@ import torch
 from models.decoding import beam_search
 from models.flops import TABLE_6_CAPTION_TOKENS, cost
 from models.registry import build_model
-from pipeline.config import RunConfig, StageSection, needs_boxes, total_steps
+from pipeline.config import RunConfig, needs_boxes, total_steps
 from pipeline.context import Context, LocalContext, device_for
 from pipeline.dataset import Dataset
 from pipeline.evaluate import read_predictions
@@ -35,6 +35,7 @@ from pipeline.prepare import prepare
 from pipeline.run_folder import RunFolder, read_json, write_json
 from pipeline.search import SCORE, Search
 from pipeline.search_book import SearchFolder
+from pipeline.sections import StageSection
 from pipeline.storage import place
 from pipeline.weights import load_weights, weights_file_digest
 
