@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -42,9 +42,8 @@ def bench_extract(images: Path | None, count: int, image_size: int, batch_size: 
 
     from jobs.cluster import start_ray
     from pipeline.config import load_config
-    from pipeline.features import Extractor, ShardWriter, resolve_dtype
+    from pipeline.features import Extractor, resolve_dtype
     from pipeline.prepare import initial_backbone
-    from pipeline.storage import place
     from pipeline.weights import save_weights
 
     with _scratch(None) as scratch:
@@ -63,12 +62,11 @@ def bench_extract(images: Path | None, count: int, image_size: int, batch_size: 
         extractor = Extractor(backbone, weights, settings, config.data.max_pixels)
         dtype = resolve_dtype("auto")
         print(f"{len(table)} images, swin_tiny at {image_size} px, batches of {batch_size}, {dtype}, {threads} threads")
-        writer = ShardWriter(place(scratch / "plain"), extractor, dtype)
-        rates = [_plain_loop(writer, table, config.data.max_pixels)]
+        rates = [_alone(_plain_loop, extractor, dtype, table)]
         start_ray(config, None)
-        rates.insert(1, _ray_data(table, scratch / "ray", extractor))
+        rates.append(_ray_data(table, scratch / "ray", extractor))
         ray.shutdown()
-        rates.append(_plain_loop(writer, table, config.data.max_pixels))
+        rates.append(_alone(_plain_loop, extractor, dtype, table))
     plain = (rates[0] + rates[2]) / 2
     print(f"plain loop   {rates[0]:.1f} and {rates[2]:.1f} images/s, before and after")
     print(f"Ray Data     {rates[1]:.1f} images/s")
@@ -92,15 +90,29 @@ def _images(folder: Path | None, count: int, scratch: Path) -> pa.Table:
     return pa.table({"key": keys, "uri": [str(path) for path in paths]})
 
 
-def _plain_loop(writer: Any, table: pa.Table, max_pixels: int) -> float:
+def _alone(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function in a new process, whose memory and threads are then its own alone."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def _plain_loop(extractor: Any, dtype: str, table: pa.Table) -> float:
+    """Images/s of a loop that decodes, resizes and computes one batch after the other in its one thread."""
+    from pipeline.features import ShardWriter
     from pipeline.images import decode_image
+    from pipeline.storage import place
+
+    writer = ShardWriter(place(extractor.weights.parent / "plain"), extractor, dtype)
+
+    def one(part: list[str]) -> None:
+        decoded = [writer.transform.resize(decode_image(Path(u).read_bytes(), extractor.max_pixels)) for u in part]
+        writer.features(np.stack(decoded))
 
     size, uris = writer.settings.batch_size, table["uri"].to_pylist()
     begin, done = 0.0, 0
     for start in range(0, len(uris), size):
         part = uris[start : start + size]
-        decoded = [writer.transform.resize(decode_image(Path(uri).read_bytes(), max_pixels)) for uri in part]
-        writer.features(np.stack(decoded))
+        writer.thread.submit(one, part).result()
         if start:
             done += len(part)
         else:
@@ -161,9 +173,7 @@ def bench_plan(folder: Path | None, known: int = KNOWN, new: int = NEW) -> dict[
     """What is left to do of a million images of which a thousand are new: seconds and peak memory of the plan."""
     with _scratch(folder) as scratch:
         _make_plan_inputs(scratch, known, new)
-        context = multiprocessing.get_context("spawn")  # a process of its own: its peak memory is the plan's
-        with context.Pool(1) as pool:
-            result: dict[str, float] = pool.apply(_plan, (scratch,))
+        result: dict[str, float] = _alone(_plan, scratch)  # its peak memory is the plan's
     assert result["missing"] == new, result
     print(f"{known + new} rows, {new} new")
     print(f"annotations  {result['annotations']:.1f} s")
