@@ -4,8 +4,9 @@ C is soft; its paper's Figure 5 draws hard groups and does not say how. Here, in
 
 - words stand together in runs from left to right: a run that starts at word s goes on while C[s, k] >= 0.5. C does not
   grow with k for one s, so the run is all that its first word is held together with;
-- cells of a grid (patches, or regions as they are arranged) stand together where a path of neighbors, up, down, left or
-  right, leads from one to the other with C >= 0.5 at each step: connected components.
+- cells of a grid (patches, or regions as they are arranged) stand together with the first of them, row by row, in the
+  same way: those with C[first, k] >= 0.5 that a path of such neighbors, up, down, left or right, leads to. Neighbors
+  alone would not do: C is near 1 between most of them, so that a chain of them joins what C holds apart.
 
 With down-up sampling cells of one group have C = 1, so that a cluster is made of whole groups.
 """
@@ -53,9 +54,9 @@ def sequence_groups(matrix: Tensor, threshold: float = THRESHOLD) -> Tensor:
 def grid_groups(
     matrix: Tensor, rows: int, columns: int, real: Tensor | None = None, threshold: float = THRESHOLD
 ) -> Tensor:
-    """(N,) the connected component of each cell, from C (N, N), in the order of their first cells.
+    """(N,) the group of each cell, from C (N, N), in the order of their first cells.
 
-    real (N,) False at dummies, which are in no component: -1.
+    real (N,) False at dummies, which are in no group: -1.
     """
     joined = matrix.tolist()
     there = [True] * (rows * columns) if real is None else real.tolist()
@@ -71,7 +72,7 @@ def grid_groups(
             for r, c in beside:
                 other = r * columns + c
                 inside = 0 <= r < rows and 0 <= c < columns
-                if inside and there[other] and labels[other] < 0 and joined[cell][other] >= threshold:
+                if inside and there[other] and labels[other] < 0 and joined[first][other] >= threshold:
                     labels[other] = count
                     pending.append(other)
         count += 1

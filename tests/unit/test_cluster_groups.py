@@ -1,4 +1,4 @@
-"""Clusters that can be shown: runs of words, components of cells, their colors, and the pictures."""
+"""Clusters that can be shown: runs of words, groups of cells, their colors, and the pictures."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ def test_words_run_on_while_their_first_word_holds_them() -> None:
     assert sequence_groups(torch.zeros(0, 0)).tolist() == []
 
 
-def test_cells_are_joined_by_paths_of_neighbors_only() -> None:
-    """A 2 x 3 grid: 0-1 and 1-4 hold, so 0, 1, 4 are one; 2 and 3 are held by cells that are not their neighbors."""
-    joined = matrix(6, (0, 1, 0.6), (1, 4, 0.5), (2, 3, 1.0), (0, 5, 1.0), (1, 2, 0.49))
-    assert grid_groups(joined, 2, 3).tolist() == [0, 0, 1, 2, 0, 3]
+def test_cells_stand_with_the_first_that_holds_them_on_a_path_of_neighbors() -> None:
+    """A 2 x 3 grid. 0 holds 1 and, by way of it, 4; 5 without a path; that 1 holds 2 is not asked."""
+    joined = matrix(6, (0, 1, 0.6), (0, 4, 0.5), (0, 5, 1.0), (0, 2, 0.49), (1, 2, 1.0), (2, 3, 1.0))
+    assert grid_groups(joined, 2, 3).tolist() == [0, 0, 1, 2, 0, 0]
+    assert grid_groups(matrix(6, (0, 5, 1.0), (0, 1, 0.6)), 2, 3).tolist() == [0, 0, 1, 2, 3, 4]
     real = torch.tensor([True, True, True, True, False, True])
     assert grid_groups(joined, 2, 3, real).tolist() == [0, 0, 1, 2, -1, 3]
     assert grid_groups(torch.ones(6, 6), 2, 3).tolist() == [0] * 6
@@ -54,7 +55,7 @@ def model(**changes: object) -> ClustFormer:
     return built
 
 
-def test_clusters_of_a_model_grow_with_depth_and_keep_the_order_of_the_features() -> None:
+def test_clusters_of_a_model_keep_the_order_of_the_features() -> None:
     built, features, tokens = model(sampling=2), torch.randn(16, 6), torch.tensor([0, 4, 5, 6, 7])
     found = find_clusters(built, features, tokens)
     assert found is not None and found.grid == (4, 4)
@@ -62,9 +63,6 @@ def test_clusters_of_a_model_grow_with_depth_and_keep_the_order_of_the_features(
     assert found.encoder_layers == (1, 2, 3) and found.decoder_layers == (1, 2)
     grids = found.image.view(3, 4, 4)
     assert bool((grids[:, ::2] == grids[:, 1::2]).all() and (grids[:, :, ::2] == grids[:, :, 1::2]).all()), "sampling 2"
-    for below, above in zip(found.image, found.image[1:], strict=False):
-        for label in below.unique():
-            assert len(above[below == label].unique()) == 1, "a cluster came apart in a higher layer"
     # equal to the groups of the matrix that the model shows
     matrices, _ = built.encoder_clusters(features[None])
     assert grid_groups(matrices[1, 0], 4, 4).tolist() == found.image[1].tolist()
