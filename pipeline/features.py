@@ -40,6 +40,7 @@ from pipeline.store import (
     write_table,
 )
 
+ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}  # from an actor's start: Ray's own threads make others before ours is there
 QUARANTINE = pa.schema([("uri", pa.string()), ("key", pa.string()), ("reason", pa.string())])
 
 
@@ -198,6 +199,7 @@ def compute(missing: pa.Table, folder: Place, extractor: Extractor) -> Iterator[
             compute=ActorPoolStrategy(size=settings.num_actors),
             num_cpus=0.5,
             num_gpus=settings.gpus_per_actor,
+            runtime_env={"env_vars": ONE_ARENA},
         )
     for batch in computed.iter_batches(batch_size=None):
         yield batch["key"], batch["reason"]
