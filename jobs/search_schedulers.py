@@ -50,14 +50,14 @@ def drop_checkpoints(scheduler: Any, trials: Sequence[Any]) -> None:
     A number to keep, as Ray has it, does not do: while one member waits for its turn, the one whose weights it takes
     may report any number of times. A member's newest two stay, of which Ray may not know yet. O(members) a report.
     """
-    states = getattr(scheduler, "_trial_state", {})
-    wanted = {str(c.path) for trial in trials for c in (trial.checkpoint,) if c is not None}
-    for state in states.values():
-        if state.last_checkpoint is not None:
-            if not hasattr(state.last_checkpoint, "path"):
-                return  # Ray is still saving it
-            wanted.add(str(state.last_checkpoint.path))
-    for trial in trials if states else ():
+    states = getattr(scheduler, "_trial_state", None)
+    if states is None:
+        return  # no population
+    taken = [trial.checkpoint for trial in trials] + [state.last_checkpoint for state in states.values()]
+    if any(checkpoint is not None and not hasattr(checkpoint, "path") for checkpoint in taken):
+        return  # Ray is still saving one
+    wanted = {str(checkpoint.path) for checkpoint in taken if checkpoint is not None}
+    for trial in trials:
         for path in sorted(Path(trial.path).glob("checkpoint_*"), key=_age)[:-2]:
             if str(path) not in wanted:
                 shutil.rmtree(path, ignore_errors=True)
