@@ -111,6 +111,11 @@ class PrefixCache(Cache):
     tokens: Tensor
     length: int = 0
 
+    def widen(self, beams: int) -> PrefixCache:
+        rows = torch.arange(self.images, device=self.tokens.device).repeat_interleave(beams)
+        self.beams, self.memory = beams, self.memory.select(rows)
+        return self.select(rows)
+
     def select(self, index: Tensor) -> PrefixCache:
         self.tokens = self.tokens.index_select(0, index)
         return self

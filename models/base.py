@@ -51,6 +51,10 @@ class Cache(ABC):
     beams: int
 
     @abstractmethod
+    def widen(self, beams: int) -> Cache:
+        """`beams` of them continue from the one beam that each image had so far: what all share is computed once."""
+
+    @abstractmethod
     def select(self, index: Tensor) -> Cache:
         """Row r continues what row index[r] (int64, (B*K,), of the same image) has seen so far.
 

@@ -4,12 +4,12 @@ Each step adds one slot a beam. A beam is the path of slots it came through (`an
 reorders a small table of integers and copies nothing of what a slot holds. Products run over all slots of an image,
 which its beams share anyway, and each beam then picks the results of its own path.
 
-Shapes: B images, K beams, t steps so far; slot s*K+k was made by beam k in step s.
+Shapes: B images, K beams, t steps so far. Slots are numbered as they were made, those of one step beam by beam.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,50 +20,66 @@ from models.base import Cache
 FIRST_CAPACITY = 20  # steps, enough for most captions; doubled when it is not
 
 
+def rows_and_slots(beams: int, steps: int) -> Iterator[tuple[int, int]]:
+    """Rows that each of `steps` computes for an image, and the slots that it has then; all beams begin as one."""
+    slots = 0
+    for rows in (1, *[beams] * (steps - 1)):
+        slots += rows
+        yield rows, slots
+
+
 class TreeSlots:
     """What one layer keeps of each token: tensors (G, B, slots, ...) with any leading G."""
 
-    def __init__(self, images: int, beams: int) -> None:
-        self.images = images
+    def __init__(self, beams: int) -> None:
         self.beams = beams
+        self.count = 0  # slots so far, those of the step in progress included
         self.kept: dict[str, Tensor] = {}
-        self.weights: dict[str, tuple[Tensor, ...]] = {}
+        self.maps: dict[str, Callable[[Tensor], Tensor]] = {}
 
-    def put(self, name: str, new: Tensor, step: int, squared: bool = False) -> Tensor:
-        """Writes new (G, B, K, ...) into the slots of `step` (from 0); returns the slots so far (G, B, slots, ...).
+    def room(self, name: str, shape: tuple[int, ...], like: Tensor, length: int | None = None) -> tuple[Tensor, Tensor]:
+        """Where the step in progress writes, and all slots with it: (G, B, K, ...) and (G, B, slots, ...).
 
-        squared: the last dimension counts the positions of a slot's own past, step + 1 of them; beyond it holds 0.
+        shape (G, B, K, ...). length: a last dimension more, of the positions in a slot's own past, this many so far;
+        beyond a slot's own it holds 0.
         """
         kept = self.kept.get(name)
-        if kept is None or kept.shape[2] <= step * self.beams:
-            kept = self.kept[name] = self._grown(kept, new, squared)
-        used = (step + 1) * self.beams
-        place = kept[:, :, used - self.beams : used]
-        if not squared:
-            place.copy_(new)
-            return kept[:, :, :used]
-        place[..., : step + 1].copy_(new)
-        return kept[:, :, :used, ..., : step + 1]
+        if kept is None or kept.shape[2] < self.count or (length is not None and kept.shape[-1] < length):
+            kept = self.kept[name] = self._grown(kept, shape, like, length)
+        used = kept[:, :, : self.count]
+        if length is not None:
+            used = used[..., :length]
+        return used[:, :, -self.beams :], used
 
-    def once(self, name: str, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """What depends on the layer alone, made at the first step."""
-        if name not in self.weights:
-            self.weights[name] = make()
-        return self.weights[name]
+    def put(self, name: str, new: Tensor) -> Tensor:
+        """Writes new (G, B, K, ...) as the slots of the step in progress; returns all, (G, B, slots, ...)."""
+        place, used = self.room(name, tuple(new.shape), new)
+        place.copy_(new)
+        return used
 
-    def _grown(self, old: Tensor | None, new: Tensor, squared: bool) -> Tensor:
-        capacity = FIRST_CAPACITY if old is None else 2 * old.shape[2] // self.beams
-        shape = [*new.shape[:2], capacity * self.beams, *new.shape[3:]]
-        if squared:
-            shape[-1] = capacity
-        grown = new.new_zeros(shape) if squared else new.new_empty(shape)
+    def once(self, name: str, make: Callable[[], Callable[[Tensor], Tensor]]) -> Callable[[Tensor], Tensor]:
+        """A map that depends on the layer alone, made at the first step."""
+        if name not in self.maps:
+            self.maps[name] = make()
+        return self.maps[name]
+
+    def _grown(self, old: Tensor | None, shape: tuple[int, ...], like: Tensor, length: int | None) -> Tensor:
+        whole = [*shape[:2], _capacity(self.count, self.beams), *shape[3:]]
+        grown = like.new_empty(whole) if length is None else like.new_zeros([*whole, _capacity(length, 1)])
         if old is not None:
             grown[tuple(slice(0, size) for size in old.shape)] = old
         return grown
 
     def keep_images(self, index: Tensor) -> None:
-        self.images = len(index)
         self.kept = {name: kept.index_select(1, index) for name, kept in self.kept.items()}
+
+
+def _capacity(needed: int, a_step: int) -> int:
+    """Room for at least `needed` entries that come `a_step` at a time; doubled rather than grown each time."""
+    steps = FIRST_CAPACITY
+    while steps * a_step < needed:
+        steps *= 2
+    return steps * a_step
 
 
 @dataclass
@@ -77,16 +93,27 @@ class TreeCache(Cache):
     layers: list[TreeSlots]
     ancestors: Tensor  # (B, K, t)
     length: int = 0
+    count: int = 0  # slots so far
 
     def advance(self) -> Tensor:
         """Adds this step's slot to each path; the paths (B, K, t)."""
-        own = torch.arange(self.length * self.beams, (self.length + 1) * self.beams, device=self.ancestors.device)
+        own = torch.arange(self.count, self.count + self.beams, device=self.ancestors.device)
         self.ancestors = torch.cat((self.ancestors, own.view(1, -1, 1).expand(self.images, -1, -1)), 2)
         self.length += 1
+        self.count += self.beams
+        for layer in self.layers:
+            layer.count = self.count
         return self.ancestors
 
+    def widen(self, beams: int) -> TreeCache:
+        self.ancestors = self.ancestors.expand(-1, beams, -1)
+        self.beams = beams
+        for layer in self.layers:
+            layer.beams = beams
+        return self
+
     def select(self, index: Tensor) -> TreeCache:
-        self.ancestors = self.ancestors.flatten(0, 1).index_select(0, index).view_as(self.ancestors)
+        self.ancestors = self.ancestors.flatten(0, 1).index_select(0, index).view(self.images, self.beams, -1)
         return self
 
     def keep_images(self, index: Tensor) -> TreeCache:

@@ -81,10 +81,10 @@ class ClusteredAttention(nn.Module):
 
     def step(self, x: Tensor, row: Tensor | None, slots: TreeSlots, ancestors: Tensor) -> Tensor:
         """The next token of each beam: x (B*K, D), its row of C (B*K, t), ancestors (B, K, t)."""
-        images, beams, length = ancestors.shape
+        images, beams, _ = ancestors.shape
         maps = self.maps(x).view(images, beams, 3, -1)
         query = split_heads(maps[:, :, 0], self.heads)
-        kept = slots.put("maps", maps[:, :, 1:].permute(2, 0, 1, 3), length - 1)  # (2, B, slots, D)
+        kept = slots.put("maps", maps[:, :, 1:].permute(2, 0, 1, 3))  # (2, B, slots, D)
         key, value = (split_heads(part, self.heads) for part in kept.unbind())
         path = torch.zeros(images, beams, kept.shape[2], dtype=torch.bool, device=x.device)
         path.scatter_(2, ancestors, True)
@@ -198,6 +198,11 @@ class ClusterCache(TreeCache):
 
     sums: list[Tensor] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
+
+    def widen(self, beams: int) -> ClusterCache:
+        super().widen(beams)
+        self._reorder(torch.arange(self.images, device=self.ancestors.device).repeat_interleave(beams))
+        return self
 
     def select(self, index: Tensor) -> ClusterCache:
         super().select(index)
@@ -374,12 +379,12 @@ class ClustFormer(CaptionModel):
         states, images = memory.states, memory.batch_size
         bias = padding_bias(real_tokens(memory.lengths, states.shape[1]), states.dtype)
         cross = [kept_for_steps(*layer.cross.project(states)) for layer in self.decoder]
-        slots = [TreeSlots(images, beams) for _ in self.decoder]
+        slots = [TreeSlots(beams) for _ in self.decoder]
         paths = torch.empty(images, beams, 0, dtype=torch.int64, device=states.device)
         dtype = torch.promote_types(states.dtype, torch.float32)
         sums = [states.new_zeros(images * beams, 1, dtype=dtype) for _ in self.decoder]
         rows = [states.new_zeros(images * beams, 0, dtype=dtype) for _ in self.decoder]
-        return ClusterCache(images, beams, cross, bias, slots, paths, 0, sums, rows)
+        return ClusterCache(images, beams, cross, bias, slots, paths, sums=sums, rows=rows)
 
     @torch.no_grad()
     def step(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, ClusterCache]:

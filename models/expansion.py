@@ -24,8 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.cache import TreeSlots
-from models.expansion_weights import dynamic_weights, normalized, signed_parts, static_weights
+from models.expansion_weights import dynamic_weights, inverse, signed_parts, static_weights, total
 from models.layers import Dropout, xavier_blocks_
+from models.packed import packed_map
 
 EPSILON = 1e-9  # equation 4's in the reference; it vanishes in float16, hence the float32 sums
 
@@ -145,22 +146,6 @@ class DynamicExpansion(Expansion):
         """C, K, V1, V2 and the gate, side by side: (..., 5 D)."""
         return self.maps(x.to(self.maps.weight.dtype))
 
-    def _step_maps(self, x: Tensor, slots: TreeSlots) -> Tensor:
-        """`_maps` of one token. Under autocast only C and K, whose products have a sign to keep, are exact.
-
-        Most of a step's time for the maps goes into reading their weights.
-        """
-        device, sign = x.device.type, 2 * self.maps.in_features
-        if not torch.is_autocast_enabled(device):
-            return self._maps(x)
-        rough = torch.get_autocast_dtype(device)
-        weight, bias = self.maps.weight, self.maps.bias
-        converted = slots.once("values and gate", lambda: (weight[sign:].to(rough), bias[sign:].to(rough)))
-        with full_precision(x):
-            exact = x.to(weight.dtype)
-            signed = F.linear(exact, weight[:sign], bias[:sign])
-            return torch.cat((signed, F.linear(exact.to(rough), *converted).to(signed.dtype)), -1)
-
     def _masks(self, m: Tensor, real: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Which t each (s, n) sees and which (s, n) reach each t, as 0 and 1."""
         if self.causal:
@@ -176,45 +161,84 @@ class DynamicExpansion(Expansion):
 
         ancestors (B, K, t): the slots that each beam has come through, its new one last. All beams of an image share
         its slots: products run over all slots of the image, then each beam picks (or sets) those of its ancestors.
+
+        A step is many small operations: the streams share them, and so do both directions, what the new vectors take
+        from the past tokens and what the new token takes from the past vectors.
         """
-        maps = self._step_maps(x, slots).view(*ancestors.shape[:2], 5, -1)
+        rough = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
         with full_precision(x):
-            by_vector = torch.matmul(maps[:, :, 1], self.queries.t())  # (B, K, N_E): e_n k
-            step = ancestors.shape[-1] - 1
-            kept = slots.put("maps", maps[:, :, :4].permute(2, 0, 1, 3), step)  # (4, B, slots, D)
-            all_by_vector = slots.put("by_vector", by_vector[None], step)[0]  # (B, slots, N_E)
-            forward, backward = self._step_weights(maps, by_vector, kept, all_by_vector, ancestors)
+            images, beams, length = ancestors.shape
+            where = ancestors.expand(2, -1, -1, -1)  # (2, B, K, t)
+            place, kept = slots.room("maps", (4, images, beams, x.shape[-1]), self.maps.weight)
+            gate = self._step_maps(x, slots, place, rough)  # fills C, K, V1, V2
+            m = self._step_products(place, kept, slots, where)
+            parts = signed_parts(m)  # (2, 2, B, K, N_E, t): streams, directions
+            sums = total(parts, -1)
+
             # a slot's forward weights are over the positions u of its own past, so they need no path
-            columns = slots.put("forward", forward, step, squared=True)  # (2, B, slots, N_E, u)
-            return self._step_streams(maps, kept, columns, backward, ancestors)
+            place, columns = slots.room("forward", (2, images, beams, self.vectors), m, length)
+            torch.mul(parts[:, 0], inverse(sums[:, 0], m.dtype, self.epsilon), out=place)
+            scale = inverse(total(sums[:, 1], -2), m.dtype, self.epsilon)  # (2, B, K, 1, 1)
+            by_vector = (sums[:, 1] * scale).flatten(0, 2)[..., 0].to(m.dtype)  # (2 B K, N_E): R, summed over s
+            backward = parts[:, 1] * scale  # (2, B, K, N_E, s)
+            return self._step_streams(by_vector, backward, columns, kept, gate, where)
 
-    def _step_weights(
-        self, maps: Tensor, by_vector: Tensor, kept: Tensor, all_by_vector: Tensor, ancestors: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Forward weights (2, B, K, N_E, u) of the new vectors, backward ones (2, B, K, s, N_E) of the new token."""
-        condition, key = maps[:, :, 0], maps[:, :, 1]  # (B, K, D)
-        by_condition = torch.stack((torch.bmm(condition, kept[1].mT), torch.bmm(key, kept[0].mT)))
-        new_over_past, past_over_new = by_condition.gather(3, ancestors.expand(2, -1, -1, -1))  # (B, K, t) each
-        path = ancestors.flatten(1)[..., None].expand(-1, -1, self.vectors)
-        past_by_vector = all_by_vector.gather(1, path).view(*ancestors.shape, -1)  # (B, K, t, N_E)
-        forward = signed_parts(new_over_past[:, :, None] + past_by_vector.mT)
-        backward = signed_parts(past_over_new[..., None] + by_vector[:, :, None])
-        return normalized(forward, 4, self.epsilon), normalized(backward, (3, 4), self.epsilon)
+    def _step_maps(self, x: Tensor, slots: TreeSlots, place: Tensor, rough: torch.dtype | None) -> Tensor:
+        """C, K, V1 and V2 of the new tokens into their place (4, B, K, D); returns the gate (B*K, D).
 
-    def _step_streams(self, maps: Tensor, kept: Tensor, columns: Tensor, backward: Tensor, ancestors: Tensor) -> Tensor:
-        """Equations 7 and 8 of the new token, (B*K, D)."""
-        images, beams = ancestors.shape[:2]
+        With a `rough` type, autocast's, only C and K, whose products have a sign to keep, are exact. Most of a step's
+        time for the maps goes into reading their weights.
+        """
+        width, rows = place.shape[-1], place.shape[1:3]
+        weight, bias = self.maps.weight, self.maps.bias
+        x = x.to(weight.dtype)
+        if rough is None:
+            maps = self.maps(x).view(*rows, 5, width)
+            place.copy_(maps[:, :, :4].permute(2, 0, 1, 3))
+            return maps[:, :, 4].flatten(0, 1)
+        sign = 2 * width
+        values_and_gate = slots.once("values and gate", lambda: packed_map(weight[sign:], bias[sign:], rough))
+        place[:2].copy_(F.linear(x, weight[:sign], bias[:sign]).view(*rows, 2, width).permute(2, 0, 1, 3))
+        rest = values_and_gate(x).view(*rows, 3, width)
+        place[2:].copy_(rest[:, :, :2].permute(2, 0, 1, 3))
+        return rest[:, :, 2].flatten(0, 1)
+
+    def _step_products(self, new: Tensor, kept: Tensor, slots: TreeSlots, where: Tensor) -> Tensor:
+        """M of the new vectors over their path's tokens, and of the path's vectors over the new token.
+
+        (2, B, K, N_E, t), from C and K of the new tokens, new (4, B, K, D), and of all slots, kept (4, B, slots, D).
+        """
+        _, images, beams, length = where.shape
+        condition, key = new[0], new[1]  # (B, K, D)
+        place, by_vector = slots.room("by_vector", (1, images, beams, self.vectors), new)
+        place.copy_(torch.matmul(key, self.queries.t()))  # e_n k
+        products = new.new_empty(2, images, beams, kept.shape[2])
+        torch.bmm(condition, kept[1].mT, out=products[0])
+        torch.bmm(key, kept[0].mT, out=products[1])
+        over_tokens, over_vectors = products.gather(3, where)[:, :, :, None]  # (B, K, 1, t) each: c k'
+        path = where[0].flatten(1)[..., None].expand(-1, -1, self.vectors)
+        m = new.new_empty(2, images, beams, self.vectors, length)
+        torch.add(over_tokens, by_vector[0].gather(1, path).view(images, beams, length, -1).mT, out=m[0])
+        torch.add(over_vectors, place[0][..., None], out=m[1])
+        return m
+
+    def _step_streams(
+        self, by_vector: Tensor, backward: Tensor, columns: Tensor, kept: Tensor, gate: Tensor, where: Tensor
+    ) -> Tensor:
+        """Equations 7 and 8 of the new tokens, (B*K, D).
+
+        by_vector (2 B K, N_E) and backward (2, B, K, N_E, s): R of their tokens; columns (2, B, slots, N_E, u): F.
+        """
+        _, images, beams, length = where.shape
         count, width = kept.shape[2:]
-        where = ancestors.expand(2, -1, -1, -1)  # (2, B, K, t)
         rows = backward.new_zeros(2, images, beams, count, self.vectors)
-        rows.scatter_(3, where[..., None].expand(-1, -1, -1, -1, self.vectors), backward)
-        across = torch.bmm(rows.flatten(3).flatten(0, 1), columns.flatten(2, 3).flatten(0, 1)).view_as(where)
-        weights = backward.new_zeros(2, images, 2, beams, count)  # over V, over C
-        both = torch.stack((across, backward.sum(4))).transpose(1, 2)  # (2, B, 2, K, t)
-        weights.scatter_(4, where.transpose(0, 1).expand(2, -1, -1, -1, -1), both)
-        by_bias = backward.sum(3).transpose(0, 1).reshape(images, -1, self.vectors)  # (B, 2 K, N_E)
-        out = torch.matmul(by_bias, self.biases)
-        out = torch.baddbmm(out, weights[1].view(images, -1, count), kept[0]).view(images, 2, beams, width)
-        positive = torch.baddbmm(out[:, 0], weights[0, :, 0], kept[2])
-        negative = torch.baddbmm(out[:, 1], weights[0, :, 1], kept[3])
-        return gated(maps[:, :, 4], positive, negative).view(-1, width)
+        rows.scatter_(3, where[..., None].expand(-1, -1, -1, -1, self.vectors), backward.mT)
+        over = backward.new_empty(2, 2, images, beams, length)  # over V and over C, of each stream
+        torch.bmm(rows.flatten(3).flatten(0, 1), columns.flatten(2, 3).flatten(0, 1), out=over[0].flatten(0, 1))
+        torch.sum(backward, 3, out=over[1])
+        weights = backward.new_zeros(2, 2, images, beams, count).scatter_(4, where.expand(2, -1, -1, -1, -1), over)
+        streams = torch.mm(by_vector, self.biases).view(2, images, beams, width)
+        for stream, value, over_values, over_conditions in zip(streams, kept[2:], *weights, strict=True):
+            stream.baddbmm_(over_values, value).baddbmm_(over_conditions, kept[0])
+        positive, negative = streams.flatten(1, 2)
+        return gated(gate, positive, negative)

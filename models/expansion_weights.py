@@ -28,7 +28,7 @@ def signed_parts(m: Tensor) -> Tensor:
     return parts
 
 
-def _total(a: Tensor, dims: Dims) -> Tensor:
+def total(a: Tensor, dims: Dims) -> Tensor:
     """The sum over `dims`, kept, in float32 at least."""
     if a.dtype == torch.bfloat16 and a.device.type == "cpu":
         # accumulates in float32 too; asking for a float32 result would first copy all of `a` to float32 there
@@ -36,22 +36,22 @@ def _total(a: Tensor, dims: Dims) -> Tensor:
     return a.sum(dims, keepdim=True, dtype=torch.promote_types(a.dtype, torch.float32))
 
 
-def _inverse(total: Tensor, dtype: torch.dtype, epsilon: float) -> Tensor:
-    """1 / (total + epsilon) in `dtype`; total is float32 at least, where epsilon does not vanish."""
-    inverse = total.add_(epsilon).reciprocal_()
+def inverse(sums: Tensor, dtype: torch.dtype, epsilon: float) -> Tensor:
+    """1 / (sums + epsilon) in `dtype`, in place of them; they are float32 at least, where epsilon does not vanish."""
+    result = sums.add_(epsilon).reciprocal_()
     if dtype == torch.float16:  # an all-zero row would give inf, and inf * 0 = nan
-        inverse = inverse.clamp_(max=6e4)
-    return inverse.to(dtype)
+        result = result.clamp_(max=6e4)
+    return result.to(dtype)
 
 
 def normalized(a: Tensor, dims: Dims, epsilon: float) -> Tensor:
     """Equation 4 over `dims`, for non-negative a; without gradient."""
-    return a * _inverse(_total(a, dims), a.dtype, epsilon)
+    return a * inverse(total(a, dims), a.dtype, epsilon)
 
 
 def _normalized_gradient(gradient: Tensor, y: Tensor, inverse: Tensor, dims: Dims) -> Tensor:
     product = gradient * y
-    return torch.sub(gradient, _total(product, dims).to(y.dtype), out=product).mul_(inverse)
+    return torch.sub(gradient, total(product, dims).to(y.dtype), out=product).mul_(inverse)
 
 
 def _signed_gradient(positive: Tensor, above: Tensor, negative: Tensor, below: Tensor) -> Tensor:
@@ -67,13 +67,12 @@ class _StaticWeights(torch.autograd.Function):
     def forward(ctx: Any, m: Tensor, real: Tensor | None, groups: tuple[int, ...], epsilon: float) -> Any:
         results, inverses = [], []
         for part in (m.clamp_min(0.0), m.clamp_max(0.0).neg_()):  # (B, L, E)
-            total = _total(part if real is None else part * real, 1)
-            inverses.append(_inverse(total, m.dtype, epsilon))
+            inverses.append(inverse(total(part if real is None else part * real, 1), m.dtype, epsilon))
             results.append(part * inverses[-1])
             if real is not None:
                 results[-1] *= real
             for group in part.split(groups, -1):  # in place: `part` becomes the backward weights
-                inverses.append(_inverse(_total(group, -1), m.dtype, epsilon).div_(len(groups)))
+                inverses.append(inverse(total(group, -1), m.dtype, epsilon).div_(len(groups)))
                 group *= inverses[-1]
             results.append(part)
         ctx.save_for_backward(real, *results, *inverses)
@@ -96,7 +95,7 @@ class _StaticWeights(torch.autograd.Function):
             for part, gradient, y, group_inverse in zip(*split, group_inverses, strict=True):
                 # y = a r / |G|, so the sum runs over a r = |G| y
                 product = gradient * y
-                shift = _total(product, -1).to(y.dtype)
+                shift = total(product, -1).to(y.dtype)
                 part += torch.sub(gradient, shift, alpha=count, out=product).mul_(group_inverse)
             parts += [da, backward]
         return _signed_gradient(*parts), None, None, None
@@ -111,7 +110,7 @@ class _DynamicWeights(torch.autograd.Function):
         results, inverses = [], []
         for mask, dims in ((seen, (4,)), (reached, (2, 3))):
             masked = a if mask is None else a * mask
-            inverses.append(_inverse(_total(masked, dims), m.dtype, epsilon))
+            inverses.append(inverse(total(masked, dims), m.dtype, epsilon))
             results.append(masked * inverses[-1])
         ctx.save_for_backward(m, seen, reached, *results, *inverses)
         return tuple(results)

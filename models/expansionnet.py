@@ -171,7 +171,7 @@ class ExpansionNet(CaptionModel):
         images = memory.batch_size
         bias = padding_bias(real_tokens(memory.lengths, memory.states.shape[1]), memory.states.dtype)
         cross = [kept_for_steps(*layer.cross.project(memory.states)) for layer in self.decoder]
-        slots = [TreeSlots(images, beams) for _ in self.decoder]
+        slots = [TreeSlots(beams) for _ in self.decoder]
         paths = torch.empty(images, beams, 0, dtype=torch.int64, device=memory.states.device)
         return TreeCache(images, beams, cross, bias, slots, paths)
 

@@ -17,6 +17,7 @@ import torch
 
 from models import flops_attention
 from models.base import ModelConfig, ModelSizes
+from models.cache import rows_and_slots
 from models.config import ExpansionNetConfig
 from models.registry import build_model
 from models.words import word_macs
@@ -121,20 +122,17 @@ def decoder_macs(config: ExpansionNetConfig, sizes: ModelSizes, image_tokens: in
 def search_macs(config: ExpansionNetConfig, sizes: ModelSizes, image_tokens: int, beams: int, steps: int) -> float:
     """Multiply-accumulates of `steps` cached steps with `beams` beams of an image, cross-attention keys included.
 
-    Products run over all slots of the image (`models/cache.py`), beams times steps so far.
+    Products run over all slots of the image (`models/cache.py`).
     """
     d, n = config.d_model, image_tokens
-    own = 0.0
-    for step in range(1, steps + 1):
-        slots = beams * step
+    each = config.decoder_layers * (3 * d * d + 2 * n * d + 2 * d * config.d_ff) + word_macs(config, sizes)
+    macs = config.decoder_layers * 2.0 * n * d * d
+    for step, (rows, slots) in enumerate(rows_and_slots(beams, steps), 1):
         if config.dynamic_expansion is not None:
             # maps; e k; c k and k c; R F^T of both streams; R bias; a C and across V of both
             vectors = config.dynamic_expansion
-            own += (
-                5 * d * d + vectors * d + 2 * slots * d + 2 * slots * vectors * step + 2 * vectors * d + 4 * slots * d
-            )
+            own = 5 * d * d + vectors * d + 2 * slots * d + 2 * slots * vectors * step + 2 * vectors * d + 4 * slots * d
         else:
-            own += 4 * d * d + 2 * slots * d
-    each = 2 * d * d + 2 * n * d + 2 * d * config.d_ff
-    layers = config.decoder_layers * (beams * (own + steps * each) + 2 * n * d * d)
-    return layers + beams * steps * (config.decoder_layers * d * d + word_macs(config, sizes))
+            own = 4 * d * d + 2 * slots * d
+        macs += rows * (each + config.decoder_layers * own)
+    return macs

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+from models.cache import rows_and_slots
 from models.config import ClustFormerConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
 from models.words import word_macs
 
@@ -39,13 +40,15 @@ def decoder_macs(config: ModelConfig, sizes: ModelSizes, image_tokens: int, capt
 def search_macs(config: ModelConfig, sizes: ModelSizes, image_tokens: int, beams: int, steps: int) -> float:
     """Of `steps` cached steps with `beams` beams of an image, cross-attention keys included.
 
-    Products run over all slots of the image (`models/cache.py`), beams times steps so far.
+    Products run over all slots of the image (`models/cache.py`).
     """
     d = config.d_model
-    own = sum((3 + _output(config)) * d * d + 2 * beams * step * d for step in range(1, steps + 1))
-    layers = config.decoder_layers * beams * (own + steps * _after_self_attention(config, image_tokens))
-    clusters = _clustered(config, "decoder") * 2 * beams * steps * d
-    return layers + clusters + _keys(config, image_tokens) + beams * steps * word_macs(config, sizes)
+    each = config.decoder_layers * ((3 + _output(config)) * d * d + _after_self_attention(config, image_tokens))
+    each += _clustered(config, "decoder") * 2 * d + word_macs(config, sizes)
+    macs = _keys(config, image_tokens)
+    for rows, slots in rows_and_slots(beams, steps):
+        macs += rows * (each + config.decoder_layers * 2 * slots * d)
+    return macs
 
 
 def _clustered(config: ModelConfig, side: str) -> int:

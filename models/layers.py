@@ -231,10 +231,10 @@ class SelfAttention(AttentionOutput):
 
     def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
         """The next token of each beam: x (B*K, D) -> (B*K, D); ancestors (B, K, t), the slots of each beam's path."""
-        images, beams, length = ancestors.shape
+        images, beams, _ = ancestors.shape
         maps = self.maps(x).view(images, beams, 3, -1)
         query = split_heads(maps[:, :, 0], self.heads)
-        kept = slots.put("maps", maps[:, :, 1:].permute(2, 0, 1, 3), length - 1)  # (2, B, slots, D)
+        kept = slots.put("maps", maps[:, :, 1:].permute(2, 0, 1, 3))  # (2, B, slots, D)
         key, value = (split_heads(part, self.heads) for part in kept.unbind())
         path = torch.zeros(images, beams, kept.shape[2], dtype=torch.bool, device=x.device)
         path.scatter_(2, ancestors, True)

@@ -265,7 +265,7 @@ class MeshedMemoryTransformer(CaptionModel):
     def init_cache(self, memory: Memory, beams: int) -> TreeCache:
         images = memory.batch_size
         cross = [kept_for_steps(*layer.project(memory.states)) for layer in self.decoder]
-        slots = [TreeSlots(images, beams) for _ in self.decoder]
+        slots = [TreeSlots(beams) for _ in self.decoder]
         paths = torch.empty(images, beams, 0, dtype=torch.int64, device=memory.states.device)
         return TreeCache(images, beams, cross, _bias(memory), slots, paths)
 

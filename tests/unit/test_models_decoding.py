@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from torch import Tensor
 from jobs.materialized import MaterializedModel
 from models.base import CaptionModel, Memory, ModelSizes
 from models.config import ExpansionNetConfig
-from models.decoding import Captions, beam_search, caption_lengths, greedy, invert, sample
+from models.decoding import Captions, beam_search, best_words, caption_lengths, greedy, invert, sample
+from models.packed import PackedMaps, packed_map
 from models.registry import build_model
 from tests.unit.test_models_expansion import MIXERS, SIZES, exact, small_model
 
@@ -66,11 +69,17 @@ def test_cached_steps_are_the_teacher_forced_logits(
 
 
 def follow_steps(model: CaptionModel, memory: Memory, beams: int, steps: int, generator: torch.Generator) -> None:
-    """Random words (of 11), parents and images: every step's logits are those of the whole prefix, teacher-forced."""
-    images = memory.batch_size
+    """Random words (of 11), parents and images: every step's logits are those of the whole prefix, teacher-forced.
+
+    For the first steps, up to two, an image has one beam.
+    """
+    images, wide = memory.batch_size, beams
+    alone, beams = int(torch.randint(0, 3, (1,), generator=generator)), 1
     cache = model.init_cache(memory, beams)
     history = torch.empty(images * beams, 0, dtype=torch.int64)
     for step in range(steps):
+        if step == alone:
+            beams, cache, history = wide, cache.widen(wide), history.repeat_interleave(wide, 0)
         if step == steps // 2 and images > 1:
             kept = torch.randperm(images, generator=generator)[: images - 1]
             memory, cache = memory.select(kept), cache.keep_images(kept)
@@ -327,3 +336,88 @@ def test_what_cannot_be_decoded_is_refused() -> None:
         greedy([model, model], [memory], max_length=5)
     with pytest.raises(ValueError, match="must share one vocabulary"):
         greedy([model, tiny(1, vocabulary=5)], [memory, memory], max_length=5)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_best_words_are_topks(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows, count = (int(torch.randint(1, 8, (1,), generator=generator)) for _ in range(2))
+    words = int(torch.randint(count, 500, (1,), generator=generator))
+    log_probs = torch.randn(rows, words, generator=generator).log_softmax(-1)
+    log_probs[:, : words // 4] = -torch.inf
+    best, where = best_words(log_probs, count)
+    expected, places = log_probs.topk(count, -1)
+    assert torch.equal(best, expected) and torch.equal(log_probs.gather(1, where), best)
+    finite = best > -torch.inf
+    assert torch.equal(where[finite], places[finite])
+    assert all(len(set(row)) == count for row in where.tolist())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("available", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_packed_maps_are_the_maps_in_bfloat16(seed: int, available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not available:
+        monkeypatch.setattr("models.packed._available", lambda weight: False)
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, 70, (4,), generator=generator).tolist()
+    outer, rows, inner, out = sizes
+    layer = torch.nn.Linear(inner, out, bias=seed % 2 == 0)
+    x = torch.randn(outer, rows, inner, generator=generator)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = layer(x)
+        packed = packed_map(layer.weight, layer.bias, torch.bfloat16)
+        for values, products in ((x, expected), (x.mT.contiguous().mT, expected), (x[0], expected[0])):
+            assert packed(values).dtype == torch.bfloat16
+            torch.testing.assert_close(packed(values), products, rtol=2**-7, atol=1e-2)
+
+
+@torch.no_grad()
+def test_maps_are_packed_within_bfloat16_steps_alone() -> None:
+    model = small_model(0).float()
+    layers = [module for module in model.modules() if type(module) is torch.nn.Linear]
+    maps = PackedMaps([model])
+
+    def changed() -> int:
+        return sum("forward" in vars(layer) for layer in layers)
+
+    with maps:
+        assert changed() == 0  # no autocast
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(RuntimeError), maps:
+            assert changed() == len(layers) > 20
+            layers[0](torch.zeros(1, 1000))
+        assert changed() == 0
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        memory = model.encode(torch.randn(3, 5, 7))
+        for decode in (partial(beam_search, beam_size=3), partial(sample, num_samples=3), greedy):
+            captions = decode(model, memory, max_length=8)
+            assert captions.log_probs.dtype == torch.float32 and bool(captions.scores.isfinite().all())
+    assert changed() == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@torch.no_grad()
+def test_weights_may_change_between_captions() -> None:
+    """What was laid out belongs to one batch: training goes on in between."""
+    model = small_model(1).float()
+    memory = model.encode(torch.randn(2, 5, 7))
+    with torch.autocast("cpu", torch.bfloat16):
+        first = greedy(model, memory, max_length=8)
+        model.output.bias[model.sizes.eos] += 100.0  # type: ignore[operator, union-attr, index]
+        assert greedy(model, memory, max_length=8).lengths.tolist() == [[2], [2]] != first.lengths.tolist()
+
+
+@torch.no_grad()
+def test_all_beams_begin_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows = small_model(2), list[int]()
+    step = model.step
+
+    def counted(tokens: torch.Tensor, cache: Any) -> Any:
+        rows.append(len(tokens))
+        return step(tokens, cache)
+
+    monkeypatch.setattr(model, "step", counted)
+    model.output.bias[model.sizes.eos] = -1e4  # type: ignore[operator, union-attr, index]
+    beam_search(model, model.encode(torch.randn(2, 5, 7, dtype=torch.float64)), beam_size=4, max_length=5)
+    assert rows == [2, 8, 8, 8]

@@ -409,8 +409,11 @@ def same_products(config: ModelConfig) -> None:
 
 
 def eight_steps(model: CaptionModel, memory: Memory, beams: int) -> None:
-    cache = model.init_cache(memory, beams)
-    for _ in range(8):
+    """As captions are decoded: all beams of an image begin as one."""
+    cache = model.init_cache(memory, 1)
+    _, cache = model.step(torch.zeros(2, dtype=torch.int64), cache)
+    cache = cache.widen(beams)
+    for _ in range(7):
         _, cache = model.step(torch.zeros(2 * beams, dtype=torch.int64), cache)
 
 
