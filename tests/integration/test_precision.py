@@ -1,0 +1,66 @@
+"""bfloat16 on a trained model: the demo, trained in float32, says the same under autocast."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+from torch import Tensor
+
+from models.captioner import Captioner
+from models.decoding import beam_search
+from pipeline.bundle import load_bundle
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.proof
+@pytest.mark.ray
+@torch.no_grad()
+def test_the_demos_captions_in_bfloat16(tmp_path: Path) -> None:
+    """The test split: captions equal in 95 % of the images, every logit within 3e-2 of its row's largest."""
+    config = tmp_path / "demo.yaml"
+    values = yaml.safe_load((ROOT / "configs" / "demo.yaml").read_text()) | {"storage": str(tmp_path / "results")}
+    config.write_text(yaml.safe_dump(values))
+    subprocess.run([sys.executable, "-m", "jobs", "run", str(config)], cwd=ROOT, check=True)
+    (folder,) = (tmp_path / "results" / "models" / "demo").iterdir()
+    bundle = load_bundle(folder)
+    (dataset,) = (tmp_path / "results" / "data").glob("*/dataset.json")
+    names = [row["filename"] for row in json.loads(dataset.read_text())["images"] if row["split"] == "test"]
+    assert len(names) == 150 and bundle.transform is not None
+    images = [Image.open(dataset.parent / "images" / name).convert("RGB") for name in names]
+    inputs = torch.stack([bundle.transform(image) for image in images])
+    captioner = bundle.captioner.eval()
+
+    tokens = captions(captioner, inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = captions(captioner, inputs)
+    equal = sum(a == b for a, b in zip(tokens, rounded, strict=True))
+    print(f"{equal} of {len(names)} captions are equal")
+    assert equal >= 0.95 * len(names)
+
+    sizes = captioner.model.sizes
+    longest = max(map(len, tokens))
+    padded = torch.tensor([row + [sizes.pad] * (longest - len(row)) for row in tokens])
+    features = captioner.features(inputs)  # in float32: the Swin's own rounding is not the captioner's
+    exact = captioner.model(features, None, padded[:, :-1])
+    with torch.autocast("cpu", torch.bfloat16):
+        close = captioner.model(features, None, padded[:, :-1]).float()
+    errors = ((close - exact).abs().amax(-1) / exact.abs().amax(-1))[padded[:, 1:] != sizes.pad]
+    print(f"{len(errors)} rows of logits: off by {errors.median():.1e} (median), {errors.max():.1e} (greatest)")
+    assert errors.max() < 3e-2
+
+
+def captions(captioner: Captioner, inputs: Tensor) -> list[list[int]]:
+    """Tokens of the best of 5 beams, without padding."""
+    found = []
+    for part in inputs.split(16):
+        tokens = beam_search(captioner.model, captioner.encode(part), beam_size=5, max_length=20).tokens[:, 0]
+        found += [[token for token in row if token != captioner.model.sizes.pad] for row in tokens.tolist()]
+    return found
