@@ -16,6 +16,7 @@ from pipeline.storage import place
 
 MANY = 2_000  # images from which a local Ray is worth its start
 BATCH = 16
+PRECISIONS = ("float32", "bfloat16")
 
 
 def caption(
@@ -27,6 +28,7 @@ def caption(
     beam_size: int = 5,
     num_results: int = 1,
     max_length: int = 20,
+    precision: str = "float32",
     explain: Path | None = None,
     address: str | None = None,
     say: Callable[[str], None] = print,
@@ -38,17 +40,20 @@ def caption(
     """
     if not 1 <= num_results <= beam_size:
         raise UserError(f"--n-best {num_results}: expected 1 to the beam's size, {beam_size}")
+    if precision not in PRECISIONS:
+        raise UserError(f"--precision {precision!r}: expected {' or '.join(PRECISIONS)}")
     names = find_images(images)
-    folder, signature = Path(model), {"beam_size": beam_size, "max_length": max_length}
+    folder = Path(model)
     bundle = _bundle(folder)
-    signature["model"] = bundle.config["name"]
+    search = {"beam_size": beam_size, "max_length": max_length, "precision": precision}
+    signature = search | {"model": bundle.config["name"]}
     if explain is not None:
         _check_explain(explain, names, bundle)
     done = _already(out, signature) if out is not None else {}
     pending = [name for name in names if name not in done]
     if out is not None and done:
         _note(f"{len(names) - len(pending)} of {len(names)} images are in {out} already")
-    settings = {"beam_size": beam_size, "max_length": max_length, "num_results": num_results}
+    settings = search | {"num_results": num_results}
     if address is not None or len(pending) >= MANY:
         if explain is not None:
             raise UserError(f"--explain draws pictures for fewer than {MANY} images and without --address")
@@ -104,7 +109,7 @@ def _bundle(folder: Path) -> Bundle:
 
 
 def _here(
-    names: Sequence[str], bundle: Bundle, settings: dict[str, int], explain: Path | None
+    names: Sequence[str], bundle: Bundle, settings: dict[str, Any], explain: Path | None
 ) -> Iterator[dict[str, Any]]:
     """Captions in this process, a batch at a time, in order; files are read and decoded by threads."""
     from concurrent.futures import ThreadPoolExecutor
@@ -116,7 +121,9 @@ def _here(
     from pipeline.serving import CaptionService
 
     prepare_processor()
-    service = CaptionService(bundle, beam_size=settings["beam_size"], max_length=settings["max_length"])
+    settings = dict(settings)
+    num_results = settings.pop("num_results")
+    service = CaptionService(bundle, **settings)
 
     def load(name: str) -> Any:
         try:
@@ -131,7 +138,7 @@ def _here(
             part = names[start : start + BATCH]
             loaded = list(pool.map(load, part))
             good = [pixels for pixels in loaded if not isinstance(pixels, str)]
-            found = iter(service.caption(torch.stack(good), settings["num_results"]) if good else [])
+            found = iter(service.caption(torch.stack(good), num_results) if good else [])
             for number, (name, pixels) in enumerate(zip(part, loaded, strict=True), start):
                 if isinstance(pixels, str):
                     yield {"image": name, "error": pixels}
@@ -144,7 +151,7 @@ def _here(
 
 
 def _through_ray(
-    names: Sequence[str], folder: Path, settings: dict[str, int], address: str | None
+    names: Sequence[str], folder: Path, settings: dict[str, Any], address: str | None
 ) -> Iterator[dict[str, Any]]:
     """Captions through Ray Data: `folder` must be readable from every node."""
     from jobs.cluster import connect

@@ -202,6 +202,9 @@ def caption(
     beam: Annotated[int, typer.Option(min=1, help="Beams an image.")] = 5,
     n_best: Annotated[int, typer.Option(min=1, help="Captions an image, best first.")] = 1,
     max_length: Annotated[int, typer.Option(min=3, help="Tokens a caption, its begin and end with them.")] = 20,
+    precision: Annotated[
+        str, typer.Option(help="float32, or bfloat16: faster on a processor that has it, a few captions differ.")
+    ] = "float32",
     explain: Annotated[
         Path | None, typer.Option(help="Write pictures: where each word looked, what spoke for it.")
     ] = None,
@@ -221,6 +224,7 @@ def caption(
         beam_size=beam,
         num_results=n_best,
         max_length=max_length,
+        precision=precision,
         explain=explain,
         address=address,
     )

@@ -46,8 +46,9 @@ def import_checkpoint(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out} exists and is not empty; choose another folder or remove it")
     given = read_settings(config, overrides, FORMATS[source].config)
+    for_backbone = [override for override in overrides if override.startswith("backbone.")]
     try:
-        FORMATS[source].importer(checkpoint, tokens, out, given, backbone)
+        FORMATS[source].importer(checkpoint, tokens, out, given, backbone, for_backbone)
     except UserError:
         raise
     except ValueError as error:
@@ -103,7 +104,12 @@ def _checked(section: str, kind: type, values: dict[str, Any]) -> dict[str, Any]
 
 
 def _import_expansionnet(
-    checkpoint: Path, tokens: Path, out: Path, given: dict[str, dict[str, Any]], backbone_file: Path | None
+    checkpoint: Path,
+    tokens: Path,
+    out: Path,
+    given: dict[str, dict[str, Any]],
+    backbone_file: Path | None,
+    for_backbone: Sequence[str],
 ) -> None:
     from models import convert
     from models.backbone import Backbone, load_swin, read_tensors
@@ -140,6 +146,8 @@ def _import_expansionnet(
                 f"they do not belong together"
             )
         load_swin(backbone, swin)
+    elif for_backbone:
+        raise UserError(f"--set {for_backbone[0]}: {checkpoint} holds no Swin; add --backbone FILE or leave it out")
     info = {"imported_from": checkpoint.name, "format": "expansionnet_v2"}
     save_bundle(out, Captioner(model, backbone), vocabulary, name=out.name, info=info)
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -158,7 +166,12 @@ def _import_expansionnet(
 
 
 def _import_meshed_memory(
-    checkpoint: Path, tokens: Path, out: Path, given: dict[str, dict[str, Any]], backbone_file: Path | None
+    checkpoint: Path,
+    tokens: Path,
+    out: Path,
+    given: dict[str, dict[str, Any]],
+    backbone_file: Path | None,
+    for_backbone: Sequence[str],
 ) -> None:
     from models import convert_meshed as convert
     from models.backbone import read_tensors
@@ -169,8 +182,10 @@ def _import_meshed_memory(
     from pipeline.bundle import save_bundle
     from pipeline.upstream import read_meshed_vocabulary
 
-    if backbone_file is not None:
-        raise UserError("the Meshed-Memory Transformer works on a detector's region features; leave --backbone out")
+    if backbone_file is not None or for_backbone:
+        raise UserError(
+            "the Meshed-Memory Transformer works on region features; leave --backbone out, and what is set for it"
+        )
     print(f"Importing {checkpoint} (Meshed-Memory Transformer) with the vocabulary {tokens} into {out}", flush=True)
     vocabulary = read_meshed_vocabulary(tokens)
     tensors = read_tensors(checkpoint)
@@ -193,7 +208,7 @@ def _import_meshed_memory(
 class Format(NamedTuple):
     """How an upstream project's files are read, and what its model's settings are."""
 
-    importer: Callable[[Path, Path, Path, dict[str, dict[str, Any]], Path | None], None]
+    importer: Callable[[Path, Path, Path, dict[str, dict[str, Any]], Path | None, Sequence[str]], None]
     config: type
 
 

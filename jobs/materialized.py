@@ -113,6 +113,8 @@ class PrefixCache(Cache):
 
     def widen(self, beams: int) -> PrefixCache:
         rows = torch.arange(self.images, device=self.tokens.device).repeat_interleave(beams)
+        if self.beams != 1:
+            raise ValueError(f"each image has {self.beams} beams already; only one can become {beams}")
         self.beams, self.memory = beams, self.memory.select(rows)
         return self.select(rows)
 

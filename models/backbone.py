@@ -119,7 +119,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """
     try:
         if path.suffix == ".safetensors":
-            return load_file(path)
+            return _checked(path, load_file(path))
         with torch.serialization.safe_globals([(_Ignored, name) for name in _NUMPY]):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -140,7 +140,26 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(
             f"{path} is not a checkpoint: expected a dictionary of tensors, also under 'model' or 'state_dict'"
         )
-    return content
+    return _checked(path, content)
+
+
+def _checked(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that are what they seem: a few bytes can claim any shape. Raises ValueError naming one that is not."""
+    for name, tensor in tensors.items():
+        wrong = None
+        if not isinstance(name, str):
+            wrong = "its name is no string"
+        elif tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+            wrong = f"it is no plain tensor ({tensor.layout}, {tensor.device})"
+        elif tensor.is_complex():
+            wrong = "its numbers are complex"
+        elif tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            wrong = f"its shape {tuple(tensor.shape)} claims more than the file holds"
+        elif tensor.is_floating_point() and not name.endswith("attn_mask") and not bool(tensor.isfinite().all()):
+            wrong = "it holds numbers that are not finite"
+        if wrong is not None:
+            raise ValueError(f"{path}: the tensor {name!r} is refused: {wrong}")
+    return tensors
 
 
 def load_swin(backbone: Backbone, tensors: dict[str, Tensor]) -> None:

@@ -37,11 +37,6 @@ class Memory:
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{k: v.index_select(0, index) for k, v in tensors.items() if v is not None})
 
-    def narrow(self, start: int, length: int) -> Memory:
-        """The memory of `length` images from `start`, as views."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{k: v.narrow(0, start, length) for k, v in tensors.items() if v is not None})
-
 
 class Cache(ABC):
     """What a decoder keeps between steps for B images with K beams each. Row b*K+k is beam k of image b."""
@@ -52,13 +47,16 @@ class Cache(ABC):
 
     @abstractmethod
     def widen(self, beams: int) -> Cache:
-        """`beams` of them continue from the one beam that each image had so far: what all share is computed once."""
+        """`beams` of them continue from the one beam that each image had so far: what all share is computed once.
+
+        Raises ValueError when there are more. The old cache must not be used afterwards, here and below.
+        """
 
     @abstractmethod
     def select(self, index: Tensor) -> Cache:
         """Row r continues what row index[r] (int64, (B*K,), of the same image) has seen so far.
 
-        Nothing that the beams of an image share is copied. The old cache must not be used afterwards.
+        Nothing that the beams of an image share is copied.
         """
 
     @abstractmethod
@@ -80,7 +78,7 @@ class CaptionModel(nn.Module, ABC):
 
     @abstractmethod
     def encode(self, features: Tensor, lengths: Tensor | None = None, boxes: Tensor | None = None) -> Memory:
-        """Features (B, N, C), with (B,) numbers of real tokens where they differ.
+        """Features (B, N, C), with (B,) numbers of real tokens, at most N, where they differ.
 
         boxes (B, N, 4), corners x0 y0 x1 y1 of regions, are for the models that arrange regions by their place; the
         others leave them alone. Raises ValueError on other widths, and where a model lacks the boxes that it needs.
@@ -122,7 +120,7 @@ def check_features(features: Tensor, lengths: Tensor | None, width: int) -> None
 
 def captions_per_image(memory: Memory, rows: int) -> int:
     """K for `rows` = B*K caption rows. Raises ValueError when they do not divide."""
-    captions, rest = divmod(rows, memory.batch_size)
+    captions, rest = divmod(rows, memory.batch_size) if memory.batch_size else (0, rows)
     if rest or not captions:
         raise ValueError(
             f"{rows} captions do not divide by {memory.batch_size} images (remainder {rest}); "
@@ -161,6 +159,8 @@ def load_strictly(module: nn.Module, state: dict[str, Tensor], what: str) -> Non
                 f"{what} holds {name} with shape {tuple(state[name].shape)}; "
                 f"this configuration needs {tuple(tensor.shape)}"
             )
+        if tensor.is_floating_point() != state[name].is_floating_point():
+            raise ValueError(f"{what} holds {name} as {state[name].dtype}; expected {tensor.dtype}")
     module.load_state_dict(state)
 
 

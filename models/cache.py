@@ -9,7 +9,7 @@ Shapes: B images, K beams, t steps so far. Slots are numbered as they were made,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,15 +17,7 @@ from torch import Tensor
 
 from models.base import Cache
 
-FIRST_CAPACITY = 20  # steps, enough for most captions; doubled when it is not
-
-
-def rows_and_slots(beams: int, steps: int) -> Iterator[tuple[int, int]]:
-    """Rows that each of `steps` computes for an image, and the slots that it has then; all beams begin as one."""
-    slots = 0
-    for rows in (1, *[beams] * (steps - 1)):
-        slots += rows
-        yield rows, slots
+FIRST_CAPACITY = 20  # steps, enough for most captions; doubled when they are not
 
 
 class TreeSlots:
@@ -82,6 +74,11 @@ def _capacity(needed: int, a_step: int) -> int:
     return steps * a_step
 
 
+def _chosen(x: Tensor, index: Tensor) -> Tensor:
+    """x (B, ...) of the images in `index`, laid out as it was: a transposed one as a transposed one."""
+    return x.index_select(0, index) if x.is_contiguous() else x.mT.index_select(0, index).mT
+
+
 @dataclass
 class TreeCache(Cache):
     """Slots of every layer, the cross-attention keys and values of every layer, and the beams' paths."""
@@ -95,17 +92,18 @@ class TreeCache(Cache):
     length: int = 0
     count: int = 0  # slots so far
 
-    def advance(self) -> Tensor:
-        """Adds this step's slot to each path; the paths (B, K, t)."""
+    def advance(self) -> None:
+        """Adds this step's slot to each path."""
         own = torch.arange(self.count, self.count + self.beams, device=self.ancestors.device)
         self.ancestors = torch.cat((self.ancestors, own.view(1, -1, 1).expand(self.images, -1, -1)), 2)
         self.length += 1
         self.count += self.beams
         for layer in self.layers:
             layer.count = self.count
-        return self.ancestors
 
     def widen(self, beams: int) -> TreeCache:
+        if self.beams != 1:
+            raise ValueError(f"each image has {self.beams} beams already; only one can become {beams}")
         self.ancestors = self.ancestors.expand(-1, beams, -1)
         self.beams = beams
         for layer in self.layers:
@@ -119,7 +117,7 @@ class TreeCache(Cache):
     def keep_images(self, index: Tensor) -> TreeCache:
         self.images = len(index)
         self.ancestors = self.ancestors.index_select(0, index)
-        self.cross = [(key.index_select(0, index), value.index_select(0, index)) for key, value in self.cross]
+        self.cross = [(_chosen(key, index), _chosen(value, index)) for key, value in self.cross]
         self.bias = None if self.bias is None else self.bias.index_select(0, index)
         for layer in self.layers:
             layer.keep_images(index)

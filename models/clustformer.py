@@ -56,6 +56,7 @@ from models.layers import (
     split_heads,
     xavier_blocks_,
 )
+from models.packed import Linear
 from models.words import word_embedding, word_output
 
 
@@ -66,8 +67,8 @@ class ClusteredAttention(nn.Module):
         super().__init__()
         self.heads = config.heads
         self.reading = config.attention
-        self.maps = nn.Linear(config.d_model, 3 * config.d_model)
-        self.output = nn.Linear(config.d_model, config.d_model)
+        self.maps = Linear(config.d_model, 3 * config.d_model)
+        self.output = Linear(config.d_model, config.d_model)
         self.dropout = Dropout(config.dropout)
 
     def init_weights(self) -> None:

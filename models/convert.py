@@ -7,6 +7,7 @@ whose row blocks stand in the order of the map below.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ PUBLISHED_HEADS = 8
 PUBLISHED_WIDTH = 512
 SWIN_PREFIX = "swin_transf."
 
+_SWIN_TABLE = re.compile(r"layers\.(\d{1,3})\.blocks\.(\d{1,3})\.attn\.relative_position_bias_table")
 _STATIC_MAPS = ("key_embed", "class_a_embed", "class_b_embed", "selector_embed")
 _DYNAMIC_MAPS = ("cond_embed", "key_linear", "class_a_embed", "class_b_embed", "selector_embed")
 
@@ -110,7 +112,10 @@ def infer_expansionnet(tensors: Mapping[str, Tensor]) -> Inferred:
     def rows(name: str) -> tuple[int, ...]:
         if name not in tensors:
             raise ValueError(f"the checkpoint is no ExpansionNet v2: it has no {name!r} among {len(tensors)} tensors")
-        return tuple(tensors[name].shape)
+        shape = tuple(tensors[name].shape)
+        if len(shape) != 2 or not all(shape):
+            raise ValueError(f"the checkpoint's {name!r} has shape {shape}; expected 2 axes, none of them empty")
+        return shape
 
     def layers(prefix: str) -> int:
         numbers = {name.split(".")[1] for name in tensors if name.startswith(prefix)}
@@ -189,21 +194,27 @@ def infer_swin(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """
     stages: dict[int, dict[int, tuple[int, int]]] = {}
     for name, tensor in tensors.items():
-        if name.endswith("attn.relative_position_bias_table"):
-            parts = name.split(".")
-            stages.setdefault(int(parts[1]), {})[int(parts[3])] = (tensor.shape[0], tensor.shape[1])
-    if not stages or "patch_embed.proj.weight" not in tensors:
-        raise ValueError(f"the backbone file is no Swin: no attention bias tables among its {len(tensors)} tensors")
+        table = _SWIN_TABLE.fullmatch(name)
+        if table is not None and tensor.ndim == 2:
+            stages.setdefault(int(table[1]), {})[int(table[2])] = (tensor.shape[0], tensor.shape[1])
+    patches = tensors.get("patch_embed.proj.weight")
+    numbered = [sorted(stages), *(sorted(blocks) for blocks in stages.values())]
+    whole = all(numbers == list(range(len(numbers))) for numbers in numbered)
+    if not stages or not whole or patches is None or patches.ndim != 4:
+        raise ValueError(
+            f"the backbone file is no Swin: among its {len(tensors)} tensors are no patch embedding with 4 axes and "
+            "attention bias tables with 2 for all blocks of all stages"
+        )
     window = (math.isqrt(stages[0][0][0]) + 1) // 2
     values: dict[str, Any] = {
-        "embed_dim": tensors["patch_embed.proj.weight"].shape[0],
+        "embed_dim": patches.shape[0],
         "depths": tuple(len(stages[stage]) for stage in sorted(stages)),
         "num_heads": tuple(stages[stage][0][1] for stage in sorted(stages)),
         "window_size": window,
     }
     mask = tensors.get("layers.0.blocks.1.attn_mask")
-    if mask is not None:
-        values["image_size"] = math.isqrt(mask.shape[0]) * window * tensors["patch_embed.proj.weight"].shape[-1]
+    if mask is not None and mask.ndim == 3:
+        values["image_size"] = math.isqrt(mask.shape[0]) * window * patches.shape[-1]
     return values
 
 

@@ -65,19 +65,21 @@ class _Decoder:
         self.beams = beams
         self.device = memories[0].states.device
         self.images = torch.arange(memories[0].batch_size, device=self.device)
-        self.caches: list[Cache] = [m.init_cache(memory, 1) for m, memory in zip(self.models, memories, strict=True)]
-        self.packed = PackedMaps(self.models)
+        # all beams of an image begin alike, so that the first step is made once an image; dropout makes them differ
+        self.together = not any(model.training for model in self.models)
+        if not len(self.images):
+            raise ValueError("a memory of no images; nothing can be decoded")
+        own = 1 if self.together else beams
+        self.caches: list[Cache] = [m.init_cache(memory, own) for m, memory in zip(self.models, memories, strict=True)]
+        self.maps = PackedMaps()
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Log-probabilities (R, V) of the next token; of an ensemble, of the models' mean probability.
-
-        All beams of an image begin alike: the first step is made once an image.
-        """
-        first = self.caches[0].length == 0
+        """Log-probabilities (R, V) of the next token; of an ensemble, of the models' mean probability."""
+        first = self.together and self.caches[0].length == 0
         tokens = tokens[:: self.beams] if first else tokens
         outputs = []
         for index, model in enumerate(self.models):
-            with self.packed:
+            with self.maps.used():
                 logits, self.caches[index] = model.step(tokens, self.caches[index])
             outputs.append(logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)))
         log_probs = outputs[0]
@@ -150,8 +152,8 @@ def sample(
         if temperature != 1.0 or top_k is not None:
             log_probs = log_probs / temperature
             if top_k is not None and top_k < log_probs.shape[-1]:
-                least = log_probs.topk(top_k, -1).values[:, -1:]
-                log_probs = log_probs.masked_fill(log_probs < least, -torch.inf)
+                best, words = log_probs.topk(top_k, -1)
+                log_probs = torch.full_like(log_probs, -torch.inf).scatter_(1, words, best)
             log_probs = log_probs.log_softmax(-1)
         # a number for every row, finished or not: what a row draws does not depend on when others end
         device = log_probs.device if generator is None else generator.device
@@ -185,6 +187,7 @@ def _locate(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     target = uniform * upper[:, -1:]
     # right=True: the first whose cumulated weight is above the target, so never one of weight 0
     place = torch.searchsorted(upper, target, right=True)
+    place.clamp_(max=weights.shape[-1] - 1)  # not numbers, from a model that has diverged, are for its losses to tell
     weight = weights.gather(1, place).double()
     within = (target - (upper.gather(1, place) - weight)) / weight
     return place, within.clamp_(0.0, 1.0 - 2.0**-52)
@@ -224,7 +227,7 @@ def best_words(log_probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` greatest of (R, V), greatest first, and their words: (R, count) each.
 
     In two levels, as `invert`: every word stands in a column of `COLUMN_WORDS`, and the best words are in the columns
-    with the greatest maxima. torch.topk over all words takes twice as long on a CPU.
+    with the greatest maxima. torch.topk over all words takes twice as long on a CPU; among equals it may pick others.
     """
     words = log_probs.shape[-1]
     columns = words // COLUMN_WORDS

@@ -157,7 +157,7 @@ class DynamicExpansion(Expansion):
         return real[:, None, None].to(m.dtype), real[:, :, None, None].to(m.dtype)  # over t, over s
 
     def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
-        """The next token of each beam: x (B*K, D) -> (B*K, D). Causal only; without dropout.
+        """The next token of each beam: x (B*K, D) -> (B*K, D). Causal only; without this layer's own dropouts.
 
         ancestors (B, K, t): the slots that each beam has come through, its new one last. All beams of an image share
         its slots: products run over all slots of the image, then each beam picks (or sets) those of its ancestors.
@@ -165,7 +165,9 @@ class DynamicExpansion(Expansion):
         A step is many small operations: the streams share them, and so do both directions, what the new vectors take
         from the past tokens and what the new token takes from the past vectors.
         """
-        rough = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+        device, rough = x.device.type, None
+        if torch.is_autocast_enabled(device) and self.maps.weight.dtype == torch.float32:
+            rough = torch.get_autocast_dtype(device)
         with full_precision(x):
             images, beams, length = ancestors.shape
             where = ancestors.expand(2, -1, -1, -1)  # (2, B, K, t)

@@ -44,11 +44,6 @@ def inverse(sums: Tensor, dtype: torch.dtype, epsilon: float) -> Tensor:
     return result.to(dtype)
 
 
-def normalized(a: Tensor, dims: Dims, epsilon: float) -> Tensor:
-    """Equation 4 over `dims`, for non-negative a; without gradient."""
-    return a * inverse(total(a, dims), a.dtype, epsilon)
-
-
 def _normalized_gradient(gradient: Tensor, y: Tensor, inverse: Tensor, dims: Dims) -> Tensor:
     product = gradient * y
     return torch.sub(gradient, total(product, dims).to(y.dtype), out=product).mul_(inverse)
@@ -67,10 +62,9 @@ class _StaticWeights(torch.autograd.Function):
     def forward(ctx: Any, m: Tensor, real: Tensor | None, groups: tuple[int, ...], epsilon: float) -> Any:
         results, inverses = [], []
         for part in (m.clamp_min(0.0), m.clamp_max(0.0).neg_()):  # (B, L, E)
-            inverses.append(inverse(total(part if real is None else part * real, 1), m.dtype, epsilon))
-            results.append(part * inverses[-1])
-            if real is not None:
-                results[-1] *= real
+            seen = part if real is None else part * real  # before the product, which overflows at padding in float16
+            inverses.append(inverse(total(seen, 1), m.dtype, epsilon))
+            results.append(seen * inverses[-1])
             for group in part.split(groups, -1):  # in place: `part` becomes the backward weights
                 inverses.append(inverse(total(group, -1), m.dtype, epsilon).div_(len(groups)))
                 group *= inverses[-1]

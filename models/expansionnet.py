@@ -38,6 +38,7 @@ from models.layers import (
     padding_bias,
     xavier_blocks_,
 )
+from models.packed import Linear
 from models.words import word_embedding, word_output
 
 
@@ -91,9 +92,9 @@ class DecoderLayer(nn.Module):
 
     def step(self, x: Tensor, cache: TreeCache, index: int) -> Tensor:
         """x (R, D): the next token of each row, through layer `index`."""
-        x = x + self.mixer.step(self.mixer_norm(x), cache.layers[index], cache.ancestors)
-        x = x + self.cross(self.cross_norm(x)[:, None], *cache.cross[index], cache.bias)[:, 0]
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        x = x + self.dropout(self.mixer.step(self.mixer_norm(x), cache.layers[index], cache.ancestors))
+        x = x + self.dropout(self.cross(self.cross_norm(x)[:, None], *cache.cross[index], cache.bias)[:, 0])
+        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
 
 
 class LayerSum(nn.Module):
@@ -101,7 +102,7 @@ class LayerSum(nn.Module):
 
     def __init__(self, d_model: int, layers: int, dropout: float) -> None:
         super().__init__()
-        self.map = nn.Linear(layers * d_model, d_model)
+        self.map = Linear(layers * d_model, d_model)
         self.norm = nn.LayerNorm(d_model)
         self.dropout = Dropout(dropout)
 

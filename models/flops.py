@@ -17,7 +17,6 @@ import torch
 
 from models import flops_attention
 from models.base import ModelConfig, ModelSizes
-from models.cache import rows_and_slots
 from models.config import ExpansionNetConfig
 from models.registry import build_model
 from models.words import word_macs
@@ -127,7 +126,7 @@ def search_macs(config: ExpansionNetConfig, sizes: ModelSizes, image_tokens: int
     d, n = config.d_model, image_tokens
     each = config.decoder_layers * (3 * d * d + 2 * n * d + 2 * d * config.d_ff) + word_macs(config, sizes)
     macs = config.decoder_layers * 2.0 * n * d * d
-    for step, (rows, slots) in enumerate(rows_and_slots(beams, steps), 1):
+    for step, (rows, slots) in enumerate(flops_attention.rows_and_slots(beams, steps), 1):
         if config.dynamic_expansion is not None:
             # maps; e k; c k and k c; R F^T of both streams; R bias; a C and across V of both
             vectors = config.dynamic_expansion

@@ -8,8 +8,8 @@ costs two vectors' products a token and axis. `models/flops.py` adds them up.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
-from models.cache import rows_and_slots
 from models.config import ClustFormerConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
 from models.words import word_macs
 
@@ -49,6 +49,14 @@ def search_macs(config: ModelConfig, sizes: ModelSizes, image_tokens: int, beams
     for rows, slots in rows_and_slots(beams, steps):
         macs += rows * (each + config.decoder_layers * 2 * slots * d)
     return macs
+
+
+def rows_and_slots(beams: int, steps: int) -> Iterator[tuple[int, int]]:
+    """Rows that each of `steps` computes for an image, and the slots that it has then; all beams begin as one."""
+    slots = 0
+    for rows in [1, *[beams] * (steps - 1)][:steps]:
+        slots += rows
+        yield rows, slots
 
 
 def _clustered(config: ModelConfig, side: str) -> int:

@@ -20,7 +20,7 @@ BLOCK = 64
 
 
 def caption_stream(
-    names: Sequence[str], bundle: Path, settings: dict[str, int]
+    names: Sequence[str], bundle: Path, settings: dict[str, Any]
 ) -> Iterator[tuple[str, list[tuple[str, float]], str]]:
     """(name, captions with their log-probabilities best first, reason why there are none), in order.
 
@@ -84,7 +84,7 @@ def _decode(batch: dict[str, np.ndarray], image_size: int) -> dict[str, Any]:
 class _Captions:
     """An actor with the bundle loaded."""
 
-    def __init__(self, bundle: Path, settings: dict[str, int], gpu: bool) -> None:
+    def __init__(self, bundle: Path, settings: dict[str, Any], gpu: bool) -> None:
         import torch
 
         from pipeline.bundle import load_bundle
@@ -94,8 +94,9 @@ class _Captions:
         loaded = load_bundle(bundle)
         self.device = torch.device("cuda" if gpu else "cpu")
         loaded.captioner.to(self.device)
-        self.num_results = settings["num_results"]
-        self.service = CaptionService(loaded, beam_size=settings["beam_size"], max_length=settings["max_length"])
+        settings = dict(settings)
+        self.num_results = settings.pop("num_results")
+        self.service = CaptionService(loaded, **settings)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
         import torch

@@ -107,9 +107,10 @@ def _caption(
     machines: Mapping[int, Machine],
     align: bool,
 ) -> dict[int, list[Hypothesis]]:
-    memories = [_encoded(captioner, own, rows, device) for captioner, own in zip(captioners, images, strict=True)]
     ids = [int(images[0].image_ids[row]) for row in rows]
-    found, held = _search(captioners, memories, [machines.get(image) for image in ids], vocabulary, settings)
+    with torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bfloat16"):
+        memories = [_encoded(captioner, own, rows, device) for captioner, own in zip(captioners, images, strict=True)]
+        found, held = _search(captioners, memories, [machines.get(image) for image in ids], vocabulary, settings)
     alignment: list[float | None] = [None] * len(ids)
     if align and len(captioners) == 1:
         values = alignment_scores(captioners[0].model, memories[0], found.tokens[:, 0]).tolist()

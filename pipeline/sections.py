@@ -126,7 +126,8 @@ class ScstSection(Section):
     """Self-critical sequence training: what is sampled, the baseline, and the EOS rule.
 
     The meshed-memory recipe is sampler: beam, baseline: mean, eos_in_reward: false, document_frequency: captions,
-    sampling_dropout: true, fixed_length: 20.
+    sampling_dropout: true, fixed_length: 20. (sampling_dropout: with the captioner's dropout, but for that inside a
+    dynamic expansion.)
     """
 
     num_samples: Annotated[int, Field(ge=2)] = 5
@@ -212,6 +213,7 @@ class EvaluationSection(Section):
     max_length: Annotated[int, Field(ge=3)] = 20
     num_results: Positive = 1  # captions kept for each image, at most beam_size
     batch_size: Positive = 32
+    precision: Literal["float32", "bfloat16"] = "float32"  # bfloat16: autocast, faster where the processor has it
     constraints: str | None = None  # a file of words that captions must hold; `pipeline.constraint_files` has its form
 
     @model_validator(mode="after")

@@ -30,13 +30,16 @@ BATCH = 16  # images at a time, however many are asked for
 
 
 class CaptionService:
-    """Captions images with a bundle that has a backbone; ValueError without one, or for bytes that are no image."""
+    """Captions images with a bundle that has a backbone; ValueError without one, or for bytes that are no image.
 
-    def __init__(self, bundle: Bundle, *, beam_size: int = 5, max_length: int = 20) -> None:
+    precision: float32, or bfloat16 for autocast in `caption`; pictures of a caption are made in float32.
+    """
+
+    def __init__(self, bundle: Bundle, *, beam_size: int = 5, max_length: int = 20, precision: str = "float32") -> None:
         if bundle.transform is None:
             raise ValueError("this bundle has no backbone: it captions stored features, not images")
         self.bundle, self.beam_size, self.max_length = bundle, beam_size, max_length
-        self.transform = bundle.transform
+        self.transform, self.precision = bundle.transform, precision
 
     def pixels(self, data: bytes) -> Tensor:
         """An image file's bytes as the backbone takes them, (3, H, W); BadImage with the reason."""
@@ -45,7 +48,8 @@ class CaptionService:
     @torch.no_grad()
     def caption(self, pixels: Tensor, num_results: int = 1) -> list[list[tuple[str, float]]]:
         """The best captions, best first, with their summed log-probabilities, of each of (B, 3, H, W)."""
-        found = self._search(self.bundle.captioner.encode(pixels), num_results)
+        with torch.autocast(pixels.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
+            found = self._search(self.bundle.captioner.encode(pixels), num_results)
         sums = found.log_probs.sum(-1).tolist()
         return [
             [(self.bundle.vocabulary.decode(ids), value) for ids, value in zip(tokens, values, strict=True)]
@@ -159,5 +163,5 @@ def serving_sources() -> list[Path]:
     return [path for path in sorted(found) if path.parent.parent == root]
 
 
-def _load_pyfunc(path: str, model_config: dict[str, int] | None = None) -> CaptionService:
+def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> CaptionService:
     return CaptionService(load_bundle(Path(path)), **(model_config or {}))

@@ -53,6 +53,8 @@ def _check_plain(content: Any, path: Path) -> None:
     while pending:
         value = pending.pop()
         if type(value) in (str, int) or id(value) in seen:
+            if type(value) is str and not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
+                raise ValueError(f"{path} is refused: {value!r} is no text (half of a surrogate pair)")
             continue
         seen.add(id(value))
         if type(value) is dict:

@@ -83,6 +83,19 @@ def test_captions_of_a_batch_are_those_of_each_image_alone(bundle: Path, tmp_pat
         assert [value for _, value in alone] == pytest.approx([value for _, value in found], abs=1e-4)
 
 
+def test_captions_in_bfloat16(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names, out = write_images(tmp_path, 4), tmp_path / "captions.jsonl"
+    log_probs = []
+    for precision in ("float32", "bfloat16"):
+        assert main(["caption", *names, "--model", str(bundle), "--json", "--precision", precision]) == 0
+        log_probs.append([json.loads(line)["log_prob"] for line in capsys.readouterr().out.splitlines()])
+    assert log_probs[0] != log_probs[1], "autocast was not on"
+    assert log_probs[0] == pytest.approx(log_probs[1], abs=0.05)
+    assert caption(names[:2], str(bundle), out=out, precision="bfloat16") == 0
+    with pytest.raises(UserError, match="'precision': 'bfloat16'"):
+        caption(names, str(bundle), out=out)
+
+
 def test_lines_say_captions_and_errors_and_the_exit_code_is_one(
     bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,6 +137,7 @@ def test_bad_input_is_said_before_anything_is_written(tmp_path: Path, bundle: Pa
         ({"model": str(tmp_path / "images")}, "not a model bundle"),
         ({"model": str(features_only)}, "has no backbone"),
         ({"model": str(bundle), "num_results": 6}, "--n-best 6"),
+        ({"model": str(bundle), "precision": "int8"}, "--precision 'int8': expected float32 or bfloat16"),
         ({"model": str(bundle), "out": tmp_path / "none" / "x.jsonl"}, "does not exist"),
     ):
         with pytest.raises(UserError, match=words):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from jobs.materialized import MaterializedModel
 from models.base import CaptionModel, Memory, ModelSizes
-from models.config import ExpansionNetConfig
-from models.decoding import Captions, beam_search, best_words, caption_lengths, greedy, invert, sample
-from models.packed import PackedMaps, packed_map
+from models.cache import TreeCache
+from models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig
+from models.decoding import Captions, _Decoder, beam_search, best_words, caption_lengths, greedy, invert, sample
+from models.packed import Linear, PackedMaps, packed_map
 from models.registry import build_model
 from tests.unit.test_models_expansion import MIXERS, SIZES, exact, small_model
 
@@ -373,28 +375,54 @@ def test_packed_maps_are_the_maps_in_bfloat16(seed: int, available: bool, monkey
 
 
 @torch.no_grad()
-def test_maps_are_packed_within_bfloat16_steps_alone() -> None:
-    model = small_model(0).float()
-    layers = [module for module in model.modules() if type(module) is torch.nn.Linear]
-    maps = PackedMaps([model])
-
-    def changed() -> int:
-        return sum("forward" in vars(layer) for layer in layers)
-
-    with maps:
-        assert changed() == 0  # no autocast
+@pytest.mark.parametrize("system", ["expansionnet_v2", "transformer", "meshed_memory", "clustformer"])
+def test_packed_steps_say_what_teacher_forcing_says(system: str) -> None:
+    torch.manual_seed(0)
+    sizes = ModelSizes(16, 50, 20, sos=0, eos=1, pad=2)
+    values = {"d_model": 64, "d_ff": 96, "heads": 4}
+    if system in ("expansionnet_v2", "transformer"):
+        values |= {"static_expansion": (8,), "dynamic_expansion": 4} if system == "expansionnet_v2" else {}
+        model = build_model(ExpansionNetConfig(name=system, **values), sizes).eval()  # type: ignore[arg-type]
+    else:
+        model = build_model((MeshedMemoryConfig if system == "meshed_memory" else ClustFormerConfig)(**values), sizes)
+    model.eval().init_weights()
+    maps = {module: "" for module in model.modules() if isinstance(module, Linear)}
     with torch.autocast("cpu", torch.bfloat16):
-        with pytest.raises(RuntimeError), maps:
-            assert changed() == len(layers) > 20
-            layers[0](torch.zeros(1, 1000))
-        assert changed() == 0
-        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        memory = model.encode(torch.randn(3, 5, 7))
-        for decode in (partial(beam_search, beam_size=3), partial(sample, num_samples=3), greedy):
-            captions = decode(model, memory, max_length=8)
-            assert captions.log_probs.dtype == torch.float32 and bool(captions.scores.isfinite().all())
-    assert changed() == 0
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        memory = model.encode(torch.randn(8, 16, 16))
+        decoder = _Decoder(model, memory, 4, 12)
+        tokens = torch.randint(3, 50, (32, 12))
+        tokens[:, 0] = sizes.sos
+        expected = model.decode(memory, tokens).float().log_softmax(-1)
+        for position in range(12):
+            found = decoder.step(tokens[:, position])
+            error = (found - expected[:, position]).abs().amax(-1)
+            assert error.median() < 2e-2, position
+    assert maps.keys() >= decoder.maps.maps.keys() and len(decoder.maps.maps) >= 2 + 3 * 4
+
+
+@torch.no_grad()
+def test_packed_maps_are_one_threads_and_one_decodings() -> None:
+    model = small_model(0).float()
+    (layer, *_), outer, inner = [m for m in model.modules() if isinstance(m, Linear)], PackedMaps(), PackedMaps()
+    x = torch.randn(3, layer.in_features)
+    for dtype, count in ((None, 0), (torch.float16, 0), (torch.bfloat16, 1)):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None), outer.used():
+            layer(x)
+        assert len(outer.maps) == count
+    with torch.autocast("cpu", torch.bfloat16):
+        with outer.used():
+            with pytest.raises(RuntimeError), inner.used():
+                layer(torch.zeros(1, 1000))
+            outer.maps.clear()
+            layer(x)
+            with ThreadPoolExecutor(1) as pool:  # which has no autocast of its own
+                assert pool.submit(layer, x).result().dtype == torch.float32
+        assert len(outer.maps) == 1
+        outer.maps.clear()
+        layer(x)
+        assert not outer.maps
+        doubles = small_model(0).double()
+        beam_search(doubles, doubles.encode(torch.randn(1, 5, 7, dtype=torch.float64)), beam_size=2, max_length=4)
 
 
 @torch.no_grad()
@@ -421,3 +449,68 @@ def test_all_beams_begin_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model.output.bias[model.sizes.eos] = -1e4  # type: ignore[operator, union-attr, index]
     beam_search(model, model.encode(torch.randn(2, 5, 7, dtype=torch.float64)), beam_size=4, max_length=5)
     assert rows == [2, 8, 8, 8]
+
+
+@torch.no_grad()
+def test_samples_with_dropout_differ_from_their_first_word_on() -> None:
+    model = small_model(4, dropout=0.5).train()
+    memory = model.encode(torch.randn(1, 5, 7, dtype=torch.float64))
+    assert all(layer.dropout.active for layer in model.decoder)  # type: ignore[union-attr, operator]
+    found = sample(model, memory, num_samples=64, max_length=4, top_k=1)
+    assert len(set(found.log_probs[0, :, 1].tolist())) > 8
+    model.eval()
+    found = sample(model, memory, num_samples=64, max_length=4, top_k=1)
+    assert len(set(found.log_probs[0, :, 1].tolist())) == 1
+
+
+@torch.no_grad()
+def test_the_residual_dropouts_of_steps_are_at_work() -> None:
+    model = small_model(4).eval()
+    memory = model.encode(torch.randn(1, 5, 7, dtype=torch.float64))
+    plain, _ = model.step(torch.zeros(2, dtype=torch.int64), model.init_cache(memory, 2))
+    for layer in model.decoder:  # type: ignore[union-attr]
+        layer.dropout.p = 0.9  # type: ignore[union-attr]
+        layer.dropout.train()  # type: ignore[union-attr]
+    dropped, _ = model.step(torch.zeros(2, dtype=torch.int64), model.init_cache(memory, 2))
+    assert not torch.equal(dropped, plain)
+
+
+@torch.no_grad()
+def test_no_more_words_than_top_k_are_drawn() -> None:
+    model = small_model(5)
+    model.output.weight.zero_()  # type: ignore[operator, union-attr]
+    model.output.bias.zero_()  # type: ignore[operator, union-attr]
+    memory = model.encode(torch.randn(1, 5, 7, dtype=torch.float64))
+    found = sample(model, memory, num_samples=200, max_length=2, top_k=3)
+    assert len(set(found.tokens[0, :, 1].tolist())) == 3
+
+
+@torch.no_grad()
+def test_edges_are_sentences() -> None:
+    model = small_model(6)
+    nothing = model.encode(torch.randn(0, 5, 7, dtype=torch.float64))
+    for decode in (partial(beam_search, beam_size=3), partial(sample, num_samples=3), greedy):
+        with pytest.raises(ValueError, match="no images"):
+            decode(model, nothing, max_length=8)
+    with pytest.raises(ValueError, match="captions do not divide by 0 images"):
+        model.decode(nothing, torch.zeros(2, 3, dtype=torch.int64))
+    memory = model.encode(torch.randn(2, 5, 7, dtype=torch.float64))
+    for wide in (model, MaterializedModel(model)):  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="2 beams already"):
+            wide.init_cache(memory, 2).widen(3)
+
+
+def test_not_a_number_is_drawn_without_an_index_error() -> None:
+    drawn = invert(torch.full((2, 30), torch.nan), torch.tensor([0.1, 0.9], dtype=torch.float64))
+    assert bool(((drawn >= 0) & (drawn < 30)).all())
+
+
+@torch.no_grad()
+def test_kept_keys_stay_laid_out_when_images_leave() -> None:
+    model = small_model(7)
+    cache = model.init_cache(model.encode(torch.randn(3, 5, 7, dtype=torch.float64)), 2)
+    assert isinstance(cache, TreeCache)
+    before = cache.cross
+    for (key, value), (old_key, old_value) in zip(cache.keep_images(torch.tensor([2, 0])).cross, before, strict=True):
+        assert key.mT.is_contiguous() and value.is_contiguous()
+        assert torch.equal(key, old_key[[2, 0]]) and torch.equal(value, old_value[[2, 0]])

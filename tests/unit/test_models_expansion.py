@@ -313,6 +313,20 @@ def test_bfloat16_stays_close(dynamic: int | None, within: float) -> None:
 
 
 @torch.no_grad()
+def test_padding_is_finite_in_float16() -> None:
+    """What stands at padding is normalized by a sum that it is not part of, and may be many times as large."""
+    m = torch.randn(2, 6, 8, dtype=torch.float16)
+    real = torch.tensor([[True] * 6, [True] * 2 + [False] * 4])
+    m[1, :2], m[1, 2:] = -1.0, 3.0  # no real token has a positive part
+    for weights in static_weights(m, real, (3, 5), 1e-9 * 8**0.5):
+        assert bool(weights.isfinite().all())
+    model = small_model(0, d_model=32, d_ff=32).float()
+    with torch.autocast("cpu", torch.float16):
+        states = model.encode(torch.randn(4, 5, 7), torch.tensor([1, 5, 2, 3])).states
+    assert bool(states.isfinite().all())
+
+
+@torch.no_grad()
 def test_bfloat16_steps_are_bfloat16_teacher_forcing() -> None:
     model = small_model(0, d_model=32, d_ff=32).float()
     features, tokens = torch.randn(3, 5, 7), torch.randint(3, 11, (6, 8))
@@ -363,4 +377,3 @@ def test_memory_is_selected_by_image() -> None:
     picked = memory.select(torch.tensor([2, 0, 0]))
     assert picked.batch_size == 3 and picked.boxes is None
     assert picked.lengths is not None and picked.lengths.tolist() == [2, 1, 1]
-    assert torch.equal(memory.narrow(1, 2).states, memory.states[1:])

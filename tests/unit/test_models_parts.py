@@ -261,6 +261,54 @@ def test_an_import_with_a_backbone_file(tmp_path: Path, capsys: pytest.CaptureFi
     assert "captions stored features of width 32" in capsys.readouterr().out
 
 
+def test_settings_of_a_backbone_that_is_not_there_are_refused(tmp_path: Path) -> None:
+    settings = ["model.static_expansion=[4,8,16]", "model.heads=4"]
+    with pytest.raises(UserError, match=r"--set backbone.image_size=96: .* holds no Swin"):
+        importing(tmp_path, overrides=[*settings, "backbone.image_size=96"])
+    config = tmp_path / "config.yaml"
+    config.write_text("backbone: {name: swin_large_patch4_window12_384}\n")
+    importing(tmp_path, overrides=settings, config=config)  # a run's own file may say more
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "words"),
+    [
+        ("vocab_linear.weight", torch.tensor(1.0), r"'vocab_linear.weight' has shape \(\); expected 2 axes"),
+        ("input_linear.weight", torch.zeros(4), r"'input_linear.weight' has shape \(4,\); expected 2 axes"),
+        ("pos_encoder.weight", torch.zeros(1, 1).expand(2**40, 32), "claims more than the file holds"),
+        ("pos_encoder.weight", torch.zeros(24, 32).to_sparse(), "no plain tensor"),
+        ("pos_encoder.weight", torch.zeros(24, 32, device="meta"), "no plain tensor"),
+        ("pos_encoder.weight", torch.zeros(24, 32, dtype=torch.complex64), "numbers are complex"),
+        ("pos_encoder.weight", torch.zeros(24, 32, dtype=torch.int64), "as torch.int64; expected torch.float32"),
+        ("pos_encoder.weight", torch.full((24, 32), torch.nan), "not finite"),
+        (7, torch.zeros(1), "its name is no string"),
+    ],
+)
+def test_tensors_that_are_not_what_they_seem_are_refused(
+    tmp_path: Path, name: str, tensor: torch.Tensor, words: str
+) -> None:
+    torch.save(read_tensors(GOLDEN / "checkpoint.pth") | {name: tensor}, tmp_path / "crafted.pth")
+    with pytest.raises(UserError, match=words):
+        importing(tmp_path, checkpoint=tmp_path / "crafted.pth")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layers.0.blocks.0.attn.relative_position_bias_table": torch.zeros(9)},
+        {"layers.0.blocks.0.attn.relative_position_bias_table": None},
+        {"patch_embed.proj.weight": torch.tensor(0.0)},
+        {"layers.a.blocks.0.attn.relative_position_bias_table": torch.zeros(9, 2), "patch_embed.proj.weight": None},
+    ],
+)
+def test_files_that_are_nearly_a_swin_are_refused(tmp_path: Path, change: dict[str, torch.Tensor | None]) -> None:
+    state = read_tensors(GOLDEN / "swin_microsoft_format.pth") | change
+    save_file({name: tensor for name, tensor in state.items() if tensor is not None}, tmp_path / "swin.safetensors")
+    with pytest.raises(UserError, match="the backbone file is no Swin"):
+        importing(tmp_path, backbone=tmp_path / "swin.safetensors")
+
+
 class Trap:
     """Unpickling it would create a file."""
 
@@ -293,6 +341,7 @@ def test_nothing_in_a_pickle_runs(tmp_path: Path) -> None:
         ({"word2idx_dict": {"a": 0.5}, "idx2word_list": ["a"]}, "it holds a float"),
         ({"word2idx_dict": {"a": 0}, "idx2word_list": ["a"]}, "lacks PAD, SOS, EOS, UNK"),
         ({"word2idx_dict": {"a": (1,)}, "idx2word_list": ["a"]}, "it holds a tuple"),
+        ({"word2idx_dict": {"\ud800": 0}, "idx2word_list": ["\ud800"]}, "is no text"),
     ],
 )
 def test_vocabularies_that_are_none_are_refused(tmp_path: Path, content: Any, words: str) -> None:
@@ -417,7 +466,8 @@ def eight_steps(model: CaptionModel, memory: Memory, beams: int) -> None:
         _, cache = model.step(torch.zeros(2 * beams, dtype=torch.int64), cache)
 
 
-def test_the_bench_compares_both_forms_and_leaves_the_model_alone() -> None:
+def test_the_bench_compares_both_forms_and_leaves_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.bench_models.prepare_processor", lambda: None)  # it would be for all tests
     torch.manual_seed(0)
     config = ExpansionNetConfig(d_model=16, d_ff=16, heads=2, encoder_layers=1, decoder_layers=1, static_expansion=(4,))
     model = build_model(config, ModelSizes(8, 30, 20, sos=0, eos=1, pad=2)).eval()

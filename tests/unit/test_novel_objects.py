@@ -221,5 +221,17 @@ def test_captions_hold_their_constraints_and_others_are_as_before(tmp_path: Path
     assert entry["constraints"]["not_held"] == [2] and entry["constraints"]["some"] == 1
 
 
+def test_a_split_in_bfloat16(tmp_path: Path) -> None:
+    bundle = load_bundle(make_bundle(tmp_path / "bundle", backbone=False))
+    images = FewImages(torch.randn(5, 4, 16, generator=torch.Generator().manual_seed(3)))
+    log_probs = []
+    for precision in ("float32", "bfloat16"):
+        settings = EvaluationSection(beam_size=3, max_length=9, precision=precision)  # type: ignore[arg-type]
+        found = caption_share([bundle.captioner], [images], WORDS, settings, 0, 1, torch.device("cpu"))
+        log_probs.append([found[image][0].log_prob for image in sorted(found)])
+    assert log_probs[0] != log_probs[1], "autocast was not on"
+    assert log_probs[0] == pytest.approx(log_probs[1], abs=0.5)
+
+
 def test_what_holds_is_counted() -> None:
     assert Held.of([(0, 2), (1, 2), (2, 2), (0, 0), (1, 1)]) == Held(4, 2, 1, 1)
