@@ -421,8 +421,10 @@ def test_packed_maps_are_one_threads_and_one_decodings() -> None:
         outer.maps.clear()
         layer(x)
         assert not outer.maps
-        doubles = small_model(0).double()
-        beam_search(doubles, doubles.encode(torch.randn(1, 5, 7, dtype=torch.float64)), beam_size=2, max_length=4)
+    doubles, features = small_model(0).double(), torch.randn(1, 5, 7, dtype=torch.float64)  # autocast leaves them alone
+    exact = beam_search(doubles, doubles.encode(features), beam_size=2, max_length=6)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert beam_search(doubles, doubles.encode(features), beam_size=2, max_length=6).scores == exact.scores
 
 
 @torch.no_grad()
@@ -464,15 +466,15 @@ def test_samples_with_dropout_differ_from_their_first_word_on() -> None:
 
 
 @torch.no_grad()
-def test_the_residual_dropouts_of_steps_are_at_work() -> None:
-    model = small_model(4).eval()
+def test_the_residual_dropouts_of_steps_are_those_of_teacher_forcing() -> None:
+    model, calls = small_model(4), Counter[str]()
+    for index, layer in enumerate(model.decoder):  # type: ignore[arg-type]
+        layer.dropout.register_forward_hook(lambda *_, name=str(index): calls.update([name]))
     memory = model.encode(torch.randn(1, 5, 7, dtype=torch.float64))
-    plain, _ = model.step(torch.zeros(2, dtype=torch.int64), model.init_cache(memory, 2))
-    for layer in model.decoder:  # type: ignore[union-attr]
-        layer.dropout.p = 0.9  # type: ignore[union-attr]
-        layer.dropout.train()  # type: ignore[union-attr]
-    dropped, _ = model.step(torch.zeros(2, dtype=torch.int64), model.init_cache(memory, 2))
-    assert not torch.equal(dropped, plain)
+    model.decode(memory, torch.zeros(2, 1, dtype=torch.int64))
+    taught = Counter(calls)
+    model.step(torch.zeros(2, dtype=torch.int64), model.init_cache(memory, 2))
+    assert calls == taught + taught and set(taught.values()) == {3}
 
 
 @torch.no_grad()
