@@ -179,6 +179,7 @@ def compare_forms(model: ExpansionNet, images: int, repeats: int) -> list[Row]:
 
 def _ratios(report: ModelsReport, write: Callable[[str], Any]) -> None:
     write("\nmedian ms in a plain process, as the reference runs; kept: it keeps freed memory, as raycap's own do")
+    write("targets are for 16 images on 2 cores with bfloat16 units")
     write(
         f"| {'':<48} | materialized | factorized | {'ratio':>7} | {'target':>8} "
         f"| materialized, kept | factorized, kept | {'ratio':>7} |\n"

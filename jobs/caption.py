@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import time
@@ -46,7 +47,7 @@ def caption(
     folder = Path(model)
     bundle = _bundle(folder)
     search = {"beam_size": beam_size, "max_length": max_length, "precision": precision}
-    signature = search | {"model": bundle.config["name"]}
+    signature = search | {"num_results": num_results, "model": bundle.config["name"], "weights": _digest(folder)}
     if explain is not None:
         _check_explain(explain, names, bundle)
     done = _already(out, signature) if out is not None else {}
@@ -63,7 +64,8 @@ def caption(
     failed = sum("error" in row for row in done.values())
     begin = last = time.monotonic()
     gap = 0.0
-    sink = out.open("a", encoding="utf-8") if out is not None else None
+    # a file name that is no UTF-8 has lone surrogates, which backslashreplace writes as JSON escapes them
+    sink = out.open("a", encoding="utf-8", errors="backslashreplace") if out is not None else None
     try:
         for number, row in enumerate(rows, 1):
             failed += "error" in row
@@ -106,6 +108,12 @@ def _bundle(folder: Path) -> Bundle:
             "grid features, import it again with --backbone"
         )
     return bundle
+
+
+def _digest(folder: Path) -> str:
+    """Which weights: bundles of equal names are told apart by them."""
+    with (folder / "model.safetensors").open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def _here(
@@ -211,8 +219,8 @@ def _already(out: Path, signature: dict[str, Any]) -> dict[str, dict[str, Any]]:
         if not out.absolute().parent.is_dir():
             raise UserError(f"--out {out}: the folder {out.absolute().parent} does not exist; make it first")
         return {}
-    if out.is_dir():
-        raise UserError(f"--out {out}: this is a folder; give a file's name")
+    if not out.is_file():
+        raise UserError(f"--out {out}: this is a folder or a device; give a file's name")
     rows: dict[str, dict[str, Any]] = {}
     whole = b""
     for number, line in enumerate(out.read_bytes().splitlines(keepends=True), 1):

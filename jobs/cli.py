@@ -199,11 +199,14 @@ def caption(
     model: Annotated[str, typer.Option(help="A model bundle's folder.")],
     json: Annotated[bool, typer.Option("--json", help="JSON lines with log-probabilities in place of text.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write JSON lines there; what is there is not done again.")] = None,
-    beam: Annotated[int, typer.Option(min=1, help="Beams an image.")] = 5,
+    beam: Annotated[int, typer.Option(min=1, max=100, help="Beams an image.")] = 5,
     n_best: Annotated[int, typer.Option(min=1, help="Captions an image, best first.")] = 1,
     max_length: Annotated[int, typer.Option(min=3, help="Tokens a caption, its begin and end with them.")] = 20,
     precision: Annotated[
-        str, typer.Option(help="float32, or bfloat16: faster on a processor that has it, a few captions differ.")
+        str,
+        typer.Option(
+            help="float32, or bfloat16: faster for large models on a processor that has it; a few captions differ."
+        ),
     ] = "float32",
     explain: Annotated[
         Path | None, typer.Option(help="Write pictures: where each word looked, what spoke for it.")

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError
 
 from models.config import BackboneConfig, ExpansionNetConfig, MeshedMemoryConfig
 from pipeline.errors import UserError
@@ -43,7 +44,9 @@ def import_checkpoint(
     ):
         if path is not None and not path.is_file():
             raise UserError(f"{what} {path} does not exist or is no file")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is a file; give a folder's name")
+    if out.exists() and any(out.iterdir()):
         raise UserError(f"--out {out} exists and is not empty; choose another folder or remove it")
     given = read_settings(config, overrides, FORMATS[source].config)
     for_backbone = [override for override in overrides if override.startswith("backbone.")]
@@ -53,6 +56,8 @@ def import_checkpoint(
         raise
     except ValueError as error:
         raise UserError(str(error)) from error
+    except (OSError, SafetensorError) as error:  # its files are read by now
+        raise UserError(f"--out {out} cannot be written: {error}; choose another folder or make room") from error
 
 
 def read_settings(config: Path | None, overrides: Sequence[str], model: type) -> dict[str, dict[str, Any]]:

@@ -161,6 +161,8 @@ def load_strictly(module: nn.Module, state: dict[str, Tensor], what: str) -> Non
             )
         if tensor.is_floating_point() != state[name].is_floating_point():
             raise ValueError(f"{what} holds {name} as {state[name].dtype}; expected {tensor.dtype}")
+        if tensor.is_floating_point() and not bool(state[name].to(tensor.dtype).isfinite().all()):
+            raise ValueError(f"{what} holds numbers in {name} that are not finite in {tensor.dtype}; it is damaged")
     module.load_state_dict(state)
 
 

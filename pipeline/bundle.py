@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,7 +103,7 @@ def load_bundle(folder: Path) -> Bundle:
     ]
     if missing:
         raise ValueError(f"{folder} is not a model bundle: it lacks {', '.join(missing)}")
-    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    config = _read(folder / "config.yaml", lambda path: yaml.safe_load(path.read_text(encoding="utf-8")))
     version = config.get("format") if isinstance(config, dict) else None
     if not isinstance(version, int) or version < 1:
         raise ValueError(f"{folder / 'config.yaml'} is not a bundle's: it has no format number")
@@ -112,7 +112,7 @@ def load_bundle(folder: Path) -> Bundle:
             f"{folder} is a bundle of format {version}; this version of raycap reads up to {FORMAT}: update raycap"
         )
     where = str(folder / "config.yaml")
-    vocabulary = Vocabulary.load(folder / "vocabulary.json")
+    vocabulary = _read(folder / "vocabulary.json", Vocabulary.load)
     model_section = config.get("model")
     system = model_section.get("name") if isinstance(model_section, dict) else None
     if system not in MODEL_CONFIGS:
@@ -129,12 +129,24 @@ def load_bundle(folder: Path) -> Bundle:
     if config.get("backbone") is not None:
         backbone = Backbone(_section(BackboneConfig, config, "backbone", where))
         transform = ImageTransform(backbone.config.image_size)
-        recorded = json.loads((folder / "preprocessing.json").read_text(encoding="utf-8"))
+        recorded = _read(folder / "preprocessing.json", lambda path: json.loads(path.read_text(encoding="utf-8")))
         if recorded != transform.describe():
             raise ValueError(f"{folder / 'preprocessing.json'} describes a transform that this version does not have")
     captioner = Captioner(model, backbone)
-    load_strictly(captioner, load_file(folder / "model.safetensors"), str(folder / "model.safetensors"))
+    weights = folder / "model.safetensors"
+    load_strictly(captioner, _read(weights, load_file), str(weights))
     return Bundle(captioner.eval(), vocabulary, transform, config)
+
+
+def _read(path: Path, parse: Callable[[Path], Any]) -> Any:
+    """A part of a bundle; ValueError naming the file where it is not there or damaged."""
+    from safetensors import SafetensorError
+
+    try:
+        return parse(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError, SafetensorError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{path} is missing or damaged: {reason}; copy or make the bundle again") from error
 
 
 def _section(kind: type, config: Mapping[str, Any], key: str, where: str) -> Any:
@@ -146,7 +158,10 @@ def _section(kind: type, config: Mapping[str, Any], key: str, where: str) -> Any
     unknown = sorted(values.keys() - known)
     if unknown:
         raise ValueError(f"{where}: {key}.{unknown[0]} is unknown; known: {', '.join(sorted(known))}")
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    try:
+        return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    except TypeError as error:
+        raise ValueError(f"{where}: section {key!r} lacks a value, or one is of another type: {error}") from error
 
 
 def _plain(value: Any) -> Any:

@@ -111,10 +111,10 @@ def _caption(
     with torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bfloat16"):
         memories = [_encoded(captioner, own, rows, device) for captioner, own in zip(captioners, images, strict=True)]
         found, held = _search(captioners, memories, [machines.get(image) for image in ids], vocabulary, settings)
-    alignment: list[float | None] = [None] * len(ids)
-    if align and len(captioners) == 1:
-        values = alignment_scores(captioners[0].model, memories[0], found.tokens[:, 0]).tolist()
-        alignment = [None if math.isnan(value) else value for value in values]
+        alignment: list[float | None] = [None] * len(ids)
+        if align and len(captioners) == 1:
+            values = alignment_scores(captioners[0].model, memories[0], found.tokens[:, 0]).tolist()
+            alignment = [None if math.isnan(value) else value for value in values]
     sums = found.log_probs.sum(-1).tolist()
     return {
         image: [

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from jobs.caption import caption
 from jobs.cli import main
@@ -122,8 +126,15 @@ def test_a_killed_job_continues_and_another_model_is_refused(
     out.write_text("".join(lines[:2]) + lines[2][:20])  # killed in the middle of the third line
     assert caption(names, str(bundle), out=out) == 0
     assert out.read_text() == whole and "2 of 4 images are in" in capsys.readouterr().err
+    for changes in ({"beam_size": 2}, {"num_results": 2}):
+        with pytest.raises(UserError, match="was written with"):
+            caption(names, str(bundle), out=out, **changes)  # type: ignore[arg-type]
+    other = tmp_path / "small"  # of the same name, with other weights
+    shutil.copytree(bundle, other)
+    weights = load_file(other / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, other / "model.safetensors")
     with pytest.raises(UserError, match="was written with"):
-        caption(names, str(bundle), out=out, beam_size=2)
+        caption(names, str(other), out=out)
     out.write_text('{"other": 1}\n')
     with pytest.raises(UserError, match="line 1 is not a caption of this"):
         caption(names, str(bundle), out=out)
@@ -139,9 +150,62 @@ def test_bad_input_is_said_before_anything_is_written(tmp_path: Path, bundle: Pa
         ({"model": str(bundle), "num_results": 6}, "--n-best 6"),
         ({"model": str(bundle), "precision": "int8"}, "--precision 'int8': expected float32 or bfloat16"),
         ({"model": str(bundle), "out": tmp_path / "none" / "x.jsonl"}, "does not exist"),
+        ({"model": str(bundle), "out": Path("/dev/full")}, "a folder or a device"),
     ):
         with pytest.raises(UserError, match=words):
             caption(names, **options)  # type: ignore[arg-type]
+
+
+def test_file_names_that_are_no_utf_8_are_written_and_found_again(bundle: Path, tmp_path: Path) -> None:
+    (name,), out = write_images(tmp_path / "images", 1), tmp_path / "captions.jsonl"
+    strange = os.fsdecode(os.fsencode(tmp_path / "images") + b"/\xff.png")
+    Path(name).rename(strange)
+    for _ in range(2):
+        assert caption([str(tmp_path / "images")], str(bundle), out=out) == 0
+        (line,) = out.read_text(encoding="utf-8").splitlines()
+        assert json.loads(line)["image"] == strange
+
+
+@pytest.mark.parametrize(
+    ("part", "content", "words"),
+    [
+        ("model.safetensors", b"", "model.safetensors is missing or damaged"),
+        ("model.safetensors", b"\x10" * 50, "model.safetensors is missing or damaged"),
+        ("config.yaml", b"format: [1", "config.yaml is missing or damaged"),
+        ("config.yaml", b"\xff\xfe", "config.yaml is missing or damaged"),
+        ("vocabulary.json", b'["a', "vocabulary.json is missing or damaged"),
+        ("preprocessing.json", b"{", "preprocessing.json is missing or damaged"),
+        ("preprocessing.json", None, "preprocessing.json is missing or damaged"),
+    ],
+)
+def test_damaged_bundles_are_said(bundle: Path, tmp_path: Path, part: str, content: bytes | None, words: str) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(bundle, folder)
+    if content is None:
+        (folder / part).unlink()
+    else:
+        (folder / part).write_bytes(content)
+    with pytest.raises(UserError, match=words):
+        caption(write_images(tmp_path / "images", 1), str(folder))
+
+
+def test_bundles_with_wrong_values_are_said(bundle: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(bundle, folder)
+    names, config = write_images(tmp_path / "images", 1), (folder / "config.yaml").read_text()
+    for change, words in (
+        ((r"heads: \d+", "heads: four"), "section 'model' lacks a value, or one is of another type"),
+        ((r"\n +eos: \d+", ""), "section 'sizes' lacks a value"),
+    ):
+        (folder / "config.yaml").write_text(re.sub(*change, config, count=1))
+        with pytest.raises(UserError, match=words):
+            caption(names, str(folder))
+    (folder / "config.yaml").write_text(config)
+    weights = load_file(folder / "model.safetensors")
+    next(iter(weights.values())).view(-1)[0] = torch.nan
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(UserError, match="not finite"):
+        caption(names, str(folder))
 
 
 def test_a_newer_bundle_is_said(tmp_path: Path) -> None:

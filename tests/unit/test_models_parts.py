@@ -243,6 +243,15 @@ def test_imports_that_do_not_fit_are_refused_and_write_nothing(tmp_path: Path) -
     with pytest.raises(UserError, match="--from 'something' is unknown; known: expansionnet_v2"):
         import_checkpoint("something", checkpoint=foreign, tokens=foreign, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match=r"--out .* cannot be written"):
+        importing(tmp_path, out=config / "model")
+    with pytest.raises(UserError, match=r"--out .* is a file"):
+        importing(tmp_path, out=config)
+    for content in (b"", b"no checkpoint", bytes(1000)):
+        (tmp_path / "no.pth").write_bytes(content)
+        with pytest.raises(UserError, match=r"no.pth is (refused|no readable checkpoint)") as refused:
+            importing(tmp_path, checkpoint=tmp_path / "no.pth")
+        assert "weights_only" not in str(refused.value)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("kept")
     with pytest.raises(UserError, match="exists and is not empty"):
@@ -281,6 +290,7 @@ def test_settings_of_a_backbone_that_is_not_there_are_refused(tmp_path: Path) ->
         ("pos_encoder.weight", torch.zeros(24, 32, dtype=torch.complex64), "numbers are complex"),
         ("pos_encoder.weight", torch.zeros(24, 32, dtype=torch.int64), "as torch.int64; expected torch.float32"),
         ("pos_encoder.weight", torch.full((24, 32), torch.nan), "not finite"),
+        ("pos_encoder.weight", torch.full((24, 32), 1e300, dtype=torch.float64), "not finite in torch.float32"),
         (7, torch.zeros(1), "its name is no string"),
     ],
 )

@@ -227,7 +227,8 @@ def test_a_split_in_bfloat16(tmp_path: Path) -> None:
     log_probs = []
     for precision in ("float32", "bfloat16"):
         settings = EvaluationSection(beam_size=3, max_length=9, precision=precision)  # type: ignore[arg-type]
-        found = caption_share([bundle.captioner], [images], WORDS, settings, 0, 1, torch.device("cpu"))
+        found = caption_share([bundle.captioner], [images], WORDS, settings, 0, 1, torch.device("cpu"), align=True)
+        assert all(own[0].alignment is not None for own in found.values())
         log_probs.append([found[image][0].log_prob for image in sorted(found)])
     assert log_probs[0] != log_probs[1], "autocast was not on"
     assert log_probs[0] == pytest.approx(log_probs[1], abs=0.5)
