@@ -17,7 +17,6 @@ from pipeline.storage import place
 
 MANY = 2_000  # images from which a local Ray is worth its start
 BATCH = 16
-PRECISIONS = ("float32", "bfloat16")
 
 
 def caption(
@@ -41,13 +40,17 @@ def caption(
     """
     if not 1 <= num_results <= beam_size:
         raise UserError(f"--n-best {num_results}: expected 1 to the beam's size, {beam_size}")
+    from pipeline.serving import PRECISIONS
+
     if precision not in PRECISIONS:
         raise UserError(f"--precision {precision!r}: expected {' or '.join(PRECISIONS)}")
     names = find_images(images)
     folder = Path(model)
     bundle = _bundle(folder)
     search = {"beam_size": beam_size, "max_length": max_length, "precision": precision}
-    signature = search | {"num_results": num_results, "model": bundle.config["name"], "weights": _digest(folder)}
+    signature = search | {"num_results": num_results, "model": bundle.config["name"]}
+    if out is not None:
+        signature["weights"] = _digest(folder)
     if explain is not None:
         _check_explain(explain, names, bundle)
     done = _already(out, signature) if out is not None else {}
@@ -229,8 +232,8 @@ def _already(out: Path, signature: dict[str, Any]) -> dict[str, dict[str, Any]]:
         try:
             row = json.loads(line)
             rows[row["image"]] = row
-            found = {key: row[key] for key in signature}
-        except (ValueError, KeyError, TypeError) as error:
+            found = {key: row.get(key) for key in signature}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"--out {out}: line {number} is not a caption of this command; give another name"
             ) from error

@@ -308,7 +308,8 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, _interrupt)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # a log file shows what a terminal would
+            # a log file shows what a terminal would; file names that are no UTF-8 are shown escaped
+            stream.reconfigure(line_buffering=True, errors="backslashreplace")
     try:
         result = app(args=argv, standalone_mode=False)
     except UserError as error:

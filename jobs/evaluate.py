@@ -386,13 +386,13 @@ def _report(
         for image, uri, captions in zip(*(part.column(name) for name in ("image_id", "uri", "captions")), strict=True)
         if image in best
     ]
-    settings, label = config.evaluation, "+".join(member.name for member in members)[:120]
+    label = "+".join(member.name for member in members)[:120]
     store = None if features is None else place(features, config.storage.options)
     images = with_attention(images, members[0], config, label, store, part)
     report = Report(
         title=f"{label} on {split}",
         run_id=label,
-        protocol=f"beam {settings.beam_size}, at most {settings.max_length} tokens, {entry['signature']}",
+        protocol=f"{config.evaluation.protocol}, {entry['signature']}",
         score_columns=columns,
         score_rows=rows + published_table(columns, config, split, part.column("uri")),
         stages=[],

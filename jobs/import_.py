@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -14,6 +14,10 @@ from safetensors import SafetensorError
 
 from models.config import BackboneConfig, ExpansionNetConfig, MeshedMemoryConfig
 from pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from models.captioner import Captioner
+    from pipeline.text import Vocabulary
 
 SECTIONS = ("model", "backbone")
 
@@ -56,8 +60,6 @@ def import_checkpoint(
         raise
     except ValueError as error:
         raise UserError(str(error)) from error
-    except (OSError, SafetensorError) as error:  # its files are read by now
-        raise UserError(f"--out {out} cannot be written: {error}; choose another folder or make room") from error
 
 
 def read_settings(config: Path | None, overrides: Sequence[str], model: type) -> dict[str, dict[str, Any]]:
@@ -121,7 +123,6 @@ def _import_expansionnet(
     from models.base import load_strictly
     from models.captioner import Captioner
     from models.registry import build_model
-    from pipeline.bundle import save_bundle
     from pipeline.upstream import read_expansionnet_vocabulary
 
     print(f"Importing {checkpoint} (ExpansionNet v2) with the vocabulary {tokens} into {out}", flush=True)
@@ -154,7 +155,7 @@ def _import_expansionnet(
     elif for_backbone:
         raise UserError(f"--set {for_backbone[0]}: {checkpoint} holds no Swin; add --backbone FILE or leave it out")
     info = {"imported_from": checkpoint.name, "format": "expansionnet_v2"}
-    save_bundle(out, Captioner(model, backbone), vocabulary, name=out.name, info=info)
+    _save(out, Captioner(model, backbone), vocabulary, name=out.name, info=info)
     count = sum(parameter.numel() for parameter in model.parameters())
     print(
         f"{count:,} parameters without the backbone, {len(vocabulary):,} words, {inferred.max_positions} positions, "
@@ -184,7 +185,6 @@ def _import_meshed_memory(
     from models.captioner import Captioner
     from models.convert import imported_sizes
     from models.registry import build_model
-    from pipeline.bundle import save_bundle
     from pipeline.upstream import read_meshed_vocabulary
 
     if backbone_file is not None or for_backbone:
@@ -200,7 +200,7 @@ def _import_meshed_memory(
     model = build_model(config, imported_sizes(inferred, words))
     load_strictly(model, convert.convert_meshed_memory(tensors, config), str(checkpoint))
     info = {"imported_from": checkpoint.name, "format": "meshed_memory"}
-    save_bundle(out, Captioner(model), vocabulary, name=out.name, info=info)
+    _save(out, Captioner(model), vocabulary, name=out.name, info=info)
     count = sum(parameter.numel() for parameter in model.parameters())
     print(
         f"{count:,} parameters, {len(vocabulary):,} words, {inferred.max_positions} positions, "
@@ -208,6 +208,15 @@ def _import_meshed_memory(
     )
     print(f"It captions stored region features of width {inferred.feature_width}, with their lengths; not images")
     print(f"The bundle: {out}")
+
+
+def _save(out: Path, captioner: Captioner, vocabulary: Vocabulary, *, name: str, info: dict[str, Any]) -> None:
+    from pipeline.bundle import save_bundle
+
+    try:
+        save_bundle(out, captioner, vocabulary, name=name, info=info)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"--out {out} cannot be written: {error}; choose another folder or make room") from error
 
 
 class Format(NamedTuple):

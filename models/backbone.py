@@ -119,9 +119,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """
     try:
         if path.suffix == ".safetensors":
-            return _checked(path, load_file(path))
-        with torch.serialization.safe_globals([(_Ignored, name) for name in _NUMPY]):
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            content: Any = load_file(path)
+        else:
+            with torch.serialization.safe_globals([(_Ignored, name) for name in _NUMPY]):
+                content = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, EOFError) as error:
         # torch's own words advise to switch the protection off
         raise ValueError(
@@ -131,8 +132,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     except OSError as error:
         raise ValueError(f"the checkpoint {path} cannot be read: {error}") from error
     except Exception as error:  # a damaged file raises nearly anything
-        reason = "" if "weights_only" in str(error) else " ".join(str(error).split()[:30])
-        raise ValueError(f"{path} is no readable checkpoint ({type(error).__name__}: {reason})") from error
+        reason = type(error).__name__
+        if str(error) and "weights_only" not in str(error):
+            reason += f": {str(error).splitlines()[0]}"
+        raise ValueError(f"{path} is no readable checkpoint ({reason})") from error
     for key in ("model_state_dict", "state_dict", "model"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]

@@ -49,14 +49,14 @@ class Cache(ABC):
     def widen(self, beams: int) -> Cache:
         """`beams` of them continue from the one beam that each image had so far: what all share is computed once.
 
-        Raises ValueError when there are more. The old cache must not be used afterwards, here and below.
+        Raises ValueError when there are more. The old cache must not be used afterwards.
         """
 
     @abstractmethod
     def select(self, index: Tensor) -> Cache:
         """Row r continues what row index[r] (int64, (B*K,), of the same image) has seen so far.
 
-        Nothing that the beams of an image share is copied.
+        Nothing that the beams of an image share is copied. The old cache must not be used afterwards.
         """
 
     @abstractmethod
@@ -146,7 +146,10 @@ def real_tokens(lengths: Tensor | None, count: int) -> Tensor | None:
 
 
 def load_strictly(module: nn.Module, state: dict[str, Tensor], what: str) -> None:
-    """Loads a state dict whose keys and shapes must match exactly. Raises ValueError naming what does not."""
+    """Loads a state dict whose keys, shapes and kinds of number must match exactly; weights must be finite.
+
+    Raises ValueError naming what does not match.
+    """
     own = module.state_dict()
     missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     if missing or extra:

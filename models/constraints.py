@@ -130,7 +130,7 @@ def constrained_beam_search(
         raise ValueError(
             f"num_results = {num_results} and beam_size = {beam_size}: expected 1 <= num_results <= beam_size"
         )
-    states = max((len(machine.held) for machine in machines), default=1)
+    states = max((len(machine.held) for machine in machines), default=1)  # without machines the count is refused below
     decoder = _Decoder(models, memories, states * beam_size, max_length)
     sizes, total, device = decoder.sizes, len(decoder.images), decoder.device
     if len(machines) != total:

@@ -120,14 +120,21 @@ def load_bundle(folder: Path) -> Bundle:
             f"{where}: model.name is {system!r}, which is unknown; known: {', '.join(sorted(MODEL_CONFIGS))}"
         )
     model_config = _section(MODEL_CONFIGS[str(system)], config, "model", where)
-    model = build_model(model_config, _section(ModelSizes, config, "sizes", where))
+    sizes = _section(ModelSizes, config, "sizes", where)
+    try:
+        model = build_model(model_config, sizes)
+    except TypeError as error:
+        raise ValueError(f"{where}: sections 'model' and 'sizes' make no model: {error}") from error
     if len(vocabulary) != model.sizes.vocabulary_size:
         raise ValueError(
             f"{folder}: vocabulary.json has {len(vocabulary)} words, config.yaml says {model.sizes.vocabulary_size}"
         )
     backbone = transform = None
     if config.get("backbone") is not None:
-        backbone = Backbone(_section(BackboneConfig, config, "backbone", where))
+        try:
+            backbone = Backbone(_section(BackboneConfig, config, "backbone", where))
+        except TypeError as error:
+            raise ValueError(f"{where}: section 'backbone' makes no backbone: {error}") from error
         transform = ImageTransform(backbone.config.image_size)
         recorded = _read(folder / "preprocessing.json", lambda path: json.loads(path.read_text(encoding="utf-8")))
         if recorded != transform.describe():
@@ -139,14 +146,14 @@ def load_bundle(folder: Path) -> Bundle:
 
 
 def _read(path: Path, parse: Callable[[Path], Any]) -> Any:
-    """A part of a bundle; ValueError naming the file where it is not there or damaged."""
+    """A part of a bundle; ValueError naming the file where it is missing, damaged or not to be understood."""
     from safetensors import SafetensorError
 
     try:
         return parse(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError, SafetensorError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{path} is missing or damaged: {reason}; copy or make the bundle again") from error
+        raise ValueError(f"{path} cannot be read: {reason}") from error
 
 
 def _section(kind: type, config: Mapping[str, Any], key: str, where: str) -> Any:

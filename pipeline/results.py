@@ -102,8 +102,7 @@ def make_report(
     report = Report(
         title=config.name,
         run_id=folder.run_id,
-        protocol=f"{', '.join(config.data.test_splits)}: beam {config.evaluation.beam_size}, at most "
-        f"{config.evaluation.max_length} tokens, {first['signature']}",
+        protocol=f"{', '.join(config.data.test_splits)}: {config.evaluation.protocol}, {first['signature']}",
         score_columns=columns,
         score_rows=rows,
         stages=stages,

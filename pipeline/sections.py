@@ -216,6 +216,12 @@ class EvaluationSection(Section):
     precision: Literal["float32", "bfloat16"] = "float32"  # bfloat16: autocast, faster where the processor has it
     constraints: str | None = None  # a file of words that captions must hold; `pipeline.constraint_files` has its form
 
+    @property
+    def protocol(self) -> str:
+        """How captions were found, as reports say it."""
+        rough = "" if self.precision == "float32" else f", {self.precision}"
+        return f"beam {self.beam_size}, at most {self.max_length} tokens{rough}"
+
     @model_validator(mode="after")
     def _fits_the_beam(self) -> EvaluationSection:
         if self.num_results > self.beam_size:

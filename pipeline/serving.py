@@ -27,6 +27,7 @@ from pipeline.storage import place
 
 MAX_PIXELS = 100_000_000
 BATCH = 16  # images at a time, however many are asked for
+PRECISIONS = ("float32", "bfloat16")
 
 
 class CaptionService:
@@ -36,6 +37,8 @@ class CaptionService:
     """
 
     def __init__(self, bundle: Bundle, *, beam_size: int = 5, max_length: int = 20, precision: str = "float32") -> None:
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision is {precision!r}; expected {' or '.join(PRECISIONS)}")
         if bundle.transform is None:
             raise ValueError("this bundle has no backbone: it captions stored features, not images")
         self.bundle, self.beam_size, self.max_length = bundle, beam_size, max_length

@@ -202,7 +202,7 @@ def register_model(folder: RunFolder, config: RunConfig, bundle: Path, scores: d
             pip_requirements=[f"{package}=={_version(package)}" for package in packages],
             signature=_signature(),
             input_example=_example(),
-            model_config={"beam_size": config.evaluation.beam_size, "max_length": config.evaluation.max_length},
+            model_config={name: getattr(config.evaluation, name) for name in ("beam_size", "max_length", "precision")},
         )
         version = mlflow.register_model(logged.model_uri, name, tags={k: f"{v:.4f}" for k, v in scores.items()})
     return f"{name}/{version.version}"

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +30,7 @@ from pipeline.explain import caption_picture, grid_of, heat_map, region_maps
 from pipeline.image_files import find_images
 from pipeline.serving import CaptionService
 from pipeline.text import Vocabulary
+from tests.conftest import ROOT
 
 SWIN = BackboneConfig(image_size=32, embed_dim=8, depths=(1, 2), num_heads=(1, 2), window_size=4)
 WORDS = Vocabulary.build([["a", "red", "cat", "sits", "on", "the", "mat"]] * 3, 1)
@@ -77,6 +80,8 @@ def test_files_folders_and_patterns_are_found_once_in_order(tmp_path: Path) -> N
 
 def test_captions_of_a_batch_are_those_of_each_image_alone(bundle: Path, tmp_path: Path) -> None:
     names = write_images(tmp_path, 5)
+    with pytest.raises(ValueError, match="precision is 'bf16'; expected float32 or bfloat16"):
+        CaptionService(load_bundle(bundle), precision="bf16")
     service = CaptionService(load_bundle(bundle), beam_size=3, max_length=9)
     pixels = [service.pixels(Path(name).read_bytes()) for name in names]
     together = service.caption(torch.stack(pixels), 3)
@@ -135,6 +140,9 @@ def test_a_killed_job_continues_and_another_model_is_refused(
     save_file({name: tensor + 1 for name, tensor in weights.items()}, other / "model.safetensors")
     with pytest.raises(UserError, match="was written with"):
         caption(names, str(other), out=out)
+    out.write_text(json.dumps({"image": names[0], "caption": "a", "beam_size": 5}) + "\n")  # an earlier version's
+    with pytest.raises(UserError, match="was written with"):
+        caption(names, str(bundle), out=out)
     out.write_text('{"other": 1}\n')
     with pytest.raises(UserError, match="line 1 is not a caption of this"):
         caption(names, str(bundle), out=out)
@@ -164,18 +172,22 @@ def test_file_names_that_are_no_utf_8_are_written_and_found_again(bundle: Path, 
         assert caption([str(tmp_path / "images")], str(bundle), out=out) == 0
         (line,) = out.read_text(encoding="utf-8").splitlines()
         assert json.loads(line)["image"] == strange
+    command = [sys.executable, "-m", "jobs", "caption", str(tmp_path / "images"), "--model", str(bundle), "--json"]
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    said = subprocess.run(command, cwd=ROOT, env=strict, capture_output=True, text=True, check=True).stdout
+    assert json.loads(said)["image"] == strange
 
 
 @pytest.mark.parametrize(
     ("part", "content", "words"),
     [
-        ("model.safetensors", b"", "model.safetensors is missing or damaged"),
-        ("model.safetensors", b"\x10" * 50, "model.safetensors is missing or damaged"),
-        ("config.yaml", b"format: [1", "config.yaml is missing or damaged"),
-        ("config.yaml", b"\xff\xfe", "config.yaml is missing or damaged"),
-        ("vocabulary.json", b'["a', "vocabulary.json is missing or damaged"),
-        ("preprocessing.json", b"{", "preprocessing.json is missing or damaged"),
-        ("preprocessing.json", None, "preprocessing.json is missing or damaged"),
+        ("model.safetensors", b"", "model.safetensors cannot be read"),
+        ("model.safetensors", b"\x10" * 50, "model.safetensors cannot be read"),
+        ("config.yaml", b"format: [1", "config.yaml cannot be read"),
+        ("config.yaml", b"\xff\xfe", "config.yaml cannot be read"),
+        ("vocabulary.json", b'["a', "vocabulary.json cannot be read"),
+        ("preprocessing.json", b"{", "preprocessing.json cannot be read"),
+        ("preprocessing.json", None, "preprocessing.json cannot be read"),
     ],
 )
 def test_damaged_bundles_are_said(bundle: Path, tmp_path: Path, part: str, content: bytes | None, words: str) -> None:
@@ -196,6 +208,7 @@ def test_bundles_with_wrong_values_are_said(bundle: Path, tmp_path: Path) -> Non
     for change, words in (
         ((r"heads: \d+", "heads: four"), "section 'model' lacks a value, or one is of another type"),
         ((r"\n +eos: \d+", ""), "section 'sizes' lacks a value"),
+        ((r"d_model: \d+", "d_model: 16.0"), "make no model"),
     ):
         (folder / "config.yaml").write_text(re.sub(*change, config, count=1))
         with pytest.raises(UserError, match=words):
