@@ -22,6 +22,17 @@ if TYPE_CHECKING:
 SECTIONS = ("model", "backbone")
 
 
+class Order(NamedTuple):
+    """What is to be imported: files, where to, the checked settings of each section, the overrides for a backbone."""
+
+    checkpoint: Path
+    tokens: Path
+    out: Path
+    given: dict[str, dict[str, Any]]
+    backbone_file: Path | None
+    for_backbone: Sequence[str]
+
+
 def import_checkpoint(
     source: str,
     *,
@@ -55,7 +66,7 @@ def import_checkpoint(
     given = read_settings(config, overrides, FORMATS[source].config)
     for_backbone = [override for override in overrides if override.startswith("backbone.")]
     try:
-        FORMATS[source].importer(checkpoint, tokens, out, given, backbone, for_backbone)
+        FORMATS[source].importer(Order(checkpoint, tokens, out, given, backbone, for_backbone))
     except UserError:
         raise
     except ValueError as error:
@@ -110,14 +121,7 @@ def _checked(section: str, kind: type, values: dict[str, Any]) -> dict[str, Any]
     return checked
 
 
-def _import_expansionnet(
-    checkpoint: Path,
-    tokens: Path,
-    out: Path,
-    given: dict[str, dict[str, Any]],
-    backbone_file: Path | None,
-    for_backbone: Sequence[str],
-) -> None:
+def _import_expansionnet(order: Order) -> None:
     from models import convert
     from models.backbone import Backbone, load_swin, read_tensors
     from models.base import load_strictly
@@ -125,6 +129,7 @@ def _import_expansionnet(
     from models.registry import build_model
     from pipeline.upstream import read_expansionnet_vocabulary
 
+    checkpoint, tokens, out, given, backbone_file, for_backbone = order
     print(f"Importing {checkpoint} (ExpansionNet v2) with the vocabulary {tokens} into {out}", flush=True)
     vocabulary = read_expansionnet_vocabulary(tokens)
     tensors = read_tensors(checkpoint)
@@ -171,14 +176,7 @@ def _import_expansionnet(
     print(f"The bundle: {out}")
 
 
-def _import_meshed_memory(
-    checkpoint: Path,
-    tokens: Path,
-    out: Path,
-    given: dict[str, dict[str, Any]],
-    backbone_file: Path | None,
-    for_backbone: Sequence[str],
-) -> None:
+def _import_meshed_memory(order: Order) -> None:
     from models import convert_meshed as convert
     from models.backbone import read_tensors
     from models.base import load_strictly
@@ -187,6 +185,7 @@ def _import_meshed_memory(
     from models.registry import build_model
     from pipeline.upstream import read_meshed_vocabulary
 
+    checkpoint, tokens, out, given, backbone_file, for_backbone = order
     if backbone_file is not None or for_backbone:
         raise UserError(
             "the Meshed-Memory Transformer works on region features; leave --backbone out, and what is set for it"
@@ -222,7 +221,7 @@ def _save(out: Path, captioner: Captioner, vocabulary: Vocabulary, *, name: str,
 class Format(NamedTuple):
     """How an upstream project's files are read, and what its model's settings are."""
 
-    importer: Callable[[Path, Path, Path, dict[str, dict[str, Any]], Path | None, Sequence[str]], None]
+    importer: Callable[[Order], None]
     config: type
 
 
