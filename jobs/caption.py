@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.bundle import Bundle, load_bundle
+from pipeline.captioning.bundle import Bundle, load_bundle
+from pipeline.data.image_paths import find_images
 from pipeline.errors import UserError
-from pipeline.image_files import find_images
-from pipeline.storage import place
+from pipeline.storage.path import place
 
 MANY = 2_000  # images from which a local Ray is worth its start
 BATCH = 16
@@ -40,7 +40,7 @@ def caption(
     """
     if not 1 <= num_results <= beam_size:
         raise UserError(f"--n-best {num_results}: expected 1 to the beam's size, {beam_size}")
-    from pipeline.serving import PRECISIONS
+    from pipeline.captioning.service import PRECISIONS
 
     if precision not in PRECISIONS:
         raise UserError(f"--precision {precision!r}: expected {' or '.join(PRECISIONS)}")
@@ -127,9 +127,9 @@ def _here(
 
     import torch
 
-    from pipeline.images import BadImage
-    from pipeline.processor import prepare_processor
-    from pipeline.serving import CaptionService
+    from pipeline.captioning.service import CaptionService
+    from pipeline.data.images import BadImage
+    from pipeline.runtime.cpu import prepare_processor
 
     prepare_processor()
     settings = dict(settings)
@@ -166,7 +166,7 @@ def _through_ray(
 ) -> Iterator[dict[str, Any]]:
     """Captions through Ray Data: `folder` must be readable from every node."""
     from jobs.cluster import connect
-    from pipeline.bulk import caption_stream
+    from pipeline.captioning.ray_data import caption_stream
 
     connect(address)
     for name, found, error in caption_stream(names, folder.absolute(), settings):
@@ -194,10 +194,10 @@ def _draw(path: Path, name: str, service: Any, pixels: Any, caption: str) -> dic
 
     Returns how exact the attribution is, for the caption's row.
     """
-    from pipeline.cluster_pictures import write_cluster_picture
-    from pipeline.explain import write_caption_picture
-    from pipeline.images import decode_image
-    from pipeline.serving import MAX_PIXELS
+    from pipeline.captioning.service import MAX_PIXELS
+    from pipeline.data.images import decode_image
+    from pipeline.reports.cluster_pictures import write_cluster_picture
+    from pipeline.reports.heat_maps import write_caption_picture
 
     image, words = decode_image(place(name).read_bytes(), MAX_PIXELS), caption.split()
     maps = service.attention(pixels, caption).float().numpy()

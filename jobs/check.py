@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pipeline.config import RunConfig
+from pipeline.config.run import RunConfig
 
 
 def check(config: RunConfig, json_file: Path | None = None) -> int:
     """Prints the findings, and writes them as JSON on request. Returns 1 when training on the data would be wrong."""
-    from pipeline.check import check_data
+    from pipeline.runs.check import check_data
 
     found = check_data(config, print)
     facts = found.facts

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from jobs.cli_bench import bench
+from jobs.bench.command import bench
 from jobs.cli_cluster import PASSES_ON, doctor, submit
 from pipeline.errors import UserError
 
@@ -42,7 +42,7 @@ def run(config: Config, set_: Set = None, address: Address = None) -> None:
 
     Example: raycap run configs/demo.yaml --set seed=1
     """
-    from pipeline.config import load_config
+    from pipeline.config.run import load_config
 
     parsed = load_config(config, set_ or ())
     from jobs.run import run as run_all
@@ -60,7 +60,7 @@ def check(
 
     Example: raycap check configs/coco_subset.yaml --set data.root=/path/to/folder
     """
-    from pipeline.config import load_config
+    from pipeline.config.run import load_config
 
     parsed = load_config(config, set_ or ())
     from jobs.check import check as check_data
@@ -79,7 +79,7 @@ def extract(
 
     Example: raycap extract configs/coco_subset.yaml --set data.root=/path/to/folder --verify
     """
-    from pipeline.config import load_config
+    from pipeline.config.run import load_config
 
     parsed = load_config(config, set_ or ())
     from jobs.extract import extract as extract_features
@@ -129,7 +129,7 @@ def evaluate(
 
     Example: raycap evaluate configs/demo.yaml --stage xe_finetune --split test
     """
-    from pipeline.config import load_config
+    from pipeline.config.run import load_config
 
     parsed = load_config(config, set_ or ())
     from jobs.evaluate import evaluate as evaluate_splits
@@ -188,7 +188,7 @@ def tune(
 
     Example: raycap tune configs/search_demo.yaml --set budget.trials=16
     """
-    from jobs.tune import tune as search
+    from jobs.tune.command import tune as search
 
     return search(config, set_ or [], address, retry_failed=retry_failed)
 
@@ -246,7 +246,7 @@ def retrain(
 
     Example: raycap retrain configs/retrain_demo.yaml
     """
-    from pipeline.config import load_config
+    from pipeline.config.run import load_config
 
     parsed = load_config(config, set_ or ())
     from jobs.retrain import retrain as retrain_champion

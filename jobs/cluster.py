@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable
 
-from pipeline.config import RunConfig
+from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
 
 

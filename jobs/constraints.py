@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.constraint_files import unknown_words, write_constraints
-from pipeline.detections import EXCLUDED, choose_constraints, read_detections, read_hierarchy
+from pipeline.captioning.constraints import unknown_words, write_constraints
+from pipeline.captioning.detections import EXCLUDED, choose_constraints, read_detections, read_hierarchy
+from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
-from pipeline.text import Vocabulary
 
 
 def constraints(

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pipeline.config import RunConfig
-from pipeline.doctor import Finding, as_json, examine
+from pipeline.cluster.doctor import Finding, as_json, examine
+from pipeline.config.run import RunConfig
 
 
 def doctor(
@@ -38,13 +38,13 @@ def doctor(
 
 def _read(path: Path | None, overrides: Sequence[str]) -> RunConfig | None:
     """A run's configuration, or the one that a search starts from."""
-    from pipeline.config import parse_config, read_values
+    from pipeline.config.run import parse_config, read_values
 
     if path is None:
         return None
     values = read_values(path, overrides)
     if "space" in values or "rows" in values:
-        from pipeline.search import load_search
+        from pipeline.search.spec import load_search
 
         return load_search(path, overrides).base
     return parse_config(values)

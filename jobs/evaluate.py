@@ -11,13 +11,13 @@ from typing import Any
 
 from jobs.cluster import start_ray
 from models.constraints import Machine
-from pipeline.captioning import Hypothesis
-from pipeline.config import RunConfig
-from pipeline.dataset import Dataset
+from pipeline.captioning.captioning import Hypothesis
+from pipeline.config.run import RunConfig
+from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
-from pipeline.evaluate import summarize_search
-from pipeline.metrics import Scores
-from pipeline.storage import Place, place
+from pipeline.runs.evaluation import summarize_search
+from pipeline.scoring.metrics import Scores
+from pipeline.storage.path import Place, place
 
 ALL = "all"
 
@@ -79,7 +79,7 @@ def evaluate(
             others = {image: hypotheses[0].caption for image, hypotheses in compared.items()}
         _score(entry, name, part, best, others, dataset, config, say)
         _report(folder, name, entry, part, best, others, config, members, features, say)
-    from pipeline.run_folder import write_json
+    from pipeline.runs.folder import write_json
 
     write_json(folder / "scores.json", result)
     say(f"scores       {folder / 'scores.json'}")
@@ -91,8 +91,8 @@ def evaluate(
 
 def _data(config: RunConfig, with_keys: bool, say: Callable[[str], None]) -> Dataset:
     """The annotations as they are: an image without a caption can be captioned, if not scored."""
-    from pipeline.dataset import read_annotations
-    from pipeline.inputs import data_root, snapshot_of
+    from pipeline.data.dataset import read_annotations
+    from pipeline.data.loading import data_root, snapshot_of
 
     dataset, _ = read_annotations(config.data, data_root(config, say), config.storage.options)
     return snapshot_of(dataset, config)[0].known() if with_keys else dataset
@@ -100,9 +100,9 @@ def _data(config: RunConfig, with_keys: bool, say: Callable[[str], None]) -> Dat
 
 def _regions(dataset: Dataset, config: RunConfig, say: Callable[[str], None]) -> tuple[Dataset, str]:
     """The images of which features.hdf5 has regions, and the store with them."""
-    from pipeline.regions import import_regions, keyed_by_id
+    from pipeline.features.regions import import_regions
 
-    dataset = keyed_by_id(dataset)
+    dataset = dataset.keyed_by_id()
     store, bad = import_regions(dataset, config, lambda text: say(f"features  {text}"))
     if bad:
         say(f"features  {len(bad)} images are left out: {store / 'quarantine.parquet'} says why")
@@ -111,8 +111,8 @@ def _regions(dataset: Dataset, config: RunConfig, say: Callable[[str], None]) ->
 
 def _machines(file: Path, bundle: Path, parts: dict[str, Dataset]) -> dict[int, Machine]:
     """The constraints of the images in `parts`; UserError where none of them has any."""
-    from pipeline.constraint_files import build_machines, read_constraints
-    from pipeline.text import Vocabulary
+    from pipeline.captioning.constraints import build_machines, read_constraints
+    from pipeline.data.vocabulary import Vocabulary
 
     images = {image for part in parts.values() for image in part.column("image_id")}
     own = {image: words for image, words in read_constraints(file).items() if image in images}
@@ -132,7 +132,7 @@ def _part(dataset: Dataset, name: str) -> Dataset:
 
 
 def _bundle(model: str, option: str, features: str | None) -> Path:
-    from pipeline.bundle import load_bundle
+    from pipeline.captioning.bundle import load_bundle
 
     folder = Path(model).absolute()
     if not folder.is_dir():
@@ -151,9 +151,9 @@ def _bundle(model: str, option: str, features: str | None) -> Path:
 
 def _run_bundle(config: RunConfig, stage: str | None, say: Callable[[str], None]) -> Path:
     """The bundle of the configuration's own run, written when it is not there yet."""
-    from pipeline.inputs import find_data
-    from pipeline.prepare import open_run
-    from pipeline.run_bundle import bundle_path, bundle_run
+    from pipeline.data.loading import find_data
+    from pipeline.runs.prepare import open_run
+    from pipeline.runs.run_bundle import bundle_path, bundle_run
 
     dataset, _ = find_data(config, say)
     folder = open_run(config, dataset.known().fingerprint())
@@ -219,12 +219,12 @@ def _share(
     count: int,
     machines: dict[int, Machine],
 ) -> tuple[dict[int, list[Hypothesis]], dict[int, str]]:
-    from pipeline.batches import Images
-    from pipeline.bundle import load_bundle
-    from pipeline.captioning import caption_share
-    from pipeline.context import device_for
-    from pipeline.processor import prepare_processor
-    from pipeline.store import open_store
+    from pipeline.captioning.bundle import load_bundle
+    from pipeline.captioning.captioning import caption_share
+    from pipeline.features.model_inputs import Images
+    from pipeline.features.store import open_store
+    from pipeline.runtime.context import device_for
+    from pipeline.runtime.cpu import prepare_processor
 
     prepare_processor(config.workers.threads_per_worker)
     device = device_for(config.workers.gpus_per_worker)
@@ -259,8 +259,8 @@ def _write_captions(
     say: Callable[[str], None],
 ) -> dict[int, str]:
     """predictions-SPLIT.json, the n best where there are several, the server's files; the best captions."""
-    from pipeline.evaluate import write_predictions
-    from pipeline.run_folder import write_text
+    from pipeline.runs.evaluation import write_predictions
+    from pipeline.runs.folder import write_text
 
     best = {image: hypotheses[0].caption for image, hypotheses in found.items()}
     write_predictions(folder / f"predictions-{split}.json", best)
@@ -301,10 +301,10 @@ def _score(
 ) -> None:
     """Scores of one split into its entry; without references there are captions only."""
     from jobs.score import format_scores
-    from pipeline.metrics import score_captions
-    from pipeline.paired import paired_difference
-    from pipeline.published import published_rows
-    from pipeline.synthetic import main_object_accuracy
+    from pipeline.data.synthetic import main_object_accuracy
+    from pipeline.scoring.bootstrap import paired_difference
+    from pipeline.scoring.metrics import score_captions
+    from pipeline.scoring.published import published_rows
 
     references = {image: captions for image, captions in part.references().items() if captions and image in best}
     if not references:
@@ -365,8 +365,8 @@ def _report(
     if "scores" not in entry:
         return
     from jobs.gallery import with_attention
-    from pipeline.report import Report, ReportImage, write_report
-    from pipeline.results import published_table, score_table
+    from pipeline.reports.page import Report, ReportImage, write_report
+    from pipeline.runs.summary import published_table, score_table
 
     table = {"splits": {split: entry, **({f"{split}, the other": entry["compared"]} if others else {})}}
     if others:

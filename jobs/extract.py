@@ -12,12 +12,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from jobs.cluster import start_ray
-from pipeline.config import RunConfig
-from pipeline.dataset import Dataset
+from pipeline.config.run import RunConfig
+from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
-from pipeline.features import Extractor
-from pipeline.storage import Place
-from pipeline.store import FeatureStore
+from pipeline.features.extraction import Extractor
+from pipeline.features.store import FeatureStore
+from pipeline.storage.path import Place
 
 
 def extract(
@@ -28,14 +28,14 @@ def extract(
     1 when more than `data.max_bad_fraction` of the images give none, or `verify` finds damage; UserError before
     anything is computed for what the user can mend.
     """
-    from pipeline.inputs import read_data, snapshot_of
+    from pipeline.data.loading import read_data, snapshot_of
 
     begin = time.monotonic()
     dataset = read_data(config, say)
     say(f"data         {len(dataset)} images in {len(set(dataset.column('split')))} splits")
     dataset, unreadable = snapshot_of(dataset, config)
     if config.features.hdf5 is not None:
-        from pipeline.regions import import_regions
+        from pipeline.features.regions import import_regions
 
         folder, bad = import_regions(dataset, config, say)
     else:
@@ -60,7 +60,7 @@ def extract(
 def _compute(
     dataset: Dataset, unreadable: dict[str, str], config: RunConfig, address: str | None, say: Callable[[str], None]
 ) -> tuple[Place, dict[str, str]]:
-    from pipeline.features import extract as extract_features
+    from pipeline.features.extraction import extract as extract_features
 
     _refuse_when_unusable(dataset, unreadable, config)
     place, backbone = config.storage_place, replace(config.backbone, weights="none")
@@ -86,8 +86,8 @@ def initial_weights(config: RunConfig, scratch: Path) -> Path:
         if kept.is_remote:
             path.write_bytes(kept.read_bytes())
         return path
-    from pipeline.prepare import initial_backbone
-    from pipeline.weights import save_weights
+    from pipeline.runs.prepare import initial_backbone
+    from pipeline.runtime.weights import save_weights
 
     save_weights(initial_backbone(config), path)
     if kept.is_remote:

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.config import RunConfig
-from pipeline.dataset import Dataset
-from pipeline.report import MAX_IMAGES, ReportImage, choose_images
-from pipeline.storage import Place, place
+from pipeline.config.run import RunConfig
+from pipeline.data.dataset import Dataset
+from pipeline.reports.page import MAX_IMAGES, ReportImage, choose_images
+from pipeline.storage.path import Place, place
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pipeline.bundle import Bundle
+    from pipeline.captioning.bundle import Bundle
 
 ATTRIBUTED = 24  # pictures with attributions: a backward pass for each word and step
 STEPS = 16  # of the integral; the picture does not change with more
@@ -65,14 +65,14 @@ def _maps(
     """The fields of a `ReportImage` that a model gives, of each image."""
     import torch
 
-    from models.attention import cross_attention
+    from models.attention_maps import cross_attention
     from models.attribution import integrated_gradients
     from models.cluster_groups import find_clusters
-    from pipeline.bundle import load_bundle
-    from pipeline.cluster_pictures import layer_colors
-    from pipeline.context import device_for
-    from pipeline.explain import region_maps
-    from pipeline.processor import prepare_processor
+    from pipeline.captioning.bundle import load_bundle
+    from pipeline.reports.cluster_pictures import layer_colors
+    from pipeline.reports.heat_maps import region_maps
+    from pipeline.runtime.context import device_for
+    from pipeline.runtime.cpu import prepare_processor
 
     prepare_processor(config.workers.threads_per_worker)
     loaded = load_bundle(bundle)
@@ -110,10 +110,10 @@ def _inputs(
     """Each image's features (N, C), the boxes (N, 4) of regions, and for them the picture's width and height."""
     import torch
 
-    from pipeline.batches import Images
-    from pipeline.images import BadImage, decode_image
-    from pipeline.serving import MAX_PIXELS, CaptionService
-    from pipeline.store import open_store
+    from pipeline.captioning.service import MAX_PIXELS, CaptionService
+    from pipeline.data.images import BadImage, decode_image
+    from pipeline.features.model_inputs import Images
+    from pipeline.features.store import open_store
 
     if loaded.transform is not None:
         service = CaptionService(loaded)

@@ -17,7 +17,7 @@ from pipeline.errors import UserError
 
 if TYPE_CHECKING:
     from models.captioner import Captioner
-    from pipeline.text import Vocabulary
+    from pipeline.data.vocabulary import Vocabulary
 
 SECTIONS = ("model", "backbone")
 
@@ -127,7 +127,7 @@ def _import_expansionnet(order: Order) -> None:
     from models.base import load_strictly
     from models.captioner import Captioner
     from models.registry import build_model
-    from pipeline.upstream import read_expansionnet_vocabulary
+    from pipeline.captioning.upstream import read_expansionnet_vocabulary
 
     checkpoint, tokens, out, given, backbone_file, for_backbone = order
     print(f"Importing {checkpoint} (ExpansionNet v2) with the vocabulary {tokens} into {out}", flush=True)
@@ -183,7 +183,7 @@ def _import_meshed_memory(order: Order) -> None:
     from models.captioner import Captioner
     from models.convert import imported_sizes
     from models.registry import build_model
-    from pipeline.upstream import read_meshed_vocabulary
+    from pipeline.captioning.upstream import read_meshed_vocabulary
 
     checkpoint, tokens, out, given, backbone_file, for_backbone = order
     if backbone_file is not None or for_backbone:
@@ -210,7 +210,7 @@ def _import_meshed_memory(order: Order) -> None:
 
 
 def _save(out: Path, captioner: Captioner, vocabulary: Vocabulary, *, name: str, info: dict[str, Any]) -> None:
-    from pipeline.bundle import save_bundle
+    from pipeline.captioning.bundle import save_bundle
 
     try:
         save_bundle(out, captioner, vocabulary, name=name, info=info)

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from jobs.cluster import start_ray
-from pipeline.config import RunConfig
-from pipeline.dataset import Dataset
-from pipeline.retrain import Trained
-from pipeline.storage import Place
+from pipeline.config.run import RunConfig
+from pipeline.data.dataset import Dataset
+from pipeline.retrain.retrain import Trained
+from pipeline.storage.path import Place
 
 
 def retrain(
     config: RunConfig, *, roll_back: bool = False, address: str | None = None, say: Callable[[str], None] = print
 ) -> int:
     """One retraining, or a rollback; the exit code. Raises UserError for what the user can mend."""
-    from pipeline.retrain import retrain as retrain_once
-    from pipeline.retrain import rollback
+    from pipeline.retrain.retrain import retrain as retrain_once
+    from pipeline.retrain.retrain import rollback
 
     return rollback(config, say) if roll_back else retrain_once(config, RayWork(address, say), say)
 
@@ -34,7 +34,7 @@ class RayWork:
     def train(self, config: RunConfig) -> Trained:
         """The whole of `raycap run`: extraction of what is new, every stage, evaluation, report, registration."""
         from jobs.run import run
-        from pipeline.run_bundle import local_bundle
+        from pipeline.runs.run_bundle import local_bundle
 
         folder = run(config, self.address, lambda text: self.say("\n".join(f"  {line}" for line in text.split("\n"))))
         return Trained(folder.run_id, local_bundle(folder), folder.facts["data_fingerprint"])
@@ -54,12 +54,11 @@ class RayWork:
 def _caption(
     bundle: Place, files: dict[str, str], rows: pa.Table, config: RunConfig, rank: int, count: int
 ) -> dict[int, str]:
-    from pipeline.batches import Images
-    from pipeline.bundle import load_bundle
-    from pipeline.bundle_files import bundle_digests, fetched
-    from pipeline.captioning import caption_share
-    from pipeline.context import device_for
-    from pipeline.processor import prepare_processor
+    from pipeline.captioning.bundle import bundle_digests, fetched, load_bundle
+    from pipeline.captioning.captioning import caption_share
+    from pipeline.features.model_inputs import Images
+    from pipeline.runtime.context import device_for
+    from pipeline.runtime.cpu import prepare_processor
 
     workers, part = config.workers, Dataset(rows)
     prepare_processor(workers.threads_per_worker)

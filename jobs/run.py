@@ -13,15 +13,15 @@ from typing import Any
 
 from jobs.cluster import start_ray
 from models.constraints import Machine
-from pipeline.config import RunConfig, dump_config, total_steps
-from pipeline.dataset import Dataset
+from pipeline.config.run import RunConfig, dump_config, total_steps
+from pipeline.config.sections import StageSection
+from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
-from pipeline.journal import JOURNAL_EVERY_S, Follower
-from pipeline.run_folder import JOURNAL, RunFolder, is_alone, read_json, write_json, write_text
-from pipeline.sections import StageSection
-from pipeline.storage import Place
-from pipeline.tracker import Tracker
-from pipeline.tracking import public_uri
+from pipeline.runs.folder import JOURNAL, RunFolder, is_alone, read_json, write_json, write_text
+from pipeline.runs.journal import JOURNAL_EVERY_S, Follower
+from pipeline.storage.path import Place
+from pipeline.tracking.mlflow_client import public_uri
+from pipeline.tracking.run_tracker import Tracker
 
 
 def run(config: RunConfig, address: str | None = None, say: Callable[[str], None] = print) -> RunFolder:
@@ -30,7 +30,7 @@ def run(config: RunConfig, address: str | None = None, say: Callable[[str], None
     Raises UserError for what the user can mend before anything long starts.
     """
     from jobs.sync import register
-    from pipeline.prepare import prepare
+    from pipeline.runs.prepare import prepare
 
     begin = time.monotonic()
     folder = prepare(config, say)
@@ -55,7 +55,7 @@ def run(config: RunConfig, address: str | None = None, say: Callable[[str], None
 
 def train(config: RunConfig, address: str | None = None, say: Callable[[str], None] = print) -> RunFolder:
     """The stages of a run without evaluation and registration; `run` goes on from there."""
-    from pipeline.prepare import prepare
+    from pipeline.runs.prepare import prepare
 
     folder = prepare(config, say)
     if not all(folder.result(stage.name) for stage in config.stages):
@@ -147,7 +147,7 @@ class _Run:
             return
         import ray
 
-        from pipeline.trial import trial_steps
+        from pipeline.training.dry_run import trial_steps
 
         self._start_ray()
         with self._timed("trial steps"):
@@ -206,10 +206,10 @@ class _Run:
     def _stored(self, part: Dataset, before: StageSection | None) -> tuple[Place, dict[str, str]]:
         """The store, and {key: reason} of images that gave no features."""
         if self.config.features.hdf5 is not None:
-            from pipeline.regions import import_regions
+            from pipeline.features.regions import import_regions
 
             return import_regions(part, self.config, lambda text: self.say(f"features  {text}"))
-        from pipeline.features import Extractor, extract
+        from pipeline.features.extraction import Extractor, extract
 
         backbone = replace(self.config.backbone, weights="none")
         weights = self.folder.weights_before(before, "backbone")
@@ -225,7 +225,7 @@ class _Run:
 
     def _train(self, group: list[StageSection], store: Place | None) -> None:
         from jobs.train import fit
-        from pipeline.loop import StageJob
+        from pipeline.training.loop import StageJob
 
         self._start_ray()
         names = tuple(stage.name for stage in group)
@@ -235,11 +235,11 @@ class _Run:
         self.folder.pull("stages")
 
     def _evaluate(self) -> None:
-        from jobs.caption_split import caption_splits
+        from jobs.caption_tasks import caption_splits
         from jobs.gallery import with_attention
-        from pipeline.evaluate import evaluate_run, flat_scores, summarize_search, write_predictions
-        from pipeline.results import format_table, make_report, report_images, score_table
-        from pipeline.run_bundle import bundle_place, bundle_run
+        from pipeline.runs.evaluation import evaluate_run, flat_scores, summarize_search, write_predictions
+        from pipeline.runs.run_bundle import bundle_place, bundle_run
+        from pipeline.runs.summary import format_table, make_report, report_images, score_table
 
         folder, config = self.folder, self.config
         splits = (*config.data.test_splits, config.data.val_split)
@@ -288,7 +288,7 @@ class _Run:
 
     def _machines(self, dataset: Dataset) -> dict[int, Machine]:
         """The constraints of test images, where the configuration names a file."""
-        from pipeline.constraint_files import build_machines, read_constraints
+        from pipeline.captioning.constraints import build_machines, read_constraints
 
         file = self.config.evaluation.constraints
         if file is None:

@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.caption_files import read_predictions, read_references, shorten
 from pipeline.errors import UserError
-from pipeline.metrics import METRICS, Scores, score_captions
+from pipeline.scoring.metrics import METRICS, Scores, score_captions
+from pipeline.scoring.result_files import read_predictions, read_references, shorten
 
 
 def score(

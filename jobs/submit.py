@@ -16,20 +16,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import RunConfig, load_config
-from pipeline.errors import UserError
-from pipeline.jobs_api import OVER, JobsServer, UnreachableError
-from pipeline.packing import pack
-from pipeline.submission import (
+from pipeline.cluster.jobs_api import OVER, JobsServer, UnreachableError
+from pipeline.cluster.packaging import pack
+from pipeline.cluster.submission import (
     Submission,
     check_places,
     check_texts,
     package_files,
-    project_root,
     requirements,
     secret_names,
     variables,
 )
+from pipeline.config.run import RunConfig, load_config
+from pipeline.errors import UserError
+from pipeline.version import project_root
 
 Say = Callable[[str], None]
 POLL_S = 2.0
@@ -100,7 +100,7 @@ def _parse(command: str, config: Path, arguments: Sequence[str]) -> RunConfig:
     """The run's configuration as the job will read it; UserError for a command line that the job would refuse."""
     overrides = command_overrides(command, config, arguments)
     if command == "tune":
-        from pipeline.search import load_search
+        from pipeline.search.spec import load_search
 
         return load_search(config, overrides).base
     return load_config(config, overrides)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from pipeline.config import RunConfig, load_config, parse_config, read_values
+from pipeline.config.run import RunConfig, load_config, parse_config, read_values
 from pipeline.errors import UserError
-from pipeline.run_folder import RunFolder, is_alone, read_json
-from pipeline.storage import Place
-from pipeline.tracker import Tracker, register_run
-from pipeline.tracking import ending, known_trackers, public_uri
+from pipeline.runs.folder import RunFolder, is_alone, read_json
+from pipeline.storage.path import Place
+from pipeline.tracking.mlflow_client import ending, known_trackers, public_uri
+from pipeline.tracking.run_tracker import Tracker, register_run
 
 Say = Callable[[str], None]
 Runs = Iterator[tuple[RunFolder, RunConfig]]

@@ -1,4 +1,4 @@
-"""Training stages on Ray Train: one fit over data-parallel workers, each running `pipeline.loop`."""
+"""Training stages on Ray Train: one fit over data-parallel workers, each running `pipeline.training.loop`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import shutil
 import uuid
 from typing import Any
 
-from pipeline.config import RunConfig
-from pipeline.loop import AbandonedError, DivergedError, StageJob, train_stages
-from pipeline.storage import Place
+from pipeline.config.run import RunConfig
+from pipeline.storage.path import Place
+from pipeline.training.loop import AbandonedError, DivergedError, StageJob, train_stages
 
 
 class StageFailedError(RuntimeError):
@@ -60,7 +60,7 @@ def failure_file(job: StageJob) -> Place:
 
 
 def _worker(settings: dict[str, Any]) -> None:
-    from pipeline.context import RayContext
+    from pipeline.runtime.context import RayContext
 
     job: StageJob = settings["job"]
     if failure_file(job).exists():

@@ -41,7 +41,7 @@ from models.base import (
     check_positions,
     real_tokens,
 )
-from models.cache import TreeCache, TreeSlots
+from models.beam_cache import TreeCache, TreeSlots
 from models.clusters import Arrangement, ClusterMaps, Layout, State, arrange_regions, window_matrix
 from models.config import ClustFormerConfig
 from models.layers import (
@@ -57,7 +57,7 @@ from models.layers import (
     xavier_blocks_,
 )
 from models.packed import Linear
-from models.words import word_embedding, word_output
+from models.token_embeddings import word_embedding, word_output
 
 
 class ClusteredAttention(nn.Module):

@@ -11,8 +11,8 @@ class ModelConfig:
     """What every captioner has, apart from what the data decide (`ModelSizes`); each system adds its own keys.
 
     `word_vectors`: a text file in GloVe's form whose vectors, `word_vector_width` numbers wide, are the words' on both
-    ends of the decoder (`models/words.py`); they are trained on only with `train_word_vectors`. A width without a file
-    is a model that was built so before: its bundle holds the vectors.
+    ends of the decoder (`models/token_embeddings.py`); they are trained on only with `train_word_vectors`. A width
+    without a file is a model that was built so before: its bundle holds the vectors.
 
     Raises ValueError for sizes that do not fit.
     """

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -26,7 +27,7 @@ from models.base import (
     check_positions,
     real_tokens,
 )
-from models.cache import TreeCache, TreeSlots
+from models.beam_cache import TreeCache, TreeSlots
 from models.config import ExpansionNetConfig
 from models.expansion import DynamicExpansion, Expansion, StaticExpansion
 from models.layers import (
@@ -39,7 +40,7 @@ from models.layers import (
     xavier_blocks_,
 )
 from models.packed import Linear
-from models.words import word_embedding, word_output
+from models.token_embeddings import word_embedding, word_output
 
 
 def encoder_mixer(config: ExpansionNetConfig) -> StaticExpansion | DynamicExpansion | SelfAttention:
@@ -186,3 +187,15 @@ class ExpansionNet(CaptionModel):
             y = layer.step(y, cache, index)
             outputs.append(y)
         return self.output(self.decoder_sum(outputs)), cache
+
+
+# The papers' baseline Transformer: ExpansionNet's skeleton with multi-head self-attention in place of the expansions.
+# It is in no public code (specs item 13), so no parity with anything is claimed.
+
+
+class Transformer(ExpansionNet):
+    """The expansion settings of the configuration do not apply and are taken as null."""
+
+    def __init__(self, config: ExpansionNetConfig, sizes: ModelSizes) -> None:
+        attention = replace(config, static_expansion=None, encoder_dynamic_expansion=None, dynamic_expansion=None)
+        super().__init__(attention, sizes)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.cache import TreeSlots
+from models.beam_cache import TreeSlots
 from models.packed import Linear
 
 MASKED_SCORE = -1e4  # the reference's value for masked attention scores (specs item 4); finite also in float16

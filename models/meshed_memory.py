@@ -41,7 +41,7 @@ from models.base import (
     check_positions,
     real_tokens,
 )
-from models.cache import TreeCache, TreeSlots
+from models.beam_cache import TreeCache, TreeSlots
 from models.config import MeshedMemoryConfig
 from models.layers import (
     CrossAttention,
@@ -56,7 +56,7 @@ from models.layers import (
     split_heads,
 )
 from models.packed import Linear
-from models.words import word_embedding, word_output
+from models.token_embeddings import word_embedding, word_output
 
 
 class MemoryAttention(SelfAttention):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from models.base import CaptionModel, ModelConfig, ModelSizes
 from models.clustformer import ClustFormer
 from models.config import MODEL_CONFIGS
-from models.expansionnet import ExpansionNet
+from models.expansionnet import ExpansionNet, Transformer
 from models.meshed_memory import MeshedMemoryTransformer
-from models.transformer import Transformer
 
 MODELS: dict[str, type[CaptionModel]] = {
     "expansionnet_v2": ExpansionNet,

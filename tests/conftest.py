@@ -12,7 +12,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from tests.s3_server import s3_server
+from tests.support.s3_server import s3_server
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}

@@ -19,10 +19,10 @@ import pytest
 import yaml
 from PIL import Image
 
-from pipeline.storage import Place, StorageOptions, place
-from pipeline.store import FeatureStore
+from pipeline.features.store import FeatureStore
+from pipeline.storage.path import Place, StorageOptions, place
 from tests.conftest import ROOT, small_config
-from tests.s3_server import CREDENTIALS, s3_server
+from tests.support.s3_server import CREDENTIALS, s3_server
 
 NUM_IMAGES, ROWS = 96, 4
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline import java as java_module
-from pipeline import metrics
-from pipeline.metrics import Score, score_captions
+from pipeline.scoring import java as java_module
+from pipeline.scoring import metrics
+from pipeline.scoring.metrics import Score, score_captions
 
 REFERENCES = {n: [f"a dog number {n} runs", "the dog is here"] for n in range(20)}
 PREDICTIONS = {n: f"a dog runs {n}" for n in range(20)}

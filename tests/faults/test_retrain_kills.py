@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.champion import Ledger
-from pipeline.storage import place
-from pipeline.synthetic import SceneConfig, write_dataset
+from pipeline.config.sections import SceneConfig
+from pipeline.data.synthetic import write_dataset
+from pipeline.retrain.champion import Ledger
+from pipeline.storage.path import place
 from tests.conftest import ROOT
 
 LEASE_S = 6

@@ -20,7 +20,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.integration.test_run import finished
-from tests.unit.test_search import N_E, G, written
+from tests.unit.search.test_spec import N_E, G, written
 
 ASKED = 12
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.retrain_world import World
+from tests.support.retrain_world import World
 
 # For tests of what differs on S3 (conditional writes, the lease, listings); the others go there by `make proof` only.
 ON_DISK_AND_S3 = pytest.mark.parametrize("world", ["disk", "s3"], indirect=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.context import LocalContext
-from pipeline.journal import read_journal
-from pipeline.loop import StageJob, train_stages
+from pipeline.runs.journal import read_journal
+from pipeline.runtime.context import LocalContext
+from pipeline.training.loop import StageJob, train_stages
 from tests.conftest import small_config
 from tests.integration.test_loop import prepared
 

@@ -13,14 +13,14 @@ import pytest
 import yaml
 
 from jobs.evaluate import caption_dataset, evaluate
-from pipeline.config import RunConfig, parse_config
-from pipeline.dataset import SCHEMA, Dataset
+from pipeline.config.run import RunConfig, parse_config
+from pipeline.config.sections import EvaluationSection
+from pipeline.data.dataset import SCHEMA, Dataset
 from pipeline.errors import UserError
-from pipeline.sections import EvaluationSection
-from pipeline.store import mark_complete, write_shard
+from pipeline.features.store import mark_complete, write_shard
 from tests.conftest import small_config, write_karpathy
 from tests.parity.test_expansionnet_v2 import GOLDEN, imported
-from tests.unit.test_caption import make_bundle
+from tests.unit.jobs.test_caption import make_bundle
 
 
 def configuration(folder: Path) -> RunConfig:

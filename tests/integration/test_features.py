@@ -17,13 +17,13 @@ from jobs.cli import main
 from models.backbone import Backbone
 from models.config import BackboneConfig
 from models.transform import ImageTransform
-from pipeline.dataset import read_dataset
-from pipeline.features import Extractor, extract
-from pipeline.images import decode_image
-from pipeline.sections import DataSection, FeatureSection
-from pipeline.snapshot import take_snapshot
-from pipeline.store import FeatureStore
-from pipeline.weights import save_weights
+from pipeline.config.sections import DataSection, FeatureSection
+from pipeline.data.content_keys import take_snapshot
+from pipeline.data.dataset import read_dataset
+from pipeline.data.images import decode_image
+from pipeline.features.extraction import Extractor, extract
+from pipeline.features.store import FeatureStore
+from pipeline.runtime.weights import save_weights
 from tests.conftest import small_config, write_karpathy
 
 

@@ -12,18 +12,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.batches import Batch
-from pipeline.config import parse_config
-from pipeline.context import LocalContext
-from pipeline.features import Extractor, feature_key
-from pipeline.journal import Follower, Journal, read_journal
-from pipeline.loop import DivergedError, StageJob, StageRun, train_stages
-from pipeline.prepare import prepare
-from pipeline.run_folder import RunFolder
-from pipeline.state import CheckpointWriter
-from pipeline.storage import Place
-from pipeline.store import write_shard
-from pipeline.trial import trial_steps
+from pipeline.config.run import parse_config
+from pipeline.features.extraction import Extractor, feature_key
+from pipeline.features.store import write_shard
+from pipeline.runs.checkpoints import CheckpointWriter
+from pipeline.runs.folder import RunFolder
+from pipeline.runs.journal import Follower, Journal, read_journal
+from pipeline.runs.prepare import prepare
+from pipeline.runtime.context import LocalContext
+from pipeline.storage.path import Place
+from pipeline.training.batches import Batch
+from pipeline.training.dry_run import trial_steps
+from pipeline.training.loop import DivergedError, StageJob, StageRun, train_stages
 from tests.conftest import small_config
 
 NAMES = ("xe_frozen", "xe_finetune", "scst_frozen", "scst_finetune")
@@ -33,8 +33,8 @@ def prepared(storage: Path | dict[str, Any], **changes: Any) -> tuple[RunFolder,
     """A run's folder and a store with the features of its initial backbone, computed without Ray."""
     from models.backbone import Backbone
     from models.transform import ImageTransform
-    from pipeline.images import decode_image
-    from pipeline.weights import load_weights
+    from pipeline.data.images import decode_image
+    from pipeline.runtime.weights import load_weights
 
     config = parse_config(small_config(storage, **changes))
     folder = prepare(config, lambda text: None)

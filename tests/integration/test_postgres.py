@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.storage import Place, StorageOptions
+from pipeline.storage.path import Place, StorageOptions
 from tests.conftest import small_config
 from tests.integration.test_remote_run import raycap_run
-from tests.mlflow_server import mlflow_server
-from tests.postgres import postgres
-from tests.s3_server import s3_server
+from tests.support.mlflow_server import mlflow_server
+from tests.support.postgres import postgres
+from tests.support.s3_server import s3_server
 
 
 @pytest.mark.proof

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from models.captioner import Captioner
 from models.decoding import beam_search
-from pipeline.bundle import load_bundle
+from pipeline.captioning.bundle import load_bundle
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,19 +12,20 @@ import pytest
 import torch
 
 from jobs.cli import main
-from pipeline.batches import Batches, Captions, Images
-from pipeline.bundle import load_bundle
-from pipeline.captioning import caption_images
-from pipeline.config import parse_config
-from pipeline.context import LocalContext
-from pipeline.loop import StageJob, StageRun, train_stages
-from pipeline.prepare import prepare
-from pipeline.regions import import_regions
-from pipeline.run_bundle import bundle_run
-from pipeline.run_folder import RunFolder
-from pipeline.storage import Place
-from pipeline.store import FeatureStore
-from pipeline.trial import trial_steps
+from pipeline.captioning.bundle import load_bundle
+from pipeline.captioning.captioning import caption_images
+from pipeline.config.run import parse_config
+from pipeline.features.model_inputs import Images
+from pipeline.features.regions import import_regions
+from pipeline.features.store import FeatureStore
+from pipeline.runs.folder import RunFolder
+from pipeline.runs.prepare import prepare
+from pipeline.runs.run_bundle import bundle_run
+from pipeline.runtime.context import LocalContext
+from pipeline.storage.path import Place
+from pipeline.training.batches import Batches, Captions
+from pipeline.training.dry_run import trial_steps
+from pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import small_config
 
 SMALL: dict[str, Any] = {"d_model": 16, "d_ff": 32, "heads": 2, "encoder_layers": 2, "decoder_layers": 2}
@@ -127,11 +128,11 @@ def test_a_bundle_of_regions_captions_no_image_files(tmp_path: Path, capsys: pyt
 
 def test_a_trial_of_a_search_over_memory_slots(tmp_path: Path) -> None:
     """A search on region features has no backbone; its trials read the store that the import filled."""
-    from jobs.search_features import extract_once, find_backbone
-    from pipeline.inputs import find_data
-    from pipeline.search import Search, SearchConfig
-    from pipeline.search_book import SearchFolder
-    from pipeline.search_trial import run_trial
+    from jobs.tune.features import extract_once, find_backbone
+    from pipeline.data.loading import find_data
+    from pipeline.search.spec import Search, SearchConfig
+    from pipeline.search.trial import run_trial
+    from pipeline.search.trials import SearchFolder
 
     values = small_config(tmp_path, model=SMALL | MESHED)
     values["features"] = {"hdf5": "embedded", "max_regions": 3}

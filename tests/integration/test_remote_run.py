@@ -13,16 +13,16 @@ import pytest
 import torch
 import yaml
 
-from pipeline.context import LocalContext
-from pipeline.journal import read_journal
-from pipeline.loop import StageJob, StageRun, train_stages
-from pipeline.mirror import Mirror
-from pipeline.prepare import prepare
-from pipeline.run_folder import RunFolder
-from pipeline.storage import Place, StorageOptions
+from pipeline.runs.folder import RunFolder
+from pipeline.runs.journal import read_journal
+from pipeline.runs.prepare import prepare
+from pipeline.runtime.context import LocalContext
+from pipeline.storage.mirror import Mirror
+from pipeline.storage.path import Place, StorageOptions
+from pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import ROOT, small_config
 from tests.integration.test_loop import NAMES, Killed, final, prepared
-from tests.s3_server import CREDENTIALS, s3_server
+from tests.support.s3_server import CREDENTIALS, s3_server
 
 
 @pytest.fixture(scope="module")

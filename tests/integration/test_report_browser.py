@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.cluster_pictures import COLORS, LayerColors
-from pipeline.report import Report, ReportImage, ReportStage, write_report
-from pipeline.synthetic import draw_scene, make_scene
-from tests.integration.chromium import NAMES, Page, chromium_page, find_chromium
+from pipeline.data.synthetic import draw_scene, make_scene
+from pipeline.reports.cluster_pictures import COLORS, LayerColors
+from pipeline.reports.page import Report, ReportImage, ReportStage, write_report
+from tests.support.chromium import NAMES, Page, chromium_page, find_chromium
 
 PROGRAM = find_chromium()
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason=f"no Chromium on the PATH (looked for {', '.join(NAMES)})")

@@ -11,9 +11,9 @@ import pytest
 
 from jobs.cli import main
 from pipeline.errors import UserError
-from pipeline.storage import Place
+from pipeline.storage.path import Place
 from tests.integration.conftest import ON_DISK_AND_S3
-from tests.retrain_world import Colors, World, first, sound
+from tests.support.retrain_world import Colors, World, first, sound
 
 
 @ON_DISK_AND_S3

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from pipeline import retrain as retrain_module
-from pipeline.lease import Lease
-from pipeline.storage import Place
+from pipeline.retrain import retrain as retrain_module
+from pipeline.storage.lease import Lease
+from pipeline.storage.path import Place
 from tests.conftest import ROOT
 from tests.integration.conftest import ON_DISK_AND_S3
-from tests.retrain_world import Colors, World, first, sound
+from tests.support.retrain_world import Colors, World, first, sound
 
 STEPS = ("step 1/5", "step 2/5", "step 3/5", "step 4/5", "step 5/5")
 
@@ -192,7 +192,7 @@ def test_who_sleeps_between_asking_and_writing_is_fenced_out(world: World, monke
 
 
 def child(world: World, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.retrain_world", str(world.path()), *options]
+    command = [sys.executable, "-m", "tests.support.retrain_world", str(world.path()), *options]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

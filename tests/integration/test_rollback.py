@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.retrain import rollback
+from pipeline.retrain.retrain import rollback
 from tests.integration.conftest import ON_DISK_AND_S3
-from tests.retrain_world import Colors, World, first, sound
+from tests.support.retrain_world import Colors, World, first, sound
 
 
 def test_a_rollback_gives_the_place_back(world: World) -> None:

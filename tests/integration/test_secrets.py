@@ -15,11 +15,11 @@ import pytest
 import yaml
 
 from jobs.cli import main
-from pipeline.storage import Place, StorageOptions
-from pipeline.tracking import without_secrets
+from pipeline.storage.path import Place, StorageOptions
+from pipeline.tracking.mlflow_client import without_secrets
 from tests.conftest import ROOT, small_config
-from tests.mlflow_server import MlflowServer
-from tests.s3_server import s3_server
+from tests.support.mlflow_server import MlflowServer
+from tests.support.s3_server import s3_server
 
 MARKS = {
     "AWS_ACCESS_KEY_ID": "AKIAMARKEDKEY0001",

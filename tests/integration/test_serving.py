@@ -19,10 +19,10 @@ from typing import Any
 import pandas
 import pytest
 
-from pipeline.bundle import load_bundle
-from pipeline.run_bundle import bundle_run
-from pipeline.serving import CaptionService
-from pipeline.tracking import register_model, sync, tracking_uri
+from pipeline.captioning.bundle import load_bundle
+from pipeline.captioning.service import CaptionService
+from pipeline.runs.run_bundle import bundle_run
+from pipeline.tracking.mlflow_client import register_model, sync, tracking_uri
 from tests.integration.test_loop import prepared
 
 BLOCKED = ("ray", "boto3", "botocore", "jobs", "tests")
@@ -69,11 +69,11 @@ sys.meta_path.insert(0, Blocked())
 import mlflow, pandas
 mlflow.set_tracking_uri(sys.argv[1])
 model = mlflow.pyfunc.load_model("models:/demo/1")
-import pipeline.serving
+import pipeline.captioning.service
 images = json.loads(sys.argv[2])
 files = [open(path, "rb").read() for path in images]
 print(json.dumps({
-    "code": pipeline.serving.__file__,
+    "code": pipeline.captioning.service.__file__,
     "requirements": open(mlflow.pyfunc.get_model_dependencies("models:/demo/1")).read().split(),
     "bytes": model.predict(pandas.DataFrame({"image": files})),
     "uris": model.predict(pandas.DataFrame({"uri": ["file://" + images[0], images[1]]})),
@@ -94,7 +94,7 @@ def test_the_model_captions_in_a_process_without_raycap(registered: Registered, 
     )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
-    assert "/code/pipeline/serving.py" in answer["code"], "the model's own code, not an installed raycap"
+    assert "/code/pipeline/captioning/service.py" in answer["code"], "the model's own code, not an installed raycap"
     same(answer["bytes"], registered.expected)
     same(answer["uris"], registered.expected)
     names = {line.partition("==")[0] for line in answer["requirements"]}

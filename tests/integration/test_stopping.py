@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.context import LocalContext
-from pipeline.journal import read_journal
-from pipeline.loop import StageJob, StageRun, train_stages
+from pipeline.runs.journal import read_journal
+from pipeline.runtime.context import LocalContext
+from pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import small_config
 from tests.integration.test_region_runs import MESHED, prepared
 
@@ -26,7 +26,7 @@ def trained(
         stage |= {"schedule": {"name": "hyperbolic"}} | settings
     folder, store = prepared(tmp_path, MESHED, stages=stages)
     given = iter(scores)
-    monkeypatch.setattr("pipeline.loop.caption_images", lambda *_: {})  # nobody looks at them
+    monkeypatch.setattr("pipeline.training.loop.caption_images", lambda *_: {})  # nobody looks at them
     monkeypatch.setattr(StageRun, "_score", lambda self, captions: next(given))
     train_stages(LocalContext("cpu"), StageJob(folder.path, ("xe_frozen", "scst_frozen"), store))
     assert next(given, None) is None, "as many validations as expected"

@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from models.transform import ImageTransform
-from pipeline import storage
-from pipeline.batches import Images
-from pipeline.dataset import read_dataset
-from pipeline.images import UNREADABLE, decode_batch
-from pipeline.sections import DataSection
-from pipeline.snapshot import take_snapshot
-from pipeline.staging import ImageCache, ShardCache
-from pipeline.storage import Place, StorageError, StorageOptions
-from pipeline.store import FeatureStore, write_shard
+from pipeline.config.sections import DataSection
+from pipeline.data.content_keys import take_snapshot
+from pipeline.data.dataset import read_dataset
+from pipeline.data.images import UNREADABLE, decode_batch
+from pipeline.features.model_inputs import Images
+from pipeline.features.store import FeatureStore, write_shard
+from pipeline.storage import path as storage
+from pipeline.storage.cache import ImageCache, ShardCache
+from pipeline.storage.path import Place, StorageError, StorageOptions
 from tests.conftest import write_karpathy
-from tests.s3_server import s3_server
+from tests.support.s3_server import s3_server
 
 
 @pytest.fixture(scope="module")

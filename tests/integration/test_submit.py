@@ -22,12 +22,12 @@ from aiohttp import web
 
 from jobs.cli import main
 from jobs.submit import follow
-from pipeline.commit import commit
+from pipeline.cluster.jobs_api import JobsServer, UnreachableError
+from pipeline.cluster.packaging import pack
 from pipeline.errors import UserError
-from pipeline.jobs_api import JobsServer, UnreachableError
-from pipeline.packing import pack
+from pipeline.version import commit
 from tests.conftest import ROOT, small_config
-from tests.ray_cluster import Cluster, free_port, ray_cluster
+from tests.support.ray_cluster import Cluster, free_port, ray_cluster
 
 TOKEN = "sesame-0123456789abcdef"
 LINES = [f"line {number}\n" for number in range(40)]
@@ -154,7 +154,7 @@ def test_a_log_cut_twice_is_printed_once_and_the_exit_code_is_the_jobs(
 
 
 def test_a_log_that_falls_silent_is_completed_when_the_job_is_over(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.jobs_api.SILENCE_S", 0.2)
+    monkeypatch.setattr("pipeline.cluster.jobs_api.SILENCE_S", 0.2)
     stub.dead, said = True, list[str]()
     code, text = followed(stub, said)
     assert code == 0 and text == "".join(LINES) and not any("trying again" in line for line in said)

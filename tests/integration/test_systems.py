@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.bundle import load_bundle
-from pipeline.context import LocalContext
-from pipeline.journal import read_journal
-from pipeline.loop import StageJob, train_stages
-from pipeline.run_bundle import bundle_run
+from pipeline.captioning.bundle import load_bundle
+from pipeline.runs.journal import read_journal
+from pipeline.runs.run_bundle import bundle_run
+from pipeline.runtime.context import LocalContext
+from pipeline.training.loop import StageJob, train_stages
 from tests.conftest import small_config
 from tests.integration.test_loop import NAMES, prepared
 

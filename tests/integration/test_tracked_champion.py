@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from pipeline.champion import BundleRecord, Ledger, State
-from pipeline.config import RunConfig, parse_config
-from pipeline.prepare import prepare
-from pipeline.retrain import Trained, rollback
-from pipeline.run_bundle import bundle_run
-from pipeline.run_folder import read_json, write_json
-from pipeline.tracked_champion import follow
-from pipeline.tracking import experiment_of, tracking_client
+from pipeline.config.run import RunConfig, parse_config
+from pipeline.retrain.champion import BundleRecord, Ledger, State
+from pipeline.retrain.retrain import Trained, rollback
+from pipeline.retrain.tracking import follow
+from pipeline.runs.folder import read_json, write_json
+from pipeline.runs.prepare import prepare
+from pipeline.runs.run_bundle import bundle_run
+from pipeline.tracking.mlflow_client import experiment_of, tracking_client
 from tests.conftest import small_config
-from tests.retrain_world import Colors, World
+from tests.support.retrain_world import Colors, World
 
 
 class Registered(Colors):

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from jobs.cli import main
-from pipeline import tracker as tracker_module
-from pipeline import tracking
-from pipeline.context import LocalContext
-from pipeline.journal import Journal, read_journal
-from pipeline.loop import StageJob, StageRun, train_stages
-from pipeline.run_bundle import bundle_run
-from pipeline.run_folder import RunFolder, read_json, write_json
-from pipeline.tracker import Tracker
+from pipeline.runs.folder import RunFolder, read_json, write_json
+from pipeline.runs.journal import Journal, read_journal
+from pipeline.runs.run_bundle import bundle_run
+from pipeline.runtime.context import LocalContext
+from pipeline.tracking import mlflow_client as tracking
+from pipeline.tracking import run_tracker as tracker_module
+from pipeline.tracking.run_tracker import Tracker
+from pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.integration.test_loop import NAMES, Killed, prepared
-from tests.mlflow_server import MlflowServer, mlflow_server
+from tests.support.mlflow_server import MlflowServer, mlflow_server
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_stopped_in_the_middle_everything_is_there_once(
 
 
 def _tracking(server: MlflowServer) -> Any:
-    from pipeline.sections import TrackingSection
+    from pipeline.config.sections import TrackingSection
 
     return TrackingSection(uri=server.url)
 

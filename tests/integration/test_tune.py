@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from jobs.cli import main
-from pipeline.config import load_config
-from tests.unit.test_search import LR, G, written
+from pipeline.config.run import load_config
+from tests.unit.search.test_spec import LR, G, written
 
 TRIAL = {"epochs": 3, "set": {"stages.xe_frozen.validate_every_epochs": 1}}
 
@@ -143,8 +143,8 @@ def test_an_objective_that_needs_java_is_refused_without_it(
 
 def test_seconds_of_a_trial_are_those_of_all_its_attempts(tmp_path: Path) -> None:
     """Two attempts of 5 and 3 s with a night between them, and a second stage of 2 s."""
-    from pipeline.run_folder import RunFolder
-    from pipeline.search_trial import trained_seconds
+    from pipeline.runs.folder import RunFolder
+    from pipeline.search.trial import trained_seconds
 
     entries = [("event", 100), ("train", 104), ("validation", 105), ("event", 90_000), ("train", 90_003)]
     entries += [("event", 90_010), ("train", 90_012)]
@@ -156,8 +156,8 @@ def test_seconds_of_a_trial_are_those_of_all_its_attempts(tmp_path: Path) -> Non
 
 
 def test_what_runs_at_once_is_what_the_cluster_can_place(tmp_path: Path) -> None:
-    from jobs.tune import concurrency
-    from tests.unit.test_search import small_search
+    from jobs.tune.command import concurrency
+    from tests.unit.search.test_spec import small_search
 
     search = small_search(tmp_path, resources={"workers": 2, "cpus": 1.5, "gpus": 0.5}, set={"stages.xe_frozen.lr": 1})
     assert concurrency(search, {"CPU": 16, "GPU": 3}) == 3
@@ -166,7 +166,7 @@ def test_what_runs_at_once_is_what_the_cluster_can_place(tmp_path: Path) -> None
 
 
 def test_memory_that_does_not_suffice_is_said_first() -> None:
-    from pipeline.search_trial import reason_of
+    from pipeline.search.trial import reason_of
 
     assert reason_of(MemoryError()) == "out of memory: MemoryError"
     assert reason_of(torch.OutOfMemoryError("CUDA out of memory.")) == "out of memory: CUDA out of memory."

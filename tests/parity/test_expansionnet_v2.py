@@ -18,9 +18,9 @@ from models.base import CaptionModel
 from models.config import BackboneConfig
 from models.convert import upstream_names
 from models.decoding import Captions, beam_search
-from pipeline.bundle import Bundle, load_bundle
-from pipeline.losses import smoothed_cross_entropy
-from pipeline.upstream import read_expansionnet_vocabulary
+from pipeline.captioning.bundle import Bundle, load_bundle
+from pipeline.captioning.upstream import read_expansionnet_vocabulary
+from pipeline.training.objectives import smoothed_cross_entropy
 
 GOLDEN = Path(__file__).resolve().parent / "golden" / "expansionnet_v2"
 SETTINGS = ("model.static_expansion=[4,8,16]", "model.heads=4")

@@ -22,10 +22,10 @@ from jobs.import_ import import_checkpoint
 from models.backbone import read_tensors
 from models.base import CaptionModel
 from models.decoding import beam_search
-from pipeline.bundle import load_bundle
+from pipeline.captioning.bundle import load_bundle
+from pipeline.captioning.upstream import read_meshed_vocabulary, read_plain_pickle
+from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
-from pipeline.text import Vocabulary
-from pipeline.upstream import read_meshed_vocabulary, read_plain_pickle
 
 GOLDEN = Path(__file__).resolve().parent / "golden" / "meshed_memory"
 WORDS = ["<unk>", "<pad>", "<bos>", "<eos>", *(f"word{n}" for n in range(13))]

@@ -1,0 +1,86 @@
+"""`raycap bench caption`: images a second of beam 5 at the paper's size, from features and from image files."""
+
+from __future__ import annotations
+
+import io
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from jobs.bench.models import FEATURE_WIDTH, IMAGE_TOKENS, paper_model, search
+from jobs.bench.reference_expansionnet import MaterializedModel
+from models.backbone import Backbone
+from models.config import BackboneConfig
+from models.transform import ImageTransform
+from pipeline.data.images import decode_image
+from pipeline.runtime.cpu import prepare_processor
+
+MAX_PIXELS = 10**8
+
+
+@torch.no_grad()  # in inference mode autocast would convert every weight anew at every use
+def bench_caption(images: int = 16, repeats: int = 3, threads: int | None = None) -> None:
+    """Prints medians. Random weights, so that every caption runs to its 20th token; JPEGs of 640 x 480 noise in memory.
+
+    The prefix-recomputing form is the reference's way, on the same weights; all in float32 but where bfloat16 is said.
+    """
+    prepare_processor(threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = paper_model(device)
+    slow, backbone = MaterializedModel(model), Backbone(BackboneConfig()).eval().to(device)
+    features = torch.randn(images, IMAGE_TOKENS, FEATURE_WIDTH, device=device)
+    files, transform = _files(images), ImageTransform(backbone.config.image_size)
+
+    def from_files() -> None:
+        pixels = torch.stack([transform(decode_image(data, MAX_PIXELS)) for data in files]).to(device)
+        search(model, backbone(pixels))
+
+    where = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    print(f"{images} images, beam 5 to 20 tokens, {backbone.config.name} and ExpansionNet v2; {where}; {repeats} runs")
+    recomputed = _rate("features, prefix recomputed", partial(search, slow, features), images, repeats)
+    for name, run in (
+        ("features, cached", partial(search, model, features)),
+        ("features, cached, bfloat16", _bfloat16(device, partial(search, model, features))),
+    ):
+        rate = _rate(name, run, images, repeats)
+        print(f"{'':<34}{rate / recomputed:>9.1f}x the prefix-recomputing form")
+    _rate("image files", from_files, images, repeats)
+    _rate("image files, bfloat16", _bfloat16(device, from_files), images, repeats)
+
+
+def _files(count: int) -> list[bytes]:
+    generator, found = np.random.default_rng(0), []
+    for _ in range(count):
+        coarse = Image.fromarray(generator.integers(0, 256, (30, 40, 3), np.uint8)).resize((640, 480))
+        buffer = io.BytesIO()
+        coarse.save(buffer, "JPEG", quality=90)
+        found.append(buffer.getvalue())
+    return found
+
+
+def _bfloat16(device: torch.device, run: Callable[[], Any]) -> Callable[[], Any]:
+    def inside() -> Any:
+        with torch.autocast(device.type, torch.bfloat16):
+            return run()
+
+    return inside
+
+
+def _rate(name: str, run: Callable[[], Any], images: int, repeats: int) -> float:
+    seconds = []
+    for repeat in range(repeats + 1):
+        begin = time.perf_counter()
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        if repeat:  # the first one warms up
+            seconds.append(time.perf_counter() - begin)
+    rate = images / statistics.median(seconds)
+    print(f"{name:<34}{rate:>9.2f} images/s", flush=True)
+    return rate

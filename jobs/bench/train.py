@@ -1,0 +1,179 @@
+"""`raycap bench train`: training steps at the paper's size on random features; needs neither Ray nor data.
+
+On a CUDA machine also the four stages at the paper's batch sizes with Swin-L, and what the whole recipe would take.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from models.backbone import Backbone
+from models.captioner import Captioner
+from models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
+from models.layers import set_dropout
+from models.registry import build_model
+from pipeline.config.sections import OptimizerSection, ScstSection, StageSection
+from pipeline.data.vocabulary import SPECIALS, Vocabulary
+from pipeline.runtime.cpu import prepare_processor
+from pipeline.training.batches import Batch
+from pipeline.training.objectives import Objective, cross_entropy_objective, scst_objective
+from pipeline.training.optimizer import make_optimizer
+from pipeline.training.reward import CaptionReward
+
+SIZES = ModelSizes(feature_width=1536, vocabulary_size=10_000, max_positions=74, sos=2, eos=0, pad=1)
+TOKENS, WORDS = 144, 13  # image tokens; words of a typical caption, as in the paper's cost table
+COCO_IMAGES, COCO_PAIRS = 113_287, 566_747
+A100_HOURS = 60  # the paper's own recipe on one A100, Table VII
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table: a stage on `images` images, and the figure that the reference has for it."""
+
+    name: str
+    objective: str
+    images: int
+    captions: int = 1
+    dropout: str = "reference"
+    bfloat16: bool = False
+    end_to_end: bool = False
+    reference: str = ""
+
+
+CPU_CASES = (
+    Case("SCST, 8 images x 5 samples x 20 tokens", "scst", 8, reference="27 to 38 s, 15 GB"),
+    Case("SCST, the same in bfloat16", "scst", 8, bfloat16=True),
+    Case("cross entropy, 16 pairs, the paper's dropout", "cross_entropy", 16, reference="2.7 s"),
+    Case("cross entropy, 16 pairs, factorized dropout", "cross_entropy", 16, dropout="factorized"),
+    Case("cross entropy, 16 pairs, factorized, bfloat16", "cross_entropy", 16, dropout="factorized", bfloat16=True),
+    Case("cross entropy, 16 images x 5 captions", "cross_entropy", 16, captions=5, dropout="factorized"),
+)
+CUDA_CASES = (
+    Case("xe_frozen", "cross_entropy", 48),
+    Case("xe_finetune", "cross_entropy", 48, bfloat16=True, end_to_end=True),
+    Case("scst_frozen", "scst", 48),
+    Case("scst_finetune", "scst", 20, bfloat16=True, end_to_end=True),
+)
+EPOCHS = {"xe_frozen": (8, COCO_PAIRS), "xe_finetune": (2, COCO_PAIRS), "scst_frozen": (9, COCO_IMAGES)}
+EPOCHS["scst_finetune"] = (1, COCO_IMAGES)
+
+
+def bench_train(repeats: int = 5, threads: int | None = None) -> None:
+    """Median seconds of an optimizer step and the peak memory of each case, in one run."""
+    prepare_processor(threads)
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, ExpansionNet v2 at the paper's size")
+    print(f"{'case':<48}{'s/step':>9}{'s/caption':>11}{'peak MiB':>10}  reference")
+    device = torch.device("cpu")
+    times = {}
+    for case in CPU_CASES:
+        seconds, memory = _measure(case, device, repeats)
+        times[case] = seconds / (case.images * (case.captions if case.objective == "cross_entropy" else 5))
+        print(f"{case.name:<48}{seconds:>9.2f}{times[case]:>11.4f}{memory:>10.0f}  {case.reference}", flush=True)
+    print(f"time per caption, 5 captions an image over pairs: {times[CPU_CASES[5]] / times[CPU_CASES[3]]:.2f}")
+    if torch.cuda.is_available():
+        _cuda(repeats)
+    else:
+        print("CUDA: no GPU here, the paper's batch sizes were not run")
+
+
+def _cuda(repeats: int) -> None:
+    print(f"\n{torch.cuda.get_device_name()}: the paper's batch sizes, synthetic data")
+    print(f"{'stage':<16}{'s/step':>9}{'images/s':>10}{'peak GiB':>10}{'hours':>8}")
+    total = 0.0
+    for case in CUDA_CASES:
+        seconds, memory = _measure(case, torch.device("cuda"), repeats)
+        epochs, samples = EPOCHS[case.name]
+        hours = epochs * samples / case.images * seconds / 3600
+        total += hours
+        rate = case.images / seconds
+        print(f"{case.name:<16}{seconds:>9.3f}{rate:>10.1f}{memory / 1024:>10.1f}{hours:>8.1f}", flush=True)
+    print(f"the whole recipe on COCO: {total:.1f} hours; the paper: {A100_HOURS} A100-hours, others 5 to 7 days")
+
+
+def _measure(case: Case, device: torch.device, repeats: int) -> tuple[float, float]:
+    """(median seconds, peak MiB) of forward, backward and update."""
+    torch.manual_seed(0)
+    step = _step(case, device)
+    for _ in range(2):  # torch's RAdam and the allocator settle
+        step()
+    _reset_peak(device)
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times), _peak_mb(device)
+
+
+def _step(case: Case, device: torch.device) -> Callable[[], None]:
+    scst = case.objective == "scst"
+    config = replace(ExpansionNetConfig(), expansion_dropout=case.dropout)  # type: ignore[arg-type]
+    model = build_model(config, SIZES)
+    set_dropout(model, 0.1 if scst else 0.3)
+    backbone = Backbone(BackboneConfig(gradient_checkpointing=True)) if case.end_to_end else None
+    captioner = Captioner(model, backbone).to(device).train()
+    optimizer = make_optimizer(captioner, OptimizerSection(), 1e-5)
+    shape = (3, 384, 384) if case.end_to_end else (TOKENS, SIZES.feature_width)
+    inputs = torch.randn(case.images, *shape, device=device)
+    tokens = torch.randint(4, SIZES.vocabulary_size, (case.images * case.captions, WORDS + 2), device=device)
+    tokens[:, 0], tokens[:, -1] = SIZES.sos, SIZES.eos
+    batch = Batch(inputs, tokens, np.arange(case.images), tokens[:, 1:].numel(), case.images)
+    objective, generator = _objective(case, device), torch.Generator(device)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, torch.bfloat16, enabled=case.bfloat16):
+            objective(captioner, captioner, batch, generator).loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def _objective(case: Case, device: torch.device) -> Objective:
+    stage = StageSection(
+        name="bench",
+        objective=case.objective,  # type: ignore[arg-type]
+        epochs=1,
+        batch_size=case.images,
+        lr=1e-5,
+        scst=ScstSection(max_length=21) if case.objective == "scst" else None,
+    )
+    if case.objective == "cross_entropy":
+        return cross_entropy_objective(stage, SIZES.pad)
+    words = [f"w{number:05d}" for number in range(SIZES.vocabulary_size - len(SPECIALS))]
+    vocabulary = Vocabulary(("EOS", "PAD", "SOS", "UNK", *words))
+    rng = np.random.default_rng(0)
+    references = {
+        image: [" ".join(words[number] for number in rng.integers(0, 2000, 12)) for _ in range(5)]
+        for image in range(2000)
+    }
+    reward = CaptionReward(references, vocabulary, eos=True, device=device)
+    return scst_objective(stage, reward, torch.arange(case.images), SIZES.pad, vocabulary.words)
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak of the resident set begins anew
+    except OSError:
+        return
+
+
+def _peak_mb(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) / 1024
+    return float("nan")

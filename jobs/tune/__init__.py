@@ -1,0 +1,1 @@
+"""`raycap tune`: a search with Ray Tune."""

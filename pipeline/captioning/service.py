@@ -1,0 +1,171 @@
+"""A model bundle behind `predict`: images in, caption and log-probability out; what MLflow's pyfunc loads.
+
+It imports neither Ray nor MLflow, so that a served model needs only what the bundle needs. What it imports of raycap
+travels with the model (`serving_sources`).
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import binascii
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.attention_maps import cross_attention
+from models.attribution import Attribution, integrated_gradients
+from models.base import Memory
+from models.cluster_groups import Clusters, find_clusters
+from models.decoding import Captions, beam_search
+from pipeline.captioning.bundle import Bundle, load_bundle
+from pipeline.data.images import BadImage, decode_image
+from pipeline.storage.path import place
+from pipeline.version import project_root
+
+MAX_PIXELS = 100_000_000
+BATCH = 16  # images at a time, however many are asked for
+PRECISIONS = ("float32", "bfloat16")
+
+
+class CaptionService:
+    """Captions images with a bundle that has a backbone; ValueError without one, or for bytes that are no image.
+
+    precision: float32, or bfloat16 for autocast in `caption`; pictures of a caption are made in float32.
+    """
+
+    def __init__(self, bundle: Bundle, *, beam_size: int = 5, max_length: int = 20, precision: str = "float32") -> None:
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision is {precision!r}; expected {' or '.join(PRECISIONS)}")
+        if bundle.transform is None:
+            raise ValueError("this bundle has no backbone: it captions stored features, not images")
+        self.bundle, self.beam_size, self.max_length = bundle, beam_size, max_length
+        self.transform, self.precision = bundle.transform, precision
+
+    def pixels(self, data: bytes) -> Tensor:
+        """An image file's bytes as the backbone takes them, (3, H, W); BadImage with the reason."""
+        return self.transform(decode_image(data, MAX_PIXELS))
+
+    @torch.no_grad()
+    def caption(self, pixels: Tensor, num_results: int = 1) -> list[list[tuple[str, float]]]:
+        """The best captions, best first, with their summed log-probabilities, of each of (B, 3, H, W)."""
+        with torch.autocast(pixels.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
+            found = self._search(self.bundle.captioner.encode(pixels), num_results)
+        sums = found.log_probs.sum(-1).tolist()
+        return [
+            [(self.bundle.vocabulary.decode(ids), value) for ids, value in zip(tokens, values, strict=True)]
+            for tokens, values in zip(found.tokens.tolist(), sums, strict=True)
+        ]
+
+    @torch.no_grad()
+    def attention(self, pixels: Tensor, caption: str) -> Tensor:
+        """(words, N): where the last layer looks in one image (3, H, W) for each word of a caption that it gave."""
+        captioner, words = self.bundle.captioner, caption.split()
+        ids = self.bundle.vocabulary.encode(words)
+        tokens = torch.tensor([ids], device=pixels.device)
+        return cross_attention(captioner.model, captioner.encode(pixels[None]), tokens)[-1, 0, : len(words)]
+
+    def attribution(self, pixels: Tensor, caption: str, steps: int | None = None) -> Attribution:
+        """What each grid cell of one image (3, H, W) adds to the log-probability of each word of a caption.
+
+        steps: exactly so many; None for as many as its tolerance asks for.
+        """
+        captioner, words = self.bundle.captioner, caption.split()
+        ids = torch.tensor(self.bundle.vocabulary.encode(words), device=pixels.device)
+        with torch.no_grad():
+            features = captioner.features(pixels[None])[0]
+        ids = ids[: captioner.model.sizes.max_positions + 1]
+        if steps is None:
+            return integrated_gradients(captioner.model, features, ids).head(len(words))
+        return integrated_gradients(captioner.model, features, ids, steps=steps, most_steps=steps).head(len(words))
+
+    @torch.no_grad()
+    def clusters(self, pixels: Tensor, caption: str) -> Clusters | None:
+        """The clusters of one image (3, H, W) and a caption's words; None for a model that makes none."""
+        captioner = self.bundle.captioner
+        ids = torch.tensor(self.bundle.vocabulary.encode(caption.split())[:-1], device=pixels.device)
+        return find_clusters(captioner.model, captioner.features(pixels[None])[0], ids)
+
+    def _search(self, memory: Memory, num_results: int) -> Captions:
+        limit = min(self.max_length, self.bundle.captioner.model.sizes.max_positions)
+        return beam_search(
+            self.bundle.captioner.model,
+            memory,
+            beam_size=self.beam_size,
+            max_length=limit,
+            num_results=num_results,
+        )
+
+    def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        """pyfunc's method: a table to rows of caption and log_prob (natural logarithm, summed over the tokens).
+
+        Its column `image` holds image files' bytes, or base64 of them; its column `uri` local paths or s3:// URIs,
+        read where a row has no `image`. ValueError that names the row when one has neither, or no image is behind it.
+        """
+        files = list(_files(model_input))
+        found: list[list[tuple[str, float]]] = []
+        for start in range(0, len(files), BATCH):
+            pixels = [self._row(number) for number in enumerate(files[start : start + BATCH], start)]
+            found += self.caption(torch.stack(pixels))
+        return [{"caption": best[0][0], "log_prob": best[0][1]} for best in found]
+
+    def _row(self, numbered: tuple[int, bytes | str]) -> Tensor:
+        number, source = numbered
+        try:
+            return self.pixels(source if isinstance(source, bytes) else place(_path(source)).read_bytes())
+        except (BadImage, OSError, ImportError) as error:
+            named = "" if isinstance(source, bytes) else f" ({source})"
+            raise ValueError(f"row {number}{named}: {error}") from error
+
+
+def _files(table: Any) -> Iterable[bytes | str]:
+    """Each row's file bytes, or its URI."""
+    columns = [list(table[name]) if name in table else None for name in ("image", "uri")]
+    if columns == [None, None]:
+        raise ValueError("the input needs a column image (file bytes, in JSON as base64) or uri (a path or s3://)")
+    images, uris = (column or [None] * max(len(c) for c in columns if c is not None) for column in columns)
+    for number, (image, uri) in enumerate(zip(images, uris, strict=True)):
+        if isinstance(image, (bytes, bytearray, memoryview)) and len(image):
+            yield bytes(image)
+        elif isinstance(image, str) and image:
+            try:
+                yield base64.b64decode(image, validate=True)
+            except (binascii.Error, ValueError) as error:
+                raise ValueError(f"row {number}: image is text but no base64; a path belongs to column uri") from error
+        elif isinstance(uri, str) and uri:
+            yield uri
+        else:
+            raise ValueError(f"row {number}: neither image (file bytes, in JSON as base64) nor uri (a path or s3://)")
+
+
+def _path(uri: str) -> str:
+    """A local path or s3:// URI; nothing else is fetched for whoever asks a server."""
+    scheme, separator, rest = uri.partition("://")
+    if separator and scheme not in ("file", "s3"):
+        raise BadImage(f"{scheme}:// is not read here; send the file's bytes in column image, or a path or s3:// URI")
+    return rest if scheme == "file" and separator else uri
+
+
+def serving_sources() -> list[Path]:
+    """The files of raycap that a served model imports, found by their import statements (function bodies too)."""
+    root = project_root()
+    found: dict[Path, None] = {}
+    waiting = [Path(__file__).resolve()]
+    while waiting:
+        path = waiting.pop()
+        if path in found or not path.is_file():
+            continue
+        found[path] = None
+        waiting += [folder / "__init__.py" for folder in path.parents if root in folder.parents]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+                waiting += [root / f"{name.replace('.', '/')}.py" for name in names]
+    return sorted(found)
+
+
+def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> CaptionService:
+    return CaptionService(load_bundle(Path(path)), **(model_config or {}))

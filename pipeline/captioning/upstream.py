@@ -1,0 +1,157 @@
+"""Files of upstream projects that are not tensors: their vocabularies, which come as pickles."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+from pathlib import Path
+from typing import Any
+
+from pipeline.data.vocabulary import Vocabulary
+
+MAX_BYTES = 64 * 2**20  # the published vocabulary has 0.24 MB
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Reads dict, list, str and int and nothing else: a pickle that names any class or function is refused unread."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError("it refers to objects outside the file")
+
+
+def read_plain_pickle(path: Path) -> Any:
+    """The content of a pickle of dict, list, str and int. Raises ValueError for anything else; nothing in it runs."""
+    content = _unpickled(path, PlainUnpickler)
+    _check_plain(content, path)
+    return content
+
+
+def _unpickled(path: Path, unpickler: type[PlainUnpickler]) -> Any:
+    if not path.is_file():
+        raise ValueError(f"the vocabulary file {path} does not exist; give the path of a pickle")
+    size = path.stat().st_size
+    if size > MAX_BYTES:
+        raise ValueError(f"{path} has {size} bytes; a vocabulary of more than {MAX_BYTES} is refused")
+    try:
+        data = path.read_bytes()
+        for code, argument, _ in pickletools.genops(data):  # reads the codes, executes nothing
+            if "PUT" in code.name and isinstance(argument, int) and argument > len(data):
+                raise pickle.UnpicklingError(f"it asks for place {argument} in a memo, with {len(data)} bytes in all")
+        return unpickler(io.BytesIO(data)).load()
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{path} is refused: {error}; a vocabulary holds dict, list, str and int only") from error
+    except Exception as error:  # a damaged pickle raises nearly anything
+        raise ValueError(f"{path} is no readable pickle: {type(error).__name__}: {error}") from error
+
+
+def _check_plain(content: Any, path: Path) -> None:
+    pending, seen = [content], set()
+    while pending:
+        value = pending.pop()
+        if type(value) in (str, int) or id(value) in seen:
+            if type(value) is str and not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
+                raise ValueError(f"{path} is refused: {value!r} is no text (half of a surrogate pair)")
+            continue
+        seen.add(id(value))
+        if type(value) is dict:
+            pending += [*value.keys(), *value.values()]
+        elif type(value) is list:
+            pending += value
+        else:
+            raise ValueError(
+                f"{path} is refused: it holds a {type(value).__name__}; a vocabulary holds dict, list, str and int only"
+            )
+
+
+class _WordTableUnpickler(PlainUnpickler):
+    """Also knows the four names of a torchtext-like vocabulary, for each of which an inert stand-in is built.
+
+    The stand-ins are made anew for each file: what a file does to them ends with it.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+
+        class Table:
+            """The vocabulary: its attributes are set, as data, from the file."""
+
+        class Lookup(dict):
+            """A dict that takes and forgets the factory of a defaultdict, and fills from another dict as a Counter."""
+
+            def __init__(self, content: Any = None) -> None:
+                super().__init__(content if type(content) is dict else {})
+
+        self.stand_ins: dict[str, Any] = {"Vocab": Table, "Counter": Lookup, "defaultdict": Lookup}
+        self.stand_ins["_default_unk_index"] = None
+        self.table = Table
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        home = "collections" if global_name in ("Counter", "defaultdict") else "vocab"
+        if global_name in self.stand_ins and module_name.split(".")[-1] == home:
+            return self.stand_ins[global_name]
+        return super().find_class(module_name, global_name)
+
+    def load(self) -> dict[str, Any]:
+        content = super().load()
+        if type(content) is not self.table:
+            raise pickle.UnpicklingError(f"it holds a {type(content).__name__} and no vocabulary object")
+        return {
+            name: dict(value) if isinstance(value, dict) else value
+            for name, value in vars(content).items()
+            if name in ("itos", "stoi")
+        }
+
+
+_MESHED_SPECIALS = {"<unk>": "UNK", "<pad>": "PAD", "<bos>": "SOS", "<eos>": "EOS"}
+
+
+def read_meshed_vocabulary(path: Path) -> Vocabulary:
+    """The vocabulary pickle of the Meshed-Memory Transformer's reference, or our own form where the name is `*.json`.
+
+    The pickle holds an object with `itos` and `stoi` and names four classes and functions, which are recognized and
+    never looked up: nothing in the file runs. Its <unk>, <pad>, <bos> and <eos> become ours and keep their ids.
+    Raises ValueError for another content, and where the two tables contradict each other.
+    """
+    if path.suffix == ".json":
+        return Vocabulary.load(path)
+    content = _unpickled(path, _WordTableUnpickler)
+    _check_plain(content, path)
+    words, ids = content.get("itos"), content.get("stoi")
+    if not isinstance(words, list) or not isinstance(ids, dict) or not all(isinstance(word, str) for word in words):
+        raise ValueError(f"{path} is no vocabulary of a Meshed-Memory Transformer: expected 'itos' and 'stoi'")
+    wrong = [index for index, word in enumerate(words) if ids.get(word) != index]
+    if wrong:
+        raise ValueError(f"{path}: its two tables contradict each other: word {wrong[0]} is {words[wrong[0]]!r} in one")
+    missing = [special for special in _MESHED_SPECIALS if special not in words]
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}; it must hold {', '.join(_MESHED_SPECIALS)}")
+    return Vocabulary(tuple(_MESHED_SPECIALS.get(word, str(word)) for word in words), "spacy")
+
+
+def read_expansionnet_vocabulary(path: Path) -> Vocabulary:
+    """The vocabulary pickle of ExpansionNet v2's reference: `word2idx_dict`, `idx2word_list`, `sos_str`, `eos_str`.
+
+    Raises ValueError for another content, and where the two tables contradict each other.
+    """
+    content = read_plain_pickle(path)
+    words = content.get("idx2word_list") if isinstance(content, dict) else None
+    ids = content.get("word2idx_dict") if isinstance(content, dict) else None
+    if not isinstance(words, list) or not isinstance(ids, dict) or not all(isinstance(word, str) for word in words):
+        raise ValueError(
+            f"{path} is no ExpansionNet v2 vocabulary: expected a dict with 'idx2word_list' and 'word2idx_dict'"
+        )
+    wrong = [index for index, word in enumerate(words) if ids.get(word) != index]
+    if wrong or len(ids) != len(words):
+        where = f"word {wrong[0]} is {words[wrong[0]]!r} in one and not in the other" if wrong else "sizes differ"
+        raise ValueError(f"{path}: its two tables contradict each other ({len(words)} and {len(ids)} words): {where}")
+    vocabulary = Vocabulary(tuple(words))
+    if content.get("sos_str") != "SOS" or content.get("eos_str") != "EOS":
+        raise ValueError(
+            f"{path}: captions start with {content.get('sos_str')!r} and end with {content.get('eos_str')!r}; "
+            f"expected 'SOS' and 'EOS'"
+        )
+    return vocabulary

@@ -1,0 +1,1 @@
+"""Ray clusters from outside: diagnosis, packaging and job submission."""

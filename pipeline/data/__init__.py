@@ -1,0 +1,1 @@
+"""Images, captions and vocabularies: annotation files, content keys, the synthetic data set."""

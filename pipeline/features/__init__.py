@@ -1,0 +1,1 @@
+"""Image features: extraction with Ray Data, region files, the feature store."""

@@ -1,0 +1,70 @@
+"""Model inputs: stored features of images, or their pixels."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.transform import ImageTransform
+from pipeline.data.dataset import Dataset
+from pipeline.data.images import decode_image
+from pipeline.features.store import FeatureStore
+from pipeline.storage.cache import ImageCache
+from pipeline.storage.path import Place, StorageOptions, is_remote
+
+REMOTE_READS = 8  # at a time and worker: a request waits most of its time
+
+
+class Images:
+    """Model inputs of a data set's images: stored features, or pixels decoded by a pool of threads.
+
+    Decoding and resizing release the interpreter's lock, so that threads suffice and nothing is copied between
+    processes. Images on S3 are read several at a time, and only once where there is a cache.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        store: FeatureStore | None,
+        transform: ImageTransform | None,
+        max_pixels: int,
+        threads: int,
+        options: StorageOptions = StorageOptions(),
+        cache: ImageCache | None = None,
+    ) -> None:
+        self.uris, self.keys, self.cache = dataset.column("uri"), dataset.column("key"), cache
+        self.image_ids = np.array(dataset.column("image_id"), np.int64)
+        self.store, self.transform, self.max_pixels, self.options = store, transform, max_pixels, options
+        self.positions = store.locate(dataset.table["key"]) if store is not None else None
+        if any(is_remote(uri) for uri in self.uris):
+            threads = max(threads, REMOTE_READS)
+        self.pool = ThreadPoolExecutor(max(1, threads)) if store is None else None
+
+    def __len__(self) -> int:
+        return len(self.uris)
+
+    def load(self, rows: np.ndarray) -> Tensor:
+        """Features (len(rows), N, C) or normalized pixels (len(rows), 3, H, W), float32."""
+        if self.store is not None and self.positions is not None:
+            return torch.from_numpy(self.store.gather_at(self.positions[rows])).float()
+        assert self.pool is not None
+        return torch.stack(list(self.pool.map(self._pixels, rows)))
+
+    def regions(self, rows: np.ndarray) -> tuple[Tensor | None, Tensor | None]:
+        """Lengths (len(rows),) int64 and boxes (len(rows), N, 4) of region features; None for what has none."""
+        if self.store is None or self.positions is None:
+            return None, None
+        lengths, boxes = self.store.regions_at(self.positions[rows])
+        return (
+            None if lengths is None else torch.from_numpy(lengths),
+            None if boxes is None else torch.from_numpy(boxes),
+        )
+
+    def _pixels(self, row: int) -> Tensor:
+        assert self.transform is not None
+        where, key = Place(self.uris[row], self.options), self.keys[row]
+        data = self.cache.read(where, key) if self.cache and where.is_remote and key else where.read_bytes()
+        return self.transform(decode_image(data, self.max_pixels))

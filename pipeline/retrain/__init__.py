@@ -1,0 +1,1 @@
+"""Scheduled retraining: lease, data listing, comparison, champion."""

@@ -1,0 +1,1 @@
+"""One run: its folder, preparation, checkpoints, journal, evaluation and bundle."""

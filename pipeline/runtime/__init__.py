@@ -1,0 +1,1 @@
+"""The process and the machine: training context, CPU settings, memory, weights files."""

@@ -1,0 +1,47 @@
+"""What the usual metrics do not show about captions: broken endings, repetition, lengths, words, memorized captions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from pipeline.scoring import ptb
+
+# Words that cannot end an English caption: articles, possessives, conjunctions, copulas, and prepositions that need an
+# object. Those that often close a clause ("the shelf it stands on") are left out.
+_OPEN_ENDINGS = (
+    "a an the his her its their my your our this these those some and or but while as that which who with of for at "
+    "from into onto to by is are was were be being has have near beside between behind above next"
+)
+OPEN_ENDINGS = frozenset(_OPEN_ENDINGS.split())
+
+
+def describe(captions: Sequence[Sequence[str]], training_captions: Iterable[str] | None = None) -> dict[str, Any]:
+    """Shares (0 to 1) and counts over tokenized captions.
+
+    empty: share without a word; broken_endings: share that ends in a word which needs another behind it;
+    doubled_words: share with a word directly repeated; repeated_ngrams: by n, share that holds an n-gram twice;
+    lengths: {words: captions}; mean_length; distinct_words; seen_in_training (only with raw `training_captions`): share
+    that is the same, word for word, as one of them.
+    """
+    total = max(len(captions), 1)
+    result: dict[str, Any] = {
+        "empty": sum(not tokens for tokens in captions) / total,
+        "broken_endings": sum(bool(tokens) and tokens[-1] in OPEN_ENDINGS for tokens in captions) / total,
+        "doubled_words": sum(any(a == b for a, b in pairwise(tokens)) for tokens in captions) / total,
+        "repeated_ngrams": {str(n): sum(_repeats(tokens, n) for tokens in captions) / total for n in (2, 3, 4)},
+        "lengths": {str(length): count for length, count in sorted(Counter(map(len, captions)).items())},
+        "mean_length": sum(map(len, captions)) / total,
+        "distinct_words": len({word for tokens in captions for word in tokens}),
+    }
+    if training_captions is not None:
+        seen = {tuple(ptb.tokenize(caption)) for caption in training_captions}
+        result["seen_in_training"] = sum(tuple(tokens) in seen for tokens in captions) / total
+    return result
+
+
+def _repeats(tokens: Sequence[str], order: int) -> bool:
+    ngrams = [tuple(tokens[start : start + order]) for start in range(len(tokens) - order + 1)]
+    return len(set(ngrams)) < len(ngrams)

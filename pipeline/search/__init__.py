@@ -1,0 +1,1 @@
+"""A search over configuration keys: its space, trials, results and page."""

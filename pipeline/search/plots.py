@@ -1,0 +1,337 @@
+"""The plots of a search: the Pareto front and parallel coordinates, as PNG and as SVG.
+
+SVG for the page takes its colors from the page's, so that one drawing serves light and dark.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from models.macs import TABLE_6_IMAGES
+from pipeline.scoring.published import ABLATION
+from pipeline.search.ablations import printed_label
+from pipeline.search.results import UNITS, PointResult, head
+from pipeline.search.space import Dimension, Space, short
+from pipeline.search.spec import COSTS, SCORE, Search
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, MUTED, RULE, PAGE = "#14201c", "#52605a", "#d5dcd9", "#ffffff"
+ACCENT, BEST, PAPER = "#0b6b58", "#b5401f", "#3a5fa8"
+VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", PAGE: "--surface", ACCENT: "--accent", BEST: "--low"}
+VARIABLES[PAPER] = "--paper"
+PNG_DPI = 160
+SPOTS = [(7, 5), (7, -11), (-7, 5), (-7, -11), (0, 10), (0, -16), (14, 14), (-14, 14), (14, -22), (-14, -22)]
+
+
+def _figure(width: float, height: float) -> Figure:
+    """Inches; drawn without a display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor=PAGE)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def cost_axis(search: Search) -> str:
+    """The cost that the Pareto plot has: the first among the objectives, else multiply-accumulates."""
+    return next((name for name in search.config.objectives if name in COSTS), search.cost)
+
+
+def score_axis(search: Search) -> str:
+    """What it has upwards: CIDEr-D, or the first objective that is no cost."""
+    return next((name for name in search.config.objectives if name not in COSTS), SCORE)
+
+
+def pareto_plot(
+    search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult], *, narrow: bool = False
+) -> Figure:
+    """Score against cost: finished points with their spread, the front as a line, stopped points hollow, and, where
+    the search is compared with it, the paper's ablation: in the same axes when its costs are of the same size."""
+    paper = search.config.compare == "expansionnet_v2"  # the others print no costs
+    together = paper and _same_size(search, results)
+    apart = paper and not together
+    width, height = (4.3, 9.2 if apart else 5.0) if narrow else (12.5 if apart else 8.6, 5.4)
+    figure = _figure(width, height)
+    shape = (2, 1) if narrow else (1, 2)
+    panels = figure.subplots(*shape).ravel().tolist() if apart else [figure.subplots()]
+    _draw_points(panels[0], search, results, on_front, narrow)
+    if together:
+        _draw_paper(panels[0], search, label=not narrow)
+    if apart:
+        panels[0].set_title("this search", loc="left", fontsize=10, color=INK)
+        _draw_paper(panels[1], search, label=True, narrow=narrow)
+        panels[1].set_title("the paper: Table I over Table VI", loc="left", fontsize=10, color=INK)
+        panels[1].set_xlabel(f"{head('macs')} an image", color=INK)
+        panels[1].set_ylabel("CIDEr-D (Karpathy validation, beam 3)", color=INK)
+    for axes in panels:
+        _dress(axes)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(
+                loc="lower left", bbox_to_anchor=(-0.01, 1.0 if not apart else 1.05), ncols=2 if narrow or apart else 4,
+                fontsize=7.5 if narrow else 8.5, frameon=False, labelcolor=INK, borderaxespad=0.2,
+            )  # fmt: skip
+    return figure
+
+
+def _draw_points(
+    axes: Axes, search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult], narrow: bool
+) -> None:
+    cost, score = cost_axis(search), score_axis(search)
+    kinds: dict[str, list[tuple[float, float, float, PointResult]]] = {"finished": [], "stopped": []}
+    for result in results:
+        x, y = result.mean(cost), result.mean(score)
+        if x is not None and y is not None and result.state in kinds:
+            kinds[result.state].append((x / UNITS.get(cost, 1), y, result.spread(score) or 0.0, result))
+    _spread(axes, [point[0] for points in kinds.values() for point in points])
+    for kind, points in kinds.items():
+        if not points:
+            continue
+        xs, ys = [point[0] for point in points], [point[1] for point in points]
+        if kind == "stopped":
+            axes.plot(xs, ys, "o", mfc="none", mec=MUTED, ms=6, label="stopped early (score so far)", zorder=2)
+            continue
+        if any(point[2] for point in points):
+            axes.errorbar(xs, ys, [point[2] for point in points], fmt="none", ecolor=ACCENT, elinewidth=1, capsize=3)
+        axes.plot(xs, ys, "o", mfc=ACCENT, mec=PAGE, ms=8, label="finished", zorder=3)
+    line = sorted(
+        (point for point in kinds["finished"] if any(point[3] is each for each in on_front)),
+        key=lambda point: point[:2],
+    )
+    if line:
+        xs, ys = [point[0] for point in line], [point[1] for point in line]
+        axes.plot(
+            xs, ys, "o-", drawstyle="steps-post", color=BEST, mfc=BEST, mec=PAGE, ms=9, lw=1.6,
+            label="Pareto front", zorder=4,
+        )  # fmt: skip
+    ours = base_point(search)
+    for x, y, _, result in kinds["finished"] + kinds["stopped"]:
+        if ours is not None and result.point == ours:
+            axes.plot([x], [y], "o", mfc="none", mec=INK, ms=15, mew=1.2, label="the base configuration", zorder=1)
+    axes.set_xlabel(f"{head(cost)}" + (" an image" if cost.startswith("macs") else ""), color=INK)
+    axes.set_ylabel(f"validation {score}", color=INK)
+    axes.margins(0.14, 0.14)
+    others = [point for point in kinds["finished"] if point not in line]
+    first = [(x, y, result.label, BEST) for x, y, _, result in line]
+    then = [(x, y, result.label, INK) for x, y, _, result in others]
+    last = [(x, y, result.label, MUTED) for x, y, _, result in kinds["stopped"]]
+    steps = [(x, y) for (x, y, *_), (end, *_) in itertools.pairwise(line) for x in _between(x, end)]
+    steps += [(end, y) for (_, low, *_), (end, high, *_) in itertools.pairwise(line) for y in _between(low, high)]
+    _write_labels(axes, first + ([] if narrow else then + last), 7 if narrow else 8, steps)
+
+
+def _between(start: float, end: float) -> list[float]:
+    """Places along a line that labels keep away from."""
+    return [start + (end - start) * number / 40 for number in range(1, 40)]
+
+
+def base_point(search: Search) -> dict[str, Any] | None:
+    """The point that the base configuration is, when the space has it."""
+    for point in search.points() if search.space.size <= 10_000 else ():
+        if search.trial_config(point, search.config.seeds[0]).model == search.base.model and all(
+            key.startswith("model.") for key in search.space.keys
+        ):
+            return point
+    return None
+
+
+def _draw_paper(axes: Axes, search: Search, *, label: bool, narrow: bool = False) -> None:
+    xs = [row.macs / TABLE_6_IMAGES / UNITS["macs"] for row in ABLATION]
+    ys = [row.scores[SCORE] for row in ABLATION]
+    axes.plot(xs, ys, "D", mfc=PAPER, mec=PAGE, ms=7, label="the paper's rows", zorder=3)
+    if label:
+        axes.margins(0.18, 0.12)
+        _write_labels(
+            axes,
+            [(x, y, printed_label(row), PAPER) for x, y, row in zip(xs, ys, ABLATION, strict=True)],
+            6.5 if narrow else 7.5,
+        )
+
+
+def _spread(axes: Axes, costs: Sequence[float]) -> None:
+    """A logarithmic axis where costs differ more than threefold: the cheap ones would lie on each other."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    if costs and min(costs) > 0 and max(costs) > 3 * min(costs):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_minor_locator(NullLocator())
+
+
+def _same_size(search: Search, results: Sequence[PointResult]) -> bool:
+    """Whether the paper's points and ours fit one pair of axes."""
+    if cost_axis(search) != "macs" or score_axis(search) != SCORE:
+        return False
+    ours = [value for result in results if (value := result.mean("macs")) is not None]
+    scores = [value for result in results if (value := result.mean(SCORE)) is not None]
+    printed = [row.macs / TABLE_6_IMAGES for row in ABLATION]
+    return bool(ours) and max(ours) > min(printed) / 2 and min(ours) < 2 * max(printed) and max(scores) > 0.6
+
+
+def _write_labels(
+    axes: Axes,
+    points: Sequence[tuple[float, float, str, str]],
+    size: float,
+    lines: Sequence[tuple[float, float]] = (),
+) -> None:
+    """Labels beside their points where they cover neither a point nor a label; those without room are left out."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.draw_without_rendering()
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    frame = axes.get_window_extent(renderer)
+    taken: list[Any] = []
+    places = [axes.transData.transform((x, y)) for x, y, _, _ in points]
+    drawn = [axes.transData.transform(each) for each in lines]
+    radius = 5 * figure.dpi / 72
+    for number, (x, y, text, color) in enumerate(points):
+        for spot in SPOTS:
+            side = "left" if spot[0] > 0 else "right" if spot[0] < 0 else "center"
+            label = axes.annotate(
+                text, (x, y), xytext=spot, textcoords="offset points", fontsize=size, color=color, ha=side, zorder=5
+            )
+            label.set_in_layout(False)
+            box = label.get_window_extent(renderer)
+            inside = frame.x0 < box.x0 and box.x1 < frame.x1 and frame.y0 < box.y0 and box.y1 < frame.y1
+            hits = any(box.overlaps(other) for other in taken) or any(
+                box.x0 - radius < px < box.x1 + radius and box.y0 - radius < py < box.y1 + radius
+                for other, (px, py) in enumerate(places)
+                if other != number
+            )
+            hits = hits or any(box.x0 < px < box.x1 and box.y0 < py < box.y1 for px, py in drawn)
+            if inside and not hits:
+                taken.append(box)
+                break
+            label.remove()
+
+
+def parallel_plot(search: Search, results: Sequence[PointResult], *, narrow: bool = False) -> Figure:
+    """A line a point through its choices to its score and cost; the better, the stronger, the best in red."""
+    shown = [result for result in results if result.mean(score_axis(search)) is not None]
+    dimensions = list(search.space.by_key().dimensions)
+    names = list(dict.fromkeys([score_axis(search), cost_axis(search)]))
+    width = 4.3 if narrow else max(7.0, 1.9 * (len(dimensions) + len(names)) + 1)
+    figure = _figure(width, 5.2)
+    axes = figure.subplots()
+    axes.set_axis_off()
+    size = 7 if narrow else 8.5
+    scales: list[_DimensionScale | _ValueScale] = [_DimensionScale(dimension, search.space) for dimension in dimensions]
+    scales += [_ValueScale(name, shown) for name in names]
+    for column, scale in enumerate(scales):
+        axes.plot([column, column], [0, 1], color=RULE, lw=1.2, zorder=1)
+        axes.text(column, 1.06, scale.title, ha="center", va="bottom", fontsize=size + 1, color=INK, weight="bold")
+        right = column == len(scales) - 1
+        for height, text in scale.ticks():
+            axes.text(
+                column + (0.04 if right else -0.04), height, text, fontsize=size, color=INK,
+                ha="left" if right else "right", va="center", zorder=6,
+                bbox={"facecolor": PAGE, "edgecolor": "none", "pad": 0.6, "alpha": 0.75},
+            )  # fmt: skip
+    for rank, result in reversed(list(enumerate(shown))):
+        strength = 1 - rank / max(1, len(shown))
+        shift = (rank / max(1, len(shown) - 1) - 0.5) * 0.03 if len(shown) > 1 else 0.0
+        heights = [scale.height(result, shift) for scale in scales]
+        style = "-" if result.state == "finished" else (0, (4, 3))
+        axes.plot(
+            range(len(scales)), heights, ls=style, color=BEST if rank == 0 else ACCENT,
+            lw=2.4 if rank == 0 else 1.2, alpha=1.0 if rank == 0 else 0.25 + 0.55 * strength,
+            zorder=5 if rank == 0 else 3,
+        )  # fmt: skip
+    axes.set_xlim(-0.75, len(scales) - 1 + 0.45)
+    axes.set_ylim(-0.08, 1.15)
+    note = "red: the best; dashed: stopped early"
+    axes.text(0.0, -0.06, note, transform=axes.transAxes, fontsize=size, color=MUTED, va="top")
+    return figure
+
+
+class _DimensionScale:
+    """Choices at even heights, ranges by their numbers."""
+
+    def __init__(self, dimension: Dimension, space: Space) -> None:
+        self.dimension, self.space, self.title = dimension, space, short(dimension.key)
+
+    def _at(self, choice: Any) -> float:
+        d = self.dimension
+        if not d.is_range:
+            return d.labels.index(choice) / max(1, len(d.labels) - 1) if len(d.labels) > 1 else 0.5
+        low, high, value = (math.log(v) if d.log else float(v) for v in (d.low, d.high, choice))
+        return (value - low) / (high - low)
+
+    def height(self, result: PointResult, shift: float) -> float:
+        choice = self.space.point_by_key(result.point)[self.dimension.key]
+        return self._at(choice) + (0.0 if self.dimension.is_range else shift)
+
+    def ticks(self) -> list[tuple[float, str]]:
+        d = self.dimension
+        if not d.is_range:
+            return [(self._at(label), label) for label in d.labels]
+        ends = d.ends()
+        middle = math.sqrt(d.low * d.high) if d.log else (d.low + d.high) / 2
+        return [(self._at(value), f"{value:.3g}") for value in (ends[0], middle, ends[1])]
+
+
+class _ValueScale:
+    """A score or cost between its smallest and largest value."""
+
+    def __init__(self, name: str, shown: Sequence[PointResult]) -> None:
+        self.name, self.title = name, head(name)
+        values = [value for result in shown if (value := result.mean(name)) is not None] or [0.0]
+        self.low, self.high = min(values), max(values)
+
+    def height(self, result: PointResult, shift: float) -> float:
+        value = result.mean(self.name)
+        if value is None or self.high == self.low:
+            return 0.5
+        return (value - self.low) / (self.high - self.low)
+
+    def ticks(self) -> list[tuple[float, str]]:
+        unit = UNITS.get(self.name, 1)
+        values = [self.low + (self.high - self.low) * share for share in (0, 0.25, 0.5, 0.75, 1)]
+        if self.low == self.high:
+            return [(0.5, f"{self.low / unit:.3g}")]
+        return [(share / 4, f"{value / unit:.3g}") for share, value in enumerate(values)]
+
+
+def _dress(axes: Axes) -> None:
+    axes.set_facecolor(PAGE)
+    axes.grid(True, color=RULE, lw=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=MUTED, labelsize=8.5, length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def png(figure: Figure) -> bytes:
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=PNG_DPI, facecolor=PAGE)
+    return data.getvalue()
+
+
+def svg(figure: Figure, name: str) -> str:
+    """An <svg> element; colors are the page's variables, `name` keeps its ids from those of other drawings."""
+    import matplotlib
+
+    data = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}):
+        figure.savefig(data, format="svg", facecolor="none", metadata={"Date": None})
+    text = data.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(
+        r'(<svg [^>]*?)width="[^"]*" height="[^"]*"',
+        r"\1",
+        re.sub(r'(<svg [^>]*?)height="([^"]*)"([^>]*?)width="([^"]*)"', r'\1width="\4" height="\2"\3', text, count=1),
+        count=1,
+    )
+    for color, variable in VARIABLES.items():
+        text = text.replace(color, f"var({variable})")
+    return re.sub(r"font: ([^;\"]*?)'[^;\"]*", r"font: \1inherit", text)

@@ -1,0 +1,109 @@
+"""An S3 server for tests (moto's) that on a bad day answers 503, answers late and cuts connections.
+
+python -m tests.support.s3_server SHARE    the share of requests that fail; prints its URL and serves until it is killed
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+LATE_S = 3.0  # the longest that an answer is late
+ROOT = Path(__file__).resolve().parents[2]
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "testing",
+    "AWS_SECRET_ACCESS_KEY": "testing",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+
+class BadDay:
+    """A WSGI application in front of another: a share of requests is refused, late, or its answer cut in the middle."""
+
+    def __init__(self, application: Any, share: float) -> None:
+        self.application, self.share, self.random = application, share, random.Random(7)
+        self.conditional = threading.Lock()  # S3 compares and writes in one; moto first the one, then the other
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if environ["REQUEST_METHOD"] == "PUT" and {"HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH"} & environ.keys():
+            body = environ["wsgi.input"].read(
+                int(environ.get("CONTENT_LENGTH") or 0)
+            )  # a client may stop in the middle
+            environ["wsgi.input"] = io.BytesIO(body)
+            with self.conditional:
+                return self._answer(environ, start_response)
+        return self._answer(environ, start_response)
+
+    def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        fate = self.random.random()
+        if fate < self.share / 3:
+            time.sleep(self.random.uniform(0.5, LATE_S))
+        elif fate < self.share * 2 / 3:
+            start_response("503 Slow Down", [("Content-Type", "application/xml")])
+            return [b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"]
+        elif fate < self.share:
+            return self._cut(b"".join(self.application(environ, start_response)))
+        return self.application(environ, start_response)
+
+    def _cut(self, body: bytes) -> Iterator[bytes]:
+        yield body[: len(body) // 2]
+        raise ConnectionResetError("cut")
+
+
+def serve(share: float) -> None:
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import WSGIRequestHandler, make_server
+
+    class Quiet(WSGIRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log(self, *_: Any) -> None:
+            pass
+
+    application = BadDay(DomainDispatcherApplication(create_backend_app), share)
+    server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=Quiet)
+    print(f"http://127.0.0.1:{server.port}", flush=True)
+    server.serve_forever()
+
+
+@contextmanager
+def s3_server(share: float = 0.0) -> Iterator[str]:
+    """The URL of a server of its own with the bucket `data`; credentials are set in the environment."""
+    os.environ.update(CREDENTIALS)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.s3_server", str(share)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        assert url.startswith("http"), "moto's server did not start"
+        import boto3
+
+        for _ in range(20):
+            try:
+                boto3.client("s3", endpoint_url=url).create_bucket(Bucket="data")
+                break
+            except Exception:
+                continue
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+if __name__ == "__main__":
+    serve(float(sys.argv[1]))

@@ -1,0 +1,238 @@
+"""Novel objects: constraint files, constraints from detections, and captions that must hold them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from jobs.cli import main
+from jobs.constraints import constraints as make_constraints
+from pipeline.captioning.bundle import load_bundle
+from pipeline.captioning.captioning import caption_share
+from pipeline.captioning.constraints import Held, build_machines, read_constraints, write_constraints
+from pipeline.captioning.detections import (
+    EXCLUDED,
+    Detection,
+    choose_constraints,
+    intersection_over_union,
+    read_detections,
+    read_hierarchy,
+)
+from pipeline.config.sections import EvaluationSection
+from pipeline.errors import UserError
+from pipeline.features.model_inputs import Images
+from pipeline.runs.evaluation import summarize_search
+from tests.unit.jobs.test_caption import WORDS, make_bundle
+
+TREE = {
+    "LabelName": "Entity",
+    "Subcategory": [
+        {"LabelName": "Animal", "Subcategory": [{"LabelName": "Mammal", "Subcategory": [{"LabelName": "Dog"}]}]},
+        {"LabelName": "Toy", "Subcategory": [{"LabelName": "Teddy bear"}]},
+        {"LabelName": "Cart"},
+    ],
+}
+BOX, INSIDE, APART = (0.0, 0.0, 10.0, 10.0), (0.0, 0.0, 10.0, 9.0), (20.0, 20.0, 30.0, 30.0)
+
+
+def hierarchy(folder: Path, tree: Any = TREE) -> Path:
+    (folder / "tree.json").write_text(json.dumps(tree))
+    return folder / "tree.json"
+
+
+def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    made = {3: [("horse",), ("traffic light", "stoplight")], 4: [], 5: [("cart",)]}
+    write_constraints(tmp_path / "c.jsonl", made)
+    assert read_constraints(tmp_path / "c.jsonl") == {3: (("horse",), ("traffic light", "stoplight")), 5: (("cart",),)}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("nothing", "line 2 is no JSON object"),
+        ('{"image_id": 2}', "it lacks 'constraints'"),
+        ('{"image_id": "2", "constraints": []}', "whole number"),
+        ('{"image_id": 2, "constraints": [3]}', "neither a word nor a list"),
+        ('{"image_id": 2, "constraints": [[]]}', "neither a word nor a list"),
+        ('{"image_id": 1, "constraints": []}', "names image 1 again"),
+    ],
+)
+def test_other_files_are_refused_with_their_line(tmp_path: Path, line: str, words: str) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"image_id": 1, "constraints": ["cat"]}\n' + line + "\n")
+    with pytest.raises(UserError, match=words):
+        read_constraints(path)
+    with pytest.raises(UserError, match="cannot be read"):
+        read_constraints(tmp_path / "none")
+
+
+def test_a_word_outside_the_vocabulary_is_refused() -> None:
+    machines = build_machines({7: (("red cat", "mat"),)}, WORDS, "c.jsonl")
+    ids = WORDS.ids
+    assert machines[7].held[machines[7].follow([ids["red"], ids["cat"]])] == 1
+    assert machines[7].held[machines[7].follow([ids["red"], ids["mat"]])] == 1
+    assert machines[7].held[machines[7].follow([ids["red"], ids["sits"], ids["cat"]])] == 0
+    with pytest.raises(UserError, match="image 7 needs the word 'dog', which is not among the model's 11 words"):
+        build_machines({7: (("red dog",),)}, WORDS, "c.jsonl")
+    with pytest.raises(UserError, match="without a word"):
+        build_machines({7: (("...",),)}, WORDS, "c.jsonl")
+    many = tuple((word,) for word in ("a", "cat", "mat", "on", "red", "sits", "the", "red mat", "on the"))
+    with pytest.raises(UserError, match="image 8: 9 constraints need more than 256 states"):
+        build_machines({8: many}, WORDS, "c.jsonl")
+
+
+def test_overlaps_are_resolved_by_the_hierarchy(tmp_path: Path) -> None:
+    heights = read_hierarchy(hierarchy(tmp_path))
+    assert heights == {"entity": 3, "animal": 2, "mammal": 1, "dog": 0, "toy": 1, "teddy bear": 0, "cart": 0}
+    animal, dog = Detection("animal", 0.9, BOX), Detection("dog", 0.5, INSIDE)
+    assert choose_constraints([animal, dog], heights) == ["dog"], "the general class goes, also when it is surer"
+    assert choose_constraints([animal, dog._replace(box=APART)], heights) == ["animal", "dog"]
+    assert choose_constraints([animal, dog._replace(box=(0.0, 0.0, 10.0, 8.4))], heights) == ["animal", "dog"]
+    assert choose_constraints([animal, dog._replace(box=(0.0, 0.0, 10.0, 8.5))], heights) == ["dog"]
+    cart = Detection("cart", 0.6, BOX)
+    assert choose_constraints([dog, cart], heights) == ["cart", "dog"], "equally high: both stay"
+    assert choose_constraints([animal, Detection("spaceship", 0.1, BOX)], heights) == ["spaceship"]
+
+
+def test_the_three_surest_classes_without_parts_and_people() -> None:
+    rows = [("person", 0.99), ("cart", 0.3), ("dog", 0.8), ("dog", 0.9), ("toy", 0.5), ("apple", 0.7), ("wheel", 0.9)]
+    found = [Detection(label, score, (9.0 * k, 0.0, 9.0 * k + 8, 8.0)) for k, (label, score) in enumerate(rows)]
+    assert choose_constraints(found, {}) == ["dog", "apple", "toy"]
+    assert choose_constraints(found, {}, most=1, excluded=()) == ["person"]
+    assert len(EXCLUDED) == 39
+
+
+def test_boxes_overlap_by_their_areas() -> None:
+    assert intersection_over_union(BOX, BOX) == 1
+    assert intersection_over_union(BOX, APART) == 0
+    assert intersection_over_union(BOX, (5.0, 0.0, 15.0, 10.0)) == pytest.approx(50 / 150)
+    assert intersection_over_union((1.0, 1.0, 1.0, 1.0), BOX) == 0
+
+
+def test_both_forms_of_detections_are_the_same(tmp_path: Path) -> None:
+    coco = {
+        "categories": [{"id": 4, "name": "Teddy bear"}, {"id": 9, "name": "Dog"}],
+        "annotations": [
+            {"image_id": 1, "category_id": 9, "score": 0.5, "bbox": [1, 2, 3, 4]},
+            {"image_id": 2, "category_id": 4, "score": 0.25, "bbox": [0, 0, 1, 1]},
+        ],
+    }
+    (tmp_path / "a.json").write_text(json.dumps(coco))
+    rows = [
+        {"image_id": 1, "label": "Dog", "score": 0.5, "box": [1, 2, 4, 6]},
+        {"image_id": 2, "label": "teddy bear", "score": 0.25, "box": [0, 0, 1, 1]},
+    ]
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    expected = {
+        1: [Detection("dog", 0.5, (1.0, 2.0, 4.0, 6.0))],
+        2: [Detection("teddy bear", 0.25, (0.0, 0.0, 1.0, 1.0))],
+    }
+    assert read_detections(tmp_path / "a.json") == read_detections(tmp_path / "b.jsonl") == expected
+    for text in (
+        '{"annotations": [{}]}',
+        '{"image_id": 1}',
+        "[]",
+        '{"image_id": 1, "label": "a", "score": 1, "box": 3}',
+    ):
+        (tmp_path / "c.json").write_text(text)
+        with pytest.raises(UserError, match="neither COCO's JSON"):
+            read_detections(tmp_path / "c.json")
+
+
+def test_a_hierarchy_of_codes_needs_their_names(tmp_path: Path) -> None:
+    coded = {"LabelName": "/m/1", "Subcategory": [{"LabelName": "/m/2"}]}
+    with pytest.raises(UserError, match="--class-names"):
+        read_hierarchy(hierarchy(tmp_path, coded))
+    (tmp_path / "names.csv").write_text("/m/1,Animal\n/m/2,Dog\n")
+    assert read_hierarchy(hierarchy(tmp_path, coded), tmp_path / "names.csv") == {"animal": 1, "dog": 0}
+    for tree in ([1], {"Subcategory": []}):
+        with pytest.raises(UserError, match="not Open Images' JSON"):
+            read_hierarchy(hierarchy(tmp_path, tree))
+
+
+def test_the_command_writes_constraints_that_a_model_can_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"image_id": 1, "label": "Cat", "score": 0.5, "box": [0, 0, 4, 6]},
+        {"image_id": 1, "label": "Animal", "score": 0.9, "box": [0, 0, 4, 6]},
+        {"image_id": 2, "label": "Mat", "score": 0.5, "box": [0, 0, 4, 6]},
+        {"image_id": 3, "label": "Man", "score": 0.5, "box": [0, 0, 4, 6]},
+    ]
+    (tmp_path / "boxes.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    bundle, out = make_bundle(tmp_path / "bundle"), tmp_path / "c.jsonl"
+    command = ["constraints", "--detections", str(tmp_path / "boxes.jsonl"), "--out", str(out)]
+    assert main([*command, "--hierarchy", str(hierarchy(tmp_path)), "--model", str(bundle)]) == 0
+    assert read_constraints(out) == {1: (("cat",),), 2: (("mat",),)}
+    said = capsys.readouterr().out
+    assert "2 constraints in 2 images" in said and "left out, as the model lacks their words: 1 (animal)" in said
+    assert main([*command, "--hierarchy", str(tmp_path / "boxes.jsonl")]) == 2
+    (tmp_path / "no.txt").write_text("Mat\n")
+    assert make_constraints(tmp_path / "boxes.jsonl", None, out, exclude=tmp_path / "no.txt", most=1) == 0
+    assert read_constraints(out) == {1: (("animal",),), 3: (("man",),)}
+
+
+class FewImages(Images):
+    """Features in memory, in place of a store."""
+
+    def __init__(self, features: torch.Tensor) -> None:
+        self.store = self.positions = None
+        self.features, self.image_ids = features, np.arange(len(features)) + 1
+        self.uris = [""] * len(features)
+
+    def load(self, rows: np.ndarray) -> torch.Tensor:
+        return self.features[rows]
+
+
+def test_captions_hold_their_constraints_and_others_are_as_before(tmp_path: Path) -> None:
+    bundle = load_bundle(make_bundle(tmp_path / "bundle", backbone=False))
+    torch.manual_seed(3)
+    images = FewImages(torch.randn(5, 4, 16))
+    settings = EvaluationSection(beam_size=3, max_length=9, batch_size=2, num_results=2)
+    machines = build_machines({2: (("mat",), ("red cat", "sits")), 5: (("the",),)}, WORDS, "c")
+    device = torch.device("cpu")
+    plain = caption_share([bundle.captioner], [images], WORDS, settings, 0, 1, device, align=True)
+    found = caption_share([bundle.captioner], [images], WORDS, settings, 0, 1, device, None, machines, True)
+    for image in (1, 3, 4):
+        assert found[image][0].caption == plain[image][0].caption
+        assert found[image][0].held is None
+    assert all(own.held == 2 and "mat" in own.caption.split() for own in found[2])
+    assert all("red cat" in own.caption or "sits" in own.caption for own in found[2])
+    assert all(own.held == 1 and "the" in own.caption.split() for own in found[5])
+    assert all(own[0].alignment is not None and own[1].alignment is None for own in found.values())
+    said: list[str] = []
+    best = {image: own[0] for image, own in found.items()}
+    entry = summarize_search(best, machines, "search  ", said.append)
+    assert entry["constraints"] == {"images": 2, "all": 2, "some": 0, "none": 0, "not_held": []}
+    assert said[1:] == ["search  2 of 2 captions hold all of their constraints, 0 some, 0 none"]
+    assert said[0] == f"search  alignment of words and patches {entry['alignment']:.3f}"
+    aligned = [own[0].alignment for own in found.values()]
+    assert entry["alignment"] == pytest.approx(sum(value for value in aligned if value is not None) / 5)
+    # too short for all of them: as many as fit, and said
+    short = settings.model_copy(update={"max_length": 3})
+    machines |= build_machines({2: (("mat",), ("sits",), ("the",))}, WORDS, "c")
+    cut = caption_share([bundle.captioner], [images], WORDS, short, 0, 1, device, None, machines)
+    entry = summarize_search({image: own[0] for image, own in cut.items()}, machines, "", said.append)
+    assert entry["constraints"]["not_held"] == [2] and entry["constraints"]["some"] == 1
+
+
+def test_a_split_in_bfloat16(tmp_path: Path) -> None:
+    bundle = load_bundle(make_bundle(tmp_path / "bundle", backbone=False))
+    images = FewImages(torch.randn(5, 4, 16, generator=torch.Generator().manual_seed(3)))
+    log_probs = []
+    for precision in ("float32", "bfloat16"):
+        settings = EvaluationSection(beam_size=3, max_length=9, precision=precision)  # type: ignore[arg-type]
+        found = caption_share([bundle.captioner], [images], WORDS, settings, 0, 1, torch.device("cpu"), align=True)
+        assert all(own[0].alignment is not None for own in found.values())
+        log_probs.append([found[image][0].log_prob for image in sorted(found)])
+    assert log_probs[0] != log_probs[1], "autocast was not on"
+    assert log_probs[0] == pytest.approx(log_probs[1], abs=0.5)
+
+
+def test_what_holds_is_counted() -> None:
+    assert Held.of([(0, 2), (1, 2), (2, 2), (0, 0), (1, 1)]) == Held(4, 2, 1, 1)

@@ -1,0 +1,245 @@
+"""What `raycap submit` sends: the code and nothing else, the right command, no secret; and what it refuses before."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jobs.cli import main
+from jobs.submit import command_overrides
+from pipeline.cluster.packaging import find_files, pack
+from pipeline.cluster.submission import (
+    Submission,
+    check_places,
+    check_texts,
+    package_files,
+    requirements,
+    secret_names,
+    variables,
+)
+from pipeline.config.run import load_config
+from pipeline.errors import UserError
+from tests.conftest import ROOT, small_config
+
+SECRET = "marked-credential-7f3a"
+
+
+def checkout(root: Path) -> Path:
+    """A small project with everything that must stay where it is."""
+    for name in (
+        *(
+            "jobs/cli.py",
+            "pipeline/training/loop.py",
+            "models/base.py",
+            "pyproject.toml",
+            "requirements.lock",
+            "configs/run.yaml",
+        ),
+        *(
+            ".git/HEAD",
+            ".venv/lib/torch.py",
+            "results/runs/model.safetensors",
+            "data/images/1.jpg",
+            "jobs/__pycache__/a.pyc",
+        ),
+        *(
+            "raycap.egg-info/PKG",
+            ".env",
+            "server.pem",
+            "notes/private.txt",
+            "notes/public.txt",
+            "big.bin",
+            "sets/a.png",
+        ),
+    ):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    (root / ".gitignore").write_text("*.bin\n")
+    (root / "notes" / ".rayignore").write_text("/private.txt\n")
+    return root
+
+
+def test_only_code_is_packed(tmp_path: Path) -> None:
+    root = checkout(tmp_path / "project")
+    outside = tmp_path / "outside.txt"
+    outside.write_text(SECRET)
+    (root / "link.txt").symlink_to(outside)
+    (root / "copy.yaml").symlink_to(root / "configs" / "run.yaml")
+    found = set(find_files(root, [root / "sets"]))
+    code = {"jobs/cli.py", "pipeline/training/loop.py", "models/base.py", "pyproject.toml", "requirements.lock"}
+    rest = {"configs/run.yaml", ".gitignore", "notes/.rayignore", "notes/public.txt", "copy.yaml"}
+    assert found == code | rest
+
+
+def test_equal_files_pack_to_equal_bytes(tmp_path: Path) -> None:
+    root = checkout(tmp_path / "project")
+    first = pack(dict(find_files(root)), tmp_path / "a.zip")
+    for path in root.rglob("*"):
+        os.utime(path, (1_000_000_000, 1_000_000_000))
+    second = pack(dict(reversed(find_files(root).items())), tmp_path / "b.zip")
+    assert (first.sha1, first.name) == (second.sha1, second.name) and first.name.startswith("_ray_pkg_")
+    (root / "jobs" / "cli.py").write_text("changed")
+    assert pack(dict(find_files(root)), tmp_path / "c.zip").sha1 != first.sha1
+
+
+def test_an_archive_above_the_limit_is_refused_with_the_largest_files(tmp_path: Path) -> None:
+    files: dict[str, Path | bytes] = {
+        "small.py": b"x",
+        "noise.bin": os.urandom(300_000),
+        "other.bin": os.urandom(200_000),
+    }
+    with pytest.raises(UserError, match=r"noise\.bin \(0\.3 MiB\), other\.bin .*") as refused:
+        pack(files, tmp_path / "a.zip", limit=250_000)
+    assert ".rayignore" in str(refused.value) and not (tmp_path / "a.zip").exists()
+    package = pack(files, tmp_path / "a.zip", limit=600_000)
+    assert package.files == 3 and package.size == (tmp_path / "a.zip").stat().st_size
+    assert "noise.bin" in package.describe().split("the largest: ")[1].split(",")[0]
+
+
+def test_this_project_packs_small_and_whole(tmp_path: Path) -> None:
+    """The package holds what a job imports, no tests, and the commit that git would say."""
+    files, path = package_files(ROOT / "configs" / "demo.yaml", ROOT)
+    package = pack(files, tmp_path / "code.zip")
+    assert path == "configs/demo.yaml" and package.size < 2**20
+    with zipfile.ZipFile(package.path) as archive:
+        names = set(archive.namelist())
+        assert {"jobs/__main__.py", "pipeline/reports/report.html.jinja", "models/base.py", "COMMIT"} <= names
+        assert not any(name.startswith(("tests/", ".git/", "infra/", ".venv/")) for name in names)
+        assert archive.read("COMMIT").decode().strip()
+
+
+def test_a_configuration_from_elsewhere_travels_with_its_base(tmp_path: Path) -> None:
+    base = tmp_path / "shared" / "base.yaml"
+    base.parent.mkdir()
+    base.write_text(yaml.safe_dump(small_config("/shared/storage")))
+    search = tmp_path / "mine" / "search.yaml"
+    search.parent.mkdir()
+    search.write_text("name: s\nbase: ../shared/base.yaml\n")
+    files, path = package_files(search, ROOT)
+    assert path == "submitted/mine/search.yaml" and files["submitted/shared/base.yaml"] == base
+    files, path = package_files(ROOT / "configs" / "search_demo.yaml", ROOT)
+    assert path == "configs/search_demo.yaml" and not any(name.startswith("submitted") for name in files)
+
+
+def test_the_entry_point_is_the_same_command_and_names_missing_secrets() -> None:
+    job = Submission("run", "configs/a b.yaml", ("--set", "name=x y"), {"A": "1"}, ("S3_KEY",), ("six==1.17.0",))
+    assert job.entrypoint.endswith("exec python -m jobs run 'configs/a b.yaml' --set 'name=x y'")
+    assert "S3_KEY:?is not set on the cluster" in job.entrypoint
+    environment = job.runtime_env("gcs://_ray_pkg_x.zip")
+    assert environment["env_vars"] == {"A": "1"} and environment["pip"]["packages"] == ["six==1.17.0"]
+    assert Submission("run", "c.yaml").runtime_env("gcs://p.zip") == {"working_dir": "gcs://p.zip"}
+
+
+def test_the_entry_point_stops_without_its_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import subprocess
+
+    monkeypatch.delenv("RAYCAP_TEST_KEY", raising=False)
+    entry = Submission("run", "c.yaml", secrets=("RAYCAP_TEST_KEY",)).entrypoint.replace(
+        "exec python", "echo would run"
+    )
+    done = subprocess.run(["sh", "-c", entry], capture_output=True, text=True)
+    assert done.returncode != 0 and "RAYCAP_TEST_KEY" in done.stderr and "not set on the cluster" in done.stderr
+    monkeypatch.setenv("RAYCAP_TEST_KEY", "x")
+    assert subprocess.run(["sh", "-c", entry], capture_output=True, text=True).stdout.startswith("would run")
+
+
+def test_secrets_go_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", SECRET)
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    assert variables(["NCCL_DEBUG", "OMP_NUM_THREADS=2"]) == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2"}
+    assert variables(["TOKENIZERS_PARALLELISM=0"]), "not every name with TOKEN in it is a token's"
+    for given in ("MLFLOW_TRACKING_PASSWORD", "AWS_SECRET_ACCESS_KEY=x", "HF_TOKEN=x", "DB=postgresql://me:pw@host/db"):
+        with pytest.raises(UserError, match="--secret") as refused:
+            variables([given])
+        assert SECRET not in str(refused.value) and "pw" not in str(refused.value)
+    with pytest.raises(UserError, match="not set here"):
+        variables(["RAYCAP_NOT_THERE"])
+    assert secret_names(["A_TOKEN", "A_TOKEN"]) == ("A_TOKEN",)
+    with pytest.raises(UserError, match="leave it out") as refused:
+        secret_names([f"A_TOKEN={SECRET}"])
+    assert SECRET not in str(refused.value)
+
+
+def test_texts_that_travel_hold_no_password_and_name_every_variable(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("name: a  # ${COMMENT}\ntracking: {uri: 'https://u:${MLFLOW_PASSWORD}@host'}\n")
+    with pytest.raises(UserError, match="MLFLOW_PASSWORD on the cluster"):
+        check_texts(config, [], [])
+    check_texts(config, [], ["MLFLOW_PASSWORD"])
+    with pytest.raises(UserError, match="an argument needs the environment variable BUCKET"):
+        check_texts(config, ["--set", "storage=s3://${BUCKET}"], ["MLFLOW_PASSWORD"])
+    for arguments, text in (
+        ([], f"uri: https://me:{SECRET}@host\n"),
+        ([f"--set=a=https://me:{SECRET}@host"], "name: a\n"),
+    ):
+        config.write_text(text)
+        with pytest.raises(UserError, match="holds a password") as refused:
+            check_texts(config, arguments, [])
+        assert SECRET not in str(refused.value)
+
+
+def test_paths_of_this_machine(tmp_path: Path) -> None:
+    def parsed(**changes: str) -> list[str]:
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump(small_config("results")))
+        return check_places(load_config(path, [f"{key}={value}" for key, value in changes.items()]))
+
+    with pytest.raises(UserError, match="storage = results"):
+        parsed()
+    assert parsed(storage="s3://bucket/prefix") == []
+    (warning,) = parsed(storage="/shared/results")
+    assert "every node" in warning
+    with pytest.raises(UserError, match="backbone.weights = swin.pth"):
+        parsed(storage="s3://b", **{"backbone.weights": "swin.pth"})
+
+
+def test_the_command_line_is_checked_before_anything_is_sent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ROOT / "configs" / "demo.yaml"
+    assert command_overrides("run", config, ["--set", "seed=1", "--set", "name=x"]) == ["seed=1", "name=x"]
+    assert command_overrides("evaluate", config, ["--split", "test"]) == []
+    with pytest.raises(UserError, match="cannot be submitted; one of .*run.*tune"):
+        command_overrides("score", config, [])
+    with pytest.raises(UserError, match="refuses these options: .*--splt"):
+        command_overrides("evaluate", config, ["--splt", "test"])
+    nobody = "http://127.0.0.1:9"
+    for words, named in (
+        (["run", str(config), "--set", "seeed=1"], "unknown key seeed"),
+        (["run", str(config)], "storage = results"),
+        (["run", str(tmp_path / "no.yaml")], "does not exist"),
+        (["run", "--set", "a=1", str(config)], "the form is"),
+        (["stop", "some-job", "--set", "a=1"], "the form is"),
+        (["run", str(config), "--secret", "A=1"], "leave it out"),
+    ):
+        assert main(["submit", *words, "--address", nobody]) == 2
+        message = capsys.readouterr().err.strip()
+        assert named in message and "\n" not in message
+    assert main(["submit", "status", "x", "--address", "ray://head:10001"]) == 2
+    assert "dashboard's address" in capsys.readouterr().err
+
+
+def test_dependencies_are_the_lock_without_ray(tmp_path: Path) -> None:
+    from ray.runtime_env import RuntimeEnv
+
+    lines = requirements(ROOT)
+    assert any(line.startswith("torch==") for line in lines) and not any(line.startswith("ray==") for line in lines)
+    RuntimeEnv(**Submission("run", "c.yaml", requirements=lines).runtime_env("gcs://_ray_pkg_x.zip"))
+    with pytest.raises(UserError, match="checkout"):
+        requirements(tmp_path)
+
+
+def test_an_archive_keeps_what_may_be_executed(tmp_path: Path) -> None:
+    script = tmp_path / "tool.sh"
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    data = pack({"tool.sh": script, "plain": b"x"}, tmp_path / "a.zip").path.read_bytes()
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        modes = {info.filename: (info.external_attr >> 16) & 0o777 for info in archive.infolist()}
+    assert modes == {"tool.sh": 0o755, "plain": 0o644}

@@ -1,0 +1,165 @@
+"""Configurations: typed, frozen, mistakes answered in one sentence that names the key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline.config.run import RunConfig, dump_config, load_config, parse_config, total_steps
+from pipeline.errors import UserError
+from pipeline.runs.identity import config_identity
+from tests.conftest import ROOT, small_config
+
+SHIPPED = sorted(path for path in (ROOT / "configs").glob("*.yaml") if not path.name.startswith("search_"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_every_shipped_configuration_loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAYCAP_DATA", "RAYCAP_COCO", "RAYCAP_SWIN", "RAYCAP_REGIONS"):
+        monkeypatch.setenv(name, "/somewhere")
+    config = load_config(path)
+    assert parse_config(yaml.safe_load(dump_config(config))) == config  # what is stored with a run is the same
+    assert path.read_text().startswith("# "), "a configuration begins with what it is, and its command"
+    assert f"configs/{path.name}" in path.read_text().split("\nname:")[0], "its header names its command"
+
+
+def test_the_papers_recipe_builds_on_the_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from models.config import ModelSizes
+    from models.registry import build_model
+
+    monkeypatch.setenv("RAYCAP_COCO", "/somewhere")
+    config = load_config(ROOT / "configs" / "expansionnet_v2_coco.yaml")
+    with torch.device("meta"):
+        model = build_model(config.model, ModelSizes(1536, 10_000, 52, 2, 0, 1))
+    assert sum(parameter.numel() for parameter in model.parameters()) == 38_593_296
+    recipe = [(stage.name, stage.batch_size, stage.lr, stage.epochs, stage.dropout) for stage in config.stages]
+    assert recipe == [
+        ("xe_frozen", 48, 2e-4, 8, 0.3),
+        ("xe_finetune", 48, 3e-5, 2, 0.3),
+        ("scst_frozen", 48, 1e-4, 9, 0.1),
+        ("scst_finetune", 20, 2e-6, 1, 0.1),
+    ]
+    assert config.backbone.image_size == 384 and config.model.static_expansion == (32, 64, 128, 256, 512)
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "words", "count"),
+    [
+        ("meshed_memory_coco", 2048, 10_201, 38_439_424 - 28_160),  # the reference's, less its frozen table
+        ("clustformer_coco", 1536, 9487, 54_670_113),
+        ("clustformer_regions_coco", 2054, 9487, 54_935_329),
+    ],
+)
+def test_the_other_systems_build_on_the_meta_device(
+    name: str, width: int, words: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from models.config import ModelSizes
+    from models.registry import build_model
+
+    for variable in ("RAYCAP_COCO", "RAYCAP_REGIONS"):
+        monkeypatch.setenv(variable, "/somewhere")
+    config = load_config(ROOT / "configs" / f"{name}.yaml")
+    positions = config.model.max_positions or 52
+    with torch.device("meta"):
+        model = build_model(config.model, ModelSizes(width, words, positions, 2, 0, 1))
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+    assert (config.features.hdf5 is None) == ("backbone" in config.model_fields_set)
+
+
+@pytest.mark.parametrize("name", ["transformer", "meshed_memory", "clustformer"])
+def test_the_demos_differ_in_the_model_and_how_long_it_trains(name: str) -> None:
+    def compared(config: RunConfig) -> dict[str, Any]:
+        body = config.model_dump(exclude={"name", "model"})
+        for stage in body["stages"]:
+            del stage["epochs"], stage["schedule"]["anneal"]
+        return body
+
+    first, other = (load_config(ROOT / "configs" / f"{each}.yaml") for each in ("demo", f"demo_{name}"))
+    assert compared(other) == compared(first) and other.model.name == name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "found", "remedy"),
+    [
+        (["model.d_modle=64"], "unknown key model.d_modle", "did you mean d_model"),
+        (["stages.xe_frozen.epohcs=1"], "unknown key stages.xe_frozen.epohcs", "did you mean epochs"),
+        (["data.synthetic.num_image=9"], "unknown key data.synthetic.num_image", "num_images"),
+        (["workers.num_workers=7"], "batch_size = 20 does not divide by 7 workers x 1 accumulated = 7", "take 21"),
+        (["stages.nothere.epochs=1"], "'nothere' is none of xe_frozen", ""),
+        (["model.heads=3"], "model.d_model = 128 does not divide by model.heads = 3", "choose heads"),
+        (["model.static_expansion=[]"], "empty list", "null for none"),
+        (["model.name=meshed_memory"], "unknown key model.static_expansion", "known here: attention, connection"),
+        (
+            ["model.name=expansionet_v2"],
+            "model.name is 'expansionet_v2', which is unknown",
+            "did you mean expansionnet_v2",
+        ),
+        (["model={name: meshed_memory, memory_slot: 3}"], "unknown key model.memory_slot", "did you mean memory_slots"),
+        (["model={name: meshed_memory, memory_slots: many}"], "model.memory_slots = 'many'", "integer"),
+        (["model={name: meshed_memory, gates: relu}"], "model.gates = 'relu'", "'softmax'"),
+        (["model=5"], "model", ""),
+        (["stages.xe_frozen.epochs=0"], "stages.xe_frozen.epochs = 0", "greater than 0"),
+        (["seed=abc"], "seed = 'abc'", "integer"),
+        (["data.synthetic=null"], "exactly one of data.synthetic and data.root", "data.root"),
+        (["name=a/b"], "name 'a/b'", "letters"),
+        (["name=.."], "name '..'", "letters"),
+        (["stages.0.epochs=.inf"], "stages.xe_frozen.epochs", "finite"),
+        (["seed=100000000000000000000000"], "seed = 100000000000000000000000", "less than"),
+        (["stages.\u00b2.epochs=1"], "is none of xe_frozen", ""),
+        (["nonsense"], "--set 'nonsense'", "a.b=value"),
+        (["data.root=${NOT_SET_ANYWHERE}", "data.synthetic=null"], "NOT_SET_ANYWHERE", "--set data.root"),
+    ],
+)
+def test_mistakes_are_one_sentence(overrides: list[str], found: str, remedy: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_config(ROOT / "configs" / "demo.yaml", overrides)
+    assert found in str(error.value) and remedy in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_overrides_reach_stages_by_name_and_number(tmp_path: Path) -> None:
+    config = load_config(ROOT / "configs" / "demo.yaml", ["stages.scst_frozen.lr=1e-3", "stages.0.epochs=7"])
+    assert config.stage("scst_frozen").lr == 1e-3
+    assert config.stages[0].epochs == 7
+
+
+def test_a_file_that_is_not_yaml_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text("a: [1, 2")
+    with pytest.raises(UserError, match="not valid YAML"):
+        load_config(path)
+    with pytest.raises(UserError, match="does not exist"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_identity_is_of_the_result_alone(tmp_path: Path) -> None:
+    """Where it is stored and how many workers compute it do not make another run; the learning rate does."""
+    base = parse_config(small_config(tmp_path))
+    assert config_identity(parse_config(small_config(tmp_path / "b", workers__num_workers=2))) == config_identity(base)
+    assert config_identity(parse_config(small_config(tmp_path, seed=5))) != config_identity(base)
+
+
+def test_durations_are_converted_once() -> None:
+    stage = load_config(ROOT / "configs" / "expansionnet_v2_coco.yaml", ["data.root=/x"]).stage("xe_finetune")
+    assert total_steps(stage, 566_747) == 23_615  # 2 epochs of 566,747 pairs in batches of 48, rounded up
+
+
+def test_elastic_workers_need_a_batch_that_every_count_divides() -> None:
+    data = yaml.safe_load((ROOT / "configs" / "demo.yaml").read_text())
+    data["workers"] |= {"num_workers": 3, "min_workers": 2}
+    for stage in data["stages"]:
+        stage["batch_size"] = 12
+    assert list(parse_config(data).workers.counts) == [2, 3]
+    data["stages"][0]["batch_size"] = 9
+    with pytest.raises(UserError, match=r"xe_frozen.batch_size = 9 does not divide by 2 and 3 workers"):
+        parse_config(data)
+    data["workers"]["min_workers"] = 4
+    with pytest.raises(UserError, match="min_workers = 4 is above num_workers = 3"):
+        parse_config(data)

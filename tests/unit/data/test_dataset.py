@@ -1,0 +1,128 @@
+"""Data sets, vocabularies, snapshots: what is read, what is refused, and what is not read twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config.sections import DataSection
+from pipeline.data import content_keys as snapshot
+from pipeline.data.dataset import Dataset, build_vocabulary, longest_caption, read_dataset
+from pipeline.data.vocabulary import Vocabulary, tokenize
+from pipeline.errors import UserError
+from tests.conftest import write_karpathy
+
+
+def section(root: Path, **values: Any) -> DataSection:
+    return DataSection(root=str(root), **values)
+
+
+def test_tokens_are_the_references(shared: Path) -> None:
+    for entry in json.loads((shared / "golden" / "caption_tokens.json").read_text()):
+        assert tokenize(entry["raw"]) == entry["tokens"]
+
+
+def test_karpathy_is_read_with_restval_as_training(tmp_path: Path) -> None:
+    root = write_karpathy(tmp_path / "set", {"train": 3, "restval": 2, "val": 2, "test": 1})
+    dataset = read_dataset(section(root), root)
+    assert len(dataset.split("train", "restval")) == 5
+    assert dataset.column("image_id")[:2] == [100, 101]
+    dataset.save(tmp_path / "data.arrow")
+    assert Dataset.load(tmp_path / "data.arrow").table.equals(dataset.table)
+    assert longest_caption(dataset) == 9  # seven words, SOS and EOS
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data["images"][0].update(filename="../../etc/passwd"), "outside"),
+        (lambda data: data["images"][0].update(filepath="/etc"), "outside"),
+        (lambda data: data["images"][0].pop("sentences"), r"images\[0\] is malformed"),
+        (lambda data: data["images"][1].update(cocoid=100), "repeats the image id 100"),
+        (lambda data: data["images"][0].update(sentences=[{"raw": " . "}]), "no caption with a word"),
+        (lambda data: data["images"][0].update(sentences=[{"raw": 7}]), r"images\[0\] is malformed"),
+        (lambda data: data["images"][0].update(sentences=[{"raw": "\ud800"}]), r"images\[0\] is malformed"),
+        (lambda data: data["images"][0].update(filename="a\0b"), r"images\[0\] is malformed"),
+        (lambda data: data["images"][0].update(cocoid=2**70), r"images\[0\] is malformed"),
+        (lambda data: data.update(images=[]), "not empty"),
+    ],
+)
+def test_malformed_annotations_are_refused(tmp_path: Path, change: Any, message: str) -> None:
+    root = write_karpathy(tmp_path / "set", {"train": 2, "val": 1, "test": 1})
+    data = json.loads((root / "dataset.json").read_text())
+    change(data)
+    (root / "dataset.json").write_text(json.dumps(data))
+    with pytest.raises(UserError, match=message):
+        read_dataset(section(root), root)
+
+
+def test_missing_places_and_empty_splits_are_named(tmp_path: Path) -> None:
+    root = write_karpathy(tmp_path / "set", {"train": 2, "val": 1})
+    with pytest.raises(UserError, match=r"data.test_splits \(test\).*splits train, val"):
+        read_dataset(section(root), root)
+    with pytest.raises(UserError, match="other.json does not exist"):
+        read_dataset(section(root, annotations="other.json"), root)
+    with pytest.raises(UserError, match="data.images"):
+        read_dataset(section(root, images="nowhere"), root)
+    with pytest.raises(UserError, match="data.root"):
+        read_dataset(section(tmp_path / "nowhere"), tmp_path / "nowhere")
+    (root / "dataset.json").write_text("{")
+    with pytest.raises(UserError, match="not valid JSON"):
+        read_dataset(section(root), root)
+
+
+def test_vocabulary_is_sorted_with_its_specials(tmp_path: Path) -> None:
+    vocabulary = Vocabulary.build([["b", "a"], ["b", "TV"]], min_count=1)
+    assert vocabulary.words == ("EOS", "PAD", "SOS", "TV", "UNK", "a", "b")
+    assert vocabulary.decode(vocabulary.encode(["a", "zebra"])) == "a UNK"
+    vocabulary.save(tmp_path / "v.json")
+    assert Vocabulary.load(tmp_path / "v.json") == vocabulary
+    root = write_karpathy(tmp_path / "set", {"train": 2, "val": 1, "test": 1})
+    with pytest.raises(UserError, match=r"vocabulary is empty.*data.min_count = 99"):
+        build_vocabulary(read_dataset(section(root), root), section(root, min_count=99))
+
+
+def test_vocabulary_of_coco_validation_words(shared: Path) -> None:
+    """The published vocabulary's rule on the COCO text at hand: only words used often enough, specials inside."""
+    import gzip
+
+    path = shared / "data" / "coco_captions" / "dataset_coco_val2014_karpathy.json.gz"
+    images = json.loads(gzip.decompress(path.read_bytes()))["images"][:300]
+    captions = [tokenize(sentence["raw"]) for image in images for sentence in image["sentences"]]
+    vocabulary = Vocabulary.build(captions, 5)
+    uses = [sum(caption.count(word) for caption in captions) for word in ("a", vocabulary.words[-1])]
+    assert min(uses) >= 5 and vocabulary.words == tuple(sorted(vocabulary.words))
+
+
+def test_a_snapshot_reads_only_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_karpathy(tmp_path / "set", {"train": 4, "val": 1, "test": 1})
+    dataset = read_dataset(section(root), root)
+    manifest = tmp_path / "manifest.parquet"
+    first, troubles = snapshot.take_snapshot(dataset, manifest)
+    assert not troubles and len(set(first.column("key"))) == 6
+
+    reads: list[str] = []
+    original = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda self: (reads.append(self.name), original(self))[1])
+    (root / "images" / "1.png").write_bytes(original(root / "images" / "0.png"))  # now the same picture twice
+    (root / "images" / "2.png").unlink()
+    second, troubles = snapshot.take_snapshot(dataset, manifest)
+    assert [name for name in reads if name.endswith(".png")] == ["1.png"]
+    assert list(troubles.values()) == ["No such file or directory"]
+    keys = second.column("key")
+    assert keys[0] == keys[1] == first.column("key")[0] and keys[2] is None
+    assert len(second.known()) == 5
+    assert second.known().fingerprint() != first.fingerprint()
+
+
+def test_the_fingerprint_is_of_content_not_of_place(tmp_path: Path) -> None:
+    prints = []
+    for name in ("here", "there"):
+        root = write_karpathy(tmp_path / name, {"train": 2, "val": 1, "test": 1})
+        prints.append(
+            snapshot.take_snapshot(read_dataset(section(root), root), tmp_path / f"{name}.parquet")[0].fingerprint()
+        )
+    assert prints[0] == prints[1]

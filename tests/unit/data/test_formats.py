@@ -1,0 +1,147 @@
+"""Annotation files in every form give the same data set; what is malformed is named."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.config.sections import DataSection
+from pipeline.data.dataset import build_vocabulary, read_annotations, read_dataset
+from pipeline.data.vocabulary import Vocabulary, tokenize_like_spacy
+from pipeline.errors import UserError
+
+ROWS: list[dict[str, Any]] = [
+    {"image": "a/1.png", "id": 7, "captions": ["A cat.", "Two cats, sitting"], "split": "train"},
+    {"image": "s3://bucket/2.png", "id": 8, "captions": ["A dog\nruns"], "split": "val"},
+    {"image": "3.png", "id": 9, "captions": ["[not] json"], "split": "test"},
+]
+
+
+def write_table(path: Path) -> None:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(ROWS), path)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    elif path.name == "one_row_a_caption.csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["image", "id", "captions", "split"])
+            writer.writeheader()
+            writer.writerows({**row, "captions": caption} for row in ROWS for caption in row["captions"])
+    else:
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["image", "id", "captions", "split"])
+            writer.writeheader()
+            writer.writerows({**row, "captions": json.dumps(row["captions"])} for row in ROWS)
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.parquet", "t.csv", "one_row_a_caption.csv"])
+def test_tables_of_every_kind_are_one_data_set(tmp_path: Path, name: str) -> None:
+    write_table(tmp_path / name)
+    dataset = read_dataset(DataSection(root=str(tmp_path), annotations=name), tmp_path)
+    assert dataset.column("image_id") == [7, 8, 9]
+    assert dataset.column("split") == ["train", "val", "test"]
+    assert dataset.column("uri") == [str(tmp_path / "a/1.png"), "s3://bucket/2.png", str(tmp_path / "3.png")]
+    assert dataset.column("captions") == [row["captions"] for row in ROWS]
+
+
+def test_rows_without_ids_are_numbered_and_nonsense_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    config = DataSection(root=str(tmp_path), annotations="t.jsonl")
+
+    def read(*rows: Any) -> Any:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return read_annotations(config, tmp_path)
+
+    dataset, problems = read({"image": "1.png", "caption": "one"}, {"image": "2.png", "captions": [3, ""]})
+    assert dataset.column("image_id") == [0, 1] and dataset.column("captions") == [["one"], [""]]
+    assert len(problems) == 1 and "row 2" in problems[0]
+    for rows, message in [
+        ([{"id": 1}], "no text in the column image"),
+        ([{"image": "1.png", "id": "x"}], "not a whole number"),
+        ([{"image": "../1.png"}], "lies outside"),
+        ([{"image": "1.png", "id": 4}, {"image": "2.png", "id": 4}], "repeats the image id 4"),
+        ([[1]], "not an object"),
+        ([], "no rows"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            read(*rows)
+
+
+def coco(tmp_path: Path, images: list[dict[str, Any]], annotations: list[dict[str, Any]], **config: Any) -> Any:
+    (tmp_path / "captions_val2014.json").write_text(json.dumps({"images": images, "annotations": annotations}))
+    section = DataSection(root=str(tmp_path), annotations="captions_val2014.json", **config)
+    return read_annotations(section, tmp_path)[0]
+
+
+def test_nocaps_domains_are_splits(tmp_path: Path) -> None:
+    images = [{"id": n, "file_name": f"{n}.jpg", "domain": d} for n, d in enumerate(("in-domain", "out-domain"))]
+    annotations = [{"image_id": 1, "caption": "b"}, {"image_id": 0, "caption": "a"}, {"image_id": 1, "caption": "c"}]
+    dataset = coco(tmp_path, images, annotations, format="nocaps")
+    assert dataset.column("split") == ["in-domain", "out-domain"]
+    assert dataset.column("captions") == [["a"], ["b", "c"]]
+
+
+def test_captions_without_their_image_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="1 image ids of 'annotations' are not in 'images', first 5"):
+        coco(tmp_path, [{"id": 1, "file_name": "1.jpg"}], [{"image_id": 5, "caption": "a"}])
+    with pytest.raises(UserError, match="lies outside"):
+        coco(tmp_path, [{"id": 1, "file_name": "../../1.jpg"}], [])
+
+
+def test_cocos_own_files_with_split_lists_are_karpathys(shared: Path, tmp_path: Path) -> None:
+    folder = shared / "data" / "coco_captions"
+    lists = {split: f"karpathy_{split}_images.txt.gz" for split in ("val", "test")}
+    for name in ("captions_val2014.json.gz", "dataset_coco_val2014_karpathy.json.gz", *lists.values()):
+        (tmp_path / name).symlink_to(folder / name)
+    (tmp_path / "val2014").mkdir()
+    source = {"annotations": "captions_val2014.json.gz", "images": "val2014", "split": "restval"}
+    own = DataSection(root=str(tmp_path), sources=[source], split_lists=lists)
+    karpathy = DataSection(root=str(tmp_path), annotations="dataset_coco_val2014_karpathy.json.gz")
+    first, problems = read_annotations(own, tmp_path)
+    second, _ = read_annotations(karpathy, tmp_path)
+    assert not problems and len(first) == 40504 and len(first.split("test")) == len(first.split("val")) == 5000
+
+    def rows(dataset: Any) -> dict[int, Any]:
+        columns = (dataset.column(name) for name in ("image_id", "split", "uri", "captions"))
+        return {row[0]: (row[1], Path(row[2]).name, sorted(row[3])) for row in zip(*columns, strict=True)}
+
+    assert rows(first) == rows(second)
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(b"{}" * 100)[:20])
+    (tmp_path / "b.json").write_text('{"annotations": 3}')
+    (tmp_path / "c.csv").write_bytes(b"\xff\xfe\x00")
+    for name, message in [("a.json.gz", "cannot be read"), ("b.json", "form is not known"), ("c.csv", "as a table")]:
+        with pytest.raises(UserError, match=message):
+            read_annotations(DataSection(root=str(tmp_path), annotations=name), tmp_path)
+
+
+def test_spacy_like_tokens() -> None:
+    assert tokenize_like_spacy("A man's dog doesn't like 2.5 T-shirts, (really)!") == [
+        *("a", "man", "'s", "dog", "does", "n't", "like", "2.5", "t", "shirts", "really")
+    ]
+
+
+def test_the_vocabulary_counts_what_the_configuration_says(tmp_path: Path) -> None:
+    rows = [
+        {"image": "1.png", "captions": ["man's man's dog"], "split": "train"},
+        {"image": "2.png", "captions": ["dog cat cat"], "split": "val"},
+        {"image": "3.png", "captions": ["x"], "split": "test"},
+    ]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    base = DataSection(root=str(tmp_path), annotations="t.jsonl", min_count=2)
+    dataset = read_dataset(base, tmp_path)
+    assert set(build_vocabulary(dataset, base).words) == {"man", "s", "PAD", "SOS", "EOS", "UNK"}
+    wide = base.model_copy(update={"tokenizer": "spacy", "vocabulary_splits": ("train", "val")})
+    vocabulary = build_vocabulary(dataset, wide)
+    assert set(vocabulary.words) == {"man", "'s", "dog", "cat", "PAD", "SOS", "EOS", "UNK"}
+    vocabulary.save(tmp_path / "v.json")
+    assert Vocabulary.load(tmp_path / "v.json").tokenize("man's") == ["man", "'s"]

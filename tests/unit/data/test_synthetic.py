@@ -1,0 +1,231 @@
+"""The embedded data set: captions that are true of their pictures, splits that keep apart, files in Karpathy form."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from pydantic import TypeAdapter, ValidationError
+
+from pipeline.config.sections import SceneConfig
+from pipeline.data import synthetic
+from pipeline.data.synthetic import NOVEL, main_object, main_object_accuracy, make_scene, write_dataset
+from pipeline.data.vocabulary import tokenize
+
+SCENES = [make_scene(0, index) for index in range(1500)]
+SIDES = {
+    "left": ("left of", "to its right", "on the right"),
+    "right": ("right of", "to its left", "on the left"),
+    "above": (" above a", " over a", "below it", "under it"),
+    "below": (" below a", " under a", "above it", "over it"),
+    "behind": (" behind a", " around a", "inside"),
+}
+
+
+def _digest(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def _where(pixels: np.ndarray, color: str) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and columns of the pixels of one object, by its color."""
+    rows, columns = np.nonzero(np.abs(pixels.astype(int) - synthetic.COLORS[color]).sum(2) < 40)
+    return rows, columns
+
+
+def test_splits_have_the_promised_sizes() -> None:
+    splits = [scene.split for scene, _ in SCENES]
+    assert {split: splits.count(split) for split in splits} == {"train": 1200, "val": 100, "test": 150, "novel": 50}
+
+
+def test_novel_combinations_are_shown_in_no_other_split() -> None:
+    for scene, _ in SCENES:
+        objects = [scene.main, *([scene.second] if scene.second else [])]
+        shown = {(drawn.color, drawn.shape) for drawn in objects}
+        if scene.split == "novel":
+            assert (scene.main.color, scene.main.shape) in NOVEL
+        else:
+            assert not shown & set(NOVEL)
+    train = [scene.main for scene, _ in SCENES if scene.split == "train"]
+    assert {drawn.color for drawn in train} == set(synthetic.COLORS)
+    assert {drawn.shape for drawn in train} == set(synthetic.SHAPES)
+
+
+def test_every_caption_names_the_main_object_first() -> None:
+    for scene, captions in SCENES:
+        assert {main_object(caption) for caption in captions} == {(scene.main.color, scene.main.shape)}
+
+
+def test_captions_are_five_different_ones_of_a_small_vocabulary() -> None:
+    words: set[str] = set()
+    for _, captions in SCENES:
+        assert len(set(captions)) == 5
+        tokens = [tokenize(caption) for caption in captions]
+        assert all(6 <= len(caption) <= 15 for caption in tokens)
+        words.update(*tokens)
+    assert 40 <= len(words) <= 60
+
+
+def test_relation_words_say_how_the_drawn_objects_lie() -> None:
+    """Read from the pixels, not from the scene: middles of the two colors' boxes against the words."""
+    checked = 0
+    for scene, captions in SCENES[:400]:
+        if scene.second is None:
+            continue
+        pixels = np.asarray(synthetic.draw_scene(scene, 64))
+        (rows, columns), (rows2, columns2) = _where(pixels, scene.main.color), _where(pixels, scene.second.color)
+        assert rows.size and rows2.size
+        across, down = (
+            np.ptp(b) / 2 + b.min() - np.ptp(a) / 2 - a.min() for a, b in ((columns, columns2), (rows, rows2))
+        )
+        if abs(across) < 3 and abs(down) < 3:
+            seen = "behind"
+        elif abs(across) > abs(down):
+            seen = "left" if across > 0 else "right"
+        else:
+            seen = "above" if down > 0 else "below"
+        for caption in captions:
+            said = {side for side, words in SIDES.items() if any(word in caption for word in words)}
+            assert said in ({seen}, set()), (caption, seen)
+            checked += bool(said)
+    assert checked > 1000
+
+
+def test_main_object_is_the_larger_one_in_the_picture() -> None:
+    for scene, _ in SCENES[:400]:
+        if scene.second is None:
+            continue
+        pixels = np.asarray(synthetic.draw_scene(scene, 64))
+        (rows, columns), (rows2, columns2) = _where(pixels, scene.main.color), _where(pixels, scene.second.color)
+        assert np.ptp(rows) > 1.15 * np.ptp(rows2) and np.ptp(columns) > 1.15 * np.ptp(columns2)
+
+
+def test_objects_lie_within_the_picture() -> None:
+    for scene, _ in SCENES[:300]:
+        pixels = np.asarray(synthetic.draw_scene(scene, 64)).astype(int)
+        edge = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
+        assert (np.abs(edge - synthetic.BACKGROUNDS[scene.background]).sum(1) < 8).all()
+
+
+def test_position_words_of_a_lone_object() -> None:
+    for scene, captions in SCENES:
+        if scene.second is None:
+            x, y = scene.main.x, scene.main.y
+            off = {"left": 0.5 - x, "right": x - 0.5, "at the top": 0.5 - y, "at the bottom": y - 0.5}
+            for word, distance in off.items():
+                if any(word in caption for caption in captions):
+                    assert distance > 0.1 and distance == max(off.values())
+
+
+def test_folder_is_deterministic_and_in_karpathy_form(tmp_path: Path) -> None:
+    config = SceneConfig(num_images=30, image_size=48, seed=3)
+    write_dataset(tmp_path / "a", config)
+    write_dataset(tmp_path / "deeper" / "b", config)
+    write_dataset(tmp_path / "other", SceneConfig(num_images=30, image_size=48, seed=4))
+    assert _digest(tmp_path / "a") == _digest(tmp_path / "deeper" / "b")
+    assert _digest(tmp_path / "a")["images/scene_000000.png"] != _digest(tmp_path / "other")["images/scene_000000.png"]
+
+    data = json.loads((tmp_path / "a" / "dataset.json").read_text("utf-8"))
+    assert data["dataset"] == "raycap-scenes" and len(data["images"]) == 30
+    assert {image["split"] for image in data["images"]} == {"train", "val", "test", "novel"}
+    assert len({image["cocoid"] for image in data["images"]}) == 30
+    sentids = [sentid for image in data["images"] for sentid in image["sentids"]]
+    assert sentids == list(range(150))
+    for image in data["images"]:
+        with Image.open(tmp_path / "a" / image["filepath"] / image["filename"]) as picture:
+            assert picture.format == "PNG" and picture.mode == "RGB" and picture.size == (48, 48)
+        assert [sentence["sentid"] for sentence in image["sentences"]] == image["sentids"]
+        for sentence in image["sentences"]:
+            assert sentence["imgid"] == image["imgid"] and sentence["tokens"] == tokenize(sentence["raw"])
+
+
+def test_smaller_set_is_the_beginning_of_a_larger_one(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "small", SceneConfig(num_images=30, image_size=32))
+    write_dataset(tmp_path / "large", SceneConfig(num_images=60, image_size=32))
+    small, large = _digest(tmp_path / "small"), _digest(tmp_path / "large")
+    pictures = [name for name in small if name.endswith(".png")]
+    assert len(pictures) == 30 and all(small[name] == large[name] for name in pictures)
+
+
+def test_complete_folder_is_left_alone(tmp_path: Path) -> None:
+    folder, config = tmp_path / "scenes", SceneConfig(num_images=30, image_size=32)
+    write_dataset(folder, config)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    write_dataset(folder, config)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = synthetic.draw_scene
+
+    def failing(scene: synthetic.Scene, image_size: int) -> Image.Image:
+        if scene == SCENES[20][0]:
+            raise OSError("no space left on device")
+        return drawn(scene, image_size)
+
+    monkeypatch.setattr(synthetic, "draw_scene", failing)
+    with pytest.raises(OSError, match="no space left"):
+        write_dataset(tmp_path / "scenes", SceneConfig(num_images=30, image_size=32))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("foreign", ["other configuration", "other files", "file"])
+def test_foreign_content_is_never_overwritten(tmp_path: Path, foreign: str) -> None:
+    folder = tmp_path / "scenes"
+    if foreign == "other configuration":
+        write_dataset(folder, SceneConfig(num_images=30, image_size=32, seed=1))
+    elif foreign == "other files":
+        folder.mkdir()
+        (folder / "thesis.txt").write_text("mine")
+    else:
+        folder.write_text("mine")
+    before = _digest(tmp_path)
+    with pytest.raises(ValueError, match="scenes"):
+        write_dataset(folder, SceneConfig(num_images=30, image_size=32))
+    assert _digest(tmp_path) == before
+
+
+def test_configuration_refuses_what_cannot_work() -> None:
+    with pytest.raises(ValueError, match="num_images is 29"):
+        SceneConfig(num_images=29)
+    with pytest.raises(ValueError, match="image_size is 16"):
+        SceneConfig(image_size=16)
+    with pytest.raises(ValidationError, match="num_image"):
+        TypeAdapter(SceneConfig).validate_python({"num_image": 60})
+    assert TypeAdapter(SceneConfig).validate_python({"num_images": 60}) == SceneConfig(num_images=60)
+
+
+@pytest.mark.parametrize(
+    ("caption", "expected"),
+    [
+        ("A large red circle left of a small blue square.", ("red", "circle")),
+        ("on a white background there is an orange star", ("orange", "star")),
+        ("a red blue cross", ("blue", "cross")),
+        ("a circle left of a red square", None),
+        ("a large red", None),
+        ("", None),
+    ],
+)
+def test_main_object(caption: str, expected: tuple[str, str] | None) -> None:
+    assert main_object(caption) == expected
+
+
+def test_main_object_accuracy() -> None:
+    references = {
+        1: ["a big red circle alone", "there is a red circle"],
+        2: ["a blue star over a red cross"],
+        3: ["a green cross"],
+        4: ["a black square"],
+    }
+    predictions = {1: "a small red circle", 2: "a blue cross over a red star", 3: "a green", 4: "a black square"}
+    assert main_object_accuracy(predictions, references) == 0.5
+    with pytest.raises(ValueError, match="one prediction for each image"):
+        main_object_accuracy({1: "a red circle"}, references)
+    with pytest.raises(ValueError, match="one prediction for each image"):
+        main_object_accuracy({}, {})
+    with pytest.raises(ValueError, match="embedded data set only"):
+        main_object_accuracy({1: "a dog"}, {1: ["a dog on a couch"]})

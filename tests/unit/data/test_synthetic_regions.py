@@ -1,0 +1,60 @@
+"""The embedded data set's regions: boxes around what is drawn, evidence that is mostly right."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipeline.config.sections import SceneConfig
+from pipeline.data import synthetic
+from pipeline.data.synthetic import BACKGROUNDS, COLORS, SHAPES, draw_scene, make_scene
+from pipeline.data.synthetic_regions import MOST, WIDTH, regions_of, scene_regions
+
+CONFIG = SceneConfig(num_images=300, image_size=64, seed=0)
+REGIONS = {image_id: (features, boxes) for image_id, features, boxes in scene_regions(CONFIG)}
+
+
+def test_a_region_a_shape_and_one_for_the_picture() -> None:
+    assert list(REGIONS) == list(range(1, 301))
+    for image_id, (features, boxes) in REGIONS.items():
+        scene, _ = make_scene(CONFIG.seed, image_id - 1)
+        count = 2 if scene.second is None else 3
+        assert features.shape == (count, WIDTH) and boxes.shape == (count, 4) and count <= MOST
+        assert features.dtype == boxes.dtype == np.float32
+        assert boxes[0].tolist() == [0, 0, 64, 64], "the picture is the largest"
+        assert (boxes[:, :2] <= boxes[:, 2:]).all() and boxes.min() >= 0 and boxes.max() <= 64
+
+
+def test_boxes_lie_around_the_drawn_shapes() -> None:
+    """Read from the pixels, not from the scene."""
+    for image_id in range(1, 60):
+        scene, _ = make_scene(CONFIG.seed, image_id - 1)
+        pixels = np.asarray(draw_scene(scene, 64)).astype(int)
+        features, boxes = REGIONS[image_id]
+        rows, columns = np.nonzero(np.abs(pixels - synthetic.COLORS[scene.main.color]).sum(2) < 40)
+        drawn = np.array([columns.min(), rows.min(), columns.max() + 1, rows.max() + 1])
+        assert min(np.abs(box - drawn).max() for box in boxes[1:]) < 6, image_id
+        assert np.allclose(features[:, -6:-2] * 64, boxes, atol=1e-3), "place and size as the boxes say"
+
+
+def test_the_evidence_is_mostly_right() -> None:
+    right = []
+    colors, shapes, backgrounds = list(COLORS), list(SHAPES), list(BACKGROUNDS)
+    for image_id, (features, _) in REGIONS.items():
+        scene, _ = make_scene(CONFIG.seed, image_id - 1)
+        seen = set()
+        for row in features[1:]:
+            color, shape = row[: len(colors)].argmax(), row[len(colors) : len(colors) + len(shapes)].argmax()
+            seen.add((colors[color], shapes[shape]))
+        drawn = {(each.color, each.shape) for each in (scene.main, scene.second) if each is not None}
+        place = len(colors) + len(shapes)
+        background = backgrounds[features[0, place : place + len(backgrounds)].argmax()]
+        right.append(seen == drawn and background == scene.background)
+    assert 0.95 < np.mean(right) <= 1
+
+
+def test_noise_is_drawn_anew_for_each_picture_and_the_same_for_each_call() -> None:
+    again = {image_id: features for image_id, features, _ in scene_regions(CONFIG)}
+    assert all(np.array_equal(again[image_id], REGIONS[image_id][0]) for image_id in REGIONS)
+    scene, _ = make_scene(0, 0)
+    one, other = (regions_of(scene, np.random.default_rng(seed), 64)[0] for seed in (1, 2))
+    assert not np.array_equal(one, other)

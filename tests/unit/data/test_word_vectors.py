@@ -1,0 +1,171 @@
+"""Given word vectors: the file, the two projections and the tied output, the bundle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from models.base import ModelSizes
+from models.captioner import Captioner
+from models.config import MODEL_CONFIGS, ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig
+from models.decoding import beam_search
+from models.macs import cost
+from models.registry import build_model
+from models.token_embeddings import TiedOutput, WordVectors, fill_word_vectors
+from pipeline.captioning.bundle import load_bundle, save_bundle
+from pipeline.config.run import parse_config
+from pipeline.config.sections import DataSection
+from pipeline.data.dataset import build_vocabulary, read_dataset
+from pipeline.data.vocabulary import Vocabulary
+from pipeline.data.word_vectors import describe_missing, read_word_vectors
+from pipeline.errors import UserError
+from pipeline.runs.identity import config_identity
+from pipeline.runs.prepare import prepare
+from tests.conftest import small_config, write_karpathy
+
+WORDS = Vocabulary.build([["a", "red", "cat", "sits", "."]], 1)
+SIZES = ModelSizes(6, len(WORDS), 9, WORDS.sos, WORDS.eos, WORDS.pad)
+SMALL = {"d_model": 8, "d_ff": 8, "heads": 2, "encoder_layers": 2, "decoder_layers": 2, "word_vector_width": 3}
+SYSTEMS: list[ModelConfig] = [
+    ExpansionNetConfig(**SMALL, static_expansion=(4,)),  # type: ignore[arg-type]
+    ExpansionNetConfig(**SMALL, name="transformer"),  # type: ignore[arg-type]
+    MeshedMemoryConfig(**SMALL),  # type: ignore[arg-type]
+    ClustFormerConfig(**SMALL),  # type: ignore[arg-type]
+]
+LINES = ["the 9 9 9", "cat 0.5 -1 2", ". . . 1 2 3", "red 1 0 1e-1", "cat 7 7 7", ". 4 5 6"]
+
+
+def glove(folder: Path, lines: list[str] = LINES) -> Path:
+    (folder / "glove.txt").write_text("\n".join(lines) + "\n")
+    return folder / "glove.txt"
+
+
+def test_vectors_of_the_words_are_found_and_the_others_named(tmp_path: Path) -> None:
+    vectors, found = read_word_vectors(glove(tmp_path), WORDS.words, 3)
+    rows = {word: vectors[place].tolist() for word, place in WORDS.ids.items() if found[place]}
+    assert rows == {"cat": [0.5, -1, 2], "red": [1, 0, pytest.approx(0.1)], ".": [4, 5, 6]}
+    assert describe_missing(WORDS.words, found) == ("3 of 5 words have a given vector; drawn at random: a, sits")
+    headed, _ = read_word_vectors(glove(tmp_path, ["6 3", *LINES]), WORDS.words, 3)
+    assert np.array_equal(vectors, headed)
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (LINES, "has vectors of 3 numbers, and model.word_vector_width is 4; set it to 3"),
+        (["5 2", *LINES], "vectors of 2 numbers"),
+        (["dog 1 2 3 4", "cat 1 2"], "line 2 has 2 numbers"),
+        (["dog 1 2 3 4", "cat 1 2 x 4"], "line 2 holds what is no number"),
+        (["dog 1 2 3 4", "cat 1 2 nan 4"], "of which 3 are finite"),
+        (["dog 1 2 3 4"], "none of the vocabulary's 9 words"),
+        ([], "vectors of -1 numbers|none of the vocabulary"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, lines: list[str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        read_word_vectors(glove(tmp_path, lines), WORDS.words, 4)
+    with pytest.raises(UserError, match="cannot be read"):
+        read_word_vectors(tmp_path, WORDS.words, 4)
+
+
+@pytest.mark.parametrize("config", SYSTEMS, ids=lambda config: config.name)
+def test_logits_are_products_with_the_given_vectors(config: ModelConfig, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = build_model(config, SIZES).eval()
+    vectors, found = (torch.from_numpy(part) for part in read_word_vectors(glove(tmp_path), WORDS.words, 3))
+    fill_word_vectors(model, vectors, found)
+    words, output = model.words, model.output
+    assert isinstance(words, WordVectors) and isinstance(output, TiedOutput)
+    assert torch.equal(words.weight[found], vectors[found])
+    assert bool((words.weight[~found] != 0).all()) and words.weight.std() < 6
+    states: list[torch.Tensor] = []
+    hook = output.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
+    features = torch.randn(2, 4, 6)
+    tokens = torch.tensor([[WORDS.sos, 5, 6], [WORDS.sos, 7, 4]])
+    logits = model(features, None, tokens)
+    hook.remove()
+    expected = (states[0] @ output.weight.T + output.bias) @ words.weight.T
+    torch.testing.assert_close(logits, expected)
+    # not trained, gradients reach both projections
+    logits.sum().backward()
+    assert words.weight.grad is None and not words.weight.requires_grad
+    assert words.to_model.weight.grad is not None and output.weight.grad is not None
+    # a step gives what teacher forcing gives
+    with torch.no_grad():
+        cache = model.init_cache(model.encode(features), 1)
+        for place in range(3):
+            step, cache = model.step(tokens[:, place], cache)
+            torch.testing.assert_close(step, logits[:, place], rtol=1e-4, atol=1e-5)
+    counted = cost(config, SIZES, image_tokens=4, caption_tokens=3)
+    plain = cost(type(config)(**{**vars(config), "word_vector_width": None}), SIZES, image_tokens=4, caption_tokens=3)
+    assert counted.executed - plain.executed == 3 * (2 * 3 * 8 + 3 * 9 - 8 * 9)
+
+
+def test_the_bundle_needs_no_file(tmp_path: Path) -> None:
+    file = glove(tmp_path)
+    config = MeshedMemoryConfig(**SMALL, word_vectors=str(file), train_word_vectors=True)  # type: ignore[arg-type]
+    model = build_model(config, SIZES).eval()
+    assert model.words.weight.requires_grad  # type: ignore[union-attr]
+    save_bundle(tmp_path / "bundle", Captioner(model), WORDS, name="glove", info={})
+    file.unlink()
+    loaded = load_bundle(tmp_path / "bundle").captioner.model
+    assert "glove.txt" not in (tmp_path / "bundle" / "config.yaml").read_text()
+    features = torch.randn(3, 4, 6)
+    one, two = (beam_search(each, each.encode(features), beam_size=2, max_length=6) for each in (model, loaded))
+    assert torch.equal(one.tokens, two.tokens) and torch.equal(one.scores, two.scores)
+
+
+def test_a_run_starts_with_the_vectors_and_its_identity_is_their_content(tmp_path: Path) -> None:
+    more = tmp_path / "more.txt"
+    more.write_text("Lavender\nteddy bear\n")
+    file = glove(tmp_path, ["lavender 1 2 3", "a 4 5 6"])
+
+    def configuration(**changes: object) -> object:
+        keys = {"model__word_vectors": str(file), "model__word_vector_width": 3, "data__more_words": str(more)}
+        return parse_config(small_config(tmp_path / "results", **(keys | changes)))
+
+    said: list[str] = []
+    folder = prepare(configuration(), said.append)  # type: ignore[arg-type]
+    assert any("2 of " in line and "words have a given vector; drawn at random: above" in line for line in said), said
+    from safetensors.torch import load_file
+
+    weights = load_file(folder.path / "init" / "model.safetensors")["words.weight"]
+    place = folder.vocabulary.ids["lavender"]
+    assert weights.shape == (len(folder.vocabulary), 3) and weights[place].tolist() == [1, 2, 3]
+    assert {"teddy", "bear"} <= folder.vocabulary.ids.keys()
+    one = config_identity(configuration())  # type: ignore[attr-defined]
+    moved = file.rename(tmp_path / "moved.txt")
+    assert config_identity(configuration(model__word_vectors=str(moved))) == one  # type: ignore[attr-defined]
+    moved.write_text("lavender 1 2 4\na 4 5 6\n")
+    assert config_identity(configuration(model__word_vectors=str(moved))) != one  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match="set it to 3"):
+        prepare(configuration(model__word_vectors=str(moved), model__word_vector_width=5), said.append)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="needs model.word_vector_width"):
+        configuration(model__word_vector_width=None)
+
+
+def test_more_words_join_the_vocabulary(tmp_path: Path) -> None:
+    root = write_karpathy(tmp_path / "data", {"train": 2, "val": 1, "test": 1})
+    (tmp_path / "more.txt").write_text("Traffic light\n\npicture\n")
+    keys = {"root": str(root), "train_splits": ["train"], "min_count": 1}
+    plain, more = (DataSection(**keys, more_words=file) for file in (None, str(tmp_path / "more.txt")))  # type: ignore[arg-type]
+    dataset = read_dataset(plain, root)
+    words = set(build_vocabulary(dataset, plain).words)
+    assert set(build_vocabulary(dataset, more).words) == words | {"traffic", "light"}
+    with pytest.raises(UserError, match=r"data\.more_words .* cannot be read"):
+        build_vocabulary(dataset, plain.model_copy(update={"more_words": str(tmp_path / "none")}))
+
+
+def test_filling_needs_given_words() -> None:
+    assert set(MODEL_CONFIGS) == {config.name for config in SYSTEMS}
+    own = build_model(MeshedMemoryConfig(**SMALL | {"word_vector_width": None}), SIZES)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="words of its own"):
+        fill_word_vectors(own, torch.zeros(9, 3), torch.ones(9, dtype=torch.bool))
+    model = build_model(SYSTEMS[2], SIZES)
+    with pytest.raises(ValueError, match="the model takes"):
+        fill_word_vectors(model, torch.zeros(9, 4), torch.ones(9, dtype=torch.bool))
+    with pytest.raises(ValueError, match="0 of them given"):
+        fill_word_vectors(model, torch.zeros(9, 3), torch.zeros(9, dtype=torch.bool))

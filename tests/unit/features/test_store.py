@@ -1,0 +1,160 @@
+"""The feature store and image decoding: nothing half-written is ever read; pictures look as a viewer shows them."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from pipeline.data.images import BadImage, decode_image
+from pipeline.features.store import (
+    FeatureStore,
+    feature_key,
+    has_shard,
+    remove_orphans,
+    shard_name,
+    write_index,
+    write_shard,
+)
+
+
+def test_rows_come_back_in_the_order_asked(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(10, 3, 4)).astype(np.float16)
+    keys = [f"k{number}" for number in range(10)]
+    write_shard(tmp_path, keys[:6], rows[:6])
+    write_shard(tmp_path, keys[6:], rows[6:])
+    store = FeatureStore(tmp_path)
+    order = rng.permutation(10)
+    assert np.array_equal(store.gather([keys[row] for row in order]), rows[order])
+    assert len(store) == 10 and "k3" in store and "other" not in store
+    with pytest.raises(KeyError, match="other"):
+        store.gather(["other"])
+
+
+def test_a_shard_without_its_manifest_does_not_exist(tmp_path: Path) -> None:
+    write_shard(tmp_path, ["a"], np.ones((1, 2, 2), np.float16))
+    write_shard(tmp_path, ["b"], np.ones((1, 2, 2), np.float16))
+    killed = next(tmp_path.glob("manifest/*.parquet"))
+    killed.unlink()
+    (tmp_path / "shards" / "half.tmp").write_bytes(b"half")
+    assert len(FeatureStore(tmp_path)) == 1
+    assert remove_orphans(tmp_path) == 0, "young files may belong to a writer that lives"
+    assert remove_orphans(tmp_path, min_age_s=-1) == 2
+    assert len(FeatureStore(tmp_path)) == 1 and len(list(tmp_path.glob("shards/*"))) == 1
+
+
+def test_the_key_changes_with_what_changes_features() -> None:
+    base = {"backbone": {"name": "swin"}, "weights": "abc", "compute": "float32"}
+    assert feature_key(base) == feature_key(dict(reversed(base.items())))
+    assert len({feature_key(base | change) for change in ({}, {"weights": "abd"}, {"compute": "bfloat16"})}) == 3
+
+
+def png(image: Image.Image, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, **({"format": "PNG"} | options))  # type: ignore[arg-type]
+    return buffer.getvalue()
+
+
+def test_pictures_look_as_a_viewer_shows_them() -> None:
+    gray = Image.new("L", (4, 4), 100)
+    assert decode_image(png(gray), 100).getpixel((0, 0)) == (100, 100, 100)
+    deep = Image.fromarray(np.full((4, 4), 128 * 257, np.uint16))
+    assert decode_image(png(deep), 100).getpixel((0, 0)) == (128, 128, 128)
+    clear = Image.new("RGBA", (4, 4), (0, 0, 0, 0))
+    assert decode_image(png(clear), 100).getpixel((0, 0)) == (255, 255, 255)
+    cmyk = Image.new("CMYK", (4, 4), (0, 255, 255, 0))
+    red, green, blue = decode_image(png(cmyk, format="JPEG"), 100).getpixel((0, 0))  # type: ignore[misc]
+    assert red > 200 and green < 60 and blue < 60
+    palette = Image.new("P", (4, 4), 1)
+    palette.putpalette([0, 0, 0, 10, 200, 30])
+    assert decode_image(png(palette), 100).getpixel((0, 0)) == (10, 200, 30)
+    half = Image.new("RGB", (4, 2), (255, 0, 0))
+    half.putpixel((0, 0), (0, 0, 255))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees clockwise to show
+    turned = decode_image(png(half, exif=exif), 100)
+    assert turned.size == (2, 4) and turned.getpixel((1, 0)) == (0, 0, 255)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "empty file"),
+        (b"hello, I am text", "not an image"),
+        (png(Image.effect_noise((40, 40), 9))[:300], "cannot be decoded"),
+        (png(Image.new("RGB", (50, 50))), "50 x 50 pixels, more than 2000"),
+    ],
+)
+def test_trouble_has_a_reason(data: bytes, reason: str) -> None:
+    with pytest.raises(BadImage, match=reason):
+        decode_image(data, 2000)
+
+
+def filled(folder: Path, shards: int = 3, rows: int = 4) -> tuple[list[str], np.ndarray]:
+    features = np.random.default_rng(1).normal(size=(shards * rows, 3, 4)).astype(np.float16)
+    keys = [f"k{number}" for number in range(len(features))]
+    for start in range(0, len(keys), rows):
+        write_shard(folder, keys[start : start + rows], features[start : start + rows])
+    return keys, features
+
+
+def test_a_task_done_twice_writes_the_same_shard(tmp_path: Path) -> None:
+    keys, features = filled(tmp_path)
+    assert has_shard(tmp_path, keys[:4]) and not has_shard(tmp_path, keys[:3])
+    filled(tmp_path)
+    store = FeatureStore(tmp_path)
+    assert len(store.shards) == 3 and len(store.keys) == len(store) == 12
+    write_shard(tmp_path, keys[2:6], features[2:6])  # another extraction cut its shards elsewhere
+    store = FeatureStore(tmp_path)
+    assert len(store.keys) == 16 and len(store) == 12 and np.array_equal(store.gather(keys), features)
+
+
+def test_the_index_is_only_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.features.store.MAX_LOOSE_PARTS", 1)
+    keys, features = filled(tmp_path)
+    write_index(tmp_path)
+    assert (tmp_path / "index.parquet").is_file()
+    write_shard(tmp_path, ["new"], features[:1])
+    assert "new" in FeatureStore(tmp_path), "manifests that the index lacks are read"
+    next(path for path in (tmp_path / "manifest").iterdir() if path.stem == shard_name(keys[:4])).unlink()
+    store = FeatureStore(tmp_path)
+    assert keys[0] not in store and keys[4] in store, "what the index has and no manifest does not exist"
+    assert np.array_equal(store.gather(keys[4:]), features[4:])
+
+
+def test_verify_reads_everything_back(tmp_path: Path) -> None:
+    filled(tmp_path)
+    assert FeatureStore(tmp_path).verify() == []
+    first, second, third = sorted((tmp_path / "shards").iterdir())
+    data = bytearray(first.read_bytes())
+    data[-1] ^= 1
+    first.write_bytes(data)
+    second.unlink()
+    third.write_bytes(third.read_bytes()[:-8])
+    sentences = FeatureStore(tmp_path).verify()
+    assert len(sentences) == 3 and sum("does not have the digest" in sentence for sentence in sentences) == 2
+    assert sum("is missing" in sentence for sentence in sentences) == 1
+
+
+def test_regions_keep_lengths_and_boxes(tmp_path: Path) -> None:
+    features = np.zeros((2, 5, 3), np.float32)
+    boxes = np.random.default_rng(0).random((2, 5, 4)).astype(np.float32)
+    write_shard(tmp_path, ["a", "b"], features, lengths=[3, 5], boxes=boxes)
+    found = FeatureStore(tmp_path).gather_regions(["b", "a"])
+    assert found.lengths.tolist() == [5, 3] and found.boxes is not None and np.array_equal(found.boxes, boxes[::-1])
+    keys, grids = filled(tmp_path / "grids")
+    grid = FeatureStore(tmp_path / "grids").gather_regions(keys[:2])
+    assert grid.lengths.tolist() == [3, 3] and grid.boxes is None and np.array_equal(grid.features, grids[:2])
+
+
+def test_many_shards_need_few_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.features.shards.MAX_OPEN", 2)
+    keys, features = filled(tmp_path, shards=6)
+    order = np.random.default_rng(2).permutation(len(keys))
+    store = FeatureStore(tmp_path)
+    assert np.array_equal(store.gather([keys[row] for row in order]), features[order])
+    assert len(store._maps._open) <= 2

@@ -1,0 +1,305 @@
+"""`raycap caption`: which files are meant, captions from a bundle alone, work that continues, heat maps."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from jobs.caption import caption
+from jobs.cli import main
+from models.attention_maps import cross_attention
+from models.backbone import Backbone
+from models.base import Memory, ModelSizes
+from models.captioner import Captioner
+from models.config import BackboneConfig, ClustFormerConfig, ExpansionNetConfig
+from models.registry import build_model
+from pipeline.captioning.bundle import load_bundle, save_bundle
+from pipeline.captioning.service import CaptionService
+from pipeline.data.image_paths import find_images
+from pipeline.data.vocabulary import Vocabulary
+from pipeline.errors import UserError
+from pipeline.reports.heat_maps import caption_picture, grid_of, heat_map, region_maps
+from tests.conftest import ROOT
+
+SWIN = BackboneConfig(image_size=32, embed_dim=8, depths=(1, 2), num_heads=(1, 2), window_size=4)
+WORDS = Vocabulary.build([["a", "red", "cat", "sits", "on", "the", "mat"]] * 3, 1)
+
+
+def make_bundle(folder: Path, seed: int = 0, backbone: bool = True, width: int = 16) -> Path:
+    """A bundle with random weights; a larger output weight makes its captions differ from image to image."""
+    torch.manual_seed(seed)
+    swin = Backbone(SWIN)
+    sizes = ModelSizes(swin.width if backbone else width, len(WORDS), 12, WORDS.sos, WORDS.eos, WORDS.pad)
+    config = ExpansionNetConfig(
+        d_model=16, d_ff=16, heads=2, encoder_layers=1, decoder_layers=2, static_expansion=(4, 8)
+    )
+    model = build_model(config, sizes)
+    with torch.no_grad():
+        model.output.weight *= 20  # type: ignore[operator, union-attr]
+    save_bundle(folder, Captioner(model, swin if backbone else None), WORDS, name="small", info={})
+    return folder
+
+
+def write_images(folder: Path, count: int) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = np.random.default_rng(0)
+    for number in range(count):
+        pixels = generator.integers(0, 256, (8, 8, 3), np.uint8)
+        Image.fromarray(pixels).resize((40, 30)).save(folder / f"{number}.png")
+    return [str(folder / f"{number}.png") for number in range(count)]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_bundle(tmp_path_factory.mktemp("bundle") / "small")
+
+
+def test_files_folders_and_patterns_are_found_once_in_order(tmp_path: Path) -> None:
+    names = write_images(tmp_path / "a", 3)
+    (tmp_path / "a" / "notes.txt").write_text("no image")
+    (tmp_path / "a" / "deeper").mkdir()
+    Image.new("RGB", (4, 4)).save(tmp_path / "a" / "deeper" / "x.JPG".lower())
+    deeper = str(tmp_path / "a" / "deeper" / "x.jpg")
+    assert find_images([names[2], str(tmp_path / "a")]) == [names[2], names[0], names[1], deeper]
+    assert find_images([str(tmp_path / "a" / "[01].png")]) == names[:2]
+    for argument, words in (("none.png", "no such file"), (str(tmp_path / "*.png"), "no image found")):
+        with pytest.raises(UserError, match=words):
+            find_images([argument])
+
+
+def test_captions_of_a_batch_are_those_of_each_image_alone(bundle: Path, tmp_path: Path) -> None:
+    names = write_images(tmp_path, 5)
+    with pytest.raises(ValueError, match="precision is 'bf16'; expected float32 or bfloat16"):
+        CaptionService(load_bundle(bundle), precision="bf16")
+    service = CaptionService(load_bundle(bundle), beam_size=3, max_length=9)
+    pixels = [service.pixels(Path(name).read_bytes()) for name in names]
+    together = service.caption(torch.stack(pixels), 3)
+    assert len({found[0][0] for found in together}) > 1, "all captions are the same: nothing would be seen"
+    for one, found in zip(pixels, together, strict=True):
+        (alone,) = service.caption(one[None], 3)
+        assert [text for text, _ in alone] == [text for text, _ in found] and len(found) == 3
+        assert [value for _, value in alone] == pytest.approx([value for _, value in found], abs=1e-4)
+
+
+def test_captions_in_bfloat16(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names, out = write_images(tmp_path, 4), tmp_path / "captions.jsonl"
+    log_probs = []
+    for precision in ("float32", "bfloat16"):
+        assert main(["caption", *names, "--model", str(bundle), "--json", "--precision", precision]) == 0
+        log_probs.append([json.loads(line)["log_prob"] for line in capsys.readouterr().out.splitlines()])
+    assert log_probs[0] != log_probs[1], "autocast was not on"
+    assert log_probs[0] == pytest.approx(log_probs[1], abs=0.05)
+    assert caption(names[:2], str(bundle), out=out, precision="bfloat16") == 0
+    with pytest.raises(UserError, match="'precision': 'bfloat16'"):
+        caption(names, str(bundle), out=out)
+
+
+def test_lines_say_captions_and_errors_and_the_exit_code_is_one(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = write_images(tmp_path, 2)
+    broken = tmp_path / "1b.png"
+    broken.write_bytes(Path(names[0]).read_bytes()[:60])
+    code = main(["caption", str(tmp_path), "--model", str(bundle), "--json", "--n-best", "2"])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert code == 1 and [row["image"] for row in rows] == [names[0], names[1], str(broken)]
+    assert "error" in rows[2] and "caption" not in rows[2]
+    for row in rows[:2]:
+        assert row["caption"] == row["n_best"][0]["caption"] and row["log_prob"] < 0 and len(row["n_best"]) == 2
+    assert main(["caption", names[0], "--model", str(bundle)]) == 0
+    assert capsys.readouterr().out == f"{names[0]}: {rows[0]['caption']}\n"
+
+
+def test_a_killed_job_continues_and_another_model_is_refused(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names, out = write_images(tmp_path / "images", 4), tmp_path / "captions.jsonl"
+    assert caption(names, str(bundle), out=out) == 0
+    whole = out.read_text()
+    lines = whole.splitlines(keepends=True)
+    out.write_text("".join(lines[:2]) + lines[2][:20])  # killed in the middle of the third line
+    assert caption(names, str(bundle), out=out) == 0
+    assert out.read_text() == whole and "2 of 4 images are in" in capsys.readouterr().err
+    for changes in ({"beam_size": 2}, {"num_results": 2}):
+        with pytest.raises(UserError, match="was written with"):
+            caption(names, str(bundle), out=out, **changes)  # type: ignore[arg-type]
+    other = tmp_path / "small"  # of the same name, with other weights
+    shutil.copytree(bundle, other)
+    weights = load_file(other / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, other / "model.safetensors")
+    with pytest.raises(UserError, match="was written with"):
+        caption(names, str(other), out=out)
+    out.write_text(json.dumps({"image": names[0], "caption": "a", "beam_size": 5}) + "\n")  # an earlier version's
+    with pytest.raises(UserError, match="was written with"):
+        caption(names, str(bundle), out=out)
+    out.write_text('{"other": 1}\n')
+    with pytest.raises(UserError, match="line 1 is not a caption of this"):
+        caption(names, str(bundle), out=out)
+
+
+def test_bad_input_is_said_before_anything_is_written(tmp_path: Path, bundle: Path) -> None:
+    names = write_images(tmp_path / "images", 1)
+    features_only = make_bundle(tmp_path / "features-only", backbone=False)
+    for options, words in (
+        ({"model": str(tmp_path / "none")}, "no such folder"),
+        ({"model": str(tmp_path / "images")}, "not a model bundle"),
+        ({"model": str(features_only)}, "has no backbone"),
+        ({"model": str(bundle), "num_results": 6}, "--n-best 6"),
+        ({"model": str(bundle), "precision": "int8"}, "--precision 'int8': expected float32 or bfloat16"),
+        ({"model": str(bundle), "out": tmp_path / "none" / "x.jsonl"}, "does not exist"),
+        ({"model": str(bundle), "out": Path("/dev/full")}, "a folder or a device"),
+    ):
+        with pytest.raises(UserError, match=words):
+            caption(names, **options)  # type: ignore[arg-type]
+
+
+def test_file_names_that_are_no_utf_8_are_written_and_found_again(bundle: Path, tmp_path: Path) -> None:
+    (name,), out = write_images(tmp_path / "images", 1), tmp_path / "captions.jsonl"
+    strange = os.fsdecode(os.fsencode(tmp_path / "images") + b"/\xff.png")
+    Path(name).rename(strange)
+    for _ in range(2):
+        assert caption([str(tmp_path / "images")], str(bundle), out=out) == 0
+        (line,) = out.read_text(encoding="utf-8").splitlines()
+        assert json.loads(line)["image"] == strange
+    command = [sys.executable, "-m", "jobs", "caption", str(tmp_path / "images"), "--model", str(bundle), "--json"]
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    said = subprocess.run(command, cwd=ROOT, env=strict, capture_output=True, text=True, check=True).stdout
+    assert json.loads(said)["image"] == strange
+
+
+@pytest.mark.parametrize(
+    ("part", "content", "words"),
+    [
+        ("model.safetensors", b"", "model.safetensors cannot be read"),
+        ("model.safetensors", b"\x10" * 50, "model.safetensors cannot be read"),
+        ("config.yaml", b"format: [1", "config.yaml cannot be read"),
+        ("config.yaml", b"\xff\xfe", "config.yaml cannot be read"),
+        ("vocabulary.json", b'["a', "vocabulary.json cannot be read"),
+        ("preprocessing.json", b"{", "preprocessing.json cannot be read"),
+        ("preprocessing.json", None, "preprocessing.json cannot be read"),
+    ],
+)
+def test_damaged_bundles_are_said(bundle: Path, tmp_path: Path, part: str, content: bytes | None, words: str) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(bundle, folder)
+    if content is None:
+        (folder / part).unlink()
+    else:
+        (folder / part).write_bytes(content)
+    with pytest.raises(UserError, match=words):
+        caption(write_images(tmp_path / "images", 1), str(folder))
+
+
+def test_bundles_with_wrong_values_are_said(bundle: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(bundle, folder)
+    names, config = write_images(tmp_path / "images", 1), (folder / "config.yaml").read_text()
+    for change, words in (
+        ((r"heads: \d+", "heads: four"), "section 'model' lacks a value, or one is of another type"),
+        ((r"\n +eos: \d+", ""), "section 'sizes' lacks a value"),
+        ((r"d_model: \d+", "d_model: 16.0"), "make no model"),
+    ):
+        (folder / "config.yaml").write_text(re.sub(*change, config, count=1))
+        with pytest.raises(UserError, match=words):
+            caption(names, str(folder))
+    (folder / "config.yaml").write_text(config)
+    weights = load_file(folder / "model.safetensors")
+    next(iter(weights.values())).view(-1)[0] = torch.nan
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(UserError, match="not finite"):
+        caption(names, str(folder))
+
+
+def test_a_newer_bundle_is_said(tmp_path: Path) -> None:
+    folder = make_bundle(tmp_path / "newer")
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(text.replace("format: 1", "format: 99"))
+    with pytest.raises(UserError, match="format 99.*update raycap"):
+        caption(write_images(tmp_path / "images", 1), str(folder))
+
+
+def test_cross_attention_is_what_the_layers_use(bundle: Path) -> None:
+    """Each layer's mixed value, put together from the weights of every head, is what the layer gives."""
+    model = load_bundle(bundle).captioner.model
+    torch.manual_seed(1)
+    memory = model.encode(torch.randn(2, 9, model.sizes.feature_width), torch.tensor([9, 6]))
+    tokens = torch.tensor([[WORDS.sos, 4, 5, 6, WORDS.eos]] * 4)
+    weights = cross_attention(model, memory, tokens)
+    assert weights.shape == (2, 4, 4, 9)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 4))
+    assert (weights[:, 2:, :, 6:] == 0).all(), "padding is looked at"
+    assert (weights[:, :2, :, 6:] > 0).all()
+    # an image token that gets all the weight moves the logits, one that gets none does not
+    changed = memory.states.clone()
+    changed[1, 6:] += 10.0
+    torch.testing.assert_close(
+        model.decode(Memory(changed, memory.lengths), tokens[:, :-1])[2:], model.decode(memory, tokens[:, :-1])[2:]
+    )
+
+
+def test_heat_maps_are_bright_where_the_weight_is() -> None:
+    weights = np.zeros(16)
+    weights[5] = 1.0  # row 1, column 1 of 4 x 4
+    tile = np.asarray(heat_map(Image.new("RGB", (50, 80), "gray"), weights)).astype(int)
+    quarter = tile.shape[0] // 4
+    inside = tile[quarter : 2 * quarter, quarter : 2 * quarter].mean()
+    assert inside > tile[2 * quarter :].mean() + 20
+    flat = np.asarray(heat_map(Image.new("RGB", (8, 8)), np.full(16, 0.25)))
+    assert (flat == flat[0, 0]).all()
+    with pytest.raises(ValueError, match="no square grid"):
+        grid_of(np.zeros(10))
+    sheet = caption_picture(Image.new("RGB", (30, 30), "red"), ["a", "w" * 200], np.zeros((2, 4)))
+    assert sheet.width > 3 * 224
+    both = caption_picture(Image.new("RGB", (30, 30), "red"), ["a", "b"], np.zeros((2, 4)), np.eye(2, 4))
+    assert both.height > sheet.height + 200
+    upper, lower = (np.asarray(both)[top : top + 224, -232:-8].astype(int) for top in (8, 8 + 232))
+    assert np.ptp(upper.mean(2)) < 10 < np.ptp(lower.mean(2)), "the second row is the attribution's"
+
+
+def test_regions_are_painted_where_their_boxes_are() -> None:
+    weights = np.array([[3.0, 1.0, -2.0], [0.0, 5.0, -1.0]])
+    boxes = np.array([[0, 0, 50, 100], [25, 0, 50, 100], [0, 50, 100, 100]], np.float32)  # left half, within it, below
+    grid = region_maps(weights, boxes, (100, 100)).reshape(2, 24, 24)
+    assert (grid[0, :, :12] == 3).all() and (grid[0, :, 12:] == -2).all()
+    assert (grid[1, :, 6:12] == 5).all() and (grid[1, :, :6] == 0).all() and (grid[1, :, 12:] == -1).all()
+    wide = region_maps(weights, boxes * [2, 1, 2, 1], (200, 100))
+    assert np.array_equal(wide.reshape(2, 24, 24), grid)
+    assert np.array_equal(region_maps(weights, boxes / 100, (640, 480)).reshape(2, 24, 24), grid)
+    assert region_maps(np.zeros((0, 3)), boxes, (10, 10)).shape == (0, 576)
+
+
+def test_explain_writes_a_picture_an_image(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = write_images(tmp_path / "images", 2)
+    assert caption(names, str(bundle), explain=tmp_path / "maps", json_lines=True, max_length=5) == 0
+    pictures = sorted((tmp_path / "maps").iterdir())
+    assert [path.name for path in pictures] == ["0000-0.png", "0001-1.png"]
+    assert Image.open(pictures[0]).height >= 2 * 224, "attention and attribution, one below the other"
+    said = capsys.readouterr()
+    rows = [json.loads(line) for line in said.out.splitlines()]
+    assert all(row["attribution"]["steps"] >= 32 and row["attribution"]["gap"] >= 0 for row in rows)
+    assert f"within {max(row['attribution']['gap'] for row in rows):.3f} nats" in said.err
+
+
+def test_explain_shows_the_clusters_of_a_model_that_has_them(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    swin = Backbone(SWIN)
+    sizes = ModelSizes(swin.width, len(WORDS), 12, WORDS.sos, WORDS.eos, WORDS.pad)
+    config = ClustFormerConfig(d_model=8, d_ff=8, heads=2, encoder_layers=2, decoder_layers=1, sampling=1)
+    save_bundle(tmp_path / "bundle", Captioner(build_model(config, sizes), swin), WORDS, name="c", info={})
+    names = write_images(tmp_path / "images", 1)
+    assert caption(names, str(tmp_path / "bundle"), explain=tmp_path / "maps", max_length=5) == 0
+    assert sorted(path.name for path in (tmp_path / "maps").iterdir()) == ["0000-0-clusters.png", "0000-0.png"]
+    service = CaptionService(load_bundle(tmp_path / "bundle"))
+    clusters = service.clusters(service.pixels(Path(names[0]).read_bytes()), "a red cat")
+    assert clusters is not None and clusters.grid == (4, 4) and clusters.words.shape == (1, 3)

@@ -1,0 +1,65 @@
+"""Maps for a report's pictures, from image files and from stored regions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from PIL import Image
+
+from jobs.gallery import _maps
+from models.captioner import Captioner
+from models.config import ClustFormerConfig, ModelSizes
+from models.registry import build_model
+from pipeline.captioning.bundle import save_bundle
+from pipeline.config.run import parse_config
+from pipeline.data.dataset import SCHEMA, Dataset
+from pipeline.features.store import mark_complete, write_shard
+from pipeline.storage.path import place
+from tests.conftest import small_config
+from tests.unit.jobs.test_caption import WORDS, make_bundle, write_images
+
+
+def test_maps_of_image_files(tmp_path: Path) -> None:
+    names = write_images(tmp_path / "images", 2)
+    asked = [("test", 1, names[0], "a red cat"), ("test", 2, names[1], "the mat"), ("test", 3, "none.png", "a")]
+    found = _maps(asked, {("test", 2)}, make_bundle(tmp_path / "b"), parse_config(small_config(tmp_path)), None, None)
+    assert found.keys() == {("test", 1), ("test", 2)}
+    assert found["test", 1].keys() == {"attention"} and found["test", 1]["attention"].shape == (3, 16)
+    assert found["test", 2]["attribution"].shape == (2, 16)
+    np.testing.assert_allclose(np.abs(found["test", 2]["attribution"].sum(1)), 1, rtol=1e-4)
+
+
+def test_maps_of_regions_are_painted_by_their_boxes(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    names = write_images(tmp_path / "images", 2)  # of 40 x 30 pixels
+    config = ClustFormerConfig(
+        d_model=8, d_ff=8, heads=2, encoder_layers=2, decoder_layers=2, sampling=1, inputs="regions", region_rows=2
+    )
+    model = build_model(config, ModelSizes(6, len(WORDS), 12, WORDS.sos, WORDS.eos, WORDS.pad))
+    save_bundle(tmp_path / "bundle", Captioner(model), WORDS, name="r", info={})
+    keys = [f"{number:064d}" for number in range(2)]
+    boxes = np.array(
+        [[[0, 0, 20, 30], [20, 0, 40, 30], [0, 0, 0, 0]], [[0, 0, 40, 15], [0, 15, 40, 30], [20, 0, 40, 30]]]
+    )
+    write_shard(
+        tmp_path / "store", keys, np.random.default_rng(0).normal(size=(2, 3, 6)).astype(np.float32), [2, 3], boxes
+    )
+    mark_complete(tmp_path / "store", {}, 2)
+    columns = [range(2), ["test"] * 2, names, [["x"]] * 2, keys]
+    part = Dataset(pa.table([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA))
+    asked = [("test", number, names[number], "a red cat") for number in (1, 0)]
+    attributed = {("test", 0), ("test", 1)}
+    run = parse_config(small_config(tmp_path))
+    found = _maps(asked, attributed, tmp_path / "bundle", run, place(tmp_path / "store"), part)
+    for kind in ("attention", "attribution"):
+        grid = found["test", 0][kind].reshape(3, 24, 24)
+        assert all(len(np.unique(half)) == 1 for word in grid for half in (word[:, :12], word[:, 12:]))
+        assert (grid[:, 0, 0] != grid[:, 0, -1]).all(), "two regions, two values: padding is not painted"
+    assert found["test", 1]["clusters"][0].title.startswith("layer 1: ")
+    assert _maps(asked, attributed, tmp_path / "bundle", run, None, None) == {}
+    Image.new("RGB", (4, 4)).save(names[1])
+    Path(names[0]).unlink()
+    assert _maps(asked, set(), tmp_path / "bundle", run, place(tmp_path / "store"), part).keys() == {("test", 1)}

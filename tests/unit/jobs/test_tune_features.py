@@ -1,0 +1,95 @@
+"""Whose features trials read: the base's backbone, a finished run's, a stand-in's, or a file's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from jobs.tune.features import find_backbone
+from models.backbone import Backbone
+from pipeline.data.loading import find_data
+from pipeline.errors import UserError
+from pipeline.runs.folder import RunFolder
+from pipeline.runs.prepare import prepare
+from pipeline.search.spec import Search
+from tests.unit.search.test_spec import small_search
+
+
+def pretend_training(run: RunFolder, stages: list[str]) -> None:
+    """Ends stages with a backbone whose last norm counts them."""
+    tensors = load_file(run.path / "init" / "backbone.safetensors")
+    for number, stage in enumerate(stages, 1):
+        best = run.stage(stage) / "best-1"
+        best.mkdir(parents=True)
+        tensors["swin.norm.bias"] = torch.full_like(tensors["swin.norm.bias"], float(number))
+        save_file(tensors, best / "backbone.safetensors")
+        (run.stage(stage) / "DONE.json").write_text(json.dumps({"best_step": 1, "best_score": 1.0, "kept": True}))
+
+
+def found(search: Search) -> tuple[Backbone, list[str]]:
+    """The backbone as a trial's configuration makes it, and what was said."""
+    said: list[str] = []
+    dataset, _ = find_data(search.base, said.append)
+    source = find_backbone(search, dataset, None, said.append)
+    config = search.trial_config(search.space.first(), 5, str(source.start))
+    backbone = Backbone(config.backbone)
+    kept = load_file(source.weights)
+    assert all(torch.equal(kept[name], tensor) for name, tensor in backbone.state_dict().items())
+    return backbone, said
+
+
+def test_the_bases_own_backbone_is_the_same_for_every_seed(tmp_path: Path) -> None:
+    search = small_search(tmp_path)
+    backbone, _ = found(search)
+    run = prepare(search.base, lambda text: None)
+    initial = load_file(run.path / "init" / "backbone.safetensors")
+    assert torch.equal(
+        initial["swin.layers.0.blocks.0.mlp.fc1.weight"], backbone.swin.layers[0].blocks[0].mlp.fc1.weight
+    )
+    again, _ = found(search)
+    assert torch.equal(again.swin.norm.weight, backbone.swin.norm.weight)
+
+
+def test_a_finished_runs_backbone_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only when every stage that trains it is over; else a stand-in is trained."""
+    search = small_search(tmp_path, backbone={"weights": "run", "set": {"stages.xe_finetune.epochs": 2}})
+    run = prepare(search.base, lambda text: None)
+    trained = [stage.name for stage in search.base.stages if stage.train_backbone]
+    pretend_training(run, trained[:1])
+
+    asked = []
+
+    def train(config, address, say):  # type: ignore[no-untyped-def]
+        asked.append([(stage.name, stage.epochs) for stage in config.stages])
+        stand_in = prepare(config, lambda text: None)
+        pretend_training(stand_in, ["xe_frozen", "xe_finetune"])
+        return stand_in
+
+    monkeypatch.setattr("jobs.run.train", train)
+    backbone, said = found(search)
+    assert asked == [[("xe_frozen", 0.7), ("xe_finetune", 2.0)]] and "a stand-in is trained now" in said[-1]
+    assert backbone.swin.norm.bias[0] == 2
+    _, said = found(search)
+    assert len(asked) == 1 and "a stand-in is there" in said[-1]
+
+    (run.stage(trained[0]) / "DONE.json").unlink()
+    for path in run.stage(trained[0]).glob("best-*/*"):
+        path.unlink()
+    (run.stage(trained[0]) / "best-1").rmdir()
+    pretend_training(run, trained)
+    backbone, said = found(search)
+    assert f"as the run {run.run_id} ended with it" in said[-1] and backbone.swin.norm.bias[0] == len(trained)
+
+
+def test_backbones_that_cannot_be(tmp_path: Path) -> None:
+    for section, words in (
+        ({"weights": "run", "stages": ["nothere"]}, "has no 'nothere'"),
+        ({"weights": "run", "stages": ["xe_frozen"]}, "none of xe_frozen trains the backbone"),
+        ({"weights": str(tmp_path / "absent.pth")}, "is no file"),
+    ):
+        with pytest.raises(UserError, match=words):
+            found(small_search(tmp_path, backbone=section))

@@ -1,0 +1,122 @@
+"""Clusters that can be shown: runs of words, groups of cells, their colors, and the pictures."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from PIL import Image
+
+from models.cluster_groups import Clusters, find_clusters, grid_groups, sequence_groups
+from models.clustformer import ClustFormer
+from models.config import ClustFormerConfig, ExpansionNetConfig, ModelSizes
+from models.registry import build_model
+from pipeline.reports.cluster_pictures import COLORS, cluster_picture, color_table, ink_on, layer_colors, veiled
+
+SIZES = ModelSizes(feature_width=6, vocabulary_size=11, max_positions=9, sos=0, eos=1, pad=2)
+SMALL = {"d_model": 8, "d_ff": 8, "heads": 2, "encoder_layers": 3, "decoder_layers": 2}
+
+
+def matrix(size: int, *pairs: tuple[int, int, float]) -> torch.Tensor:
+    found = torch.eye(size)
+    for one, other, value in pairs:
+        found[one, other] = found[other, one] = value
+    return found
+
+
+def test_words_run_on_while_their_first_word_holds_them() -> None:
+    joined = matrix(5, (0, 1, 0.9), (0, 2, 0.5), (0, 3, 0.4), (2, 3, 0.9), (3, 4, 0.7))
+    assert sequence_groups(joined).tolist() == [0, 0, 0, 1, 1]
+    assert sequence_groups(torch.eye(3)).tolist() == [0, 1, 2]
+    assert sequence_groups(joined, 0.95).tolist() == [0, 1, 2, 3, 4]
+    assert sequence_groups(torch.zeros(0, 0)).tolist() == []
+
+
+def test_cells_stand_with_the_first_that_holds_them_on_a_path_of_neighbors() -> None:
+    """A 2 x 3 grid. 0 holds 1 and, by way of it, 4; 5 without a path; that 1 holds 2 is not asked."""
+    joined = matrix(6, (0, 1, 0.6), (0, 4, 0.5), (0, 5, 1.0), (0, 2, 0.49), (1, 2, 1.0), (2, 3, 1.0))
+    assert grid_groups(joined, 2, 3).tolist() == [0, 0, 1, 2, 0, 0]
+    assert grid_groups(matrix(6, (0, 5, 1.0), (0, 1, 0.6)), 2, 3).tolist() == [0, 0, 1, 2, 3, 4]
+    real = torch.tensor([True, True, True, True, False, True])
+    assert grid_groups(joined, 2, 3, real).tolist() == [0, 0, 1, 2, -1, 3]
+    assert grid_groups(torch.ones(6, 6), 2, 3).tolist() == [0] * 6
+    # the end of a row and the begin of the next one are no neighbors
+    assert grid_groups(matrix(4, (1, 2, 1.0)), 2, 2).tolist() == [0, 1, 2, 3]
+
+
+def model(**changes: object) -> ClustFormer:
+    torch.manual_seed(0)
+    built = build_model(ClustFormerConfig(**(SMALL | changes)), SIZES).eval()  # type: ignore[arg-type]
+    assert isinstance(built, ClustFormer)
+    with torch.no_grad():  # conditionals that differ, mostly small: several clusters
+        for layer in (*built.encoder, *built.decoder):
+            for linear in () if layer.clusters is None else layer.clusters.maps:
+                linear.bias.fill_(-1.0)
+                linear.weight.mul_(20)
+    return built
+
+
+def test_clusters_of_a_model_keep_the_order_of_the_features() -> None:
+    built, features, tokens = model(sampling=2), torch.randn(16, 6), torch.tensor([0, 4, 5, 6, 7])
+    found = find_clusters(built, features, tokens)
+    assert found is not None and found.grid == (4, 4)
+    assert found.image.shape == (3, 16) and found.words.shape == (2, 4)
+    assert found.encoder_layers == (1, 2, 3) and found.decoder_layers == (1, 2)
+    grids = found.image.view(3, 4, 4)
+    assert bool((grids[:, ::2] == grids[:, 1::2]).all() and (grids[:, :, ::2] == grids[:, :, 1::2]).all()), "sampling 2"
+    # equal to the groups of the matrix that the model shows
+    matrices, _ = built.encoder_clusters(features[None])
+    assert grid_groups(matrices[1, 0], 4, 4).tolist() == found.image[1].tolist()
+
+    boxes = torch.rand(10, 2)
+    regions = model(sampling=1, inputs="regions", region_rows=3)
+    boxes = torch.cat((boxes, boxes + 0.1), 1)
+    order = torch.randperm(10)
+    one = find_clusters(regions, features[:10], tokens, boxes=boxes)
+    two = find_clusters(regions, features[:10][order], tokens, boxes=boxes[order])
+    assert one is not None and two is not None and one.grid is None
+    assert torch.equal(one.image[:, order], two.image) and len(one.image[0].unique()) > 1 and one.image.min() == 0
+
+
+def test_layers_without_a_matrix_and_other_systems_have_no_clusters() -> None:
+    features, tokens = torch.randn(16, 6), torch.tensor([0, 4, 5])
+    some = find_clusters(model(clustered_encoder_layers=(2,), decoder_clusters="none"), features, tokens)
+    assert some is not None and some.encoder_layers == (2,) and some.decoder_layers == ()
+    assert some.image.shape == (1, 16) and some.words.shape == (0, 2)
+    assert find_clusters(model(encoder_clusters="none", decoder_clusters="none"), features, tokens) is None
+    small = {**SMALL, "static_expansion": (4,)}
+    other = build_model(ExpansionNetConfig(**small), SIZES)  # type: ignore[arg-type]
+    assert find_clusters(other, features, tokens) is None
+
+
+def made() -> Clusters:
+    cells = torch.tensor([[0, 0, 1, 1, 0, 0, 2, 2, 3, 3, 2, 2, 3, 3, 4, 4], [0] * 8 + [1] * 8])
+    return Clusters(cells, torch.tensor([[0, 0, 1], [0, 0, 0]]), (1, 3), (1, 2), (4, 4))
+
+
+def test_neighbors_never_share_a_color_and_merged_clusters_keep_one() -> None:
+    layers = layer_colors(made())
+    assert [layer.title for layer in layers] == [
+        "layer 1: 5 patch clusters, 2 phrases", "layer 2: 1 phrase", "layer 3: 2 patch clusters",
+    ]  # fmt: skip
+    for layer, labels in ((layers[0], made().image[0]), (layers[2], made().image[1])):
+        grid, own = labels.view(4, 4).numpy(), layer.cells
+        assert own is not None
+        assert ((grid[:, 1:] != grid[:, :-1]) <= (own[:, 1:] != own[:, :-1])).all()
+        assert ((grid[1:] != grid[:-1]) <= (own[1:] != own[:-1])).all()
+        assert all(len(np.unique(own[grid == label])) == 1 for label in np.unique(grid))
+    assert layers[2].cells is not None and layers[0].cells is not None
+    assert layers[2].cells[0, 0] in layers[0].cells[:2]
+    assert layers[1].cells is None and layers[2].words is None
+
+
+def test_pictures_show_every_layer() -> None:
+    sheet = cluster_picture(Image.new("RGB", (60, 40), "gray"), ["a", "cat", "w" * 60], made())
+    assert sheet.width > 3 * 288 and sheet.height > 288
+    colors = {tuple(pixel) for pixel in np.asarray(sheet).reshape(-1, 3)[::7]}
+    assert len(colors) > 6
+    tile = np.asarray(veiled(Image.new("RGB", (8, 8), "black"), np.array([[0, 1]]))).astype(int)
+    assert abs(tile[100, 60] - tile[100, 230]).max() > 60
+    one = np.asarray(veiled(Image.new("RGB", (8, 8), "black"), np.ones((2, 2), int)))
+    assert not one.any(), "a single cluster needs no color"
+    assert ink_on("#f6c445") == "black" and ink_on("#101010") == "white"
+    assert len(list(color_table())) == len(COLORS) == len(set(COLORS))

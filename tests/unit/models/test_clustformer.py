@@ -1,0 +1,342 @@
+"""Ada-ClustFormer as a model: against a literal form, causality, cached steps, padding, ablations, inputs refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from models.attention_maps import cross_attention
+from models.base import ModelSizes
+from models.clustformer import ClusteredAttention, ClustFormer
+from models.config import ClustFormerConfig
+from models.decoding import beam_search
+from models.layers import Dropout, sinusoids
+from models.registry import build_model
+from tests.unit.models.test_clusters import literal_matrices
+from tests.unit.models.test_decoding import follow_steps
+from tests.unit.models.test_expansion import SIZES, exact
+
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"encoder_clusters": "none", "decoder_clusters": "none"},
+    {"encoder_clusters": "none"},
+    {"encoder_clusters": "1d", "stacking": "none"},
+    {"stacking": "conditional", "norm": "post"},
+    {"window": 1, "attention": "renormalized"},
+    {"attention": "literal", "sampling": 1},
+    {"attention": "renormalized", "clustered_encoder_layers": (2,), "clustered_decoder_layers": (2,)},
+)
+REGIONS: dict[str, Any] = {"inputs": "regions", "region_rows": 2, "sampling": 1}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Small tensors: more threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def small_clustformer(seed: int, **changes: Any) -> ClustFormer:
+    """A float64 model in evaluation, its maps of C drawn wide."""
+    torch.manual_seed(seed)
+    values: dict[str, Any] = {"d_model": 8, "d_ff": 12, "heads": 2, "encoder_layers": 2, "decoder_layers": 2}
+    model = build_model(ClustFormerConfig(**(values | changes)), SIZES)
+    assert isinstance(model, ClustFormer)
+    for name, parameter in model.named_parameters():
+        if "clusters" in name:
+            torch.nn.init.normal_(parameter, std=1.0)
+    return model.double().eval()
+
+
+def features_for(images: int, tokens: int = 9) -> Tensor:
+    return torch.randn(images, tokens, 7, dtype=torch.float64)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 4), st.sampled_from(VARIANTS))
+@settings(max_examples=24, deadline=None)
+def test_cached_steps_are_the_teacher_forced_logits(
+    seed: int, images: int, beams: int, variant: dict[str, Any]
+) -> None:
+    model = small_clustformer(seed, **variant)
+    memory = model.encode(features_for(images))
+    follow_steps(model, memory, beams, 7, torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_later_token_changes_no_earlier_logit(variant: dict[str, Any]) -> None:
+    model = small_clustformer(3, **variant)
+    memory = model.encode(features_for(2))
+    tokens = torch.randint(0, 11, (2, 8))
+    first = model.decode(memory, tokens)
+    for position in range(1, 8):
+        changed = tokens.clone()
+        changed[:, position:] = (changed[:, position:] + 1) % 11
+        exact(model.decode(memory, changed)[:, :position], first[:, :position])
+        assert not torch.equal(model.decode(memory, changed)[:, position], first[:, position])
+
+
+def literal_attention(layer: ClusteredAttention, x: Tensor, matrix: Tensor | None, seen: Tensor) -> Tensor:
+    """Equation 2 head by head; x (N, D)."""
+    count, width = x.shape
+    size = width // layer.heads
+    q, k, v = layer.maps(x).split(width, -1)
+    mixed = torch.zeros(count, width, dtype=x.dtype)
+    for head in range(layer.heads):
+        part = slice(head * size, (head + 1) * size)
+        for n in range(count):
+            places = seen[n].nonzero()[:, 0]
+            weights = (q[n, part] @ k[places][:, part].T / size**0.5).softmax(-1)
+            if matrix is not None:
+                weights = weights * matrix[n, places]
+                if layer.reading == "renormalized":
+                    weights = weights / weights.sum()
+                elif layer.reading == "literal":
+                    weights = weights.softmax(-1)
+            mixed[n, part] = weights @ v[places][:, part]
+    return layer.output(mixed)
+
+
+class Literal:
+    """One image and one caption through a ClustFormer, C by loops from the inputs of all layers so far."""
+
+    def __init__(self, model: ClustFormer) -> None:
+        self.model, self.config = model, model.config
+
+    def layer_inputs(self, layer: Any, x: Tensor, norm: Any) -> Tensor:
+        return norm(x) if self.config.norm == "pre" else x
+
+    def residual(self, x: Tensor, result: Tensor, norm: Any) -> Tensor:
+        return x + result if self.config.norm == "pre" else norm(x + result)
+
+    def matrices(self, layers: Any, inputs: list[Tensor], shape: tuple[int, int], rate: int) -> Tensor | None:
+        """C of the newest layer, from the inputs (N, D) of all layers that have C."""
+        if self.config.window is not None:
+            cells = [divmod(n, shape[1]) for n in range(shape[0] * shape[1])]
+            near = [[max(abs(a[0] - b[0]), abs(a[1] - b[1])) <= self.config.window for b in cells] for a in cells]
+            return torch.tensor(near, dtype=torch.float64)
+        layers = [layer for layer in layers if layer.clusters is not None]
+        if len(layers) < len(inputs) or not inputs:
+            return None
+        rows, columns = (-(-size // rate) for size in shape)
+        grids, group = [], [0] * (shape[0] * shape[1])
+        for x in inputs:
+            grid = torch.zeros(rows, columns, x.shape[1], dtype=x.dtype)
+            for r in range(rows):
+                for c in range(columns):
+                    members = [n for n in range(len(x)) if n // shape[1] // rate == r and n % shape[1] // rate == c]
+                    grid[r, c] = x[members].mean(0)
+                    for n in members:
+                        group[n] = r * columns + c
+            grids.append(grid)
+        maps = [layer.clusters for layer in layers[: len(inputs)]]
+        return literal_matrices(grids, maps, self.config.stacking)[-1][group][:, group]
+
+    def encode(self, features: Tensor, shape: tuple[int, int]) -> Tensor:
+        model, config = self.model, self.config
+        x = torch.relu(model.input(features))
+        seen = torch.ones(len(x), len(x), dtype=torch.bool)
+        inputs: list[Tensor] = []
+        rate = config.sampling
+        for layer in model.encoder:
+            normed = self.layer_inputs(layer, x, layer.attention_norm)
+            matrix = None
+            if config.encoder_clusters != "none" and (layer.clusters is not None or config.window is not None):
+                inputs.append(normed)
+                matrix = self.matrices(model.encoder, inputs, shape, rate)
+            x = self.residual(x, literal_attention(layer.attention, normed, matrix, seen), layer.attention_norm)
+            inside = self.layer_inputs(layer, x, layer.feed_forward_norm)
+            x = self.residual(x, layer.feed_forward(inside), layer.feed_forward_norm)
+        return model.encoder_norm(x)
+
+    def decode(self, states: Tensor, tokens: Tensor) -> Tensor:
+        model, config = self.model, self.config
+        y = model.words.weight[tokens] * config.d_model**0.5 + sinusoids(len(tokens), config.d_model)
+        seen = torch.ones(len(y), len(y), dtype=torch.bool).tril()
+        inputs: list[Tensor] = []
+        for layer in model.decoder:
+            normed = self.layer_inputs(layer, y, layer.attention_norm)
+            matrix = None
+            if config.decoder_clusters != "none" and (layer.clusters is not None or config.window is not None):
+                inputs.append(normed)
+                matrix = self.matrices(model.decoder, inputs, (1, len(y)), 1)
+            y = self.residual(y, literal_attention(layer.attention, normed, matrix, seen), layer.attention_norm)
+            asked = self.layer_inputs(layer, y, layer.cross_norm)
+            key, value = layer.cross.project(states[None])
+            y = self.residual(y, layer.cross(asked[None], key, value, None)[0], layer.cross_norm)
+            inside = self.layer_inputs(layer, y, layer.feed_forward_norm)
+            y = self.residual(y, layer.feed_forward(inside), layer.feed_forward_norm)
+        return model.output(model.decoder_norm(y))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_model_is_its_literal_form(variant: dict[str, Any]) -> None:
+    model = small_clustformer(5, **variant)
+    features, tokens = features_for(2), torch.randint(0, 11, (2, 6))
+    shape = (3, 3) if model.config.encoder_clusters == "2d" else (1, 9)
+    memory = model.encode(features)
+    logits = model.decode(memory, tokens)
+    literal = Literal(model)
+    for image in range(2):
+        states = literal.encode(features[image], shape)
+        torch.testing.assert_close(memory.states[image], states, rtol=0, atol=1e-8)
+        expected = literal.decode(states, tokens[image])
+        torch.testing.assert_close(logits[image], expected, rtol=1e-6, atol=1e-6)  # positions are float32
+
+
+@torch.no_grad()
+def test_grids_that_are_no_square() -> None:
+    model = small_clustformer(6, grid=(2, 5), sampling=2)
+    features = features_for(1, 10)
+    expected = Literal(model).encode(features[0], (2, 5))
+    torch.testing.assert_close(model.encode(features).states[0], expected, rtol=0, atol=1e-8)
+    with pytest.raises(ValueError, match=r"9 image tokens are no grid of 2 x 5 = 10; set model.grid"):
+        model.encode(features_for(1, 9))
+    with pytest.raises(ValueError, match=r"8 image tokens are no grid of 2 x 2 = 4"):
+        small_clustformer(6).encode(features_for(1, 8))
+    assert torch.equal(model.encode(features, torch.tensor([10])).states, model.encode(features).states)
+    with pytest.raises(ValueError, match="found lengths from 7 to 7 of 10; for regions set model.inputs"):
+        model.encode(features, torch.tensor([7]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("clusters", ["2d", "1d", "none"])
+def test_regions_count_as_a_set_with_boxes(clusters: str) -> None:
+    """Another order of the regions gives the same states in that order; padding and dummies change nothing."""
+    model = small_clustformer(7, encoder_clusters=clusters, **REGIONS)
+    features, boxes = features_for(2, 5), torch.rand(2, 5, 4)
+    tokens = torch.randint(0, 11, (4, 6))
+    memory = model.encode(features, None, boxes)
+    shuffled = torch.randperm(5)
+    other = model.encode(features[:, shuffled], None, boxes[:, shuffled])
+    exact(other.states, memory.states[:, shuffled])
+    padded = torch.nn.functional.pad(features, (0, 0, 0, 4), value=3.0)
+    lengths = torch.tensor([5, 5])
+    longer = model.encode(padded, lengths, torch.nn.functional.pad(boxes, (0, 0, 0, 4), value=0.5))
+    exact(longer.states[:, :5], memory.states)
+    exact(model.decode(longer, tokens), model.decode(memory, tokens))
+    assert longer.boxes is not None and longer.lengths is lengths
+    if clusters != "none":
+        assert not torch.equal(model.encode(features, None, boxes.flip(1)).states, memory.states)
+        with pytest.raises(ValueError, match=r"expected boxes \(2, 5, 4\), found none; import region features with"):
+            model.encode(features)
+        with pytest.raises(ValueError, match=r"found shape \(2, 4, 4\)"):
+            model.encode(features, None, boxes[:, 1:])
+
+
+@torch.no_grad()
+def test_one_dimension_leaves_padding_out() -> None:
+    model = small_clustformer(8, encoder_clusters="1d", sampling=2)
+    features, tokens = features_for(2, 9), torch.randint(0, 11, (2, 6))
+    lengths = torch.tensor([5, 5])
+    expected = model(features[:, :5], None, tokens)
+    features[:, 5:] = 1e3
+    exact(model(features, lengths, tokens), expected)
+
+
+@pytest.mark.parametrize("clusters", ["1d", "none"])
+def test_an_image_without_regions_spoils_nothing(clusters: str) -> None:
+    model = small_clustformer(3, inputs="regions", encoder_clusters=clusters, sampling=1).train()
+    features = features_for(2)
+    boxes = torch.rand(2, features.shape[1], 4, generator=torch.Generator().manual_seed(1), dtype=features.dtype)
+    tokens = torch.tensor([[2, 4, 5]] * 2)
+    logits = model(features, torch.tensor([4, 0]), tokens, boxes)
+    logits[:1].sum().backward()
+    assert torch.isfinite(logits).all()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+@torch.no_grad()
+def test_the_matrices_that_pictures_show() -> None:
+    model = small_clustformer(9)
+    features = features_for(2)
+    found, arrangement = model.encoder_clusters(features)
+    assert found.shape == (2, 2, 9, 9) and arrangement is None
+    assert bool((found[1] >= found[0] - 1e-12).all()) and bool((found.diagonal(dim1=2, dim2=3) == 1).all())
+    words = model.decoder_clusters(model.encode(features), torch.randint(0, 11, (4, 5)))
+    assert words.shape == (2, 4, 5, 5) and torch.equal(words, words.mT)
+    base = small_clustformer(9, encoder_clusters="none", decoder_clusters="none")
+    assert bool((base.encoder_clusters(features)[0] == 1).all())
+
+
+@torch.no_grad()
+def test_beam_search_and_attention_maps() -> None:
+    model = small_clustformer(10)
+    memory = model.encode(features_for(3))
+    found = beam_search(model, memory, beam_size=3, max_length=8, num_results=3)
+    tokens = found.tokens[:, 0]
+    again = model.decode(memory, tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+    real = torch.arange(1, tokens.shape[1]) < found.lengths[:, :1]
+    torch.testing.assert_close(found.log_probs[:, 0, 1:][real], again.float()[real])
+    maps = cross_attention(model, memory, tokens)
+    torch.testing.assert_close(maps.sum(-1), torch.ones(maps.shape[:-1]))
+
+
+@torch.no_grad()
+def test_bfloat16_stays_close() -> None:
+    torch.manual_seed(0)
+    config = ClustFormerConfig(d_model=64, d_ff=96, heads=4, encoder_layers=3, decoder_layers=3)
+    model = build_model(config, ModelSizes(32, 50, 12, sos=0, eos=1, pad=2)).eval()
+    features, tokens = torch.randn(8, 16, 32), torch.randint(3, 50, (16, 12))
+    full = model(features, None, tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = model(features, None, tokens)
+    assert half.dtype == torch.bfloat16
+    assert ((half.float() - full).abs().amax(-1) / full.abs().amax(-1)).max() < 3e-2
+
+
+def test_gradients_reach_every_parameter() -> None:
+    for variant in VARIANTS:
+        model = small_clustformer(11, dropout=0.0, **variant).train()
+        model(features_for(2), None, torch.randint(0, 11, (2, 6))).square().mean().backward()
+        for name, parameter in model.named_parameters():
+            gradient = parameter.grad
+            assert gradient is not None and bool(gradient.isfinite().all()), name
+            if not name.endswith(("words.weight", "bias")):
+                assert bool((gradient != 0).any()), (variant, name)
+
+
+def test_dropout_reaches_every_sublayer() -> None:
+    model = small_clustformer(4, dropout=0.5).train()
+    assert len([module for module in model.modules() if isinstance(module, Dropout)]) == 2 + 4 * 3
+    features, tokens = features_for(2), torch.randint(0, 11, (2, 6))
+    assert not torch.equal(model(features, None, tokens), model(features, None, tokens))
+
+
+def test_the_extra_parameters_are_those_of_the_maps() -> None:
+    sizes = ModelSizes(1536, 9487, 20, sos=0, eos=1, pad=2)
+    with torch.device("meta"):
+        full = build_model(ClustFormerConfig(), sizes)
+        base = build_model(ClustFormerConfig(encoder_clusters="none", decoder_clusters="none"), sizes)
+        fixed = build_model(ClustFormerConfig(window=2), sizes)
+    counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (full, base, fixed)]
+    assert counts[0] - counts[1] == 18_450 and counts[1] == counts[2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"inputs": "regions"}, "model.sampling = 2 with model.inputs = regions.*set model.sampling to 1"),
+        ({"inputs": "regions", "sampling": 1, "grid": (2, 3)}, "model.grid is for grid features"),
+        (
+            {"clustered_encoder_layers": (0, 1)},
+            r"clustered_encoder_layers = \[0, 1\] must be different numbers from 1 to 6",
+        ),
+        ({"clustered_decoder_layers": (2, 2)}, "different numbers from 1 to 6"),
+        ({"grid": (0, 3)}, r"model.grid = \[0, 3\] must be \[rows, columns\]"),
+        ({"sampling": 0}, "model.sampling is 0; it must be 1 or more"),
+        ({"window": -1}, "model.window is -1.*or null for an adaptive one"),
+        ({"attention": "sum"}, "model.attention is 'sum'; it must be 'product' or 'renormalized' or 'literal'"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ClustFormerConfig(**changes)

@@ -1,0 +1,166 @@
+"""Constrained beam search: the machine against looking, the search against brute force over all captions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.base import CaptionModel, ModelSizes
+from models.config import ClustFormerConfig, MeshedMemoryConfig, ModelConfig
+from models.constraints import Machine, build_machine, constrained_beam_search
+from models.decoding import beam_search
+from models.registry import build_model
+from tests.unit.models.test_decoding import every_caption, features_for, log_probabilities, texts, tiny
+
+Constraints = list[list[tuple[int, ...]]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Small tensors: more threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def holds(words: Sequence[int], alternatives: list[tuple[int, ...]]) -> bool:
+    return any(tuple(words[at : at + len(phrase)]) == phrase for phrase in alternatives for at in range(len(words)))
+
+
+def number_held(words: Sequence[int], constraints: Constraints) -> int:
+    return sum(holds(words, alternatives) for alternatives in constraints)
+
+
+PHRASES = st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple)
+CONSTRAINTS = st.lists(st.lists(PHRASES, min_size=1, max_size=3), max_size=3)
+
+
+@given(CONSTRAINTS, st.lists(st.integers(0, 5), max_size=12))
+@settings(max_examples=200, deadline=None)
+def test_the_machine_knows_what_a_caption_holds(constraints: Constraints, words: list[int]) -> None:
+    """Overlapping, repeated and nested alternatives with it."""
+    machine = build_machine(constraints, 6)
+    assert machine.held[machine.follow(words)] == number_held(words, constraints)
+    assert machine.count == len(constraints)
+
+
+def test_states_are_the_subsets_of_single_words() -> None:
+    machine = build_machine([[(3,)], [(4,), (5,)], [(6,)]], 9)
+    assert sorted(machine.held) == [0, 1, 1, 1, 2, 2, 2, 3]
+    assert len(build_machine([], 9).held) == 1
+    assert len(build_machine([[(3, 4, 5)]], 9).held) == 6  # three places in the phrase, before it and after
+
+
+SHORT = st.lists(st.integers(0, 3), min_size=1, max_size=2).map(tuple)
+FEW = st.lists(st.lists(SHORT, min_size=1, max_size=2), max_size=2)
+
+
+@given(st.integers(0, 10**6), FEW, FEW, st.booleans())
+@settings(max_examples=6, deadline=None)
+def test_a_beam_as_wide_as_the_tree_is_brute_force(
+    seed: int, first: Constraints, second: Constraints, normalized: bool
+) -> None:
+    """Two images with constraints of their own; where no caption can hold all, those that hold the most."""
+    model = tiny(seed, vocabulary=4, positions=4)
+    features = features_for(2)
+    captions = every_caption(4, 4)
+    both = [first, second]
+    machines = [build_machine(constraints, 4) for constraints in both]
+    found = constrained_beam_search(
+        model, model.encode(features), machines, beam_size=len(captions), max_length=4, num_results=3,
+        length_normalization=normalized,
+    )  # fmt: skip
+    for image, constraints in enumerate(both):
+        sums = log_probabilities(model, features[image : image + 1], captions)
+        value = {c: s / len(c) if normalized else s for c, s in sums.items()}
+        most = max(number_held(caption[1:], constraints) for caption in captions)
+        fit = [caption for caption in captions if number_held(caption[1:], constraints) == most]
+        best = sorted(fit, key=lambda caption: -value[caption])[:3]
+        for place, caption in enumerate(best):
+            assert float(found.scores[image, place]) == pytest.approx(value[caption], abs=1e-5)
+            assert int(found.held[image, place]) == most
+            tokens = texts(found, image)[place]
+            assert value[tuple(tokens)] == pytest.approx(value[caption], abs=1e-9)
+            assert float(found.log_probs[image, place].sum()) == pytest.approx(sums[tuple(tokens)], abs=1e-5)
+        assert bool(found.scores[image, len(best) :].isneginf().all())
+        assert bool((found.held[image, len(best) :] == -1).all())
+
+
+def test_without_constraints_it_is_beam_search() -> None:
+    model = tiny(4, vocabulary=6, positions=12)
+    memory = model.encode(features_for(5))
+    free = [build_machine([], 6)] * 5
+    plain = beam_search(model, memory, beam_size=3, max_length=12, num_results=3)
+    found = constrained_beam_search(model, memory, free, beam_size=3, max_length=12, num_results=3)
+    for name in ("tokens", "lengths", "scores", "log_probs"):
+        torch.testing.assert_close(getattr(found, name), getattr(plain, name))
+    assert bool((found.held == 0).all())
+
+
+def systems() -> list[CaptionModel]:
+    sizes = ModelSizes(5, 30, 14, sos=0, eos=1, pad=2)
+    values = {"d_model": 8, "d_ff": 8, "heads": 2, "encoder_layers": 1, "decoder_layers": 2}
+    configs: list[ModelConfig] = [MeshedMemoryConfig(memory_slots=2, **values), ClustFormerConfig(**values)]  # type: ignore[arg-type]
+    return [build_model(config, sizes).double().eval() for config in configs]
+
+
+def test_any_model_and_an_ensemble_hold_their_constraints() -> None:
+    """Images with one to three constraints leave the batch at different times, and are decoded as alone."""
+    torch.manual_seed(0)
+    features = features_for(4)
+    wanted: list[Constraints] = [[[(7,)]], [[(8, 9), (10,)], [(11,)]], [[(12,)], [(13,)], [(14, 15, 16)]], []]
+    machines = [build_machine(constraints, 30) for constraints in wanted]
+    models = systems()
+    for chosen in ([models[0]], [models[1]], models):
+        with torch.no_grad():
+            memories = [model.encode(features) for model in chosen]
+        found = constrained_beam_search(chosen, memories, machines, beam_size=3, max_length=12, num_results=2)
+        for image, constraints in enumerate(wanted):
+            for place in range(2):
+                words = texts(found, image)[place][1:]
+                assert number_held(words, constraints) == len(constraints) == int(found.held[image, place])
+            index = torch.tensor([image])
+            alone = constrained_beam_search(
+                chosen,
+                [m.select(index) for m in memories],
+                [machines[image]],
+                beam_size=3,
+                max_length=12,
+                num_results=2,
+            )
+            assert texts(alone, 0) == texts(found, image)
+
+
+def test_where_none_fits_the_most_is_returned_and_said() -> None:
+    model = tiny(2, vocabulary=6)
+    memory = model.encode(features_for(1))
+    wanted: Constraints = [[(3,)], [(4,)], [(5, 3, 4)]]
+    machine = build_machine(wanted, 6)
+    found = constrained_beam_search(model, memory, [machine], beam_size=3, max_length=3)
+    assert int(found.held[0, 0]) == 2 == number_held(texts(found, 0)[0][1:], wanted)
+    fewer = constrained_beam_search(model, memory, [machine], beam_size=3, max_length=8, at_least=1)
+    every = constrained_beam_search(model, memory, [machine], beam_size=3, max_length=8)
+    assert int(every.held[0, 0]) == 3 and int(fewer.held[0, 0]) >= 1
+    assert float(fewer.scores[0, 0]) >= float(every.scores[0, 0])
+
+
+def test_what_cannot_be_searched_is_refused() -> None:
+    model = tiny(0)
+    memory = model.encode(features_for(2))
+    free = build_machine([], 4)
+    with pytest.raises(ValueError, match="1 machines for 2 images"):
+        constrained_beam_search(model, memory, [free], beam_size=2, max_length=5)
+    with pytest.raises(ValueError, match="num_results = 3 and beam_size = 2"):
+        constrained_beam_search(model, memory, [free, free], beam_size=2, max_length=5, num_results=3)
+    with pytest.raises(ValueError, match="constraint 2 holds word 9, outside the vocabulary of 4"):
+        build_machine([[(1,)], [(2, 9)]], 4)
+    with pytest.raises(ValueError, match="constraint 1 has no words"):
+        build_machine([[]], 4)
+    with pytest.raises(ValueError, match="9 constraints need more than 256 states"):
+        build_machine([[(word,)] for word in range(9)], 10)
+    assert isinstance(free, Machine)

@@ -1,0 +1,524 @@
+"""Decoding: cached steps against teacher forcing, beams against brute force, samples against their distribution."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from jobs.bench.reference_expansionnet import MaterializedModel
+from models.base import CaptionModel, Memory, ModelSizes
+from models.beam_cache import TreeCache
+from models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig
+from models.decoding import Captions, _Decoder, beam_search, best_words, caption_lengths, greedy, invert, sample
+from models.packed import Linear, PackedMaps, packed_map
+from models.registry import build_model
+from tests.unit.models.test_expansion import MIXERS, SIZES, exact, small_model
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Small tensors: more threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tiny(seed: int, vocabulary: int = 4, positions: int = 8, **changes: object) -> CaptionModel:
+    """A float64 model over few words, sharp enough that captions differ in probability; ids 0 SOS, 1 EOS, 2 PAD."""
+    torch.manual_seed(seed)
+    values = {"d_model": 8, "d_ff": 8, "heads": 2, "encoder_layers": 1, "decoder_layers": 2}
+    values |= {"static_expansion": (3,), "dynamic_expansion": 2} | changes  # type: ignore[dict-item]
+    sizes = ModelSizes(5, vocabulary, positions, sos=0, eos=1, pad=2)
+    model = build_model(ExpansionNetConfig(**values), sizes).double().eval()  # type: ignore[arg-type]
+    with torch.no_grad():
+        model.output.weight.mul_(2)  # type: ignore[union-attr, operator]
+    return model
+
+
+def features_for(batch: int, width: int = 5, tokens: int = 4) -> Tensor:
+    return torch.randn(batch, tokens, width, dtype=torch.float64)
+
+
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.sampled_from(MIXERS),
+    st.integers(1, 12),
+    st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+def test_cached_steps_are_the_teacher_forced_logits(
+    seed: int, images: int, beams: int, mixers: dict[str, object], steps: int, padded: bool
+) -> None:
+    """With beams that are chosen anew at each step, and images that leave half way."""
+    model = small_model(seed, **mixers)
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(images, 5, 7, dtype=torch.float64, generator=generator)
+    lengths = torch.randint(1, 6, (images,), generator=generator) if padded else None
+    follow_steps(model, model.encode(features, lengths), beams, steps, generator)
+
+
+def follow_steps(model: CaptionModel, memory: Memory, beams: int, steps: int, generator: torch.Generator) -> None:
+    """Random words (of 11), parents and images: every step's logits are those of the whole prefix, teacher-forced.
+
+    For the first steps, up to two, an image has one beam.
+    """
+    images, wide = memory.batch_size, beams
+    alone, beams = int(torch.randint(0, 3, (1,), generator=generator)), 1
+    cache = model.init_cache(memory, beams)
+    history = torch.empty(images * beams, 0, dtype=torch.int64)
+    for step in range(steps):
+        if step == alone:
+            beams, cache, history = wide, cache.widen(wide), history.repeat_interleave(wide, 0)
+        if step == steps // 2 and images > 1:
+            kept = torch.randperm(images, generator=generator)[: images - 1]
+            memory, cache = memory.select(kept), cache.keep_images(kept)
+            history = history.view(images, beams, -1)[kept].flatten(0, 1)
+            images -= 1
+        tokens = torch.randint(0, 11, (images * beams,), generator=generator)
+        history = torch.cat((history, tokens[:, None]), 1)
+        logits, cache = model.step(tokens, cache)
+        exact(logits, model.decode(memory, history)[:, -1])
+        parents = torch.randint(0, beams, (images, beams), generator=generator)
+        index = (parents + torch.arange(images)[:, None] * beams).flatten()
+        cache, history = cache.select(index), history[index]
+    assert cache.length == steps
+
+
+def test_caches_grow_past_their_first_capacity() -> None:
+    torch.manual_seed(0)
+    sizes = ModelSizes(7, 11, 60, sos=0, eos=1, pad=2)
+    config = ExpansionNetConfig(d_model=8, d_ff=8, heads=2, static_expansion=(4,), dynamic_expansion=2)
+    model = build_model(config, sizes).double().eval()
+    memory = model.encode(torch.randn(2, 3, 7, dtype=torch.float64))
+    tokens = torch.randint(0, 11, (4, 60))
+    cache, expected = model.init_cache(memory, 2), model.decode(memory, tokens)
+    for position in range(60):
+        logits, cache = model.step(tokens[:, position], cache)
+        exact(logits, expected[:, position])
+    with pytest.raises(ValueError, match="61 input tokens"):
+        model.step(tokens[:, 0], cache)
+
+
+def test_float32_steps_are_within_the_contract() -> None:
+    model = small_model(0, d_model=32, d_ff=32).float()
+    memory = model.encode(torch.randn(2, 5, 7))
+    tokens = torch.randint(0, 11, (6, 12))
+    expected, cache = model.decode(memory, tokens), model.init_cache(memory, 3)
+    for position in range(12):
+        logits, cache = model.step(tokens[:, position], cache)
+        assert (logits - expected[:, position]).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def every_caption(vocabulary: int, max_length: int) -> list[tuple[int, ...]]:
+    """All captions of up to max_length tokens with SOS: they end at their first EOS, or are cut."""
+    captions = []
+    for length in range(1, max_length):
+        for words in itertools.product(range(vocabulary), repeat=length):
+            if 1 in words[:-1] or (words[-1] != 1 and length < max_length - 1):
+                continue
+            captions.append((0, *words))
+    return captions
+
+
+@torch.no_grad()
+def log_probabilities(
+    model: CaptionModel, features: Tensor, captions: list[tuple[int, ...]]
+) -> dict[tuple[int, ...], float]:
+    """The sum of each caption's token log-probabilities, for one image."""
+    longest = max(map(len, captions))
+    tokens = torch.tensor([[*caption, *[2] * (longest - len(caption))] for caption in captions])
+    each = model(features, None, tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+    return {caption: float(row[: len(caption) - 1].sum()) for caption, row in zip(captions, each, strict=True)}
+
+
+@given(st.integers(0, 10**6), st.booleans(), st.booleans())
+@settings(max_examples=8, deadline=None)
+def test_a_beam_as_wide_as_the_tree_is_brute_force(seed: int, normalized: bool, dynamic: bool) -> None:
+    model = tiny(seed, vocabulary=3, dynamic_expansion=2 if dynamic else None)
+    features = features_for(2)
+    captions = every_caption(3, 5)
+    found = beam_search(
+        model, model.encode(features), beam_size=len(captions), max_length=5, num_results=len(captions),
+        length_normalization=normalized,
+    )  # fmt: skip
+    for image in range(2):
+        sums = log_probabilities(model, features[image : image + 1], captions)
+        value = {c: s / len(c) if normalized else s for c, s in sums.items()}
+        best = sorted(captions, key=lambda caption: -value[caption])
+        seen = []
+        for place in range(len(captions)):
+            length = int(found.lengths[image, place])
+            caption = tuple(found.tokens[image, place, :length].tolist())
+            assert bool((found.tokens[image, place, length:] == 2).all())
+            assert float(found.scores[image, place]) == pytest.approx(value[best[place]], abs=1e-5)
+            assert float(found.log_probs[image, place].sum()) == pytest.approx(sums[caption], abs=1e-5)
+            seen.append(caption)
+        assert sorted(seen) == sorted(captions)
+
+
+def literal_beam_search(model: CaptionModel, features: Tensor, beam_size: int, max_length: int) -> list[list[int]]:
+    """The reference's rules for one image, one beam after the other, with whole prefixes."""
+    beams: list[tuple[list[int], float]] = [([0], 0.0)]
+    for _ in range(1, max_length):
+        offers = []
+        for tokens, total in beams:
+            if tokens[-1] == 1:
+                offers.append((tokens, total))
+                continue
+            scores = model(features, None, torch.tensor([tokens]))[0, -1].log_softmax(-1)
+            best = scores.topk(min(beam_size, len(scores)))
+            offers += [
+                ([*tokens, w], total + v) for v, w in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            ]
+        beams = sorted(offers, key=lambda offer: -offer[1])[:beam_size]
+    return [tokens for tokens, total in sorted(beams, key=lambda beam: -beam[1] / len(beam[0]))]
+
+
+def texts(captions: Captions, image: int) -> list[list[int]]:
+    rows = zip(captions.tokens[image].tolist(), captions.lengths[image].tolist(), strict=True)
+    return [tokens[:length] for tokens, length in rows]
+
+
+@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(2, 8))
+@settings(max_examples=10, deadline=None)
+def test_beam_search_follows_the_references_rules(seed: int, beam_size: int, max_length: int) -> None:
+    model = tiny(seed, vocabulary=7)
+    features = features_for(3)
+    found = beam_search(
+        model, model.encode(features), beam_size=beam_size, max_length=max_length, num_results=beam_size
+    )
+    for image in range(3):
+        assert texts(found, image) == literal_beam_search(model, features[image : image + 1], beam_size, max_length)
+
+
+def test_greedy_is_a_beam_of_one() -> None:
+    model = tiny(11, vocabulary=9)
+    memory = model.encode(features_for(5))
+    one, all_best = beam_search(model, memory, beam_size=1, max_length=8), greedy(model, memory, max_length=8)
+    for name in ("tokens", "lengths", "scores", "log_probs"):
+        torch.testing.assert_close(getattr(one, name), getattr(all_best, name))
+
+
+def test_an_image_alone_is_decoded_as_in_a_batch() -> None:
+    """Images end at different times and leave the batch; what stays must not notice."""
+    model = tiny(4, vocabulary=6, positions=12)
+    with torch.no_grad():
+        model.output.bias[1] += 1.0  # type: ignore[union-attr, index, operator]
+    features = features_for(9)
+    together = beam_search(model, model.encode(features), beam_size=3, max_length=12, num_results=3)
+    assert len(set(together.lengths.max(1).values.tolist())) > 1
+    for image in range(9):
+        alone = beam_search(model, model.encode(features[image : image + 1]), beam_size=3, max_length=12, num_results=3)
+        assert texts(alone, 0) == texts(together, image)
+        torch.testing.assert_close(alone.scores[0], together.scores[image])
+
+
+def test_the_materialized_model_decodes_the_same() -> None:
+    model = tiny(8, vocabulary=9)
+    slow = MaterializedModel(model)  # type: ignore[arg-type]
+    features = features_for(4)
+    ours = beam_search(model, model.encode(features), beam_size=3, max_length=8)
+    theirs = beam_search(slow, slow.encode(features), beam_size=3, max_length=8)
+    assert torch.equal(ours.tokens, theirs.tokens)
+    drawn = [
+        sample(m, m.encode(features), num_samples=3, max_length=8, generator=torch.Generator().manual_seed(5))
+        for m in (model, slow)
+    ]
+    assert torch.equal(drawn[0].tokens, drawn[1].tokens)
+
+
+def test_an_ensemble_averages_probabilities() -> None:
+    first, second = tiny(1, vocabulary=6), tiny(2, vocabulary=6)
+    features = features_for(2)
+    both = greedy([first, second], [first.encode(features), second.encode(features)], max_length=2)
+    start = torch.zeros(2, 1, dtype=torch.int64)
+    mean = (first(features, None, start).softmax(-1) + second(features, None, start).softmax(-1)) / 2
+    assert torch.equal(both.tokens[:, 0, 1], mean[:, 0].argmax(-1))
+    torch.testing.assert_close(both.log_probs[:, 0, 1], mean[:, 0].amax(-1).log().float())
+    itself = beam_search([first] * 2, [first.encode(features)] * 2, beam_size=3, max_length=8)
+    alone = beam_search(first, first.encode(features), beam_size=3, max_length=8)
+    assert torch.equal(itself.tokens, alone.tokens)
+
+
+def test_samples_follow_the_models_distribution() -> None:
+    model = tiny(3, vocabulary=3)
+    features = features_for(1)
+    number = 600
+    drawn = sample(
+        model, model.encode(features), num_samples=number, max_length=4, generator=torch.Generator().manual_seed(0)
+    )
+    counts = Counter(map(tuple, texts(drawn, 0)))
+    captions = every_caption(3, 4)
+    expected = log_probabilities(model, features, captions)
+    assert set(counts) <= set(captions)
+    for caption, value in expected.items():
+        p = 2.718281828459045**value
+        assert abs(counts[caption] / number - p) < 5 * (p * (1 - p) / number) ** 0.5 + 1e-9
+    for place in range(20):
+        caption = texts(drawn, 0)[place]
+        assert float(drawn.log_probs[0, place].sum()) == pytest.approx(expected[tuple(caption)], abs=1e-5)
+        assert float(drawn.scores[0, place]) == pytest.approx(expected[tuple(caption)] / len(caption), abs=1e-5)
+
+
+def test_samples_are_reproducible_and_do_not_depend_on_when_others_end() -> None:
+    model = tiny(6, vocabulary=9)
+    features = features_for(4)
+    memory = model.encode(features)
+
+    def draw(seed: int, **options: float) -> Captions:
+        generator = torch.Generator().manual_seed(seed)
+        return sample(model, memory, num_samples=3, max_length=8, generator=generator, **options)  # type: ignore[arg-type]
+
+    first = draw(1)
+    assert torch.equal(first.tokens, draw(1).tokens) and not torch.equal(first.tokens, draw(2).tokens)
+    assert first.tokens.shape[:2] == (4, 3) and bool((first.tokens[:, :, 0] == SIZES.sos).all())
+    # the same draws read by the long way round: one uniform number a row and step
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.zeros(12, 1, dtype=torch.int64)
+    for _ in range(first.tokens.shape[-1] - 1):
+        logits = model.decode(memory, tokens)[:, -1]
+        uniform = torch.rand(12, dtype=torch.float64, generator=generator)
+        chosen = invert(logits.softmax(-1), uniform).masked_fill((tokens == 1).any(1), 2)
+        tokens = torch.cat((tokens, chosen[:, None]), 1)
+    assert torch.equal(tokens.view(4, 3, -1), first.tokens)
+
+
+def test_temperature_and_top_k() -> None:
+    model = tiny(7, vocabulary=9)
+    memory = model.encode(features_for(3))
+    best = greedy(model, memory, max_length=8)
+    for options in ({"top_k": 1}, {"temperature": 1e-4}):
+        drawn = sample(model, memory, num_samples=2, max_length=8, **options)  # type: ignore[arg-type]
+        for n in range(2):
+            assert torch.equal(drawn.tokens[:, n], best.tokens[:, 0])
+        torch.testing.assert_close(drawn.log_probs[:, 0], best.log_probs[:, 0])
+    wide = sample(model, memory, num_samples=300, max_length=2, top_k=3)
+    logits = model.decode(memory, torch.zeros(3, 1, dtype=torch.int64))[:, 0]
+    for image in range(3):
+        drawn_words = set(wide.tokens[image, :, 1].tolist())
+        assert drawn_words == set(logits[image].topk(3).indices.tolist())
+
+
+def test_a_word_of_probability_zero_is_never_drawn() -> None:
+    probabilities = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).expand(4, -1)
+    uniform = torch.tensor([0.0, 0.5, 0.999999999999, 0.25], dtype=torch.float64)
+    assert invert(probabilities, uniform).tolist() == [1, 3, 3, 1]
+
+
+def test_lengths_count_to_the_first_end() -> None:
+    tokens = torch.tensor([[0, 5, 1, 2], [0, 5, 6, 7], [0, 1, 2, 2]])
+    assert caption_lengths(tokens, 1).tolist() == [3, 4, 2]
+
+
+def test_what_cannot_be_decoded_is_refused() -> None:
+    model = tiny(0)
+    memory = model.encode(features_for(2))
+    with pytest.raises(ValueError, match="num_results = 3 and beam_size = 2"):
+        beam_search(model, memory, beam_size=2, max_length=5, num_results=3)
+    with pytest.raises(ValueError, match="longer than the positional table of 8 rows"):
+        greedy(model, memory, max_length=10)
+    with pytest.raises(ValueError, match="max_length is 1"):
+        greedy(model, memory, max_length=1)
+    with pytest.raises(ValueError, match="temperature is 0"):
+        sample(model, memory, num_samples=1, max_length=5, temperature=0)
+    with pytest.raises(ValueError, match="2 models and 1 memories"):
+        greedy([model, model], [memory], max_length=5)
+    with pytest.raises(ValueError, match="must share one vocabulary"):
+        greedy([model, tiny(1, vocabulary=5)], [memory, memory], max_length=5)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_best_words_are_topks(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows, count = (int(torch.randint(1, 8, (1,), generator=generator)) for _ in range(2))
+    words = int(torch.randint(count, 500, (1,), generator=generator))
+    log_probs = torch.randn(rows, words, generator=generator).log_softmax(-1)
+    log_probs[:, : words // 4] = -torch.inf
+    best, where = best_words(log_probs, count)
+    expected, places = log_probs.topk(count, -1)
+    assert torch.equal(best, expected) and torch.equal(log_probs.gather(1, where), best)
+    finite = best > -torch.inf
+    assert torch.equal(where[finite], places[finite])
+    assert all(len(set(row)) == count for row in where.tolist())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("available", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_packed_maps_are_the_maps_in_bfloat16(seed: int, available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not available:
+        monkeypatch.setattr("models.packed._available", lambda weight: False)
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, 70, (4,), generator=generator).tolist()
+    outer, rows, inner, out = sizes
+    layer = torch.nn.Linear(inner, out, bias=seed % 2 == 0)
+    x = torch.randn(outer, rows, inner, generator=generator)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = layer(x)
+        packed = packed_map(layer.weight, layer.bias, torch.bfloat16)
+        for values, products in ((x, expected), (x.mT.contiguous().mT, expected), (x[0], expected[0])):
+            assert packed(values).dtype == torch.bfloat16
+            torch.testing.assert_close(packed(values), products, rtol=2**-7, atol=1e-2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("system", ["expansionnet_v2", "transformer", "meshed_memory", "clustformer"])
+def test_packed_steps_say_what_teacher_forcing_says(system: str) -> None:
+    torch.manual_seed(0)
+    sizes = ModelSizes(16, 50, 20, sos=0, eos=1, pad=2)
+    values = {"d_model": 64, "d_ff": 96, "heads": 4}
+    if system in ("expansionnet_v2", "transformer"):
+        values |= {"static_expansion": (8,), "dynamic_expansion": 4} if system == "expansionnet_v2" else {}
+        model = build_model(ExpansionNetConfig(name=system, **values), sizes)  # type: ignore[arg-type]
+    else:
+        model = build_model((MeshedMemoryConfig if system == "meshed_memory" else ClustFormerConfig)(**values), sizes)
+    model.eval().init_weights()
+    maps = {module for module in model.modules() if isinstance(module, Linear)}
+    with torch.autocast("cpu", torch.bfloat16):
+        memory = model.encode(torch.randn(8, 16, 16))
+        decoder = _Decoder(model, memory, 4, 12)
+        tokens = torch.randint(3, 50, (32, 12))
+        tokens[:, 0] = sizes.sos
+        expected = model.decode(memory, tokens).float().log_softmax(-1)
+        for position in range(12):
+            found = decoder.step(tokens[:, position])
+            error = (found - expected[:, position]).abs().amax(-1)
+            assert error.median() < 2e-2, position
+    assert maps >= decoder.maps.maps.keys() and len(decoder.maps.maps) >= 2 + 3 * 4
+
+
+@torch.no_grad()
+def test_packed_maps_are_one_threads_and_one_decodings() -> None:
+    model = small_model(0).float()
+    (layer, *_), outer, inner = [m for m in model.modules() if isinstance(m, Linear)], PackedMaps(), PackedMaps()
+    x = torch.randn(3, layer.in_features)
+
+    @torch.autocast("cpu", torch.bfloat16)
+    def elsewhere() -> Tensor:
+        return layer(x)
+
+    for dtype, count in ((None, 0), (torch.float16, 0), (torch.bfloat16, 1)):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None), outer.used():
+            layer(x)
+        assert len(outer.maps) == count
+    with torch.autocast("cpu", torch.bfloat16):
+        with outer.used():
+            with pytest.raises(RuntimeError), inner.used():
+                layer(torch.zeros(1, 1000))
+            outer.maps.clear()
+            layer(x)
+            outer.maps.clear()
+            with ThreadPoolExecutor(1) as pool:
+                assert pool.submit(elsewhere).result().dtype == torch.bfloat16
+            assert not outer.maps
+        outer.maps.clear()
+        layer(x)
+        assert not outer.maps
+    doubles, features = small_model(0).double(), torch.randn(1, 5, 7, dtype=torch.float64)  # autocast leaves them alone
+    exact = beam_search(doubles, doubles.encode(features), beam_size=2, max_length=6)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert beam_search(doubles, doubles.encode(features), beam_size=2, max_length=6).scores == exact.scores
+
+
+@torch.no_grad()
+def test_weights_may_change_between_captions() -> None:
+    """What was laid out belongs to one batch: training goes on in between."""
+    model = small_model(1).float()
+    memory = model.encode(torch.randn(2, 5, 7))
+    with torch.autocast("cpu", torch.bfloat16):
+        first = greedy(model, memory, max_length=8)
+        model.output.bias[model.sizes.eos] += 100.0  # type: ignore[operator, union-attr, index]
+        assert greedy(model, memory, max_length=8).lengths.tolist() == [[2], [2]] != first.lengths.tolist()
+
+
+@torch.no_grad()
+def test_all_beams_begin_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows = small_model(2), list[int]()
+    step = model.step
+
+    def counted(tokens: torch.Tensor, cache: Any) -> Any:
+        rows.append(len(tokens))
+        return step(tokens, cache)
+
+    monkeypatch.setattr(model, "step", counted)
+    model.output.bias[model.sizes.eos] = -1e4  # type: ignore[operator, union-attr, index]
+    beam_search(model, model.encode(torch.randn(2, 5, 7, dtype=torch.float64)), beam_size=4, max_length=5)
+    assert rows == [2, 8, 8, 8]
+
+
+@torch.no_grad()
+def test_samples_with_dropout_differ_from_their_first_word_on() -> None:
+    model = small_model(4, dropout=0.5).train()
+    memory = model.encode(torch.randn(1, 5, 7, dtype=torch.float64))
+    assert all(layer.dropout.active for layer in model.decoder)  # type: ignore[union-attr, operator]
+    found = sample(model, memory, num_samples=64, max_length=4, top_k=1)
+    assert len(set(found.log_probs[0, :, 1].tolist())) > 8
+    model.eval()
+    found = sample(model, memory, num_samples=64, max_length=4, top_k=1)
+    assert len(set(found.log_probs[0, :, 1].tolist())) == 1
+
+
+@torch.no_grad()
+def test_the_residual_dropouts_of_steps_are_those_of_teacher_forcing() -> None:
+    model, calls = small_model(4), Counter[str]()
+    for index, layer in enumerate(model.decoder):  # type: ignore[arg-type]
+        layer.dropout.register_forward_hook(lambda *_, name=str(index): calls.update([name]))
+    memory = model.encode(torch.randn(1, 5, 7, dtype=torch.float64))
+    model.decode(memory, torch.zeros(2, 1, dtype=torch.int64))
+    taught = Counter(calls)
+    model.step(torch.zeros(2, dtype=torch.int64), model.init_cache(memory, 2))
+    assert calls == taught + taught and set(taught.values()) == {3}
+
+
+@torch.no_grad()
+def test_no_more_words_than_top_k_are_drawn() -> None:
+    model = small_model(5)
+    model.output.weight.zero_()  # type: ignore[operator, union-attr]
+    model.output.bias.zero_()  # type: ignore[operator, union-attr]
+    memory = model.encode(torch.randn(1, 5, 7, dtype=torch.float64))
+    found = sample(model, memory, num_samples=200, max_length=2, top_k=3)
+    assert len(set(found.tokens[0, :, 1].tolist())) == 3
+
+
+@torch.no_grad()
+def test_edges_are_sentences() -> None:
+    model = small_model(6)
+    nothing = model.encode(torch.randn(0, 5, 7, dtype=torch.float64))
+    for decode in (partial(beam_search, beam_size=3), partial(sample, num_samples=3), greedy):
+        with pytest.raises(ValueError, match="no images"):
+            decode(model, nothing, max_length=8)
+    with pytest.raises(ValueError, match="captions do not divide by 0 images"):
+        model.decode(nothing, torch.zeros(2, 3, dtype=torch.int64))
+    memory = model.encode(torch.randn(2, 5, 7, dtype=torch.float64))
+    for wide in (model, MaterializedModel(model)):  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="2 beams already"):
+            wide.init_cache(memory, 2).widen(3)
+
+
+def test_not_a_number_is_drawn_without_an_index_error() -> None:
+    drawn = invert(torch.full((2, 30), torch.nan), torch.tensor([0.1, 0.9], dtype=torch.float64))
+    assert bool(((drawn >= 0) & (drawn < 30)).all())
+
+
+@torch.no_grad()
+def test_kept_keys_stay_laid_out_when_images_leave() -> None:
+    model = small_model(7)
+    cache = model.init_cache(model.encode(torch.randn(3, 5, 7, dtype=torch.float64)), 2)
+    assert isinstance(cache, TreeCache)
+    before = cache.cross
+    for (key, value), (old_key, old_value) in zip(cache.keep_images(torch.tensor([2, 0])).cross, before, strict=True):
+        assert key.mT.is_contiguous() and value.is_contiguous()
+        assert torch.equal(key, old_key[[2, 0]]) and torch.equal(value, old_value[[2, 0]])

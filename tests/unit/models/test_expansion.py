@@ -1,0 +1,379 @@
+"""The expansions and the model in factorized form against the materialized form, in float64, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from jobs.bench.reference_expansionnet import MaterializedModel, dynamic_expansion, static_expansion
+from models.base import Memory, ModelSizes
+from models.config import ExpansionNetConfig
+from models.expansion import DynamicExpansion, StaticExpansion
+from models.expansion_weights import dynamic_weights, static_weights
+from models.expansionnet import ExpansionNet
+from models.layers import Dropout, dropout, set_dropout
+from models.registry import build_model
+
+SIZES = ModelSizes(feature_width=7, vocabulary_size=11, max_positions=12, sos=0, eos=1, pad=2)
+MIXERS = (
+    {"static_expansion": (2, 5, 3), "dynamic_expansion": 3},
+    {"static_expansion": None, "encoder_dynamic_expansion": 2, "dynamic_expansion": None},
+    {"static_expansion": None, "dynamic_expansion": 4},
+    {"static_expansion": (6,), "dynamic_expansion": None},
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Small tensors: more threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def small_model(seed: int, **changes: object) -> ExpansionNet:
+    """A float64 model in evaluation."""
+    torch.manual_seed(seed)
+    values = {"d_model": 8, "d_ff": 12, "heads": 2, "encoder_layers": 2, "decoder_layers": 2} | changes
+    model = build_model(ExpansionNetConfig(**values), SIZES)  # type: ignore[arg-type]
+    assert isinstance(model, ExpansionNet)
+    return model.double().eval()
+
+
+def exact(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@given(st.integers(0, 10**6), st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 4), st.data())
+@settings(max_examples=25, deadline=None)
+def test_static_is_the_materialized_form(seed: int, groups: list[int], batch: int, data: st.DataObject) -> None:
+    length = data.draw(st.integers(1, 7))
+    real_counts = data.draw(st.lists(st.integers(1, length), min_size=batch, max_size=batch))
+    torch.manual_seed(seed)
+    layer = StaticExpansion(6, tuple(groups), 0.0, False).double()
+    layer.init_weights()
+    x = torch.randn(batch, length, 6, dtype=torch.float64)
+    real = torch.arange(length) < torch.tensor(real_counts)[:, None]
+    exact(layer(x, real), static_expansion(layer, x, real))
+    exact(layer(x, None), static_expansion(layer, x, None))
+
+
+@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 4), st.booleans(), st.data())
+@settings(max_examples=25, deadline=None)
+def test_dynamic_is_the_materialized_form(
+    seed: int, vectors: int, batch: int, causal: bool, data: st.DataObject
+) -> None:
+    length = data.draw(st.integers(1, 7))
+    real_counts = data.draw(st.lists(st.integers(1, length), min_size=batch, max_size=batch))
+    torch.manual_seed(seed)
+    layer = DynamicExpansion(6, vectors, causal, 0.0, False).double()
+    layer.init_weights()
+    x = torch.randn(batch, length, 6, dtype=torch.float64)
+    real = torch.arange(length) < torch.tensor(real_counts)[:, None]
+    if causal:
+        mask = torch.ones(length, length, dtype=torch.bool).tril().expand(batch, -1, -1)
+        exact(layer(x), dynamic_expansion(layer, x, mask))
+    else:
+        exact(layer(x, real)[real], dynamic_expansion(layer, x, real[:, None] & real[:, :, None])[real])
+        exact(layer(x, None), dynamic_expansion(layer, x, torch.ones(batch, length, length, dtype=torch.bool)))
+
+
+@pytest.mark.parametrize("mixers", MIXERS)
+def test_whole_models_equal_their_materialized_form_and_its_gradient(mixers: dict[str, object]) -> None:
+    model = small_model(3, **mixers)
+    features = torch.randn(3, 5, 7, dtype=torch.float64)
+    lengths = torch.tensor([5, 2, 4])
+    tokens = torch.randint(3, 11, (6, 6))
+    slow = MaterializedModel(model)
+    memory = slow.encode(features, lengths)
+    rows = memory.select(torch.arange(3).repeat_interleave(2))
+    gradients = []
+    for logits in (model(features, lengths, tokens), slow.decode(rows, tokens)):
+        model.zero_grad()
+        logits.square().sum().backward()
+        gradients.append((logits.detach(), [parameter.grad.clone() for parameter in model.parameters()]))  # type: ignore[union-attr]
+    exact(gradients[0][0], gradients[1][0])
+    for ours, theirs in zip(gradients[0][1], gradients[1][1], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_hand_written_gradients(masked: bool) -> None:
+    torch.manual_seed(0)
+    m = torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
+    real = torch.arange(4) < torch.tensor([[4], [2]]) if masked else None
+    assert torch.autograd.gradcheck(lambda m: static_weights(m, real, (2, 3), 1e-9), (m,))
+    m = torch.randn(2, 3, 2, 3, dtype=torch.float64, requires_grad=True)
+    seen = torch.ones(3, 3, dtype=torch.float64).tril()[:, None] if masked else None
+    reached = None if seen is None else seen.transpose(0, 2)
+    assert torch.autograd.gradcheck(lambda m: dynamic_weights(m, seen, reached, 1e-9), (m,))
+
+
+def test_zeros_give_zeros_and_no_gradient() -> None:
+    m = torch.zeros(1, 3, 4, requires_grad=True)
+    for weights in static_weights(m, None, (4,), 1e-9):
+        assert not weights.any()
+    sum(weights.sum() for weights in static_weights(m, None, (4,), 1e-9)).backward()  # type: ignore[union-attr]
+    assert m.grad is not None and not m.grad.any()
+
+
+def test_later_tokens_and_padding_change_nothing() -> None:
+    model = small_model(5)
+    features = torch.randn(2, 6, 7, dtype=torch.float64)
+    lengths = torch.tensor([6, 4])
+    tokens = torch.randint(3, 11, (4, 7))
+    before = model(features, lengths, tokens)
+    features[1, 4:] = 9.0
+    tokens[:, 4:] = SIZES.pad
+    after = model(features, lengths, tokens)
+    exact(after[:, :4], before[:, :4])
+    assert (after[:, 5:] - before[:, 5:]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("mixers", MIXERS)
+def test_captions_share_their_image_and_images_do_not_meet(mixers: dict[str, object]) -> None:
+    model = small_model(1, **mixers)
+    features = torch.randn(3, 5, 7, dtype=torch.float64)
+    lengths = torch.tensor([5, 3, 1])
+    tokens = torch.randint(0, 11, (6, 5))
+    together = model(features, lengths, tokens)
+    for image in range(3):
+        alone = features[image : image + 1, : lengths[image]]
+        for row in (2 * image, 2 * image + 1):
+            exact(together[row : row + 1], model(alone, None, tokens[row : row + 1]))
+
+
+@pytest.mark.parametrize("mixers", MIXERS)
+@pytest.mark.parametrize("expansion_dropout", ["reference", "factorized"])
+def test_training_reaches_every_parameter(mixers: dict[str, object], expansion_dropout: str) -> None:
+    """As DDP demands; and the state holds parameters only."""
+    model = small_model(2, dropout=0.4, expansion_dropout=expansion_dropout, **mixers).train()
+    names = {name for name, _ in model.named_parameters()}
+    assert model.state_dict().keys() == names and not list(model.buffers())
+    features, tokens = torch.randn(4, 5, 7, dtype=torch.float64), torch.randint(3, 11, (8, 6))
+    torch.manual_seed(1)
+    first = model(features, None, tokens)
+    assert not torch.equal(first, model(features, None, tokens))
+    torch.manual_seed(1)
+    assert torch.equal(first, model(features, None, tokens))
+    first.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+
+
+@pytest.mark.parametrize("expansion_dropout", ["reference", "factorized"])
+def test_dropout_keeps_the_expectation_of_the_expanded_vectors(expansion_dropout: str) -> None:
+    """With M and the streams left alone the mean over many draws is the evaluation's result; both forms are used."""
+    torch.manual_seed(0)
+    layer = StaticExpansion(4, (3, 2), 0.3, expansion_dropout == "factorized").double()
+    layer.init_weights()
+    x = torch.randn(1, 3, 4, dtype=torch.float64)
+    expected = layer.eval()(x, None)
+    layer.train()
+    assert layer.long_form == (expansion_dropout == "reference")
+    drawn, ones = layer.dropout, Dropout(0.0)
+
+    class OnlyExpanded(Dropout):
+        """Drops what has E vectors on the axis that the form drops, nothing else."""
+
+        def forward(self, y: Tensor) -> Tensor:
+            expanded = y.shape[1:] == (5, 4) if expansion_dropout == "reference" else y.shape[1:] == (1, 5)
+            return drawn(y) if expanded else ones(y)
+
+    layer.dropout = OnlyExpanded(0.3)
+    drops = torch.stack([layer(x, None) for _ in range(4000)])
+    assert (drops.mean(0) - expected).abs().max() < 5 * drops.std(0).max() / 4000**0.5
+    assert drops.std(0).min() > 1e-3
+
+
+class RecordedDropout(Dropout):
+    """Drops at random and keeps its masks."""
+
+    def __init__(self) -> None:
+        super().__init__(0.4)
+        self.masks: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.masks.append((torch.rand_like(x) > 0.4) / 0.6)
+        return x * self.masks[-1]
+
+
+def normalized(x: Tensor) -> Tensor:
+    return x / (x.sum(-1, keepdim=True) + 1e-9)
+
+
+def test_static_dropout_stands_where_the_reference_has_it() -> None:
+    """On M before ReLU, on the expanded vectors with their bias, on both streams (specs item 3)."""
+    layer = StaticExpansion(6, (3, 2), 0.4, False).double().train()
+    layer.init_weights()
+    layer.dropout = RecordedDropout()
+    x = torch.randn(2, 4, 6, dtype=torch.float64)
+    ours = layer(x, None)
+    on_m, *others = layer.dropout.masks
+    on_expanded, on_streams = others[:2], others[2:]
+    key, *values, gate = layer.maps(x).chunk(4, -1)
+    m = layer.queries @ key.mT / 6**0.5 * on_m.mT
+    streams = []
+    for index, signed in enumerate((m, -m)):
+        expanded = (normalized(signed.relu()) @ values[index] + layer.biases) * on_expanded[index]
+        backward = torch.cat([normalized(part) for part in signed.relu().mT.split((3, 2), -1)], -1) / 2
+        streams.append(backward @ expanded * on_streams[index])
+    opened = gate.sigmoid()
+    exact(ours, opened * streams[0] + (1 - opened) * streams[1])
+
+
+def test_dynamic_dropout_stands_where_the_reference_has_it() -> None:
+    """As the static one, but on the expanded vectors before their bias."""
+    batch, length, vectors, width = 2, 4, 3, 6
+    layer = DynamicExpansion(width, vectors, True, 0.4, False).double().train()
+    layer.init_weights()
+    layer.dropout = RecordedDropout()
+    x = torch.randn(batch, length, width, dtype=torch.float64)
+    ours = layer(x)
+    on_m, *others = layer.dropout.masks
+    on_expanded, on_streams = others[:2], others[2:]
+    condition, key, *values, gate = layer.maps(x).chunk(5, -1)
+    queries = (condition[:, :, None] + layer.queries).flatten(1, 2)
+    biases = (condition[:, :, None] + layer.biases).flatten(1, 2)
+    m = queries @ key.mT / width**0.5 * on_m.flatten(1, 2)  # (B, s N_E, t)
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    seen = causal.repeat_interleave(vectors, 0)  # (s N_E, t)
+    streams = []
+    for index, signed in enumerate((m, -m)):
+        expanded = normalized(signed.relu() * seen) @ values[index] * on_expanded[index] + biases
+        backward = normalized(signed.relu().mT * causal.repeat_interleave(vectors, 1))
+        streams.append(backward @ expanded * on_streams[index])
+    opened = gate.sigmoid()
+    exact(ours, opened * streams[0] + (1 - opened) * streams[1])
+
+
+def test_dropout_is_exact_in_distribution() -> None:
+    torch.manual_seed(0)
+    x = torch.ones(200, 5003)
+    for p in (0.1, 0.3, 0.5):
+        kept = dropout(x, p)
+        real = round(256 * p) / 256
+        assert abs((kept == 0).double().mean().item() - real) < 5 * (real * (1 - real) / x.numel()) ** 0.5
+        assert kept.unique().tolist() == pytest.approx([0.0, 1 / (1 - real)], rel=1e-6)
+        pairs = ((kept[:, 1:] == 0) & (kept[:, :-1] == 0)).double().mean().item()
+        assert abs(pairs - real**2) < 6 * (real**2 / x.numel()) ** 0.5
+    gradient_input = torch.ones(64, 64, requires_grad=True)
+    kept = dropout(gradient_input, 0.3)
+    kept.sum().backward()
+    assert torch.equal(gradient_input.grad, kept.detach())  # type: ignore[arg-type]
+
+
+def test_set_dropout_reaches_all_of_a_model() -> None:
+    model = small_model(0, dropout=0.3).train()
+    features, tokens = torch.randn(2, 5, 7, dtype=torch.float64), torch.randint(3, 11, (2, 6))
+    set_dropout(model, 0.0)
+    exact(model(features, None, tokens), model.eval()(features, None, tokens))
+    assert {module.p for module in model.modules() if isinstance(module, Dropout)} == {0.0}
+    with pytest.raises(ValueError, match="dropout is 1"):
+        set_dropout(model, 1.0)
+
+
+def test_initial_weights_are_the_references() -> None:
+    """Xavier uniform map by map, whatever is fused; LayerNorm 1 and 0."""
+    model = build_model(ExpansionNetConfig(d_model=64, d_ff=96, heads=4, static_expansion=(20, 30)), SIZES)
+    assert isinstance(model, ExpansionNet)
+    bound = (6 / (64 + 64)) ** 0.5
+    mixer = model.decoder[0].mixer
+    assert isinstance(mixer, DynamicExpansion)
+    for block in mixer.maps.weight.chunk(5):
+        assert bound * 0.97 < block.abs().max() <= bound
+    vectors = (6 / (50 + 64)) ** 0.5
+    assert vectors * 0.95 < model.encoder[0].mixer.queries.abs().max() <= vectors  # type: ignore[union-attr]
+    assert model.words.weight.abs().max() <= (6 / (11 + 64)) ** 0.5
+    assert bool((model.encoder[0].mixer_norm.weight == 1).all())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("dynamic", "within"), [(None, 1.0), (16, 0.95)])
+def test_bfloat16_stays_close(dynamic: int | None, within: float) -> None:
+    """Of a dynamic expansion's rows a few may jump: the weights of the first positions jump where M crosses zero."""
+    sizes = ModelSizes(feature_width=32, vocabulary_size=50, max_positions=12, sos=0, eos=1, pad=2)
+    torch.manual_seed(0)
+    config = ExpansionNetConfig(d_model=64, d_ff=96, heads=4, static_expansion=(16, 32), dynamic_expansion=dynamic)
+    model = build_model(config, sizes).eval()
+    features, tokens = torch.randn(32, 16, 32), torch.randint(3, 50, (64, 12))
+    full = model(features, None, tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = model(features, None, tokens)
+    assert half.dtype == torch.bfloat16
+    error = (half.float() - full).abs().amax(-1) / full.abs().amax(-1)
+    assert error.median() < 1e-2
+    assert (error < 3e-2).double().mean() >= within
+
+
+@torch.no_grad()
+def test_padding_is_finite_in_float16() -> None:
+    """What stands at padding is normalized by a sum that it is not part of, and may be many times as large."""
+    m = torch.randn(2, 6, 8, dtype=torch.float16)
+    real = torch.tensor([[True] * 6, [True] * 2 + [False] * 4])
+    m[1, :2], m[1, 2:] = -1.0, 3.0  # no real token has a positive part
+    for weights in static_weights(m, real, (3, 5), 1e-9 * 8**0.5):
+        assert bool(weights.isfinite().all())
+    model = small_model(0, d_model=32, d_ff=32).float()
+    with torch.autocast("cpu", torch.float16):
+        states = model.encode(torch.randn(4, 5, 7), torch.tensor([1, 5, 2, 3])).states
+    assert bool(states.isfinite().all())
+
+
+@torch.no_grad()
+def test_bfloat16_steps_are_bfloat16_teacher_forcing() -> None:
+    model = small_model(0, d_model=32, d_ff=32).float()
+    features, tokens = torch.randn(3, 5, 7), torch.randint(3, 11, (6, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        memory = model.encode(features)
+        expected, cache = model.decode(memory, tokens).float(), model.init_cache(memory, 2)
+        for position in range(8):
+            logits, cache = model.step(tokens[:, position], cache)
+            error = (logits.float() - expected[:, position]).abs().amax(-1) / expected[:, position].abs().amax(-1)
+            assert error.median() < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"heads": 7}, "model.d_model = 512 does not divide by model.heads = 7"),
+        ({"static_expansion": ()}, "model.static_expansion is an empty list"),
+        ({"static_expansion": (4, 0)}, r"model.static_expansion = \[4, 0\] holds 0"),
+        ({"dynamic_expansion": 0}, "model.dynamic_expansion is 0"),
+        ({"encoder_dynamic_expansion": 4}, "are both set"),
+        ({"dropout": 1.0}, "model.dropout is 1.0"),
+        ({"encoder_layers": 0}, "model.encoder_layers is 0"),
+        ({"name": "expansionet"}, "unknown; known: .*expansionnet_v2, meshed_memory"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        build_model(ExpansionNetConfig(**changes), SIZES)  # type: ignore[arg-type]
+
+
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    model = small_model(0)
+    memory = model.encode(torch.randn(2, 5, 7, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"expected \(images, tokens, 7\)"):
+        model.encode(torch.randn(2, 5, 8, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"lengths have shape \(3,\)"):
+        model.encode(torch.randn(2, 5, 7, dtype=torch.float64), torch.tensor([1, 2, 3]))
+    with pytest.raises(ValueError, match="13 input tokens is longer than the positional table of 12"):
+        model.decode(memory, torch.zeros(2, 13, dtype=torch.int64))
+    with pytest.raises(ValueError, match="3 captions do not divide by 2 images"):
+        model.decode(memory, torch.zeros(3, 4, dtype=torch.int64))
+    with pytest.raises(ValueError, match="id of EOS is 11"):
+        ModelSizes(7, 11, 12, sos=0, eos=11, pad=2)
+
+
+def test_memory_is_selected_by_image() -> None:
+    memory = Memory(torch.arange(12.0).view(3, 2, 2), torch.tensor([1, 2, 2]))
+    picked = memory.select(torch.tensor([2, 0, 0]))
+    assert picked.batch_size == 3 and picked.boxes is None
+    assert picked.lengths is not None and picked.lengths.tolist() == [2, 1, 1]

@@ -1,0 +1,63 @@
+"""What has changed below the data's root, by names, sizes and tags alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from pipeline.config.run import parse_config
+from pipeline.data.dataset import SCHEMA, Dataset
+from pipeline.retrain.data_listing import LISTING, compare, list_data, new_keys, with_keys
+from pipeline.storage.path import Place
+from pipeline.storage.tables import from_bytes, to_bytes
+from tests.conftest import small_config
+
+
+def listed(root: Path, storage: Path) -> pa.Table:
+    config = parse_config(small_config(storage, data={"root": str(root), "train_splits": ["train"]}))
+    return list_data(config, str(root))
+
+
+def write(root: Path, names: list[str]) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+
+
+def test_changes_are_counted_without_reading_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "set"
+    write(root, ["dataset.json", *(f"images/{number}.png" for number in range(9_000))])
+    monkeypatch.setattr(Place, "read_bytes", lambda self: pytest.fail(f"{self} was read"))
+    before = listed(root, tmp_path / "results")
+    assert before.num_rows == 9_001 and before.schema == LISTING
+    assert compare(before, None) == (9_001, 0, 0) and compare(before, before) == (0, 0, 0)
+    (root / "images/7.png").write_text("longer than it was")
+    os.utime(root / "images/8.png", ns=(1, 1))
+    (root / "images/9.png").unlink()
+    write(root, ["images/new.png", "images/.new.png.tmp", ".cache/x"])
+    now = listed(root, tmp_path / "results")
+    assert compare(now, from_bytes(to_bytes(before), LISTING)) == (1, 2, 1)
+    assert str(compare(now, before)) == "1 new, 2 changed, 1 gone"
+
+
+def test_what_raycap_writes_below_the_root_is_no_data(tmp_path: Path) -> None:
+    write(tmp_path, ["a.png", "results/runs/b.png", "results-of-others/c.png"])
+    names = listed(tmp_path, tmp_path / "results")["name"].to_pylist()
+    assert sorted(names) == ["a.png", "results-of-others/c.png"]
+
+
+def test_new_images_are_new_content_not_new_names(tmp_path: Path) -> None:
+    names = [f"images/{number}.png" for number in range(3)]
+    write(tmp_path, ["dataset.json", *names])
+    rows = [[1, 2, 3], ["train"] * 3, [f"{tmp_path}/{name}" for name in names], [["A."]] * 3, ["k0", "k1", "k2"]]
+    dataset = Dataset(pa.table([pa.array(row, field.type) for row, field in zip(rows, SCHEMA, strict=True)], SCHEMA))
+    snapshot = with_keys(listed(tmp_path, tmp_path / "results"), dataset, str(tmp_path))
+    keys = dict(zip(snapshot["name"].to_pylist(), snapshot["key"].to_pylist(), strict=True))
+    assert keys == {"dataset.json": None, **{name: f"k{number}" for number, name in enumerate(names)}}
+    assert new_keys(dataset, None) == 3 and new_keys(dataset, snapshot) == 0
+    assert (
+        new_keys(dataset, snapshot.filter(pa.array([name != names[1] for name in snapshot["name"].to_pylist()]))) == 1
+    )

@@ -1,0 +1,122 @@
+"""`init_from`: a run begins with a bundle's weights and words, and what is new in its data begins fresh."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.config.run import parse_config
+from pipeline.data.vocabulary import Vocabulary
+from pipeline.errors import UserError
+from pipeline.runs.folder import RunFolder
+from pipeline.runs.identity import config_identity
+from pipeline.runs.prepare import prepare
+from pipeline.runs.run_bundle import bundle_run
+from pipeline.runtime.context import LocalContext
+from pipeline.training.loop import StageJob, train_stages
+from tests.conftest import small_config
+
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "expansionnet_v2": {"static_expansion": [4, 8], "dynamic_expansion": 2},
+    "meshed_memory": {"name": "meshed_memory", "memory_slots": 2},
+    "clustformer": {"name": "clustformer"},
+}
+
+
+def values(storage: Path, **changes: Any) -> dict[str, Any]:
+    return small_config(storage, **changes)
+
+
+def prepared(settings: dict[str, Any]) -> RunFolder:
+    return prepare(parse_config(settings), lambda text: None)
+
+
+def system(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    if name != "expansionnet_v2":
+        common = {"d_model": 16, "d_ff": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 1}
+        settings["model"] = common | SYSTEMS[name]
+    return settings
+
+
+def initial(folder: RunFolder) -> dict[str, torch.Tensor]:
+    return {
+        f"{part}.{key}": value
+        for part in ("model", "backbone")
+        for key, value in load_file(folder.path / "init" / f"{part}.safetensors").items()
+    }
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_weights_and_words_are_taken_over_and_new_rows_begin_fresh(tmp_path: Path, name: str) -> None:
+    few = system(values(tmp_path, data__min_count=14), name)
+    before = prepared(few)
+    bundle = bundle_run(before)
+    more = system(values(tmp_path, seed=5, evaluation={"beam_size": 2, "max_length": 30, "batch_size": 8}), name)
+    fresh = prepared(more)
+    after = prepared(more | {"init_from": str(bundle)})
+    known, words = before.vocabulary.words, after.vocabulary.words
+    assert words[: len(known)] == known and len(words) > len(known)
+    assert set(words) == set(fresh.vocabulary.words) | set(known)
+    assert after.sizes.max_positions > before.sizes.max_positions
+    old, new, drawn = initial(before), initial(after), initial(fresh)
+    assert old.keys() == new.keys()
+    grown = 0
+    for key, tensor in old.items():
+        block = tuple(slice(size) for size in tensor.shape)
+        assert torch.equal(new[key][block], tensor), key
+        if new[key].shape != tensor.shape:
+            grown += 1
+            rest = new[key][tensor.shape[0] :]
+            assert torch.equal(rest, drawn[key][tensor.shape[0] :]) and rest.abs().sum() > 0, key
+    assert grown >= 2
+    assert any(not torch.equal(tensor, drawn[key][: len(tensor)]) for key, tensor in old.items() if tensor.dim())
+
+
+def test_a_run_is_known_by_what_it_began_with_wherever_that_lies(tmp_path: Path) -> None:
+    settings = values(tmp_path)
+    bundle = bundle_run(prepared(settings))
+    copy = tmp_path / "elsewhere"
+    shutil.copytree(bundle, copy)
+    plain = config_identity(parse_config(settings))
+    there, moved = (config_identity(parse_config(settings | {"init_from": str(each)})) for each in (bundle, copy))
+    assert there == moved != plain
+    vocabulary = Vocabulary.load(copy / "vocabulary.json")
+    Vocabulary((*vocabulary.words, "another"), vocabulary.tokenizer).save(copy / "vocabulary.json")
+    assert config_identity(parse_config(settings | {"init_from": str(copy)})) != moved
+
+
+def test_training_goes_on_from_it(tmp_path: Path) -> None:
+    settings = values(tmp_path)
+    bundle = bundle_run(prepared(settings))
+    folder = prepared(settings | {"init_from": str(bundle), "stages": settings["stages"][1:2]})
+    train_stages(LocalContext("cpu"), StageJob(folder.path, ("xe_finetune",), None))
+    assert folder.result("xe_finetune")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__d_model": 32}, r"model.d_model is 32 and that of init_from = .* is 16; set the same"),
+        ({"model__encoder_layers": 2}, "model.encoder_layers is 2"),
+        ({"model__static_expansion": [4, 9]}, r"model.static_expansion is \(4, 9\)"),
+        ({"backbone__embed_dim": 16}, r"backbone\..* has shape \(.*\) and the configuration asks for"),
+        ({"backbone__depths": [2, 4]}, "backbone has other parts than the configuration asks for"),
+        ({"data__tokenizer": "spacy"}, "data.tokenizer is spacy"),
+        ({"model__name": "transformer"}, "model.name is transformer"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    bundle = bundle_run(prepared(values(tmp_path)))
+    with pytest.raises(UserError, match=message):
+        prepared(values(tmp_path, **changes) | {"init_from": str(bundle)})
+    assert len(list(tmp_path.glob("runs/*"))) == 1, "nothing half-written"
+
+
+def test_a_folder_that_is_no_bundle_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere is not a model bundle"):
+        prepared(values(tmp_path) | {"init_from": str(tmp_path / "nowhere")})

@@ -1,0 +1,313 @@
+"""Metrics against pycocoevalcap's scorers and the published scores, and the files of `raycap score`."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+from jobs.bench.metrics import bench_metrics
+from jobs.score import score
+from pipeline.errors import UserError
+from pipeline.scoring import java, ngrams, ptb
+from pipeline.scoring.diagnostics import describe
+from pipeline.scoring.metrics import BLEU, score_captions
+from pipeline.scoring.result_files import read_predictions, read_references
+
+SHARED = Path(os.environ.get("RAYCAP_SHARED") or Path(__file__).parents[3].parent / "shared")
+WITHOUT_JAVA = (*BLEU, "ROUGE-L", "CIDEr-D")
+REFERENCES = {1: ["A dog runs.", "The dog is running fast"], 2: ["Two cats sleep", "cats on a bed"], 3: ["A red bus"]}
+PREDICTIONS = {1: "a dog is running", 2: "two cats on a bed", 3: "a bus"}
+
+
+def made_up(images: int, seed: int) -> tuple[dict[int, list[str]], dict[int, str]]:
+    """Captions of few words, so that n-grams repeat and overlap; some empty, some of one word, some in common."""
+    source = random.Random(seed)
+    words = ["a", "the", "man", "dog", "on", "red", "street", "1 1/2", "it's", "t-shirt", "x"]
+
+    def caption() -> str:
+        return " ".join(source.choice(words) for _ in range(source.choice([0, 1, 2, 3, 5, 8, 13, 20])))
+
+    references = {image: [caption() for _ in range(source.randint(1, 7))] for image in range(images)}
+    predictions = {image: source.choice([caption(), source.choice(references[image])]) for image in range(images)}
+    return references, predictions
+
+
+def upstream(references: dict[int, list[str]], predictions: dict[int, str]) -> dict[str, tuple[float, np.ndarray]]:
+    """pycocoevalcap's scorers on our tokens."""
+    from pycocoevalcap.bleu.bleu import Bleu
+    from pycocoevalcap.cider.cider import Cider
+    from pycocoevalcap.rouge.rouge import Rouge
+
+    gts = {image: [" ".join(ptb.tokenize(text)) for text in texts] for image, texts in references.items()}
+    res = {image: [" ".join(ptb.tokenize(text))] for image, text in predictions.items()}
+    values, each = Bleu(4).compute_score(gts, res, verbose=0)
+    found = {name: (values[n], np.array(each[n])) for n, name in enumerate(BLEU)}
+    return found | {"ROUGE-L": Rouge().compute_score(gts, res), "CIDEr-D": Cider().compute_score(gts, res)}
+
+
+@pytest.mark.parametrize(("images", "seed"), [(2, 0), (3, 1), (40, 2), (400, 3)])
+def test_equal_to_pycocoevalcap(images: int, seed: int) -> None:
+    references, predictions = made_up(images, seed)
+    ours = score_captions(references, predictions, metrics=WITHOUT_JAVA)
+    for name, (value, each) in upstream(references, predictions).items():
+        assert ours.by_name[name].value == pytest.approx(value, abs=1e-9), name
+        np.testing.assert_allclose(ours.by_name[name].per_image, each, rtol=0, atol=1e-9, err_msg=name)
+
+
+def test_published_scores() -> None:
+    folder = SHARED / "data" / "coco_captions"
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is missing")
+    references = read_references(folder / "captions_val2014.json.gz")
+    predictions = read_predictions(folder / "captions_val2014_fakecap_results.json.gz")
+    wanted = {"BLEU-1": 0.579, "BLEU-2": 0.404, "BLEU-3": 0.279, "BLEU-4": 0.191, "ROUGE-L": 0.396, "CIDEr-D": 0.600}
+    if shutil.which("java"):
+        wanted["METEOR"] = 0.195
+    scores = score_captions(references, predictions, metrics=tuple(wanted))
+    assert len(scores.image_ids) == 1000
+    assert {name: found.value for name, found in scores.by_name.items()} == pytest.approx(wanted, abs=0.001)
+    assert scores.extras["references_without_prediction"] == 39_504
+    # pycocoevalcap 1.2 itself, with its Java tokenizer
+    assert scores.by_name["CIDEr-D"].value == pytest.approx(0.5997905185184199, abs=1e-9)
+    assert scores.by_name["ROUGE-L"].value == pytest.approx(0.39625269357570847, abs=1e-9)
+    if "METEOR" in wanted:
+        assert scores.by_name["METEOR"].value == pytest.approx(0.19525467177780284, abs=1e-9)
+        assert "meteor-1.5" in scores.signature
+
+
+def test_ngrams_are_counted_exactly_for_large_vocabularies() -> None:
+    """More words than fit 2^15: an n-gram key that is cut would merge some."""
+    captions = [[f"w{word}" for word in range(start, start + 7)] for start in range(0, 140_000, 7)]
+    references = [[caption, ["nothing", "alike", "at", "all"]] for caption in captions]
+    corpus = ngrams.Corpus.build(captions, references)
+    assert ngrams.bleu(corpus)[0][3] == pytest.approx(1.0)
+    np.testing.assert_allclose(ngrams.cider_d(corpus), 5.0)  # 10, half of it from each reference
+    shifted = ngrams.Corpus.build([*captions[1:], captions[0]], references)
+    assert ngrams.cider_d(shifted).max() == 0.0
+
+
+def test_order_does_not_matter() -> None:
+    references, predictions = made_up(50, 5)
+    backwards = {image: predictions[image] for image in reversed(predictions)}
+    assert score_captions(references, backwards, metrics=WITHOUT_JAVA) == score_captions(
+        references, predictions, metrics=WITHOUT_JAVA
+    )
+
+
+def test_references_without_prediction_are_left_out_of_document_frequencies() -> None:
+    references, predictions = made_up(60, 6)
+    some = {image: text for image, text in predictions.items() if image % 3 == 0}
+    ours = score_captions(references, some, metrics=["CIDEr-D"])
+    alone = score_captions({image: references[image] for image in some}, some, metrics=["CIDEr-D"])
+    assert ours.by_name == alone.by_name
+    assert ours.extras["references_without_prediction"] == 40
+
+
+def test_one_image_has_no_cider() -> None:
+    scores = score_captions({1: REFERENCES[1]}, {1: PREDICTIONS[1]}, metrics=WITHOUT_JAVA)
+    assert scores.by_name["CIDEr-D"].value is None
+    assert "one image" in (scores.by_name["CIDEr-D"].unavailable or "")
+    assert scores.by_name["BLEU-1"].value == pytest.approx(1.0)
+
+
+def test_empty_captions_match_nothing() -> None:
+    scores = score_captions(REFERENCES, PREDICTIONS | {1: "", 2: " . "}, metrics=WITHOUT_JAVA)
+    for name in WITHOUT_JAVA:
+        assert (scores.by_name[name].per_image or [])[:2] == pytest.approx([0, 0], abs=1e-6), name
+    assert scores.extras["empty"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("predictions", "metric", "words"),
+    [
+        ({}, "BLEU-1", ["no predictions"]),
+        ({1: "a", 9: "b", 8: "c"}, "BLEU-1", ["2 of 3", "9, 8"]),
+        ({"1": "a"}, "BLEU-1", ["numbers on one side and text on the other"]),
+        ({1: "a"}, "CIDER", ["'CIDER'", "CIDEr-D"]),
+    ],
+)
+def test_mistakes_are_told(predictions: dict[Any, str], metric: str, words: list[str]) -> None:
+    with pytest.raises(UserError) as told:
+        score_captions(REFERENCES, predictions, metrics=[metric])
+    assert all(word in str(told.value) for word in words)
+
+
+def test_signature_says_what_scores_depend_on() -> None:
+    scores = score_captions(REFERENCES, PREDICTIONS, metrics=WITHOUT_JAVA)
+    parts = dict(part.split(":", 1) for part in scores.signature.split("|"))
+    assert parts["tok"] == ptb.SIGNATURE and parts["df"] == "corpus(3 images)" and parts["refs"] == "1-2"
+    assert parts["eos"] == "none" and parts["as"] == "pycocoevalcap-1.2" and "raycap" in parts
+
+
+def test_wording() -> None:
+    captions = [["a", "man", "a", "man", "on", "a"], ["the", "the", "dog"], [], ["a", "dog", "on", "it"]]
+    found = describe(captions, training_captions=["A dog, on it!", "another"])
+    assert found["broken_endings"] == 0.25  # "... on a"; "on it" is whole
+    assert found["doubled_words"] == 0.25
+    assert found["repeated_ngrams"] == {"2": 0.25, "3": 0.0, "4": 0.0}
+    assert found["lengths"] == {"0": 1, "3": 1, "4": 1, "6": 1} and found["mean_length"] == 13 / 4
+    assert found["distinct_words"] == 6 and found["empty"] == 0.25 and found["seen_in_training"] == 0.25
+
+
+def test_corpus_must_pair() -> None:
+    with pytest.raises(ValueError, match="at least one reference"):
+        ngrams.Corpus.build([["a"]], [[]])
+
+
+def test_bench_compares(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_metrics(images=200, repeats=1)["difference"] < 1e-9
+    assert "pycocoevalcap" in capsys.readouterr().out
+
+
+def test_available_memory_is_a_number() -> None:
+    assert java.free_memory_mb() > 0
+
+
+# Files ------------------------------------------------------------------------------------------------------------
+
+
+def write(path: Path, content: Any, zipped: bool = False) -> Path:
+    data = content if isinstance(content, bytes) else json.dumps(content).encode()
+    path.write_bytes(gzip.compress(data) if zipped else data)
+    return path
+
+
+def coco(references: dict[int, list[str]]) -> dict[str, Any]:
+    annotations = [{"image_id": image, "caption": text} for image, texts in references.items() for text in texts]
+    return {"images": [{"id": image} for image in references], "annotations": annotations}
+
+
+def karpathy(references: dict[int, list[str]], key: str = "cocoid") -> dict[str, Any]:
+    return {
+        "images": [
+            {key: image, "split": "test" if image < 3 else "train", "sentences": [{"raw": text} for text in texts]}
+            for image, texts in references.items()
+        ]
+    }
+
+
+def results(predictions: dict[Any, str]) -> list[dict[str, Any]]:
+    return [{"image_id": image, "caption": text} for image, text in predictions.items()]
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("layout", [coco, karpathy, lambda refs: karpathy(refs, "imgid")])
+def test_reference_layouts(layout: Any, zipped: bool, tmp_path: Path) -> None:
+    assert read_references(write(tmp_path / "refs", layout(REFERENCES), zipped)) == REFERENCES
+
+
+def test_split_of_a_karpathy_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "refs.json", karpathy(REFERENCES))
+    assert list(read_references(path, "test")) == [1, 2]
+    with pytest.raises(UserError, match=r"'novel'.*test \(2 images\), train \(1 images\)"):
+        read_references(path, "novel")
+    with pytest.raises(UserError, match="no splits"):
+        read_references(write(tmp_path / "coco.json", coco(REFERENCES)), "test")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{", "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (b"\x1f\x8b\x08broken", "damaged gzip"),
+        ({"image": 1}, "an object with 'image'"),
+        ([], "found list"),
+        ({"images": [], "annotations": []}, "lists are empty"),
+        ({"images": [], "annotations": [{"image_id": 1}]}, r"annotations\[0\] has no caption"),
+        ({"images": [7], "annotations": []}, r"images\[0\] has no id"),
+        ({"images": [{"sentences": 3, "cocoid": 1}]}, "no list 'sentences'"),
+        ({"images": [{"sentences": [], "cocoid": 1}, {"sentences": [], "cocoid": 1}]}, "repeats cocoid 1"),
+    ],
+)
+def test_malformed_references_are_told(content: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        read_references(write(tmp_path / "refs.json", content))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"a": 1}, "found a JSON dict"),
+        ([], "an empty list"),
+        (["a caption"], r"entry 0 has no image_id.*'?a caption"),
+        ([{"image_id": 1}], "entry 0 has no caption"),
+        ([{"image_id": 1, "caption": None}], "entry 0 has no caption"),
+        ([{"image_id": True, "caption": "a"}], "has no image_id"),
+        (results({1: "a"}) * 2 + results({2: "b"}), r"more than one caption for 1 images \(ids 1\)"),
+    ],
+)
+def test_malformed_predictions_are_told(content: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        read_predictions(write(tmp_path / "results.json", content))
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        read_predictions(tmp_path / "nowhere.json")
+
+
+# raycap score -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    some = {image: text for image, text in PREDICTIONS.items() if image != 2}
+    return write(tmp_path / "refs.json", karpathy(REFERENCES)), write(tmp_path / "res.json", results(some), zipped=True)
+
+
+def test_score_prints_and_writes(files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    folder = files[0].parent
+    targets = {"json_file": folder / "s.json", "per_image": folder / "s.csv"}
+    scores = score(*files, **targets, metrics=WITHOUT_JAVA)
+    printed = capsys.readouterr().out
+    assert "1 of 3 reference images have no prediction" in printed and scores.signature in printed
+    assert f"CIDEr-D   {scores.by_name['CIDEr-D'].value:.3f}" in printed and "s.csv" in printed
+    written = json.loads((folder / "s.json").read_text())
+    assert written["scores"]["BLEU-1"] == scores.by_name["BLEU-1"].value and written["images"] == 2
+    with (folder / "s.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["image_id"] for row in rows] == ["1", "3"] and rows[0]["caption"] == PREDICTIONS[1]
+    score(*files, per_image=folder / "s.parquet", metrics=WITHOUT_JAVA)
+    table = pyarrow.parquet.read_table(folder / "s.parquet")
+    assert table["CIDEr-D"].to_pylist() == scores.by_name["CIDEr-D"].per_image
+    assert not list(folder.glob(".*"))
+
+
+@pytest.mark.parametrize("options", [{"complete": True}, {"split": "test"}])
+def test_score_wants_every_image_where_told(files: tuple[Path, Path], options: dict[str, Any]) -> None:
+    if "split" in options:
+        write(files[1], results({1: PREDICTIONS[1]}))
+    with pytest.raises(UserError, match=r"1 of \d images .* no prediction .* \(image ids 2\)"):
+        score(*files, **options, metrics=WITHOUT_JAVA)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"per_image": "s.txt"}, r"\.csv or \.parquet"),
+        ({"json_file": "nowhere/s.json"}, "nowhere does not exist"),
+        ({"json_file": "."}, "this is a folder"),
+    ],
+)
+def test_score_checks_its_targets_first(files: tuple[Path, Path], options: dict[str, str], words: str) -> None:
+    folder = files[0].parent
+    with pytest.raises(UserError, match=words):
+        score(*files, **{name: folder / value for name, value in options.items()})  # type: ignore[arg-type]
+
+
+def test_score_of_one_image_says_why_not(files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    write(files[1], results({1: ""}))
+    score(*files, metrics=WITHOUT_JAVA)
+    printed = capsys.readouterr().out
+    assert "CIDEr-D   unavailable: one image only" in printed and "1 of the captions hold no word" in printed

@@ -1,0 +1,175 @@
+"""The Python PTB tokenizer against the Stanford tokenizer's answers: recorded ones, and new ones where java is."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import os
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pipeline.scoring import ptb
+
+SHARED = Path(os.environ.get("RAYCAP_SHARED") or Path(__file__).parents[3].parent / "shared")
+
+# Answers of pycocoevalcap's PTBTokenizer (CoreNLP 3.4.1).
+RECORDED = {
+    "A man, a plan; a canal: Panama!": "a man a plan a canal panama",
+    "Two dogs' bowls and a dog's tail.": "two dogs bowls and a dog 's tail",
+    "It can't, won't and cannot; DON'T": "it ca n't wo n't and can not do n't",
+    "I'm gonna say they'll've been gotta": "i 'm gon na say they 'll 've been got ta",
+    "'tis a more'n odd y'all": "'t is a more 'n odd y' all",
+    "11 o'clock at O'Neil's, rock 'n' roll": "11 o'clock at o'neil 's rock 'n' roll",
+    "Dunkin' Donuts d'Arnaud ma'am ol' c'mon 'EM": "dunkin' donuts d'arnaud ma'am ol' c'mon 'em",
+    'the words "IST NOCH ... ZEIT" above': "the words ist noch zeit above",
+    "NO!!! what?? a...b": "no !!! what ?? a. b",
+    "beach--kite, walkie- talkie - t-shirt": "beach kite walkie talkie t-shirt",
+    "(ladder truck) [EATING] {x}": "-lrb- ladder truck -rrb- -lsb- eating -rsb- -lcb- x -rcb-",
+    "West 25 1/2 street, a 3/4 one, 3-1/2": "west 25\u00a01/2 street a 3/4 one 3-1/2",
+    "$14.99 per pound, 5% of #213 at 10:30pm": "$ 14.99 per pound 5 % of # 213 at 10:30 pm",
+    "call (800) 555-1234 or 800 555 1234": "call -lrb-800-rrb-\u00a0555-1234 or 800\u00a0555\u00a01234",
+    "taken 11.01.2009 or 10-29-2011 in the '90s": "taken 11.01.2009 or 10-29-2011 in the '90s",
+    "St. Louis Blvd. at 5 p.m. on a t.v.": "st. louis blvd. at 5 p.m. on a t.v.",
+    "no. 5 but no. five, Tex. and tex.": "no. 5 but no five tex. and tex",
+    "no.": "no",
+    "a letter K. and a letter B.": "a letter k. and a letter b.",
+    "a letter K. The letter B.": "a letter k the letter b.",
+    "S&B, AT&T and M&Ms, at&t": "s&b at&t and m&m s at & t",
+    "schoolbus/boat/house cathedral/clock-tower w/ a/": "schoolbus/boat/house cathedral/clock-tower w / a /",
+    "Connect_Anywhere, track.Passengers fie.d mr.smith": "connect_anywhere track.passengers fie.d mr.smith",
+    "i=on bed.+9 RIF=ding woman*s": "i = on bed +9 rif = ding woman * s",
+    "soup and OJ> a <b> 2 < 3": "soup and oj > a <b> 2 < 3",
+    "see www.foo.com, foo@bar.com #tag @user": "see www.foo.com foo@bar.com #tag @user",
+    "smile :) ;-) :D ^_^": "smile :-rrb- ;--rrb- :d ^_^",
+    "“curly” ‘quotes’ it’s – — …": "curly quotes it 's",
+    "café ½ cup for €5 and 50¢ 😀 ☺": "café 1/2 cup for $ 5 and 50 cents ☺",
+    "grey colour theatre": "grey colour theatre",  # no British to American spelling
+    "a\nline break": "a line break",
+    "": "",
+    " . , ": "",
+}
+
+
+@pytest.mark.parametrize("caption", RECORDED)
+def test_recorded_answers(caption: str) -> None:
+    assert " ".join(ptb.tokenize(caption)) == RECORDED[caption]
+
+
+@pytest.mark.parametrize(
+    ("following", "last"), [("A dog", "k"), ("the dog", "k."), ("The dog", "k"), ("Dogs", "k."), ("", "k.")]
+)
+def test_a_letter_with_a_full_stop_looks_at_the_next_caption(following: str, last: str) -> None:
+    assert ptb.tokenize("a sign that reads K.", following)[-1] == last
+    assert ptb.tokenize_all(["a sign that reads K.", following])[0][-1] == last
+
+
+def test_plain_pieces_come_out_as_by_the_rules() -> None:
+    """The fast road and the rules must agree wherever the fast road is taken."""
+    words = [
+        "dog",
+        "dog.",
+        "dog,",
+        "DOG's",
+        "no.",
+        "st.",
+        "Cannot",
+        "cannot,",
+        "t-shirt.",
+        "a",
+        "a.",
+        "a-b",
+        "x's",
+        "mr",
+    ]
+    words += [f"{word}{end}" for word in ptb._CLOSING_ABBREVIATIONS.split() for end in ("", ".", ",", "'s")]
+    for word in words:
+        plain = ptb._plain_tokens(word)
+        if plain is not None:
+            ptb._plain_tokens.cache_clear()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ptb, "_plain_tokens", lambda piece: None)
+                assert tuple(ptb._apply_rules(word, "")) == plain, word
+
+
+# With the jar ------------------------------------------------------------------------------------------------------
+
+
+def stanford(captions: list[str], folder: Path) -> list[list[str]]:
+    """What pycocoevalcap's PTBTokenizer makes of them; it would write its files into its own package folder."""
+    spec = importlib.util.find_spec("pycocoevalcap")
+    if shutil.which("java") is None or spec is None or not spec.submodule_search_locations:
+        pytest.skip("java or pycocoevalcap is missing")
+    jar = Path(next(iter(spec.submodule_search_locations))) / "tokenizer" / "stanford-corenlp-3.4.1.jar"
+    file = folder / "captions.txt"
+    file.write_bytes("\n".join(caption.replace("\n", " ") for caption in captions).encode())
+    command = ["java", "-cp", str(jar), "edu.stanford.nlp.process.PTBTokenizer", "-preserveLines", "-lowerCase"]
+    done = subprocess.run([*command, str(file)], capture_output=True, check=True, timeout=300)
+    lines = done.stdout.decode().split("\n")
+    assert len(lines) >= len(captions)
+    return [
+        [word for word in line.rstrip().split(" ") if word and word not in ptb.PUNCTUATION]
+        for line in lines[: len(captions)]
+    ]
+
+
+def compare(captions: list[str], folder: Path) -> list[tuple[str, list[str], list[str]]]:
+    pairs = zip(captions, ptb.tokenize_all(captions), stanford(captions, folder), strict=True)
+    return [(caption, ours, theirs) for caption, ours, theirs in pairs if ours != theirs]
+
+
+def corpus(name: str) -> list[str]:
+    path = SHARED / "data" / {
+        "coco": "coco_captions/captions_val2014.json.gz",
+        "flickr8k": "flickr8k_captions/dataset_flickr8k_karpathy.json.gz",
+    }[name]  # fmt: skip
+    if not path.is_file():
+        pytest.skip(f"{path} is missing")
+    data = json.loads(gzip.decompress(path.read_bytes()))
+    if name == "coco":
+        return [annotation["caption"] for annotation in data["annotations"]]
+    return [sentence["raw"] for image in data["images"] for sentence in image["sentences"]]
+
+
+def mutated(captions: list[str], count: int, seed: int) -> list[str]:
+    """Pieces of captions with punctuation, digits and letters put in, taken out and exchanged."""
+    source = random.Random(seed)
+    characters = " ..,,''--\"\"!?:;()/&$#%+=*@_0123456789aAbBnNtTsS"
+    result = []
+    for _ in range(count):
+        words = source.choice(captions).replace("\n", " ").split(" ")
+        start = source.randrange(max(1, len(words) - 5))
+        text = " ".join(words[start : start + 6])
+        for _ in range(source.randint(1, 3)):
+            at = source.randint(0, len(text))
+            text = text[:at] + source.choice(characters) + text[at + source.randint(0, 1) :]
+        result.append(text + " x")  # so that no next caption is looked at
+    return result
+
+
+def test_mutated_captions_agree_with_the_jar(tmp_path: Path) -> None:
+    captions = mutated([*RECORDED][:27], 3000, seed=1)
+    assert compare(captions, tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["coco", "flickr8k"])
+def test_every_difficult_caption_agrees_with_the_jar(name: str, tmp_path: Path) -> None:
+    """All captions that need the rules and as many that do not."""
+    captions = corpus(name)
+    difficult = [c for c in captions if any(ptb._plain_tokens(piece) is None for piece in c.split())]
+    assert len(difficult) > 900
+    assert compare([*difficult, *captions[: len(difficult)]], tmp_path) == []
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("name", "size"), [("coco", 202_654), ("flickr8k", 40_000)])
+def test_all_captions_agree_with_the_jar(name: str, size: int, tmp_path: Path) -> None:
+    captions = corpus(name)
+    assert len(captions) == size
+    differences = compare(captions, tmp_path)
+    print(f"{name}: {len(differences)} of {size} captions differ from the Stanford tokenizer")
+    assert differences == []

@@ -1,0 +1,92 @@
+"""A search's points beside the ablations that the papers of the other two systems print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.search.plots import pareto_plot
+from pipeline.search.report import comparisons
+from pipeline.search.results import PointResult, front, leaderboard, point_results, trial_line
+from pipeline.search.spec import Search, load_search
+from tests.conftest import small_config
+from tests.unit.search.test_spec import written
+from tests.unit.search.test_trials import open_book, run_book
+
+SIZES = {"d_model": 16, "d_ff": 32, "heads": 2, "encoder_layers": 2, "decoder_layers": 2}
+METRICS = ["BLEU-4", "CIDEr-D", "SPICE"]
+
+
+def results_of(tmp_path: Path, model: dict[str, Any], scores: list[float], **changes: Any) -> tuple[Search, Any]:
+    """A search over a system whose trials had these scores, one after the other, at growing costs."""
+    settings: dict[str, Any] = {"algorithm": "grid", "budget": {}, "space": None, "compare": model["name"]}
+    settings |= {"objectives": {"CIDEr-D": "max", "macs_executed": "min"}, "metrics": METRICS}
+    path = written(tmp_path, **(settings | changes))
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(small_config(tmp_path / "storage", model=SIZES | model)))
+    search = load_search(path)
+    book, given = open_book(search, tmp_path / "search"), iter(enumerate(scores))
+
+    def outcome(changes: dict[str, Any], seed: int) -> dict[str, Any]:
+        number, score = next(given)
+        told = {"CIDEr-D": score, "BLEU-4": score / 4}
+        return {
+            "state": "finished",
+            "reports": [(1.0, score)],
+            "scores": told,
+            "costs": {"macs_executed": 1e6 * (number + 1), "parameters": 2e3},
+        }
+
+    assert run_book(book, outcome) == len(scores)
+    return search, point_results(book)
+
+
+def test_memory_slots_beside_table_6(tmp_path: Path) -> None:
+    space = {"model.memory_slots": [0, 20, 30]}
+    search, results = results_of(tmp_path, {"name": "meshed_memory"}, [1.0, 1.5, 0.5], space=space)
+    ((title, note, columns, rows),) = comparisons(search, results)  # one slot count of the paper's layers: no Table 7
+    assert "Table 6" in title and "the row 0 slots" in note and "SPICE" not in columns
+    cells = {label: dict(zip(columns, row, strict=True)) for label, row in rows}
+    assert list(cells) == ["0 slots", "20 slots", "40 slots", "60 slots", "80 slots"]
+    assert (cells["20 slots"]["CIDEr-D"], cells["20 slots"]["CIDEr-D +/-"]) == ("1.5000", "+0.5000")
+    assert (cells["20 slots"]["CIDEr-D paper"], cells["20 slots"]["CIDEr-D paper +/-"]) == ("1.299", "+0.005")
+    assert cells["20 slots"]["BLEU-4"] == "0.3750" and cells["20 slots"]["MMACs executed"] == "2.0"
+    assert cells["40 slots"]["CIDEr-D"] == "" and cells["40 slots"]["CIDEr-D paper"] == "1.312"
+    ((_, _, short, _),) = comparisons(search, results, ("CIDEr-D",))
+    assert not any(name.startswith("BLEU") for name in short)
+
+
+def test_costs_are_shown_as_executed_where_no_paper_counts_them(tmp_path: Path) -> None:
+    space = {"model.memory_slots": [0, 20]}
+    search, results = results_of(tmp_path, {"name": "meshed_memory"}, [1.0, 1.5], space=space)
+    names, rows = leaderboard(search, results, [])
+    assert "MMACs executed" in names and "MMACs" not in names and rows[0][1][names.index("MMACs executed")] == "2.0"
+    assert "2.0 MMACs executed" in trial_line(search, results[0].records[0], 2)
+    axes = pareto_plot(search, results, front(results, search.config.objectives)).axes
+    assert len(axes) == 1 and axes[0].get_xlabel() == "MMACs executed an image"
+
+
+def test_rows_of_clustformer_are_found_by_all_their_settings(tmp_path: Path) -> None:
+    rows = [
+        {"model.encoder_clusters": "none", "model.decoder_clusters": "none"},
+        {"model.window": 2},
+        {"model.sampling": 4},
+        {"model.sampling": 1},  # no row of the paper
+        {"model.sampling": 2},
+    ]
+    search, results = results_of(tmp_path, {"name": "clustformer"}, [1.0, 1.2, 1.1, 1.9, 1.4], rows=rows)
+    ((title, _, columns, table),) = comparisons(search, results)
+    assert "Table 1 (Ada-ClustFormer)" in title
+    found = {label: row[columns.index("CIDEr-D")] for label, row in table}
+    assert found == {
+        "base": "1.0000",
+        "decoder only": "",
+        "encoder 2-D only": "",
+        "encoder 1-D only": "",
+        "without equation 6": "",
+        "sampling 4": "1.1000",
+        "fixed window 2": "1.2000",
+        "full": "1.4000",
+    }
+    assert all(isinstance(result, PointResult) for result in results)

@@ -1,0 +1,162 @@
+"""Conditional writes and the lease on them: one holder at a time, tokens that grow, the late fenced out."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.storage.lease import Held, Lease, LostLeaseError, take_lease
+from pipeline.storage.path import ConflictError, Place, StorageOptions, place
+from tests.support.s3_server import s3_server
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with s3_server(share=0.1) as address:
+        yield address
+
+
+@pytest.fixture(params=["disk", "s3"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """A folder on disk, or on an S3 server that refuses or cuts every tenth answer."""
+    if request.param == "disk":
+        return place(tmp_path)
+    options = StorageOptions(request.getfixturevalue("url"))
+    return Place(f"s3://data/{tmp_path.name}", options)
+
+
+def taken(where: Place, seconds: float = 30, **options: int) -> Lease:
+    lease = take_lease(where, seconds, **options)
+    assert isinstance(lease, Lease), lease
+    return lease
+
+
+def test_a_conditional_write_is_refused_when_somebody_was_faster(folder: Place) -> None:
+    file = folder / "file"
+    with pytest.raises(FileNotFoundError):
+        file.read_tagged()
+    with pytest.raises(ConflictError):
+        file.write_if(b"not there yet", "0" * 32)
+    first = file.write_if(b"one", None)
+    assert file.read_tagged() == (b"one", first)
+    with pytest.raises(ConflictError):
+        file.write_if(b"another one", None)
+    second = file.write_if(b"two", first)
+    with pytest.raises(ConflictError):
+        file.write_if(b"three", first)
+    assert file.read_tagged() == (b"two", second) and first != second
+
+
+def test_a_bucket_that_is_not_there_is_no_conflict(url: str) -> None:
+    """Nobody was faster: who takes a lease would ask again without end."""
+    where = Place("s3://absent/lease.json", StorageOptions(url))
+    for tag in (None, "0" * 32):
+        with pytest.raises(FileNotFoundError if tag is None else ConflictError):
+            where.write_if(b"one", tag)
+    with pytest.raises(FileNotFoundError, match="no such bucket"):
+        take_lease(where, 30)
+
+
+def test_many_count_to_one_number(folder: Place) -> None:
+    """Eight threads add one at a time by compare and swap; none is lost, also where answers are."""
+    file = folder / "number"
+    file.write_if(b"0", None)
+
+    def add(worker: int) -> None:
+        for turn in range(6):
+            while True:
+                data, tag = file.read_tagged()
+                try:
+                    file.write_if(f"{int(data.split()[0]) + 1} {worker} {turn}".encode(), tag)
+                    break
+                except ConflictError:
+                    continue
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(add, range(8)))
+    assert file.read_bytes().split()[0] == b"48"
+
+
+def test_one_of_many_takes_the_lease_and_the_others_know_who(folder: Place) -> None:
+    where, gate = folder / "lease.json", threading.Barrier(8)
+
+    def ask(_: int) -> Lease | Held:
+        gate.wait()
+        return take_lease(where, 30)
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(ask, range(8)))
+    holders = [each for each in found if isinstance(each, Lease)]
+    assert len(holders) == 1 and holders[0].token == 1
+    others = [each for each in found if isinstance(each, Held)]
+    assert {each.holder for each in others} == {json.loads(where.read_bytes())["holder"]}
+    assert all(time.time() + 20 < each.until < time.time() + 40 and " UTC" in str(each) for each in others)
+
+
+def test_tokens_grow_whoever_holds_the_lease_and_however_it_ends(folder: Place) -> None:
+    where = folder / "lease.json"
+    with taken(where) as lease:
+        assert lease.token == 1
+    with taken(where) as lease:  # given back, not removed
+        assert lease.token == 2
+    assert taken(where, 0.01).token == 3
+    time.sleep(0.05)
+    assert taken(where, 0.01).token == 4  # the one before was killed, and has run out
+    where.delete()
+    assert taken(where, above=9).token == 10
+
+
+def test_it_is_renewed_in_the_background_while_its_holder_lives(folder: Place) -> None:
+    where = folder / "lease.json"
+    with taken(where, 6.0) as lease:
+        ends: set[float] = set()
+        while len(ends) < 3:  # as it was taken, and renewed twice
+            held = take_lease(where, 6.0)
+            assert isinstance(held, Held)
+            ends.add(held.until)
+            time.sleep(0.05)
+        lease.check()
+    assert isinstance(take_lease(where, 6.0), Lease)
+
+
+def test_who_wakes_up_late_finds_that_the_lease_has_moved_on(folder: Place) -> None:
+    where = folder / "lease.json"
+    early = taken(where, 0.01)
+    time.sleep(0.05)
+    late = taken(where)
+    with pytest.raises(LostLeaseError, match="token 1 is too late"):
+        early.check()
+    late.check()
+    with pytest.raises(LostLeaseError), early:
+        early.check()
+    late.check()  # what the early one gave back was not this
+
+
+def test_a_lease_that_ran_out_unclaimed_is_still_its_holders(folder: Place) -> None:
+    early = taken(folder / "lease.json", 0.01)
+    time.sleep(0.05)
+    early.check()
+    assert early.token == 1
+
+
+def test_a_person_may_take_it_by_force(folder: Place) -> None:
+    where = folder / "lease.json"
+    first = taken(where)
+    second = take_lease(where, 30, by_force=True)
+    assert isinstance(second, Lease) and second.token == 2
+    with pytest.raises(LostLeaseError):
+        first.check()
+
+
+def test_a_file_that_is_no_lease_is_refused(folder: Place) -> None:
+    for text in (b"", b"[]", b"{}", b'{"token": "x", "nonce": "", "holder": "", "until": 0}'):
+        (folder / "lease.json").write_bytes(text)
+        with pytest.raises(UserError, match="is not a lease"):
+            take_lease(folder / "lease.json", 30)
