@@ -46,7 +46,7 @@ def import_checkpoint(
     """Writes the bundle `out` from an upstream checkpoint, its vocabulary and, where it has none, a backbone file.
 
     config: a YAML file whose sections `model` and `backbone` say what the checkpoint does not hold (other sections are
-    left alone); overrides: `model.heads=8`. Files are read as tensors and plain values only; nothing in them runs.
+    left alone); overrides: `model.num_heads=8`. Files are read as tensors and plain values only; nothing in them runs.
     Raises UserError in one sentence for what does not fit; nothing is written then.
     """
     if source not in FORMATS:
@@ -164,7 +164,7 @@ def _import_expansionnet(order: Order) -> None:
     count = sum(parameter.numel() for parameter in model.parameters())
     print(
         f"{count:,} parameters without the backbone, {len(vocabulary):,} words, {inferred.max_positions} positions, "
-        f"G = {list(config.static_expansion or ())}, N_E = {config.dynamic_expansion}, {config.heads} heads"
+        f"G = {list(config.static_expansion or ())}, N_E = {config.dynamic_expansion}, {config.num_heads} heads"
     )
     if backbone is None:
         print(
@@ -203,7 +203,7 @@ def _import_meshed_memory(order: Order) -> None:
     count = sum(parameter.numel() for parameter in model.parameters())
     print(
         f"{count:,} parameters, {len(vocabulary):,} words, {inferred.max_positions} positions, "
-        f"{config.memory_slots} memory slots, {config.heads} heads"
+        f"{config.num_memory_slots} memory slots, {config.num_heads} heads"
     )
     print(f"It captions stored region features of width {inferred.feature_width}, with their lengths; not images")
     print(f"The bundle: {out}")

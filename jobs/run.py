@@ -122,12 +122,12 @@ class _Run:
         extra = f" x {stage.captions_per_image} captions" if stage.captions_per_image > 1 else ""
         if stage.objective == "scst":
             extra = f" x {stage.sampling.num_samples} samples"
-        share = stage.batch_size // (workers * stage.accumulate)
+        share = stage.batch_size // (workers * stage.gradient_accumulation_steps)
         state = "done" if self.folder.result(stage.name) else f"{total_steps(stage, self._num_samples(stage))} steps"
         return (
             f"{stage.name}: {stage.objective}, {'end to end' if stage.train_backbone else 'frozen features'}, {state} "
             f"of {stage.batch_size} {unit}{extra} = {workers} workers x {share}"
-            + (f" x {stage.accumulate} accumulated" if stage.accumulate > 1 else "")
+            + (f" x {stage.gradient_accumulation_steps} accumulated" if stage.gradient_accumulation_steps > 1 else "")
         )
 
     def _num_samples(self, stage: StageSection) -> int:
@@ -143,16 +143,16 @@ class _Run:
         if shutil.which("java") is None:
             self.say("check     java is not on the PATH: METEOR will be reported as unavailable")
         pending = [stage for stage in self.config.stages if self.folder.result(stage.name) is None]
-        if not self.config.workers.trial_steps or not pending or any(self.folder.path.glob("stages/*/step-*")):
+        if not self.config.workers.dry_run or not pending or any(self.folder.path.glob("stages/*/step-*")):
             return
         import ray
 
-        from pipeline.training.dry_run import trial_steps
+        from pipeline.training.dry_run import dry_run
 
         self._start_ray()
         with self._timed("trial steps"):
             workers = self.config.workers
-            task = ray.remote(trial_steps).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
+            task = ray.remote(dry_run).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
             for row in ray.get(task.remote(self.folder)):
                 if "error" in row:
                     raise UserError(f"a trial step of stage {row['stage']} fails: {row['error']}")

@@ -29,7 +29,7 @@ def cross_attention(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tens
 
     def record(layer: Any, inputs: tuple[Any, ...]) -> None:
         x, key, _, bias = inputs
-        query = split_heads(layer.query(x).view(key.shape[0], -1, x.shape[-1]), layer.heads)  # (B, H, K*T, d)
+        query = split_heads(layer.query(x).view(key.shape[0], -1, x.shape[-1]), layer.num_heads)  # (B, H, K*T, d)
         if key.ndim == 5:  # (B, levels, H, N, d): levels become heads
             query, key = query.repeat(1, key.shape[1], 1, 1), key.flatten(1, 2)
         scores = torch.matmul(query, key.mT).float() / math.sqrt(query.shape[-1])

@@ -65,7 +65,7 @@ class ClusteredAttention(nn.Module):
 
     def __init__(self, config: ClustFormerConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.num_heads = config.num_heads
         self.reading = config.attention
         self.maps = Linear(config.d_model, 3 * config.d_model)
         self.output = Linear(config.d_model, config.d_model)
@@ -77,16 +77,16 @@ class ClusteredAttention(nn.Module):
 
     def forward(self, x: Tensor, clusters: Tensor | None, seen: Tensor | None) -> Tensor:
         """x (B, N, D), clusters (B, N, N), seen True where a query may look, broadcast to (B, 1, N, N)."""
-        query, key, value = (split_heads(part, self.heads) for part in self.maps(x).chunk(3, -1))
+        query, key, value = (split_heads(part, self.num_heads) for part in self.maps(x).chunk(3, -1))
         return self.output(merge_heads(self._mix(query, key, value, clusters, seen)))
 
     def step(self, x: Tensor, row: Tensor | None, slots: TreeSlots, ancestors: Tensor) -> Tensor:
         """The next token of each beam: x (B*K, D), its row of C (B*K, t), ancestors (B, K, t)."""
         images, beams, _ = ancestors.shape
         maps = self.maps(x).view(images, beams, 3, -1)
-        query = split_heads(maps[:, :, 0], self.heads)
+        query = split_heads(maps[:, :, 0], self.num_heads)
         kept = slots.put("maps", maps[:, :, 1:].permute(2, 0, 1, 3))  # (2, B, slots, D)
-        key, value = (split_heads(part, self.heads) for part in kept.unbind())
+        key, value = (split_heads(part, self.num_heads) for part in kept.unbind())
         path = torch.zeros(images, beams, kept.shape[2], dtype=torch.bool, device=x.device)
         path.scatter_(2, ancestors, True)
         clusters = None
@@ -164,7 +164,7 @@ class DecoderLayer(Clustered):
     def __init__(self, config: ClustFormerConfig, axes: int) -> None:
         super().__init__(config, axes)
         self.cross_norm = nn.LayerNorm(config.d_model)
-        self.cross = CrossAttention(config.d_model, config.heads)
+        self.cross = CrossAttention(config.d_model, config.num_heads)
 
     def forward(
         self, y: Tensor, states: Tensor, bias: Tensor | None, seen: Tensor, stack: Stack, window: Tensor | None
@@ -241,7 +241,8 @@ class ClustFormer(CaptionModel):
         self.encoder = cast(
             Sequence[EncoderLayer],
             nn.ModuleList(
-                EncoderLayer(config, axes(config.encoder_clusters, encoder, i)) for i in range(config.encoder_layers)
+                EncoderLayer(config, axes(config.encoder_clusters, encoder, i))
+                for i in range(config.num_encoder_layers)
             ),
         )
         self.encoder_norm = nn.LayerNorm(width) if config.norm == "pre" else nn.Identity()
@@ -251,7 +252,8 @@ class ClustFormer(CaptionModel):
         self.decoder = cast(
             Sequence[DecoderLayer],
             nn.ModuleList(
-                DecoderLayer(config, axes(config.decoder_clusters, decoder, i)) for i in range(config.decoder_layers)
+                DecoderLayer(config, axes(config.decoder_clusters, decoder, i))
+                for i in range(config.num_decoder_layers)
             ),
         )
         self.decoder_norm = nn.LayerNorm(width) if config.norm == "pre" else nn.Identity()

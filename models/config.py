@@ -22,9 +22,9 @@ class ModelConfig:
     name: str = ""
     d_model: int = 512
     d_ff: int = 2048
-    heads: int = 8
-    encoder_layers: int = 3
-    decoder_layers: int = 3
+    num_heads: int = 8
+    num_encoder_layers: int = 3
+    num_decoder_layers: int = 3
     dropout: float = 0.1
     max_positions: int | None = None  # None: the longest training caption with SOS and EOS
     word_vectors: str | None = None
@@ -32,11 +32,11 @@ class ModelConfig:
     train_word_vectors: bool = False
 
     def __post_init__(self) -> None:
-        self._at_least(1, "d_model", "d_ff", "heads", "encoder_layers", "decoder_layers")
-        if self.d_model % self.heads:
+        self._at_least(1, "d_model", "d_ff", "num_heads", "num_encoder_layers", "num_decoder_layers")
+        if self.d_model % self.num_heads:
             raise ValueError(
-                f"model.d_model = {self.d_model} does not divide by model.heads = {self.heads} "
-                f"(remainder {self.d_model % self.heads}); choose heads that divide the width"
+                f"model.d_model = {self.d_model} does not divide by model.num_heads = {self.num_heads} "
+                f"(remainder {self.d_model % self.num_heads}); choose heads that divide the width"
             )
         self._at_least(1, "max_positions", also=", or null for the longest caption's")
         self._at_least(1, "word_vector_width", also=", or null for vectors of the model's own")
@@ -102,28 +102,28 @@ class ExpansionNetConfig(ModelConfig):
 class MeshedMemoryConfig(ModelConfig):
     """The Meshed-Memory Transformer; the rows of the paper's ablations (Tables 1, 6 and 7) are settings.
 
-    `memory_slots`: learned keys and values beside the regions' own, 0 for none. `connection`: which encoder levels a
-    decoder layer attends to: all of them through gates ("meshed"), the one of its own number ("one_to_one"), or the
+    `num_memory_slots`: learned keys and values beside the regions' own, 0 for none. `connection`: which encoder levels
+    a decoder layer attends to: all of them through gates ("meshed"), the one of its own number ("one_to_one"), or the
     last ("last", the plain Transformer's). `gates` of the meshed connection: "sigmoid", or "softmax" over the levels.
     `attention`: "on_attention" is the attention-on-attention baseline, in every attention of encoder and decoder.
     """
 
     name: Literal["meshed_memory"] = "meshed_memory"
-    memory_slots: int = 40
+    num_memory_slots: int = 40
     connection: Literal["meshed", "one_to_one", "last"] = "meshed"
     gates: Literal["sigmoid", "softmax"] = "sigmoid"
     attention: Literal["dot_product", "on_attention"] = "dot_product"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least(0, "memory_slots")
+        self._at_least(0, "num_memory_slots")
         self._one_of("connection", "meshed", "one_to_one", "last")
         self._one_of("gates", "sigmoid", "softmax")
         self._one_of("attention", "dot_product", "on_attention")
-        if self.connection == "one_to_one" and self.encoder_layers != self.decoder_layers:
+        if self.connection == "one_to_one" and self.num_encoder_layers != self.num_decoder_layers:
             raise ValueError(
-                f"model.connection is 'one_to_one' with {self.encoder_layers} encoder and {self.decoder_layers} "
-                f"decoder layers; it needs equally many"
+                f"model.connection is 'one_to_one' with {self.num_encoder_layers} encoder and "
+                f"{self.num_decoder_layers} decoder layers; it needs equally many"
             )
 
 
@@ -142,8 +142,8 @@ class ClustFormerConfig(ModelConfig):
     """
 
     name: Literal["clustformer"] = "clustformer"
-    encoder_layers: int = 6
-    decoder_layers: int = 6
+    num_encoder_layers: int = 6
+    num_decoder_layers: int = 6
     encoder_clusters: Literal["2d", "1d", "none"] = "2d"
     decoder_clusters: Literal["1d", "none"] = "1d"
     clustered_encoder_layers: tuple[int, ...] | None = None
@@ -167,7 +167,7 @@ class ClustFormerConfig(ModelConfig):
         self._one_of("inputs", "grid", "regions")
         self._at_least(1, "sampling", "region_rows")
         self._at_least(0, "window", also=", or null for an adaptive one")
-        for side, layers in (("encoder", self.encoder_layers), ("decoder", self.decoder_layers)):
+        for side, layers in (("encoder", self.num_encoder_layers), ("decoder", self.num_decoder_layers)):
             chosen = getattr(self, f"clustered_{side}_layers")
             if chosen is not None and (len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(1, layers + 1))):
                 raise ValueError(

@@ -47,14 +47,14 @@ def upstream_names(config: ExpansionNetConfig) -> dict[str, tuple[str, ...]]:
     for side, theirs in (("encoder", "enc"), ("decoder", "dec")):
         linear(f"{side}_sum.map", f"{theirs}_reduce_group")
         linear(f"{side}_sum.norm", f"{theirs}_reduce_norm")
-    for index in range(config.encoder_layers):
+    for index in range(config.num_encoder_layers):
         own, up = f"encoder.{index}", f"encoders.{index}"
         expansion(f"{own}.mixer", f"{up}.stc_exp", _STATIC_MAPS)
         for norm, number in (("mixer_norm", 1), ("feed_forward_norm", 2)):
             linear(f"{own}.{norm}", f"{up}.norm_{number}")
         linear(f"{own}.feed_forward.inner", f"{up}.ff.linear_1")
         linear(f"{own}.feed_forward.outer", f"{up}.ff.linear_2")
-    for index in range(config.decoder_layers):
+    for index in range(config.num_decoder_layers):
         own, up = f"decoder.{index}", f"decoders.{index}"
         expansion(f"{own}.mixer", f"{up}.dyn_exp", _DYNAMIC_MAPS)
         for norm, number in (("mixer_norm", 1), ("cross_norm", 2), ("feed_forward_norm", 3)):
@@ -83,7 +83,7 @@ def join_rows(
         found += [f"has {extra[0]!r} ({len(extra)} unknown)"] if extra else []
         raise ValueError(
             f"the checkpoint {' and '.join(found)}; expected the {len(wanted)} tensors of {what} with "
-            f"{config.encoder_layers} encoder and {config.decoder_layers} decoder layers"
+            f"{config.num_encoder_layers} encoder and {config.num_decoder_layers} decoder layers"
         )
     for parts in names.values():
         shapes = {tuple(tensors[part].shape[1:]) for part in parts if tensors[part].ndim}
@@ -126,8 +126,8 @@ def infer_expansionnet(tensors: Mapping[str, Tensor]) -> Inferred:
         model={
             "d_model": width,
             "d_ff": rows("encoders.0.ff.linear_1.weight")[0],
-            "encoder_layers": layers("encoders."),
-            "decoder_layers": layers("decoders."),
+            "num_encoder_layers": layers("encoders."),
+            "num_decoder_layers": layers("decoders."),
             "dynamic_expansion": rows("decoders.0.dyn_exp.query_exp_vectors.weight")[0],
         },
         total_expansion=rows("encoders.0.stc_exp.query_exp_vectors.weight")[0],
@@ -160,20 +160,20 @@ def complete_config(inferred: Inferred, given: Mapping[str, Any]) -> ExpansionNe
             f"the checkpoint holds {inferred.total_expansion} expansion vectors"
         )
     heads = complete_heads(inferred.model["d_model"], given)
-    rest = {key: value for key, value in given.items() if key not in ("heads", "static_expansion", "max_positions")}
+    rest = {key: value for key, value in given.items() if key not in ("num_heads", "static_expansion", "max_positions")}
     check_given_positions(inferred.max_positions, given)
-    return ExpansionNetConfig(**(inferred.model | rest | {"heads": heads, "static_expansion": tuple(groups)}))
+    return ExpansionNetConfig(**(inferred.model | rest | {"num_heads": heads, "static_expansion": tuple(groups)}))
 
 
 def complete_heads(width: int, given: Mapping[str, Any]) -> int:
     """The user's number of heads, or the published 8 at the published width. ValueError naming what is missing."""
-    heads = given.get("heads")
+    heads = given.get("num_heads")
     if heads is not None:
         return int(heads)
     if width != PUBLISHED_WIDTH:
         raise ValueError(
-            f"model.heads is missing: a checkpoint does not hold it, and its width {width} is "
-            f"not the published {PUBLISHED_WIDTH} with {PUBLISHED_HEADS} heads; give --set model.heads=N"
+            f"model.num_heads is missing: a checkpoint does not hold it, and its width {width} is "
+            f"not the published {PUBLISHED_WIDTH} with {PUBLISHED_HEADS} heads; give --set model.num_heads=N"
         )
     return PUBLISHED_HEADS
 

@@ -37,21 +37,21 @@ def upstream_names(config: MeshedMemoryConfig) -> dict[str, tuple[str, ...]]:
 
     linear("input", "encoder.fc")
     linear("input_norm", "encoder.layer_norm")
-    for index in range(config.encoder_layers):
+    for index in range(config.num_encoder_layers):
         own, up = f"encoder.{index}", f"encoder.layers.{index}"
         self_attention(own, f"{up}.mhatt")
-        if config.memory_slots:
+        if config.num_memory_slots:
             names[f"{own}.attention.memory_keys"] = (f"{up}.mhatt.attention.m_k",)
             names[f"{own}.attention.memory_values"] = (f"{up}.mhatt.attention.m_v",)
         feed_forward(own, up)
-    for index in range(config.decoder_layers):
+    for index in range(config.num_decoder_layers):
         own, up = f"decoder.{index}", f"decoder.layers.{index}"
         self_attention(own, f"{up}.self_att")
         linear(f"{own}.meshed.attention.query", f"{up}.enc_att.attention.fc_q")
         linear(f"{own}.meshed.attention.key_value", *(f"{up}.enc_att.attention.fc_{part}" for part in "kv"))
         linear(f"{own}.meshed.attention.output", f"{up}.enc_att.attention.fc_o")
         linear(f"{own}.meshed.norm", f"{up}.enc_att.layer_norm")
-        for level in range(config.encoder_layers):
+        for level in range(config.num_encoder_layers):
             linear(f"{own}.meshed.gates.{level}", f"{up}.fc_alpha{level + 1}")
         feed_forward(own, up)
     return names
@@ -91,9 +91,9 @@ def infer_meshed_memory(tensors: Mapping[str, Tensor]) -> Inferred:
         model={
             "d_model": width,
             "d_ff": shape("encoder.layers.0.pwff.fc1.weight")[0],
-            "encoder_layers": layers("encoder"),
-            "decoder_layers": layers("decoder"),
-            "memory_slots": shape(memory, 3)[1] if memory in tensors else 0,
+            "num_encoder_layers": layers("encoder"),
+            "num_decoder_layers": layers("decoder"),
+            "num_memory_slots": shape(memory, 3)[1] if memory in tensors else 0,
             "connection": "meshed",
             "gates": "sigmoid",
             "attention": "dot_product",
@@ -114,5 +114,5 @@ def complete_meshed_config(inferred: Inferred, given: Mapping[str, Any]) -> Mesh
             raise ValueError(f"model.{key} is {value}, the checkpoint has {inferred.model[key]}; leave it out")
     heads = complete_heads(inferred.model["d_model"], given)
     check_given_positions(inferred.max_positions, given)
-    rest = {key: value for key, value in given.items() if key not in ("heads", "max_positions")}
-    return MeshedMemoryConfig(**(inferred.model | rest | {"heads": heads}))
+    rest = {key: value for key, value in given.items() if key not in ("num_heads", "max_positions")}
+    return MeshedMemoryConfig(**(inferred.model | rest | {"num_heads": heads}))

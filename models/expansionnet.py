@@ -49,14 +49,14 @@ def encoder_mixer(config: ExpansionNetConfig) -> StaticExpansion | DynamicExpans
         return StaticExpansion(config.d_model, config.static_expansion, config.dropout, factorized)
     if config.encoder_dynamic_expansion is not None:
         return DynamicExpansion(config.d_model, config.encoder_dynamic_expansion, False, config.dropout, factorized)
-    return SelfAttention(config.d_model, config.heads, causal=False)
+    return SelfAttention(config.d_model, config.num_heads, causal=False)
 
 
 def decoder_mixer(config: ExpansionNetConfig) -> DynamicExpansion | SelfAttention:
     if config.dynamic_expansion is not None:
         factorized = config.expansion_dropout == "factorized"
         return DynamicExpansion(config.d_model, config.dynamic_expansion, True, config.dropout, factorized)
-    return SelfAttention(config.d_model, config.heads, causal=True)
+    return SelfAttention(config.d_model, config.num_heads, causal=True)
 
 
 class EncoderLayer(nn.Module):
@@ -79,7 +79,7 @@ class DecoderLayer(nn.Module):
         self.mixer_norm = nn.LayerNorm(config.d_model)
         self.mixer = decoder_mixer(config)
         self.cross_norm = nn.LayerNorm(config.d_model)
-        self.cross = CrossAttention(config.d_model, config.heads)
+        self.cross = CrossAttention(config.d_model, config.num_heads)
         self.feed_forward_norm = nn.LayerNorm(config.d_model)
         self.feed_forward = FeedForward(config.d_model, config.d_ff, config.dropout)
         self.dropout = Dropout(config.dropout)
@@ -122,16 +122,16 @@ class ExpansionNet(CaptionModel):
         self.input = nn.Linear(sizes.feature_width, width)
         self.input_dropout = Dropout(config.dropout)
         self.encoder = cast(
-            Sequence[EncoderLayer], nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))
+            Sequence[EncoderLayer], nn.ModuleList(EncoderLayer(config) for _ in range(config.num_encoder_layers))
         )
-        self.encoder_sum = LayerSum(width, config.encoder_layers, config.dropout)
+        self.encoder_sum = LayerSum(width, config.num_encoder_layers, config.dropout)
         self.words = word_embedding(config, sizes)
         self.word_dropout = Dropout(config.dropout)
         self.positions = nn.Embedding(sizes.max_positions, width)
         self.decoder = cast(
-            Sequence[DecoderLayer], nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
+            Sequence[DecoderLayer], nn.ModuleList(DecoderLayer(config) for _ in range(config.num_decoder_layers))
         )
-        self.decoder_sum = LayerSum(width, config.decoder_layers, config.dropout)
+        self.decoder_sum = LayerSum(width, config.num_decoder_layers, config.dropout)
         self.output = word_output(config, sizes, self.words)
 
     def init_weights(self) -> None:

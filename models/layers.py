@@ -118,9 +118,9 @@ def padding_bias(real: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros(real.shape, dtype=dtype, device=real.device).masked_fill_(~real, MASKED_SCORE)[:, None, None]
 
 
-def split_heads(x: Tensor, heads: int) -> Tensor:
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
     """(B, T, D) -> (B, H, T, D / H)."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
@@ -183,9 +183,9 @@ class AttentionOutput(nn.Module):
 class CrossAttention(AttentionOutput):
     """Multi-head attention from caption tokens to image tokens. No dropout on the weights, as in the reference."""
 
-    def __init__(self, d_model: int, heads: int, on_attention: bool = False) -> None:
+    def __init__(self, d_model: int, num_heads: int, on_attention: bool = False) -> None:
         super().__init__()
-        self.heads = heads
+        self.num_heads = num_heads
         self.query = Linear(d_model, d_model)
         self.key_value = Linear(d_model, 2 * d_model)
         self.make_output(d_model, on_attention)
@@ -198,13 +198,13 @@ class CrossAttention(AttentionOutput):
     def project(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (B, H, N, D / H) of image tokens (B, N, D): once an image."""
         key, value = self.key_value(states).chunk(2, -1)
-        return split_heads(key, self.heads), split_heads(value, self.heads)
+        return split_heads(key, self.num_heads), split_heads(value, self.num_heads)
 
     def forward(self, x: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
         """x (B*K, T, D) against keys and values of B images; bias (B, 1, 1, N) or None."""
         # the K captions of an image become one longer query sequence, so that its keys are read once
         rows, length, width = x.shape
-        query = split_heads(self.query(x).view(key.shape[0], -1, width), self.heads)
+        query = split_heads(self.query(x).view(key.shape[0], -1, width), self.num_heads)
         mixed = attend(query, key, value, bias)
         return self.finish(merge_heads(mixed).reshape(rows, length, width), x)
 
@@ -212,9 +212,9 @@ class CrossAttention(AttentionOutput):
 class SelfAttention(AttentionOutput):
     """Multi-head self-attention, causal or bidirectional: the baseline's mixer, in no public code (specs item 13)."""
 
-    def __init__(self, d_model: int, heads: int, causal: bool, on_attention: bool = False) -> None:
+    def __init__(self, d_model: int, num_heads: int, causal: bool, on_attention: bool = False) -> None:
         super().__init__()
-        self.heads = heads
+        self.num_heads = num_heads
         self.causal = causal
         self.maps = Linear(d_model, 3 * d_model)
         self.make_output(d_model, on_attention)
@@ -225,7 +225,7 @@ class SelfAttention(AttentionOutput):
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
         """x (B, L, D); real (B, L) True at real tokens, or None."""
-        query, key, value = (split_heads(part, self.heads) for part in self.maps(x).chunk(3, -1))
+        query, key, value = (split_heads(part, self.num_heads) for part in self.maps(x).chunk(3, -1))
         bias = padding_bias(real, query.dtype)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, is_causal=self.causal)
         return self.finish(merge_heads(mixed), x)
@@ -234,9 +234,9 @@ class SelfAttention(AttentionOutput):
         """The next token of each beam: x (B*K, D) -> (B*K, D); ancestors (B, K, t), the slots of each beam's path."""
         images, beams, _ = ancestors.shape
         maps = self.maps(x).view(images, beams, 3, -1)
-        query = split_heads(maps[:, :, 0], self.heads)
+        query = split_heads(maps[:, :, 0], self.num_heads)
         kept = slots.put("maps", maps[:, :, 1:].permute(2, 0, 1, 3))  # (2, B, slots, D)
-        key, value = (split_heads(part, self.heads) for part in kept.unbind())
+        key, value = (split_heads(part, self.num_heads) for part in kept.unbind())
         path = torch.zeros(images, beams, kept.shape[2], dtype=torch.bool, device=x.device)
         path.scatter_(2, ancestors, True)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=path[:, None])

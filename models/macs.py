@@ -71,14 +71,14 @@ def paper_macs(config: ExpansionNetConfig, sizes: ModelSizes, image_tokens: int,
         mixer = 5 * n * d * d + 5 * config.encoder_dynamic_expansion * n * n * d
     else:
         mixer = 3 * n * d * d + 2 * n * n * d
-    encoder = n * sizes.feature_width * d + config.encoder_layers * (mixer + 2 * n * d * config.d_ff)
+    encoder = n * sizes.feature_width * d + config.num_encoder_layers * (mixer + 2 * n * d * config.d_ff)
     if config.dynamic_expansion is not None:
         own = 5 * t * d * d + 5 * config.dynamic_expansion * t * t * d
     else:
         own = 3 * t * d * d + 2 * t * t * d
     cross = 2 * t * d * d + 2 * n * d * d + 2 * t * n * d
-    layers = config.decoder_layers * (own + cross + 2 * t * d * config.d_ff)
-    return encoder + layers + config.decoder_layers * t * d * d + t * d * sizes.vocabulary_size
+    layers = config.num_decoder_layers * (own + cross + 2 * t * d * config.d_ff)
+    return encoder + layers + config.num_decoder_layers * t * d * d + t * d * sizes.vocabulary_size
 
 
 def encoder_macs(config: ExpansionNetConfig, sizes: ModelSizes, image_tokens: int) -> float:
@@ -93,8 +93,8 @@ def encoder_macs(config: ExpansionNetConfig, sizes: ModelSizes, image_tokens: in
         mixer = _dynamic_macs(d, config.encoder_dynamic_expansion, n)
     else:
         mixer = 4 * n * d * d + 2 * n * n * d
-    layers = config.encoder_layers * (mixer + 2 * n * d * config.d_ff)
-    return n * sizes.feature_width * d + layers + config.encoder_layers * n * d * d
+    layers = config.num_encoder_layers * (mixer + 2 * n * d * config.d_ff)
+    return n * sizes.feature_width * d + layers + config.num_encoder_layers * n * d * d
 
 
 def _dynamic_macs(d: int, vectors: int, length: float) -> float:
@@ -114,8 +114,8 @@ def decoder_macs(config: ExpansionNetConfig, sizes: ModelSizes, image_tokens: in
     else:
         own = 4 * t * d * d + 2 * t * t * d
     cross = 2 * t * d * d + 2 * n * d * d + 2 * t * n * d
-    layers = config.decoder_layers * (own + cross + 2 * t * d * config.d_ff)
-    return layers + config.decoder_layers * t * d * d + t * word_macs(config, sizes)
+    layers = config.num_decoder_layers * (own + cross + 2 * t * d * config.d_ff)
+    return layers + config.num_decoder_layers * t * d * d + t * word_macs(config, sizes)
 
 
 def search_macs(config: ExpansionNetConfig, sizes: ModelSizes, image_tokens: int, beams: int, steps: int) -> float:
@@ -124,8 +124,8 @@ def search_macs(config: ExpansionNetConfig, sizes: ModelSizes, image_tokens: int
     Products run over all slots of the image (`models/beam_cache.py`).
     """
     d, n = config.d_model, image_tokens
-    each = config.decoder_layers * (3 * d * d + 2 * n * d + 2 * d * config.d_ff) + word_macs(config, sizes)
-    macs = config.decoder_layers * 2.0 * n * d * d
+    each = config.num_decoder_layers * (3 * d * d + 2 * n * d + 2 * d * config.d_ff) + word_macs(config, sizes)
+    macs = config.num_decoder_layers * 2.0 * n * d * d
     for step, (rows, slots) in enumerate(flops_attention.rows_and_slots(beams, steps), 1):
         if config.dynamic_expansion is not None:
             # maps; e k; c k and k c; R F^T of both streams; R bias; a C and across V of both
@@ -133,5 +133,5 @@ def search_macs(config: ExpansionNetConfig, sizes: ModelSizes, image_tokens: int
             own = 5 * d * d + vectors * d + 2 * slots * d + 2 * slots * vectors * step + 2 * vectors * d + 4 * slots * d
         else:
             own = 4 * d * d + 2 * slots * d
-        macs += rows * (each + config.decoder_layers * own)
+        macs += rows * (each + config.num_decoder_layers * own)
     return macs

@@ -17,7 +17,7 @@ from models.token_embeddings import word_macs
 def encoder_macs(config: ModelConfig, sizes: ModelSizes, image_tokens: int) -> float:
     """Of `encode` for an image."""
     d, n, features = config.d_model, image_tokens, image_tokens * sizes.feature_width * config.d_model
-    slots = config.memory_slots if isinstance(config, MeshedMemoryConfig) else 0
+    slots = config.num_memory_slots if isinstance(config, MeshedMemoryConfig) else 0
     clusters = 0
     if isinstance(config, ClustFormerConfig):
         axes = {"2d": 2, "1d": 1, "none": 0}[config.encoder_clusters]
@@ -25,14 +25,14 @@ def encoder_macs(config: ModelConfig, sizes: ModelSizes, image_tokens: int) -> f
             n = math.ceil(n / config.region_rows) * config.region_rows
         clusters = _clustered(config, "encoder") * axes * 2 * _pooled(config, n) * d
     mixer = (3 + _output(config)) * n * d * d + 2 * n * (n + slots) * d
-    return features + config.encoder_layers * (mixer + 2 * n * d * config.d_ff) + clusters
+    return features + config.num_encoder_layers * (mixer + 2 * n * d * config.d_ff) + clusters
 
 
 def decoder_macs(config: ModelConfig, sizes: ModelSizes, image_tokens: int, caption_tokens: float) -> float:
     """Of `decode` for an image with one caption."""
     d, t = config.d_model, caption_tokens
     own = (3 + _output(config)) * t * d * d + 2 * t * t * d
-    layers = config.decoder_layers * (own + t * _after_self_attention(config, image_tokens))
+    layers = config.num_decoder_layers * (own + t * _after_self_attention(config, image_tokens))
     clusters = _clustered(config, "decoder") * 2 * t * d
     return layers + clusters + _keys(config, image_tokens) + t * word_macs(config, sizes)
 
@@ -43,11 +43,11 @@ def search_macs(config: ModelConfig, sizes: ModelSizes, image_tokens: int, beams
     Products run over all slots of the image (`models/beam_cache.py`).
     """
     d = config.d_model
-    each = config.decoder_layers * ((3 + _output(config)) * d * d + _after_self_attention(config, image_tokens))
+    each = config.num_decoder_layers * ((3 + _output(config)) * d * d + _after_self_attention(config, image_tokens))
     each += _clustered(config, "decoder") * 2 * d + word_macs(config, sizes)
     macs = _keys(config, image_tokens)
     for rows, slots in rows_and_slots(beams, steps):
-        macs += rows * (each + config.decoder_layers * 2 * slots * d)
+        macs += rows * (each + config.num_decoder_layers * 2 * slots * d)
     return macs
 
 
@@ -85,12 +85,12 @@ def _output(config: ModelConfig) -> int:
 
 
 def _levels(config: ModelConfig) -> int:
-    return config.encoder_layers if isinstance(config, MeshedMemoryConfig) and config.connection == "meshed" else 1
+    return config.num_encoder_layers if isinstance(config, MeshedMemoryConfig) and config.connection == "meshed" else 1
 
 
 def _keys(config: ModelConfig, image_tokens: int) -> float:
     """Keys and values of cross-attention of all decoder layers: once an image."""
-    return config.decoder_layers * 2 * _levels(config) * image_tokens * config.d_model**2
+    return config.num_decoder_layers * 2 * _levels(config) * image_tokens * config.d_model**2
 
 
 def _after_self_attention(config: ModelConfig, image_tokens: int) -> float:

@@ -65,8 +65,8 @@ class MemoryAttention(SelfAttention):
     The slots come after the projections, as sqrt(D / H) m_k and sqrt(M) m_v; no mask touches them.
     """
 
-    def __init__(self, d_model: int, heads: int, slots: int, on_attention: bool) -> None:
-        super().__init__(d_model, heads, causal=False, on_attention=on_attention)
+    def __init__(self, d_model: int, num_heads: int, slots: int, on_attention: bool) -> None:
+        super().__init__(d_model, num_heads, causal=False, on_attention=on_attention)
         self.slots = slots
         if slots:
             self.memory_keys = nn.Parameter(torch.empty(slots, d_model))
@@ -80,7 +80,7 @@ class MemoryAttention(SelfAttention):
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
         """x (B, N, D); real (B, N) True at real tokens, or None."""
-        query, key, value = (split_heads(part, self.heads) for part in self.maps(x).chunk(3, -1))
+        query, key, value = (split_heads(part, self.num_heads) for part in self.maps(x).chunk(3, -1))
         if self.slots:
             scale = math.sqrt(query.shape[-1])
             key = torch.cat((key, self._slots_of(self.memory_keys, scale, key)), 2)
@@ -92,7 +92,7 @@ class MemoryAttention(SelfAttention):
 
     def _slots_of(self, memory: Tensor, scale: float, like: Tensor) -> Tensor:
         """(B, H, M, D / H), in the projections' dtype (which autocast may have chosen)."""
-        slots = split_heads(memory[None] * scale, self.heads)
+        slots = split_heads(memory[None] * scale, self.num_heads)
         return slots.to(like.dtype).expand(like.shape[0], -1, -1, -1)
 
 
@@ -109,7 +109,7 @@ class LevelAttention(CrossAttention):
         """x (R, T, D) against keys and values of B images; (R, L, T, D)."""
         length, width = x.shape[1:]
         images, levels = key.shape[:2]
-        query = split_heads(self.query(x).view(images, -1, width), self.heads)  # (B, H, K*T, D / H)
+        query = split_heads(self.query(x).view(images, -1, width), self.num_heads)  # (B, H, K*T, D / H)
         query = query[:, None].expand(-1, levels, -1, -1, -1).flatten(0, 1)
         if bias is not None:
             bias = bias.repeat_interleave(levels, 0)
@@ -124,7 +124,7 @@ class MeshedAttention(nn.Module):
 
     def __init__(self, config: MeshedMemoryConfig, levels: int) -> None:
         super().__init__()
-        self.attention = LevelAttention(config.d_model, config.heads, config.attention == "on_attention")
+        self.attention = LevelAttention(config.d_model, config.num_heads, config.attention == "on_attention")
         self.norm = nn.LayerNorm(config.d_model)
         self.dropout = Dropout(config.dropout)
         self.softmax = config.gates == "softmax"
@@ -150,7 +150,7 @@ class EncoderLayer(nn.Module):
     def __init__(self, config: MeshedMemoryConfig) -> None:
         super().__init__()
         width, on_attention = config.d_model, config.attention == "on_attention"
-        self.attention = MemoryAttention(width, config.heads, config.memory_slots, on_attention)
+        self.attention = MemoryAttention(width, config.num_heads, config.num_memory_slots, on_attention)
         self.attention_norm = nn.LayerNorm(width)
         self.feed_forward = FeedForward(width, config.d_ff, config.dropout)
         self.feed_forward_norm = nn.LayerNorm(width)
@@ -164,14 +164,14 @@ class EncoderLayer(nn.Module):
 class DecoderLayer(nn.Module):
     def __init__(self, config: MeshedMemoryConfig, index: int) -> None:
         super().__init__()
-        width, levels = config.d_model, config.encoder_layers
+        width, levels = config.d_model, config.num_encoder_layers
         if config.connection == "meshed":
             self.levels = slice(0, levels)
         else:
             level = index if config.connection == "one_to_one" else levels - 1
             self.levels = slice(level, level + 1)
         self.attention = SelfAttention(
-            width, config.heads, causal=True, on_attention=config.attention == "on_attention"
+            width, config.num_heads, causal=True, on_attention=config.attention == "on_attention"
         )
         self.attention_norm = nn.LayerNorm(width)
         self.meshed = MeshedAttention(config, levels)
@@ -210,13 +210,13 @@ class MeshedMemoryTransformer(CaptionModel):
         self.input_norm = nn.LayerNorm(width)
         self.input_dropout = Dropout(config.dropout)
         self.encoder = cast(
-            Sequence[EncoderLayer], nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))
+            Sequence[EncoderLayer], nn.ModuleList(EncoderLayer(config) for _ in range(config.num_encoder_layers))
         )
         self.words = word_embedding(config, sizes)
         # words count from 1: the reference keeps row 0 for padding
         self.register_buffer("positions", sinusoids(sizes.max_positions, width, first=1))
         self.decoder = cast(
-            Sequence[DecoderLayer], nn.ModuleList(DecoderLayer(config, i) for i in range(config.decoder_layers))
+            Sequence[DecoderLayer], nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_decoder_layers))
         )
         self.output = word_output(config, sizes, self.words, bias=False)
 

@@ -67,7 +67,7 @@ def small_config(storage: Path | dict[str, Any], **changes: Any) -> dict[str, An
     data["data"]["synthetic"] = {"num_images": 60, "image_size": 32, "seed": 3}
     data["data"]["min_count"] = 1
     data["backbone"] |= {"image_size": 32, "embed_dim": 8, "num_heads": [2, 2], "window_size": 4}
-    data["model"] |= {"d_model": 16, "d_ff": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 1}
+    data["model"] |= {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 1}
     data["model"] |= {"static_expansion": [4, 8], "dynamic_expansion": 2}
     data["evaluation"] = {"beam_size": 2, "max_length": 12, "batch_size": 8}
     data["tracking"] = {"enabled": False}

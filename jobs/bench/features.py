@@ -57,7 +57,7 @@ def bench_extract(images: Path | None, count: int, image_size: int, batch_size: 
         settings = config.features.model_copy(
             update={"batch_size": batch_size, "rows_per_shard": batch_size, "threads_per_actor": threads}
         )
-        settings = settings.model_copy(update={"few_images": 0})
+        settings = settings.model_copy(update={"max_images_for_tasks": 0})
         weights = scratch / "backbone.safetensors"
         save_weights(initial_backbone(config), weights)
         extractor = Extractor(backbone, weights, settings, config.data.max_pixels)

@@ -64,7 +64,7 @@ def embedded_settings(root: Path) -> dict[str, Any]:
         "depths": [1, 1],
     }
     backbone |= {"num_heads": [1, 2], "window_size": 4}
-    model = {"d_model": 256, "d_ff": 1024, "heads": 8, "static_expansion": [32, 64, 128], "dynamic_expansion": 16}
+    model = {"d_model": 256, "d_ff": 1024, "num_heads": 8, "static_expansion": [32, 64, 128], "dynamic_expansion": 16}
     stage = {"name": "steps", "objective": "cross_entropy", "batch_size": 16, "lr": 1e-4}
     return {
         "name": "bench",

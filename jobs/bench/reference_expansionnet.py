@@ -72,9 +72,9 @@ def dynamic_expansion(layer: DynamicExpansion, x: Tensor, mask: Tensor) -> Tenso
     return opened * results[0] + (1 - opened) * results[1]
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, heads: int, mask: Tensor | None) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, num_heads: int, mask: Tensor | None) -> Tensor:
     """(B, T, D) against (B, N, D); mask (B, T or 1, N) True where a query sees a key."""
-    q, k, v = (x.view(x.shape[0], x.shape[1], heads, -1).transpose(1, 2) for x in (query, key, value))
+    q, k, v = (x.view(x.shape[0], x.shape[1], num_heads, -1).transpose(1, 2) for x in (query, key, value))
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
     if mask is not None:
         scores = scores.masked_fill(~mask[:, None], MASKED_SCORE)
@@ -85,12 +85,12 @@ def attention(query: Tensor, key: Tensor, value: Tensor, heads: int, mask: Tenso
 def cross_attention(layer: CrossAttention, x: Tensor, states: Tensor, real: Tensor | None) -> Tensor:
     key, value = linear_maps(layer.key_value, 2, states)
     mask = None if real is None else real[:, None]
-    return layer.output(attention(layer.query(x), key, value, layer.heads, mask))
+    return layer.output(attention(layer.query(x), key, value, layer.num_heads, mask))
 
 
 def self_attention(layer: SelfAttention, x: Tensor, mask: Tensor | None) -> Tensor:
     query, key, value = linear_maps(layer.maps, 3, x)
-    return layer.output(attention(query, key, value, layer.heads, mask))
+    return layer.output(attention(query, key, value, layer.num_heads, mask))
 
 
 def mix(layer: nn.Module, x: Tensor, mask: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def build_machines(constraints: Constraints, vocabulary: Vocabulary, where: str)
                 raise UserError(
                     f"constraints {where}: image {image} needs the word {missing[0]!r}, which is not among the model's "
                     f"{len(vocabulary)} words; leave it out (`raycap constraints --model` does), or train with "
-                    f"data.more_words"
+                    f"data.extra_vocabulary"
                 )
             if not all(tokens):
                 raise UserError(f"constraints {where}: image {image} has the constraint {alternatives}, without a word")

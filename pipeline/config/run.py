@@ -76,12 +76,12 @@ class RunConfig(Section):
             raise ValueError(f"stage names must differ, found {', '.join(names)}")
         self._check_regions()
         for stage in self.stages:
-            share = math.lcm(*self.workers.counts) * stage.accumulate
+            share = math.lcm(*self.workers.counts) * stage.gradient_accumulation_steps
             if stage.batch_size % share:
                 counts = " and ".join(map(str, self.workers.counts))
                 raise ValueError(
                     f"stages.{stage.name}.batch_size = {stage.batch_size} does not divide by "
-                    f"{counts} workers x {stage.accumulate} accumulated = {share}; "
+                    f"{counts} workers x {stage.gradient_accumulation_steps} accumulated = {share}; "
                     f"take {max(share, round(stage.batch_size / share) * share)} or another workers.num_workers"
                 )
         return self

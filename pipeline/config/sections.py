@@ -93,7 +93,9 @@ class DataSection(Section):
     val_split: str = "val"
     test_splits: tuple[str, ...] = ("test",)
     min_count: Positive = 5
-    more_words: str | None = None  # a file of words, one or several a line, for the vocabulary besides the captions'
+    extra_vocabulary: str | None = (
+        None  # a file of words, one or several a line, for the vocabulary besides the captions'
+    )
     max_bad_fraction: Fraction = 0.01
     max_pixels: Positive = 100_000_000
 
@@ -118,10 +120,10 @@ class FeatureSection(Section):
     num_actors: Positive = 1
     gpus_per_actor: float = 0
     threads_per_actor: Positive = 1
-    few_images: Annotated[int, Field(ge=0)] = 2048  # up to here an actor's start costs more than it saves
+    max_images_for_tasks: Annotated[int, Field(ge=0)] = 2048  # up to here an actor's start costs more than it saves
     hdf5: str | None = None  # region features in place of a backbone's (pipeline/features/regions.py), or EMBEDDED
     max_regions: Positive = 100
-    cut_regions: bool = False  # keep the first max_regions of an image with more, instead of refusing it
+    truncate_regions: bool = False  # keep the first max_regions of an image with more, instead of refusing it
     cache_gib: Annotated[float, Field(gt=0)] = 50  # local copies of shards, and as many of images, on S3
 
 
@@ -130,8 +132,8 @@ class ScheduleSection(Section):
 
     name: Literal["hyperbolic", "linear", "inverse_sqrt"] = "hyperbolic"
     warmup_iterations: Positive = 1
-    anneal: Annotated[float, Field(gt=0, le=1)] = 1.0
-    anneal_every_epochs: Positive = 1
+    decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    decay_every_epochs: Positive = 1
     min_lr: Annotated[float, Field(ge=0)] = 5e-7
 
 
@@ -167,7 +169,9 @@ class ScstSection(Section):
     fixed_length: Positive | None = None  # divide each caption's log-probability by this number, whatever its length
     document_frequency: Literal["images", "captions"] = "images"
     sampling_dropout: bool = False
-    max_fall: Fraction = 0.3  # the stage ends when validation CIDEr-D falls below (1 - max_fall) of the run's best
+    max_cider_drop: Fraction = (
+        0.3  # the stage ends when validation CIDEr-D falls below (1 - max_cider_drop) of the run's best
+    )
 
 
 class StageSection(Section):
@@ -185,7 +189,7 @@ class StageSection(Section):
     label_smoothing: Fraction = 0.1
     dropout: Fraction | None = None
     drop_path: Fraction | None = None  # None: the backbone's
-    clip_norm: Annotated[float, Field(gt=0)] | None = None
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = None
     precision: Literal["float32", "bfloat16", "float64"] = "float32"
     scst: ScstSection | None = None
     validate_every_epochs: Annotated[float, Field(gt=0)] = 1.0
@@ -193,7 +197,7 @@ class StageSection(Section):
     plateau: PlateauSection | None = None
     checkpoint_every_steps: Positive = 500
     checkpoint_every_minutes: Annotated[float, Field(gt=0)] = 10
-    accumulate: Positive = 1
+    gradient_accumulation_steps: Positive = 1
     keep_if_better: bool = False  # keep the stage before unless this one's validation CIDEr-D is higher
 
     @model_validator(mode="after")
@@ -217,10 +221,10 @@ class WorkersSection(Section):
     gpus_per_worker: Annotated[float, Field(ge=0)] = 0
     cpus_per_worker: Annotated[float, Field(gt=0)] = 1
     threads_per_worker: Positive = 1
-    decode_workers: Annotated[int, Field(ge=0)] = 0
+    num_decode_threads: Annotated[int, Field(ge=0)] = 0
     max_failures: Annotated[int, Field(ge=0)] = 3
     log_every_steps: Positive = 20
-    trial_steps: bool = True
+    dry_run: bool = True
     compile: bool = False  # torch.compile; needs a C++ compiler on CPUs. Rounds in another order, so not bit-identical
 
     @property

@@ -166,19 +166,20 @@ def read_annotations(
 def build_vocabulary(dataset: Dataset, config: DataSection) -> Vocabulary:
     """The vocabulary that a configuration asks for; UserError when it comes out empty.
 
-    The words of `data.more_words` are added however rare they are in the captions: names of novel objects, for example.
+    The words of `data.extra_vocabulary` are added however rare they are in the captions: names of novel
+    objects, for example.
     """
     part = dataset.split(*(config.vocabulary_splits or config.train_splits))
     try:
         vocabulary = Vocabulary.build(part.tokens(config.tokenizer), config.min_count, config.tokenizer)
     except ValueError as error:
         raise UserError(str(error)) from error
-    if config.more_words is None:
+    if config.extra_vocabulary is None:
         return vocabulary
     try:
-        lines = Path(config.more_words).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = Path(config.extra_vocabulary).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"data.more_words {config.more_words} cannot be read as text: {error}") from error
+        raise UserError(f"data.extra_vocabulary {config.extra_vocabulary} cannot be read as text: {error}") from error
     more = {word for line in lines for word in vocabulary.tokenize(line)}
     return Vocabulary(tuple(sorted(more.union(vocabulary.words))), config.tokenizer)
 

@@ -172,7 +172,7 @@ def compute(missing: pa.Table, folder: Place, extractor: Extractor) -> Iterator[
         "dtype": resolve_dtype(settings.compute_dtype),
         "weights": ray.put(extractor.weights.read_bytes()) if folder.is_remote else None,  # the file is the driver's
     }
-    few = count <= settings.few_images and not settings.gpus_per_actor
+    few = count <= settings.max_images_for_tasks and not settings.gpus_per_actor
     # Blocks small enough that decoding spreads; for few images a block is a task and a shard.
     step = settings.rows_per_shard if few else max(1, min(settings.rows_per_shard, -(-count // 8)))
     source = ray.data.from_arrow([missing.slice(start, step).combine_chunks() for start in range(0, count, step)])

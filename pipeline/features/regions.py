@@ -61,7 +61,7 @@ def import_regions(dataset: Dataset, config: RunConfig, say: Callable[[str], Non
     """
     settings = config.features
     description = {"source": "hdf5", "file": ends_digest(region_file(config)), "regions": settings.max_regions}
-    description |= {"stored": settings.stored_dtype, "cut": settings.cut_regions}
+    description |= {"stored": settings.stored_dtype, "cut": settings.truncate_regions}
     folder = config.storage_place / "features" / feature_key(description)
     remove_orphans(folder)
     keys = dataset.table["key"]
@@ -99,7 +99,7 @@ def _refuse(file: Any, image_ids: Sequence[int], new: Sequence[int], config: Run
     """UserError for boxes that the model needs and the file lacks, and, among new images, for too many regions."""
     if needs_boxes(config.model):
         _refuse_without_boxes(file, image_ids, config)
-    if not config.features.cut_regions:
+    if not config.features.truncate_regions:
         _refuse_too_many(file, new, config)
 
 
@@ -120,7 +120,7 @@ def _refuse_too_many(file: Any, image_ids: Sequence[int], config: RunConfig) -> 
         if found is not None and found.ndim and found.shape[0] > limit:
             raise UserError(
                 f"features.hdf5: image {image_id} has {found.shape[0]} regions, and features.max_regions is {limit}"
-                f"; raise it, or set features.cut_regions to true to keep the first {limit} (sorted by confidence)"
+                f"; raise it, or set features.truncate_regions to true to keep the first {limit} (sorted by confidence)"
             )
 
 

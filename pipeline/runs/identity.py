@@ -53,7 +53,7 @@ def config_identity(config: RunConfig) -> str:
     body = config.model_dump(mode="json", exclude={"storage", "tracking", "workers", "retrain"})
     body["data"]["root"] = None
     regions = config.features.hdf5
-    kept = ("stored_dtype", "max_regions", "cut_regions") if regions else ("compute_dtype", "stored_dtype")
+    kept = ("stored_dtype", "max_regions", "truncate_regions") if regions else ("compute_dtype", "stored_dtype")
     body["features"] = {key: body["features"][key] for key in kept}
     if regions:
         body["features"]["hdf5"] = regions if regions == EMBEDDED else ends_digest(Path(regions).expanduser())
@@ -63,7 +63,7 @@ def config_identity(config: RunConfig) -> str:
         stage.pop("checkpoint_every_steps")
         stage.pop("checkpoint_every_minutes")
     for section, key in (
-        ("backbone", "weights"), ("model", "word_vectors"), ("data", "more_words"), ("evaluation", "constraints"),
+        ("backbone", "weights"), ("model", "word_vectors"), ("data", "extra_vocabulary"), ("evaluation", "constraints"),
     ):  # fmt: skip
         file = Path(body.get(section, {}).get(key) or "none").expanduser()
         if str(file) not in ("none", "pretrained") and file.is_file():

@@ -139,8 +139,8 @@ def _printed_row(name: str, settings: dict[str, Any], columns: Sequence[str], va
 def _meshed(
     name: str, score: float, slots: int, connection: str, gates: str = "sigmoid", layers: int = 3, *, aoa: bool = False
 ) -> PrintedRow:
-    settings = {"memory_slots": slots, "connection": connection, "gates": gates, "encoder_layers": layers}
-    settings |= {"decoder_layers": layers, "attention": "on_attention" if aoa else "dot_product"}
+    settings = {"num_memory_slots": slots, "connection": connection, "gates": gates, "num_encoder_layers": layers}
+    settings |= {"num_decoder_layers": layers, "attention": "on_attention" if aoa else "dot_product"}
     return _printed_row(name, settings, ("CIDEr-D",), (score,))
 
 
@@ -164,7 +164,7 @@ _MESHED = (
         "Table 6, memory slots (Meshed-Memory Transformer)",
         _SIX,
         tuple(
-            _printed_row(f"{slots} slots", {"memory_slots": slots}, _SIX, values)
+            _printed_row(f"{slots} slots", {"num_memory_slots": slots}, _SIX, values)
             for slots, values in (
                 (0, (0.804, 0.383, 0.290, 0.582, 1.294, 0.226)),
                 (20, (0.807, 0.389, 0.290, 0.584, 1.299, 0.227)),
@@ -178,7 +178,7 @@ _MESHED = (
         "Table 7, layers (Meshed-Memory Transformer)",
         _SIX,
         tuple(
-            _printed_row(f"{layers} layers", {"encoder_layers": layers, "decoder_layers": layers}, _SIX, values)
+            _printed_row(f"{layers} layers", {"num_encoder_layers": layers, "num_decoder_layers": layers}, _SIX, values)
             for layers, values in (
                 (2, (0.805, 0.386, 0.290, 0.584, 1.285, 0.228)),
                 (3, (0.808, 0.391, 0.292, 0.586, 1.312, 0.226)),

@@ -262,7 +262,7 @@ class Search:
             "cpus_per_worker": resources.cpus,
             "gpus_per_worker": resources.gpus,
             "threads_per_worker": max(1, int(resources.cpus)),
-            "trial_steps": False,
+            "dry_run": False,
         }
         return parse_config(values)
 

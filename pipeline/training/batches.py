@@ -89,14 +89,14 @@ class Batches:
                 yield current
 
     def at(self, step: int) -> list[Batch]:
-        """This worker's micro-batches of a step: `accumulate` of them."""
+        """This worker's micro-batches of a step: `gradient_accumulation_steps` of them."""
         stage = self.stage
         samples = samples_at(np.arange(stage.batch_size) + step * stage.batch_size, self.num_samples, self.seed)
         images, captions = self._chosen(samples, step)
         targets = int(self.captions.target_counts(captions).sum())
-        share = stage.batch_size // (self.world_size * stage.accumulate)
+        share = stage.batch_size // (self.world_size * stage.gradient_accumulation_steps)
         batches = []
-        for part in range(stage.accumulate):
+        for part in range(stage.gradient_accumulation_steps):
             low = (part * self.world_size + self.rank) * share
             mine = images[low : low + share]
             tokens = self.captions.rows(captions[low : low + share].reshape(-1))

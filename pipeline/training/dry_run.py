@@ -23,7 +23,7 @@ from pipeline.training.objectives import check_reward, cross_entropy_objective, 
 from pipeline.training.optimizer import make_optimizer
 
 
-def trial_steps(folder: RunFolder) -> list[dict[str, Any]]:
+def dry_run(folder: RunFolder) -> list[dict[str, Any]]:
     """One forward, backward and update of every stage on random inputs and the longest captions; keeps nothing.
 
     Returns for each stage its name, seconds and memory in MiB (resident on the CPU, peak on a GPU), or the error that
@@ -52,7 +52,7 @@ def _trial(folder: RunFolder, stage: StageSection) -> dict[str, Any]:
     backbone = Backbone(config.backbone) if stage.train_backbone else None
     captioner = Captioner(model, backbone).to(device).train()
     optimizer = make_optimizer(captioner, stage.optimizer, stage.lr)
-    share = stage.batch_size // (config.workers.num_workers * stage.accumulate)
+    share = stage.batch_size // (config.workers.num_workers * stage.gradient_accumulation_steps)
     shape = (3, config.backbone.image_size, config.backbone.image_size)
     if backbone is None:
         shape = (folder.facts["num_tokens"], sizes.feature_width, -1)[:2]  # type: ignore[assignment]

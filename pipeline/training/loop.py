@@ -100,7 +100,7 @@ class StageRun:
         self.captioner = self._captioner()
         store = None if stage.train_backbone else open_store(_store(job, stage), config.features)
         transform, options = ImageTransform(config.backbone.image_size), config.storage.options
-        threads, cache = config.workers.decode_workers, image_cache(config.features.cache_gib)
+        threads, cache = config.workers.num_decode_threads, image_cache(config.features.cache_gib)
 
         def images_of(part: Any) -> Images:
             return Images(part, store, transform, config.data.max_pixels, threads, options, cache)
@@ -197,7 +197,7 @@ class StageRun:
                 (output.loss * self.context.world_size).backward()  # DDP averages; the loss is a share of a global sum
             for key, value in output.numbers.items():
                 numbers[key] = numbers.get(key, 0.0) + value
-        norm = nn.utils.clip_grad_norm_(self.captioner.parameters(), self.stage.clip_norm or math.inf)
+        norm = nn.utils.clip_grad_norm_(self.captioner.parameters(), self.stage.max_grad_norm or math.inf)
         if not math.isfinite(norm):
             raise DivergedError(self._diverged("gradient norm", float(norm), step))
         numbers["gradient_norm"] = float(norm) / self.context.world_size  # summed over ranks, on each the same
@@ -207,7 +207,7 @@ class StageRun:
     def _diverged(self, what: str, value: float, step: int) -> str:
         return (
             f"the {what} is {value} in stage {self.stage.name}, step {step}, rank {self.context.world_rank}; "
-            "the last good checkpoint stays: lower lr or add clip_norm"
+            "the last good checkpoint stays: lower lr or add max_grad_norm"
         )
 
     def _captioner(self) -> Captioner:
@@ -289,7 +289,7 @@ class StageRun:
             progress.ended_early = f"no better validation {progress.since_best} times in a row"
         if stage.objective == "scst":
             reference = max(self._best_before(), progress.best_score)
-            if score < (1 - stage.sampling.max_fall) * reference:
+            if score < (1 - stage.sampling.max_cider_drop) * reference:
                 progress.ended_early = f"validation CIDEr-D fell to {score:.4f} from {reference:.4f}"
 
     def _best_before(self) -> float:

@@ -13,8 +13,8 @@ from pipeline.config.sections import OptimizerSection, ScheduleSection
 def learning_rate(schedule: ScheduleSection, base: float, step: int, *, steps_per_epoch: int) -> float:
     """The rate of optimizer step `step`.
 
-    hyperbolic: base / max(warmup - step, 1) up to the warm-up's end, then base x anneal^(whole periods of
-    `anneal_every_epochs`), not below min_lr: ExpansionNet v2's reference. linear: rises over the warm-up, then
+    hyperbolic: base / max(warmup - step, 1) up to the warm-up's end, then base x decay^(whole periods of
+    `decay_every_epochs`), not below min_lr: ExpansionNet v2's reference. linear: rises over the warm-up, then
     anneals in the same way. inverse_sqrt: base x min(s^-1/2, s warmup^-3/2) x sqrt(warmup) with s = step + 1, base
     being the peak: the meshed-memory transformer's.
     """
@@ -26,8 +26,8 @@ def learning_rate(schedule: ScheduleSection, base: float, step: int, *, steps_pe
         return base * (step + 1) / warmup
     if step < warmup - 1:
         return base / (warmup - step)
-    periods = step // (steps_per_epoch * schedule.anneal_every_epochs)
-    return max(base * schedule.anneal**periods, schedule.min_lr)
+    periods = step // (steps_per_epoch * schedule.decay_every_epochs)
+    return max(base * schedule.decay**periods, schedule.min_lr)
 
 
 def make_optimizer(module: nn.Module, section: OptimizerSection, lr: float) -> torch.optim.Optimizer:

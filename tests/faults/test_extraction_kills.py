@@ -48,7 +48,12 @@ class Extraction:
         config = small_config(folder, data={"root": root, "train_splits": ["train"], "min_count": 1})
         config["data"]["max_bad_fraction"] = 0.1
         config["storage"] = storage
-        config["features"] = {"rows_per_shard": ROWS, "batch_size": 2, "few_images": 0, "compute_dtype": "float32"}
+        config["features"] = {
+            "rows_per_shard": ROWS,
+            "batch_size": 2,
+            "max_images_for_tasks": 0,
+            "compute_dtype": "float32",
+        }
         folder.mkdir()
         self.config, self.log = folder / "run.yaml", folder / "log"
         self.config.write_text(yaml.safe_dump(config))

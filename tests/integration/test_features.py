@@ -128,7 +128,7 @@ def test_real_photographs_and_their_gray_ones(shared: Path, tmp_path: Path, ray_
     images = shared / "data" / "coco_subset" / "images"
     gray = ["COCO_val2014_000000007888.jpg", "COCO_val2014_000000431848.jpg"]
     config = small_config(tmp_path / "storage", data={"root": str(images.parent), "min_count": 1})
-    config["features"] = {"rows_per_shard": 256, "batch_size": 16, "few_images": 0}
+    config["features"] = {"rows_per_shard": 256, "batch_size": 16, "max_images_for_tasks": 0}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     assert main(["extract", str(tmp_path / "run.yaml")]) == 0
     (folder,) = (tmp_path / "storage" / "features").iterdir()

@@ -22,7 +22,7 @@ from pipeline.runs.prepare import prepare
 from pipeline.runtime.context import LocalContext
 from pipeline.storage.path import Place
 from pipeline.training.batches import Batch
-from pipeline.training.dry_run import trial_steps
+from pipeline.training.dry_run import dry_run
 from pipeline.training.loop import DivergedError, StageJob, StageRun, train_stages
 from tests.conftest import small_config
 
@@ -259,12 +259,20 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     In float64 the same weights to rounding; in float32, with the paper's RAdam, the same losses.
     """
     cases = []
-    kinds = [(name, accumulate, "float64") for name in ("xe_frozen", "xe_finetune") for accumulate in (1, 2)]
-    for name, accumulate, precision in (*kinds, ("xe_frozen", 1, "float32")):
-        place = tmp_path / f"{name}-{accumulate}-{precision}"
+    kinds = [
+        (name, gradient_accumulation_steps, "float64")
+        for name in ("xe_frozen", "xe_finetune")
+        for gradient_accumulation_steps in (1, 2)
+    ]
+    for name, gradient_accumulation_steps, precision in (*kinds, ("xe_frozen", 1, "float32")):
+        place = tmp_path / f"{name}-{gradient_accumulation_steps}-{precision}"
         stages = small_config(place)["stages"]
         for stage in stages:
-            stage |= {"dropout": 0.0, "accumulate": accumulate, "precision": precision}
+            stage |= {
+                "dropout": 0.0,
+                "gradient_accumulation_steps": gradient_accumulation_steps,
+                "precision": precision,
+            }
             if precision == "float64":  # RAdam would turn the rounding of zeros into steps
                 stage["optimizer"] = {"name": "adam", "eps": 1e-3}
         folder, store = prepared(place, stages=stages)
@@ -285,7 +293,7 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
 
 
 def test_trial_steps_cover_every_stage(undisturbed: RunFolder) -> None:
-    rows = trial_steps(undisturbed)
+    rows = dry_run(undisturbed)
     assert [row["stage"] for row in rows] == list(NAMES)
     assert all(row["memory_mb"] > 0 for row in rows)
 

@@ -24,13 +24,13 @@ from pipeline.runs.run_bundle import bundle_run
 from pipeline.runtime.context import LocalContext
 from pipeline.storage.path import Place
 from pipeline.training.batches import Batches, Captions
-from pipeline.training.dry_run import trial_steps
+from pipeline.training.dry_run import dry_run
 from pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import small_config
 
-SMALL: dict[str, Any] = {"d_model": 16, "d_ff": 32, "heads": 2, "encoder_layers": 2, "decoder_layers": 2}
+SMALL: dict[str, Any] = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 2}
 CLUSTERED = {"name": "clustformer", "inputs": "regions", "sampling": 1, "region_rows": 2}
-MESHED = {"name": "meshed_memory", "memory_slots": 4}
+MESHED = {"name": "meshed_memory", "num_memory_slots": 4}
 EXPANSION = {"name": "expansionnet_v2", "static_expansion": [4], "dynamic_expansion": 2}
 NAMES = ("xe_frozen", "scst_frozen")
 
@@ -50,7 +50,7 @@ def prepared(storage: Path, system: dict[str, Any], **changes: Any) -> tuple[Run
 def test_a_system_trains_validates_and_captions_on_regions(tmp_path: Path, system: dict[str, Any]) -> None:
     folder, store = prepared(tmp_path, system)
     assert folder.facts["num_tokens"] == 4 and folder.facts["parameters"]["backbone"] == 0
-    assert all("error" not in row for row in trial_steps(folder))
+    assert all("error" not in row for row in dry_run(folder))
     train_stages(LocalContext("cpu"), StageJob(folder.path, NAMES, store))
     for name in NAMES:
         result = folder.result(name)
@@ -138,7 +138,7 @@ def test_a_trial_of_a_search_over_memory_slots(tmp_path: Path) -> None:
     values["features"] = {"hdf5": "embedded", "max_regions": 3}
     del values["backbone"]
     values["stages"] = values["stages"][:1]
-    section = {"name": "slots", "base": "base.yaml", "space": {"model.memory_slots": [0, 2]}, "algorithm": "grid"}
+    section = {"name": "slots", "base": "base.yaml", "space": {"model.num_memory_slots": [0, 2]}, "algorithm": "grid"}
     section |= {"objectives": {"CIDEr-D": "max", "macs_executed": "min", "latency_ms": "min"}}
     search = Search(SearchConfig.model_validate(section), values)
     dataset, _ = find_data(search.base, lambda text: None)

@@ -58,7 +58,7 @@ def test_patience_ends_a_stage_and_the_next_begins_from_the_best(
 
 def test_a_plateau_lowers_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """x 0.5 after each two validations in a row that did not beat the best, on top of the schedule's decay."""
-    decay = {"schedule": {"name": "hyperbolic", "anneal": 0.8, "anneal_every_epochs": 5}}
+    decay = {"schedule": {"name": "hyperbolic", "decay": 0.8, "decay_every_epochs": 5}}
     plateau = {"plateau": {"factor": 0.5, "patience": 2}}
     falls = [3.0, 2.9, 2.9, 2.8, 3.1, 3.0, 2.9, 2.9]
     _, journal = trained(tmp_path, monkeypatch, [1.0] * 8 + falls, decay, plateau)

@@ -16,10 +16,10 @@ from pipeline.training.loop import StageJob, train_stages
 from tests.conftest import small_config
 from tests.integration.test_loop import NAMES, prepared
 
-SMALL: dict[str, Any] = {"d_model": 16, "d_ff": 32, "heads": 2, "encoder_layers": 2, "decoder_layers": 2}
+SMALL: dict[str, Any] = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 2}
 SYSTEMS: list[dict[str, Any]] = [
     {"name": "transformer"},
-    {"name": "meshed_memory", "memory_slots": 4},
+    {"name": "meshed_memory", "num_memory_slots": 4},
     {"name": "clustformer"},
 ]
 

@@ -121,7 +121,7 @@ def test_a_population_hands_weights_over(tmp_path: Path, ray_session: None, caps
 def test_bad_input_exits_2_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for changes, found in (
         ({"resources": {"cpus": 1000}}, "a trial asks for 1 workers x 1000 cpus = 1000, and this machine has"),
-        ({"space": {"model.heads": [2, 3]}}, "the choice 3 is refused"),
+        ({"space": {"model.num_heads": [2, 3]}}, "the choice 3 is refused"),
         ({"space": {"model.d_modle": [1]}}, "unknown key model.d_modle"),
         ({"objectives": {"CIDEr": "max"}}, "no trial reports 'CIDEr'"),
         ({"backbone": {"weights": "/nowhere.pth"}}, "/nowhere.pth is no file"),

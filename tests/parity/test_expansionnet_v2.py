@@ -23,7 +23,7 @@ from pipeline.captioning.upstream import read_expansionnet_vocabulary
 from pipeline.training.objectives import smoothed_cross_entropy
 
 GOLDEN = Path(__file__).resolve().parent / "golden" / "expansionnet_v2"
-SETTINGS = ("model.static_expansion=[4,8,16]", "model.heads=4")
+SETTINGS = ("model.static_expansion=[4,8,16]", "model.num_heads=4")
 
 
 @pytest.fixture(autouse=True, scope="module")

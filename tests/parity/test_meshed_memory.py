@@ -104,7 +104,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> CaptionModel:
     arguments = ["--checkpoint", str(GOLDEN / "checkpoint.pth"), "--tokens", str(folder / "vocabulary.json")]
     assert (
         main(
-            ["import", "--from", "meshed_memory", *arguments, "--out", str(folder / "bundle"), "--set", "model.heads=4"]
+            [
+                "import",
+                "--from",
+                "meshed_memory",
+                *arguments,
+                "--out",
+                str(folder / "bundle"),
+                "--set",
+                "model.num_heads=4",
+            ]
         )
         == 0
     )
@@ -155,7 +164,7 @@ def test_a_training_checkpoint_with_its_baggage(
         checkpoint=training_checkpoint(tmp_path / "m2.pth", legacy),
         tokens=tokens,
         out=tmp_path / "bundle",
-        overrides=["model.heads=4"],
+        overrides=["model.num_heads=4"],
     )
     bundle = load_bundle(tmp_path / "bundle")
     assert bundle.vocabulary.words[:5] == ("UNK", "PAD", "SOS", "EOS", "word0")
@@ -221,10 +230,13 @@ def test_imports_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     Vocabulary(("UNK", "PAD", "SOS", "EOS", *WORDS[4:]), "spacy").save(tmp_path / "vocabulary.json")
     Vocabulary(("UNK", "PAD", "SOS", "EOS"), "spacy").save(tmp_path / "short.json")
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"overrides": []}, "model.heads is missing"),
-        ({"overrides": ["model.heads=4", "model.memory_slots=40"]}, "model.memory_slots is 40, the checkpoint has 5"),
+        ({"overrides": []}, "model.num_heads is missing"),
         (
-            {"overrides": ["model.heads=4", "model.connection=last"]},
+            {"overrides": ["model.num_heads=4", "model.num_memory_slots=40"]},
+            "model.num_memory_slots is 40, the checkpoint has 5",
+        ),
+        (
+            {"overrides": ["model.num_heads=4", "model.connection=last"]},
             "model.connection is last, the checkpoint has meshed",
         ),
         ({"overrides": ["model.static_expansion=[4]"]}, "unknown key model.static_expansion"),
@@ -237,7 +249,7 @@ def test_imports_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             "checkpoint": GOLDEN / "checkpoint.pth",
             "tokens": tmp_path / "vocabulary.json",
             "out": tmp_path / "out",
-            "overrides": ["model.heads=4"],
+            "overrides": ["model.num_heads=4"],
         }
         with pytest.raises(UserError, match=message):
             import_checkpoint("meshed_memory", **(values | options))
@@ -272,7 +284,7 @@ def test_tensors_of_another_shape_are_told_in_a_sentence(name: str, shape: tuple
             checkpoint=tmp_path / "odd.pth",
             tokens=tmp_path / "vocabulary.json",
             out=tmp_path / "out",
-            overrides=["model.heads=4"],
+            overrides=["model.num_heads=4"],
         )
     assert "unpack" not in str(caught.value) and "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()

@@ -78,7 +78,7 @@ def test_the_demos_differ_in_the_model_and_how_long_it_trains(name: str) -> None
     def compared(config: RunConfig) -> dict[str, Any]:
         body = config.model_dump(exclude={"name", "model"})
         for stage in body["stages"]:
-            del stage["epochs"], stage["schedule"]["anneal"]
+            del stage["epochs"], stage["schedule"]["decay"]
         return body
 
     first, other = (load_config(ROOT / "configs" / f"{each}.yaml") for each in ("demo", f"demo_{name}"))
@@ -93,7 +93,7 @@ def test_the_demos_differ_in_the_model_and_how_long_it_trains(name: str) -> None
         (["data.synthetic.num_image=9"], "unknown key data.synthetic.num_image", "num_images"),
         (["workers.num_workers=7"], "batch_size = 20 does not divide by 7 workers x 1 accumulated = 7", "take 21"),
         (["stages.nothere.epochs=1"], "'nothere' is none of xe_frozen", ""),
-        (["model.heads=3"], "model.d_model = 128 does not divide by model.heads = 3", "choose heads"),
+        (["model.num_heads=3"], "model.d_model = 128 does not divide by model.num_heads = 3", "choose heads"),
         (["model.static_expansion=[]"], "empty list", "null for none"),
         (["model.name=meshed_memory"], "unknown key model.static_expansion", "known here: attention, connection"),
         (
@@ -101,8 +101,12 @@ def test_the_demos_differ_in_the_model_and_how_long_it_trains(name: str) -> None
             "model.name is 'expansionet_v2', which is unknown",
             "did you mean expansionnet_v2",
         ),
-        (["model={name: meshed_memory, memory_slot: 3}"], "unknown key model.memory_slot", "did you mean memory_slots"),
-        (["model={name: meshed_memory, memory_slots: many}"], "model.memory_slots = 'many'", "integer"),
+        (
+            ["model={name: meshed_memory, memory_slot: 3}"],
+            "unknown key model.memory_slot",
+            "did you mean num_memory_slots",
+        ),
+        (["model={name: meshed_memory, num_memory_slots: many}"], "model.num_memory_slots = 'many'", "integer"),
         (["model={name: meshed_memory, gates: relu}"], "model.gates = 'relu'", "'softmax'"),
         (["model=5"], "model", ""),
         (["stages.xe_frozen.epochs=0"], "stages.xe_frozen.epochs = 0", "greater than 0"),

@@ -28,7 +28,14 @@ from tests.conftest import small_config, write_karpathy
 
 WORDS = Vocabulary.build([["a", "red", "cat", "sits", "."]], 1)
 SIZES = ModelSizes(6, len(WORDS), 9, WORDS.sos, WORDS.eos, WORDS.pad)
-SMALL = {"d_model": 8, "d_ff": 8, "heads": 2, "encoder_layers": 2, "decoder_layers": 2, "word_vector_width": 3}
+SMALL = {
+    "d_model": 8,
+    "d_ff": 8,
+    "num_heads": 2,
+    "num_encoder_layers": 2,
+    "num_decoder_layers": 2,
+    "word_vector_width": 3,
+}
 SYSTEMS: list[ModelConfig] = [
     ExpansionNetConfig(**SMALL, static_expansion=(4,)),  # type: ignore[arg-type]
     ExpansionNetConfig(**SMALL, name="transformer"),  # type: ignore[arg-type]
@@ -151,12 +158,12 @@ def test_more_words_join_the_vocabulary(tmp_path: Path) -> None:
     root = write_karpathy(tmp_path / "data", {"train": 2, "val": 1, "test": 1})
     (tmp_path / "more.txt").write_text("Traffic light\n\npicture\n")
     keys = {"root": str(root), "train_splits": ["train"], "min_count": 1}
-    plain, more = (DataSection(**keys, more_words=file) for file in (None, str(tmp_path / "more.txt")))  # type: ignore[arg-type]
+    plain, more = (DataSection(**keys, extra_vocabulary=file) for file in (None, str(tmp_path / "more.txt")))  # type: ignore[arg-type]
     dataset = read_dataset(plain, root)
     words = set(build_vocabulary(dataset, plain).words)
     assert set(build_vocabulary(dataset, more).words) == words | {"traffic", "light"}
-    with pytest.raises(UserError, match=r"data\.more_words .* cannot be read"):
-        build_vocabulary(dataset, plain.model_copy(update={"more_words": str(tmp_path / "none")}))
+    with pytest.raises(UserError, match=r"data\.extra_vocabulary .* cannot be read"):
+        build_vocabulary(dataset, plain.model_copy(update={"extra_vocabulary": str(tmp_path / "none")}))
 
 
 def test_filling_needs_given_words() -> None:

@@ -34,7 +34,7 @@ def make(tmp_path: Path) -> tuple[dict[int, Any], Path]:
     (tmp_path / "set" / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"root": str(tmp_path / "set"), "annotations": "t.jsonl", "min_count": 1, "max_bad_fraction": 0.2}
     config = small_config(tmp_path / "storage", data=data)
-    config["features"] = {"hdf5": str(tmp_path / "regions.hdf5"), "max_regions": 9, "cut_regions": True}
+    config["features"] = {"hdf5": str(tmp_path / "regions.hdf5"), "max_regions": 9, "truncate_regions": True}
     config["features"]["rows_per_shard"] = 4
     config["stages"] = [stage for stage in config["stages"] if not stage.get("train_backbone")]
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
@@ -82,11 +82,12 @@ def test_more_regions_than_the_maximum_are_refused_unless_cut(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, config = make(tmp_path)
-    assert main(["extract", str(config), "--set", "features.cut_regions=false"]) == 2
+    assert main(["extract", str(config), "--set", "features.truncate_regions=false"]) == 2
     error = capsys.readouterr().err
-    assert "image 8 has 10 regions, and features.max_regions is 9; raise it, or set features.cut_regions" in error
+    assert "image 8 has 10 regions, and features.max_regions is 9; raise it, or set features.truncate_regions" in error
     assert (
-        main(["extract", str(config), "--set", "features.cut_regions=false", "--set", "features.max_regions=12"]) == 0
+        main(["extract", str(config), "--set", "features.truncate_regions=false", "--set", "features.max_regions=12"])
+        == 0
     )
 
 
@@ -94,7 +95,14 @@ def test_a_model_that_arranges_regions_is_refused_without_boxes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, config = make(tmp_path)
-    model = {"name": "clustformer", "d_model": 16, "d_ff": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 1}
+    model = {
+        "name": "clustformer",
+        "d_model": 16,
+        "d_ff": 32,
+        "num_heads": 2,
+        "num_encoder_layers": 1,
+        "num_decoder_layers": 1,
+    }
     changed(config, model=model | {"inputs": "regions", "sampling": 1, "region_rows": 2})
     for image_id in (5, 1):  # one among others, found at the import; the first image, found before anything is written
         with h5py.File(tmp_path / "regions.hdf5", "a") as file:
@@ -121,7 +129,7 @@ def test_settings_that_do_not_go_together(
     _, config = make(tmp_path)
     values = yaml.safe_load(config.read_text())
     if any("clustformer" in option for option in options):
-        values["model"] = {"d_model": 16, "heads": 2}
+        values["model"] = {"d_model": 16, "num_heads": 2}
         config.write_text(yaml.safe_dump(values))
     assert main(["run", str(config), *(part for option in options for part in ("--set", option))]) == 2
     message = capsys.readouterr().err.strip()

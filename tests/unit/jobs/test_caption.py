@@ -42,7 +42,7 @@ def make_bundle(folder: Path, seed: int = 0, backbone: bool = True, width: int =
     swin = Backbone(SWIN)
     sizes = ModelSizes(swin.width if backbone else width, len(WORDS), 12, WORDS.sos, WORDS.eos, WORDS.pad)
     config = ExpansionNetConfig(
-        d_model=16, d_ff=16, heads=2, encoder_layers=1, decoder_layers=2, static_expansion=(4, 8)
+        d_model=16, d_ff=16, num_heads=2, num_encoder_layers=1, num_decoder_layers=2, static_expansion=(4, 8)
     )
     model = build_model(config, sizes)
     with torch.no_grad():
@@ -206,7 +206,7 @@ def test_bundles_with_wrong_values_are_said(bundle: Path, tmp_path: Path) -> Non
     shutil.copytree(bundle, folder)
     names, config = write_images(tmp_path / "images", 1), (folder / "config.yaml").read_text()
     for change, words in (
-        ((r"heads: \d+", "heads: four"), "section 'model' lacks a value, or one is of another type"),
+        ((r"num_heads: \d+", "num_heads: four"), "section 'model' lacks a value, or one is of another type"),
         ((r"\n +eos: \d+", ""), "section 'sizes' lacks a value"),
         ((r"d_model: \d+", "d_model: 16.0"), "make no model"),
     ):
@@ -295,7 +295,7 @@ def test_explain_shows_the_clusters_of_a_model_that_has_them(tmp_path: Path) -> 
     torch.manual_seed(0)
     swin = Backbone(SWIN)
     sizes = ModelSizes(swin.width, len(WORDS), 12, WORDS.sos, WORDS.eos, WORDS.pad)
-    config = ClustFormerConfig(d_model=8, d_ff=8, heads=2, encoder_layers=2, decoder_layers=1, sampling=1)
+    config = ClustFormerConfig(d_model=8, d_ff=8, num_heads=2, num_encoder_layers=2, num_decoder_layers=1, sampling=1)
     save_bundle(tmp_path / "bundle", Captioner(build_model(config, sizes), swin), WORDS, name="c", info={})
     names = write_images(tmp_path / "images", 1)
     assert caption(names, str(tmp_path / "bundle"), explain=tmp_path / "maps", max_length=5) == 0

@@ -36,7 +36,14 @@ def test_maps_of_regions_are_painted_by_their_boxes(tmp_path: Path) -> None:
     torch.manual_seed(0)
     names = write_images(tmp_path / "images", 2)  # of 40 x 30 pixels
     config = ClustFormerConfig(
-        d_model=8, d_ff=8, heads=2, encoder_layers=2, decoder_layers=2, sampling=1, inputs="regions", region_rows=2
+        d_model=8,
+        d_ff=8,
+        num_heads=2,
+        num_encoder_layers=2,
+        num_decoder_layers=2,
+        sampling=1,
+        inputs="regions",
+        region_rows=2,
     )
     model = build_model(config, ModelSizes(6, len(WORDS), 12, WORDS.sos, WORDS.eos, WORDS.pad))
     save_bundle(tmp_path / "bundle", Captioner(model), WORDS, name="r", info={})

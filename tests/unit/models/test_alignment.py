@@ -12,7 +12,7 @@ from models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryCon
 from models.registry import build_model
 
 SIZES = ModelSizes(feature_width=6, vocabulary_size=11, max_positions=6, sos=0, eos=1, pad=2)
-SMALL = {"d_model": 8, "d_ff": 8, "heads": 2, "encoder_layers": 2, "decoder_layers": 2}
+SMALL = {"d_model": 8, "d_ff": 8, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 2}
 SYSTEMS: list[ModelConfig] = [
     ExpansionNetConfig(**SMALL, static_expansion=(4,)),  # type: ignore[arg-type]
     MeshedMemoryConfig(**SMALL),  # type: ignore[arg-type]

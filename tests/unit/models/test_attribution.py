@@ -12,11 +12,11 @@ from models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryCon
 from models.registry import build_model
 
 SIZES = ModelSizes(feature_width=6, vocabulary_size=11, max_positions=9, sos=0, eos=1, pad=2)
-SMALL = {"d_model": 16, "d_ff": 24, "heads": 2, "encoder_layers": 2, "decoder_layers": 2}
+SMALL = {"d_model": 16, "d_ff": 24, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 2}
 SYSTEMS: dict[str, ModelConfig] = {
     "expansionnet_v2": ExpansionNetConfig(**SMALL, static_expansion=(3, 5), dynamic_expansion=2),  # type: ignore[arg-type]
     "transformer": ExpansionNetConfig(name="transformer", **SMALL),  # type: ignore[arg-type]
-    "meshed_memory": MeshedMemoryConfig(**SMALL, memory_slots=3),  # type: ignore[arg-type]
+    "meshed_memory": MeshedMemoryConfig(**SMALL, num_memory_slots=3),  # type: ignore[arg-type]
     "clustformer": ClustFormerConfig(**SMALL, sampling=1),  # type: ignore[arg-type]
     "regions": ClustFormerConfig(**SMALL, sampling=1, inputs="regions", region_rows=2),  # type: ignore[arg-type]
 }

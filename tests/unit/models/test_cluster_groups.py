@@ -13,7 +13,7 @@ from models.registry import build_model
 from pipeline.reports.cluster_pictures import COLORS, cluster_picture, color_table, ink_on, layer_colors, veiled
 
 SIZES = ModelSizes(feature_width=6, vocabulary_size=11, max_positions=9, sos=0, eos=1, pad=2)
-SMALL = {"d_model": 8, "d_ff": 8, "heads": 2, "encoder_layers": 3, "decoder_layers": 2}
+SMALL = {"d_model": 8, "d_ff": 8, "num_heads": 2, "num_encoder_layers": 3, "num_decoder_layers": 2}
 
 
 def matrix(size: int, *pairs: tuple[int, int, float]) -> torch.Tensor:

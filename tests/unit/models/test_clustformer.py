@@ -47,7 +47,13 @@ def one_thread() -> Iterator[None]:
 def small_clustformer(seed: int, **changes: Any) -> ClustFormer:
     """A float64 model in evaluation, its maps of C drawn wide."""
     torch.manual_seed(seed)
-    values: dict[str, Any] = {"d_model": 8, "d_ff": 12, "heads": 2, "encoder_layers": 2, "decoder_layers": 2}
+    values: dict[str, Any] = {
+        "d_model": 8,
+        "d_ff": 12,
+        "num_heads": 2,
+        "num_encoder_layers": 2,
+        "num_decoder_layers": 2,
+    }
     model = build_model(ClustFormerConfig(**(values | changes)), SIZES)
     assert isinstance(model, ClustFormer)
     for name, parameter in model.named_parameters():
@@ -86,10 +92,10 @@ def test_a_later_token_changes_no_earlier_logit(variant: dict[str, Any]) -> None
 def literal_attention(layer: ClusteredAttention, x: Tensor, matrix: Tensor | None, seen: Tensor) -> Tensor:
     """Equation 2 head by head; x (N, D)."""
     count, width = x.shape
-    size = width // layer.heads
+    size = width // layer.num_heads
     q, k, v = layer.maps(x).split(width, -1)
     mixed = torch.zeros(count, width, dtype=x.dtype)
-    for head in range(layer.heads):
+    for head in range(layer.num_heads):
         part = slice(head * size, (head + 1) * size)
         for n in range(count):
             places = seen[n].nonzero()[:, 0]
@@ -283,7 +289,7 @@ def test_beam_search_and_attention_maps() -> None:
 @torch.no_grad()
 def test_bfloat16_stays_close() -> None:
     torch.manual_seed(0)
-    config = ClustFormerConfig(d_model=64, d_ff=96, heads=4, encoder_layers=3, decoder_layers=3)
+    config = ClustFormerConfig(d_model=64, d_ff=96, num_heads=4, num_encoder_layers=3, num_decoder_layers=3)
     model = build_model(config, ModelSizes(32, 50, 12, sos=0, eos=1, pad=2)).eval()
     features, tokens = torch.randn(8, 16, 32), torch.randint(3, 50, (16, 12))
     full = model(features, None, tokens)

@@ -104,8 +104,8 @@ def test_without_constraints_it_is_beam_search() -> None:
 
 def systems() -> list[CaptionModel]:
     sizes = ModelSizes(5, 30, 14, sos=0, eos=1, pad=2)
-    values = {"d_model": 8, "d_ff": 8, "heads": 2, "encoder_layers": 1, "decoder_layers": 2}
-    configs: list[ModelConfig] = [MeshedMemoryConfig(memory_slots=2, **values), ClustFormerConfig(**values)]  # type: ignore[arg-type]
+    values = {"d_model": 8, "d_ff": 8, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 2}
+    configs: list[ModelConfig] = [MeshedMemoryConfig(num_memory_slots=2, **values), ClustFormerConfig(**values)]  # type: ignore[arg-type]
     return [build_model(config, sizes).double().eval() for config in configs]
 
 

@@ -37,7 +37,7 @@ def one_thread() -> Iterator[None]:
 def tiny(seed: int, vocabulary: int = 4, positions: int = 8, **changes: object) -> CaptionModel:
     """A float64 model over few words, sharp enough that captions differ in probability; ids 0 SOS, 1 EOS, 2 PAD."""
     torch.manual_seed(seed)
-    values = {"d_model": 8, "d_ff": 8, "heads": 2, "encoder_layers": 1, "decoder_layers": 2}
+    values = {"d_model": 8, "d_ff": 8, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 2}
     values |= {"static_expansion": (3,), "dynamic_expansion": 2} | changes  # type: ignore[dict-item]
     sizes = ModelSizes(5, vocabulary, positions, sos=0, eos=1, pad=2)
     model = build_model(ExpansionNetConfig(**values), sizes).double().eval()  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ def follow_steps(model: CaptionModel, memory: Memory, beams: int, steps: int, ge
 def test_caches_grow_past_their_first_capacity() -> None:
     torch.manual_seed(0)
     sizes = ModelSizes(7, 11, 60, sos=0, eos=1, pad=2)
-    config = ExpansionNetConfig(d_model=8, d_ff=8, heads=2, static_expansion=(4,), dynamic_expansion=2)
+    config = ExpansionNetConfig(d_model=8, d_ff=8, num_heads=2, static_expansion=(4,), dynamic_expansion=2)
     model = build_model(config, sizes).double().eval()
     memory = model.encode(torch.randn(2, 3, 7, dtype=torch.float64))
     tokens = torch.randint(0, 11, (4, 60))
@@ -379,7 +379,7 @@ def test_packed_maps_are_the_maps_in_bfloat16(seed: int, available: bool, monkey
 def test_packed_steps_say_what_teacher_forcing_says(system: str) -> None:
     torch.manual_seed(0)
     sizes = ModelSizes(16, 50, 20, sos=0, eos=1, pad=2)
-    values = {"d_model": 64, "d_ff": 96, "heads": 4}
+    values = {"d_model": 64, "d_ff": 96, "num_heads": 4}
     if system in ("expansionnet_v2", "transformer"):
         values |= {"static_expansion": (8,), "dynamic_expansion": 4} if system == "expansionnet_v2" else {}
         model = build_model(ExpansionNetConfig(name=system, **values), sizes)  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ def one_thread() -> Iterator[None]:
 def small_model(seed: int, **changes: object) -> ExpansionNet:
     """A float64 model in evaluation."""
     torch.manual_seed(seed)
-    values = {"d_model": 8, "d_ff": 12, "heads": 2, "encoder_layers": 2, "decoder_layers": 2} | changes
+    values = {"d_model": 8, "d_ff": 12, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 2} | changes
     model = build_model(ExpansionNetConfig(**values), SIZES)  # type: ignore[arg-type]
     assert isinstance(model, ExpansionNet)
     return model.double().eval()
@@ -281,7 +281,7 @@ def test_set_dropout_reaches_all_of_a_model() -> None:
 
 def test_initial_weights_are_the_references() -> None:
     """Xavier uniform map by map, whatever is fused; LayerNorm 1 and 0."""
-    model = build_model(ExpansionNetConfig(d_model=64, d_ff=96, heads=4, static_expansion=(20, 30)), SIZES)
+    model = build_model(ExpansionNetConfig(d_model=64, d_ff=96, num_heads=4, static_expansion=(20, 30)), SIZES)
     assert isinstance(model, ExpansionNet)
     bound = (6 / (64 + 64)) ** 0.5
     mixer = model.decoder[0].mixer
@@ -300,7 +300,7 @@ def test_bfloat16_stays_close(dynamic: int | None, within: float) -> None:
     """Of a dynamic expansion's rows a few may jump: the weights of the first positions jump where M crosses zero."""
     sizes = ModelSizes(feature_width=32, vocabulary_size=50, max_positions=12, sos=0, eos=1, pad=2)
     torch.manual_seed(0)
-    config = ExpansionNetConfig(d_model=64, d_ff=96, heads=4, static_expansion=(16, 32), dynamic_expansion=dynamic)
+    config = ExpansionNetConfig(d_model=64, d_ff=96, num_heads=4, static_expansion=(16, 32), dynamic_expansion=dynamic)
     model = build_model(config, sizes).eval()
     features, tokens = torch.randn(32, 16, 32), torch.randint(3, 50, (64, 12))
     full = model(features, None, tokens)
@@ -342,13 +342,13 @@ def test_bfloat16_steps_are_bfloat16_teacher_forcing() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"heads": 7}, "model.d_model = 512 does not divide by model.heads = 7"),
+        ({"num_heads": 7}, "model.d_model = 512 does not divide by model.num_heads = 7"),
         ({"static_expansion": ()}, "model.static_expansion is an empty list"),
         ({"static_expansion": (4, 0)}, r"model.static_expansion = \[4, 0\] holds 0"),
         ({"dynamic_expansion": 0}, "model.dynamic_expansion is 0"),
         ({"encoder_dynamic_expansion": 4}, "are both set"),
         ({"dropout": 1.0}, "model.dropout is 1.0"),
-        ({"encoder_layers": 0}, "model.encoder_layers is 0"),
+        ({"num_encoder_layers": 0}, "model.num_encoder_layers is 0"),
         ({"name": "expansionet"}, "unknown; known: .*expansionnet_v2, meshed_memory"),
     ],
 )

@@ -22,10 +22,10 @@ from tests.unit.models.test_expansion import SIZES, exact
 
 VARIANTS: tuple[dict[str, Any], ...] = (
     {},
-    {"memory_slots": 0, "connection": "last"},
-    {"connection": "one_to_one", "encoder_layers": 2},
-    {"gates": "softmax", "encoder_layers": 3},
-    {"attention": "on_attention", "encoder_layers": 1},
+    {"num_memory_slots": 0, "connection": "last"},
+    {"connection": "one_to_one", "num_encoder_layers": 2},
+    {"gates": "softmax", "num_encoder_layers": 3},
+    {"attention": "on_attention", "num_encoder_layers": 1},
 )
 
 
@@ -41,7 +41,14 @@ def one_thread() -> Iterator[None]:
 def small_meshed(seed: int, **changes: Any) -> MeshedMemoryTransformer:
     """A float64 model in evaluation, its norms and biases drawn too."""
     torch.manual_seed(seed)
-    values = {"d_model": 8, "d_ff": 12, "heads": 2, "encoder_layers": 2, "decoder_layers": 2, "memory_slots": 3}
+    values = {
+        "d_model": 8,
+        "d_ff": 12,
+        "num_heads": 2,
+        "num_encoder_layers": 2,
+        "num_decoder_layers": 2,
+        "num_memory_slots": 3,
+    }
     model = build_model(MeshedMemoryConfig(**(values | changes)), SIZES)
     assert isinstance(model, MeshedMemoryTransformer)
     for parameter in model.parameters():
@@ -64,9 +71,9 @@ def test_cached_steps_are_the_teacher_forced_logits(
 
 def literal_attention(layer: Any, x: Tensor, keys: Tensor, values: Tensor, query: Tensor, mask: Tensor) -> Tensor:
     """Head by head; x (T, D) the queries' input, query (T, D), keys and values (N, D), mask (T, N) True where seen."""
-    width = x.shape[1] // layer.heads
+    width = x.shape[1] // layer.num_heads
     mixed = []
-    for head in range(layer.heads):
+    for head in range(layer.num_heads):
         part = slice(head * width, (head + 1) * width)
         scores = query[:, part] @ keys[:, part].T / width**0.5
         mixed.append(scores.masked_fill(~mask, -torch.inf).softmax(-1) @ values[:, part])
@@ -80,14 +87,14 @@ def literal_attention(layer: Any, x: Tensor, keys: Tensor, values: Tensor, query
 
 def literal_logits(model: MeshedMemoryTransformer, features: Tensor, tokens: Tensor) -> Tensor:
     """One image and one caption, as the equations and the reference's notes read."""
-    config, d, heads = model.config, model.config.d_model, model.config.heads
+    config, d, heads = model.config, model.config.d_model, model.config.num_heads
     x = model.input_norm(torch.relu(model.input(features)))
     levels = []
     for layer in model.encoder:
         q, k, v = layer.attention.maps(x).split(d, -1)
-        if config.memory_slots:
+        if config.num_memory_slots:
             k = torch.cat((k, (d / heads) ** 0.5 * layer.attention.memory_keys))
-            v = torch.cat((v, config.memory_slots**0.5 * layer.attention.memory_values))
+            v = torch.cat((v, config.num_memory_slots**0.5 * layer.attention.memory_values))
         sees = torch.ones(len(q), len(k), dtype=torch.bool)
         x = layer.attention_norm(x + literal_attention(layer.attention, x, k, v, q, sees))
         x = layer.feed_forward_norm(x + layer.feed_forward(x))
@@ -200,9 +207,12 @@ def test_steps_drop_out_where_the_teacher_forced_pass_does(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"memory_slots": -1}, "model.memory_slots is -1; it must be 0 or more"),
+        ({"num_memory_slots": -1}, "model.num_memory_slots is -1; it must be 0 or more"),
         ({"connection": "some"}, "model.connection is 'some'; it must be 'meshed' or 'one_to_one' or 'last'"),
-        ({"connection": "one_to_one", "encoder_layers": 2}, "with 2 encoder and 3 decoder layers; it needs equally"),
+        (
+            {"connection": "one_to_one", "num_encoder_layers": 2},
+            "with 2 encoder and 3 decoder layers; it needs equally",
+        ),
         ({"gates": "relu"}, "model.gates is 'relu'"),
     ],
 )

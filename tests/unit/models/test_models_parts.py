@@ -55,7 +55,7 @@ def captioner(backbone: bool = True) -> tuple[Captioner, Vocabulary]:
     swin = Backbone(SMALL_SWIN) if backbone else None
     width = swin.width if swin else 6
     sizes = ModelSizes(width, len(vocabulary), 9, vocabulary.sos, vocabulary.eos, vocabulary.pad)
-    config = ExpansionNetConfig(d_model=8, d_ff=8, heads=2, static_expansion=(3, 2), dynamic_expansion=2)
+    config = ExpansionNetConfig(d_model=8, d_ff=8, num_heads=2, static_expansion=(3, 2), dynamic_expansion=2)
     return Captioner(build_model(config, sizes), swin).eval(), vocabulary
 
 
@@ -170,7 +170,7 @@ def test_bundles_that_are_none_are_refused(tmp_path: Path) -> None:
         (("format: 1", "format: 2"), "format 2; this version of raycap reads up to 1"),
         (("d_model: 8", "d_modle: 8"), "model.d_modle is unknown"),
         (("d_model: 8", "d_model: 16"), "this configuration needs"),
-        (("decoder_layers: 3", "decoder_layers: 4"), "lacks 'model.decoder.3"),
+        (("num_decoder_layers: 3", "num_decoder_layers: 4"), "lacks 'model.decoder.3"),
         (("vocabulary_size: 7", "vocabulary_size: 8"), "has 7 words, config.yaml says 8"),
     ):
         assert change[0] in text
@@ -184,7 +184,7 @@ def importing(tmp_path: Path, **options: Any) -> None:
         "checkpoint": GOLDEN / "checkpoint.pth",
         "tokens": GOLDEN / "tokens.pickle",
         "out": tmp_path / "out",
-        "overrides": ["model.static_expansion=[4,8,16]", "model.heads=4"],
+        "overrides": ["model.static_expansion=[4,8,16]", "model.num_heads=4"],
     }
     import_checkpoint("expansionnet_v2", **(values | options))
 
@@ -209,16 +209,19 @@ def test_imports_that_do_not_fit_are_refused_and_write_nothing(tmp_path: Path) -
     content = {"word2idx_dict": {w: i for i, w in enumerate(words)}, "idx2word_list": words}
     foreign.write_bytes(pickle.dumps(content | {"sos_str": "SOS", "eos_str": "EOS"}))
     config = tmp_path / "config.yaml"
-    config.write_text("model: {heads: 4, static_expansion: [4, 8, 15]}\ndata: {root: nowhere}\n")
+    config.write_text("model: {num_heads: 4, static_expansion: [4, 8, 15]}\ndata: {root: nowhere}\n")
     cases: list[tuple[dict[str, Any], str]] = [
         ({"overrides": []}, "model.static_expansion is missing: the checkpoint holds 28 expansion vectors"),
-        ({"overrides": ["model.static_expansion=[4,8,16]"]}, "model.heads is missing"),
+        ({"overrides": ["model.static_expansion=[4,8,16]"]}, "model.num_heads is missing"),
         ({"overrides": [], "config": config}, r"\[4, 8, 15\] sums to 27"),
-        ({"overrides": ["model.static_expansion=[28]", "model.heads=5"]}, "does not divide by model.heads = 5"),
+        ({"overrides": ["model.static_expansion=[28]", "model.num_heads=5"]}, "does not divide by model.num_heads = 5"),
         ({"overrides": ["model.head=4"]}, "unknown key model.head: did you mean heads"),
-        ({"overrides": ["heads=4"]}, "not of the form model.key=value"),
-        ({"overrides": ["model.heads=four"]}, "model.heads"),
-        ({"overrides": ["model.static_expansion=[28]", "model.heads=4", "model.d_model=64"]}, "model.d_model is 64"),
+        ({"overrides": ["num_heads=4"]}, "not of the form model.key=value"),
+        ({"overrides": ["model.num_heads=four"]}, "model.num_heads"),
+        (
+            {"overrides": ["model.static_expansion=[28]", "model.num_heads=4", "model.d_model=64"]},
+            "model.d_model is 64",
+        ),
         ({"tokens": foreign}, "the vocabulary has 5 words, the checkpoint predicts 60"),
         ({"tokens": tmp_path / "none.pickle"}, "--tokens .* does not exist"),
         ({"checkpoint": GOLDEN / "tokens.pickle"}, "no PyTorch file"),
@@ -271,7 +274,7 @@ def test_an_import_with_a_backbone_file(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_settings_of_a_backbone_that_is_not_there_are_refused(tmp_path: Path) -> None:
-    settings = ["model.static_expansion=[4,8,16]", "model.heads=4"]
+    settings = ["model.static_expansion=[4,8,16]", "model.num_heads=4"]
     with pytest.raises(UserError, match=r"--set backbone.image_size=96: .* holds no Swin"):
         importing(tmp_path, overrides=[*settings, "backbone.image_size=96"])
     config = tmp_path / "config.yaml"
@@ -365,7 +368,7 @@ def test_vocabularies_that_are_none_are_refused(tmp_path: Path, content: Any, wo
 
 def test_the_published_sizes_need_no_settings() -> None:
     published = Inferred(
-        {"d_model": 512, "d_ff": 2048, "encoder_layers": 3, "decoder_layers": 3, "dynamic_expansion": 16},
+        {"d_model": 512, "d_ff": 2048, "num_encoder_layers": 3, "num_decoder_layers": 3, "dynamic_expansion": 16},
         1536, 10_000, 74, sum(PUBLISHED_GROUPS),
     )  # fmt: skip
     assert complete_config(published, {}) == ExpansionNetConfig()
@@ -405,7 +408,7 @@ def test_table_6() -> None:
     ],
 )
 def test_the_executed_products_are_those_that_torch_counts(mixers: dict[str, Any]) -> None:
-    config = ExpansionNetConfig(d_model=32, d_ff=48, heads=4, **mixers)
+    config = ExpansionNetConfig(d_model=32, d_ff=48, num_heads=4, **mixers)
     sizes = ModelSizes(40, 50, 30, sos=0, eos=1, pad=2)
     model = build_model(config, sizes).eval()
     assert isinstance(model, ExpansionNet)
@@ -416,7 +419,10 @@ def test_the_executed_products_are_those_that_torch_counts(mixers: dict[str, Any
         in_place = {torch.ops.aten.baddbmm_: lambda _, a, b, **options: 2 * a[0] * a[1] * a[2] * b[2]}
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=in_place) as counter:
             result = run()
-        return counter.get_total_flops() / 2 / 2, result  # two images, two operations a multiply-accumulate
+        return (
+            counter.get_total_flops() / 2 / 2,
+            result,
+        )  # two images, two operations a multiply-accumulate
 
     macs, memory = counted(lambda: model.encode(features))
     assert macs == encoder_macs(config, sizes, 9)
@@ -429,10 +435,17 @@ def test_the_executed_products_are_those_that_torch_counts(mixers: dict[str, Any
 @torch.no_grad()
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"memory_slots": 0, "connection": "last"}, {"attention": "on_attention"}, {"connection": "one_to_one"}],
+    [{}, {"num_memory_slots": 0, "connection": "last"}, {"attention": "on_attention"}, {"connection": "one_to_one"}],
 )
 def test_the_products_of_the_meshed_model_are_those_that_torch_counts(changes: dict[str, Any]) -> None:
-    values = {"d_model": 32, "d_ff": 48, "heads": 4, "encoder_layers": 2, "decoder_layers": 2, "memory_slots": 5}
+    values = {
+        "d_model": 32,
+        "d_ff": 48,
+        "num_heads": 4,
+        "num_encoder_layers": 2,
+        "num_decoder_layers": 2,
+        "num_memory_slots": 5,
+    }
     same_products(MeshedMemoryConfig(**(values | changes)))
 
 
@@ -442,7 +455,7 @@ def test_the_products_of_the_meshed_model_are_those_that_torch_counts(changes: d
     [{}, {"encoder_clusters": "1d", "sampling": 4}, {"window": 2}, {"clustered_decoder_layers": (1,), "sampling": 1}],
 )
 def test_the_products_of_the_clustformer_are_those_that_torch_counts(changes: dict[str, Any]) -> None:
-    values = {"d_model": 32, "d_ff": 48, "heads": 4, "encoder_layers": 2, "decoder_layers": 2}
+    values = {"d_model": 32, "d_ff": 48, "num_heads": 4, "num_encoder_layers": 2, "num_decoder_layers": 2}
     same_products(ClustFormerConfig(**(values | changes)))
 
 
@@ -479,7 +492,9 @@ def eight_steps(model: CaptionModel, memory: Memory, beams: int) -> None:
 def test_the_bench_compares_both_forms_and_leaves_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jobs.bench.models.prepare_processor", lambda: None)  # it would be for all tests
     torch.manual_seed(0)
-    config = ExpansionNetConfig(d_model=16, d_ff=16, heads=2, encoder_layers=1, decoder_layers=1, static_expansion=(4,))
+    config = ExpansionNetConfig(
+        d_model=16, d_ff=16, num_heads=2, num_encoder_layers=1, num_decoder_layers=1, static_expansion=(4,)
+    )
     model = build_model(config, ModelSizes(8, 30, 20, sos=0, eos=1, pad=2)).eval()
     assert isinstance(model, ExpansionNet)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -23,7 +23,7 @@ from tests.conftest import small_config
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     "expansionnet_v2": {"static_expansion": [4, 8], "dynamic_expansion": 2},
-    "meshed_memory": {"name": "meshed_memory", "memory_slots": 2},
+    "meshed_memory": {"name": "meshed_memory", "num_memory_slots": 2},
     "clustformer": {"name": "clustformer"},
 }
 
@@ -38,7 +38,7 @@ def prepared(settings: dict[str, Any]) -> RunFolder:
 
 def system(settings: dict[str, Any], name: str) -> dict[str, Any]:
     if name != "expansionnet_v2":
-        common = {"d_model": 16, "d_ff": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 1}
+        common = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 1}
         settings["model"] = common | SYSTEMS[name]
     return settings
 
@@ -102,7 +102,7 @@ def test_training_goes_on_from_it(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"model__d_model": 32}, r"model.d_model is 32 and that of init_from = .* is 16; set the same"),
-        ({"model__encoder_layers": 2}, "model.encoder_layers is 2"),
+        ({"model__encoder_layers": 2}, "model.num_encoder_layers is 2"),
         ({"model__static_expansion": [4, 9]}, r"model.static_expansion is \(4, 9\)"),
         ({"backbone__embed_dim": 16}, r"backbone\..* has shape \(.*\) and the configuration asks for"),
         ({"backbone__depths": [2, 4]}, "backbone has other parts than the configuration asks for"),

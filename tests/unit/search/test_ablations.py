@@ -15,7 +15,7 @@ from tests.conftest import small_config
 from tests.unit.search.test_spec import written
 from tests.unit.search.test_trials import open_book, run_book
 
-SIZES = {"d_model": 16, "d_ff": 32, "heads": 2, "encoder_layers": 2, "decoder_layers": 2}
+SIZES = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 2}
 METRICS = ["BLEU-4", "CIDEr-D", "SPICE"]
 
 
@@ -43,7 +43,7 @@ def results_of(tmp_path: Path, model: dict[str, Any], scores: list[float], **cha
 
 
 def test_memory_slots_beside_table_6(tmp_path: Path) -> None:
-    space = {"model.memory_slots": [0, 20, 30]}
+    space = {"model.num_memory_slots": [0, 20, 30]}
     search, results = results_of(tmp_path, {"name": "meshed_memory"}, [1.0, 1.5, 0.5], space=space)
     ((title, note, columns, rows),) = comparisons(search, results)  # one slot count of the paper's layers: no Table 7
     assert "Table 6" in title and "the row 0 slots" in note and "SPICE" not in columns
@@ -58,7 +58,7 @@ def test_memory_slots_beside_table_6(tmp_path: Path) -> None:
 
 
 def test_costs_are_shown_as_executed_where_no_paper_counts_them(tmp_path: Path) -> None:
-    space = {"model.memory_slots": [0, 20]}
+    space = {"model.num_memory_slots": [0, 20]}
     search, results = results_of(tmp_path, {"name": "meshed_memory"}, [1.0, 1.5], space=space)
     names, rows = leaderboard(search, results, [])
     assert "MMACs executed" in names and "MMACs" not in names and rows[0][1][names.index("MMACs executed")] == "2.0"

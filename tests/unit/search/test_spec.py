@@ -108,8 +108,8 @@ def test_printed_rows_are_those_of_the_paper_tables(shared: Path) -> None:
 
 
 def test_the_accounting_of_another_paper_is_refused(tmp_path: Path) -> None:
-    base = small_config(tmp_path / "storage", model={"name": "meshed_memory", "d_model": 16, "heads": 2})
-    path = written(tmp_path, space={"model.memory_slots": [0, 2]})
+    base = small_config(tmp_path / "storage", model={"name": "meshed_memory", "d_model": 16, "num_heads": 2})
+    path = written(tmp_path, space={"model.num_memory_slots": [0, 2]})
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
     with pytest.raises(UserError, match="objectives: macs is an accounting of ExpansionNet v2's paper"):
         load_search(path)
@@ -147,7 +147,7 @@ def test_points_and_labels() -> None:
     [
         ({"space": {"model.d_modle": [1, 2]}}, ["unknown key model.d_modle", "did you mean d_model"]),
         ({"space": {"stages.nothere.lr": [1, 2]}}, ["'nothere' is none of xe_frozen"]),
-        ({"space": {"model.heads": [2, 3]}}, ["space.model.heads: the choice 3", "d_model = 16 does not divide"]),
+        ({"space": {"model.num_heads": [2, 3]}}, ["space.model.num_heads: the choice 3", "d_model = 16 does not"]),
         ({"space": {G: [[4], []]}}, ["the choice ", "empty list"]),
         ({"space": {G: {"groups": {"fine": [4], "bad": [0]}}}}, ["space.model.static_expansion", "greater than 0"]),
         ({"space": {G: {"generate": {"groups": [3], "smallest": 8, "largest": 16}}}}, ["no 3 groups lie between"]),
@@ -192,7 +192,7 @@ def test_mistakes_are_one_sentence(tmp_path: Path, changes: dict[str, Any], foun
 def test_combinations_that_the_model_refuses_are_found_before_anything_starts(tmp_path: Path) -> None:
     """Each choice is fine beside the first ones, 12 with 8 heads is not."""
     with pytest.raises(UserError, match=r"d_model 12, heads 8 is refused: .*12 does not divide"):
-        small_search(tmp_path, space={"model.d_model": [16, 12], "model.heads": [2, 8]})
+        small_search(tmp_path, space={"model.d_model": [16, 12], "model.num_heads": [2, 8]})
 
 
 def test_a_point_is_the_base_with_its_changes(tmp_path: Path) -> None:

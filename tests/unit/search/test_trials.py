@@ -182,7 +182,7 @@ def test_tables_and_configurations(tmp_path: Path) -> None:
 
 
 def test_whole_numbers_have_an_end_and_no_sampler_hangs(tmp_path: Path) -> None:
-    space = {"model.encoder_layers": {"low": 1, "high": 4, "log": True}}
+    space = {"model.num_encoder_layers": {"low": 1, "high": 4, "log": True}}
     for algorithm in ("random", "tpe"):
         search = small_search(tmp_path, space=space, algorithm=algorithm, budget={"trials": 8})
         assert search.space.size == 4

@@ -69,14 +69,14 @@ def stage(**values: object) -> StageSection:
 
 
 @pytest.mark.parametrize("captions_per_image", [1, 5])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("gradient_accumulation_steps", [1, 2])
 def test_workers_share_what_one_worker_would_see(
-    parts: tuple[Images, Captions], captions_per_image: int, accumulate: int
+    parts: tuple[Images, Captions], captions_per_image: int, gradient_accumulation_steps: int
 ) -> None:
     """The union over ranks and micro-steps is the global batch, whatever the number of workers."""
     section = stage(captions_per_image=captions_per_image)
     whole = Batches(*parts, section, seed=3, rank=0, world_size=1)
-    split = section.model_copy(update={"accumulate": accumulate})
+    split = section.model_copy(update={"gradient_accumulation_steps": gradient_accumulation_steps})
     for step in (0, 1, 7):
         (single,) = whole.at(step)
         pieces = [part for rank in (0, 1) for part in Batches(*parts, split, seed=3, rank=rank, world_size=2).at(step)]
@@ -107,8 +107,8 @@ def test_learning_rates_of_the_four_stages() -> None:
         schedule = ScheduleSection(
             name="hyperbolic",
             warmup_iterations=record["warmup_iterations"],
-            anneal=record["anneal_coefficient"],
-            anneal_every_epochs=record["anneal_every_epochs"],
+            decay=record["anneal_coefficient"],
+            decay_every_epochs=record["decay_every_epochs"],
             min_lr=record["min_lr"],
         )
         for iteration, expected in zip(record["iterations"], record["lr"], strict=True):
@@ -260,7 +260,7 @@ def scst_loss(**settings: Any) -> tuple[float, torch.Tensor]:
     from pipeline.training.objectives import scst_objective
 
     torch.manual_seed(0)
-    config = ExpansionNetConfig(name="transformer", d_model=8, d_ff=8, heads=2, dropout=0.0)
+    config = ExpansionNetConfig(name="transformer", d_model=8, d_ff=8, num_heads=2, dropout=0.0)
     captioner = Captioner(build_model(config, ModelSizes(5, 6, 8, 1, 2, 0)))
     section = {"num_samples": 3, "max_length": 6} | settings
     stage = StageSection(name="s", objective="scst", epochs=1, batch_size=2, lr=1, scst=section)
