@@ -6,7 +6,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ def caption(
     precision: str = "float32",
     explain: Path | None = None,
     address: str | None = None,
-    say: Callable[[str], None] = print,
 ) -> int:
     """Captions every image, one line each. Returns the exit code: 1 when an image could not be read.
 
@@ -77,7 +76,7 @@ def caption(
                 sink.write(json.dumps({**row, **signature}, ensure_ascii=False) + "\n")
                 sink.flush()  # a killed job loses the image in flight, not what it has
             else:
-                say(json.dumps(row, ensure_ascii=False) if json_lines else _text(row))
+                print(json.dumps(row, ensure_ascii=False) if json_lines else _text(row))
             now = time.monotonic()
             if now - last > 5:
                 rate = number / (now - begin)

@@ -6,13 +6,13 @@ from models.constraints import Machine
 from pipeline.captioning.captioning import Hypothesis
 from pipeline.config.sections import WorkersSection
 from pipeline.runs.folder import RunFolder
-from pipeline.storage.path import Place
+from pipeline.storage.path import StoragePath
 
 
 def caption_splits(
     folder: RunFolder,
     splits: tuple[str, ...],
-    store: Place,
+    store: StoragePath,
     excluded: tuple[str, ...],
     machines: dict[int, Machine],
 ) -> dict[str, dict[int, Hypothesis]]:
@@ -36,7 +36,7 @@ def caption_splits(
 def _caption_share(
     folder: RunFolder,
     splits: tuple[str, ...],
-    store: Place,
+    store: StoragePath,
     excluded: tuple[str, ...],
     rank: int,
     count: int,

@@ -12,7 +12,7 @@ def check(config: RunConfig, json_file: Path | None = None) -> int:
     """Prints the findings, and writes them as JSON on request. Returns 1 when training on the data would be wrong."""
     from pipeline.runs.check import check_data
 
-    found = check_data(config, print)
+    found = check_data(config)
     facts = found.facts
     captions, duplicates = facts["captions"], facts["duplicates"]
     print("splits       " + ", ".join(f"{split} {count}" for split, count in facts["splits"].items()))

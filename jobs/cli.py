@@ -14,6 +14,7 @@ import typer
 from jobs.bench.command import bench
 from jobs.cli_cluster import PASSES_ON, doctor, submit
 from pipeline.errors import UserError
+from pipeline.runtime.log import configure_logging
 
 app = typer.Typer(
     help="Train, tune and evaluate image-captioning models on a Ray cluster.",
@@ -310,6 +311,7 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             # a log file shows what a terminal would; file names that are no UTF-8 are shown escaped
             stream.reconfigure(line_buffering=True, errors="backslashreplace")
+    configure_logging()
     try:
         result = app(args=argv, standalone_mode=False)
     except UserError as error:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable
 
 from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
 
+logger = logging.getLogger(__name__)
 
-def start_ray(config: RunConfig, address: str | None, say: Callable[[str], None] = print) -> None:
+
+def start_ray(config: RunConfig, address: str | None) -> None:
     """Joins the Ray at `address` (or RAY_ADDRESS), else starts one in this machine with what the workers ask for.
 
     Called again, it does nothing. A Ray that this process started ends with it, also when it is killed. Raises
@@ -23,7 +24,7 @@ def start_ray(config: RunConfig, address: str | None, say: Callable[[str], None]
         return
     workers = config.workers
     joined = connect(address, math.ceil(workers.num_workers * workers.cpus_per_worker))
-    _check_gpus(config, ray.cluster_resources().get("GPU", 0), say if joined else None)
+    _check_gpus(config, ray.cluster_resources().get("GPU", 0), joined)
 
 
 def connect(address: str | None, needed_cpus: int = 2) -> bool:
@@ -52,7 +53,7 @@ def connect(address: str | None, needed_cpus: int = 2) -> bool:
     return False
 
 
-def _check_gpus(config: RunConfig, there: float, say: Callable[[str], None] | None) -> None:
+def _check_gpus(config: RunConfig, there: float, joined: bool) -> None:
     wanted = {
         "workers.gpus_per_worker": config.workers.num_workers * config.workers.gpus_per_worker,
         "features.gpus_per_actor": config.features.num_actors * config.features.gpus_per_actor,
@@ -60,6 +61,6 @@ def _check_gpus(config: RunConfig, there: float, say: Callable[[str], None] | No
     for key, count in wanted.items():
         if count > there:
             text = f"{key} asks for {count:g} GPUs in all and this Ray has {there:g}"
-            if say is None:
+            if not joined:
                 raise UserError(f"{text}; set it to 0, or join a cluster with --address")
-            say(f"warning   {text}; waiting until the cluster has them")
+            logger.warning(f"{text}; waiting until the cluster has them")

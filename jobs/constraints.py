@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.captioning.constraints import unknown_words, write_constraints
 from pipeline.captioning.detections import EXCLUDED, choose_constraints, read_detections, read_hierarchy
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 
 def constraints(
@@ -22,7 +24,6 @@ def constraints(
     most: int = 3,
     overlap: float = 0.85,
     model: Path | None = None,
-    say: Callable[[str], None] = print,
 ) -> int:
     """Writes a constraint file from detections. Raises UserError for files that cannot be read.
 
@@ -45,18 +46,20 @@ def constraints(
     }
     write_constraints(out, chosen)
     having = [own for own in chosen.values() if own]
-    say(
+    logger.info(
         f"{sum(map(len, found.values()))} detections in {len(found)} images: {sum(map(len, having))} constraints in "
         f"{len(having)} images, {len({own for each in having for own in each})} different classes"
     )
     if heights:
         strange = {each.label for own in found.values() for each in own} - heights.keys()
         if strange:
-            say(f"{len(strange)} classes are not in the hierarchy and count as leaves, such as {min(strange)!r}")
+            logger.info(
+                f"{len(strange)} classes are not in the hierarchy and count as leaves, such as {min(strange)!r}"
+            )
     if unsaid:
         listed = ", ".join(label for label, _ in unsaid.most_common(5)) + (", ..." if len(unsaid) > 5 else "")
-        say(f"classes left out, as the model lacks their words: {len(unsaid)} ({listed})")
-    say(f"constraints  {out}")
+        logger.info(f"classes left out, as the model lacks their words: {len(unsaid)} ({listed})")
+    logger.info(f"constraints  {out}")
     return 0
 
 

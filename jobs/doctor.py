@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.cluster.doctor import Finding, as_json, examine
@@ -15,7 +15,6 @@ def doctor(
     overrides: Sequence[str] = (),
     address: str | None = None,
     as_lines: bool = True,
-    say: Callable[[str], None] = print,
 ) -> int:
     """Prints a line a check, or all as JSON. Returns 1 when something fails, so that CONFIG cannot run here.
 
@@ -25,14 +24,14 @@ def doctor(
     for finding in examine(_read(config, overrides), address):
         findings.append(finding)
         if as_lines:
-            say(finding.line)
+            print(finding.line)
     found = as_json(findings)
     if not as_lines:
-        say(json.dumps(found, indent=1, ensure_ascii=False))
+        print(json.dumps(found, indent=1, ensure_ascii=False))
     else:
         failed = [finding.name for finding in findings if finding.level == "fail"]
         what = str(config) if config is not None else "raycap"
-        say(f"{what} cannot run here: {', '.join(failed)}" if failed else f"{what} can run here")
+        print(f"{what} cannot run here: {', '.join(failed)}" if failed else f"{what} can run here")
     return 0 if found["ok"] else 1
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.runs.evaluation import summarize_search
 from pipeline.scoring.metrics import Scores
-from pipeline.storage.path import Place, place
+from pipeline.storage.path import StoragePath, place
+
+logger = logging.getLogger(__name__)
+
 
 ALL = "all"
 
@@ -34,7 +38,6 @@ def evaluate(
     server: str | None = None,
     out: Path | None = None,
     address: str | None = None,
-    say: Callable[[str], None] = print,
 ) -> int:
     """Scores of the configuration's run, or of `models` (bundles; several are an ensemble), on splits of its data.
 
@@ -49,11 +52,11 @@ def evaluate(
         raise UserError("--stage names a stage of the configuration's run; leave --model out, or give its bundle there")
     if server is not None and not server.replace("-", "").replace("_", "").isalnum():
         raise UserError(f"--server {server}: letters, digits, - and _ only; it becomes part of a file's name")
-    dataset = _data(config, features is not None, say)
+    dataset = _data(config, features is not None)
     if features is None and config.features.hdf5 is not None:
-        dataset, features = _regions(dataset, config, say)
+        dataset, features = _regions(dataset, config)
     parts = {name: _part(dataset, name) for name in splits or config.data.test_splits}
-    members = [_bundle(model, "--model", features) for model in models] or [_run_bundle(config, stage, say)]
+    members = [_bundle(model, "--model", features) for model in models] or [_run_bundle(config, stage)]
     other = None if compare is None else _bundle(compare, "--compare", features)
     file = constraints or (None if config.evaluation.constraints is None else Path(config.evaluation.constraints))
     machines = {} if file is None else _machines(file, members[0], parts)
@@ -61,51 +64,51 @@ def evaluate(
     label = "+".join(member.name for member in members)[:120]
     folder = out or config.working_path / "evaluations" / label
     folder.mkdir(parents=True, exist_ok=True)
-    say(f"models    {', '.join(map(str, members))}" + (", as an ensemble" if len(members) > 1 else ""))
-    say(f"data      {', '.join(f'{name} {len(part)}' for name, part in parts.items())} images")
-    start_ray(config, address, say)
+    logger.info(f"models    {', '.join(map(str, members))}" + (", as an ensemble" if len(members) > 1 else ""))
+    logger.info(f"data      {', '.join(f'{name} {len(part)}' for name, part in parts.items())} images")
+    start_ray(config, address)
     result: dict[str, Any] = {"models": [str(member) for member in members], "splits": {}}
     failed = 0
     for name, part in parts.items():
-        found, bad = caption_dataset(members, part, config, features, folder, say, machines)
+        found, bad = caption_dataset(members, part, config, features, folder, machines)
         failed += len(bad)
         entry: dict[str, Any] = {"images": len(found), "unreadable": bad}
         result["splits"][name] = entry
-        best = _write_captions(folder, name, found, server, part, say)
-        entry |= summarize_search({image: own[0] for image, own in found.items()}, machines, f"search    {name}: ", say)
+        best = _write_captions(folder, name, found, server, part)
+        entry |= summarize_search({image: own[0] for image, own in found.items()}, machines, f"search    {name}: ")
         others: dict[int, str] = {}
         if other is not None:
-            compared, _ = caption_dataset([other], part, config, features, folder, say, their_machines)
+            compared, _ = caption_dataset([other], part, config, features, folder, their_machines)
             others = {image: hypotheses[0].caption for image, hypotheses in compared.items()}
-        _score(entry, name, part, best, others, dataset, config, say)
-        _report(folder, name, entry, part, best, others, config, members, features, say)
+        _score(entry, name, part, best, others, dataset, config)
+        _report(folder, name, entry, part, best, others, config, members, features)
     from pipeline.runs.folder import write_json
 
     write_json(folder / "scores.json", result)
-    say(f"scores       {folder / 'scores.json'}")
-    say(f"finished in {time.monotonic() - begin:.0f} s")
+    logger.info(f"scores       {folder / 'scores.json'}")
+    logger.info(f"finished in {time.monotonic() - begin:.0f} s")
     if failed:
-        say(f"{failed} images could not be read; scores.json says which and why")
+        logger.info(f"{failed} images could not be read; scores.json says which and why")
     return 1 if failed else 0
 
 
-def _data(config: RunConfig, with_keys: bool, say: Callable[[str], None]) -> Dataset:
+def _data(config: RunConfig, with_keys: bool) -> Dataset:
     """The annotations as they are: an image without a caption can be captioned, if not scored."""
     from pipeline.data.dataset import read_annotations
     from pipeline.data.loading import data_root, snapshot_of
 
-    dataset, _ = read_annotations(config.data, data_root(config, say), config.storage.options)
+    dataset, _ = read_annotations(config.data, data_root(config), config.storage.options)
     return snapshot_of(dataset, config)[0].known() if with_keys else dataset
 
 
-def _regions(dataset: Dataset, config: RunConfig, say: Callable[[str], None]) -> tuple[Dataset, str]:
+def _regions(dataset: Dataset, config: RunConfig) -> tuple[Dataset, str]:
     """The images of which features.hdf5 has regions, and the store with them."""
     from pipeline.features.regions import import_regions
 
     dataset = dataset.keyed_by_id()
-    store, bad = import_regions(dataset, config, lambda text: say(f"features  {text}"))
+    store, bad = import_regions(dataset, config)
     if bad:
-        say(f"features  {len(bad)} images are left out: {store / 'quarantine.parquet'} says why")
+        logger.info(f"features  {len(bad)} images are left out: {store / 'quarantine.parquet'} says why")
     return dataset.without(sorted(bad)), store.uri
 
 
@@ -149,13 +152,13 @@ def _bundle(model: str, option: str, features: str | None) -> Path:
     return folder
 
 
-def _run_bundle(config: RunConfig, stage: str | None, say: Callable[[str], None]) -> Path:
+def _run_bundle(config: RunConfig, stage: str | None) -> Path:
     """The bundle of the configuration's own run, written when it is not there yet."""
     from pipeline.data.loading import find_data
     from pipeline.runs.prepare import open_run
     from pipeline.runs.run_bundle import bundle_path, bundle_run
 
-    dataset, _ = find_data(config, say)
+    dataset, _ = find_data(config)
     folder = open_run(config, dataset.known().fingerprint())
     chosen = None
     if stage is not None:
@@ -179,7 +182,6 @@ def caption_dataset(
     config: RunConfig,
     features: str | None,
     folder: Path,
-    say: Callable[[str], None],
     machines: Mapping[int, Machine] | None = None,
 ) -> tuple[dict[int, list[Hypothesis]], dict[int, str]]:
     """Captions by image id from one Ray task a worker, and {image id: reason} of images that cannot be read.
@@ -205,7 +207,7 @@ def caption_dataset(
         found |= mine
         bad |= troubled
     seconds = time.monotonic() - begin
-    say(f"captions  {len(found)} images in {seconds:.0f} s, {len(found) / seconds:.1f} images/s")
+    logger.info(f"captions  {len(found)} images in {seconds:.0f} s, {len(found) / seconds:.1f} images/s")
     rows.unlink()
     return {image: found[image] for image in part.column("image_id") if image in found}, bad
 
@@ -213,7 +215,7 @@ def caption_dataset(
 def _share(
     members: list[Path],
     rows: Path,
-    store: Place | None,
+    store: StoragePath | None,
     config: RunConfig,
     rank: int,
     count: int,
@@ -256,7 +258,6 @@ def _write_captions(
     found: dict[int, list[Hypothesis]],
     server: str | None,
     part: Dataset,
-    say: Callable[[str], None],
 ) -> dict[int, str]:
     """predictions-SPLIT.json, the n best where there are several, the server's files; the best captions."""
     from pipeline.runs.evaluation import write_predictions
@@ -264,14 +265,14 @@ def _write_captions(
 
     best = {image: hypotheses[0].caption for image, hypotheses in found.items()}
     write_predictions(folder / f"predictions-{split}.json", best)
-    say(f"predictions  {folder / f'predictions-{split}.json'}")
+    logger.info(f"predictions  {folder / f'predictions-{split}.json'}")
     if any(len(hypotheses) > 1 for hypotheses in found.values()):
         lines = [
             json.dumps({"image_id": image, "n_best": [_present(each) for each in hypotheses]}, ensure_ascii=False)
             for image, hypotheses in found.items()
         ]
         write_text(folder / f"n-best-{split}.jsonl", "\n".join(lines) + "\n")
-        say(f"n best       {folder / f'n-best-{split}.jsonl'}")
+        logger.info(f"n best       {folder / f'n-best-{split}.jsonl'}")
     if server is not None:
         if len(best) != len(part):
             raise UserError(
@@ -281,7 +282,7 @@ def _write_captions(
         write_predictions(folder / f"{name}.json", best)
         with zipfile.ZipFile(folder / f"{name}.zip", "w", zipfile.ZIP_DEFLATED) as archive:
             archive.write(folder / f"{name}.json", f"{name}.json")
-        say(f"server       {folder / f'{name}.zip'}: {len(best)} rows")
+        logger.info(f"server       {folder / f'{name}.zip'}: {len(best)} rows")
     return best
 
 
@@ -297,7 +298,6 @@ def _score(
     others: dict[int, str],
     dataset: Dataset,
     config: RunConfig,
-    say: Callable[[str], None],
 ) -> None:
     """Scores of one split into its entry; without references there are captions only."""
     from jobs.score import format_scores
@@ -308,23 +308,23 @@ def _score(
 
     references = {image: captions for image, captions in part.references().items() if captions and image in best}
     if not references:
-        say(f"{split} has no reference captions: captioned, not scored")
+        logger.info(f"{split} has no reference captions: captioned, not scored")
         return
     seen = [caption for captions in dataset.split(*config.data.train_splits).column("captions") for caption in captions]
     scores = score_captions(references, {image: best[image] for image in references}, training_captions=seen or None)
     entry |= _summary(scores)
-    say(f"\n{split}, {len(references)} images{format_scores(scores)}")
+    logger.info(f"\n{split}, {len(references)} images{format_scores(scores)}")
     if config.data.synthetic is not None:
         entry["main_object"] = main_object_accuracy({image: best[image] for image in references}, references)
-        say(f"  main object named in {entry['main_object']:.1%} of the captions")
+        logger.info(f"  main object named in {entry['main_object']:.1%} of the captions")
     for row, difference in published_rows(config.model.name, split, part.column("uri"), config.evaluation.beam_size):
         values = "  ".join(f"{name} {value:.3f}" for name, value in row.scores.items())
-        say(f"  {row.name}: {values}" + (f"  ({difference})" if difference else ""))
+        logger.info(f"  {row.name}: {values}" + (f"  ({difference})" if difference else ""))
     if not others:
         return
     theirs = score_captions(references, {image: others[image] for image in references}, metrics=tuple(scores.by_name))
     entry["compared"] = _summary(theirs) | {"differences": {}}
-    say(f"  {'':<9} {'this':>8} {'other':>8}   difference by image, 95 % interval")
+    logger.info(f"  {'':<9} {'this':>8} {'other':>8}   difference by image, 95 % interval")
     for name, score in scores.by_name.items():
         other = theirs.by_name[name]
         if score.value is None or other.value is None:
@@ -334,7 +334,7 @@ def _score(
             gap = paired_difference(score.per_image, other.per_image)
             entry["compared"]["differences"][name] = gap._asdict()
             text = f"{gap}, better in {gap.better:.1%} of resamples"
-        say(f"  {name:<9} {score.value:>8.4f} {other.value:>8.4f}   {text}")
+        logger.info(f"  {name:<9} {score.value:>8.4f} {other.value:>8.4f}   {text}")
 
 
 def _summary(scores: Scores) -> dict[str, Any]:
@@ -359,7 +359,6 @@ def _report(
     config: RunConfig,
     members: Sequence[Path],
     features: str | None,
-    say: Callable[[str], None],
 ) -> None:
     """report-SPLIT.html; the heat maps are those of the first model."""
     if "scores" not in entry:
@@ -376,7 +375,7 @@ def _report(
     images = [
         ReportImage(
             image,
-            Place(uri, config.storage.options),
+            StoragePath(uri, config.storage.options),
             best[image],
             captions,
             scores.get(image),
@@ -400,4 +399,4 @@ def _report(
         facts={"models": ", ".join(label.split("+")), "images": f"{split} {len(part)}"},
     )
     write_report(folder / f"report-{split}.html", report)
-    say(f"report       {folder / f'report-{split}.html'}")
+    logger.info(f"report       {folder / f'report-{split}.html'}")

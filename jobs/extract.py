@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import logging
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,12 +17,12 @@ from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.features.extraction import Extractor
 from pipeline.features.store import FeatureStore
-from pipeline.storage.path import Place
+from pipeline.storage.path import StoragePath
+
+logger = logging.getLogger(__name__)
 
 
-def extract(
-    config: RunConfig, address: str | None = None, verify: bool = False, say: Callable[[str], None] = print
-) -> int:
+def extract(config: RunConfig, address: str | None = None, verify: bool = False) -> int:
     """Features of every split by the configuration's backbone (or from its HDF5 file). Returns the exit code.
 
     1 when more than `data.max_bad_fraction` of the images give none, or `verify` finds damage; UserError before
@@ -31,35 +31,35 @@ def extract(
     from pipeline.data.loading import read_data, snapshot_of
 
     begin = time.monotonic()
-    dataset = read_data(config, say)
-    say(f"data         {len(dataset)} images in {len(set(dataset.column('split')))} splits")
+    dataset = read_data(config)
+    logger.info(f"data         {len(dataset)} images in {len(set(dataset.column('split')))} splits")
     dataset, unreadable = snapshot_of(dataset, config)
     if config.features.hdf5 is not None:
         from pipeline.features.regions import import_regions
 
-        folder, bad = import_regions(dataset, config, say)
+        folder, bad = import_regions(dataset, config)
     else:
-        folder, bad = _compute(dataset, unreadable, config, address, say)
+        folder, bad = _compute(dataset, unreadable, config, address)
     store = FeatureStore(folder)
-    say(f"store        {folder}: {len(store)} images in {len(store.shards)} shards")
-    code = _verdict(dataset, bad, unreadable, config, folder, say)
+    logger.info(f"store        {folder}: {len(store)} images in {len(store.shards)} shards")
+    code = _verdict(dataset, bad, unreadable, config, folder)
     if verify:
         damaged = store.verify()
         lost = int((~store.contains(dataset.without(sorted(bad)).known().table["key"])).sum())
         for sentence in damaged:
-            say(f"damaged      {sentence}")
-        say(
+            logger.info(f"damaged      {sentence}")
+        logger.info(
             f"verify       {len(store.shards) - len(damaged)} of {len(store.shards)} shards are whole, "
             f"{lost} images are not there"
         )
         code = 1 if damaged or lost else code
-    say(f"finished in {time.monotonic() - begin:.1f} s")
+    logger.info(f"finished in {time.monotonic() - begin:.1f} s")
     return code
 
 
 def _compute(
-    dataset: Dataset, unreadable: dict[str, str], config: RunConfig, address: str | None, say: Callable[[str], None]
-) -> tuple[Place, dict[str, str]]:
+    dataset: Dataset, unreadable: dict[str, str], config: RunConfig, address: str | None
+) -> tuple[StoragePath, dict[str, str]]:
     from pipeline.features.extraction import extract as extract_features
 
     _refuse_when_unusable(dataset, unreadable, config)
@@ -67,9 +67,7 @@ def _compute(
     with TemporaryDirectory(prefix="raycap-") as scratch:
         weights = initial_weights(config, Path(scratch))
         extractor = Extractor(backbone, weights, config.features, config.data.max_pixels, config.storage.options)
-        return extract_features(
-            dataset, place / "features", extractor, lambda: start_ray(config, address), say, unreadable
-        )
+        return extract_features(dataset, place / "features", extractor, lambda: start_ray(config, address), unreadable)
 
 
 def initial_weights(config: RunConfig, scratch: Path) -> Path:
@@ -118,16 +116,15 @@ def _verdict(
     bad: dict[str, str],
     unreadable: dict[str, str],
     config: RunConfig,
-    folder: Place,
-    say: Callable[[str], None],
+    folder: StoragePath,
 ) -> int:
     troubled = len(dataset.known()) - len(dataset.without(sorted(bad)).known()) + len(unreadable)
     if not troubled:
         return 0
     first = next(iter(bad.values()), "") or next(iter(unreadable.values()))
-    say(f"quarantine   {troubled} of {len(dataset)} images gave no features (first: {first}):")
-    say(f"             {folder / 'quarantine.parquet'}")
+    logger.info(f"quarantine   {troubled} of {len(dataset)} images gave no features (first: {first}):")
+    logger.info(f"             {folder / 'quarantine.parquet'}")
     if troubled > config.data.max_bad_fraction * len(dataset):
-        say(f"failed       that is more than data.max_bad_fraction = {config.data.max_bad_fraction}")
+        logger.info(f"failed       that is more than data.max_bad_fraction = {config.data.max_bad_fraction}")
         return 1
     return 0

@@ -13,7 +13,7 @@ import numpy as np
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.reports.page import MAX_IMAGES, ReportImage, choose_images
-from pipeline.storage.path import Place, place
+from pipeline.storage.path import StoragePath, place
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +33,7 @@ def with_attention(
     bundle: Path,
     config: RunConfig,
     seed: str,
-    store: Place | None = None,
+    store: StoragePath | None = None,
     dataset: Dataset | None = None,
 ) -> list[ReportImage]:
     """The images with the maps of the captions that a bundle gave them; only those that the page will show get theirs.
@@ -59,7 +59,7 @@ def _maps(
     attributed: set[Key],
     bundle: Path,
     config: RunConfig,
-    store: Place | None,
+    store: StoragePath | None,
     dataset: Dataset | None,
 ) -> dict[Key, dict[str, Any]]:
     """The fields of a `ReportImage` that a model gives, of each image."""
@@ -105,7 +105,7 @@ def _maps(
 
 
 def _inputs(
-    asked: list[Asked], loaded: Bundle, config: RunConfig, store: Place | None, dataset: Dataset | None
+    asked: list[Asked], loaded: Bundle, config: RunConfig, store: StoragePath | None, dataset: Dataset | None
 ) -> Iterator[tuple[Asked, Tensor, Tensor | None, tuple[int, int]]]:
     """Each image's features (N, C), the boxes (N, 4) of regions, and for them the picture's width and height."""
     import torch

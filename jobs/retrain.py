@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -11,17 +12,18 @@ from jobs.cluster import start_ray
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.retrain.retrain import Trained
-from pipeline.storage.path import Place
+from pipeline.runtime.log import indented
+from pipeline.storage.path import StoragePath
+
+logger = logging.getLogger(__name__)
 
 
-def retrain(
-    config: RunConfig, *, roll_back: bool = False, address: str | None = None, say: Callable[[str], None] = print
-) -> int:
+def retrain(config: RunConfig, *, roll_back: bool = False, address: str | None = None) -> int:
     """One retraining, or a rollback; the exit code. Raises UserError for what the user can mend."""
     from pipeline.retrain.retrain import retrain as retrain_once
     from pipeline.retrain.retrain import rollback
 
-    return rollback(config, say) if roll_back else retrain_once(config, RayWork(address, say), say)
+    return rollback(config) if roll_back else retrain_once(config, RayWork(address))
 
 
 @dataclass(frozen=True)
@@ -29,21 +31,23 @@ class RayWork:
     """Training and captions on a Ray cluster."""
 
     address: str | None
-    say: Callable[[str], None]
 
     def train(self, config: RunConfig) -> Trained:
         """The whole of `raycap run`: extraction of what is new, every stage, evaluation, report, registration."""
         from jobs.run import run
         from pipeline.runs.run_bundle import local_bundle
 
-        folder = run(config, self.address, lambda text: self.say("\n".join(f"  {line}" for line in text.split("\n"))))
+        with indented():
+            folder = run(config, self.address)
         return Trained(folder.run_id, local_bundle(folder), folder.facts["data_fingerprint"])
 
-    def caption(self, bundle: Place, files: Mapping[str, str], part: Dataset, config: RunConfig) -> dict[int, str]:
+    def caption(
+        self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig
+    ) -> dict[int, str]:
         """One task a worker, on whatever machine; each fetches the bundle itself. What cannot be read is left out."""
         import ray
 
-        start_ray(config, self.address, self.say)
+        start_ray(config, self.address)
         workers = config.workers
         task = ray.remote(_caption).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
         count = workers.num_workers
@@ -52,7 +56,7 @@ class RayWork:
 
 
 def _caption(
-    bundle: Place, files: dict[str, str], rows: pa.Table, config: RunConfig, rank: int, count: int
+    bundle: StoragePath, files: dict[str, str], rows: pa.Table, config: RunConfig, rank: int, count: int
 ) -> dict[int, str]:
     from pipeline.captioning.bundle import bundle_digests, fetched, load_bundle
     from pipeline.captioning.captioning import caption_share

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +20,15 @@ from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.runs.folder import JOURNAL, RunFolder, is_alone, read_json, write_json, write_text
 from pipeline.runs.journal import JOURNAL_EVERY_S, Follower
-from pipeline.storage.path import Place
+from pipeline.runtime.log import log_file
+from pipeline.storage.path import StoragePath
 from pipeline.tracking.mlflow_client import public_uri
 from pipeline.tracking.run_tracker import Tracker
 
+logger = logging.getLogger(__name__)
 
-def run(config: RunConfig, address: str | None = None, say: Callable[[str], None] = print) -> RunFolder:
+
+def run(config: RunConfig, address: str | None = None) -> RunFolder:
     """All of it: checks, features, every stage, evaluation, report, registration. Returns the run's folder.
 
     Raises UserError for what the user can mend before anything long starts.
@@ -33,51 +37,51 @@ def run(config: RunConfig, address: str | None = None, say: Callable[[str], None
     from pipeline.runs.prepare import prepare
 
     begin = time.monotonic()
-    folder = prepare(config, say)
+    folder = prepare(config)
     done = folder.path / "COMPLETE.json"
     if done.is_file():
         summary = read_json(done)
         if config.tracking.enabled and not summary["tracked"]:
-            register(folder, config, say)
-        say(f"{folder.run_id} is complete; nothing to do")
-        say(summary["table"])
+            register(folder, config)
+        logger.info(f"{folder.run_id} is complete; nothing to do")
+        logger.info(summary["table"])
         return folder
-    with alone(folder.path):
-        job = _Run(config, folder, address, say)
+    with alone(folder.path), log_file(folder.path / "log" / "run.log"):
+        job = _Run(config, folder, address)
         try:
             job.execute()
         except BaseException as error:
             job.tracker.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
             raise
-        say(f"finished in {_minutes(time.monotonic() - begin)}")
+        logger.info(f"finished in {_minutes(time.monotonic() - begin)}")
     return folder
 
 
-def train(config: RunConfig, address: str | None = None, say: Callable[[str], None] = print) -> RunFolder:
+def train(config: RunConfig, address: str | None = None) -> RunFolder:
     """The stages of a run without evaluation and registration; `run` goes on from there."""
     from pipeline.runs.prepare import prepare
 
-    folder = prepare(config, say)
+    folder = prepare(config)
     if not all(folder.result(stage.name) for stage in config.stages):
         with alone(folder.path):
-            _Run(config, folder, address, say).train()
+            _Run(config, folder, address).train()
     return folder
 
 
 class _Run:
     """One attempt at a run: the state that its steps share."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, address: str | None, say: Callable[[str], None]) -> None:
+    def __init__(self, config: RunConfig, folder: RunFolder, address: str | None) -> None:
         # What does not decide the result (workers, tracking...) is as this call says, not as a former one did.
         if folder.config != config:
             write_text(folder.path / "config.yaml", dump_config(config))
             folder.push("config.yaml")
         self.folder = RunFolder(folder.path, folder.home)
-        self.config, self.address, self.say = config, address, say
+        self.config, self.address = config, address
         self.attempt = self.folder.begin_attempt()
         self.durations: dict[str, float] = {}
         self.excluded: set[str] = set()
-        self.tracker = Tracker(self.folder, config, say)
+        self.tracker = Tracker(self.folder, config)
         self.tracker.start()
 
     def execute(self) -> None:
@@ -97,8 +101,8 @@ class _Run:
         folder, config = self.folder, self.config
         facts = folder.facts
         counts = facts["parameters"]
-        self.say(f"run       {folder.run_id}  in {folder.path}")
-        self.say(
+        logger.info(f"run       {folder.run_id}  in {folder.path}")
+        logger.info(
             f"data      {', '.join(f'{split} {count}' for split, count in facts['splits'].items())} images; "
             f"{facts['sizes']['vocabulary_size']} words"
         )
@@ -108,13 +112,11 @@ class _Run:
         )
         if config.features.hdf5 is not None:
             source = f"regions of {config.features.hdf5}, at most {facts['num_tokens']}"
-        self.say(f"model     {config.model.name}, {counts['model']:,} parameters; {source}")
+        logger.info(f"model     {config.model.name}, {counts['model']:,} parameters; {source}")
         for number, stage in enumerate(config.stages, 1):
-            self.say(f"stage {number}   {self._describe(stage)}")
+            logger.info(f"stage {number}   {self._describe(stage)}")
         if facts["unreadable"]:
-            self.say(
-                f"warning   {len(facts['unreadable'])} images cannot be read and are left out (run.json lists them)"
-            )
+            logger.warning(f"{len(facts['unreadable'])} images cannot be read and are left out (run.json lists them)")
 
     def _describe(self, stage: StageSection) -> str:
         workers = self.config.workers.num_workers
@@ -141,7 +143,7 @@ class _Run:
         self._check_disk()
         self._machines(self.folder.dataset)  # refused now, not after the training
         if shutil.which("java") is None:
-            self.say("check     java is not on the PATH: METEOR will be reported as unavailable")
+            logger.info("check     java is not on the PATH: METEOR will be reported as unavailable")
         pending = [stage for stage in self.config.stages if self.folder.result(stage.name) is None]
         if not self.config.workers.dry_run or not pending or any(self.folder.path.glob("stages/*/step-*")):
             return
@@ -156,7 +158,7 @@ class _Run:
             for row in ray.get(task.remote(self.folder)):
                 if "error" in row:
                     raise UserError(f"a trial step of stage {row['stage']} fails: {row['error']}")
-                self.say(f"check     one step of {row['stage']}: {row['seconds']:.1f} s, {row['memory_mb']:.0f} MiB")
+                logger.info(f"check     one step of {row['stage']}: {row['seconds']:.1f} s, {row['memory_mb']:.0f} MiB")
 
     def _check_disk(self) -> None:
         facts = self.folder.facts
@@ -173,13 +175,13 @@ class _Run:
                 f"({features / 2**30:.1f} GiB) and checkpoints ({weights / 2**30:.1f} GiB) need more; "
                 f"free some or set another {'RAYCAP_CACHE' if self.folder.home else 'storage'}"
             )
-        self.say(f"check     disk: {free / 2**30:.0f} GiB free, about {(features + weights) / 2**30:.1f} GiB needed")
+        logger.info(f"check     disk: {free / 2**30:.0f} GiB free, about {(features + weights) / 2**30:.1f} GiB needed")
 
     def _start_ray(self) -> None:
         with self._timed("starting ray"):
-            start_ray(self.config, self.address, self.say)
+            start_ray(self.config, self.address)
 
-    def _features(self, group: list[StageSection]) -> Place | None:
+    def _features(self, group: list[StageSection]) -> StoragePath | None:
         """The store for a group's frozen stages: all images that training and validation read."""
         frozen = [stage for stage in group if not stage.train_backbone]
         if not frozen:
@@ -188,7 +190,7 @@ class _Run:
         part = self.folder.dataset.split(*data.train_splits, data.val_split)
         return self._extract(part, frozen[0])
 
-    def _extract(self, part: Dataset, before: StageSection | None) -> Place:
+    def _extract(self, part: Dataset, before: StageSection | None) -> StoragePath:
         """Features as a stage (None: the evaluation) reads them."""
         with self._timed("features"):
             store, bad = self._stored(part, before)
@@ -199,38 +201,32 @@ class _Run:
                 f"{self.config.data.max_bad_fraction}; {store / 'quarantine.parquet'} lists them (first: {reason})"
             )
         if bad:
-            self.say(f"features  {len(bad)} images in quarantine: {store / 'quarantine.parquet'}")
+            logger.info(f"features  {len(bad)} images in quarantine: {store / 'quarantine.parquet'}")
         self.excluded |= bad.keys()
         return store
 
-    def _stored(self, part: Dataset, before: StageSection | None) -> tuple[Place, dict[str, str]]:
+    def _stored(self, part: Dataset, before: StageSection | None) -> tuple[StoragePath, dict[str, str]]:
         """The store, and {key: reason} of images that gave no features."""
         if self.config.features.hdf5 is not None:
             from pipeline.features.regions import import_regions
 
-            return import_regions(part, self.config, lambda text: self.say(f"features  {text}"))
+            return import_regions(part, self.config)
         from pipeline.features.extraction import Extractor, extract
 
         backbone = replace(self.config.backbone, weights="none")
         weights = self.folder.weights_before(before, "backbone")
         options = self.config.storage.options
         extractor = Extractor(backbone, weights, self.config.features, self.config.data.max_pixels, options)
-        return extract(
-            part,
-            self.config.storage_place / "features",
-            extractor,
-            self._start_ray,
-            lambda text: self.say(f"features  {text}"),
-        )
+        return extract(part, self.config.storage_place / "features", extractor, self._start_ray)
 
-    def _train(self, group: list[StageSection], store: Place | None) -> None:
+    def _train(self, group: list[StageSection], store: StoragePath | None) -> None:
         from jobs.train import fit
         from pipeline.training.loop import StageJob
 
         self._start_ray()
         names = tuple(stage.name for stage in group)
         job = StageJob(self.folder.path, names, store, tuple(sorted(self.excluded)), self.attempt, self.folder.home)
-        with self._timed(" + ".join(names)), _Printer(self.folder, self.say):
+        with self._timed(" + ".join(names)), _Printer(self.folder):
             fit(job, self.config)
         self.folder.pull("stages")
 
@@ -247,14 +243,14 @@ class _Run:
         dataset = folder.dataset.without(sorted(self.excluded))
         with self._timed("evaluation"):
             self._start_ray()
-            self.say(f"evaluate  {', '.join(splits)} with beam {config.evaluation.beam_size}")
+            logger.info(f"evaluate  {', '.join(splits)} with beam {config.evaluation.beam_size}")
             machines, searched = self._machines(dataset), {}
             excluded = tuple(sorted(self.excluded))
             for split, found in caption_splits(folder, splits, store, excluded, machines).items():
                 captions = {image: each.caption for image, each in found.items()}
                 write_predictions(folder.path / "predictions" / f"{split}.json", captions)
                 own = machines if split != config.data.val_split else {}
-                searched[split] = summarize_search(found, own, f"evaluate  {split}: ", self.say)
+                searched[split] = summarize_search(found, own, f"evaluate  {split}: ")
             write_json(folder.path / "predictions" / "_search.json", searched)
             result = evaluate_run(folder, dataset)
         bundle = bundle_run(folder, scores=flat_scores(result))
@@ -284,7 +280,7 @@ class _Run:
         complete = {"table": table, "durations": self.durations, "bundle": str(shown), "scores": flat_scores(result)}
         write_json(folder.path / "COMPLETE.json", {**complete, "tracked": registered is not None})
         folder.push("COMPLETE.json")
-        self.say(table)
+        logger.info(table)
 
     def _machines(self, dataset: Dataset) -> dict[int, Machine]:
         """The constraints of test images, where the configuration names a file."""
@@ -327,9 +323,8 @@ class _Run:
 class _Printer:
     """Prints journal entries while a fit is under way."""
 
-    def __init__(self, folder: RunFolder, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: RunFolder) -> None:
         self.folder, self.follower, self._pulled = folder, Follower(folder.journal), time.monotonic()
-        self.say = say
         self.start: dict[str, tuple[int, float]] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="printer", daemon=True)
@@ -356,7 +351,7 @@ class _Printer:
 
     def _print(self) -> None:
         for entry in self.follower.new():
-            self.say(self._line(entry))
+            logger.info(self._line(entry))
 
     def _line(self, entry: dict[str, Any]) -> str:
         stage, step = entry["stage"], entry["step"]

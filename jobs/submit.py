@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import importlib.metadata
+import logging
 import os
 import re
 import sys
@@ -31,7 +32,9 @@ from pipeline.config.run import RunConfig, load_config
 from pipeline.errors import UserError
 from pipeline.version import project_root
 
-Say = Callable[[str], None]
+logger = logging.getLogger(__name__)
+
+
 POLL_S = 2.0
 LOST_S = 600.0  # how long a cluster may be out of reach before following is given up
 
@@ -46,7 +49,6 @@ def submit(
     secrets: Sequence[str] = (),
     with_dependencies: bool = False,
     detach: bool = False,
-    say: Say = print,
 ) -> int:
     """Packs, sends and follows; returns the job's exit code (0 at once with `detach`).
 
@@ -60,8 +62,8 @@ def submit(
         parsed = _parse(command, config, arguments)
     server = JobsServer(address)
     for warning in check_places(parsed):
-        say(f"warning   {warning}")
-    _say_versions(server, say)
+        logger.warning(f"{warning}")
+    _log_versions(server)
     root = project_root()
     job = Submission(command, "", tuple(arguments), given, named, requirements(root) if with_dependencies else ())
     with tempfile.TemporaryDirectory(prefix="raycap-submit-") as scratch:
@@ -69,19 +71,19 @@ def submit(
         files, path = package_files(config, root, own)
         package = pack(files, Path(scratch) / "code.zip")
         job = Submission(command, path, job.arguments, given, named, job.requirements)
-        say(f"code      {package.describe()}")
-        say("          sent" if server.send(package) else "          the cluster has it already")
+        logger.info(f"code      {package.describe()}")
+        logger.info("          sent" if server.send(package) else "          the cluster has it already")
         job_id = _new_id(parsed.name)
         server.submit(job_id, job.entrypoint, job.runtime_env(f"gcs://{package.name}"), job.metadata)
-    say(f"job       {job_id}: raycap {command} {path}")
+    logger.info(f"job       {job_id}: raycap {command} {path}")
     if given:
-        say(f"variables {', '.join(given)} (their values can be read on the cluster)")
+        logger.info(f"variables {', '.join(given)} (their values can be read on the cluster)")
     if named:
-        say(f"secrets   {', '.join(named)} must be in the environment of the cluster's nodes")
+        logger.info(f"secrets   {', '.join(named)} must be in the environment of the cluster's nodes")
     if detach:
-        _say_how(job_id, server, say)
+        _log_commands(job_id, server)
         return 0
-    return follow(server, job_id, say)
+    return follow(server, job_id)
 
 
 @contextmanager
@@ -145,13 +147,13 @@ def refuse_options(command: str, words: Sequence[str], **options: object) -> Non
         )
 
 
-def _say_versions(server: JobsServer, say: Say) -> None:
+def _log_versions(server: JobsServer) -> None:
     here, there = importlib.metadata.version("ray"), server.version()["ray_version"]
-    say(f"cluster   {server.address}, Ray {there}")
+    logger.info(f"cluster   {server.address}, Ray {there}")
     if here != there:
-        say(f"warning   this machine has Ray {here}; the job uses the cluster's, which may not fit this code")
+        logger.warning(f"this machine has Ray {here}; the job uses the cluster's, which may not fit this code")
     if server.token_sent and server.is_open:
-        say("warning   the token goes over http, where it can be read on the way; use https or a tunnel")
+        logger.warning("the token goes over http, where it can be read on the way; use https or a tunnel")
 
 
 def _new_id(name: str) -> str:
@@ -159,28 +161,28 @@ def _new_id(name: str) -> str:
     return f"raycap-{re.sub(r'[^A-Za-z0-9-]', '-', name)}-{now}-{uuid.uuid4().hex[:6]}"
 
 
-def _say_how(job_id: str, server: JobsServer, say: Say) -> None:
-    say(f"follow    raycap submit logs {job_id} --address {server.address}")
-    say(f"stop      raycap submit stop {job_id} --address {server.address}")
+def _log_commands(job_id: str, server: JobsServer) -> None:
+    logger.info(f"follow    raycap submit logs {job_id} --address {server.address}")
+    logger.info(f"stop      raycap submit stop {job_id} --address {server.address}")
 
 
-def follow(server: JobsServer, job_id: str, say: Say = print, write: Say | None = None) -> int:
+def follow(server: JobsServer, job_id: str, write: Callable[[str], None] | None = None) -> int:
     """Prints a job's log until it is over and returns its exit code; a connection that is cut is made again.
 
     Ctrl-C asks whether to stop the job; without a terminal it goes on, and what stops it is printed.
     """
     try:
-        info = asyncio.run(_Follower(server, job_id, say, write or _write).run())
+        info = asyncio.run(_Follower(server, job_id, write or _write).run())
     except KeyboardInterrupt:
-        return _interrupted(server, job_id, say)
-    return _verdict(job_id, info, say)
+        return _interrupted(server, job_id)
+    return _verdict(job_id, info)
 
 
 class _Follower:
     """The state of following one job: how much of its log was printed, and since when the cluster is out of reach."""
 
-    def __init__(self, server: JobsServer, job_id: str, say: Say, write: Say) -> None:
-        self.server, self.job_id, self.say, self.write = server, job_id, say, write
+    def __init__(self, server: JobsServer, job_id: str, write: Callable[[str], None]) -> None:
+        self.server, self.job_id, self.write = server, job_id, write
         self.printed = 0  # characters
         self.lost_at: float | None = None
         self.waiting = ""
@@ -191,7 +193,7 @@ class _Follower:
                 info = await asyncio.to_thread(self.server.job, self.job_id)
                 self._back()
                 if info["status"] == "PENDING":
-                    self._say_waiting(info)
+                    self._log_pending(info)
                     await asyncio.sleep(POLL_S)
                     continue
                 await self._print()
@@ -218,16 +220,16 @@ class _Follower:
                 self.write(new)
                 self.printed = seen
 
-    def _say_waiting(self, info: dict[str, Any]) -> None:
+    def _log_pending(self, info: dict[str, Any]) -> None:
         message = " ".join(str(info.get("message") or "waiting for the cluster").split())
         if message != self.waiting:
-            self.say(f"pending   {message}")
+            logger.info(f"pending   {message}")
             self.waiting = message
 
     def _lost(self, error: UnreachableError) -> None:
         if self.lost_at is None:
             self.lost_at = time.monotonic()
-            self.say(f"warning   {error}; the job goes on, trying again")
+            logger.warning(f"{error}; the job goes on, trying again")
         elif time.monotonic() - self.lost_at > LOST_S:
             raise UnreachableError(
                 f"{error}; given up after {LOST_S / 60:.0f} minutes, the job may go on: "
@@ -236,7 +238,7 @@ class _Follower:
 
     def _back(self) -> None:
         if self.lost_at is not None:
-            self.say("          connected again")
+            logger.info("          connected again")
         self.lost_at = None
 
 
@@ -245,65 +247,65 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _verdict(job_id: str, info: dict[str, Any], say: Say) -> int:
+def _verdict(job_id: str, info: dict[str, Any]) -> int:
     """The job's own exit code; 1 for one that has none because it never started or was stopped."""
     status, code = info["status"], info.get("driver_exit_code")
     if status == "SUCCEEDED":
-        say(f"job       {job_id} succeeded")
+        logger.info(f"job       {job_id} succeeded")
         return 0
     if status == "STOPPED":
-        say(f"job       {job_id} was stopped")
+        logger.info(f"job       {job_id} was stopped")
         return 1
     if code is None:
-        say(f"job       {job_id} failed: {' '.join(str(info.get('message') or 'no reason given').split())}")
+        logger.info(f"job       {job_id} failed: {' '.join(str(info.get('message') or 'no reason given').split())}")
         return 1
     code = int(code)
-    say(f"job       {job_id} failed with exit code {code}")
+    logger.info(f"job       {job_id} failed with exit code {code}")
     return code if code > 0 else 128 - code  # killed by a signal, as a shell says it
 
 
-def _interrupted(server: JobsServer, job_id: str, say: Say) -> int:
+def _interrupted(server: JobsServer, job_id: str) -> int:
     stop_it = False
     if sys.stdin is not None and sys.stdin.isatty():
         try:
             stop_it = input(f"\nStop the job {job_id} too? [y/N] ").strip().lower() in ("y", "yes")
         except (KeyboardInterrupt, EOFError):
-            say("")
+            logger.info("")
     if stop_it:
-        return stop(job_id, server.address, say)
-    say(f"the job {job_id} goes on")
-    _say_how(job_id, server, say)
+        return stop(job_id, server.address)
+    logger.info(f"the job {job_id} goes on")
+    _log_commands(job_id, server)
     return 130
 
 
-def status(job_id: str, address: str, say: Say = print) -> int:
+def status(job_id: str, address: str) -> int:
     """Says how a job is; 0 unless it failed or was stopped."""
     info = JobsServer(address).job(job_id)
-    say(f"{job_id}: {info['status']}")
+    logger.info(f"{job_id}: {info['status']}")
     if info.get("message"):
-        say(str(info["message"]).splitlines()[0])
+        logger.info(str(info["message"]).splitlines()[0])
     begin, end = info.get("start_time"), info.get("end_time")
     if begin:
-        say(f"{((end or time.time() * 1000) - begin) / 1000:.0f} s, {info['entrypoint']}")
-    return 0 if info["status"] not in ("FAILED", "STOPPED") else _verdict(job_id, info, lambda _: None)
+        logger.info(f"{((end or time.time() * 1000) - begin) / 1000:.0f} s, {info['entrypoint']}")
+    return 0 if info["status"] not in ("FAILED", "STOPPED") else _verdict(job_id, info)
 
 
-def logs(job_id: str, address: str, to_the_end: bool = False, say: Say = print) -> int:
+def logs(job_id: str, address: str, to_the_end: bool = False) -> int:
     """Prints a job's log: what there is, or all of it until the job is over."""
     server = JobsServer(address)
     server.job(job_id)
     if to_the_end:
-        return follow(server, job_id, say)
+        return follow(server, job_id)
     _write(server.logs(job_id))
     return 0
 
 
-def stop(job_id: str, address: str, say: Say = print, patience_s: float = 60.0) -> int:
+def stop(job_id: str, address: str, patience_s: float = 60.0) -> int:
     """Stops a job and waits until it is over: Ray kills it when it does not end by itself within some seconds."""
     server = JobsServer(address)
     info = server.job(job_id)
     if info["status"] in OVER:
-        say(f"job       {job_id} was over already: {info['status']}")
+        logger.info(f"job       {job_id} was over already: {info['status']}")
         return 0
     server.stop(job_id)
     until = time.monotonic() + patience_s
@@ -311,5 +313,5 @@ def stop(job_id: str, address: str, say: Say = print, patience_s: float = 60.0) 
         if time.monotonic() > until:
             raise UnreachableError(f"{job_id} is still {info['status']} after {patience_s:.0f} s; ask again later")
         time.sleep(0.5)
-    say(f"job       {job_id} is over: {info['status']}; the same command continues what it did")
+    logger.info(f"job       {job_id} is over: {info['status']}; the same command continues what it did")
     return 0

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pipeline.config.run import RunConfig, load_config, parse_config, read_values
 from pipeline.errors import UserError
 from pipeline.runs.folder import RunFolder, is_alone, read_json
-from pipeline.storage.path import Place
+from pipeline.storage.path import StoragePath
 from pipeline.tracking.mlflow_client import ending, known_trackers, public_uri
 from pipeline.tracking.run_tracker import Tracker, register_run
 
-Say = Callable[[str], None]
+logger = logging.getLogger(__name__)
+
+
 Runs = Iterator[tuple[RunFolder, RunConfig]]
 
 
-def sync(target: Path, overrides: Sequence[str] = (), say: Say = print) -> int:
+def sync(target: Path, overrides: Sequence[str] = ()) -> int:
     """Sends what is missing of the runs that `target` names: a run's folder, a storage's, or a configuration.
 
     Returns the exit code: 1 when a tracker does not take everything. Raises UserError when there is no run.
@@ -26,42 +29,42 @@ def sync(target: Path, overrides: Sequence[str] = (), say: Say = print) -> int:
         found += 1
         where = public_uri(config)
         if where in silent:  # each more would wait as long again
-            say(f"{folder.run_id}: not tried, {where} did not answer")
-        elif not send(folder, config, say):
+            logger.info(f"{folder.run_id}: not tried, {where} did not answer")
+        elif not send(folder, config):
             silent.add(where)
     if not found:
         raise UserError(f"{target}: no run is there; give a run's folder, a storage's, or the configuration of a run")
     return 1 if silent else 0
 
 
-def send(folder: RunFolder, config: RunConfig, say: Say) -> bool:
+def send(folder: RunFolder, config: RunConfig) -> bool:
     """Sends what the tracker lacks of one run; False when it does not take everything."""
     if not config.tracking.enabled:
-        say(f"{folder.run_id}: tracking.enabled is false; nothing to send")
+        logger.info(f"{folder.run_id}: tracking.enabled is false; nothing to send")
         return True
     with is_alone(folder.path) as alone:
         if not alone:
-            say(f"{folder.run_id}: a process is working on it, and sends what is missing itself")
+            logger.info(f"{folder.run_id}: a process is working on it, and sends what is missing itself")
             return True
         if (folder.path / "COMPLETE.json").is_file():
-            return register(folder, config, say)
+            return register(folder, config)
         # A driver that was killed noted nothing; of a run on S3 nobody knows here whether it goes on elsewhere.
         status = ending(folder, config) or (None if folder.home else "KILLED")
-        if not Tracker(folder, config, say).close(status):
+        if not Tracker(folder, config).close(status):
             return False
-        say(f"{folder.run_id}: {public_uri(config)} has everything; {status or 'not over'}")
+        logger.info(f"{folder.run_id}: {public_uri(config)} has everything; {status or 'not over'}")
         return True
 
 
-def register(folder: RunFolder, config: RunConfig, say: Say) -> bool:
+def register(folder: RunFolder, config: RunConfig) -> bool:
     """Sends what the tracker lacks of a complete run, its model with it; False when it does not take everything."""
     if read_json(folder.path / "COMPLETE.json")["tracked"]:
-        say(f"{folder.run_id}: {public_uri(config)} has everything")
+        logger.info(f"{folder.run_id}: {public_uri(config)} has everything")
         return True
-    registered = register_run(folder, config, say)
+    registered = register_run(folder, config)
     if registered is None:
         return False
-    say(f"{folder.run_id}: {public_uri(config)} has everything; FINISHED, model {registered}")
+    logger.info(f"{folder.run_id}: {public_uri(config)} has everything; FINISHED, model {registered}")
     return True
 
 
@@ -94,7 +97,7 @@ def _folders(runs: Path) -> list[Path]:
     return sorted(path.parent for path in runs.glob("*/run.json"))
 
 
-def _opened(path: Path, home: Place | None) -> RunFolder:
+def _opened(path: Path, home: StoragePath | None) -> RunFolder:
     """The run's folder, brought up to date when it lies on S3 and nobody works on the copy here."""
     folder = RunFolder(path, home)
     if home is not None:

@@ -8,7 +8,7 @@ import uuid
 from typing import Any
 
 from pipeline.config.run import RunConfig
-from pipeline.storage.path import Place
+from pipeline.storage.path import StoragePath
 from pipeline.training.loop import AbandonedError, DivergedError, StageJob, train_stages
 
 
@@ -54,7 +54,7 @@ def fit(job: StageJob, config: RunConfig) -> None:
             raise StageFailedError(failure.read_bytes().decode())
 
 
-def failure_file(job: StageJob) -> Place:
+def failure_file(job: StageJob) -> StoragePath:
     """Where a worker writes why trying again is of no use; one file an attempt."""
     return job.folder.root / f"log/failure-{job.attempt}"
 

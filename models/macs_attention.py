@@ -66,7 +66,7 @@ def _clustered(config: ModelConfig, side: str) -> int:
     if getattr(config, f"{side}_clusters") == "none":
         return 0
     chosen = getattr(config, f"clustered_{side}_layers")
-    return getattr(config, f"{side}_layers") if chosen is None else len(chosen)
+    return getattr(config, f"num_{side}_layers") if chosen is None else len(chosen)
 
 
 def _pooled(config: ClustFormerConfig, image_tokens: int) -> int:

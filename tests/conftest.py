@@ -12,6 +12,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from tests.support.logs import on_message
 from tests.support.s3_server import s3_server
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,6 +41,14 @@ def clean_root() -> Iterator[None]:
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Nothing that tests cache stays on the machine; processes that they start inherit it."""
     os.environ["RAYCAP_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def log_lines() -> Iterator[list[str]]:
+    """The messages that raycap logs during the test, from INFO on."""
+    lines: list[str] = []
+    with on_message(lines.append):
+        yield lines
 
 
 @pytest.fixture(scope="session")

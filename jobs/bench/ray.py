@@ -34,7 +34,7 @@ def bench_ray(pairs: int = 4) -> None:
     with tempfile.TemporaryDirectory(prefix="raycap-bench-") as scratch:
         root = Path(scratch)
         config = parse_config(embedded_settings(root))
-        folder = prepare(config, lambda text: None)
+        folder = prepare(config)
         store = random_store(folder, root / "store")
         start_ray(config, None)
         times: dict[str, list[float]] = {"plain process": [], "Ray Train": []}

@@ -45,7 +45,7 @@ def bench_tracker(rounds: int = 6, threads: int | None = None) -> None:
     phases = [mode for turn in range(rounds) for mode in (MODES if turn % 2 == 0 else MODES[::-1])]
     with tempfile.TemporaryDirectory(prefix="raycap-bench-") as scratch, _mlflow_server(Path(scratch)) as port:
         config = parse_config(_settings(Path(scratch), WARM + len(phases) * STEPS, threads or os.cpu_count() or 1))
-        folder = prepare(config, lambda text: None)
+        folder = prepare(config)
         store = random_store(folder, Path(scratch) / "store")
         start_ray(config, None)
         where = {"answers": f"http://127.0.0.1:{port}", "stopped": f"http://127.0.0.1:{_free_port()}"}
@@ -77,7 +77,7 @@ def _change_trackers(
         if not _reached(folder.journal, WARM + number * STEPS, stop):
             return
         tracking = config.tracking.model_copy(update={"enabled": mode in where, "uri": where.get(mode)})
-        tracker = Tracker(folder, config.model_copy(update={"tracking": tracking}), lambda text: None)
+        tracker = Tracker(folder, config.model_copy(update={"tracking": tracking}))
         tracker.start()
         _reached(folder.journal, WARM + (number + 1) * STEPS, stop)
         tracker.close(None)

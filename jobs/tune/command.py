@@ -30,7 +30,9 @@ from pipeline.search.samplers import make_proposals
 from pipeline.search.spec import SCORE, Search, load_search
 from pipeline.search.trials import OVER, Book, SearchFolder, TrialRecord, minutes
 
-Say = Callable[[str], None]
+logger = logging.getLogger(__name__)
+
+
 TABLE_EVERY_S = 30.0
 
 
@@ -40,7 +42,6 @@ def tune(
     address: str | None = None,
     *,
     retry_failed: bool = False,
-    say: Say = print,
 ) -> int:
     """Runs a search to its end; returns the exit code: 1 when every trial failed."""
     begin = time.monotonic()
@@ -54,11 +55,11 @@ def tune(
     for name in search.config.objectives:
         if reason := why_unavailable(name):
             raise UserError(f"the objective {name} cannot be computed here: {reason}")
-    dataset, troubles = find_data(search.base, say)
+    dataset, troubles = find_data(search.base)
     dataset = readable(dataset, troubles, search.base)
     if troubles:
-        say(f"warning   {len(troubles)} images cannot be read and are left out")
-    source = find_backbone(search, dataset, address, say)
+        logger.warning(f"{len(troubles)} images cannot be read and are left out")
+    source = find_backbone(search, dataset, address)
     from pipeline.runtime.weights import weights_file_digest
 
     weights = "" if source is None else weights_file_digest(source.weights)
@@ -66,25 +67,25 @@ def tune(
     folder = SearchFolder(search.base.storage_path / "searches" / name)
     folder.path.mkdir(parents=True, exist_ok=True)
     with alone(folder.path):
-        store, bad = extract_once(search, dataset, source, lambda: _start_ray(search, address), say)
+        store, bad = extract_once(search, dataset, source, lambda: _start_ray(search, address))
         weights_file, start = (None, None) if source is None else (source.weights, source.start)
         folder.write_plan(search, weights_file, start, store, bad)
         if retry_failed and (count := folder.reopen_failed()):
-            say(f"retry     {count} trials that failed run again")
+            logger.info(f"retry     {count} trials that failed run again")
         book = _open_book(folder, search)
-        _say_plan(book, say)
+        _log_plan(book)
         from jobs.tune.outcome import Outcome
 
-        outcome = Outcome(book, say)
+        outcome = Outcome(book)
         try:
             if book.left_behind or book.remaining > 0:
                 _start_ray(search, address)
-                _run_trials(book, search, say, outcome.changed)
+                _run_trials(book, search, outcome.changed)
         except BaseException as error:
             outcome.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
             raise
         code = outcome.finish()
-    say(f"finished in {minutes(time.monotonic() - begin)}")
+    logger.info(f"finished in {minutes(time.monotonic() - begin)}")
     return code
 
 
@@ -96,21 +97,21 @@ def _open_book(folder: SearchFolder, search: Search) -> Book:
     return Book(folder, search, proposals)
 
 
-def _say_plan(book: Book, say: Say) -> None:
+def _log_plan(book: Book) -> None:
     search, config = book.search, book.search.config
-    say(f"search    {book.folder.path.name}  in {book.folder.path}")
+    logger.info(f"search    {book.folder.path.name}  in {book.folder.path}")
     size = "any number of" if math.isinf(search.space.size) else f"{search.space.size:.0f}"
     dimensions = ", ".join(search.space.keys)
     asked = "trials until the time is over" if book.asked is None else f"{book.asked} trials"
     seeds = f" of {len(config.seeds)} seeds" if len(config.seeds) > 1 else ""
-    say(f"space     {dimensions}: {size} points; {config.algorithm}, {asked}{seeds}")
+    logger.info(f"space     {dimensions}: {size} points; {config.algorithm}, {asked}{seeds}")
     early = ""
     if config.scheduler:
         early = f"; ASHA from epoch {config.scheduler.grace_epochs:g}, the best 1/{config.scheduler.reduction:g} go on"
-    say(f"trial     {', '.join(search.stages)}, {search.total_epochs():g} epochs{early}")
+    logger.info(f"trial     {', '.join(search.stages)}, {search.total_epochs():g} epochs{early}")
     over = sum(record.state in OVER for record in book.records)
     if book.records:
-        say(f"continues with {over} trials done and {len(book.left_behind)} that were left in the middle")
+        logger.info(f"continues with {over} trials done and {len(book.left_behind)} that were left in the middle")
 
 
 def _start_ray(search: Search, address: str | None) -> None:
@@ -143,7 +144,7 @@ def concurrency(search: Search, resources: Mapping[str, float]) -> int:
     return max(1, min(fits, search.config.budget.concurrent or fits))
 
 
-def _run_trials(book: Book, search: Search, say: Say, changed: Callable[[], None]) -> None:
+def _run_trials(book: Book, search: Search, changed: Callable[[], None]) -> None:
     """Ray Tune until no trial is left or the time is over."""
     for key, value in {
         "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
@@ -164,9 +165,9 @@ def _run_trials(book: Book, search: Search, say: Say, changed: Callable[[], None
     each = (
         {"CPU": asked.cpus, "GPU": asked.gpus} if asked.workers == 1 else {"memory": 2.0**20}
     )  # the workers' are theirs
-    say(f"resources {at_once} trials at a time, {asked.workers} x {asked.cpus:g} CPU, {asked.gpus:g} GPU each")
+    logger.info(f"resources {at_once} trials at a time, {asked.workers} x {asked.cpus:g} CPU, {asked.gpus:g} GPU each")
     hours, scratch = search.config.budget.hours, book.folder.path / "log" / "ray"
-    desk = Desk(book, say, changed, None if hours is None else time.monotonic() + 3600 * hours)
+    desk = Desk(book, changed, None if hours is None else time.monotonic() + 3600 * hours)
     desk.scheduler = make_scheduler(search, book.records)
     population = search.config.algorithm == "pbt"  # all members are alive, and Ray Tune takes no searcher beside it
     tuner = tune.Tuner(
@@ -201,8 +202,8 @@ def _run_trials(book: Book, search: Search, say: Say, changed: Callable[[], None
 class Desk:
     """Between Ray Tune and the book: hands out trials, notes what comes in, prints."""
 
-    def __init__(self, book: Book, say: Say, changed: Callable[[], None], deadline: float | None) -> None:
-        self.book, self.say, self.changed, self.deadline = book, say, changed, deadline
+    def __init__(self, book: Book, changed: Callable[[], None], deadline: float | None) -> None:
+        self.book, self.changed, self.deadline = book, changed, deadline
         self.by_id: dict[str, TrialRecord] = {}  # by Ray Tune's name of the trial
         self.error: BaseException | None = None
         self.scheduler: Any = None
@@ -240,7 +241,7 @@ class Desk:
         verb = f"goes on from epoch {record.epoch:g}" if record.attempts > 1 else "starts"
         seed = f", seed {record.seed}" if len(self.book.search.config.seeds) > 1 else ""
         asked = f"/{self.book.asked}" if self.book.asked is not None else ""
-        self.say(f"trial {record.number}{asked}  {verb}  ({self.book.search.space.describe(record.point)}{seed})")
+        logger.info(f"trial {record.number}{asked}  {verb}  ({self.book.search.space.describe(record.point)}{seed})")
         return {
             "folder": str(self.book.folder.path),
             "number": record.number,
@@ -256,7 +257,7 @@ class Desk:
             if donor != record.number:
                 record.point = dict(config["member"]["point"])
                 record.took_over.append((result["epoch"], donor))
-                self.say(f"trial {record.number}  goes on with the weights of trial {donor}")
+                logger.info(f"trial {record.number}  goes on with the weights of trial {donor}")
         if result.get("outcome"):
             outcome = dict(result["outcome"])
             outcome["reports"] = [tuple(report) for report in outcome.get("reports", record.reports)]
@@ -287,10 +288,10 @@ class Desk:
         self.changed()
 
     def _line(self, record: TrialRecord) -> None:
-        self.say(trial_line(self.book.search, record, self.book.asked))
+        logger.info(trial_line(self.book.search, record, self.book.asked))
         if time.monotonic() - self.last_table > TABLE_EVERY_S:
             self.last_table = time.monotonic()
-            self.say("\n" + live_table(self.book) + "\n")
+            logger.info("\n" + live_table(self.book) + "\n")
 
 
 def _searcher(desk: Desk) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,10 +13,11 @@ from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.identity import run_identity
+from pipeline.runtime.log import indented
 from pipeline.search.spec import Search, flatten
-from pipeline.storage.path import Place
+from pipeline.storage.path import StoragePath
 
-Say = Callable[[str], None]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class BackboneSource:
     start: Path
 
 
-def find_backbone(search: Search, dataset: Dataset, address: str | None, say: Say) -> BackboneSource | None:
+def find_backbone(search: Search, dataset: Dataset, address: str | None) -> BackboneSource | None:
     """The backbone that `backbone.weights` names; trained here when it asks for a run's and there is none.
 
     None where features come from a file.
@@ -52,17 +54,20 @@ def find_backbone(search: Search, dataset: Dataset, address: str | None, say: Sa
         return _source(_started(config), base)
     run = RunFolder(base.storage_path / "runs" / run_identity(base, dataset.fingerprint()))
     if _is_trained(run, base):
-        say(f"backbone  as the run {run.run_id} ended with it")
+        logger.info(f"backbone  as the run {run.run_id} ended with it")
     else:
         config = _stand_in(search)
         run = RunFolder(config.storage_path / "runs" / run_identity(config, dataset.fingerprint()))
         there = "is there" if _is_trained(run, config) else "is trained now"
         stages = ", ".join(f"{stage.name} ({stage.epochs:g} epochs)" for stage in config.stages)
-        say(f"backbone  no finished run of {search.config.base} in {base.storage_path}; a stand-in {there}: {stages}")
+        logger.info(
+            f"backbone  no finished run of {search.config.base} in {base.storage_path}; a stand-in {there}: {stages}"
+        )
         if not _is_trained(run, config):
             from jobs.run import train
 
-            run = train(config, address, lambda text: say(f"  {text}"))
+            with indented():
+                run = train(config, address)
     return _source(run.weights_before(None, "backbone"), base)
 
 
@@ -109,7 +114,7 @@ def _source(weights: Path, base: RunConfig) -> BackboneSource:
 
 
 def extract_once(
-    search: Search, dataset: Dataset, source: BackboneSource | None, start_ray: Callable[[], None], say: Say
+    search: Search, dataset: Dataset, source: BackboneSource | None, start_ray: Callable[[], None]
 ) -> tuple[str | None, list[str]]:
     """The store with features of all images that trials read, and the keys of images that gave none.
 
@@ -121,17 +126,15 @@ def extract_once(
     if all(config.stage(name).train_backbone for name in search.stages):
         return None, []
     part = dataset.split(*config.data.train_splits, config.data.val_split)
-    store: Place | Path
+    store: StoragePath | Path
     if source is None:
         from pipeline.features.regions import import_regions
 
-        store, bad = import_regions(part, config, lambda text: say(f"features  {text}"))
+        store, bad = import_regions(part, config)
     else:
         backbone = replace(config.backbone, weights="none")
         extractor = Extractor(backbone, source.weights, config.features, config.data.max_pixels, config.storage.options)
-        store, bad = extract(
-            part, config.storage_path / "features", extractor, start_ray, lambda text: say(f"features  {text}")
-        )
+        store, bad = extract(part, config.storage_path / "features", extractor, start_ray)
     if len(bad) > config.data.max_bad_fraction * len(part):
         reason = next(iter(bad.values()))
         raise UserError(

@@ -24,7 +24,7 @@ from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import Place
+from pipeline.storage.path import StoragePath
 
 if TYPE_CHECKING:
     from models.captioner import Captioner
@@ -229,7 +229,7 @@ def _card(name: str, captioner: Captioner, vocabulary: Vocabulary, info: Mapping
 WEIGHING = ("model.safetensors", "vocabulary.json")  # what decides the captions of a bundle, its settings apart
 
 
-def fetched(bundle: Place) -> Path:
+def fetched(bundle: StoragePath) -> Path:
     """A bundle as a local folder: itself, or this machine's copy of what lies on S3, brought up to date."""
     if not bundle.is_remote:
         return bundle.path

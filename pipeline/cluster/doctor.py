@@ -26,7 +26,7 @@ from pipeline.errors import UserError
 from pipeline.scoring.java import JavaError, free_memory_mb, java_version
 from pipeline.scoring.metrics import spice_models
 from pipeline.storage.cache import cache_folder
-from pipeline.storage.path import Place, StorageError, is_remote, try_rights
+from pipeline.storage.path import StorageError, StoragePath, is_remote, try_rights
 
 LEAST_DISK_GIB, ENOUGH_DISK_GIB = 1, 10
 LEAST_MEMORY_GIB, ENOUGH_MEMORY_GIB = 1, 4  # Ray and one worker; SPICE's heap beside them
@@ -158,7 +158,7 @@ def shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
     return Finding("shm", "ok", f"{free:.1f} GiB free in {folder}")
 
 
-def storage(place: Place) -> Finding:
+def storage(place: StoragePath) -> Finding:
     """Whether results can be written: a conditional write, tried and removed."""
     try:
         try_rights(place)
@@ -177,9 +177,9 @@ def data(config: RunConfig) -> Finding:
     section = config.data
     if section.root is None:
         return Finding("data", "ok", "drawn, not read")
-    root = Place(section.root, config.storage.options)
+    root = StoragePath(section.root, config.storage.options)
     if not root.is_remote:
-        root = Place(str(Path(section.root).expanduser().absolute()), config.storage.options)
+        root = StoragePath(str(Path(section.root).expanduser().absolute()), config.storage.options)
     names = [source.annotations for source in section.sources] or [section.annotations]
     try:
         missing = [name for name in names if not (root / name).exists()]

@@ -31,7 +31,7 @@ from pipeline.config.sections import (
 )
 from pipeline.errors import UserError
 from pipeline.storage.cache import cache_folder
-from pipeline.storage.path import Place, is_remote, place
+from pipeline.storage.path import StoragePath, is_remote, place
 
 SectionType = TypeVar("SectionType", bound=Section)
 
@@ -123,12 +123,12 @@ class RunConfig(Section):
             raise UserError(f"storage {self.storage.uri}: this command needs a local folder; set another storage")
         return self.working_path
 
-    def home(self, name: str) -> Place | None:
+    def home(self, name: str) -> StoragePath | None:
         """The place of a folder on S3 that is worked on below `working_path`; None for a local storage."""
         return self.storage_place / name if is_remote(self.storage.uri) else None
 
     @property
-    def storage_place(self) -> Place:
+    def storage_place(self) -> StoragePath:
         return place(self.storage.uri, self.storage.options)
 
     def stage(self, name: str) -> StageSection:

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.data.dataset import Dataset
-from pipeline.storage.path import REMOTE, Place, StorageOptions, is_remote, place
+from pipeline.storage.path import REMOTE, StorageOptions, StoragePath, is_remote, place
 from pipeline.storage.tables import read_table, write_table
 
 MANIFEST = pa.schema([("uri", pa.string()), ("size", pa.int64()), ("tag", pa.string()), ("key", pa.string())])
@@ -29,7 +29,7 @@ _MISSING, _UNREADABLE = -1, -2
 
 
 def take_snapshot(
-    dataset: Dataset, manifest: Place | Path, options: StorageOptions = StorageOptions()
+    dataset: Dataset, manifest: StoragePath | Path, options: StorageOptions = StorageOptions()
 ) -> tuple[Dataset, dict[str, str]]:
     """The data set with every readable image's content key, and {URI: reason} for those that cannot be read.
 
@@ -59,7 +59,7 @@ def take_snapshot(
     return Dataset(dataset.table.set_column(index, "key", column)), troubles
 
 
-def _read(where: Place) -> pa.Table:
+def _read(where: StoragePath) -> pa.Table:
     try:
         return read_table(where, MANIFEST)
     except FileNotFoundError:
@@ -111,7 +111,7 @@ def _listings(uris: Sequence[str], options: StorageOptions) -> dict[str, tuple[i
     found: dict[str, tuple[int, str]] = {}
     wanted = set(uris)
     for folder in _outermost(sorted(folders)):
-        for name, entry in Place(folder, options).list().items():
+        for name, entry in StoragePath(folder, options).list().items():
             uri = f"{folder}/{name}"
             if uri in wanted:
                 found[uri] = (entry.size, entry.tag)
@@ -134,7 +134,7 @@ def _hash(
 
     def key(uri: str) -> str | None:
         try:
-            return hashlib.sha256(Place(uri, options).read_bytes()).hexdigest()
+            return hashlib.sha256(StoragePath(uri, options).read_bytes()).hexdigest()
         except OSError as error:
             troubles[uri] = error.strerror or str(error)
             return None

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.errors import UserError
-from pipeline.storage.path import Place, is_remote, join
+from pipeline.storage.path import StoragePath, is_remote, join
 
 TABLES = (".jsonl", ".ndjson", ".csv", ".parquet")
 MAX_CAPTION = 10_000  # characters; what is longer is no caption, and is cut so that it cannot fill the memory
@@ -51,8 +51,8 @@ class Rows:
 class Source:
     """An annotation file, the folder of its images, and the split of images that nothing else assigns."""
 
-    annotations: Place
-    images: Place
+    annotations: StoragePath
+    images: StoragePath
     split: str | None
     split_lists: dict[str, str]  # {image name or id: split}
 
@@ -70,12 +70,12 @@ def read_source(source: Source, form: str, rows: Rows) -> None:
     {"karpathy": _read_karpathy, "coco": _read_coco, "nocaps": _read_coco}[form](source, data, rows)
 
 
-def _guess(annotations: Place) -> str:
+def _guess(annotations: StoragePath) -> str:
     name = annotations.name.removesuffix(".gz")
     return "table" if name.endswith(TABLES) else "auto"
 
 
-def _guess_json(annotations: Place, data: Any) -> str:
+def _guess_json(annotations: StoragePath, data: Any) -> str:
     if isinstance(data, dict) and isinstance(data.get("images"), list):
         return "coco" if isinstance(data.get("annotations"), list) else "karpathy"
     raise UserError(
@@ -84,7 +84,7 @@ def _guess_json(annotations: Place, data: Any) -> str:
     )
 
 
-def _read(annotations: Place) -> bytes:
+def _read(annotations: StoragePath) -> bytes:
     try:
         data = annotations.read_bytes()
         return gzip.decompress(data) if annotations.name.endswith(".gz") else data
@@ -96,7 +96,7 @@ def _read(annotations: Place) -> bytes:
         raise UserError(f"annotation file {annotations} cannot be read: {error}") from error
 
 
-def _read_json(annotations: Place) -> Any:
+def _read_json(annotations: StoragePath) -> Any:
     try:
         return json.loads(_read(annotations))
     except (ValueError, RecursionError) as error:
@@ -189,7 +189,7 @@ def _read_table(source: Source, rows: Rows) -> None:
         raise UserError(f"{path} has no rows")
 
 
-def _entries(path: Place) -> Iterator[dict[str, Any]]:
+def _entries(path: StoragePath) -> Iterator[dict[str, Any]]:
     name, data = path.name.removesuffix(".gz"), _read(path)
     try:
         if name.endswith(".parquet"):
@@ -245,7 +245,7 @@ def _encodes(text: str) -> bool:
     return True
 
 
-def read_split_lists(root: Place, lists: dict[str, str]) -> dict[str, str]:
+def read_split_lists(root: StoragePath, lists: dict[str, str]) -> dict[str, str]:
     """{image name and id: split} from files with an image a line, as Karpathy's `karpathy_val_images.txt`."""
     found: dict[str, str] = {}
     for split, name in lists.items():
@@ -264,14 +264,14 @@ def read_split_lists(root: Place, lists: dict[str, str]) -> dict[str, str]:
     return found
 
 
-def images_folder(root: Place, images: str) -> Place:
+def images_folder(root: StoragePath, images: str) -> StoragePath:
     """The folder that an annotation file's names start from; it may not leave the root unless it is an s3:// prefix."""
     if is_remote(images):
-        return Place(images.rstrip("/"), root.options)
-    return Place(_inside(root, images, "data.images"), root.options)
+        return StoragePath(images.rstrip("/"), root.options)
+    return StoragePath(_inside(root, images, "data.images"), root.options)
 
 
-def _inside(folder: Place, name: str, what: str) -> str:
+def _inside(folder: StoragePath, name: str, what: str) -> str:
     """`folder/name` with '.' and '..' taken out, provided that it does not leave `folder`."""
     if name and name[0] not in "./" and "/." not in name and "//" not in name and not name.endswith("/"):
         return join(folder.uri, name)  # the usual case, a million times

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.errors import UserError
-from pipeline.storage.path import Place, StorageOptions, join, place
+from pipeline.storage.path import StorageOptions, StoragePath, join, place
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".jp2", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
@@ -40,7 +40,7 @@ def _local(argument: str) -> list[str]:
 
 
 def _remote(argument: str, options: StorageOptions) -> list[str]:
-    here: Place = place(argument, options)
+    here: StoragePath = place(argument, options)
     if Path(argument).suffix.lower() in SUFFIXES:
         return [here.uri]  # one object; whether it is there shows when it is read
     return [join(here.uri, name) for name in sorted(here.list()) if Path(name).suffix.lower() in SUFFIXES]

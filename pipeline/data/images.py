@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from models.transform import ImageTransform
-from pipeline.storage.path import Place, StorageOptions, is_remote
+from pipeline.storage.path import StorageOptions, StoragePath, is_remote
 
 UNREADABLE = "cannot be read"  # begins a reason that may pass: such an image is tried again by the next extraction
 
@@ -78,7 +78,7 @@ def decode_batch(
 
     def decode(index: int) -> str:
         try:
-            data = Place(str(batch["uri"][index]), options).read_bytes()
+            data = StoragePath(str(batch["uri"][index]), options).read_bytes()
             if hashlib.sha256(data).hexdigest() != batch["key"][index]:
                 return f"{UNREADABLE}: it changed while it was being extracted"
             pixels[index] = transform.resize(decode_image(data, max_pixels))

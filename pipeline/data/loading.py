@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import logging
 from dataclasses import asdict
 
 from pipeline.config.run import RunConfig
@@ -17,21 +17,23 @@ from pipeline.data.synthetic import MARKER, write_dataset
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import place
 
+logger = logging.getLogger(__name__)
 
-def find_data(config: RunConfig, say: Callable[[str], None]) -> tuple[Dataset, dict[str, str]]:
+
+def find_data(config: RunConfig) -> tuple[Dataset, dict[str, str]]:
     """The data set with content keys, and {path: reason} of images that cannot be read."""
-    dataset = read_data(config, say)
+    dataset = read_data(config)
     build_vocabulary(dataset, config.data)  # refuse an empty one before reading images
     return snapshot_of(dataset, config)
 
 
-def read_data(config: RunConfig, say: Callable[[str], None]) -> Dataset:
+def read_data(config: RunConfig) -> Dataset:
     """The annotations, fit to train on; the embedded data set is drawn when it is not there yet."""
     data = config.data
-    return read_dataset(data, data_root(config, say), config.storage.options)
+    return read_dataset(data, data_root(config), config.storage.options)
 
 
-def data_root(config: RunConfig, say: Callable[[str], None]) -> str:
+def data_root(config: RunConfig) -> str:
     """The folder or s3:// prefix of the data set; the embedded one is drawn when it is not there yet."""
     data = config.data
     if data.synthetic is not None:
@@ -41,7 +43,7 @@ def data_root(config: RunConfig, say: Callable[[str], None]) -> str:
         if home is not None and (home / MARKER).exists():
             return home.uri
         if not root.is_dir():
-            say(f"drawing {data.synthetic.num_images} scenes into {home or root}")
+            logger.info(f"drawing {data.synthetic.num_images} scenes into {home or root}")
         write_dataset(root, data.synthetic)
         if home is not None:
             Mirror(home, root).push()

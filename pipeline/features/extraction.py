@@ -36,8 +36,11 @@ from pipeline.features.store import (
     write_index,
     write_shard,
 )
-from pipeline.storage.path import Place, StorageOptions, place
+from pipeline.storage.path import StorageOptions, StoragePath, place
 from pipeline.storage.tables import read_table, write_table
+
+logger = logging.getLogger(__name__)
+
 
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}  # from an actor's start: Ray's own threads make others before ours is there
 QUARANTINE = pa.schema([("uri", pa.string()), ("key", pa.string()), ("reason", pa.string())])
@@ -92,7 +95,7 @@ def resolve_dtype(name: str) -> str:
     return "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
 
 
-def plan_extraction(dataset: Dataset, folder: Place, max_pixels: int) -> Plan:
+def plan_extraction(dataset: Dataset, folder: StoragePath, max_pixels: int) -> Plan:
     """Which images of a data set (with content keys) a store lacks. Reads manifests only; a second a million images."""
     table = dataset.known().table.select(["key", "uri"])
     keys = pc.unique(table["key"])
@@ -114,12 +117,11 @@ def plan_extraction(dataset: Dataset, folder: Place, max_pixels: int) -> Plan:
 
 def extract(
     dataset: Dataset,
-    features: Place | Path,
+    features: StoragePath | Path,
     extractor: Extractor,
     start_ray: Callable[[], None],
-    say: Callable[[str], None],
     unreadable: dict[str, str] | None = None,
-) -> tuple[Place, dict[str, str]]:
+) -> tuple[StoragePath, dict[str, str]]:
     """Features of every image of the data set, computed only where the store lacks them.
 
     Identical images are computed once. Returns the store's folder and {content key: reason} of images that cannot be
@@ -131,7 +133,7 @@ def extract(
     remove_orphans(folder)
     wanted, missing, bad = plan_extraction(dataset, folder, extractor.max_pixels)
     count = len(missing)
-    say(f"features {folder.name}: {wanted - count} of {wanted} images there, {count} to compute")
+    logger.info(f"features  {folder.name}: {wanted - count} of {wanted} images there, {count} to compute")
     if count:
         start_ray()
         begin = last = time.monotonic()
@@ -142,7 +144,9 @@ def extract(
             now = time.monotonic()
             if now - last > 5 or done == count:
                 rate = done / (now - begin)
-                say(f"  {done}/{count} images, {rate:.0f} images/s, {(count - done) / rate:.0f} s left")
+                logger.info(
+                    f"features    {done}/{count} images, {rate:.0f} images/s, {(count - done) / rate:.0f} s left"
+                )
                 last = now
         if done != count:
             raise RuntimeError(f"Ray Data gave back {done} of {count} images; run the extraction again")
@@ -152,7 +156,7 @@ def extract(
     return folder, bad
 
 
-def compute(missing: pa.Table, folder: Place, extractor: Extractor) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Runs Ray Data over `missing` (key, uri); gives (keys, reasons) as shards are finished."""
     import ray
     import ray.data
@@ -219,7 +223,7 @@ def _writer(**arguments: Any) -> ShardWriter:
 class ShardWriter:
     """Pixels to features, written to a shard."""
 
-    def __init__(self, folder: Place, extractor: Extractor, dtype: str, weights: Any = None) -> None:
+    def __init__(self, folder: StoragePath, extractor: Extractor, dtype: str, weights: Any = None) -> None:
         """`weights`: a reference to the bytes of `extractor.weights` in Ray's object store; None: the file is here."""
         import torch
 
@@ -277,14 +281,14 @@ class ShardWriter:
         return np.concatenate(parts)
 
 
-def _read_quarantine(folder: Place) -> list[dict[str, Any]]:
+def _read_quarantine(folder: StoragePath) -> list[dict[str, Any]]:
     try:
         return read_table(folder / "quarantine.parquet", QUARANTINE).to_pylist()
     except FileNotFoundError:
         return []
 
 
-def write_quarantine(folder: Place, dataset: Dataset, bad: dict[str, str], unreadable: dict[str, str]) -> None:
+def write_quarantine(folder: StoragePath, dataset: Dataset, bad: dict[str, str], unreadable: dict[str, str]) -> None:
     """Adds this extraction's troubled images to the list; those of other data sets stay, what was mended goes."""
     before = _read_quarantine(folder)
     troubled = dataset.table.filter(pc.is_in(dataset.table["key"], value_set=pa.array(list(bad), pa.string())))

@@ -13,7 +13,7 @@ from pipeline.data.dataset import Dataset
 from pipeline.data.images import decode_image
 from pipeline.features.store import FeatureStore
 from pipeline.storage.cache import ImageCache
-from pipeline.storage.path import Place, StorageOptions, is_remote
+from pipeline.storage.path import StorageOptions, StoragePath, is_remote
 
 REMOTE_READS = 8  # at a time and worker: a request waits most of its time
 
@@ -65,6 +65,6 @@ class Images:
 
     def _pixels(self, row: int) -> Tensor:
         assert self.transform is not None
-        where, key = Place(self.uris[row], self.options), self.keys[row]
+        where, key = StoragePath(self.uris[row], self.options), self.keys[row]
         data = self.cache.read(where, key) if self.cache and where.is_remote and key else where.read_bytes()
         return self.transform(decode_image(data, self.max_pixels))

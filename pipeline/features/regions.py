@@ -7,8 +7,9 @@ their id, because the photographs themselves need not be here.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.features.extraction import write_quarantine
 from pipeline.features.store import FeatureStore, feature_key, mark_complete, remove_orphans, write_index, write_shard
-from pipeline.storage.path import Place
+from pipeline.storage.path import StoragePath
+
+logger = logging.getLogger(__name__)
 
 
 def feature_width(dataset: Dataset, config: RunConfig) -> int:
@@ -52,7 +55,7 @@ def missing_regions(dataset: Dataset, config: RunConfig) -> dict[str, str]:
         return {key: f"the file has no {image}_features" for key, image in rows if f"{image}_features" not in file}
 
 
-def import_regions(dataset: Dataset, config: RunConfig, say: Callable[[str], None]) -> tuple[Place, dict[str, str]]:
+def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, dict[str, str]]:
     """Features of the data set's images (keyed by id) from `features.hdf5`, those that the store lacks only.
 
     Returns the store's folder and {key: reason} of images without usable features. Raises UserError when the file is
@@ -66,8 +69,8 @@ def import_regions(dataset: Dataset, config: RunConfig, say: Callable[[str], Non
     remove_orphans(folder)
     keys = dataset.table["key"]
     missing = dataset.table.filter(pa.array(~FeatureStore(folder).contains(keys))).select(["key", "image_id"])
-    say(
-        f"features {folder.name}: {len(dataset) - len(missing)} of {len(dataset)} images there, "
+    logger.info(
+        f"features  {folder.name}: {len(dataset) - len(missing)} of {len(dataset)} images there, "
         f"{len(missing)} to import"
     )
     bad: dict[str, str] = {}
@@ -124,7 +127,9 @@ def _refuse_too_many(file: Any, image_ids: Sequence[int], config: RunConfig) -> 
             )
 
 
-def _import_shard(file: Any, rows: pa.Table, width: int, folder: Place, config: RunConfig, bad: dict[str, str]) -> None:
+def _import_shard(
+    file: Any, rows: pa.Table, width: int, folder: StoragePath, config: RunConfig, bad: dict[str, str]
+) -> None:
     settings = config.features
     kept: list[tuple[str, np.ndarray, np.ndarray | None]] = []
     for key, image_id in zip(rows["key"].to_pylist(), rows["image_id"].to_pylist(), strict=True):

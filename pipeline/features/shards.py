@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.storage.cache import ShardCache
-from pipeline.storage.path import Place
+from pipeline.storage.path import StoragePath
 
 MAX_OPEN = 400  # each map holds a file descriptor; the usual limit is 1,024
 _HEADER = 128  # what numpy writes before the data of a small-dimensional array, padded to 64 bytes
@@ -25,7 +25,7 @@ _HEADER = 128  # what numpy writes before the data of a small-dimensional array,
 class _Shard:
     """One shard: shape, dtype and either a map or the place that ranges come from."""
 
-    def __init__(self, place: Place, local: Path | None) -> None:
+    def __init__(self, place: StoragePath, local: Path | None) -> None:
         self.place = place
         self.map: mmap.mmap | None = None
         if local is not None:
@@ -69,7 +69,7 @@ def read_header(data: bytes) -> tuple[tuple[int, ...], np.dtype, int]:
 class ShardMaps:
     """The shards of a store, opened when first touched, the longest unused closed first."""
 
-    def __init__(self, folder: Place, names: list[str], facts: dict[str, Any], staged: ShardCache | None) -> None:
+    def __init__(self, folder: StoragePath, names: list[str], facts: dict[str, Any], staged: ShardCache | None) -> None:
         self.folder, self.names, self.facts, self.staged = folder, names, facts, staged
         if staged is not None:  # a store above the cache's limit would evict its own shards: the rest is read in ranges
             self._fits = np.cumsum([facts[name]["bytes"] for name in names]) <= staged.limit

@@ -30,7 +30,7 @@ import pyarrow.compute as pc
 from pipeline.config.sections import FeatureSection
 from pipeline.features.shards import ShardMaps
 from pipeline.storage.cache import ShardCache, cache_folder
-from pipeline.storage.path import Place, place
+from pipeline.storage.path import StoragePath, place
 from pipeline.storage.tables import read_table, write_table
 
 MANIFEST = pa.schema(
@@ -66,13 +66,13 @@ def shard_name(keys: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(keys).encode()).hexdigest()[:32]
 
 
-def has_shard(folder: Place | Path, keys: Sequence[str]) -> bool:
+def has_shard(folder: StoragePath | Path, keys: Sequence[str]) -> bool:
     """Whether exactly these rows were written already (a task that is repeated asks before it computes)."""
     return (place(folder) / f"manifest/{shard_name(keys)}.parquet").exists()
 
 
 def write_shard(
-    folder: Place | Path,
+    folder: StoragePath | Path,
     keys: Sequence[str],
     features: np.ndarray,
     lengths: Sequence[int] | None = None,
@@ -114,7 +114,9 @@ class FeatureStore:
     from S3, staged) when they are first touched.
     """
 
-    def __init__(self, folder: Place | Path | str, cache: Path | None = None, cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(
+        self, folder: StoragePath | Path | str, cache: Path | None = None, cache_bytes: int = CACHE_BYTES
+    ) -> None:
         self.folder = place(folder)
         table = _read_manifest(self.folder)
         self.keys: pa.Array = table["key"].combine_chunks()
@@ -208,12 +210,12 @@ class FeatureStore:
         return ""
 
 
-def open_store(folder: Place | Path, settings: FeatureSection) -> FeatureStore:
+def open_store(folder: StoragePath | Path, settings: FeatureSection) -> FeatureStore:
     """A store with the local cache that a configuration allows."""
     return FeatureStore(folder, cache_bytes=int(settings.cache_gib * 2**30))
 
 
-def _read_manifest(folder: Place) -> pa.Table:
+def _read_manifest(folder: StoragePath) -> pa.Table:
     """All rows of the store: the index, less shards whose manifest is gone, and the manifests that it lacks."""
     for attempt in range(3):
         parts = {name.removesuffix(".parquet") for name in (folder / "manifest").list() if name.endswith(".parquet")}
@@ -234,7 +236,7 @@ def _read_manifest(folder: Place) -> pa.Table:
     raise AssertionError("unreachable")
 
 
-def write_index(folder: Place | Path) -> None:
+def write_index(folder: StoragePath | Path) -> None:
     """Brings the index up to date when many manifests are not in it. It is a cache: losing it costs time only."""
     root = place(folder)
     parts = sum(name.endswith(".parquet") for name in (root / "manifest").list())
@@ -246,7 +248,7 @@ def write_index(folder: Place | Path) -> None:
         write_table(root / INDEX, _read_manifest(root))
 
 
-def remove_orphans(folder: Place | Path, min_age_s: float = 3600) -> int:
+def remove_orphans(folder: StoragePath | Path, min_age_s: float = 3600) -> int:
     """Removes what local writers that died left behind. Returns how many files.
 
     A file younger than `min_age_s` may be another extraction's shard on its way to its manifest, and stays. On S3 no
@@ -268,7 +270,7 @@ def remove_orphans(folder: Place | Path, min_age_s: float = 3600) -> int:
     return len(old)
 
 
-def mark_complete(folder: Place | Path, description: dict[str, Any], rows: int) -> None:
+def mark_complete(folder: StoragePath | Path, description: dict[str, Any], rows: int) -> None:
     """The marker that says what the store holds and how it was made; left alone when it says so already."""
     marker = place(folder) / "COMPLETE"
     text = json.dumps({"rows": rows, **description}, indent=1, sort_keys=True).encode()

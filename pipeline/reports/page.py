@@ -22,7 +22,7 @@ from pipeline.data.images import BadImage, decode_image
 from pipeline.data.vocabulary import tokenize
 from pipeline.reports import charts as plots
 from pipeline.reports.cluster_pictures import LayerColors, color_table
-from pipeline.storage.path import Place
+from pipeline.storage.path import StoragePath
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 MAX_PIXELS = 200_000_000
@@ -37,7 +37,7 @@ UNAVAILABLE = "unavailable"
 class ReportImage:
     """One picture of the gallery.
 
-    `path` is the picture's file (on S3 a Place) or its bytes; `score` its own CIDEr-D (None where there is none);
+    `path` is the picture's file (on S3 a StoragePath) or its bytes; `score` its own CIDEr-D (None where there is none);
     `alternatives` are other captions by name, for example those of earlier stages or of another model. `attention`
     (words, N) is where the model looked for each word of the caption, over a square grid of N image tokens;
     `attribution` (words, N) what each token added to the word's log-probability; `clusters` a model's clusters of
@@ -45,7 +45,7 @@ class ReportImage:
     """
 
     image_id: int | str
-    path: Place | Path | bytes
+    path: StoragePath | Path | bytes
     caption: str
     references: list[str]
     score: float | None
@@ -267,7 +267,7 @@ def _difference(words: Sequence[str], others: Sequence[str]) -> float:
     return len(set(words) ^ set(others)) / len(both) if both else 0.0
 
 
-def _thumbnail(path: Place | Path | bytes, size: int) -> tuple[str, int, int, str]:
+def _thumbnail(path: StoragePath | Path | bytes, size: int) -> tuple[str, int, int, str]:
     """(data URI, width, height, problem): a JPEG of `size` pixels at most on its longer side."""
     try:
         data = path if isinstance(path, bytes) else path.read_bytes()

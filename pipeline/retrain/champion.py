@@ -27,7 +27,7 @@ from pipeline.captioning.bundle import bundle_digests
 from pipeline.config.sections import Section
 from pipeline.errors import UserError
 from pipeline.storage.lease import Lease, LostLeaseError
-from pipeline.storage.path import ConflictError, Place
+from pipeline.storage.path import ConflictError, StoragePath
 
 POINTER, LEASE = "champion.json", "lease.json"
 _TOKEN = re.compile(r"[/-]t(\d{6,})(?=[./])")
@@ -72,7 +72,7 @@ class State(Section):
 class Ledger:
     """The champion's file and what it names, below one storage, for one configuration's name."""
 
-    def __init__(self, storage: Place, name: str) -> None:
+    def __init__(self, storage: StoragePath, name: str) -> None:
         self.storage, self.name = storage, name
         self.folder = storage / f"retrain/{name}"
         self._tag: str | None = None
@@ -167,7 +167,7 @@ class Ledger:
             yield at, body
             at = FileRecord(**body["previous"]) if body["previous"] else None
 
-    def leftovers(self) -> dict[Place, int]:
+    def leftovers(self) -> dict[StoragePath, int]:
         """Files of writers that were killed or came too late, by their token. Cost: two listings."""
         decided = {*self.read().decided}
         models = self.storage / f"models/{self.name}"

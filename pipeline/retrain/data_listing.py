@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
-from pipeline.storage.path import Entry, Place, is_remote, join
+from pipeline.storage.path import Entry, StoragePath, is_remote, join
 
 LISTING = pa.schema(
     [
@@ -88,7 +88,7 @@ def _walk(config: RunConfig, root: str, own: str) -> Iterator[tuple[str, Entry]]
     for place in [root, *sorted(prefix for prefix in elsewhere if is_remote(prefix))]:
         if place != root and f"{place}/".startswith(f"{root.rstrip('/')}/"):
             continue
-        for name, entry in Place(place, config.storage.options).walk():
+        for name, entry in StoragePath(place, config.storage.options).walk():
             uri = join(place, name)
             hidden = name.startswith(".") or "/." in name
             if not hidden and not (own and uri.startswith(own)):

@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.reports.page import Report, ReportImage, write_report
-from pipeline.storage.path import Place
+from pipeline.storage.path import StoragePath
 
 
 def decision_page(
@@ -66,7 +66,7 @@ def _images(
     return [
         ReportImage(
             image,
-            Place(uri, config.storage.options),
+            StoragePath(uri, config.storage.options),
             ours[image],
             references,
             scores.get(image),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +29,12 @@ from pipeline.runs.check import check_data
 from pipeline.scoring.bootstrap import RESAMPLES, Difference, paired_difference
 from pipeline.scoring.metrics import score_captions
 from pipeline.storage.lease import Held, Lease, LostLeaseError, take_lease
-from pipeline.storage.path import Place
+from pipeline.storage.path import StoragePath
 from pipeline.storage.tables import from_bytes, to_bytes
 
-Say = Callable[[str], None]
+logger = logging.getLogger(__name__)
+
+
 SHOWN = 5  # findings of a check that are printed
 
 
@@ -50,7 +53,9 @@ class Work(Protocol):
         """Trains, or goes on with, the run that a configuration and its data are."""
         ...
 
-    def caption(self, bundle: Place, files: Mapping[str, str], part: Dataset, config: RunConfig) -> dict[int, str]:
+    def caption(
+        self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig
+    ) -> dict[int, str]:
         """Captions by image id with a bundle whose files have these digests."""
         ...
 
@@ -64,48 +69,48 @@ class Comparison(NamedTuple):
     per_image: dict[int, float]  # the challenger's
 
 
-def retrain(config: RunConfig, work: Work, say: Say = print) -> int:
+def retrain(config: RunConfig, work: Work) -> int:
     """New data in, a better model out, or nothing changed. Returns the exit code: 1 for bad data or a lost lease.
 
     Raises UserError for what the user can mend in the configuration.
     """
     held_out.held_out_split(config)  # refuse before anything is written
-    ledger, lease = _begin(config, say)
+    ledger, lease = _begin(config)
     if isinstance(lease, Held):
-        say(f"lease     held by {lease}; nothing to do here")
+        logger.info(f"lease     held by {lease}; nothing to do here")
         return 0
-    return _while_held(lease, lambda: _Retraining(config, work, say, ledger, lease).execute(), "promoted", say)
+    return _while_held(lease, lambda: _Retraining(config, work, ledger, lease).execute(), "promoted")
 
 
-def rollback(config: RunConfig, say: Say = print) -> int:
+def rollback(config: RunConfig) -> int:
     """Gives the champion's place back to the one before. A retraining under way is fenced out: people go first."""
     ledger = Ledger(config.storage_place, config.name)
     if not ledger.read().before:
         raise UserError(
             f"--rollback: {config.name} has no champion before the present one in {config.storage.uri}; nothing changed"
         )
-    ledger, lease = _begin(config, say, by_force=True)
+    ledger, lease = _begin(config, by_force=True)
     assert isinstance(lease, Lease)
-    return _while_held(lease, lambda: _Retraining(config, None, say, ledger, lease).roll_back(), "rolled back", say)
+    return _while_held(lease, lambda: _Retraining(config, None, ledger, lease).roll_back(), "rolled back")
 
 
-def _begin(config: RunConfig, say: Say, by_force: bool = False) -> tuple[Ledger, Lease | Held]:
+def _begin(config: RunConfig, by_force: bool = False) -> tuple[Ledger, Lease | Held]:
     ledger = Ledger(config.storage_place, config.name)
     above = ledger.read().token
     where, seconds = ledger.folder / LEASE, config.retrain.lease_seconds
     lease = take_lease(where, seconds, above=above, by_force=by_force)
     if isinstance(lease, Lease):
-        say(f"{'lease:   ' if by_force else 'step 1/5  lease:'} {where}, token {lease.token}")
+        logger.info(f"{'lease:   ' if by_force else 'step 1/5  lease:'} {where}, token {lease.token}")
     return ledger, lease
 
 
-def _while_held(lease: Lease, act: Callable[[], int], undone: str, say: Say) -> int:
+def _while_held(lease: Lease, act: Callable[[], int], undone: str) -> int:
     """The exit code of what is done under the lease; 1, said, when it moves on meanwhile."""
     try:
         with lease:
             return act()
     except LostLeaseError as error:
-        say(f"stopped   {error}; nothing was {undone}")
+        logger.info(f"stopped   {error}; nothing was {undone}")
         return 1
 
 
@@ -137,8 +142,8 @@ class _Match:
 class _Retraining:
     """One attempt under one lease."""
 
-    def __init__(self, config: RunConfig, work: Work | None, say: Say, ledger: Ledger, lease: Lease) -> None:
-        self.config, self.work, self.say, self.ledger, self.lease = config, work, say, ledger, lease
+    def __init__(self, config: RunConfig, work: Work | None, ledger: Ledger, lease: Lease) -> None:
+        self.config, self.work, self.ledger, self.lease = config, work, ledger, lease
         self.state = ledger.fence(lease)
         ledger.clean(lease)
 
@@ -148,33 +153,33 @@ class _Retraining:
         except UserError as error:
             if self.state.snapshot is None:
                 raise
-            self.say(f"bad data  {error}")  # the configuration has worked before
+            logger.info(f"bad data  {error}")  # the configuration has worked before
             return 1
         if news is None:
             return 1
         if not news.images and news.fingerprint == self.state.fingerprint:
-            self.say(f"nothing new since decision {self.state.number} (files: {news.change}); the champion stays")
+            logger.info(f"nothing new since decision {self.state.number} (files: {news.change}); the champion stays")
             self._follow()
             return 0
         fixed, held = self._held_out(news)
         if held.leaked:
-            self.say(
+            logger.info(
                 f"bad data  {held.leaked} images of the fixed held-out split are now in training or validation; take "
                 f"them out, or begin anew without {self.ledger.folder}"
             )
             return 1
         trained = self._train()
         if trained.fingerprint != news.fingerprint:
-            self.say("stopped   the data has changed during the retraining; the next call takes all of it")
+            logger.info("stopped   the data has changed during the retraining; the next call takes all of it")
             return 1
         self.lease.check()
-        self.say(f"step 4/5  comparison on {len(held.part)} held-out images")
+        logger.info(f"step 4/5  comparison on {len(held.part)} held-out images")
         name = trained.bundle.relative_to(self.config.working_path).as_posix()
         challenger = bundle_record(trained.bundle, trained.run_id, name)
         captions = self._captions(challenger, held.part)
         comparison = compare_captions(self.config, held.part, captions)
         self.lease.check()
-        self.say("step 5/5  decision")
+        logger.info("step 5/5  decision")
         return self._decide(_Match(news, fixed, held, trained.bundle, challenger, captions, comparison))
 
     def _captions(self, challenger: BundleRecord, part: Dataset) -> dict[str, dict[int, str]]:
@@ -186,23 +191,23 @@ class _Retraining:
     def _news(self) -> _News | None:
         """What is new, and fit to train on; None (said) when it is not. No images when nothing is."""
         config = self.config
-        root = data_root(config, self.say)
+        root = data_root(config)
         listing = list_data(config, root)
         before = from_bytes(self.ledger.get(self.state.snapshot), LISTING) if self.state.snapshot else None
         change = compare(listing, before)
-        self.say(f"step 2/5  data: {listing.num_rows} files in {root}: {change}")
+        logger.info(f"step 2/5  data: {listing.num_rows} files in {root}: {change}")
         if before is not None and not change.added and not change.changed:
             return _News(Dataset(pa.table({})), listing, change, 0, self.state.fingerprint, root)
         looked_at = None if before is None else before["key"].drop_null()
-        findings = check_data(config, lambda text: None, looked_at)
+        findings = check_data(config, looked_at)
         for finding in [each for each in findings.findings if each["kind"] == "error"][:SHOWN]:
-            self.say(f"bad data  {finding['text']}")
+            logger.info(f"bad data  {finding['text']}")
         if not findings.ok:
-            self.say("the new data is not fit to train on (`raycap check` says more); nothing was changed")
+            logger.info("the new data is not fit to train on (`raycap check` says more); nothing was changed")
             return None
-        dataset = find_data(config, lambda text: None)[0].known()
+        dataset = find_data(config)[0].known()
         images = new_keys(dataset, before)
-        self.say(f"          {images} images are new; they and their captions are fit to train on")
+        logger.info(f"          {images} images are new; they and their captions are fit to train on")
         return _News(dataset, listing, change, images, dataset.fingerprint(), root)
 
     def _held_out(self, news: _News) -> tuple[bytes, held_out.HeldOut]:
@@ -215,7 +220,7 @@ class _Retraining:
                 f"from the data; bring them back, or begin anew without {self.ledger.folder}"
             )
         if held.missing:
-            self.say(f"warning   {held.missing} images of the fixed held-out split are gone and compare nothing")
+            logger.warning(f"{held.missing} images of the fixed held-out split are gone and compare nothing")
         return body, held
 
     def _train(self) -> Trained:
@@ -223,11 +228,11 @@ class _Retraining:
         assert self.work is not None
         config, champion = self.config, self.state.champion
         if champion is None:
-            self.say("step 3/5  training: there is no champion yet, the first model becomes it")
+            logger.info("step 3/5  training: there is no champion yet, the first model becomes it")
         else:
             self._require_whole(champion)
             where = config.storage_place / champion.bundle
-            self.say(f"step 3/5  training from the champion's weights, {where}")
+            logger.info(f"step 3/5  training from the champion's weights, {where}")
             config = config.model_copy(update={"init_from": where.uri})
         return self.work.train(config)
 
@@ -314,10 +319,10 @@ class _Retraining:
         made = {"number": body["number"], "decision": record, "decided": (*self.state.decided, self.lease.token)}
         self.ledger.commit(after.model_copy(update=made), self.lease)
         self.state = self.ledger.read()
-        self.say(f"decision  {body['decision']}: {body['reason']}")
+        logger.info(f"decision  {body['decision']}: {body['reason']}")
         self._follow()
-        self.say(f"champion  {self.config.storage_place / body['champion']['bundle']}")
-        self.say(f"record    {self.ledger.folder / name}.json, .html")
+        logger.info(f"champion  {self.config.storage_place / body['champion']['bundle']}")
+        logger.info(f"record    {self.ledger.folder / name}.json, .html")
         return 0
 
     def roll_back(self) -> int:
@@ -343,7 +348,7 @@ class _Retraining:
         if self.config.tracking.enabled and self.state.champion is not None:
             from pipeline.retrain.tracking import follow  # torch and MLflow: seconds that a quiet call can do without
 
-            follow(self.config, self.ledger, self.state, self.say)
+            follow(self.config, self.ledger, self.state)
 
 
 def compare_captions(config: RunConfig, part: Dataset, captions: Mapping[str, dict[int, str]]) -> Comparison:

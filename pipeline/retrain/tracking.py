@@ -6,8 +6,8 @@ last decision's run lacks, so that a call after an outage tells what the outage 
 
 from __future__ import annotations
 
+import logging
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,13 @@ from pipeline.runs.folder import RunFolder
 from pipeline.tracking.mlflow_client import experiment_of, public_uri, tracking_client, without_secrets
 from pipeline.tracking.run_tracker import register_run
 
+logger = logging.getLogger(__name__)
+
+
 DECISION_TAG = "raycap.decision"
 
 
-def follow(config: RunConfig, ledger: Ledger, state: State, say: Callable[[str], None]) -> bool:
+def follow(config: RunConfig, ledger: Ledger, state: State) -> bool:
     """Brings the tracker up to date with `state`; False, said in one line, when it does not take it now."""
     if not config.tracking.enabled or state.champion is None:
         return True
@@ -30,25 +33,25 @@ def follow(config: RunConfig, ledger: Ledger, state: State, say: Callable[[str],
         name = config.tracking.registered_name or config.name
         wanted = {"champion": state.champion.run_id, "challenger": state.challenger}
         for alias, run_id in wanted.items():
-            version = None if run_id is None else _version(client, config, experiment, run_id, say)
+            version = None if run_id is None else _version(client, config, experiment, run_id)
             _point(client, name, alias, version)
         if state.decision is not None:
             _log_decision(client, experiment, ledger, state)
     except Exception as error:  # whatever the tracker does, the champion is decided
         reason = without_secrets(str(error)).splitlines()[0] if str(error) else type(error).__name__
-        say(f"tracker   {public_uri(config)} does not follow now ({reason}); the next call tells it again")
+        logger.info(f"tracker   {public_uri(config)} does not follow now ({reason}); the next call tells it again")
         return False
     return True
 
 
-def _version(client: Any, config: RunConfig, experiment: str, run_id: str, say: Callable[[str], None]) -> str | None:
+def _version(client: Any, config: RunConfig, experiment: str, run_id: str) -> str | None:
     """The registered version of a raycap run, which is sent now when it was not then; None when there is none."""
     for attempt in range(2):
         run = _run_of(client, experiment, run_id)
         found = client.search_model_versions(f"run_id = '{run.info.run_id}'") if run is not None else []
         if found:
             return str(found[0].version)
-        if attempt or not _send_run(config, run_id, say):
+        if attempt or not _send_run(config, run_id):
             return None
     return None
 
@@ -59,7 +62,7 @@ def _run_of(client: Any, experiment: str, run_id: str) -> Any:
     return next((run for run in found if "mlflow.parentRunId" not in run.data.tags), None)
 
 
-def _send_run(config: RunConfig, run_id: str, say: Callable[[str], None]) -> bool:
+def _send_run(config: RunConfig, run_id: str) -> bool:
     """Sends a complete run that the tracker has missed; False when it is not here or still not taken."""
     name = f"runs/{run_id}"
     folder = RunFolder(config.working_path / name, config.home(name))
@@ -67,7 +70,7 @@ def _send_run(config: RunConfig, run_id: str, say: Callable[[str], None]) -> boo
     if not (folder.path / "COMPLETE.json").is_file():
         return False
     update = {"tracking": config.tracking, "storage": config.storage}
-    return register_run(folder, folder.config.model_copy(update=update), say) is not None
+    return register_run(folder, folder.config.model_copy(update=update)) is not None
 
 
 def _point(client: Any, name: str, alias: str, version: str | None) -> None:

@@ -6,10 +6,10 @@ Every image is read and decoded once, in threads; nothing is written but the man
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -24,7 +24,10 @@ from pipeline.data.images import BadImage, decode_image
 from pipeline.data.loading import data_root, snapshot_of
 from pipeline.data.vocabulary import tokenize
 from pipeline.errors import UserError
-from pipeline.storage.path import Place
+from pipeline.storage.path import StoragePath
+
+logger = logging.getLogger(__name__)
+
 
 HUGE_WORDS = 60  # COCO's longest caption has 57 tokens
 FEW_FOR_CIDER = 200  # below, document frequencies and the mean are noise: the standard error is above 0.06 of 1.0
@@ -48,16 +51,16 @@ class Findings:
         return not any(finding["kind"] == "error" for finding in self.findings)
 
 
-def check_data(config: RunConfig, say: Callable[[str], None], looked_at: pa.Array | None = None) -> Findings:
+def check_data(config: RunConfig, looked_at: pa.Array | None = None) -> Findings:
     """All findings. Raises UserError for a data set that cannot be read at all or lacks a split.
 
     Cost: one read and one decoding of every image, of region features a look-up; of those only whose content keys are
     not in `looked_at`, which are then what `data.max_bad_fraction` is a share of.
     """
     found = Findings()
-    dataset, problems = read_annotations(config.data, data_root(config, say), config.storage.options)
+    dataset, problems = read_annotations(config.data, data_root(config), config.storage.options)
     require_splits(dataset, config.data)
-    say(f"reading {len(dataset)} images")
+    logger.info(f"reading {len(dataset)} images")
     dataset, unreadable = snapshot_of(dataset, config)
     _check_captions(found, dataset, problems)
     _check_vocabulary(found, dataset, config)
@@ -143,7 +146,7 @@ def _decode_all(dataset: Dataset, config: RunConfig) -> tuple[dict[str, str], np
     def look(item: tuple[str, str]) -> tuple[int, int] | None:
         key, uri = item
         try:
-            return decode_image(Place(uri, config.storage.options).read_bytes(), config.data.max_pixels).size
+            return decode_image(StoragePath(uri, config.storage.options).read_bytes(), config.data.max_pixels).size
         except (BadImage, OSError) as error:
             reasons[key] = str(error)
             return None

@@ -6,7 +6,8 @@ folder, so that anyone can compute it again with `raycap score`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from pipeline.data.dataset import Dataset
 from pipeline.data.synthetic import main_object_accuracy
 from pipeline.runs.folder import RunFolder, read_json, write_json
 from pipeline.scoring.metrics import Scores, score_captions
+
+logger = logging.getLogger(__name__)
+
 
 METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D")
 
@@ -44,7 +48,6 @@ def summarize_search(
     best: Mapping[int, Hypothesis],
     machines: Mapping[int, Machine],
     what: str,
-    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """What the search itself tells of a split's best captions: "alignment", the mean over images, and "constraints".
 
@@ -54,13 +57,13 @@ def summarize_search(
     aligned = [each.alignment for each in best.values() if each.alignment is not None]
     found: dict[str, Any] = {"alignment": sum(aligned) / len(aligned) if aligned else None, "constraints": None}
     if aligned:
-        say(f"{what}alignment of words and patches {found['alignment']:.3f}")
+        logger.info(f"{what}alignment of words and patches {found['alignment']:.3f}")
     asked = {image: (best[image].held or 0, machines[image].count) for image in best if image in machines}
     if asked:
         held = Held.of(asked.values())
         lacking = [image for image, (own, total) in asked.items() if own < total]
         found["constraints"] = {**held._asdict(), "not_held": lacking}
-        say(f"{what}{held}")
+        logger.info(f"{what}{held}")
     return found
 
 

@@ -30,7 +30,7 @@ from pipeline.data.vocabulary import Vocabulary
 from pipeline.runs.checkpoints import stage_result
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import Place, place
+from pipeline.storage.path import StoragePath, place
 
 JOURNAL = "log/metrics.jsonl"
 
@@ -70,7 +70,7 @@ class RunFolder:
     """The folder of one run: a local path, and its home when that is on S3. Workers open it `on_worker`."""
 
     path: Path
-    home: Place | None = None
+    home: StoragePath | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RunFolder, (self.path, self.home)  # without what was read from it
@@ -102,7 +102,7 @@ class RunFolder:
                 Mirror(self.home, self.path).push(name, allowed)
 
     @property
-    def root(self) -> Place:
+    def root(self) -> StoragePath:
         """Where the run lies for everybody, whatever machine they are on."""
         return self.home or place(self.path)
 

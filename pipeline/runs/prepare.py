@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import logging
 import platform
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,12 +32,13 @@ from pipeline.runs.warm_start import warm_start, without_download
 from pipeline.runtime.weights import save_weights
 from pipeline.version import commit
 
+logger = logging.getLogger(__name__)
+
+
 PACKAGES = ("torch", "torchvision", "timm", "ray", "mlflow", "numpy", "pyarrow", "pycocoevalcap")
 
 
-def prepare(
-    config: RunConfig, say: Callable[[str], None], found: tuple[Dataset, dict[str, str]] | None = None
-) -> RunFolder:
+def prepare(config: RunConfig, found: tuple[Dataset, dict[str, str]] | None = None) -> RunFolder:
     """The folder of the run that this configuration and its data are; made when it is not there yet.
 
     `found` is what `find_data` gave, for a process that prepares many runs on the same data.
@@ -45,7 +46,7 @@ def prepare(
     Raises UserError for data that cannot be trained on. Single missing images are left out and counted, up to
     `data.max_bad_fraction`.
     """
-    dataset, troubles = found or find_data(config, say)
+    dataset, troubles = found or find_data(config)
     dataset = readable(dataset, troubles, config)
     fingerprint = dataset.fingerprint()
     folder = open_run(config, fingerprint)
@@ -74,7 +75,7 @@ def prepare(
     else:
         width, num_tokens = feature_width(dataset, config), config.features.max_regions
         torch.manual_seed(config.seed)
-    model = _initial_model(config, width, vocabulary, positions, say)
+    model = _initial_model(config, width, vocabulary, positions)
     if start:
         start.fill(model, backbone)
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -136,16 +137,14 @@ def initial_backbone(config: RunConfig) -> Backbone:
         raise UserError(f"backbone {config.backbone.name} cannot be made: {' '.join(str(error).split())}") from error
 
 
-def _initial_model(
-    config: RunConfig, width: int, vocabulary: Vocabulary, positions: int, say: Callable[[str], None]
-) -> CaptionModel:
+def _initial_model(config: RunConfig, width: int, vocabulary: Vocabulary, positions: int) -> CaptionModel:
     """The model over features of a width, drawn after the backbone from the same seed; with given word vectors."""
     sizes = ModelSizes(width, len(vocabulary), positions, vocabulary.sos, vocabulary.eos, vocabulary.pad)
     file, columns = config.model.word_vectors, config.model.word_vector_width
     if file is None or columns is None:
         return build_model(config.model, sizes)
     vectors, found = read_word_vectors(Path(file).expanduser(), vocabulary.words, columns)
-    say(f"words     {file}: {describe_missing(vocabulary.words, found)}")
+    logger.info(f"words     {file}: {describe_missing(vocabulary.words, found)}")
     model = build_model(config.model, sizes)
     fill_word_vectors(model, torch.from_numpy(vectors), torch.from_numpy(found))
     return model

@@ -16,7 +16,7 @@ from pipeline.config.sections import StageSection
 from pipeline.runs.folder import RunFolder
 from pipeline.runtime.weights import load_weights
 from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import Place, place
+from pipeline.storage.path import StoragePath, place
 
 
 def bundle_path(folder: RunFolder, stage: StageSection | None = None) -> Path:
@@ -25,7 +25,7 @@ def bundle_path(folder: RunFolder, stage: StageSection | None = None) -> Path:
     return folder.config.working_path / "models" / folder.config.name / name
 
 
-def bundle_place(folder: RunFolder, stage: StageSection | None = None) -> Place:
+def bundle_place(folder: RunFolder, stage: StageSection | None = None) -> StoragePath:
     """Where the bundle lies for everybody."""
     path = bundle_path(folder, stage)
     return folder.config.home(path.relative_to(folder.config.working_path).as_posix()) or place(path)

@@ -12,7 +12,7 @@ from pipeline.runs.evaluation import read_predictions
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import read_journal
 from pipeline.scoring.published import published_rows
-from pipeline.storage.path import Place
+from pipeline.storage.path import StoragePath
 
 CURVES = {
     "loss": "loss",
@@ -135,7 +135,7 @@ def _images(folder: RunFolder, part: Dataset, split: str, scores: dict[int, floa
     return [
         ReportImage(
             image_id=image,
-            path=Place(uri, folder.config.storage.options),
+            path=StoragePath(uri, folder.config.storage.options),
             caption=predictions[image],
             references=captions,
             score=scores.get(image),

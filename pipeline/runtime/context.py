@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from pipeline.runtime.log import set_rank
+
 
 class Context(Protocol):
     world_rank: int
@@ -58,6 +60,7 @@ class RayContext:
         context = ray.train.get_context()
         self.world_rank, self.world_size = context.get_world_rank(), context.get_world_size()
         self.device = get_device()
+        set_rank(self.world_rank)
 
     def report(self, metrics: dict[str, Any]) -> None:
         import ray.train

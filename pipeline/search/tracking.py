@@ -6,8 +6,8 @@ remembers in the search's folder what was sent, and costs a search nothing when 
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,17 @@ from pipeline.search.spec import SCORE
 from pipeline.search.trials import OVER, Book, TrialRecord
 from pipeline.tracking.mlflow_client import experiment_of, public_uri, tracking_client, without_secrets
 
+logger = logging.getLogger(__name__)
+
+
 FILES = ("search.html", "pareto.png", "parallel.png", "trials.csv", "trials.parquet", "best.yaml")
 
 
 class SearchTracker:
     """Sends what is new in the background, whenever a trial is over and at the end."""
 
-    def __init__(self, book: Book, say: Callable[[str], None]) -> None:
-        self.book, self.say, self.config = book, say, book.search.base
+    def __init__(self, book: Book) -> None:
+        self.book, self.config = book, book.search.base
         self._wake, self._stop = threading.Event(), threading.Event()
         self._warned = False
         self._thread: threading.Thread | None = None
@@ -57,7 +60,9 @@ class SearchTracker:
         except Exception as error:  # whatever the tracker does, the search goes on
             if not self._warned:
                 reason = without_secrets(str(error)).splitlines()[0] if str(error) else type(error).__name__
-                self.say(f"tracker: {public_uri(self.config)} does not take everything ({reason}); the book keeps it")
+                logger.info(
+                    f"tracker: {public_uri(self.config)} does not take everything ({reason}); the book keeps it"
+                )
                 self._warned = True
             return False
         return True

@@ -126,7 +126,7 @@ def _run_trial(
 ) -> dict[str, Any]:
     plan, search = _opened(folder.path, (folder.path / "plan.json").stat().st_mtime_ns)
     config = search.trial_config(point, seed, plan["start"], member)
-    run = prepare(config, lambda text: None, _data(config.model_dump_json(include={"data", "storage"}), config))
+    run = prepare(config, _data(config.model_dump_json(include={"data", "storage"}), config))
     if plan["weights"] is not None:
         share_file(run.path / "init" / "backbone.safetensors", Path(plan["weights"]))
     if parent is not None:
@@ -171,7 +171,7 @@ def _data(name: str, config: RunConfig) -> tuple[Dataset, dict[str, str]]:
     """The data set, read once a process: a trial's process lives on for the next."""
     if name not in _DATA:
         _DATA.clear()
-        _DATA[name] = find_data(config, lambda text: None)
+        _DATA[name] = find_data(config)
     return _DATA[name]
 
 

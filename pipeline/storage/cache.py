@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from pipeline.storage.path import Place, StorageError
+from pipeline.storage.path import StorageError, StoragePath
 
 CACHE_VARIABLE = "RAYCAP_CACHE"
 
@@ -29,7 +29,7 @@ class ShardCache:
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
 
-    def get(self, source: Place, size: int, sha256: str) -> Path | None:
+    def get(self, source: StoragePath, size: int, sha256: str) -> Path | None:
         """The local copy of `source`, fetched when it is not here; None when it alone is above the limit.
 
         Raises StorageError when what arrives is not what the manifest promised, also the second time.
@@ -45,7 +45,7 @@ class ShardCache:
             self._keep(path, _fetch(source, sha256))
         return path
 
-    def read(self, source: Place, sha256: str) -> bytes:
+    def read(self, source: StoragePath, sha256: str) -> bytes:
         """The content of a small file, from the local copy if there is one; what is above the limit is not kept."""
         path = self.folder / sha256
         if self._touch(path):
@@ -102,7 +102,7 @@ class ImageCache:
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit // 256
 
-    def read(self, source: Place, key: str) -> bytes:
+    def read(self, source: StoragePath, key: str) -> bytes:
         """The image file; StorageError when it is no longer the one whose digest is `key`."""
         return ShardCache(self.folder / key[:2], self.limit).read(source, key)
 
@@ -112,7 +112,7 @@ def image_cache(gibibytes: float) -> ImageCache:
     return ImageCache(cache_folder() / "images", int(gibibytes * 2**30))
 
 
-def _fetch(source: Place, sha256: str) -> bytes:
+def _fetch(source: StoragePath, sha256: str) -> bytes:
     for _ in range(2):
         data = source.read_bytes()
         if hashlib.sha256(data).hexdigest() == sha256:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pipeline.errors import UserError
-from pipeline.storage.path import ConflictError, Place
+from pipeline.storage.path import ConflictError, StoragePath
 
 RENEWALS = 3  # in the time that a lease lasts
 
@@ -42,7 +42,7 @@ class Lease:
     """A lease that this process holds; as a context it is renewed in the background and given back at the end."""
 
     def __init__(
-        self, where: Place, record: dict[str, Any], tag: str, seconds: float, now: Callable[[], float]
+        self, where: StoragePath, record: dict[str, Any], tag: str, seconds: float, now: Callable[[], float]
     ) -> None:
         self.where, self.seconds, self.now = where, seconds, now
         self._record, self._tag = record, tag
@@ -97,7 +97,7 @@ class Lease:
 
 
 def take_lease(
-    where: Place, seconds: float, *, above: int = 0, by_force: bool = False, now: Callable[[], float] = time.time
+    where: StoragePath, seconds: float, *, above: int = 0, by_force: bool = False, now: Callable[[], float] = time.time
 ) -> Lease | Held:
     """The lease, or who else has it. Its token is larger than `above` and than any before.
 
@@ -124,7 +124,7 @@ def _body(record: dict[str, Any]) -> bytes:
     return json.dumps(record).encode()
 
 
-def _read(where: Place) -> tuple[dict[str, Any] | None, str | None]:
+def _read(where: StoragePath) -> tuple[dict[str, Any] | None, str | None]:
     try:
         data, tag = where.read_tagged()
     except FileNotFoundError:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pipeline.storage.path import PART_BYTES, Entry, Place, StorageError
+from pipeline.storage.path import PART_BYTES, Entry, StorageError, StoragePath
 
 MARKERS = ("progress.json", "run.json", "DONE.json", "COMPLETE.json", "COMPLETE")
 TRANSFERS = 8
@@ -28,7 +28,7 @@ TRANSFERS = 8
 class Mirror:
     """`local` follows `home`; a file beside it remembers which state of each object it holds."""
 
-    home: Place
+    home: StoragePath
     local: Path
 
     def pull(self, under: str = "") -> None:

@@ -1,6 +1,6 @@
 """Where things lie: local folders and S3 behind one small interface; the only home of boto3.
 
-A `Place` is a path or an `s3://bucket/key` with the options that reach it; it pickles, so that Ray's workers open what
+A `StoragePath` is a path or an `s3://bucket/key` with the options that reach it; it pickles, so that Ray's workers open what
 the driver named. Every write becomes visible whole or not at all: a temporary name and a rename on disk, one put (or a
 completed multi-part upload) on S3. Every S3 call is repeated after failures that pass, with growing random pauses.
 """
@@ -50,14 +50,14 @@ class StorageOptions:
 
 
 @dataclass(frozen=True)
-class Place:
+class StoragePath:
     """A file or folder, local or on S3."""
 
     uri: str
     options: StorageOptions = StorageOptions()
 
-    def __truediv__(self, name: str) -> Place:
-        return Place(join(self.uri, name), self.options)
+    def __truediv__(self, name: str) -> StoragePath:
+        return StoragePath(join(self.uri, name), self.options)
 
     def __str__(self) -> str:
         return self.uri
@@ -243,13 +243,13 @@ class Place:
             asked["ContinuationToken"] = page["NextContinuationToken"]
 
 
-def place(where: Place | Path | str, options: StorageOptions = StorageOptions()) -> Place:
-    """A Place from what people write: a path (made absolute) or an s3:// URI."""
-    if isinstance(where, Place):
+def place(where: StoragePath | Path | str, options: StorageOptions = StorageOptions()) -> StoragePath:
+    """A StoragePath from what people write: a path (made absolute) or an s3:// URI."""
+    if isinstance(where, StoragePath):
         return where
     if is_remote(str(where)):
-        return Place(str(where).rstrip("/"), options)
-    return Place(str(Path(where).expanduser().absolute()), options)
+        return StoragePath(str(where).rstrip("/"), options)
+    return StoragePath(str(Path(where).expanduser().absolute()), options)
 
 
 def is_remote(uri: str) -> bool:
@@ -345,7 +345,7 @@ def _retried(uri: str, call: Callable[[], T], attempts: int = ATTEMPTS) -> T:
     raise AssertionError("unreachable")
 
 
-def try_rights(folder: Place) -> None:
+def try_rights(folder: StoragePath) -> None:
     """Writes a small file only if it is not there, is refused a second time, reads, lists and removes it.
 
     Raises StorageError with what cannot be done. A storage that takes the second write keeps no promise to two
@@ -375,7 +375,7 @@ def try_rights(folder: Place) -> None:
         raise StorageError(f"{folder}: {error.strerror or error}") from error
 
 
-def _is_written(probe: Place, data: bytes) -> bool:
+def _is_written(probe: StoragePath, data: bytes) -> bool:
     """Whether a file that must not be there yet takes `data`; tried once, for a person waits for the answer."""
     try:
         probe.write_if(data, None, attempts=1)

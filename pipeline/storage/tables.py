@@ -5,15 +5,15 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.storage.path import Place
+from pipeline.storage.path import StoragePath
 
 
-def read_table(where: Place, schema: pa.Schema) -> pa.Table:
+def read_table(where: StoragePath, schema: pa.Schema) -> pa.Table:
     """A Parquet file of the storage. Raises FileNotFoundError."""
     return from_bytes(where.read_bytes(), schema)
 
 
-def write_table(where: Place, table: pa.Table) -> None:
+def write_table(where: StoragePath, table: pa.Table) -> None:
     """Writes a Parquet file, whole or not at all."""
     where.write_bytes(memoryview(_buffer(table)))
 

@@ -7,6 +7,7 @@ not taken is sent by `raycap sync` or the same run called again.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,9 @@ from pipeline.tracking.mlflow_client import (
     without_secrets,
 )
 
+logger = logging.getLogger(__name__)
+
+
 JOIN_S = 30  # how long the end of a run waits for a call under way; a request of HTTP ends earlier (tracking.CALL_S)
 LONGEST_PAUSE_S = 60.0  # between attempts at a tracker that does not answer
 
@@ -32,8 +36,8 @@ LONGEST_PAUSE_S = 60.0  # between attempts at a tracker that does not answer
 class Tracker:
     """Sends a run's journal in the background once started; the end of a run goes through `close` or `finish`."""
 
-    def __init__(self, folder: RunFolder, config: RunConfig, say: Callable[[str], None], every_s: float = 5.0) -> None:
-        self.folder, self.config, self.say, self.every_s = folder, config, say, every_s
+    def __init__(self, folder: RunFolder, config: RunConfig, every_s: float = 5.0) -> None:
+        self.folder, self.config, self.every_s = folder, config, every_s
         self._stop = threading.Event()
         self._failing = False
         self._unsure = True  # what a former process sent and could not note
@@ -115,19 +119,19 @@ class Tracker:
             self._unsure = True
             if not self._failing:
                 reason = without_secrets(str(error)).splitlines()[0] if str(error) else type(error).__name__
-                self.say(
+                logger.info(
                     f"tracker   {where} does not take everything ({reason[:600]}); the journal keeps it, and "
                     f"{self.remedy} sends it"
                 )
                 self._failing = True
             return False
         if self._failing:
-            self.say(f"tracker   {where} takes everything again")
+            logger.info(f"tracker   {where} takes everything again")
         self._failing = self._unsure = False
         return True
 
 
-def register_run(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) -> str | None:
+def register_run(folder: RunFolder, config: RunConfig) -> str | None:
     """Sends what the tracker lacks of a complete run, its model with it, and notes in COMPLETE.json whether it has all.
 
     Returns the registered name/version, None when the tracker does not take it now.
@@ -136,7 +140,7 @@ def register_run(folder: RunFolder, config: RunConfig, say: Callable[[str], None
 
     done = folder.path / "COMPLETE.json"
     summary = read_json(done)
-    registered = Tracker(folder, config, say).finish(summary["scores"], local_bundle(folder))
+    registered = Tracker(folder, config).finish(summary["scores"], local_bundle(folder))
     if summary["tracked"] != (registered is not None):
         write_json(done, summary | {"tracked": registered is not None})
         folder.push(done.name)

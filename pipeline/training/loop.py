@@ -37,7 +37,7 @@ from pipeline.runtime.cpu import memory_mb, prepare_processor
 from pipeline.runtime.system_metrics import machine_use
 from pipeline.runtime.weights import load_weights
 from pipeline.storage.cache import image_cache
-from pipeline.storage.path import Place
+from pipeline.storage.path import StoragePath
 from pipeline.training.batches import Batch, Batches, Captions
 from pipeline.training.objectives import Objective, check_reward, cross_entropy_objective, scst_objective, stage_reward
 from pipeline.training.optimizer import learning_rate, make_optimizer
@@ -63,10 +63,10 @@ class StageJob:
 
     run: Path
     stages: tuple[str, ...]
-    store: Place | Path | None
+    store: StoragePath | Path | None
     excluded: tuple[str, ...] = ()  # content keys in quarantine
     attempt: str = ""  # the driver's token: a worker of an attempt that was given up writes nothing more
-    home: Place | None = None  # of the run, when that is on S3
+    home: StoragePath | None = None  # of the run, when that is on S3
 
     @property
     def folder(self) -> RunFolder:
@@ -410,7 +410,7 @@ def _result_file(captions: dict[int, str]) -> list[dict[str, Any]]:
     return [{"image_id": image, "caption": caption} for image, caption in captions.items()]
 
 
-def _store(job: StageJob, stage: StageSection) -> Place | Path:
+def _store(job: StageJob, stage: StageSection) -> StoragePath | Path:
     if job.store is None:
         raise ValueError(f"stage {stage.name} reads features, and the job names no store")
     return job.store

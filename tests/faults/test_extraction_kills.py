@@ -20,7 +20,7 @@ import yaml
 from PIL import Image
 
 from pipeline.features.store import FeatureStore
-from pipeline.storage.path import Place, StorageOptions, place
+from pipeline.storage.path import StorageOptions, StoragePath, place
 from tests.conftest import ROOT, small_config
 from tests.support.s3_server import CREDENTIALS, s3_server
 
@@ -137,7 +137,7 @@ def undisturbed(images: Path) -> dict[str, bytes]:
 def bad_server(images: Path) -> Iterator[str]:
     with s3_server(share=0.05) as url:
         for path in images.rglob("*.*"):
-            Place(f"s3://data/set/{path.relative_to(images)}", StorageOptions(url)).write_bytes(path.read_bytes())
+            StoragePath(f"s3://data/set/{path.relative_to(images)}", StorageOptions(url)).write_bytes(path.read_bytes())
         yield url
 
 

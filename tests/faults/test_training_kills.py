@@ -27,7 +27,7 @@ def configuration(folder: Path) -> Path:
     stages = small_config(folder)["stages"]
     for stage in stages:
         stage |= {"epochs": 10, "validate_every_epochs": 4, "checkpoint_every_steps": 5}
-    settings = {"stages": stages, "workers__num_workers": 2, "workers__trial_steps": False}
+    settings = {"stages": stages, "workers__num_workers": 2, "workers__dry_run": False}
     return write(folder.with_suffix(".yaml"), small_config(folder, **settings))
 
 

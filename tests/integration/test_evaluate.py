@@ -43,12 +43,13 @@ def scores(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.ray
-def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(tmp_path: Path, ray_session: None) -> None:
+def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
+    tmp_path: Path, ray_session: None, log_lines: list[str]
+) -> None:
     config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
     other = str(make_bundle(tmp_path / "b", seed=1))
-    said: list[str] = []
-    assert evaluate(config, models=[model], compare=other, server="raycap", out=tmp_path / "one", say=said.append) == 0
-    assert evaluate(config, models=[model, model], out=tmp_path / "two", say=said.append) == 0
+    assert evaluate(config, models=[model], compare=other, server="raycap", out=tmp_path / "one") == 0
+    assert evaluate(config, models=[model, model], out=tmp_path / "two") == 0
     one, two = scores(tmp_path / "one"), scores(tmp_path / "two")
     assert one["scores"] == two["scores"] and one["per_image_CIDEr-D"] == two["per_image_CIDEr-D"]
     predictions = json.loads((tmp_path / "one" / "predictions-test.json").read_text())
@@ -59,31 +60,30 @@ def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(tmp_path: Path
     assert [line["n_best"][0]["caption"] for line in lines] == [row["caption"] for row in predictions]
     with zipfile.ZipFile(tmp_path / "one" / "captions_test_raycap_results.zip") as archive:
         assert json.loads(archive.read("captions_test_raycap_results.json")) == predictions
-    assert "CIDEr-D" in one["compared"]["differences"] and any("resamples" in line for line in said)
+    assert "CIDEr-D" in one["compared"]["differences"] and any("resamples" in line for line in log_lines)
     page = (tmp_path / "one" / "report-test.html").read_text()
     assert "not comparable" in page and "ExpansionNet v2, SCST (paper)" in page
 
     (tmp_path / "images" / "images" / "7.png").write_bytes(b"")
-    assert evaluate(config, models=[model], out=tmp_path / "three", say=said.append) == 1
+    assert evaluate(config, models=[model], out=tmp_path / "three") == 1
     three = scores(tmp_path / "three")
     assert three["unreadable"] == {"107": "empty file"} and three["images"] == 4
     with pytest.raises(UserError, match="4 captions for the 5 images"):
-        evaluate(config, models=[model], server="raycap", out=tmp_path / "four", say=said.append)
+        evaluate(config, models=[model], server="raycap", out=tmp_path / "four")
 
 
 @pytest.mark.ray
-def test_captions_hold_the_constraints_of_a_file(tmp_path: Path, ray_session: None) -> None:
+def test_captions_hold_the_constraints_of_a_file(tmp_path: Path, ray_session: None, log_lines: list[str]) -> None:
     config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
     file = tmp_path / "words.jsonl"
     file.write_text(
         '{"image_id": 107, "constraints": ["mat", ["the cat", "red"]]}\n{"image_id": 5, "constraints": []}\n'
     )
-    said: list[str] = []
-    assert evaluate(config, models=[model], constraints=file, out=tmp_path / "out", say=said.append) == 0
+    assert evaluate(config, models=[model], constraints=file, out=tmp_path / "out") == 0
     entry = scores(tmp_path / "out")
     assert entry["constraints"] == {"images": 1, "all": 1, "some": 0, "none": 0, "not_held": []}
     assert 0 <= entry["alignment"] <= 1
-    assert "search    test: 1 of 1 captions hold all of their constraints, 0 some, 0 none" in said
+    assert "search    test: 1 of 1 captions hold all of their constraints, 0 some, 0 none" in log_lines
     predictions = {row["image_id"]: row["caption"] for row in json.loads(
         (tmp_path / "out" / "predictions-test.json").read_text())}  # fmt: skip
     assert "mat" in predictions[107].split() and ("the cat" in predictions[107] or "red" in predictions[107].split())
@@ -91,13 +91,13 @@ def test_captions_hold_the_constraints_of_a_file(tmp_path: Path, ray_session: No
     assert "alignment" in page and "data-attribution=" in page
     file.write_text('{"image_id": 107, "constraints": ["zebra"]}\n')
     with pytest.raises(UserError, match="image 107 needs the word 'zebra'"):
-        evaluate(config, models=[model], constraints=file, say=said.append)
+        evaluate(config, models=[model], constraints=file)
     named = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"constraints": str(file)})})
     with pytest.raises(UserError, match="zebra"):
-        evaluate(named, models=[model], say=said.append)
+        evaluate(named, models=[model])
     file.write_text('{"image_id": 1, "constraints": ["cat"]}\n')
     with pytest.raises(UserError, match="none of its images is in test"):
-        evaluate(config, models=[model], constraints=file, say=said.append)
+        evaluate(config, models=[model], constraints=file)
 
 
 @pytest.mark.ray
@@ -117,7 +117,7 @@ def test_the_golden_ensemble_holds_through_bundles_and_a_store(tmp_path: Path, r
         update={"evaluation": EvaluationSection(beam_size=3, num_results=3, max_length=recorded["config"]["beam_len"])}
     )
     members = [tmp_path / name for name in names]
-    found, bad = caption_dataset(members, part, config, str(store), tmp_path, lambda text: None)
+    found, bad = caption_dataset(members, part, config, str(store), tmp_path)
     expected = recorded["ensemble_beam_3"]
     assert not bad and sorted(found) == list(range(len(features)))
     for image, sequences in enumerate(expected["sequences"]):
@@ -137,5 +137,5 @@ def test_the_golden_ensemble_holds_through_bundles_and_a_store(tmp_path: Path, r
 )
 def test_bad_input_is_said_before_ray_starts(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        evaluate(configuration(tmp_path), **options, out=tmp_path / "out", say=lambda text: None)
+        evaluate(configuration(tmp_path), **options, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

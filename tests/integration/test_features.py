@@ -25,6 +25,7 @@ from pipeline.features.extraction import Extractor, extract
 from pipeline.features.store import FeatureStore
 from pipeline.runtime.weights import save_weights
 from tests.conftest import small_config, write_karpathy
+from tests.support.logs import on_message
 
 
 @pytest.mark.ray
@@ -43,7 +44,8 @@ def test_features_of_good_images_and_reasons_for_bad_ones(tmp_path: Path, ray_se
     settings = FeatureSection(compute_dtype="float32", stored_dtype="float32", rows_per_shard=8)
     extractor = Extractor(config, tmp_path / "backbone.safetensors", settings, 10**6)
     lines: list[str] = []
-    folder, bad = extract(dataset, tmp_path / "features", extractor, lambda: None, lines.append)
+    with on_message(lines.append):
+        folder, bad = extract(dataset, tmp_path / "features", extractor, lambda: None)
     keys = dataset.column("key")
     assert set(bad) == {keys[3], keys[5]} and "not an image" in bad[keys[5]]
     listed = pq.read_table(folder / "quarantine.parquet").to_pylist()
@@ -61,7 +63,8 @@ def test_features_of_good_images_and_reasons_for_bad_ones(tmp_path: Path, ray_se
     def refuse() -> None:
         pytest.fail("Ray was asked for though nothing is missing")
 
-    again, bad_again = extract(dataset, tmp_path / "features", extractor, refuse, lines.append)
+    with on_message(lines.append):
+        again, bad_again = extract(dataset, tmp_path / "features", extractor, refuse)
     assert again == folder and bad_again == bad
     assert "0 to compute" in lines[-1]
 

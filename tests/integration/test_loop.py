@@ -20,7 +20,7 @@ from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import Follower, Journal, read_journal
 from pipeline.runs.prepare import prepare
 from pipeline.runtime.context import LocalContext
-from pipeline.storage.path import Place
+from pipeline.storage.path import StoragePath
 from pipeline.training.batches import Batch
 from pipeline.training.dry_run import dry_run
 from pipeline.training.loop import DivergedError, StageJob, StageRun, train_stages
@@ -29,7 +29,7 @@ from tests.conftest import small_config
 NAMES = ("xe_frozen", "xe_finetune", "scst_frozen", "scst_finetune")
 
 
-def prepared(storage: Path | dict[str, Any], **changes: Any) -> tuple[RunFolder, Place]:
+def prepared(storage: Path | dict[str, Any], **changes: Any) -> tuple[RunFolder, StoragePath]:
     """A run's folder and a store with the features of its initial backbone, computed without Ray."""
     from models.backbone import Backbone
     from models.transform import ImageTransform
@@ -37,14 +37,14 @@ def prepared(storage: Path | dict[str, Any], **changes: Any) -> tuple[RunFolder,
     from pipeline.runtime.weights import load_weights
 
     config = parse_config(small_config(storage, **changes))
-    folder = prepare(config, lambda text: None)
+    folder = prepare(config)
     weights = folder.path / "init" / "backbone.safetensors"
     extractor = Extractor(config.backbone, weights, config.features, config.data.max_pixels)
     store, options = config.storage_place / "features" / feature_key(extractor.describe()), config.storage.options
     backbone, transform = Backbone(config.backbone).eval(), ImageTransform(config.backbone.image_size)
     load_weights(backbone, weights)
     dataset = folder.dataset
-    files = [Place(uri, options).read_bytes() for uri in dataset.column("uri")]
+    files = [StoragePath(uri, options).read_bytes() for uri in dataset.column("uri")]
     pixels = torch.stack([transform(decode_image(file, 10**6)) for file in files])
     with torch.inference_mode():
         write_shard(store, dataset.column("key"), backbone(pixels).numpy().astype(np.float16))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.storage.path import Place, StorageOptions
+from pipeline.storage.path import StorageOptions, StoragePath
 from tests.conftest import small_config
 from tests.integration.test_remote_run import raycap_run
 from tests.support.mlflow_server import mlflow_server
@@ -49,7 +49,7 @@ def test_a_run_tracked_in_postgres_with_artifacts_on_s3(tmp_path: Path, monkeypa
                 mlflow.set_tracking_uri(None)  # type: ignore[arg-type]
             requirements = (Path(model) / "requirements.txt").read_text()
             assert "boto3==" in requirements, "a model of a run on S3 reads s3:// URIs"
-            there = Place("s3://data/mlflow", StorageOptions(s3)).list()
+            there = StoragePath("s3://data/mlflow", StorageOptions(s3)).list()
             assert any(name.endswith("report.html") for name in there)
             assert any(name.endswith("model.safetensors") for name in there)
     assert os.environ.get("MLFLOW_TRACKING_URI") is None

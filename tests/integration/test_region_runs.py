@@ -22,7 +22,7 @@ from pipeline.runs.folder import RunFolder
 from pipeline.runs.prepare import prepare
 from pipeline.runs.run_bundle import bundle_run
 from pipeline.runtime.context import LocalContext
-from pipeline.storage.path import Place
+from pipeline.storage.path import StoragePath
 from pipeline.training.batches import Batches, Captions
 from pipeline.training.dry_run import dry_run
 from pipeline.training.loop import StageJob, StageRun, train_stages
@@ -35,13 +35,13 @@ EXPANSION = {"name": "expansionnet_v2", "static_expansion": [4], "dynamic_expans
 NAMES = ("xe_frozen", "scst_frozen")
 
 
-def prepared(storage: Path, system: dict[str, Any], **changes: Any) -> tuple[RunFolder, Place]:
+def prepared(storage: Path, system: dict[str, Any], **changes: Any) -> tuple[RunFolder, StoragePath]:
     values = small_config(storage, model=SMALL | system, **changes)
     values["features"] = {"hdf5": "embedded", "max_regions": 4}
     del values["backbone"]
     values["stages"] = [stage | {"dropout": 0.0} for stage in values["stages"] if not stage.get("train_backbone")]
-    folder = prepare(parse_config(values), lambda text: None)
-    store, bad = import_regions(folder.dataset, folder.config, lambda text: None)
+    folder = prepare(parse_config(values))
+    store, bad = import_regions(folder.dataset, folder.config)
     assert not bad
     return folder, store
 
@@ -101,7 +101,7 @@ def test_captions_do_not_depend_on_padding(tmp_path: Path) -> None:
         config = folder.config.model_copy(
             update={"features": folder.config.features.model_copy(update={"max_regions": most})}
         )
-        store, _ = import_regions(folder.dataset, config, lambda text: None)
+        store, _ = import_regions(folder.dataset, config)
         run = StageRun(LocalContext("cpu"), folder, config.stage("xe_frozen"), StageJob(folder.path, NAMES, store))
         found.append(caption_images(run.captioner, run.validation, run.vocabulary, config.evaluation, run.context))
     assert found[0] == found[1] and found[0]
@@ -141,9 +141,9 @@ def test_a_trial_of_a_search_over_memory_slots(tmp_path: Path) -> None:
     section = {"name": "slots", "base": "base.yaml", "space": {"model.num_memory_slots": [0, 2]}, "algorithm": "grid"}
     section |= {"objectives": {"CIDEr-D": "max", "macs_executed": "min", "latency_ms": "min"}}
     search = Search(SearchConfig.model_validate(section), values)
-    dataset, _ = find_data(search.base, lambda text: None)
-    assert find_backbone(search, dataset, None, lambda text: None) is None
-    store, bad = extract_once(search, dataset, None, lambda: None, lambda text: None)
+    dataset, _ = find_data(search.base)
+    assert find_backbone(search, dataset, None) is None
+    store, bad = extract_once(search, dataset, None, lambda: None)
     assert store is not None and not bad
     folder = SearchFolder(tmp_path / "search")
     folder.path.mkdir()

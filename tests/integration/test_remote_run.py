@@ -18,7 +18,7 @@ from pipeline.runs.journal import read_journal
 from pipeline.runs.prepare import prepare
 from pipeline.runtime.context import LocalContext
 from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import Place, StorageOptions
+from pipeline.storage.path import StorageOptions, StoragePath
 from pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import ROOT, small_config
 from tests.integration.test_loop import NAMES, Killed, final, prepared
@@ -43,7 +43,7 @@ def content(folder: Path) -> dict[str, str]:
 
 
 def test_a_copy_follows_its_home(url: str, tmp_path: Path) -> None:
-    home = Place("s3://data/follows", StorageOptions(url))
+    home = StoragePath("s3://data/follows", StorageOptions(url))
     one, two = Mirror(home, tmp_path / "one"), Mirror(home, tmp_path / "two")
     files = {"a.txt": "1", "s/step-1/state.pt": "x" * 1000, "s/step-1/progress.json": "{}", "s/best-1/model": "m"}
     write(one.local, files | {".a.txt.tmp": "not yet", "s/.step-2.tmp/state.pt": "half"})
@@ -64,7 +64,7 @@ def test_a_copy_follows_its_home(url: str, tmp_path: Path) -> None:
 
 
 def test_half_a_checkpoint_is_left_alone(url: str, tmp_path: Path) -> None:
-    home = Place("s3://data/half", StorageOptions(url))
+    home = StoragePath("s3://data/half", StorageOptions(url))
     for name in ("s/step-4/state.pt", "s/step-4/progress.json", "s/step-8/state.pt", "s/DONE.json"):
         (home / name).write_bytes(b"{}")
     copy = Mirror(home, tmp_path / "copy")
@@ -73,15 +73,15 @@ def test_half_a_checkpoint_is_left_alone(url: str, tmp_path: Path) -> None:
 
 
 def test_markers_go_up_last_and_away_first(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    home = Place("s3://data/order", StorageOptions(url))
+    home = StoragePath("s3://data/order", StorageOptions(url))
     copy = Mirror(home, tmp_path / "copy")
     write(copy.local, {"s/step-1/progress.json": "{}", "s/step-1/a": "", "s/best-1/model": "m"})
     copy.push()
     (home / "s/step-9/progress.json").write_bytes(b"of somebody who came later")
     done: list[str] = []
-    put, delete = Place.write_bytes, Place.delete
-    monkeypatch.setattr(Place, "write_bytes", lambda self, data: [done.append(self.uri), put(self, data)][1])
-    monkeypatch.setattr(Place, "delete", lambda self: [done.append("gone " + self.uri), delete(self)][1])
+    put, delete = StoragePath.write_bytes, StoragePath.delete
+    monkeypatch.setattr(StoragePath, "write_bytes", lambda self, data: [done.append(self.uri), put(self, data)][1])
+    monkeypatch.setattr(StoragePath, "delete", lambda self: [done.append("gone " + self.uri), delete(self)][1])
     (copy.local / "s/step-1/progress.json").unlink()
     (copy.local / "s/step-1/a").unlink()
     write(copy.local, {"s/step-2/progress.json": "{}", "s/step-2/state.pt": "", "s/step-2/z": ""})
@@ -114,7 +114,7 @@ def test_another_machine_goes_on_where_one_died(url: str, tmp_path: Path, monkey
     resumed = []
     for machine in range(len(NAMES) + 1):
         monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / f"machine{machine}"))
-        folder = prepare(folder.config, lambda text: None)  # as a driver on that machine would
+        folder = prepare(folder.config)  # as a driver on that machine would
         try:
             train_stages(
                 LocalContext("cpu"), StageJob(folder.path, NAMES, store, (), folder.begin_attempt(), folder.home)
@@ -150,13 +150,13 @@ def test_a_whole_run_with_everything_on_s3_on_a_bad_day(url: str, tmp_path: Path
     config.write_text(yaml.safe_dump(settings))
     first = raycap_run(config, tmp_path / "one")
     assert "report       s3://data/whole/runs/" in first and "scst_finetune  done" in first, first
-    there = Place("s3://data/whole", StorageOptions(url)).list()
+    there = StoragePath("s3://data/whole", StorageOptions(url)).list()
     for name in ("report.html", "COMPLETE.json", "scores.json", "predictions/test.json", "log/metrics.jsonl"):
         assert any(path.startswith("runs/demo-") and path.endswith(name) for path in there), name
     assert any(path.startswith("models/demo/") and path.endswith("model.safetensors") for path in there)
     assert not [path for path in there if "/step-" in path], "checkpoints that only served to go on are gone"
     (report,) = (path for path in there if path.endswith("report.html"))
-    page = (Place("s3://data/whole", StorageOptions(url)) / report).read_bytes().decode()
+    page = (StoragePath("s3://data/whole", StorageOptions(url)) / report).read_bytes().decode()
     assert page.count('data-attention="') == page.count('src="data:image/jpeg') == 8, "pictures and where it looked"
     second = raycap_run(config, tmp_path / "two")
     assert "is complete; nothing to do" in second and first.partition("BLEU-1")[2][:400] in second
@@ -181,7 +181,7 @@ def test_an_abandoned_attempt_on_another_machine_writes_nothing(
     folder, store = prepared({"uri": "s3://data/abandoned", "endpoint_url": url})
     old = folder.begin_attempt()
     monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "two"))
-    prepare(folder.config, lambda text: None).begin_attempt()
+    prepare(folder.config).begin_attempt()
     monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "one"))
     with pytest.raises(RuntimeError, match="another attempt"):
         train_stages(LocalContext("cpu"), StageJob(folder.path, NAMES, store, (), old, folder.home))

@@ -11,7 +11,7 @@ import pytest
 
 from jobs.cli import main
 from pipeline.errors import UserError
-from pipeline.storage.path import Place
+from pipeline.storage.path import StoragePath
 from tests.integration.conftest import ON_DISK_AND_S3
 from tests.support.retrain_world import Colors, World, first, sound
 
@@ -20,8 +20,8 @@ from tests.support.retrain_world import Colors, World, first, sound
 def test_without_new_data_nothing_is_done_and_no_image_is_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     first(world)
     before, reads, work = world.files(), [], Colors()
-    original = Place.read_bytes
-    monkeypatch.setattr(Place, "read_bytes", lambda self: (reads.append(self.name), original(self))[1])
+    original = StoragePath.read_bytes
+    monkeypatch.setattr(StoragePath, "read_bytes", lambda self: (reads.append(self.name), original(self))[1])
     code, said = world.call(work)
     assert code == 0 and "nothing new since decision 1 (files: 0 new, 0 changed, 0 gone)" in said
     assert not work.trained and not [name for name in reads if name.endswith((".png", "dataset.json"))]

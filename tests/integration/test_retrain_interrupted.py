@@ -16,7 +16,7 @@ import pytest
 
 from pipeline.retrain import retrain as retrain_module
 from pipeline.storage.lease import Lease
-from pipeline.storage.path import Place
+from pipeline.storage.path import StoragePath
 from tests.conftest import ROOT
 from tests.integration.conftest import ON_DISK_AND_S3
 from tests.support.retrain_world import Colors, World, first, sound
@@ -59,7 +59,7 @@ def writes_of(monkeypatch: pytest.MonkeyPatch, at: int, happen: Any) -> list[str
     active = threading.local()
 
     def counted(original: Any) -> Any:
-        def write(self: Place, *arguments: Any) -> Any:
+        def write(self: StoragePath, *arguments: Any) -> Any:
             counts = "/retrain/" in self.uri or "/champion-t" in self.uri
             if counts and threading.current_thread().name != "lease" and not getattr(active, "off", False):
                 done.append(self.uri)
@@ -74,7 +74,7 @@ def writes_of(monkeypatch: pytest.MonkeyPatch, at: int, happen: Any) -> list[str
         return write
 
     for name in ("write_bytes", "write_if", "delete"):
-        monkeypatch.setattr(Place, name, counted(getattr(Place, name)))
+        monkeypatch.setattr(StoragePath, name, counted(getattr(StoragePath, name)))
     return done
 
 

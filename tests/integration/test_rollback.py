@@ -15,12 +15,12 @@ from tests.support.retrain_world import Colors, World, first, sound
 def test_a_rollback_gives_the_place_back(world: World) -> None:
     first(world)
     with pytest.raises(UserError, match="no champion before the present one"):
-        rollback(world.config, lambda text: None)
+        rollback(world.config)
     champion = world.ledger.read().champion
     world.add("train", 20, range(3, 8))
     world.call()
     promoted = world.ledger.read().champion
-    assert promoted is not None and rollback(world.config, lambda text: None) == 0
+    assert promoted is not None and rollback(world.config) == 0
     state = world.ledger.read()
     assert state.champion == champion and state.before == () and state.challenger == promoted.run_id
     assert world.last()["decision"] == "rolled back" and world.last()["champion_before"] == promoted.model_dump()
@@ -43,7 +43,7 @@ def test_a_rollback_goes_before_a_retraining_under_way(world: World) -> None:
     class Rolled(Colors):
         def caption(self, *arguments: Any) -> dict[int, str]:
             if world.ledger.read().number == 2:
-                assert rollback(world.config, lambda text: None) == 0
+                assert rollback(world.config) == 0
             return super().caption(*arguments)
 
     code, said = world.call(Rolled())

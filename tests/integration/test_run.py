@@ -61,7 +61,7 @@ def test_a_run_killed_continues_and_once_complete_is_left_alone(tmp_path: Path) 
     stages[0] |= {"epochs": 40, "validate_every_epochs": 20}
     broken = tmp_path / "broken"
     settings = {"stages": stages, "workers__num_workers": 2, "tracking": {"enabled": True}}
-    settings["workers__trial_steps"] = False
+    settings["workers__dry_run"] = False
     config = write(tmp_path / "run.yaml", small_config(broken, **settings))
 
     process = start(config)

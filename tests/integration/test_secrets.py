@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from jobs.cli import main
-from pipeline.storage.path import Place, StorageOptions
+from pipeline.storage.path import StorageOptions, StoragePath
 from pipeline.tracking.mlflow_client import without_secrets
 from tests.conftest import ROOT, small_config
 from tests.support.mlflow_server import MlflowServer
@@ -87,7 +87,7 @@ def test_marked_credentials_are_found_nowhere(tmp_path: Path, ray_folder: Path) 
         found = search("the output", (output + sent).encode())
         for folder in (tmp_path / "cache", tmp_path / "mlflow", ray_folder):
             found += search_folder(folder)
-        storage = Place("s3://data/secret", StorageOptions(s3))
+        storage = StoragePath("s3://data/secret", StorageOptions(s3))
         names = storage.list()
         assert any(name.endswith("report.html") for name in names)
         for name in names:

@@ -20,7 +20,7 @@ from pipeline.features.model_inputs import Images
 from pipeline.features.store import FeatureStore, write_shard
 from pipeline.storage import path as storage
 from pipeline.storage.cache import ImageCache, ShardCache
-from pipeline.storage.path import Place, StorageError, StorageOptions
+from pipeline.storage.path import StorageError, StorageOptions, StoragePath
 from tests.conftest import write_karpathy
 from tests.support.s3_server import s3_server
 
@@ -32,7 +32,7 @@ def options() -> Iterator[StorageOptions]:
 
 
 def test_objects_come_back_as_they_were_written(options: StorageOptions) -> None:
-    folder = Place("s3://data/objects", options)
+    folder = StoragePath("s3://data/objects", options)
     bodies = {f"{number}/x": bytes([number]) * (number * 1000 + 1) for number in range(40)}
     for name, body in bodies.items():
         (folder / name).write_bytes(body)
@@ -49,7 +49,7 @@ def test_objects_come_back_as_they_were_written(options: StorageOptions) -> None
 def test_large_objects_go_up_in_parts(options: StorageOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "PART_BYTES", 5 * 2**20)  # S3's own minimum
     body = np.random.default_rng(0).bytes(13 * 2**20)
-    large = Place("s3://data/large", options)
+    large = StoragePath("s3://data/large", options)
     large.write_bytes(body)
     assert large.read_bytes() == body and large.stat().tag.strip('"').endswith("-3")
 
@@ -60,11 +60,11 @@ def test_storage_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         unused.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{unused.getsockname()[1]}"
     with pytest.raises(StorageError, match=r"s3://data/x: storage failed after 8 attempts"):
-        Place("s3://data/x", StorageOptions(address)).read_bytes()
+        StoragePath("s3://data/x", StorageOptions(address)).read_bytes()
 
 
 def test_a_remote_store_is_staged_within_its_bound(options: StorageOptions, tmp_path: Path) -> None:
-    folder, rng = Place("s3://data/store", options), np.random.default_rng(0)
+    folder, rng = StoragePath("s3://data/store", options), np.random.default_rng(0)
     rows = rng.normal(size=(40, 6, 50)).astype(np.float16)
     keys = [f"k{number}" for number in range(40)]
     for start in range(0, 40, 8):
@@ -88,7 +88,7 @@ def test_a_full_cache_makes_room_among_its_shards_only(
     monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path))
     (tmp_path / "bundles" / "model").mkdir(parents=True)
     for number in range(2):
-        folder, rows = Place(f"s3://data/full/{number}", options), np.full((4, 6, 50), number, np.float16)
+        folder, rows = StoragePath(f"s3://data/full/{number}", options), np.full((4, 6, 50), number, np.float16)
         write_shard(folder, list("abcd"), rows)
         store = FeatureStore(folder, cache_bytes=rows.nbytes + 128)
         assert np.array_equal(store.gather(list("abcd")), rows)
@@ -99,7 +99,7 @@ def test_a_staged_shard_is_checked_and_the_oldest_goes_first(options: StorageOpt
     cache = ShardCache(tmp_path / "cache", 250)
     places = []
     for number in range(3):
-        places.append(Place(f"s3://data/shard/{number}.npy", options))
+        places.append(StoragePath(f"s3://data/shard/{number}.npy", options))
         places[-1].write_bytes(bytes([number]) * 100)
     digests = [hashlib.sha256(bytes([number]) * 100).hexdigest() for number in range(3)]
     paths = [cache.get(place, 100, digest) for place, digest in zip(places, digests, strict=True)]
@@ -115,15 +115,15 @@ def test_images_are_fetched_once_and_must_be_what_they_were(
     """What an end-to-end stage reads in every epoch; and images of which a cache can keep one a folder."""
     local = write_karpathy(tmp_path / "set", {"train": 6, "val": 1, "test": 1})
     for path in local.rglob("*.*"):
-        Place(f"s3://data/epochs/{path.relative_to(local)}", options).write_bytes(path.read_bytes())
+        StoragePath(f"s3://data/epochs/{path.relative_to(local)}", options).write_bytes(path.read_bytes())
     found = read_dataset(DataSection(root="s3://data/epochs"), "s3://data/epochs", options)
     dataset = take_snapshot(found, tmp_path / "there.parquet", options)[0].split("train")
     here = read_dataset(DataSection(root=str(local)), local).split("train")
     expected = Images(here, None, ImageTransform(16), 10**6, 1).load(np.arange(6))
 
     reads: list[str] = []
-    original = Place.read_bytes
-    monkeypatch.setattr(Place, "read_bytes", lambda self: (reads.append(self.name), original(self))[1])
+    original = StoragePath.read_bytes
+    monkeypatch.setattr(StoragePath, "read_bytes", lambda self: (reads.append(self.name), original(self))[1])
     for limit, left in ((2**30, 6), (0, 0)):
         cache = ImageCache(tmp_path / str(limit), limit)
         images = Images(dataset, None, ImageTransform(16), 10**6, 1, options, cache)
@@ -131,7 +131,7 @@ def test_images_are_fetched_once_and_must_be_what_they_were(
             assert torch.equal(images.load(np.arange(6)), expected)
         assert sum(path.suffix != ".lock" for path in (tmp_path / str(limit)).glob("*/*")) == left
     assert len(reads) == 6 + 12, "kept, and not kept"
-    Place("s3://data/epochs/images/1.png", options).write_bytes((local / "images" / "0.png").read_bytes())
+    StoragePath("s3://data/epochs/images/1.png", options).write_bytes((local / "images" / "0.png").read_bytes())
     with pytest.raises(StorageError, match="1.png: its content does not have the digest"):
         images.load(np.arange(6))
 
@@ -141,20 +141,20 @@ def test_a_snapshot_of_s3_reads_only_new_objects(
 ) -> None:
     local = write_karpathy(tmp_path / "set", {"train": 4, "val": 1, "test": 1})
     for path in local.rglob("*.*"):
-        Place(f"s3://data/set/{path.relative_to(local)}", options).write_bytes(path.read_bytes())
+        StoragePath(f"s3://data/set/{path.relative_to(local)}", options).write_bytes(path.read_bytes())
     dataset = read_dataset(DataSection(root="s3://data/set"), "s3://data/set", options)
     here, _ = take_snapshot(read_dataset(DataSection(root=str(local)), local), tmp_path / "here.parquet")
-    there, troubles = take_snapshot(dataset, Place("s3://data/manifest.parquet", options), options)
+    there, troubles = take_snapshot(dataset, StoragePath("s3://data/manifest.parquet", options), options)
     assert not troubles and there.column("key") == here.column("key") and there.fingerprint() == here.fingerprint()
     batch = {name: np.array(there.column(name)) for name in ("key", "uri")}
     assert set(decode_batch(batch, 16, 10**6, options)["reason"]) == {""}
 
     reads: list[str] = []
-    original = Place.read_bytes
-    monkeypatch.setattr(Place, "read_bytes", lambda self: (reads.append(self.name), original(self))[1])
-    Place("s3://data/set/images/1.png", options).write_bytes((local / "images" / "0.png").read_bytes())
-    Place("s3://data/set/images/2.png", options).delete()
-    again, troubles = take_snapshot(dataset, Place("s3://data/manifest.parquet", options), options)
+    original = StoragePath.read_bytes
+    monkeypatch.setattr(StoragePath, "read_bytes", lambda self: (reads.append(self.name), original(self))[1])
+    StoragePath("s3://data/set/images/1.png", options).write_bytes((local / "images" / "0.png").read_bytes())
+    StoragePath("s3://data/set/images/2.png", options).delete()
+    again, troubles = take_snapshot(dataset, StoragePath("s3://data/manifest.parquet", options), options)
     assert sorted(reads) == ["1.png", "manifest.parquet"] and list(troubles) == ["s3://data/set/images/2.png"]
     assert again.column("key")[1] == again.column("key")[0]
     monkeypatch.undo()

@@ -27,6 +27,7 @@ from pipeline.cluster.packaging import pack
 from pipeline.errors import UserError
 from pipeline.version import commit
 from tests.conftest import ROOT, small_config
+from tests.support.logs import on_message
 from tests.support.ray_cluster import Cluster, free_port, ray_cluster
 
 TOKEN = "sesame-0123456789abcdef"
@@ -138,7 +139,8 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
 
 def followed(stub: Stub, said: list[str]) -> tuple[int, str]:
     written: list[str] = []
-    code = follow(JobsServer(stub.address), "job-1", said.append, written.append)
+    with on_message(said.append):
+        code = follow(JobsServer(stub.address), "job-1", written.append)
     return code, "".join(written)
 
 
@@ -173,7 +175,7 @@ def test_a_cluster_out_of_reach_for_too_long_is_given_up(stub: Stub, monkeypatch
     server = JobsServer(stub.address)
     server.address = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(UnreachableError, match="submit logs job-1 --address .* --follow"):
-        follow(server, "job-1", lambda _: None, lambda _: None)
+        follow(server, "job-1", lambda _: None)
 
 
 def test_a_submission_whose_answer_is_lost_starts_one_job(
@@ -222,7 +224,8 @@ def test_ctrl_c_asks_and_without_a_terminal_leaves_the_job(
     def interrupt(_: str) -> None:
         raise KeyboardInterrupt
 
-    assert follow(JobsServer(stub.address), "job-1", said.append, interrupt) == expected
+    with on_message(said.append):
+        assert follow(JobsServer(stub.address), "job-1", interrupt) == expected
     assert (stub.status == "STOPPED") == (expected == 0)
     if expected:
         assert any("goes on" in line for line in said) and any("submit stop job-1" in line for line in said)
@@ -306,7 +309,7 @@ def test_a_node_killed_in_the_middle_of_training_does_not_end_the_job(tmp_path: 
     """Two nodes with a worker each, the second killed with kill -9; another one joins, and the job ends well."""
     stages = small_config(tmp_path)["stages"][:1]
     stages[0] |= {"epochs": 60, "validate_every_epochs": 30, "checkpoint_every_steps": 5}
-    settings = {"stages": stages, "workers__num_workers": 2, "workers__trial_steps": False}
+    settings = {"stages": stages, "workers__num_workers": 2, "workers__dry_run": False}
     config = tmp_path / "run.yaml"
     storage = tmp_path / "storage"
     config.write_text(yaml.safe_dump(small_config(storage, **settings)))
@@ -338,7 +341,7 @@ def test_following_is_left_and_taken_up_and_a_job_is_stopped(tmp_path: Path) -> 
     stages = small_config(tmp_path)["stages"][:1]
     stages[0] |= {"epochs": 500, "validate_every_epochs": 250, "checkpoint_every_steps": 5}
     storage, config = tmp_path / "storage", tmp_path / "run.yaml"
-    config.write_text(yaml.safe_dump(small_config(storage, stages=stages, workers__trial_steps=False)))
+    config.write_text(yaml.safe_dump(small_config(storage, stages=stages, workers__dry_run=False)))
     with ray_cluster(cpus=2) as cluster:
         environment = os.environ | {"RAY_AUTH_MODE": "disabled"}
         command = [sys.executable, "-u", "-m", "jobs", "submit", "run", str(config), "--address", cluster.dashboard]

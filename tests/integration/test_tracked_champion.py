@@ -17,6 +17,7 @@ from pipeline.runs.prepare import prepare
 from pipeline.runs.run_bundle import bundle_run
 from pipeline.tracking.mlflow_client import experiment_of, tracking_client
 from tests.conftest import small_config
+from tests.support.logs import on_message
 from tests.support.retrain_world import Colors, World
 
 
@@ -72,7 +73,7 @@ def test_aliases_follow_every_decision(world: Tracked) -> None:
     world.add("train", 60, range(8), wrong=True)
     assert "decision  kept" in world.call(Registered())[1]
     assert world.aliases() == {"champion": "2", "challenger": "3"}
-    assert rollback(world.config, lambda text: None) == 0
+    assert rollback(world.config) == 0
     assert world.aliases() == {"champion": "1", "challenger": "2"}
     assert world.ledger.verify() == []
 
@@ -105,7 +106,7 @@ def test_a_tracker_that_is_down_is_told_later(world: Tracked, monkeypatch: pytes
 def test_a_run_that_the_tracker_missed_is_sent_when_it_is_champion(tmp_path: Path) -> None:
     """Its model, too; and it is noted, so that `raycap sync` does not send it again."""
     config = parse_config(small_config(tmp_path, tracking={"enabled": True}))
-    folder = prepare(config, lambda text: None)
+    folder = prepare(config)
     bundle = bundle_run(folder)
     (folder.path / "report.html").write_text("<p>report</p>")
     write_json(folder.path / "scores.json", {"splits": {"test": {"signature": "beam2"}}})
@@ -113,12 +114,17 @@ def test_a_run_that_the_tracker_missed_is_sent_when_it_is_champion(tmp_path: Pat
     name = bundle.relative_to(config.working_path).as_posix()
     state = State(champion=BundleRecord(bundle=name, files={}, run_id=folder.run_id))
     ledger, said = Ledger(config.storage_place, config.name), []
-    assert follow(config, ledger, state, said.append), said
+    assert _followed(config, ledger, state, said), said
     assert not tracking_client(config).search_registered_models(), "a run that is not complete is not sent"
     write_json(folder.path / "COMPLETE.json", {"scores": {"test_CIDEr-D": 0.5}, "tracked": False})
-    assert follow(config, ledger, state, said.append), said
+    assert _followed(config, ledger, state, said), said
     assert tracking_client(config).get_model_version_by_alias(config.name, "champion").tags["test_CIDEr-D"] == "0.5000"
     assert read_json(folder.path / "COMPLETE.json")["tracked"] is True
     runs = tracking_client(config).search_runs([experiment_of(tracking_client(config), config)])
-    assert follow(config, ledger, state, said.append) and not said
+    assert _followed(config, ledger, state, said) and not said
     assert len(runs) == len(tracking_client(config).search_runs([runs[0].info.experiment_id])) == 1
+
+
+def _followed(config: RunConfig, ledger: Ledger, state: State, lines: list[str]) -> bool:
+    with on_message(lines.append):
+        return follow(config, ledger, state)

@@ -108,21 +108,28 @@ def complete(folder: RunFolder, tracker: Tracker) -> str | None:
 
 
 def test_stopped_in_the_middle_everything_is_there_once(
-    server: MlflowServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: MlflowServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    log_lines: list[str],
 ) -> None:
     folder, store = prepared(tmp_path, tracking={"enabled": True, "uri": server.url})
-    config, said = folder.config.model_copy(update={"tracking": _tracking(server)}), []
-    tracker = Tracker(folder, config, said.append, every_s=0.1)
+    config = folder.config.model_copy(update={"tracking": _tracking(server)})
+    log_lines.clear()
+    tracker = Tracker(folder, config, every_s=0.1)
 
     def kill(stage: StageRun) -> None:
         wait_for(lambda: sent_steps(folder, "xe_finetune/train") >= 2, "nothing was sent")
         server.kill()
 
-    at_step(monkeypatch, {("xe_finetune", 3): kill, ("scst_frozen", 1): lambda stage: wait_for(lambda: said, "silent")})
+    at_step(
+        monkeypatch, {("xe_finetune", 3): kill, ("scst_frozen", 1): lambda stage: wait_for(lambda: log_lines, "silent")}
+    )
     tracker.start()
     train_stages(LocalContext("cpu"), StageJob(folder.path, NAMES, store))
     assert complete(folder, tracker) is None
-    assert len(said) == 1 and f"`raycap sync {folder.path}` sends it" in said[0], said
+    assert len(log_lines) == 1 and f"`raycap sync {folder.path}` sends it" in log_lines[0], log_lines
     assert main(["sync", str(folder.path)]) == 1, "still down"
 
     server.start()
@@ -160,7 +167,7 @@ def test_training_that_fails_while_the_tracker_is_down_is_failed_afterwards(
 ) -> None:
     folder, store = prepared(tmp_path, seed=1)
     config = folder.config.model_copy(update={"tracking": _tracking(server)})
-    tracker = Tracker(folder, config, lambda text: None, every_s=0.1)
+    tracker = Tracker(folder, config, every_s=0.1)
 
     def fail(stage: StageRun) -> None:
         raise Killed
@@ -198,29 +205,30 @@ def test_an_answer_that_got_lost_is_not_sent_twice(
 
     with monkeypatch.context() as patched:
         patched.setattr(mlflow.MlflowClient, "log_batch", lost)
-        assert not Tracker(folder, config, lambda text: None).close(None)
+        assert not Tracker(folder, config).close(None)
     assert sent_steps(folder, "xe_frozen/train") == -1
     journal = Journal(folder.journal, "xe_frozen", 1)  # from the checkpoint after step 1
     for step in (2, 3):
         journal.write("train", step, {"loss": 1.0 / step, "total": 4})
-    assert Tracker(folder, config, lambda text: None).close("KILLED")
+    assert Tracker(folder, config).close("KILLED")
     _, (child,) = runs_on(server, folder.run_id)
     history = mlflow.MlflowClient(server.url).get_metric_history(child.info.run_id, "loss")
     assert [(metric.step, metric.value) for metric in history] == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
 
 
-def test_a_tracker_that_never_answers_is_left_after_its_deadline(tmp_path: Path) -> None:
+def test_a_tracker_that_never_answers_is_left_after_its_deadline(tmp_path: Path, log_lines: list[str]) -> None:
     """No server: its port accepts and is silent. One call's deadline, not one for each call."""
     folder, _ = prepared(tmp_path, seed=3)
-    server, said = MlflowServer(tmp_path / "mlflow"), []
+    server = MlflowServer(tmp_path / "mlflow")
     config = folder.config.model_copy(update={"tracking": _tracking(server)})
     Journal(folder.journal, "xe_frozen", 0).write("train", 1, {"loss": 1.0})
-    tracker = Tracker(folder, config, said.append, every_s=0.1)
+    log_lines.clear()
+    tracker = Tracker(folder, config, every_s=0.1)
     with server.silent():
         tracker.start()
-        wait_for(lambda: said, "the tracker never gave up")
+        wait_for(lambda: log_lines, "the tracker never gave up")
         assert not tracker.close("FAILED")
-    assert "timed out" in said[0].lower() and "raycap sync" in said[0], said
+    assert "timed out" in log_lines[0].lower() and "raycap sync" in log_lines[0], log_lines
     assert json.loads((folder.path / tracking.TRACKED).read_text())[server.url]["ending"] == "FAILED"
 
 

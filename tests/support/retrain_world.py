@@ -30,8 +30,9 @@ from pipeline.retrain.champion import Ledger
 from pipeline.retrain.retrain import Trained, retrain
 from pipeline.runs.identity import config_identity
 from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import Place, StorageOptions
+from pipeline.storage.path import StorageOptions, StoragePath
 from tests.conftest import small_config
+from tests.support.logs import on_message
 
 COLORS = ("red", "green", "blue", "yellow", "black", "white", "pink", "gray")
 THINGS = ("car on a road", "boat at sea", "dog in a park", "cup on a table", "bird in a tree", "cat on a mat")
@@ -48,7 +49,7 @@ class World:
         self.folder, self.section = folder, {"lease_seconds": 30} | retrain_section
         self.options = StorageOptions(url)
         home = str(folder) if url is None else f"s3://data/{folder.name}"
-        self.data, self.storage = Place(f"{home}/set", self.options), Place(f"{home}/results", self.options)
+        self.data, self.storage = StoragePath(f"{home}/set", self.options), StoragePath(f"{home}/results", self.options)
         self.entries: list[dict[str, Any]] = []
 
     def add(self, split: str, count: int, colors: range, wrong: bool = False, corrupt: bool = False) -> None:
@@ -94,7 +95,8 @@ class World:
     def call(self, work: Colors | None = None) -> tuple[int, str]:
         """`raycap retrain`; its exit code and what it said."""
         said: list[str] = []
-        code = retrain(self.config, work or Colors(), said.append)
+        with on_message(said.append):
+            code = retrain(self.config, work or Colors())
         return code, "\n".join(said)
 
     def last(self) -> dict[str, Any]:
@@ -141,17 +143,17 @@ class Colors:
         self.trained: list[str | None] = []  # what each training started from
 
     def train(self, config: RunConfig) -> Trained:
-        dataset = find_data(config, lambda text: None)[0].known()
+        dataset = find_data(config)[0].known()
         fingerprint = dataset.fingerprint()
         run_id = f"world-{hashlib.sha256(f'{config_identity(config)} {fingerprint}'.encode()).hexdigest()[:10]}"
         self.trained.append(config.init_from)
         if config.init_from is not None:
-            start = fetched(Place(config.init_from, config.storage.options))
+            start = fetched(StoragePath(config.init_from, config.storage.options))
             assert json.loads((start / "model.safetensors").read_text())
         train = dataset.split("train")
         counts: dict[int, Counter[str]] = {}
         for uri, captions in zip(train.column("uri"), train.column("captions"), strict=True):
-            color = color_in(Place(uri, config.storage.options).read_bytes())
+            color = color_in(StoragePath(uri, config.storage.options).read_bytes())
             counts.setdefault(color, Counter())[captions[0]] += 1
         learned = {str(color): counter.most_common(1)[0][0] for color, counter in counts.items()}
         name = f"models/{config.name}/{run_id}"
@@ -164,13 +166,15 @@ class Colors:
             Mirror(home, folder).push()
         return Trained(run_id, folder, fingerprint)
 
-    def caption(self, bundle: Place, files: Mapping[str, str], part: Dataset, config: RunConfig) -> dict[int, str]:
+    def caption(
+        self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig
+    ) -> dict[int, str]:
         folder = fetched(bundle)
         assert bundle_digests(folder, tuple(files)) == files
         learned = json.loads((folder / "model.safetensors").read_text())
         found = {}
         for image, uri in zip(part.column("image_id"), part.column("uri"), strict=True):
-            color = color_in(Place(uri, config.storage.options).read_bytes())
+            color = color_in(StoragePath(uri, config.storage.options).read_bytes())
             found[image] = learned.get(str(color), "Something unknown.")
         return found
 
@@ -179,7 +183,7 @@ def main() -> int:
     path, *rest = sys.argv[1:]
     ways = dict(zip(rest[::2], rest[1::2], strict=True))
 
-    def say(text: str) -> None:
+    def act(text: str) -> None:
         print(text, flush=True)
         if "--die" in ways and text.startswith(ways["--die"]):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -187,7 +191,8 @@ def main() -> int:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     try:
-        return retrain(load_config(Path(path)), Colors(), say)
+        with on_message(act):
+            return retrain(load_config(Path(path)), Colors())
     except UserError as error:
         print(error)
         return 2

@@ -27,6 +27,7 @@ from pipeline.config.sections import EvaluationSection
 from pipeline.errors import UserError
 from pipeline.features.model_inputs import Images
 from pipeline.runs.evaluation import summarize_search
+from tests.support.logs import on_message
 from tests.unit.jobs.test_caption import WORDS, make_bundle
 
 TREE = {
@@ -207,7 +208,8 @@ def test_captions_hold_their_constraints_and_others_are_as_before(tmp_path: Path
     assert all(own[0].alignment is not None and own[1].alignment is None for own in found.values())
     said: list[str] = []
     best = {image: own[0] for image, own in found.items()}
-    entry = summarize_search(best, machines, "search  ", said.append)
+    with on_message(said.append):
+        entry = summarize_search(best, machines, "search  ")
     assert entry["constraints"] == {"images": 2, "all": 2, "some": 0, "none": 0, "not_held": []}
     assert said[1:] == ["search  2 of 2 captions hold all of their constraints, 0 some, 0 none"]
     assert said[0] == f"search  alignment of words and patches {entry['alignment']:.3f}"
@@ -217,7 +219,8 @@ def test_captions_hold_their_constraints_and_others_are_as_before(tmp_path: Path
     short = settings.model_copy(update={"max_length": 3})
     machines |= build_machines({2: (("mat",), ("sits",), ("the",))}, WORDS, "c")
     cut = caption_share([bundle.captioner], [images], WORDS, short, 0, 1, device, None, machines)
-    entry = summarize_search({image: own[0] for image, own in cut.items()}, machines, "", said.append)
+    with on_message(said.append):
+        entry = summarize_search({image: own[0] for image, own in cut.items()}, machines, "")
     assert entry["constraints"]["not_held"] == [2] and entry["constraints"]["some"] == 1
 
 

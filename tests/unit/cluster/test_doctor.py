@@ -17,7 +17,7 @@ import yaml
 from jobs.cli import main
 from pipeline.cluster import doctor
 from pipeline.config.run import RunConfig, load_config
-from pipeline.storage.path import Place, StorageError, StorageOptions, try_rights
+from pipeline.storage.path import StorageError, StorageOptions, StoragePath, try_rights
 from tests.conftest import small_config
 from tests.support.ray_cluster import free_port
 
@@ -133,29 +133,29 @@ def test_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_storage_that_is_a_file_or_read_only(tmp_path: Path) -> None:
     folder = tmp_path / "new"
-    assert doctor.storage(Place(str(folder))).level == "ok" and not folder.exists(), "nothing is left"
+    assert doctor.storage(StoragePath(str(folder))).level == "ok" and not folder.exists(), "nothing is left"
     (tmp_path / "kept").mkdir()
-    assert doctor.storage(Place(str(tmp_path / "kept"))).level == "ok" and not list((tmp_path / "kept").iterdir())
+    assert doctor.storage(StoragePath(str(tmp_path / "kept"))).level == "ok" and not list((tmp_path / "kept").iterdir())
     (tmp_path / "file").write_text("")
-    found = doctor.storage(Place(str(tmp_path / "file")))
+    found = doctor.storage(StoragePath(str(tmp_path / "file")))
     assert found.level == "fail" and str(tmp_path / "file") in found.text and found.remedy
     read_only = Path("/proc/raycap") if os.geteuid() == 0 else tmp_path / "locked"
     if os.geteuid():
         read_only.mkdir(mode=0o555)
-    assert doctor.storage(Place(str(read_only))).level == "fail"
+    assert doctor.storage(StoragePath(str(read_only))).level == "fail"
 
 
 def test_storage_on_s3(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket that takes conditional writes, one that is not there, and one that ignores conditions."""
     options = StorageOptions(s3)
-    assert doctor.storage(Place("s3://data/doctor", options)).level == "ok"
-    assert Place("s3://data/doctor", options).list() == {}
-    absent = doctor.storage(Place("s3://absent/doctor", options))
+    assert doctor.storage(StoragePath("s3://data/doctor", options)).level == "ok"
+    assert StoragePath("s3://data/doctor", options).list() == {}
+    absent = doctor.storage(StoragePath("s3://absent/doctor", options))
     assert absent.level == "fail" and "no such bucket" in absent.text and "bucket" in absent.remedy
-    monkeypatch.setattr(Place, "_put_if", lambda self, bucket, key, data, condition: self.write_bytes(data))
+    monkeypatch.setattr(StoragePath, "_put_if", lambda self, bucket, key, data, condition: self.write_bytes(data))
     with pytest.raises(StorageError, match="conditional writes are ignored"):
-        try_rights(Place("s3://data/doctor", options))
-    assert Place("s3://data/doctor", options).list() == {}
+        try_rights(StoragePath("s3://data/doctor", options))
+    assert StoragePath("s3://data/doctor", options).list() == {}
 
 
 def test_data_that_is_not_there(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from pipeline.errors import UserError
 from pipeline.runs.identity import config_identity
 from pipeline.runs.prepare import prepare
 from tests.conftest import small_config, write_karpathy
+from tests.support.logs import on_message
 
 WORDS = Vocabulary.build([["a", "red", "cat", "sits", "."]], 1)
 SIZES = ModelSizes(6, len(WORDS), 9, WORDS.sos, WORDS.eos, WORDS.pad)
@@ -131,11 +132,12 @@ def test_a_run_starts_with_the_vectors_and_its_identity_is_their_content(tmp_pat
     file = glove(tmp_path, ["lavender 1 2 3", "a 4 5 6"])
 
     def configuration(**changes: object) -> object:
-        keys = {"model__word_vectors": str(file), "model__word_vector_width": 3, "data__more_words": str(more)}
+        keys = {"model__word_vectors": str(file), "model__word_vector_width": 3, "data__extra_vocabulary": str(more)}
         return parse_config(small_config(tmp_path / "results", **(keys | changes)))
 
     said: list[str] = []
-    folder = prepare(configuration(), said.append)  # type: ignore[arg-type]
+    with on_message(said.append):
+        folder = prepare(configuration())
     assert any("2 of " in line and "words have a given vector; drawn at random: above" in line for line in said), said
     from safetensors.torch import load_file
 
@@ -149,7 +151,7 @@ def test_a_run_starts_with_the_vectors_and_its_identity_is_their_content(tmp_pat
     moved.write_text("lavender 1 2 4\na 4 5 6\n")
     assert config_identity(configuration(model__word_vectors=str(moved))) != one  # type: ignore[attr-defined]
     with pytest.raises(UserError, match="set it to 3"):
-        prepare(configuration(model__word_vectors=str(moved), model__word_vector_width=5), said.append)  # type: ignore[arg-type]
+        prepare(configuration(model__word_vectors=str(moved), model__word_vector_width=5))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="needs model.word_vector_width"):
         configuration(model__word_vector_width=None)
 

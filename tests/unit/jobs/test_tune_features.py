@@ -16,6 +16,7 @@ from pipeline.errors import UserError
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.prepare import prepare
 from pipeline.search.spec import Search
+from tests.support.logs import on_message
 from tests.unit.search.test_spec import small_search
 
 
@@ -33,8 +34,9 @@ def pretend_training(run: RunFolder, stages: list[str]) -> None:
 def found(search: Search) -> tuple[Backbone, list[str]]:
     """The backbone as a trial's configuration makes it, and what was said."""
     said: list[str] = []
-    dataset, _ = find_data(search.base, said.append)
-    source = find_backbone(search, dataset, None, said.append)
+    with on_message(said.append):
+        dataset, _ = find_data(search.base)
+        source = find_backbone(search, dataset, None)
     config = search.trial_config(search.space.first(), 5, str(source.start))
     backbone = Backbone(config.backbone)
     kept = load_file(source.weights)
@@ -45,7 +47,7 @@ def found(search: Search) -> tuple[Backbone, list[str]]:
 def test_the_bases_own_backbone_is_the_same_for_every_seed(tmp_path: Path) -> None:
     search = small_search(tmp_path)
     backbone, _ = found(search)
-    run = prepare(search.base, lambda text: None)
+    run = prepare(search.base)
     initial = load_file(run.path / "init" / "backbone.safetensors")
     assert torch.equal(
         initial["swin.layers.0.blocks.0.mlp.fc1.weight"], backbone.swin.layers[0].blocks[0].mlp.fc1.weight
@@ -57,15 +59,15 @@ def test_the_bases_own_backbone_is_the_same_for_every_seed(tmp_path: Path) -> No
 def test_a_finished_runs_backbone_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only when every stage that trains it is over; else a stand-in is trained."""
     search = small_search(tmp_path, backbone={"weights": "run", "set": {"stages.xe_finetune.epochs": 2}})
-    run = prepare(search.base, lambda text: None)
+    run = prepare(search.base)
     trained = [stage.name for stage in search.base.stages if stage.train_backbone]
     pretend_training(run, trained[:1])
 
     asked = []
 
-    def train(config, address, say):  # type: ignore[no-untyped-def]
+    def train(config, address):  # type: ignore[no-untyped-def]
         asked.append([(stage.name, stage.epochs) for stage in config.stages])
-        stand_in = prepare(config, lambda text: None)
+        stand_in = prepare(config)
         pretend_training(stand_in, ["xe_frozen", "xe_finetune"])
         return stand_in
 

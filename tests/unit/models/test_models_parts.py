@@ -215,7 +215,7 @@ def test_imports_that_do_not_fit_are_refused_and_write_nothing(tmp_path: Path) -
         ({"overrides": ["model.static_expansion=[4,8,16]"]}, "model.num_heads is missing"),
         ({"overrides": [], "config": config}, r"\[4, 8, 15\] sums to 27"),
         ({"overrides": ["model.static_expansion=[28]", "model.num_heads=5"]}, "does not divide by model.num_heads = 5"),
-        ({"overrides": ["model.head=4"]}, "unknown key model.head: did you mean heads"),
+        ({"overrides": ["model.head=4"]}, "unknown key model.head: did you mean num_heads"),
         ({"overrides": ["num_heads=4"]}, "not of the form model.key=value"),
         ({"overrides": ["model.num_heads=four"]}, "model.num_heads"),
         (

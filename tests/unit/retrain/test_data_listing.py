@@ -11,7 +11,7 @@ import pytest
 from pipeline.config.run import parse_config
 from pipeline.data.dataset import SCHEMA, Dataset
 from pipeline.retrain.data_listing import LISTING, compare, list_data, new_keys, with_keys
-from pipeline.storage.path import Place
+from pipeline.storage.path import StoragePath
 from pipeline.storage.tables import from_bytes, to_bytes
 from tests.conftest import small_config
 
@@ -30,7 +30,7 @@ def write(root: Path, names: list[str]) -> None:
 def test_changes_are_counted_without_reading_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "set"
     write(root, ["dataset.json", *(f"images/{number}.png" for number in range(9_000))])
-    monkeypatch.setattr(Place, "read_bytes", lambda self: pytest.fail(f"{self} was read"))
+    monkeypatch.setattr(StoragePath, "read_bytes", lambda self: pytest.fail(f"{self} was read"))
     before = listed(root, tmp_path / "results")
     assert before.num_rows == 9_001 and before.schema == LISTING
     assert compare(before, None) == (9_001, 0, 0) and compare(before, before) == (0, 0, 0)

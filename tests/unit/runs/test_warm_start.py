@@ -33,7 +33,7 @@ def values(storage: Path, **changes: Any) -> dict[str, Any]:
 
 
 def prepared(settings: dict[str, Any]) -> RunFolder:
-    return prepare(parse_config(settings), lambda text: None)
+    return prepare(parse_config(settings))
 
 
 def system(settings: dict[str, Any], name: str) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def test_training_goes_on_from_it(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"model__d_model": 32}, r"model.d_model is 32 and that of init_from = .* is 16; set the same"),
-        ({"model__encoder_layers": 2}, "model.num_encoder_layers is 2"),
+        ({"model__num_encoder_layers": 2}, "model.num_encoder_layers is 2"),
         ({"model__static_expansion": [4, 9]}, r"model.static_expansion is \(4, 9\)"),
         ({"backbone__embed_dim": 16}, r"backbone\..* has shape \(.*\) and the configuration asks for"),
         ({"backbone__depths": [2, 4]}, "backbone has other parts than the configuration asks for"),

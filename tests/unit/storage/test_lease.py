@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.storage.lease import Held, Lease, LostLeaseError, take_lease
-from pipeline.storage.path import ConflictError, Place, StorageOptions, place
+from pipeline.storage.path import ConflictError, StorageOptions, StoragePath, place
 from tests.support.s3_server import s3_server
 
 
@@ -24,21 +24,21 @@ def url() -> Iterator[str]:
 
 
 @pytest.fixture(params=["disk", "s3"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> StoragePath:
     """A folder on disk, or on an S3 server that refuses or cuts every tenth answer."""
     if request.param == "disk":
         return place(tmp_path)
     options = StorageOptions(request.getfixturevalue("url"))
-    return Place(f"s3://data/{tmp_path.name}", options)
+    return StoragePath(f"s3://data/{tmp_path.name}", options)
 
 
-def taken(where: Place, seconds: float = 30, **options: int) -> Lease:
+def taken(where: StoragePath, seconds: float = 30, **options: int) -> Lease:
     lease = take_lease(where, seconds, **options)
     assert isinstance(lease, Lease), lease
     return lease
 
 
-def test_a_conditional_write_is_refused_when_somebody_was_faster(folder: Place) -> None:
+def test_a_conditional_write_is_refused_when_somebody_was_faster(folder: StoragePath) -> None:
     file = folder / "file"
     with pytest.raises(FileNotFoundError):
         file.read_tagged()
@@ -56,7 +56,7 @@ def test_a_conditional_write_is_refused_when_somebody_was_faster(folder: Place) 
 
 def test_a_bucket_that_is_not_there_is_no_conflict(url: str) -> None:
     """Nobody was faster: who takes a lease would ask again without end."""
-    where = Place("s3://absent/lease.json", StorageOptions(url))
+    where = StoragePath("s3://absent/lease.json", StorageOptions(url))
     for tag in (None, "0" * 32):
         with pytest.raises(FileNotFoundError if tag is None else ConflictError):
             where.write_if(b"one", tag)
@@ -64,7 +64,7 @@ def test_a_bucket_that_is_not_there_is_no_conflict(url: str) -> None:
         take_lease(where, 30)
 
 
-def test_many_count_to_one_number(folder: Place) -> None:
+def test_many_count_to_one_number(folder: StoragePath) -> None:
     """Eight threads add one at a time by compare and swap; none is lost, also where answers are."""
     file = folder / "number"
     file.write_if(b"0", None)
@@ -84,7 +84,7 @@ def test_many_count_to_one_number(folder: Place) -> None:
     assert file.read_bytes().split()[0] == b"48"
 
 
-def test_one_of_many_takes_the_lease_and_the_others_know_who(folder: Place) -> None:
+def test_one_of_many_takes_the_lease_and_the_others_know_who(folder: StoragePath) -> None:
     where, gate = folder / "lease.json", threading.Barrier(8)
 
     def ask(_: int) -> Lease | Held:
@@ -100,7 +100,7 @@ def test_one_of_many_takes_the_lease_and_the_others_know_who(folder: Place) -> N
     assert all(time.time() + 20 < each.until < time.time() + 40 and " UTC" in str(each) for each in others)
 
 
-def test_tokens_grow_whoever_holds_the_lease_and_however_it_ends(folder: Place) -> None:
+def test_tokens_grow_whoever_holds_the_lease_and_however_it_ends(folder: StoragePath) -> None:
     where = folder / "lease.json"
     with taken(where) as lease:
         assert lease.token == 1
@@ -113,7 +113,7 @@ def test_tokens_grow_whoever_holds_the_lease_and_however_it_ends(folder: Place) 
     assert taken(where, above=9).token == 10
 
 
-def test_it_is_renewed_in_the_background_while_its_holder_lives(folder: Place) -> None:
+def test_it_is_renewed_in_the_background_while_its_holder_lives(folder: StoragePath) -> None:
     where = folder / "lease.json"
     with taken(where, 6.0) as lease:
         ends: set[float] = set()
@@ -126,7 +126,7 @@ def test_it_is_renewed_in_the_background_while_its_holder_lives(folder: Place) -
     assert isinstance(take_lease(where, 6.0), Lease)
 
 
-def test_who_wakes_up_late_finds_that_the_lease_has_moved_on(folder: Place) -> None:
+def test_who_wakes_up_late_finds_that_the_lease_has_moved_on(folder: StoragePath) -> None:
     where = folder / "lease.json"
     early = taken(where, 0.01)
     time.sleep(0.05)
@@ -139,14 +139,14 @@ def test_who_wakes_up_late_finds_that_the_lease_has_moved_on(folder: Place) -> N
     late.check()  # what the early one gave back was not this
 
 
-def test_a_lease_that_ran_out_unclaimed_is_still_its_holders(folder: Place) -> None:
+def test_a_lease_that_ran_out_unclaimed_is_still_its_holders(folder: StoragePath) -> None:
     early = taken(folder / "lease.json", 0.01)
     time.sleep(0.05)
     early.check()
     assert early.token == 1
 
 
-def test_a_person_may_take_it_by_force(folder: Place) -> None:
+def test_a_person_may_take_it_by_force(folder: StoragePath) -> None:
     where = folder / "lease.json"
     first = taken(where)
     second = take_lease(where, 30, by_force=True)
@@ -155,7 +155,7 @@ def test_a_person_may_take_it_by_force(folder: Place) -> None:
         first.check()
 
 
-def test_a_file_that_is_no_lease_is_refused(folder: Place) -> None:
+def test_a_file_that_is_no_lease_is_refused(folder: StoragePath) -> None:
     for text in (b"", b"[]", b"{}", b'{"token": "x", "nonce": "", "holder": "", "until": 0}'):
         (folder / "lease.json").write_bytes(text)
         with pytest.raises(UserError, match="is not a lease"):

@@ -108,7 +108,7 @@ def test_learning_rates_of_the_four_stages() -> None:
             name="hyperbolic",
             warmup_iterations=record["warmup_iterations"],
             decay=record["anneal_coefficient"],
-            decay_every_epochs=record["decay_every_epochs"],
+            decay_every_epochs=record["anneal_every_epochs"],
             min_lr=record["min_lr"],
         )
         for iteration, expected in zip(record["iterations"], record["lr"], strict=True):
