@@ -133,10 +133,10 @@ def evaluate(
     from pipeline.config.run import load_config
 
     parsed = load_config(config, set_ or ())
+    from jobs.evaluate import EvaluateOptions
     from jobs.evaluate import evaluate as evaluate_splits
 
-    return evaluate_splits(
-        parsed,
+    options = EvaluateOptions(
         splits=split or (),
         models=model or (),
         stage=stage,
@@ -145,8 +145,8 @@ def evaluate(
         constraints=constraints,
         server=server,
         out=out,
-        address=address,
     )
+    return evaluate_splits(parsed, options, address)
 
 
 @app.command()
@@ -218,11 +218,10 @@ def caption(
 
     Example: raycap caption photos/ 'more/*.jpg' --model results/models/demo/RUN --json
     """
+    from jobs.caption import CaptionOptions
     from jobs.caption import caption as caption_images
 
-    return caption_images(
-        images,
-        model,
+    options = CaptionOptions(
         json_lines=json,
         out=out,
         beam_size=beam,
@@ -232,6 +231,7 @@ def caption(
         explain=explain,
         address=address,
     )
+    return caption_images(images, model, options)
 
 
 @app.command()

@@ -67,7 +67,7 @@ class RunConfig(Section):
     def _consistent(self) -> RunConfig:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name):
             raise ValueError(f"name {self.name!r} must be letters, digits, '_', '-' and '.', a letter or digit first")
-        if "backbone" not in self.model_fields_set and self.features.hdf5 is None:
+        if "backbone" not in self.model_fields_set and self.has_backbone:
             raise ValueError(
                 "key backbone is missing; add it to the configuration, or features.hdf5 for region features"
             )
@@ -88,7 +88,7 @@ class RunConfig(Section):
 
     def _check_regions(self) -> None:
         """Where features come from goes with the data, the model and the stages."""
-        if self.features.hdf5 is None:
+        if self.has_backbone:
             if isinstance(self.model, ClustFormerConfig) and self.model.inputs == "regions":
                 raise ValueError(
                     "model.inputs = regions needs a detector's features: name their file as features.hdf5, or set "
@@ -108,6 +108,11 @@ class RunConfig(Section):
                     f"stages.{stage.name}.train_backbone is true, and features.hdf5 stands in place of a backbone: "
                     "set it to false, or leave features.hdf5 out"
                 )
+
+    @property
+    def has_backbone(self) -> bool:
+        """Whether a backbone computes the features; otherwise they are a detector's, from `features.hdf5`."""
+        return self.features.hdf5 is None
 
     @property
     def working_path(self) -> Path:
@@ -180,7 +185,7 @@ def dump_config(config: RunConfig) -> str:
     So is the backbone of a run on region features, which has none.
     """
     values = config.model_dump(mode="json", exclude={"tracking": {"uri"}})
-    if config.features.hdf5 is not None and config.backbone == BackboneConfig():
+    if not config.has_backbone and config.backbone == BackboneConfig():
         del values["backbone"]
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 

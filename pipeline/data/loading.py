@@ -57,7 +57,7 @@ def snapshot_of(dataset: Dataset, config: RunConfig) -> tuple[Dataset, dict[str,
 
     Where features come from a file, images are keyed by their id: the photographs themselves need not be here.
     """
-    if config.features.hdf5 is not None:
+    if not config.has_backbone:
         return dataset.keyed_by_id(), {}
     root = "" if config.data.root is None else place(config.data.root).uri
     named = f"{root} {config.data.model_dump_json(include={'images', 'sources', 'synthetic'})}"

@@ -67,7 +67,7 @@ def check_data(config: RunConfig, looked_at: pa.Array | None = None) -> Findings
     fresh = dataset
     if looked_at is not None:
         fresh = Dataset(dataset.table.filter(pc.invert(pc.is_in(dataset.table["key"], value_set=looked_at))))
-    if config.features.hdf5 is None:
+    if config.has_backbone:
         reasons, sizes = _decode_all(fresh, config)
     else:  # the photographs need not be here
         from pipeline.features.regions import missing_regions

@@ -69,7 +69,7 @@ def prepare(config: RunConfig, found: tuple[Dataset, dict[str, str]] | None = No
     sampled = [stage.sampling.max_length for stage in config.stages if stage.objective == "scst"]
     positions = max(longest, config.evaluation.max_length, start.positions if start else 0, *sampled)
     backbone = None
-    if config.features.hdf5 is None:
+    if config.has_backbone:
         backbone = initial_backbone(without_download(config) if start else config)
         width, num_tokens = backbone.width, backbone.num_tokens
     else:

@@ -45,7 +45,7 @@ def bundle_run(folder: RunFolder, stage: StageSection | None = None, scores: Map
     model = build_model(config.model, folder.sizes)
     backbone: Backbone | None = None
     parts: list[tuple[nn.Module, str]] = [(model, "model")]
-    if config.features.hdf5 is None:
+    if config.has_backbone:
         backbone = Backbone(replace(config.backbone, weights="none"))
         parts.append((backbone, "backbone"))
     for module, part in parts:
