@@ -43,7 +43,7 @@ def run(config: Config, set_: Set = None, address: Address = None) -> None:
 
     Example: raycap run configs/demo.yaml --set seed=1
     """
-    from pipeline.config.run import load_config
+    from pipeline.config.load import load_config
 
     parsed = load_config(config, set_ or ())
     from jobs.run import run as run_all
@@ -61,7 +61,7 @@ def check(
 
     Example: raycap check configs/coco_subset.yaml --set data.root=/path/to/folder
     """
-    from pipeline.config.run import load_config
+    from pipeline.config.load import load_config
 
     parsed = load_config(config, set_ or ())
     from jobs.check import check as check_data
@@ -80,7 +80,7 @@ def extract(
 
     Example: raycap extract configs/coco_subset.yaml --set data.root=/path/to/folder --verify
     """
-    from pipeline.config.run import load_config
+    from pipeline.config.load import load_config
 
     parsed = load_config(config, set_ or ())
     from jobs.extract import extract as extract_features
@@ -130,7 +130,7 @@ def evaluate(
 
     Example: raycap evaluate configs/demo.yaml --stage xe_finetune --split test
     """
-    from pipeline.config.run import load_config
+    from pipeline.config.load import load_config
 
     parsed = load_config(config, set_ or ())
     from jobs.evaluate import evaluate as evaluate_splits
@@ -247,7 +247,7 @@ def retrain(
 
     Example: raycap retrain configs/retrain_demo.yaml
     """
-    from pipeline.config.run import load_config
+    from pipeline.config.load import load_config
 
     parsed = load_config(config, set_ or ())
     from jobs.retrain import retrain as retrain_champion

@@ -14,7 +14,8 @@ from typing import Any
 
 from jobs.cluster import start_ray
 from models.constraints import Machine
-from pipeline.config.run import RunConfig, dump_config, total_steps
+from pipeline.config.load import dump_config
+from pipeline.config.run import RunConfig, total_steps
 from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError

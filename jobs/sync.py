@@ -6,7 +6,8 @@ import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pipeline.config.run import RunConfig, load_config, parse_config, read_values
+from pipeline.config.load import load_config, parse_config, read_values
+from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
 from pipeline.runs.folder import RunFolder, is_alone, read_json
 from pipeline.storage.path import StoragePath

@@ -41,7 +41,7 @@ def bench_extract(images: Path | None, count: int, image_size: int, batch_size: 
     import ray
 
     from jobs.cluster import start_ray
-    from pipeline.config.run import load_config
+    from pipeline.config.load import load_config
     from pipeline.features.extraction import Extractor, resolve_dtype
     from pipeline.runs.prepare import initial_backbone
     from pipeline.runtime.weights import save_weights

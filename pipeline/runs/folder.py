@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from models.config import ModelSizes
-from pipeline.config.run import RunConfig, parse_config
+from pipeline.config.load import parse_config
+from pipeline.config.run import RunConfig
 from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
 from pipeline.data.vocabulary import Vocabulary

@@ -19,7 +19,8 @@ from models.base import CaptionModel
 from models.config import ModelSizes
 from models.registry import build_model
 from models.token_embeddings import fill_word_vectors
-from pipeline.config.run import RunConfig, dump_config
+from pipeline.config.load import dump_config
+from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset, build_vocabulary, longest_caption
 from pipeline.data.loading import find_data
 from pipeline.data.vocabulary import Vocabulary

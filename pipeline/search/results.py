@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
-from pipeline.config.run import RunConfig, dump_config, parse_config
+from pipeline.config.load import dump_config, parse_config
+from pipeline.config.run import RunConfig
 from pipeline.runs.folder import write_text
 from pipeline.runs.summary import format_table
 from pipeline.search.space import short, show_value

@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from jobs.evaluate import caption_dataset, evaluate
-from pipeline.config.run import RunConfig, parse_config
+from pipeline.config.load import parse_config
+from pipeline.config.run import RunConfig
 from pipeline.config.sections import EvaluationSection
 from pipeline.data.dataset import SCHEMA, Dataset
 from pipeline.errors import UserError

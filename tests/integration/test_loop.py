@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.config.run import parse_config
+from pipeline.config.load import parse_config
 from pipeline.features.extraction import Extractor, feature_key
 from pipeline.features.store import write_shard
 from pipeline.runs.checkpoints import CheckpointWriter

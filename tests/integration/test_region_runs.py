@@ -14,7 +14,7 @@ import torch
 from jobs.cli import main
 from pipeline.captioning.bundle import load_bundle
 from pipeline.captioning.captioning import caption_images
-from pipeline.config.run import parse_config
+from pipeline.config.load import parse_config
 from pipeline.features.model_inputs import Images
 from pipeline.features.regions import import_regions
 from pipeline.features.store import FeatureStore

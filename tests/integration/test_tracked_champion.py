@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.run import RunConfig, parse_config
+from pipeline.config.load import parse_config
+from pipeline.config.run import RunConfig
 from pipeline.retrain.champion import BundleRecord, Ledger, State
 from pipeline.retrain.retrain import Trained, rollback
 from pipeline.retrain.tracking import follow

@@ -22,7 +22,8 @@ import yaml
 from PIL import Image
 
 from pipeline.captioning.bundle import bundle_digests, fetched
-from pipeline.config.run import RunConfig, load_config, parse_config
+from pipeline.config.load import load_config, parse_config
+from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.data.loading import find_data
 from pipeline.errors import UserError

@@ -16,7 +16,8 @@ import yaml
 
 from jobs.cli import main
 from pipeline.cluster import doctor
-from pipeline.config.run import RunConfig, load_config
+from pipeline.config.load import load_config
+from pipeline.config.run import RunConfig
 from pipeline.storage.path import StorageError, StorageOptions, StoragePath, try_rights
 from tests.conftest import small_config
 from tests.support.ray_cluster import free_port

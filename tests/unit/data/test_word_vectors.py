@@ -16,7 +16,7 @@ from models.macs import cost
 from models.registry import build_model
 from models.token_embeddings import TiedOutput, WordVectors, fill_word_vectors
 from pipeline.captioning.bundle import load_bundle, save_bundle
-from pipeline.config.run import parse_config
+from pipeline.config.load import parse_config
 from pipeline.config.sections import DataSection
 from pipeline.data.dataset import build_vocabulary, read_dataset
 from pipeline.data.vocabulary import Vocabulary

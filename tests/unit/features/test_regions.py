@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from jobs.cli import main
-from pipeline.config.run import load_config
+from pipeline.config.load import load_config
 from pipeline.features.store import FeatureStore
 from pipeline.runs.identity import config_identity
 from tests.conftest import small_config

@@ -14,7 +14,7 @@ from models.captioner import Captioner
 from models.config import ClustFormerConfig, ModelSizes
 from models.registry import build_model
 from pipeline.captioning.bundle import save_bundle
-from pipeline.config.run import parse_config
+from pipeline.config.load import parse_config
 from pipeline.data.dataset import SCHEMA, Dataset
 from pipeline.features.store import mark_complete, write_shard
 from pipeline.storage.path import place
