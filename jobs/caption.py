@@ -13,6 +13,7 @@ from typing import Any
 from pipeline.captioning.bundle import Bundle, load_bundle
 from pipeline.data.image_paths import find_images
 from pipeline.errors import UserError
+from pipeline.storage.atomic import write_bytes
 from pipeline.storage.path import place
 
 MANY = 2_000  # images from which a local Ray is worth its start
@@ -240,9 +241,7 @@ def _already(out: Path, signature: dict[str, Any]) -> dict[str, dict[str, Any]]:
             raise UserError(f"--out {out}: line {number} was written with {found}, not {signature}; give another name")
         whole += line
     if len(whole) < out.stat().st_size:
-        temporary = out.with_name(f".{out.name}.tmp")
-        temporary.write_bytes(whole)
-        temporary.replace(out)
+        write_bytes(out, whole)
     return rows
 
 

@@ -18,6 +18,7 @@ from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.runs.evaluation import summarize_search
 from pipeline.scoring.metrics import Scores
+from pipeline.storage.atomic import write_json, write_text
 from pipeline.storage.path import StoragePath, place
 
 logger = logging.getLogger(__name__)
@@ -82,8 +83,6 @@ def evaluate(
             others = {image: hypotheses[0].caption for image, hypotheses in compared.items()}
         _score(entry, name, part, best, others, dataset, config)
         _report(folder, name, entry, part, best, others, config, members, features)
-    from pipeline.runs.folder import write_json
-
     write_json(folder / "scores.json", result)
     logger.info(f"scores       {folder / 'scores.json'}")
     logger.info(f"finished in {time.monotonic() - begin:.0f} s")
@@ -261,7 +260,6 @@ def _write_captions(
 ) -> dict[int, str]:
     """predictions-SPLIT.json, the n best where there are several, the server's files; the best captions."""
     from pipeline.runs.evaluation import write_predictions
-    from pipeline.runs.folder import write_text
 
     best = {image: hypotheses[0].caption for image, hypotheses in found.items()}
     write_predictions(folder / f"predictions-{split}.json", best)

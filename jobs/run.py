@@ -19,9 +19,10 @@ from pipeline.config.run import RunConfig, total_steps
 from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
-from pipeline.runs.folder import JOURNAL, RunFolder, is_alone, read_json, write_json, write_text
+from pipeline.runs.folder import JOURNAL, RunFolder, is_alone
 from pipeline.runs.journal import JOURNAL_EVERY_S, Follower
 from pipeline.runtime.log import log_file
+from pipeline.storage.atomic import read_json, write_json, write_text
 from pipeline.storage.path import StoragePath
 from pipeline.tracking.mlflow_client import public_uri
 from pipeline.tracking.run_tracker import Tracker

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -22,6 +20,7 @@ import yaml
 
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
+from pipeline.storage.atomic import atomic_folder
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath
@@ -46,7 +45,7 @@ class Bundle:
 def save_bundle(
     folder: Path, captioner: Captioner, vocabulary: Vocabulary, *, name: str, info: Mapping[str, Any]
 ) -> None:
-    """Writes the bundle beside `folder` under a temporary name, then renames; an older bundle goes only after that.
+    """Writes the bundle whole or not at all; an older one in `folder` is removed only after that.
 
     `info` (scores, run id, versions: JSON values) is stored in config.yaml and shown on the card.
     """
@@ -59,10 +58,7 @@ def save_bundle(
         raise ValueError(
             f"the vocabulary has {len(vocabulary)} words, the model {model.sizes.vocabulary_size}; they must be equal"
         )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        temporary.chmod(0o755)
+    with atomic_folder(folder) as temporary:
         tensors = {key: value.detach().cpu().contiguous() for key, value in captioner.state_dict().items()}
         save_file(tensors, temporary / "model.safetensors")
         backbone_config = None
@@ -83,10 +79,6 @@ def save_bundle(
         transform = None if backbone is None else ImageTransform(backbone.config.image_size).describe()
         (temporary / "preprocessing.json").write_text(json.dumps(transform, indent=2), encoding="utf-8")
         (temporary / "card.md").write_text(_card(name, captioner, vocabulary, info), encoding="utf-8")
-        _replace_folder(temporary, folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def load_bundle(folder: Path) -> Bundle:
@@ -183,21 +175,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value
-
-
-def _replace_folder(temporary: Path, folder: Path) -> None:
-    if not folder.exists():
-        temporary.rename(folder)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
-    folder.rename(old / "bundle")
-    try:
-        temporary.rename(folder)
-    except BaseException:
-        (old / "bundle").rename(folder)
-        raise
-    finally:
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def _card(name: str, captioner: Captioner, vocabulary: Vocabulary, info: Mapping[str, Any]) -> str:

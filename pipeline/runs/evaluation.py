@@ -17,8 +17,9 @@ from pipeline.captioning.captioning import Hypothesis
 from pipeline.captioning.constraints import Held
 from pipeline.data.dataset import Dataset
 from pipeline.data.synthetic import main_object_accuracy
-from pipeline.runs.folder import RunFolder, read_json, write_json
+from pipeline.runs.folder import RunFolder
 from pipeline.scoring.metrics import Scores, score_captions
+from pipeline.storage.atomic import read_json, write_json
 
 logger = logging.getLogger(__name__)
 

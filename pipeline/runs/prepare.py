@@ -27,10 +27,11 @@ from pipeline.data.vocabulary import Vocabulary
 from pipeline.data.word_vectors import describe_missing, read_word_vectors
 from pipeline.errors import UserError
 from pipeline.features.regions import feature_width
-from pipeline.runs.folder import RunFolder, is_alone, write_json, write_text
+from pipeline.runs.folder import RunFolder, is_alone
 from pipeline.runs.identity import code_digest, run_identity
 from pipeline.runs.warm_start import warm_start, without_download
 from pipeline.runtime.weights import save_weights
+from pipeline.storage.atomic import write_json, write_text
 from pipeline.version import commit
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.runs.folder import write_text
 from pipeline.scoring.published import ABLATION_COLUMNS
 from pipeline.search import ablations as ablation
 from pipeline.search import plots as search_plots
@@ -16,6 +15,7 @@ from pipeline.search.samplers import IMPORTANCE_FEWEST, importance
 from pipeline.search.space import short
 from pipeline.search.spec import Search
 from pipeline.search.trials import Book, SearchFolder, TrialRecord
+from pipeline.storage.atomic import write_text
 from pipeline.storage.path import place
 
 TEMPLATE = Path(__file__).with_name("search.html.jinja")

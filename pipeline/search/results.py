@@ -15,11 +15,11 @@ import pyarrow.parquet
 
 from pipeline.config.load import dump_config, parse_config
 from pipeline.config.run import RunConfig
-from pipeline.runs.folder import write_text
 from pipeline.runs.summary import format_table
 from pipeline.search.space import short, show_value
 from pipeline.search.spec import COSTS, SCORE, Search
 from pipeline.search.trials import OVER, Book, TrialRecord, minutes
+from pipeline.storage.atomic import write_text
 from pipeline.storage.path import place
 
 UNITS = {"macs": 1e6, "macs_executed": 1e6, "macs_beam_search": 1e6, "parameters": 1e3}

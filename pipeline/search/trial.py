@@ -28,7 +28,7 @@ from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
 from pipeline.data.loading import find_data
 from pipeline.runs.evaluation import read_predictions
-from pipeline.runs.folder import RunFolder, read_json, write_json
+from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import read_journal
 from pipeline.runs.prepare import prepare
 from pipeline.runtime.context import Context, LocalContext, device_for
@@ -36,6 +36,7 @@ from pipeline.runtime.weights import load_weights, weights_file_digest
 from pipeline.scoring.metrics import score_captions
 from pipeline.search.spec import SCORE, Search
 from pipeline.search.trials import SearchFolder
+from pipeline.storage.atomic import atomic_path, read_json, write_json
 from pipeline.storage.path import place
 from pipeline.training.loop import StageJob, train_stages
 
@@ -212,11 +213,8 @@ def share_file(path: Path, source: Path) -> None:
     """One file on disk in place of two with the same content; where the file system has no links, they stay two."""
     if path.samefile(source) or weights_file_digest(path) != weights_file_digest(source):
         return
-    temporary = path.with_name(f".{path.name}.link")
-    with suppress(OSError):
-        temporary.unlink(missing_ok=True)
+    with suppress(OSError), atomic_path(path, durable=False) as temporary:
         os.link(source, temporary)
-        temporary.replace(path)
 
 
 def num_samples(run: RunFolder, stage: StageSection) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from pipeline.storage.atomic import write_bytes
 from pipeline.storage.path import StorageError, StoragePath
 
 CACHE_VARIABLE = "RAYCAP_CACHE"
@@ -59,9 +60,7 @@ class ShardCache:
     def _keep(self, path: Path, data: bytes) -> None:
         with self._alone("room"):
             self._make_room(len(data))
-            temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-            temporary.write_bytes(data)
-            temporary.replace(path)
+            write_bytes(path, data, durable=False)
 
     def _touch(self, path: Path) -> bool:
         try:

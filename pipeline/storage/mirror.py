@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from pipeline.storage.atomic import atomic_path, write_text
 from pipeline.storage.path import PART_BYTES, Entry, StorageError, StoragePath
 
 MARKERS = ("progress.json", "run.json", "DONE.json", "COMPLETE.json", "COMPLETE")
@@ -101,18 +102,20 @@ class Mirror:
 
     def _fetch(self, name: str, entry: Entry) -> list[Any]:
         path = self.local / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        with atomic_path(path, durable=False) as temporary:
+            entry = self._download(name, entry, temporary)
+        return [entry.tag, _state(path)]
+
+    def _download(self, name: str, entry: Entry, target: Path) -> Entry:
+        """Fetches an object whole; returns the state that was fetched, which is later than `entry` for a log."""
         for _ in range(5):
-            with temporary.open("wb") as file:
+            with target.open("wb") as file:
                 for start in range(0, entry.size, PART_BYTES):
                     file.write((self.home / name).read_range(start, min(PART_BYTES, entry.size - start)))
             now = (self.home / name).stat()
             if now == entry:
-                temporary.replace(path)
-                return [entry.tag, _state(path)]
-            entry = now  # written anew while it was read, as logs are
-        temporary.unlink()
+                return entry
+            entry = now
         raise StorageError(f"{self.home / name} changes all the time; is another run writing it?")
 
     def _send(self, name: str) -> list[Any] | None:
@@ -146,9 +149,7 @@ class Mirror:
             try:
                 yield record
             finally:
-                temporary = path.with_suffix(".tmp")
-                temporary.write_text(json.dumps(record))
-                temporary.replace(path)
+                write_text(path, json.dumps(record), durable=False)
 
 
 def _files(start: Path) -> Iterator[Path]:

@@ -1,8 +1,9 @@
 """Where things lie: local folders and S3 behind one small interface; the only home of boto3.
 
-A `StoragePath` is a path or an `s3://bucket/key` with the options that reach it; it pickles, so that Ray's workers open what
-the driver named. Every write becomes visible whole or not at all: a temporary name and a rename on disk, one put (or a
-completed multi-part upload) on S3. Every S3 call is repeated after failures that pass, with growing random pauses.
+A `StoragePath` is a path or an `s3://bucket/key` with the options that reach it; it pickles, so that Ray's workers
+open what the driver named. Every write becomes visible whole or not at all: a temporary name and a rename on disk, one
+put (or a completed multi-part upload) on S3. Every S3 call is repeated after failures that pass, with growing random
+pauses.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+from pipeline.storage.atomic import write_bytes
 
 T = TypeVar("T")
 REMOTE = "s3://"
@@ -97,7 +100,7 @@ class StoragePath:
     def write_bytes(self, data: bytes | memoryview) -> str:
         """Replaces the file in one piece; makes the folders above it. Returns its new tag."""
         if not self.is_remote:
-            _write_local(self.path, data)
+            write_bytes(self.path, data)
             return self.stat().tag
         if len(data) > 2 * PART_BYTES:
             return self._put_in_parts(memoryview(data))
@@ -266,20 +269,6 @@ def split_uri(uri: str) -> tuple[str, str]:
     return bucket, key
 
 
-def _write_local(path: Path, data: bytes | memoryview) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def _content_tag(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
@@ -296,7 +285,7 @@ def _write_local_if(path: Path, data: bytes, tag: str | None) -> str:
         now = _content_tag(path.read_bytes()) if path.exists() else None
         if now != tag:
             raise ConflictError(f"{path} was written by somebody else")
-        _write_local(path, data)
+        write_bytes(path, data)
     return _content_tag(data)
 
 

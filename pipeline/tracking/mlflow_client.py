@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.run import RunConfig
-from pipeline.runs.folder import RunFolder, read_json, write_json
+from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import read_journal
+from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.path import is_remote
 from pipeline.version import project_root
 

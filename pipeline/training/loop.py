@@ -30,12 +30,13 @@ from pipeline.config.sections import StageSection
 from pipeline.features.model_inputs import Images
 from pipeline.features.store import open_store
 from pipeline.runs.checkpoints import CheckpointWriter, Progress, finish_stage, load_checkpoint, save_best
-from pipeline.runs.folder import JOURNAL, RunFolder, write_json
+from pipeline.runs.folder import JOURNAL, RunFolder
 from pipeline.runs.journal import JOURNAL_EVERY_S, Journal
 from pipeline.runtime.context import Context, gather_objects, sum_over_ranks
 from pipeline.runtime.cpu import memory_mb, prepare_processor
 from pipeline.runtime.system_metrics import machine_use
 from pipeline.runtime.weights import load_weights
+from pipeline.storage.atomic import write_json
 from pipeline.storage.cache import image_cache
 from pipeline.storage.path import StoragePath
 from pipeline.training.batches import Batch, Batches, Captions

@@ -13,9 +13,9 @@ from pipeline.config.run import RunConfig
 from pipeline.retrain.champion import BundleRecord, Ledger, State
 from pipeline.retrain.retrain import Trained, rollback
 from pipeline.retrain.tracking import follow
-from pipeline.runs.folder import read_json, write_json
 from pipeline.runs.prepare import prepare
 from pipeline.runs.run_bundle import bundle_run
+from pipeline.storage.atomic import read_json, write_json
 from pipeline.tracking.mlflow_client import experiment_of, tracking_client
 from tests.conftest import small_config
 from tests.support.logs import on_message
