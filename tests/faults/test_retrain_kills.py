@@ -11,7 +11,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from pipeline.data.synthetic import write_dataset
 from pipeline.retrain.champion import Ledger
 from pipeline.storage.path import place
 from tests.conftest import ROOT
+from tests.support.runs import start_raycap
 
 LEASE_S = 6
 KILLED_AT = ("step 1/5", "step 2/5", "step 3/5", "  xe_finetune  50/", "step 4/5", "step 5/5")
@@ -59,8 +59,7 @@ class Scenes:
         (self.data / "dataset.json").write_text(json.dumps({"images": self.entries}))
 
     def start(self, *options: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-u", "-m", "jobs", "retrain", str(self.config), *options]
-        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return start_raycap("retrain", str(self.config), *options)
 
     def call(self, *options: str) -> str:
         process = self.start(*options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,7 @@ from pipeline.training.objectives import smoothed_cross_entropy
 GOLDEN = Path(__file__).resolve().parent / "golden" / "expansionnet_v2"
 SETTINGS = ("model.static_expansion=[4,8,16]", "model.num_heads=4")
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Small tensors: more threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-5) -> None:

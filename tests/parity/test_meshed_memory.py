@@ -8,7 +8,6 @@ import random
 import sys
 import types
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,7 @@ from pipeline.errors import UserError
 GOLDEN = Path(__file__).resolve().parent / "golden" / "meshed_memory"
 WORDS = ["<unk>", "<pad>", "<bos>", "<eos>", *(f"word{n}" for n in range(13))]
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Small tensors: more threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-5) -> None:

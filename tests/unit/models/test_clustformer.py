@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,14 +33,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 )
 REGIONS: dict[str, Any] = {"inputs": "regions", "region_rows": 2, "sampling": 1}
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Small tensors: more threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def small_clustformer(seed: int, **changes: Any) -> ClustFormer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -24,14 +23,7 @@ from models.packed import Linear, PackedMaps, packed_map
 from models.registry import build_model
 from tests.unit.models.test_expansion import MIXERS, SIZES, exact, small_model
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Small tensors: more threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tiny(seed: int, vocabulary: int = 4, positions: int = 8, **changes: object) -> CaptionModel:
