@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from models.base import Features
 from models.decoding import beam_search
 from models.macs import TABLE_6_CAPTION_TOKENS, cost
 from models.registry import build_model
@@ -287,13 +288,13 @@ def latency_ms(run: RunFolder) -> float:
     load_weights(model, run.weights_before(None, "model"))
     model = model.eval().to(device)
     tokens = run.facts["num_tokens"]
-    features = torch.randn(1, tokens, run.sizes.feature_width, device=device)
     boxes = torch.rand(1, tokens, 4, device=device) if needs_boxes(run.config.model) else None
+    features = Features(torch.randn(1, tokens, run.sizes.feature_width, device=device), boxes=boxes)
     times = []
     for _ in range(LATENCY_REPEATS + 1):
         begin = time.perf_counter()
         with torch.inference_mode():
-            memory = model.encode(features, None, boxes)
+            memory = model.encode(features)
             beam_search(model, memory, beam_size=settings.beam_size, max_length=settings.max_length).tokens.tolist()
         times.append(1000 * (time.perf_counter() - begin))
     return statistics.median(times[1:])

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from jobs.cli import main
+from models.base import Features
 from pipeline.captioning.bundle import load_bundle
 from pipeline.captioning.captioning import caption_images
 from pipeline.features.model_inputs import Images
@@ -56,24 +57,29 @@ def test_lengths_and_boxes_reach_both_objectives(tmp_path: Path, system: dict[st
     folder, store = prepare_region_run(tmp_path, system)
     run = StageRun(LocalContext("cpu"), folder, folder.config.stage(stage), StageJob(folder.path, FROZEN_STAGES, store))
     (batch,) = run.batches.at(0)
-    assert batch.lengths is not None and batch.boxes is not None
-    assert set(batch.lengths.tolist()) <= {2, 3} and len(set(batch.lengths.tolist())) == 2
+    features = batch.features
+    assert features.lengths is not None and features.boxes is not None
+    assert set(features.lengths.tolist()) <= {2, 3} and len(set(features.lengths.tolist())) == 2
 
-    def gradient(given: Any) -> torch.Tensor:
+    def gradient(features: Features) -> torch.Tensor:
+        given = replace(batch, features=features)
         run.captioner.zero_grad()
         run.captioner.train()
         loss = run.objective(run.captioner, run.captioner, given, torch.Generator().manual_seed(0)).loss
         loss.backward()  # type: ignore[no-untyped-call]
         return torch.cat([each.grad.flatten() for each in run.captioner.parameters() if each.grad is not None])
 
-    padding = torch.arange(4) >= batch.lengths[:, None]
-    other = replace(batch, inputs=batch.inputs.masked_fill(padding[..., None], 7.0))
-    other = replace(other, boxes=batch.boxes.masked_fill(padding[..., None], 9.0))
-    own = gradient(batch)
+    padding = torch.arange(4) >= features.lengths[:, None]
+    other = Features(
+        features.tokens.masked_fill(padding[..., None], 7.0),
+        features.lengths,
+        features.boxes.masked_fill(padding[..., None], 9.0),
+    )
+    own = gradient(features)
     assert torch.allclose(own, gradient(other), atol=1e-6)
-    assert not torch.allclose(own, gradient(replace(other, lengths=torch.full_like(batch.lengths, 4))), atol=1e-4)
+    assert not torch.allclose(own, gradient(replace(other, lengths=torch.full_like(features.lengths, 4))), atol=1e-4)
     if system is CLUSTERED:
-        assert not torch.allclose(own, gradient(replace(batch, boxes=batch.boxes.flip(1))), atol=1e-5)
+        assert not torch.allclose(own, gradient(replace(features, boxes=features.boxes.flip(1))), atol=1e-5)
 
 
 def test_captions_do_not_depend_on_padding(tmp_path: Path) -> None:
@@ -99,8 +105,9 @@ def test_a_batch_carries_the_regions_of_its_images(tmp_path: Path) -> None:
     batches = Batches(images, Captions(train, folder.vocabulary), folder.config.stages[0], seed=1, rank=0, world_size=1)
     (batch,) = batches.at(3)
     whole = FeatureStore(store).gather_regions([train.column("key")[row] for row in batch.images])
-    assert batch.lengths is not None and batch.boxes is not None
-    assert np.array_equal(batch.lengths.numpy(), whole.lengths) and np.array_equal(batch.boxes.numpy(), whole.boxes)
+    lengths, boxes = batch.features.lengths, batch.features.boxes
+    assert lengths is not None and boxes is not None
+    assert np.array_equal(lengths.numpy(), whole.lengths) and np.array_equal(boxes.numpy(), whole.boxes)
 
 
 def test_a_bundle_of_regions_captions_no_image_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
