@@ -19,7 +19,7 @@ from pipeline.search.space import short, show_value
 from pipeline.search.spec import COSTS, SCORE, Search
 from pipeline.search.trials import OVER, Book, TrialRecord, minutes
 from pipeline.storage.atomic import write_text
-from pipeline.storage.path import place
+from pipeline.storage.path import storage_path
 
 UNITS = {"macs": 1e6, "macs_executed": 1e6, "macs_beam_search": 1e6, "parameters": 1e3}
 HEADS = {
@@ -213,10 +213,10 @@ def write_tables(folder: Path, book: Book, on_front: Sequence[PointResult]) -> N
     table = pa.Table.from_pylist(rows)
     data = io.BytesIO()
     pyarrow.parquet.write_table(table, data)
-    place(folder / "trials.parquet").write_bytes(data.getvalue())
+    storage_path(folder / "trials.parquet").write_bytes(data.getvalue())
     text = io.BytesIO()
     pyarrow.csv.write_csv(table, text)
-    place(folder / "trials.csv").write_bytes(text.getvalue())
+    storage_path(folder / "trials.csv").write_bytes(text.getvalue())
 
 
 def _is_number(value: Any) -> bool:

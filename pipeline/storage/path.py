@@ -246,7 +246,7 @@ class StoragePath:
             asked["ContinuationToken"] = page["NextContinuationToken"]
 
 
-def place(where: StoragePath | Path | str, options: StorageOptions = StorageOptions()) -> StoragePath:
+def storage_path(where: StoragePath | Path | str, options: StorageOptions = StorageOptions()) -> StoragePath:
     """A StoragePath from what people write: a path (made absolute) or an s3:// URI."""
     if isinstance(where, StoragePath):
         return where

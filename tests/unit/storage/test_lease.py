@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.storage.lease import Held, Lease, LostLeaseError, take_lease
-from pipeline.storage.path import ConflictError, StorageOptions, StoragePath, place
+from pipeline.storage.path import ConflictError, StorageOptions, StoragePath, storage_path
 from tests.support.s3_server import s3_server
 
 
@@ -27,7 +27,7 @@ def url() -> Iterator[str]:
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> StoragePath:
     """A folder on disk, or on an S3 server that refuses or cuts every tenth answer."""
     if request.param == "disk":
-        return place(tmp_path)
+        return storage_path(tmp_path)
     options = StorageOptions(request.getfixturevalue("url"))
     return StoragePath(f"s3://data/{tmp_path.name}", options)
 
