@@ -19,7 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.data.dataset import Dataset
-from pipeline.storage.path import REMOTE, StorageOptions, StoragePath, is_remote, storage_path
+from pipeline.storage.path import StorageOptions, StoragePath, is_remote, storage_path
+from pipeline.storage.s3 import REMOTE
 from pipeline.storage.tables import read_table, write_table
 
 MANIFEST = pa.schema([("uri", pa.string()), ("size", pa.int64()), ("tag", pa.string()), ("key", pa.string())])
