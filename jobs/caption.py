@@ -14,7 +14,7 @@ from pipeline.captioning.bundle import Bundle, load_bundle
 from pipeline.data.image_paths import find_images
 from pipeline.errors import UserError
 from pipeline.storage.atomic import write_bytes
-from pipeline.storage.path import place
+from pipeline.storage.path import storage_path
 
 MANY = 2_000  # images from which a local Ray is worth its start
 BATCH = 16
@@ -138,7 +138,7 @@ def _here(
 
     def load(name: str) -> Any:
         try:
-            return service.pixels(place(name).read_bytes())
+            return service.pixels(storage_path(name).read_bytes())
         except BadImage as error:
             return str(error)
         except OSError as error:
@@ -199,7 +199,7 @@ def _draw(path: Path, name: str, service: Any, pixels: Any, caption: str) -> dic
     from pipeline.reports.cluster_pictures import write_cluster_picture
     from pipeline.reports.heat_maps import write_caption_picture
 
-    image, words = decode_image(place(name).read_bytes(), MAX_PIXELS), caption.split()
+    image, words = decode_image(storage_path(name).read_bytes(), MAX_PIXELS), caption.split()
     maps = service.attention(pixels, caption).float().numpy()
     attribution = service.attribution(pixels, caption)
     write_caption_picture(path, image, words, maps, attribution.shares().numpy())

@@ -19,7 +19,7 @@ from pipeline.errors import UserError
 from pipeline.runs.evaluation import summarize_search
 from pipeline.scoring.metrics import Scores
 from pipeline.storage.atomic import write_json, write_text
-from pipeline.storage.path import StoragePath, place
+from pipeline.storage.path import StoragePath, storage_path
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ def caption_dataset(
     rows = folder / "images.arrow"
     part.save(rows)
     task = ray.remote(_share).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
-    store = None if features is None else place(features, config.storage.options)
+    store = None if features is None else storage_path(features, config.storage.options)
     tasks = [
         task.remote(list(members), rows, store, config, rank, workers.num_workers, dict(machines or {}))
         for rank in range(workers.num_workers)
@@ -384,7 +384,7 @@ def _report(
         if image in best
     ]
     label = "+".join(member.name for member in members)[:120]
-    store = None if features is None else place(features, config.storage.options)
+    store = None if features is None else storage_path(features, config.storage.options)
     images = with_attention(images, members[0], config, label, store, part)
     report = Report(
         title=f"{label} on {split}",

@@ -13,7 +13,7 @@ import numpy as np
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.reports.page import MAX_IMAGES, ReportImage, choose_images
-from pipeline.storage.path import StoragePath, place
+from pipeline.storage.path import StoragePath, storage_path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,7 +119,7 @@ def _inputs(
         device = next(loaded.captioner.parameters()).device
         for each in asked:
             try:
-                pixels = service.pixels(place(each[2], config.storage.options).read_bytes()).to(device)
+                pixels = service.pixels(storage_path(each[2], config.storage.options).read_bytes()).to(device)
             except (BadImage, OSError):
                 continue
             with torch.no_grad():
@@ -137,7 +137,7 @@ def _inputs(
             yield each, Features(features.tokens), (0, 0)
             continue
         try:
-            size = decode_image(place(each[2], options).read_bytes(), MAX_PIXELS).size
+            size = decode_image(storage_path(each[2], options).read_bytes(), MAX_PIXELS).size
         except (BadImage, OSError):
             continue
         count = int(features.lengths[0])

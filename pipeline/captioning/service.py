@@ -23,7 +23,7 @@ from models.cluster_groups import Clusters, find_clusters
 from models.decoding import Captions, beam_search
 from pipeline.captioning.bundle import Bundle, load_bundle
 from pipeline.data.images import BadImage, decode_image
-from pipeline.storage.path import place
+from pipeline.storage.path import storage_path
 from pipeline.version import project_root
 
 MAX_PIXELS = 100_000_000
@@ -115,7 +115,7 @@ class CaptionService:
     def _row(self, numbered: tuple[int, bytes | str]) -> Tensor:
         number, source = numbered
         try:
-            return self.pixels(source if isinstance(source, bytes) else place(_path(source)).read_bytes())
+            return self.pixels(source if isinstance(source, bytes) else storage_path(_path(source)).read_bytes())
         except (BadImage, OSError, ImportError) as error:
             named = "" if isinstance(source, bytes) else f" ({source})"
             raise ValueError(f"row {number}{named}: {error}") from error

@@ -26,7 +26,7 @@ from pipeline.config.sections import (
 )
 from pipeline.errors import UserError
 from pipeline.storage.cache import cache_folder
-from pipeline.storage.path import StoragePath, is_remote, place
+from pipeline.storage.path import StoragePath, is_remote, storage_path
 
 
 def needs_boxes(model: ModelConfig) -> bool:
@@ -122,7 +122,7 @@ class RunConfig(Section):
 
     @property
     def storage_place(self) -> StoragePath:
-        return place(self.storage.uri, self.storage.options)
+        return storage_path(self.storage.uri, self.storage.options)
 
     def stage(self, name: str) -> StageSection:
         return next(stage for stage in self.stages if stage.name == name)

@@ -21,7 +21,7 @@ from pipeline.data.formats import Rows, Source, images_folder, read_source, read
 from pipeline.data.vocabulary import TOKENIZERS, Vocabulary, tokenize
 from pipeline.errors import UserError
 from pipeline.storage.atomic import atomic_path
-from pipeline.storage.path import StorageOptions, place
+from pipeline.storage.path import StorageOptions, storage_path
 
 SCHEMA = pa.schema(
     [
@@ -144,7 +144,7 @@ def read_annotations(
 
     Raises UserError when a file or folder is missing, has not the form, repeats an image id or names a path outside.
     """
-    base = place(root, options)
+    base = storage_path(root, options)
     if not base.is_remote and not base.path.is_dir():
         raise UserError(f"data.root: folder {root} does not exist; give the folder that holds {config.annotations}")
     rows, lists = Rows(), read_split_lists(base, config.split_lists)

@@ -30,7 +30,7 @@ from pipeline.runs.checkpoints import stage_result
 from pipeline.storage.atomic import read_json
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import StoragePath, place
+from pipeline.storage.path import StoragePath, storage_path
 
 JOURNAL = "log/metrics.jsonl"
 
@@ -87,7 +87,7 @@ class RunFolder:
     @property
     def root(self) -> StoragePath:
         """Where the run lies for everybody, whatever machine they are on."""
-        return self.home or place(self.path)
+        return self.home or storage_path(self.path)
 
     @property
     def run_id(self) -> str:

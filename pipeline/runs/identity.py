@@ -11,7 +11,7 @@ from pipeline.captioning.bundle import WEIGHING, bundle_digests, fetched
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import EMBEDDED
 from pipeline.features.regions import ends_digest
-from pipeline.storage.path import place
+from pipeline.storage.path import storage_path
 from pipeline.version import project_root
 
 # A change in one of these folders makes other runs; a change elsewhere (reports, tracking, storage) does not.
@@ -69,7 +69,7 @@ def config_identity(config: RunConfig) -> str:
         if str(file) not in ("none", "pretrained") and file.is_file():
             body[section][key] = _digest(file, file.stat().st_size, file.stat().st_mtime_ns)
     if config.init_from is not None:
-        body["init_from"] = bundle_digests(fetched(place(config.init_from, config.storage.options)), WEIGHING)
+        body["init_from"] = bundle_digests(fetched(storage_path(config.init_from, config.storage.options)), WEIGHING)
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 

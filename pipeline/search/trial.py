@@ -38,7 +38,7 @@ from pipeline.scoring.metrics import score_captions
 from pipeline.search.spec import SCORE, Search
 from pipeline.search.trials import SearchFolder
 from pipeline.storage.atomic import atomic_path, read_json, write_json
-from pipeline.storage.path import place
+from pipeline.storage.path import storage_path
 from pipeline.training.loop import StageJob, train_stages
 
 Report = Callable[[dict[str, Any]], None]
@@ -135,7 +135,7 @@ def _run_trial(
         take_over(run, parent)
     costs = costs_of(run)
     names = tuple(stage.name for stage in config.stages)
-    store = place(plan["store"]) if plan["store"] else None
+    store = storage_path(plan["store"]) if plan["store"] else None
     if any(run.result(name) is None for name in names):
         job = StageJob(run.path, names, store, tuple(plan["excluded"]), run.begin_attempt())
         train(job, config, TrialContext(run, report, costs))

@@ -21,7 +21,7 @@ import yaml
 from pipeline.config.sections import SceneConfig
 from pipeline.data.synthetic import write_dataset
 from pipeline.retrain.champion import Ledger
-from pipeline.storage.path import place
+from pipeline.storage.path import storage_path
 from tests.conftest import ROOT
 from tests.support.runs import start_raycap
 
@@ -48,7 +48,7 @@ class Scenes:
 
     @property
     def ledger(self) -> Ledger:
-        return Ledger(place(self.folder / "results"), "retrain_demo")
+        return Ledger(storage_path(self.folder / "results"), "retrain_demo")
 
     def add(self, count: int, shuffled: bool = False) -> None:
         fresh, self.rest = self.rest[:count], self.rest[count:]

@@ -73,7 +73,7 @@ def writes_of(monkeypatch: pytest.MonkeyPatch, at: int, happen: Any) -> list[str
 
         return write
 
-    for name in ("write_bytes", "write_if", "delete"):
+    for name in ("write_bytes", "write_if", "upload", "delete"):
         monkeypatch.setattr(StoragePath, name, counted(getattr(StoragePath, name)))
     return done
 
@@ -144,7 +144,7 @@ def test_the_late_cannot_write_once_the_lease_has_moved_on(
 ) -> None:
     """Before each write of a retraining it sleeps so long that another one does all the work."""
     verdict, worlds = ahead
-    monkeypatch.setattr(Lease, "_renew_on", lambda self: None)
+    monkeypatch.setattr(Lease, "_renew_repeatedly", lambda self: None)
     next(worlds)  # its first write takes the lease: nobody is late yet
     for at, world in enumerate(worlds, 2):
         other: list[tuple[int, str]] = []
@@ -172,7 +172,7 @@ def test_who_sleeps_between_asking_and_writing_is_fenced_out(world: World, monke
     """The other one finds bad data and decides nothing: its token alone keeps the late one from the champion's file."""
     first(world)
     world.add("train", 20, range(3, 8))
-    monkeypatch.setattr(Lease, "_renew_on", lambda self: None)
+    monkeypatch.setattr(Lease, "_renew_repeatedly", lambda self: None)
     world.section["lease_seconds"] = 0.05
 
     class Late(Colors):

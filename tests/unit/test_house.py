@@ -39,9 +39,9 @@ HOMES = {
     "optuna": {"pipeline/search/samplers.py"},
     "matplotlib": {"pipeline/search/plots.py", "pipeline/reports/curves.py"},
     "mlflow": {"pipeline/tracking/mlflow_client.py"},
-    "boto3": {"pipeline/storage/path.py"},
+    "boto3": {"pipeline/storage/s3.py"},
     "h5py": {"pipeline/features/regions.py"},
-    "pyarrow.fs": {"pipeline/storage/path.py"},
+    "pyarrow.fs": {"pipeline/storage/s3.py"},
     # Java; git's commit; MLflow's server
     "subprocess": {"pipeline/scoring/java.py", "pipeline/version.py", "jobs/bench/tracker.py"},
 }

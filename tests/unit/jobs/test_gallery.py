@@ -17,7 +17,7 @@ from pipeline.captioning.bundle import save_bundle
 from pipeline.config.load import parse_config
 from pipeline.data.dataset import SCHEMA, Dataset
 from pipeline.features.store import mark_complete, write_shard
-from pipeline.storage.path import place
+from pipeline.storage.path import storage_path
 from tests.conftest import small_config
 from tests.unit.jobs.test_caption import WORDS, make_bundle, write_images
 
@@ -60,7 +60,7 @@ def test_maps_of_regions_are_painted_by_their_boxes(tmp_path: Path) -> None:
     asked = [("test", number, names[number], "a red cat") for number in (1, 0)]
     attributed = {("test", 0), ("test", 1)}
     run = parse_config(small_config(tmp_path))
-    found = _maps(asked, attributed, tmp_path / "bundle", run, place(tmp_path / "store"), part)
+    found = _maps(asked, attributed, tmp_path / "bundle", run, storage_path(tmp_path / "store"), part)
     for kind in ("attention", "attribution"):
         grid = found["test", 0][kind].reshape(3, 24, 24)
         assert all(len(np.unique(half)) == 1 for word in grid for half in (word[:, :12], word[:, 12:]))
@@ -69,4 +69,4 @@ def test_maps_of_regions_are_painted_by_their_boxes(tmp_path: Path) -> None:
     assert _maps(asked, attributed, tmp_path / "bundle", run, None, None) == {}
     Image.new("RGB", (4, 4)).save(names[1])
     Path(names[0]).unlink()
-    assert _maps(asked, set(), tmp_path / "bundle", run, place(tmp_path / "store"), part).keys() == {("test", 1)}
+    assert _maps(asked, set(), tmp_path / "bundle", run, storage_path(tmp_path / "store"), part).keys() == {("test", 1)}
