@@ -37,7 +37,7 @@ NAMES = ("xe_frozen", "scst_frozen")
 
 def prepared(storage: Path, system: dict[str, Any], **changes: Any) -> tuple[RunFolder, StoragePath]:
     values = small_config(storage, model=SMALL | system, **changes)
-    values["features"] = {"hdf5": "embedded", "max_regions": 4}
+    values["features"] = {"hdf5": "synthetic", "max_regions": 4}
     del values["backbone"]
     values["stages"] = [stage | {"dropout": 0.0} for stage in values["stages"] if not stage.get("train_backbone")]
     folder = prepare(parse_config(values))
@@ -135,7 +135,7 @@ def test_a_trial_of_a_search_over_memory_slots(tmp_path: Path) -> None:
     from pipeline.search.trials import SearchFolder
 
     values = small_config(tmp_path, model=SMALL | MESHED)
-    values["features"] = {"hdf5": "embedded", "max_regions": 3}
+    values["features"] = {"hdf5": "synthetic", "max_regions": 3}
     del values["backbone"]
     values["stages"] = values["stages"][:1]
     section = {"name": "slots", "base": "base.yaml", "space": {"model.num_memory_slots": [0, 2]}, "algorithm": "grid"}
