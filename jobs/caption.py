@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.captioning.bundle import Bundle, load_bundle
+from pipeline.config.sections import SEARCH_DEFAULTS
 from pipeline.data.image_paths import find_images
 from pipeline.errors import UserError
 from pipeline.storage.atomic import write_bytes
@@ -26,10 +27,10 @@ def caption(
     *,
     json_lines: bool = False,
     out: Path | None = None,
-    beam_size: int = 5,
-    num_results: int = 1,
-    max_length: int = 20,
-    precision: str = "float32",
+    beam_size: int = SEARCH_DEFAULTS.beam_size,
+    num_results: int = SEARCH_DEFAULTS.num_results,
+    max_length: int = SEARCH_DEFAULTS.max_length,
+    precision: str = SEARCH_DEFAULTS.precision,
     explain: Path | None = None,
     address: str | None = None,
 ) -> int:

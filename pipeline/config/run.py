@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
-from models.config import BackboneConfig, ClustFormerConfig, ModelConfig
+from models.config import BackboneConfig, ClustFormerConfig, Identity, ModelConfig
 from pipeline.config.sections import (
-    EMBEDDED,
+    SYNTHETIC,
     DataSection,
     EvaluationSection,
     FeatureSection,
@@ -35,21 +35,22 @@ def needs_boxes(model: ModelConfig) -> bool:
 
 
 class RunConfig(Section):
-    """Everything that `raycap run` needs, in one file."""
+    """All keys of a run. Those that do not count for its identity are marked (`models.config.Identity`)."""
 
     name: str
     seed: Annotated[int, Field(ge=0, lt=2**62)] = 0
-    storage: StorageSection = StorageSection()
+    storage: Annotated[StorageSection, Identity.IGNORED] = StorageSection()
     data: DataSection
-    backbone: BackboneConfig = BackboneConfig()  # may be left out only where features.hdf5 brings a detector's features
+    backbone: Annotated[BackboneConfig, Identity.WITH_BACKBONE] = BackboneConfig()  # required without features.hdf5
     features: FeatureSection = FeatureSection()
     model: ModelSection
     stages: Annotated[tuple[StageSection, ...], Field(min_length=1)]
-    init_from: str | None = None  # a model bundle whose weights training starts from, with a fresh optimizer
-    workers: WorkersSection = WorkersSection()
+    # a model bundle whose weights training starts from, with a fresh optimizer
+    init_from: Annotated[str | None, Identity.BUNDLE] = None
+    workers: Annotated[WorkersSection, Identity.IGNORED] = WorkersSection()
     evaluation: EvaluationSection = EvaluationSection()
-    tracking: TrackingSection = TrackingSection()
-    retrain: RetrainSection = RetrainSection()
+    tracking: Annotated[TrackingSection, Identity.IGNORED] = TrackingSection()
+    retrain: Annotated[RetrainSection, Identity.IGNORED] = RetrainSection()
 
     @field_validator("storage", mode="before")
     @classmethod
@@ -80,7 +81,7 @@ class RunConfig(Section):
         return self
 
     def _check_regions(self) -> None:
-        """Where features come from goes with the data, the model and the stages."""
+        """Refuses a source of features that does not fit the data, the model or the stages."""
         if self.features.hdf5 is None:
             if isinstance(self.model, ClustFormerConfig) and self.model.inputs == "regions":
                 raise ValueError(
@@ -88,9 +89,9 @@ class RunConfig(Section):
                     "model.inputs to grid"
                 )
             return
-        if self.features.hdf5 == EMBEDDED and self.data.synthetic is None:
+        if self.features.hdf5 == SYNTHETIC and self.data.synthetic is None:
             raise ValueError(
-                f"features.hdf5 = {EMBEDDED} means the embedded data set's regions, and data.synthetic is not set; "
+                f"features.hdf5 = {SYNTHETIC} means the synthetic data set's regions, and data.synthetic is not set; "
                 "give the path of an HDF5 file"
             )
         if isinstance(self.model, ClustFormerConfig) and self.model.inputs == "grid":
@@ -98,26 +99,26 @@ class RunConfig(Section):
         for stage in self.stages:
             if stage.train_backbone:
                 raise ValueError(
-                    f"stages.{stage.name}.train_backbone is true, and features.hdf5 stands in place of a backbone: "
+                    f"stages.{stage.name}.train_backbone is true, and with features.hdf5 there is no backbone; "
                     "set it to false, or leave features.hdf5 out"
                 )
 
     @property
     def working_path(self) -> Path:
-        """The local folder to work in: the storage itself, or where the copies of what lies on S3 are."""
+        """The local folder to work in: the storage itself, or this machine's copy of a storage on S3."""
         if is_remote(self.storage.uri):
             return cache_folder() / "storage" / hashlib.sha256(self.storage_place.uri.encode()).hexdigest()[:16]
         return Path(self.storage.uri).expanduser().resolve()
 
     @property
     def storage_path(self) -> Path:
-        """The storage as a local folder, for what works on one only."""
+        """The storage as a local folder; UserError for one on S3."""
         if is_remote(self.storage.uri):
             raise UserError(f"storage {self.storage.uri}: this command needs a local folder; set another storage")
         return self.working_path
 
     def home(self, name: str) -> StoragePath | None:
-        """The place of a folder on S3 that is worked on below `working_path`; None for a local storage."""
+        """The S3 prefix of the folder `name` of `working_path`; None for a local storage."""
         return self.storage_place / name if is_remote(self.storage.uri) else None
 
     @property
@@ -129,5 +130,5 @@ class RunConfig(Section):
 
 
 def total_steps(stage: StageSection, num_samples: int) -> int:
-    """Optimizer steps of a stage over `num_samples` samples an epoch; the last step may run into another epoch."""
+    """Optimizer steps of a stage with `num_samples` samples per epoch; the last step may run into another epoch."""
     return max(1, math.ceil(stage.epochs * num_samples / stage.batch_size))

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.config.run import RunConfig, needs_boxes
-from pipeline.config.sections import EMBEDDED
+from pipeline.config.sections import SYNTHETIC
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.features.extraction import write_quarantine
@@ -88,7 +88,7 @@ def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, di
 
 def region_file(config: RunConfig) -> Path:
     """The HDF5 file that a configuration names; the embedded data set's is written when it is not there yet."""
-    if config.features.hdf5 != EMBEDDED or config.data.synthetic is None:
+    if config.features.hdf5 != SYNTHETIC or config.data.synthetic is None:
         return Path(str(config.features.hdf5)).expanduser().absolute()
     from pipeline.data.synthetic_regions import file_name, scene_regions
 

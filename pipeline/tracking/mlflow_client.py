@@ -34,7 +34,7 @@ BATCH = 500  # metrics a request; the server takes 1000
 CALL_S = 10  # an answer is waited for so long, and once more
 PATIENCE_S = 30.0  # so much longer than a second each may the answers of one `sync` take in all
 TRACKED = "log/tracked.json"
-SERVING_PACKAGES = ("mlflow", "numpy", "pillow", "pyyaml", "safetensors", "timm", "torch", "torchvision")
+SERVING_PACKAGES = ("mlflow", "numpy", "pillow", "pydantic", "pyyaml", "safetensors", "timm", "torch", "torchvision")
 FIRST_KEY = {"train": "loss", "validation": "validation_CIDEr-D"}  # a metric that every entry of a kind has
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
