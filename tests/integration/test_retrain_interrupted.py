@@ -127,13 +127,13 @@ def test_killed_before_any_of_its_writes_the_next_call_ends_it(
                 world.call()
             except Killed:
                 killed = True
-        assert world.ledger.verify() == [], done[-1]
-        decided = world.ledger.read().number == 2
+        assert world.store.verify() == [], done[-1]
+        decided = world.store.read().number == 2
         time.sleep(0.1)
         code, said = world.call()
         assert code == 0 and ("nothing new" if decided else f"decision  {verdict}") in said, said
         sound(world, 2)
-        assert not world.ledger.leftovers(), "the next holder removes what the killed left"
+        assert not world.store.orphans(), "the next holder removes what the killed left"
         if not killed:
             assert at > WRITES[verdict]
             return
@@ -163,8 +163,8 @@ def test_the_late_cannot_write_once_the_lease_has_moved_on(
             return
         assert other[0][0] == 0 and f"decision  {verdict}" in other[0][1]
         assert code == 1 and "nothing was promoted" in said and "decision  " not in said, (done[-1], said)
-        assert world.last()["token"] == 3 and world.ledger.read().token == 3, "the late one's token is 2"
-        assert "nothing new" in world.call()[1] and not world.ledger.leftovers()
+        assert world.last()["token"] == 3 and world.store.read().token == 3, "the late one's token is 2"
+        assert "nothing new" in world.call()[1] and not world.store.orphans()
 
 
 @ON_DISK_AND_S3
@@ -210,7 +210,7 @@ def test_a_process_killed_at_each_step_and_called_again(world: World) -> None:
     code, said = world.call()
     assert code == 0 and "decision  promoted" in said, said
     sound(world, 2)
-    assert not world.ledger.leftovers()
+    assert not world.store.orphans()
 
 
 @ON_DISK_AND_S3
