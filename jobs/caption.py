@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 from pipeline.captioning.bundle import Bundle, fetched, load_bundle
 from pipeline.captioning.model_sources import ModelSource, SentBundle, StoredBundle
+from pipeline.config.sections import SEARCH_DEFAULTS
 from pipeline.data.image_paths import find_images
 from pipeline.errors import UserError
-from pipeline.storage.path import StoragePath, place
+from pipeline.storage.atomic import write_bytes
+from pipeline.storage.path import StoragePath, storage_path
 
 MANY = 2_000  # from so many images on a local Ray is worth its start
 BATCH = 16
@@ -35,10 +37,10 @@ class CaptionOptions:
 
     json_lines: bool = False
     out: Path | None = None
-    beam_size: int = 5
-    num_results: int = 1
-    max_length: int = 20
-    precision: str = "float32"
+    beam_size: int = SEARCH_DEFAULTS.beam_size
+    num_results: int = SEARCH_DEFAULTS.num_results
+    max_length: int = SEARCH_DEFAULTS.max_length
+    precision: str = SEARCH_DEFAULTS.precision
     explain: Path | None = None
     address: str | None = None
 
@@ -93,7 +95,7 @@ def _check_options(options: CaptionOptions) -> None:
 
 
 def _open_model(model: str) -> _Model:
-    location = place(model)
+    location = storage_path(model)
     if not location.is_remote and not location.path.is_dir():
         raise UserError(f"--model {model}: no such folder; give a model bundle, such as results/models/NAME/RUN")
     folder = fetched(location)
@@ -134,7 +136,7 @@ def _caption_here(names: Sequence[str], bundle: Bundle, options: CaptionOptions)
 
     def load(name: str) -> Any:
         try:
-            return service.pixels(place(name).read_bytes())
+            return service.pixels(storage_path(name).read_bytes())
         except BadImage as error:
             return str(error)
         except OSError as error:
@@ -229,7 +231,7 @@ def _draw(path: Path, name: str, service: Any, pixels: Any, caption: str) -> dic
     from pipeline.reports.cluster_pictures import write_cluster_picture
     from pipeline.reports.heat_maps import write_caption_picture
 
-    image, words = decode_image(place(name).read_bytes(), MAX_PIXELS), caption.split()
+    image, words = decode_image(storage_path(name).read_bytes(), MAX_PIXELS), caption.split()
     maps = service.attention(pixels, caption).float().numpy()
     attribution = service.attribution(pixels, caption)
     write_caption_picture(path, image, words, maps, attribution.shares().numpy())
@@ -273,9 +275,7 @@ def _read_done(out: Path, signature: dict[str, Any]) -> dict[str, dict[str, Any]
             )
         complete += line
     if len(complete) < out.stat().st_size:
-        temporary = out.with_name(f".{out.name}.tmp")
-        temporary.write_bytes(complete)
-        temporary.replace(out)
+        write_bytes(out, complete)
     return rows
 
 

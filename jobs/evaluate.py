@@ -21,11 +21,11 @@ from pipeline.data.synthetic import main_object_accuracy
 from pipeline.errors import UserError
 from pipeline.features.source import feature_source
 from pipeline.runs.evaluation import split_result, write_predictions
-from pipeline.runs.folder import write_json, write_text
 from pipeline.scoring.bootstrap import paired_difference
 from pipeline.scoring.metrics import score_captions
 from pipeline.scoring.split_result import SplitResult
-from pipeline.storage.path import StoragePath, place
+from pipeline.storage.atomic import write_json, write_text
+from pipeline.storage.path import StoragePath, storage_path
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class Evaluation:
         if options.features is None:
             dataset, store = feature_source(config).for_bundles(dataset)
         else:
-            store = place(options.features, config.storage.options)
+            store = storage_path(options.features, config.storage.options)
         parts = {name: _part(dataset, name) for name in options.splits or config.data.test_splits}
         members = [_bundle(model, "--model", config, store) for model in options.models]
         members = members or [_run_bundle(config, options.stage)]
@@ -217,7 +217,7 @@ class Evaluation:
         config, part, label = self.config, self.parts[result.split], self.label
         columns, rows = score_table(results, with_alignment=True)
         images = [
-            replace(image, alternatives={"other": other.captions[int(image.image_id)] for other in others})
+            replace(image, alternatives={"other": others[0].captions[int(image.image_id)]} if others else {})
             for image in report_images(result, part, config.storage.options)
         ]
         report = Report(
@@ -316,7 +316,7 @@ def _automata(file: Path, member: Member, parts: Mapping[str, Dataset]) -> dict[
 def _bundle(model: str, option: str, config: RunConfig, store: StoragePath | None) -> Member:
     from pipeline.captioning.bundle import fetched, load_bundle
 
-    location = place(model, config.storage.options)
+    location = storage_path(model, config.storage.options)
     if not location.is_remote and not location.path.is_dir():
         raise UserError(f"{option} {model}: no such folder; give a model bundle, such as results/models/NAME/RUN")
     folder = fetched(location)

@@ -13,11 +13,12 @@ from pipeline.captioning.model_sources import ModelSource
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.reports.page import MAX_IMAGES, ReportImage, choose_images
-from pipeline.storage.path import StoragePath, place
+from pipeline.storage.path import StoragePath, storage_path
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from models.base import Features
     from pipeline.captioning.bundle import Bundle
 
 MAX_ATTRIBUTIONS = 24  # pictures with attributions, each a backward pass per word and step
@@ -93,18 +94,18 @@ def compute_maps(requests: Sequence[MapRequest], inputs: MapInputs) -> dict[Imag
     for request, image in _loaded_images(requests, bundle, inputs):
         words = request.caption.split()
         ids = torch.tensor(bundle.vocabulary.encode(words)[: model.sizes.max_positions + 1], device=device)
-        features, boxes = image.features.to(device), None if image.boxes is None else image.boxes.to(device)
+        features = image.features.to(device)
         with torch.no_grad():
-            memory = model.encode(features[None], None, None if boxes is None else boxes[None])
+            memory = model.encode(features)
         fields: dict[str, Any] = {
             "attention": image.paint(cross_attention(model, memory, ids[None])[-1, 0, : len(words)])
         }
         if request.with_attribution and time.monotonic() - begin < ATTRIBUTION_BUDGET_S:
             attribution = integrated_gradients(
-                model, features, ids, boxes=boxes, steps=INTEGRATION_STEPS, most_steps=INTEGRATION_STEPS
+                model, features, ids, steps=INTEGRATION_STEPS, most_steps=INTEGRATION_STEPS
             )
             fields["attribution"] = image.paint(attribution.head(len(words)).shares())
-        clusters = find_clusters(model, features, ids[: len(words) + 1], boxes=boxes)
+        clusters = find_clusters(model, features, ids[: len(words) + 1])
         if clusters is not None:
             fields["clusters"] = layer_colors(clusters)
         maps[_key(request)] = fields
@@ -112,10 +113,9 @@ def compute_maps(requests: Sequence[MapRequest], inputs: MapInputs) -> dict[Imag
 
 
 class _LoadedImage(NamedTuple):
-    """Features (N, C); for regions also their boxes (N, 4) and the picture's width and height."""
+    """Features of one image; for regions with boxes also the picture's width and height."""
 
-    features: Tensor
-    boxes: Tensor | None = None
+    features: Features
     size: tuple[int, int] = (0, 0)
 
     def paint(self, weights: Tensor) -> np.ndarray:
@@ -123,7 +123,8 @@ class _LoadedImage(NamedTuple):
         from pipeline.reports.heat_maps import region_maps
 
         values = weights.float().cpu().numpy()
-        return values if self.boxes is None else region_maps(values, self.boxes.numpy(), self.size)
+        boxes = self.features.boxes
+        return values if boxes is None else region_maps(values, boxes[0].numpy(), self.size)
 
 
 def _loaded_images(
@@ -141,6 +142,7 @@ def _from_files(
 ) -> Iterator[tuple[MapRequest, _LoadedImage]]:
     import torch
 
+    from models.base import Features
     from pipeline.captioning.service import CaptionService
     from pipeline.data.images import BadImage
 
@@ -148,17 +150,18 @@ def _from_files(
     device = next(bundle.captioner.parameters()).device
     for request in requests:
         try:
-            pixels = service.pixels(place(request.uri, inputs.config.storage.options).read_bytes()).to(device)
+            pixels = service.pixels(storage_path(request.uri, inputs.config.storage.options).read_bytes()).to(device)
         except (BadImage, OSError):
             continue
         with torch.no_grad():
-            features = bundle.captioner.features(pixels[None])[0]
+            features = bundle.captioner.features(Features(pixels[None]))
         yield request, _LoadedImage(features)
 
 
 def _from_store(
     requests: Sequence[MapRequest], store: StoragePath, dataset: Dataset, config: RunConfig
 ) -> Iterator[tuple[MapRequest, _LoadedImage]]:
+    from models.base import Features
     from pipeline.captioning.service import MAX_PIXELS
     from pipeline.data.images import BadImage, decode_image
     from pipeline.features.model_inputs import Images
@@ -169,15 +172,15 @@ def _from_store(
     row_of = {int(image): row for row, image in enumerate(images.image_ids)}
     for request in requests:
         row = np.array([row_of[int(request.image_id)]])
-        features = images.load(row)[0]
-        lengths, boxes = images.regions(row)
-        if lengths is None or boxes is None:
-            yield request, _LoadedImage(features)
+        features = images.load(row)
+        if features.lengths is None or features.boxes is None:
+            yield request, _LoadedImage(Features(features.tokens))
             continue
         try:
-            size = decode_image(place(request.uri, options).read_bytes(), MAX_PIXELS).size
+            size = decode_image(storage_path(request.uri, options).read_bytes(), MAX_PIXELS).size
         except (BadImage, OSError):
             continue
-        count = int(lengths[0])
+        count = int(features.lengths[0])
         if count:
-            yield request, _LoadedImage(features[:count], boxes[0, :count], size)
+            regions = Features(features.tokens[:, :count], boxes=features.boxes[:, :count])
+            yield request, _LoadedImage(regions, size)

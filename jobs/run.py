@@ -12,14 +12,16 @@ from pathlib import Path
 from jobs.cluster import start_ray
 from jobs.journal_printer import JournalPrinter, format_duration
 from models.constraints import Machine
-from pipeline.config.run import RunConfig, dump_config, total_steps
+from pipeline.config.load import dump_config
+from pipeline.config.run import RunConfig, total_steps
 from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.features.source import feature_source
 from pipeline.runs.evaluation import RunScores
-from pipeline.runs.folder import RunFolder, is_alone, read_json, write_json, write_text
+from pipeline.runs.folder import RunFolder, is_alone
 from pipeline.runtime.log import log_file
+from pipeline.storage.atomic import read_json, write_json, write_text
 from pipeline.storage.path import StoragePath
 from pipeline.tracking.mlflow_client import public_uri
 from pipeline.tracking.run_tracker import Tracker

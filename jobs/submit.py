@@ -28,7 +28,8 @@ from pipeline.cluster.submission import (
     secret_names,
     variables,
 )
-from pipeline.config.run import RunConfig, load_config
+from pipeline.config.load import load_config
+from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
 from pipeline.version import project_root
 

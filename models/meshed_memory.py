@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from models.base import (
     Cache,
     CaptionModel,
+    Features,
     Memory,
     ModelSizes,
     captions_per_image,
@@ -55,7 +56,6 @@ from models.layers import (
     sinusoids,
     split_heads,
 )
-from models.packed import Linear
 from models.token_embeddings import word_embedding, word_output
 
 
@@ -131,7 +131,7 @@ class MeshedAttention(nn.Module):
         gated = config.connection == "meshed"
         self.gates = cast(
             Sequence[nn.Linear],
-            nn.ModuleList(Linear(2 * config.d_model, config.d_model) for _ in range(levels * gated)),
+            nn.ModuleList(nn.Linear(2 * config.d_model, config.d_model) for _ in range(levels * gated)),
         )
 
     def forward(self, s: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
@@ -237,16 +237,16 @@ class MeshedMemoryTransformer(CaptionModel):
         for plain in (self.input, self.words, self.output):
             nn.init.xavier_uniform_(plain.weight)
 
-    def encode(self, features: Tensor, lengths: Tensor | None = None, boxes: Tensor | None = None) -> Memory:
-        check_features(features, lengths, self.sizes.feature_width)
-        x = F.relu(self.input(features.to(self.input.weight.dtype)))
+    def encode(self, features: Features) -> Memory:
+        check_features(features, self.sizes.feature_width)
+        x = F.relu(self.input(features.tokens.to(self.input.weight.dtype)))
         x = self.input_norm(self.input_dropout(x))
-        real = real_tokens(lengths, features.shape[1])
+        real = real_tokens(features.lengths, x.shape[1])
         levels = []
         for layer in self.encoder:
             x = layer(x, real)
             levels.append(x)
-        return Memory(torch.stack(levels, 1), lengths)
+        return Memory(torch.stack(levels, 1), features.lengths)
 
     def embed(self, tokens: Tensor, position: int) -> Tensor:
         """Tokens (R, T) that start at `position`; neither scaled nor dropped, as in the reference."""

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.config.run import RunConfig, parse_config, set_value
+from pipeline.config.load import parse_config, set_value
+from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.features.source import feature_source

@@ -128,7 +128,8 @@ class _BatchCaptioner:
         image_ids = [int(self.inputs[0].image_ids[row]) for row in rows]
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.search.settings.precision == "bfloat16"):
             memories = [
-                self._encode(model, images, rows) for model, images in zip(self.models, self.inputs, strict=True)
+                model.encode(images.load(rows).to(self.device))
+                for model, images in zip(self.models, self.inputs, strict=True)
             ]
             captions, satisfied = self._search(memories, [self.constraints.get(image) for image in image_ids])
             alignment = self._alignment(memories, captions)
@@ -143,10 +144,6 @@ class _BatchCaptioner:
             ]
             for row, image in enumerate(image_ids)
         }
-
-    def _encode(self, model: Captioner, images: Images, rows: np.ndarray) -> Memory:
-        lengths, boxes = (None if part is None else part.to(self.device) for part in images.regions(rows))
-        return model.encode(images.load(rows).to(self.device), lengths, boxes)
 
     def _search(
         self, memories: Sequence[Memory], automata: Sequence[Machine | None]

@@ -14,6 +14,7 @@ from pathlib import Path
 from models.constraints import Machine, build_machine
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
+from pipeline.storage.atomic import write_text
 
 Alternatives = tuple[str, ...]
 Constraints = dict[int, tuple[Alternatives, ...]]
@@ -60,10 +61,7 @@ def write_constraints(path: Path, constraints: Mapping[int, Sequence[Sequence[st
         for image, each in constraints.items()
         if each
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    temporary.replace(path)
+    write_text(path, "".join(f"{line}\n" for line in lines))
 
 
 def unknown_words(alternatives: Iterable[str], vocabulary: Vocabulary) -> list[str]:

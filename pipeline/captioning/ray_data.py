@@ -14,7 +14,7 @@ import numpy as np
 from pipeline.captioning.model_sources import ModelSource
 from pipeline.captioning.service import MAX_PIXELS, CaptionService
 from pipeline.data.images import BadImage, decode_image
-from pipeline.storage.path import place
+from pipeline.storage.path import storage_path
 
 BLOCK = 64
 
@@ -68,7 +68,7 @@ def _decode(batch: dict[str, np.ndarray], image_size: int) -> dict[str, Any]:
     for index, name in enumerate(batch["name"]):
         reason = ""
         try:
-            pixels[index] = transform.resize(decode_image(place(str(name)).read_bytes(), MAX_PIXELS))
+            pixels[index] = transform.resize(decode_image(storage_path(str(name)).read_bytes(), MAX_PIXELS))
         except BadImage as error:
             reason = str(error)
         except OSError as error:

@@ -19,7 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.data.dataset import Dataset
-from pipeline.storage.path import REMOTE, StorageOptions, StoragePath, is_remote, place
+from pipeline.storage.path import StorageOptions, StoragePath, is_remote, storage_path
+from pipeline.storage.s3 import REMOTE
 from pipeline.storage.tables import read_table, write_table
 
 MANIFEST = pa.schema([("uri", pa.string()), ("size", pa.int64()), ("tag", pa.string()), ("key", pa.string())])
@@ -35,7 +36,7 @@ def take_snapshot(
 
     `manifest` (Parquet) is read if it is there, and rewritten in one piece when something in it changed.
     """
-    where = place(manifest)
+    where = storage_path(manifest)
     known = _read(where)
     uris: pa.Array = pc.unique(dataset.table["uri"])
     sizes, tags, troubles = _look(uris, options)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,8 @@ from pipeline.config.sections import DataSection, SourceSection
 from pipeline.data.formats import Rows, Source, images_folder, read_source, read_split_lists
 from pipeline.data.vocabulary import TOKENIZERS, Vocabulary, tokenize
 from pipeline.errors import UserError
-from pipeline.storage.path import StorageOptions, place
+from pipeline.storage.atomic import atomic_path
+from pipeline.storage.path import StorageOptions, storage_path
 
 SCHEMA = pa.schema(
     [
@@ -95,10 +95,12 @@ class Dataset:
         return digest.hexdigest()
 
     def save(self, path: Path) -> None:
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
+        with (
+            atomic_path(path) as temporary,
+            pa.OSFile(str(temporary), "wb") as sink,
+            pa.ipc.new_file(sink, SCHEMA) as writer,
+        ):
             writer.write_table(self.table, max_chunksize=4096)
-        temporary.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> Dataset:
@@ -142,7 +144,7 @@ def read_annotations(
 
     Raises UserError when a file or folder is missing, has not the form, repeats an image id or names a path outside.
     """
-    base = place(root, options)
+    base = storage_path(root, options)
     if not base.is_remote and not base.path.is_dir():
         raise UserError(f"data.root: folder {root} does not exist; give the folder that holds {config.annotations}")
     rows, lists = Rows(), read_split_lists(base, config.split_lists)

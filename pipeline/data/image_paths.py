@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.errors import UserError
-from pipeline.storage.path import StorageOptions, StoragePath, join, place
+from pipeline.storage.path import StorageOptions, StoragePath, join, storage_path
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".jp2", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
@@ -40,7 +40,7 @@ def _local(argument: str) -> list[str]:
 
 
 def _remote(argument: str, options: StorageOptions) -> list[str]:
-    here: StoragePath = place(argument, options)
+    here: StoragePath = storage_path(argument, options)
     if Path(argument).suffix.lower() in SUFFIXES:
         return [here.uri]  # one object; whether it is there shows when it is read
     return [join(here.uri, name) for name in sorted(here.list()) if Path(name).suffix.lower() in SUFFIXES]

@@ -15,7 +15,7 @@ from pipeline.data.content_keys import take_snapshot
 from pipeline.data.dataset import Dataset, build_vocabulary, read_dataset
 from pipeline.data.synthetic import MARKER, write_dataset
 from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import place
+from pipeline.storage.path import storage_path
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def data_root(config: RunConfig) -> str:
             Mirror(home, root).push()
             return home.uri
         return str(root)
-    return place(str(data.root)).uri
+    return storage_path(str(data.root)).uri
 
 
 def snapshot_of(dataset: Dataset, config: RunConfig) -> tuple[Dataset, dict[str, str]]:
@@ -59,7 +59,7 @@ def snapshot_of(dataset: Dataset, config: RunConfig) -> tuple[Dataset, dict[str,
     """
     if not config.has_backbone:
         return dataset.keyed_by_id(), {}
-    root = "" if config.data.root is None else place(config.data.root).uri
+    root = "" if config.data.root is None else storage_path(config.data.root).uri
     named = f"{root} {config.data.model_dump_json(include={'images', 'sources', 'synthetic'})}"
     name = hashlib.sha256(named.encode()).hexdigest()[:16]
     return take_snapshot(dataset, config.storage_place / f"manifests/{name}.parquet", config.storage.options)

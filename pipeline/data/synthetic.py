@@ -11,8 +11,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import secrets
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ from PIL import Image, ImageDraw
 from pipeline.config.sections import SPLIT_CYCLE, SceneConfig
 from pipeline.data.vocabulary import tokenize
 from pipeline.errors import UserError
+from pipeline.storage.atomic import atomic_folder
 
 COLORS: dict[str, tuple[int, int, int]] = {
     "red": (214, 30, 38),
@@ -245,20 +244,15 @@ def write_dataset(folder: Path, config: SceneConfig) -> None:
     marker = json.dumps({"format": FORMAT_VERSION, **asdict(config)})
     if _is_complete(folder, marker):
         return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.partial-{secrets.token_hex(6)}")
     try:
-        (partial / "images").mkdir(parents=True)
-        images = [_write_image(partial, config, index) for index in range(config.num_images)]
-        (partial / "dataset.json").write_text(json.dumps({"dataset": "raycap-scenes", "images": images}), "utf-8")
-        (partial / MARKER).write_text(marker, "utf-8")
-        try:
-            partial.rename(folder)  # onto nothing or an empty folder; refuses one with content
-        except OSError:
-            if not _is_complete(folder, marker):  # otherwise another process was faster with the same files
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        with atomic_folder(folder, replace=False, durable=False) as partial:
+            (partial / "images").mkdir()
+            images = [_write_image(partial, config, index) for index in range(config.num_images)]
+            (partial / "dataset.json").write_text(json.dumps({"dataset": "raycap-scenes", "images": images}), "utf-8")
+            (partial / MARKER).write_text(marker, "utf-8")
+    except OSError:
+        if not _is_complete(folder, marker):  # otherwise another process has just written the same files
+            raise
 
 
 def _is_complete(folder: Path, marker: str) -> bool:

@@ -36,7 +36,7 @@ from pipeline.features.store import (
     write_index,
     write_shard,
 )
-from pipeline.storage.path import StorageOptions, StoragePath, place
+from pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from pipeline.storage.tables import read_table, write_table
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ def extract(
     started (`start_ray`) only when there is something to compute. Cost: keys and URIs of the data set in the driver.
     """
     description = extractor.describe()
-    folder = place(features) / feature_key(description)
+    folder = storage_path(features) / feature_key(description)
     remove_orphans(folder)
     wanted, missing, bad = plan_extraction(dataset, folder, extractor.max_pixels)
     count = len(missing)

@@ -30,7 +30,7 @@ import pyarrow.compute as pc
 from pipeline.config.sections import FeatureSection
 from pipeline.features.shards import ShardMaps
 from pipeline.storage.cache import ShardCache, cache_folder
-from pipeline.storage.path import StoragePath, place
+from pipeline.storage.path import StoragePath, storage_path
 from pipeline.storage.tables import read_table, write_table
 
 MANIFEST = pa.schema(
@@ -68,7 +68,7 @@ def shard_name(keys: Sequence[str]) -> str:
 
 def has_shard(folder: StoragePath | Path, keys: Sequence[str]) -> bool:
     """Whether exactly these rows were written already (a task that is repeated asks before it computes)."""
-    return (place(folder) / f"manifest/{shard_name(keys)}.parquet").exists()
+    return (storage_path(folder) / f"manifest/{shard_name(keys)}.parquet").exists()
 
 
 def write_shard(
@@ -82,7 +82,7 @@ def write_shard(
 
     For regions `lengths` (rows,) and, if there are any, `boxes` (rows, N, 4).
     """
-    root, name, count = place(folder), shard_name(keys), len(keys)
+    root, name, count = storage_path(folder), shard_name(keys), len(keys)
     body, boxes_digest = _npy(features), None
     (root / f"shards/{name}.npy").write_bytes(body)
     if boxes is not None:
@@ -117,7 +117,7 @@ class FeatureStore:
     def __init__(
         self, folder: StoragePath | Path | str, cache: Path | None = None, cache_bytes: int = CACHE_BYTES
     ) -> None:
-        self.folder = place(folder)
+        self.folder = storage_path(folder)
         table = _read_manifest(self.folder)
         self.keys: pa.Array = table["key"].combine_chunks()
         encoded = table["shard"].combine_chunks().dictionary_encode()
@@ -238,7 +238,7 @@ def _read_manifest(folder: StoragePath) -> pa.Table:
 
 def write_index(folder: StoragePath | Path) -> None:
     """Brings the index up to date when many manifests are not in it. It is a cache: losing it costs time only."""
-    root = place(folder)
+    root = storage_path(folder)
     parts = sum(name.endswith(".parquet") for name in (root / "manifest").list())
     try:
         indexed = len(pc.unique(read_table(root / INDEX, MANIFEST)["shard"]))
@@ -254,7 +254,7 @@ def remove_orphans(folder: StoragePath | Path, min_age_s: float = 3600) -> int:
     A file younger than `min_age_s` may be another extraction's shard on its way to its manifest, and stays. On S3 no
     partial object exists; a shard without its manifest is taken over by the task that is repeated.
     """
-    root = place(folder)
+    root = storage_path(folder)
     if root.is_remote:
         return 0
     named = {path.stem for path in (root.path / "manifest").glob("*.parquet")}
@@ -272,7 +272,7 @@ def remove_orphans(folder: StoragePath | Path, min_age_s: float = 3600) -> int:
 
 def mark_complete(folder: StoragePath | Path, description: dict[str, Any], rows: int) -> None:
     """The marker that says what the store holds and how it was made; left alone when it says so already."""
-    marker = place(folder) / "COMPLETE"
+    marker = storage_path(folder) / "COMPLETE"
     text = json.dumps({"rows": rows, **description}, indent=1, sort_keys=True).encode()
     if not marker.exists() or marker.read_bytes() != text:
         marker.write_bytes(text)

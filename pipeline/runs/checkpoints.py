@@ -10,7 +10,6 @@ No random state is stored: every draw is seeded by (seed, stage, step, rank), so
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +21,7 @@ import torch
 
 from models.captioner import Captioner
 from pipeline.runtime.weights import save_weights
+from pipeline.storage.atomic import atomic_folder, read_json, write_json
 
 KEEP = 2
 
@@ -70,11 +70,10 @@ class CheckpointWriter:
 
     def _write(self, state: dict[str, Any], record: dict[str, Any]) -> None:
         target = self.folder / f"step-{record['step']}"
-        temporary = _fresh(self.folder / f".{target.name}.tmp")
-        torch.save(state, temporary / "state.pt")
-        (temporary / "progress.json").write_text(json.dumps(record))
-        self.allowed()
-        _publish(temporary, target)
+        with atomic_folder(target) as temporary:
+            torch.save(state, temporary / "state.pt")
+            (temporary / "progress.json").write_text(json.dumps(record))
+            self.allowed()
         for _, old in _numbered(self.folder, "step-")[:-KEEP]:
             shutil.rmtree(old, ignore_errors=True)
         _keep_best(self.folder, record["best_step"])  # only now does a checkpoint on disk name it
@@ -98,7 +97,7 @@ def load_checkpoint(
     if not found:
         return None
     _, newest = found[-1]
-    record = json.loads((newest / "progress.json").read_text())
+    record = read_json(newest / "progress.json")
     if record.pop("identity") != identity:
         raise ValueError(f"checkpoint {newest} belongs to another run; remove the folder or give the run another name")
     state = torch.load(newest / "state.pt", map_location="cpu", weights_only=True)
@@ -109,12 +108,10 @@ def load_checkpoint(
 
 def save_best(folder: Path, captioner: Captioner, step: int) -> None:
     """The weights of the best validation so far; the ones before go when a checkpoint that names these is on disk."""
-    target = folder / f"best-{step}"
-    temporary = _fresh(folder / f".{target.name}.tmp")
-    save_weights(captioner.model, temporary / "model.safetensors")
-    if captioner.backbone is not None:
-        save_weights(captioner.backbone, temporary / "backbone.safetensors")
-    _publish(temporary, target)
+    with atomic_folder(folder / f"best-{step}") as temporary:
+        save_weights(captioner.model, temporary / "model.safetensors")
+        if captioner.backbone is not None:
+            save_weights(captioner.backbone, temporary / "backbone.safetensors")
 
 
 def _keep_best(folder: Path, step: int) -> None:
@@ -127,9 +124,7 @@ def _keep_best(folder: Path, step: int) -> None:
 def finish_stage(folder: Path, result: dict[str, Any]) -> None:
     """Marks a stage as over and removes the checkpoints that only served to go on."""
     _keep_best(folder, result["best_step"])
-    temporary = folder / ".DONE.tmp"
-    temporary.write_text(json.dumps(result, indent=1))
-    temporary.replace(folder / "DONE.json")
+    write_json(folder / "DONE.json", result)
     for old in (*folder.glob("step-*"), *folder.glob(".*.tmp")):
         shutil.rmtree(old, ignore_errors=True)
 
@@ -137,27 +132,9 @@ def finish_stage(folder: Path, result: dict[str, Any]) -> None:
 def stage_result(folder: Path) -> dict[str, Any] | None:
     """What `finish_stage` wrote, or None while the stage is not over."""
     path = folder / "DONE.json"
-    return json.loads(path.read_text()) if path.is_file() else None
+    return read_json(path) if path.is_file() else None
 
 
 def _numbered(folder: Path, prefix: str) -> list[tuple[int, Path]]:
     found = [(int(path.name.removeprefix(prefix)), path) for path in folder.glob(f"{prefix}*")]
     return sorted(found)
-
-
-def _fresh(folder: Path) -> Path:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return folder
-
-
-def _publish(temporary: Path, target: Path) -> None:
-    for path in (*temporary.iterdir(), temporary):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-    before = _fresh(target.with_name(f".{target.name}.old"))
-    if target.exists():  # the same step once more, after a resume from before it: equal content
-        target.rename(before / target.name)
-    temporary.rename(target)
-    shutil.rmtree(before)

@@ -16,10 +16,11 @@ from typing import Any
 from models.constraints import Machine
 from pipeline.data.dataset import Dataset
 from pipeline.data.synthetic import main_object_accuracy
-from pipeline.runs.folder import RunFolder, write_json
+from pipeline.runs.folder import RunFolder
 from pipeline.scoring.metrics import score_captions
 from pipeline.scoring.result_files import read_predictions
 from pipeline.scoring.split_result import ConstraintCounts, Hypothesis, SplitResult, mean_alignment
+from pipeline.storage.atomic import write_json
 
 logger = logging.getLogger(__name__)
 

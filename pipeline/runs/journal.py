@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pipeline.storage.atomic import write_text
+
 JOURNAL_EVERY_S = 3.0  # how often a run on S3 sends its journal, and the driver fetches it
 
 
@@ -19,11 +21,8 @@ class Journal:
     """Appends entries; opening it for a stage at a step drops that stage's later entries (they will come again)."""
 
     def __init__(self, path: Path, stage: str, step: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         kept = [entry for entry in read_journal(path) if entry["stage"] != stage or entry["step"] <= step]
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
-        temporary.replace(path)
+        write_text(path, "".join(json.dumps(entry) + "\n" for entry in kept))
         self.path, self.stage = path, stage
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:

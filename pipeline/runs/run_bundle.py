@@ -16,7 +16,7 @@ from pipeline.config.sections import StageSection
 from pipeline.runs.folder import RunFolder
 from pipeline.runtime.weights import load_weights
 from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import StoragePath, place
+from pipeline.storage.path import StoragePath, storage_path
 
 
 def bundle_path(folder: RunFolder, stage: StageSection | None = None) -> Path:
@@ -28,7 +28,7 @@ def bundle_path(folder: RunFolder, stage: StageSection | None = None) -> Path:
 def bundle_place(folder: RunFolder, stage: StageSection | None = None) -> StoragePath:
     """Where the bundle lies for everybody."""
     path = bundle_path(folder, stage)
-    return folder.config.home(path.relative_to(folder.config.working_path).as_posix()) or place(path)
+    return folder.config.home(path.relative_to(folder.config.working_path).as_posix()) or storage_path(path)
 
 
 def local_bundle(folder: RunFolder) -> Path:

@@ -13,7 +13,7 @@ from pipeline.captioning.bundle import Bundle, fetched, load_bundle
 from pipeline.config.run import RunConfig
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
-from pipeline.storage.path import place
+from pipeline.storage.path import storage_path
 
 FREE = {"dropout", "expansion_dropout", "max_positions"}  # keys of a model that may change from run to run
 
@@ -65,7 +65,7 @@ def warm_start(config: RunConfig) -> WarmStart | None:
     """The start that `init_from` names; None without it. UserError where no bundle lies there."""
     if config.init_from is None:
         return None
-    where = place(config.init_from, config.storage.options)
+    where = storage_path(config.init_from, config.storage.options)
     try:
         return WarmStart(where.uri, load_bundle(fetched(where)))
     except ValueError as error:

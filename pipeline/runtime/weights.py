@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from pipeline.storage.atomic import atomic_path
 
 if TYPE_CHECKING:  # a digest needs no torch, whose import takes seconds
     import torch
@@ -14,13 +15,12 @@ if TYPE_CHECKING:  # a digest needs no torch, whose import takes seconds
 
 
 def save_weights(module: nn.Module, path: Path) -> None:
-    """The module's state as one safetensors file, under a temporary name until it is whole."""
+    """The module's state as one safetensors file, whole or not at all."""
     from safetensors.torch import save_file
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}, temporary)
-    temporary.replace(path)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
+    with atomic_path(path) as temporary:
+        save_file(tensors, temporary)
 
 
 def load_weights(module: nn.Module, path: Path, data: bytes | None = None) -> None:
@@ -45,10 +45,8 @@ def export_backbone(source: Path, target: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     tensors = {name.removeprefix("swin."): tensor for name, tensor in load_file(source).items()}
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    save_file(tensors, temporary)
-    temporary.replace(target)
+    with atomic_path(target) as temporary:
+        save_file(tensors, temporary)
 
 
 def weights_file_digest(path: Path) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,7 +134,7 @@ class CiderD:
         return CiderD({name: tensor.to(device) for name, tensor in self._tensors.items()}, self.facts)
 
     def save(self, path: Path, facts: Mapping[str, Any]) -> None:
-        """One safetensors file, on disk when this returns; `facts` (JSON values) come back in `facts`. OSError."""
+        """One safetensors file; `facts` (JSON values) come back in `facts`. Raises OSError."""
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
@@ -143,8 +142,6 @@ class CiderD:
             save_file(self._tensors, path, {"facts": json.dumps({**self.facts, **facts})})
         except SafetensorError as error:  # a full disk, for one
             raise OSError(f"{path} cannot be written: {error}") from error
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
 
     @classmethod
     def load(cls, path: Path) -> CiderD:

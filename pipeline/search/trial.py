@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from models.base import Features
 from models.decoding import beam_search
 from models.macs import TABLE_6_CAPTION_TOKENS, cost
 from models.registry import build_model
@@ -27,7 +28,7 @@ from pipeline.config.run import RunConfig, needs_boxes, total_steps
 from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
 from pipeline.data.loading import find_data
-from pipeline.runs.folder import RunFolder, read_json, write_json
+from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import read_journal
 from pipeline.runs.prepare import prepare
 from pipeline.runtime.context import Context, LocalContext, device_for
@@ -36,7 +37,8 @@ from pipeline.scoring.metrics import score_captions
 from pipeline.scoring.result_files import read_predictions
 from pipeline.search.spec import SCORE, Search
 from pipeline.search.trials import SearchFolder
-from pipeline.storage.path import place
+from pipeline.storage.atomic import atomic_path, read_json, write_json
+from pipeline.storage.path import storage_path
 from pipeline.training.loop import StageJob, train_stages
 
 Report = Callable[[dict[str, Any]], None]
@@ -133,7 +135,7 @@ def _run_trial(
         take_over(run, parent)
     costs = costs_of(run)
     names = tuple(stage.name for stage in config.stages)
-    store = place(plan["store"]) if plan["store"] else None
+    store = storage_path(plan["store"]) if plan["store"] else None
     if any(run.result(name) is None for name in names):
         job = StageJob(run.path, names, store, tuple(plan["excluded"]), run.begin_attempt())
         train(job, config, TrialContext(run, report, costs))
@@ -212,11 +214,8 @@ def share_file(path: Path, source: Path) -> None:
     """One file on disk in place of two with the same content; where the file system has no links, they stay two."""
     if path.samefile(source) or weights_file_digest(path) != weights_file_digest(source):
         return
-    temporary = path.with_name(f".{path.name}.link")
-    with suppress(OSError):
-        temporary.unlink(missing_ok=True)
+    with suppress(OSError), atomic_path(path, durable=False) as temporary:
         os.link(source, temporary)
-        temporary.replace(path)
 
 
 def num_samples(run: RunFolder, stage: StageSection) -> int:
@@ -289,13 +288,13 @@ def latency_ms(run: RunFolder) -> float:
     load_weights(model, run.weights_before(None, "model"))
     model = model.eval().to(device)
     tokens = run.facts["num_tokens"]
-    features = torch.randn(1, tokens, run.sizes.feature_width, device=device)
     boxes = torch.rand(1, tokens, 4, device=device) if needs_boxes(run.config.model) else None
+    features = Features(torch.randn(1, tokens, run.sizes.feature_width, device=device), boxes=boxes)
     times = []
     for _ in range(LATENCY_REPEATS + 1):
         begin = time.perf_counter()
         with torch.inference_mode():
-            memory = model.encode(features, None, boxes)
+            memory = model.encode(features)
             beam_search(model, memory, beam_size=settings.beam_size, max_length=settings.max_length).tokens.tolist()
         times.append(1000 * (time.perf_counter() - begin))
     return statistics.median(times[1:])

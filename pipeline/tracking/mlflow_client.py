@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.run import RunConfig
-from pipeline.runs.folder import RunFolder, read_json, write_json
+from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import read_journal
+from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.path import is_remote
 from pipeline.version import project_root
 
@@ -33,7 +34,7 @@ BATCH = 500  # metrics a request; the server takes 1000
 CALL_S = 10  # an answer is waited for so long, and once more
 PATIENCE_S = 30.0  # so much longer than a second each may the answers of one `sync` take in all
 TRACKED = "log/tracked.json"
-SERVING_PACKAGES = ("mlflow", "numpy", "pillow", "pyyaml", "safetensors", "timm", "torch", "torchvision")
+SERVING_PACKAGES = ("mlflow", "numpy", "pillow", "pydantic", "pyyaml", "safetensors", "timm", "torch", "torchvision")
 FIRST_KEY = {"train": "loss", "validation": "validation_CIDEr-D"}  # a metric that every entry of a kind has
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from models.base import Features
 from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
 from pipeline.data.vocabulary import Vocabulary
@@ -56,13 +57,11 @@ class Captions:
 class Batch:
     """One worker's part of one micro-step."""
 
-    inputs: Tensor  # (B, N, C) features or (B, 3, H, W) pixels
+    features: Features
     tokens: Tensor  # (B * K, T) with SOS, EOS and PAD
     images: np.ndarray  # (B,) rows of the data set
     global_targets: int  # target tokens of the whole optimizer step, over all workers
     global_images: int  # images of the whole optimizer step
-    lengths: Tensor | None = None  # (B,) real regions, and
-    boxes: Tensor | None = None  # (B, N, 4) their corners, where the features are of regions
 
 
 class Batches:
@@ -100,8 +99,7 @@ class Batches:
             low = (part * self.world_size + self.rank) * share
             mine = images[low : low + share]
             tokens = self.captions.rows(captions[low : low + share].reshape(-1))
-            regions = self.images.regions(mine)
-            batches.append(Batch(self.images.load(mine), tokens, mine, targets, stage.batch_size, *regions))
+            batches.append(Batch(self.images.load(mine), tokens, mine, targets, stage.batch_size))
         return batches
 
     def _chosen(self, samples: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:

@@ -6,11 +6,13 @@ Memory that does not suffice and sizes that do not fit show in the first minute,
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from models.backbone import Backbone
+from models.base import Features
 from models.captioner import Captioner
 from models.layers import set_dropout
 from models.registry import build_model
@@ -53,11 +55,7 @@ def _trial(folder: RunFolder, stage: StageSection) -> dict[str, Any]:
     captioner = Captioner(model, backbone).to(device).train()
     optimizer = make_optimizer(captioner, stage.optimizer, stage.lr)
     share = stage.batch_size // (config.workers.num_workers * stage.gradient_accumulation_steps)
-    shape = (3, config.backbone.image_size, config.backbone.image_size)
-    if backbone is None:
-        shape = (folder.facts["num_tokens"], sizes.feature_width, -1)[:2]  # type: ignore[assignment]
-    regions = _any_regions(share, folder.facts["num_tokens"], device) if not config.has_backbone else ()
-    batch, train = _longest(folder, stage, torch.randn(share, *shape), share)
+    batch, train = _longest(folder, stage, _random_features(folder, stage, share), share)
     if stage.objective == "cross_entropy":
         objective = cross_entropy_objective(stage, sizes.pad)
     else:
@@ -67,19 +65,24 @@ def _trial(folder: RunFolder, stage: StageSection) -> dict[str, Any]:
         objective = scst_objective(stage, reward, ids, sizes.pad, folder.vocabulary.words)
     generator = torch.Generator(device).manual_seed(config.seed)
     with torch.autocast(device.type, torch.bfloat16, enabled=stage.precision == "bfloat16"):
-        inputs, tokens = batch.inputs.to(device), batch.tokens.to(device)
-        moved = Batch(inputs, tokens, batch.images, batch.global_targets, share, *regions)
+        moved = replace(batch, features=batch.features.to(device), tokens=batch.tokens.to(device))
         objective(captioner, captioner, moved, generator).loss.backward()
     optimizer.step()
     return {"stage": stage.name, "seconds": time.monotonic() - begin, "memory_mb": memory_mb(device)}
 
 
-def _any_regions(images: int, most: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lengths (images,), the most in each, and boxes (images, most, 4) anywhere."""
-    return torch.full((images,), most, device=device), torch.rand(images, most, 4, device=device)
+def _random_features(folder: RunFolder, stage: StageSection, images: int) -> Features:
+    """Pixels for a stage that trains the backbone, else features; regions have full length and random boxes."""
+    config, num_tokens = folder.config, folder.facts["num_tokens"]
+    if stage.train_backbone:
+        return Features(torch.randn(images, 3, config.backbone.image_size, config.backbone.image_size))
+    tokens = torch.randn(images, num_tokens, folder.sizes.feature_width)
+    if config.has_backbone:
+        return Features(tokens)
+    return Features(tokens, torch.full((images,), num_tokens), torch.rand(images, num_tokens, 4))
 
 
-def _longest(folder: RunFolder, stage: StageSection, inputs: torch.Tensor, share: int) -> tuple[Batch, Any]:
+def _longest(folder: RunFolder, stage: StageSection, features: Features, share: int) -> tuple[Batch, Any]:
     """A batch with the longest captions of the training split, which need the most memory."""
     import numpy as np
 
@@ -88,4 +91,4 @@ def _longest(folder: RunFolder, stage: StageSection, inputs: torch.Tensor, share
     counts = captions.target_counts(np.arange(len(captions.image_of)))
     rows = np.resize(np.argsort(-counts, kind="stable"), share * stage.captions_per_image)
     images = captions.image_of[rows[:: stage.captions_per_image]]
-    return Batch(inputs, captions.rows(rows), images, int(counts[rows].sum()), share), train
+    return Batch(features, captions.rows(rows), images, int(counts[rows].sum()), share), train

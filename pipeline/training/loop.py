@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,13 @@ from pipeline.config.sections import StageSection
 from pipeline.features.model_inputs import Images
 from pipeline.features.store import open_store
 from pipeline.runs.checkpoints import CheckpointWriter, Progress, finish_stage, load_checkpoint, save_best
-from pipeline.runs.folder import JOURNAL, RunFolder, write_json
+from pipeline.runs.folder import JOURNAL, RunFolder
 from pipeline.runs.journal import JOURNAL_EVERY_S, Journal
 from pipeline.runtime.context import Context, gather_objects, sum_over_ranks
 from pipeline.runtime.cpu import memory_mb, prepare_processor
 from pipeline.runtime.system_metrics import machine_use
 from pipeline.runtime.weights import load_weights
+from pipeline.storage.atomic import write_json
 from pipeline.storage.cache import image_cache
 from pipeline.storage.path import StoragePath
 from pipeline.training.batches import Batch, Batches, Captions
@@ -237,18 +238,10 @@ class StageRun:
     def _moved(self, batch: Batch) -> Batch:
         device = self.context.device
         dtype = torch.float64 if self.stage.precision == "float64" else torch.float32
-        inputs = batch.inputs.to(device, dtype)
-        if inputs.ndim == 4:
-            inputs = inputs.contiguous(memory_format=torch.channels_last)
-        return Batch(
-            inputs,
-            batch.tokens.to(device),
-            batch.images,
-            batch.global_targets,
-            batch.global_images,
-            None if batch.lengths is None else batch.lengths.to(device),
-            None if batch.boxes is None else batch.boxes.to(device),
-        )
+        features = batch.features.to(device, dtype)
+        if features.tokens.ndim == 4:
+            features = replace(features, tokens=features.tokens.contiguous(memory_format=torch.channels_last))
+        return replace(batch, features=features, tokens=batch.tokens.to(device))
 
     def _rate(self, step: int) -> float:
         rate = learning_rate(self.stage.schedule, self.stage.lr, step, steps_per_epoch=self.steps_per_epoch)

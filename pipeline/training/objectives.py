@@ -42,7 +42,7 @@ def cross_entropy_objective(stage: StageSection, pad: int) -> Objective:
     """Label-smoothed cross entropy, averaged over the target tokens of the global batch."""
 
     def run(wrapped: nn.Module, captioner: Captioner, batch: Batch, generator: torch.Generator) -> StepOutput:
-        logits = wrapped(batch.inputs, batch.lengths, batch.tokens[:, :-1], batch.boxes)
+        logits = wrapped(batch.features, batch.tokens[:, :-1])
         loss = smoothed_cross_entropy(logits, batch.tokens[:, 1:], pad, stage.label_smoothing) / batch.global_targets
         return StepOutput(loss, {"loss": float(loss.detach())})
 
@@ -73,7 +73,7 @@ def scst_objective(
         advantage = (rewards - baseline).reshape(-1)
 
         scored = tokens if section.eos_in_loss else tokens.masked_fill(tokens == eos, pad)
-        log_probs = caption_log_probs(wrapped(batch.inputs, batch.lengths, tokens[:, :-1], batch.boxes), scored, pad)
+        log_probs = caption_log_probs(wrapped(batch.features, tokens[:, :-1]), scored, pad)
         count = batch.global_images * section.num_samples
         loss = -(advantage.to(log_probs) * log_probs).sum() / (count * (section.fixed_length or 1))
         words_and_ends = int((scored[:, 1:] != pad).sum())
@@ -140,7 +140,7 @@ def _sampled(
     captioner.train(section.sampling_dropout)
     try:
         with torch.no_grad():
-            memory = captioner.encode(batch.inputs, batch.lengths, batch.boxes)
+            memory = captioner.encode(batch.features)
             count, longest = section.num_samples, section.max_length
             if section.sampler == "beam":
                 found = beam_search(

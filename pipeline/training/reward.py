@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from pipeline.data.vocabulary import EOS, PAD, SOS, Vocabulary
 from pipeline.scoring.cider import CiderD
+from pipeline.storage.atomic import atomic_path
 
 # Sources that decide what an index holds: a change in one of them builds cached indexes anew.
 INDEX_SOURCES = ("data/vocabulary.py", "scoring/cider.py", "training/reward.py")
@@ -116,7 +116,6 @@ def _digest(references: Mapping[int, Sequence[str]], vocabulary: Vocabulary, eos
 def _cached(folder: Path, digest: str, build: Callable[[], CiderD]) -> CiderD:
     """The index from its file; the first process that asks writes it while the others wait."""
     path = folder / f"ciderd-{digest}.safetensors"
-    temporary = path.with_name(f".{path.name}.tmp")
     built = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -128,13 +127,11 @@ def _cached(folder: Path, digest: str, build: Callable[[], CiderD]) -> CiderD:
                 return found
             except (FileNotFoundError, ValueError):
                 built = build()
-            built.save(temporary, built.facts)
-            temporary.replace(path)
+            with atomic_path(path) as temporary:
+                built.save(temporary, built.facts)
             _keep_the_newest(folder)
             return CiderD.load(path)
     except OSError:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
         return built or build()
 
 

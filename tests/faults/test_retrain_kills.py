@@ -11,7 +11,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,10 @@ import yaml
 
 from pipeline.config.sections import SceneConfig
 from pipeline.data.synthetic import write_dataset
-from pipeline.retrain.champion import Ledger
-from pipeline.storage.path import place
+from pipeline.retrain.champion import ChampionStore
+from pipeline.storage.path import storage_path
 from tests.conftest import ROOT
+from tests.support.runs import start_raycap
 
 LEASE_S = 6
 KILLED_AT = ("step 1/5", "step 2/5", "step 3/5", "  xe_finetune  50/", "step 4/5", "step 5/5")
@@ -47,8 +47,8 @@ class Scenes:
         self.config.write_text(yaml.safe_dump(values))
 
     @property
-    def ledger(self) -> Ledger:
-        return Ledger(place(self.folder / "results"), "retrain_demo")
+    def store(self) -> ChampionStore:
+        return ChampionStore(storage_path(self.folder / "results"), "retrain_demo")
 
     def add(self, count: int, shuffled: bool = False) -> None:
         fresh, self.rest = self.rest[:count], self.rest[count:]
@@ -59,8 +59,7 @@ class Scenes:
         (self.data / "dataset.json").write_text(json.dumps({"images": self.entries}))
 
     def start(self, *options: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-u", "-m", "jobs", "retrain", str(self.config), *options]
-        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return start_raycap("retrain", str(self.config), *options)
 
     def call(self, *options: str) -> str:
         process = self.start(*options)
@@ -82,10 +81,10 @@ class Scenes:
         return "".join(said)
 
     def sound(self, number: int) -> dict[str, Any]:
-        assert self.ledger.verify() == []
-        state = self.ledger.read()
+        assert self.store.verify() == []
+        state = self.store.read()
         assert state.number == number
-        return next(self.ledger.decisions(state))[1] if number else {}
+        return next(self.store.decisions(state))[1].model_dump(exclude_unset=True) if number else {}
 
 
 @pytest.mark.proof
@@ -99,7 +98,7 @@ def test_retraining_for_real_killed_at_each_step(tmp_path: Path) -> None:
         time.sleep(LEASE_S)
     said = scenes.call()
     assert "is complete; nothing to do" in said, "training was not done again"
-    assert scenes.sound(1)["decision"] == "first" and not scenes.ledger.leftovers()
+    assert scenes.sound(1)["decision"] == "first" and not scenes.store.orphans()
     assert "nothing new since decision 1" in scenes.call()
 
     scenes.add(360)
@@ -121,5 +120,5 @@ def test_retraining_for_real_killed_at_each_step(tmp_path: Path) -> None:
 
     scenes.call("--rollback")
     record = scenes.sound(4)
-    assert record["decision"] == "rolled back" and not scenes.ledger.leftovers()
+    assert record["decision"] == "rolled back" and not scenes.store.orphans()
     assert record["champion"]["bundle"].endswith("champion-t000007")

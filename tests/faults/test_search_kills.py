@@ -9,8 +9,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,16 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import ROOT
-from tests.integration.test_run import finished
+from tests.support.runs import output_of, start_raycap
 from tests.unit.search.test_spec import N_E, G, written
 
 ASKED = 12
-
-
-def start(path: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-u", "-m", "jobs", "tune", str(path)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def search(folder: Path) -> Path:
@@ -53,10 +45,10 @@ def test_a_search_killed_at_random_ends_with_what_was_asked(tmp_path: Path) -> N
     generator, path = random.Random(0), search(tmp_path)
     before: dict[str, dict[str, Any]] = {}
     for _ in range(3):
-        process, known = start(path), len(before)
+        process, known = start_raycap("tune", str(path)), len(before)
         deadline = time.monotonic() + 200
         while len(over(tmp_path)) < known + 2:
-            assert process.poll() is None and time.monotonic() < deadline, finished(process)
+            assert process.poll() is None and time.monotonic() < deadline, output_of(process)
             time.sleep(0.1)
         time.sleep(generator.uniform(0, 2))
         os.kill(process.pid, signal.SIGKILL)
@@ -64,8 +56,8 @@ def test_a_search_killed_at_random_ends_with_what_was_asked(tmp_path: Path) -> N
         before = over(tmp_path)
         assert len(before) < ASKED
         time.sleep(2)
-    process = start(path)
-    output = finished(process)
+    process = start_raycap("tune", str(path))
+    output = output_of(process)
     assert process.returncode == 0, output
     after = ledger(tmp_path)
     assert len(after) == ASKED and {record["state"] for record in after.values()} == {"finished"}
@@ -77,18 +69,18 @@ def test_a_search_killed_at_random_ends_with_what_was_asked(tmp_path: Path) -> N
 @pytest.mark.proof
 @pytest.mark.ray
 def test_a_trial_whose_process_is_killed_is_recorded(tmp_path: Path) -> None:
-    process = start(search(tmp_path))
+    process = start_raycap("tune", str(search(tmp_path)))
     deadline = time.monotonic() + 200
     victim = None
     while victim is None:
-        assert process.poll() is None and time.monotonic() < deadline, finished(process)
+        assert process.poll() is None and time.monotonic() < deadline, output_of(process)
         time.sleep(0.1)
         if len(over(tmp_path)) >= 2:
             below = psutil.Process(process.pid).children(recursive=True)
             names = [(each, " ".join(each.cmdline())) for each in below if each.is_running()]
             victim = next((each for each, name in names if "train_trial" in name or "ImplicitFunc" in name), None)
     victim.kill()
-    output = finished(process)
+    output = output_of(process)
     assert process.returncode == 0, output
     states = [record["state"] for record in ledger(tmp_path).values()]
     assert states.count("failed") == 1 and states.count("finished") == ASKED - 1

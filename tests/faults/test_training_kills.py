@@ -14,10 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from tests.conftest import small_config
-from tests.integration.test_run import finished, start, weights, write
+from tests.support.runs import assert_same_weights, output_of, start_raycap, weights_of_stages, write_config
 
 VICTIMS = ("worker", "driver", "both", "worker", "driver", "both", "worker", "driver", "both", "worker")
 
@@ -28,7 +27,7 @@ def configuration(folder: Path) -> Path:
     for stage in stages:
         stage |= {"epochs": 10, "validate_every_epochs": 4, "checkpoint_every_steps": 5}
     settings = {"stages": stages, "workers__num_workers": 2, "workers__dry_run": False}
-    return write(folder.with_suffix(".yaml"), small_config(folder, **settings))
+    return write_config(folder.with_suffix(".yaml"), small_config(folder, **settings))
 
 
 def workers_of(driver: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -49,13 +48,13 @@ def test_killed_at_random_the_weights_are_bit_identical(
     names = [stage["name"] for stage in small_config(tmp_path)["stages"]]
     whole = tmp_path_factory.getbasetemp() / "undisturbed"
     if not whole.exists():
-        process = start(configuration(whole))
-        output = finished(process)
+        process = start_raycap("run", str(configuration(whole)))
+        output = output_of(process)
         assert process.returncode == 0, output
     generator = random.Random(repetition)
     folder = tmp_path / "killed"
     config, kills = configuration(folder), 0
-    process = start(config)
+    process = start_raycap("run", str(config))
     deadline = time.monotonic() + 300
     while kills < 2 and process.poll() is None and time.monotonic() < deadline:
         found = workers_of(process)
@@ -70,13 +69,10 @@ def test_killed_at_random_the_weights_are_bit_identical(
         if victim in ("driver", "both") and process.poll() is None:
             os.kill(process.pid, signal.SIGKILL)
             process.communicate()
-            process = start(config)
+            process = start_raycap("run", str(config))
         kills += 1
         time.sleep(1)
-    output = finished(process)
+    output = output_of(process)
     assert process.returncode == 0, output
     assert kills, "nothing was killed: the run was over before"
-    ours, theirs = weights(folder, names), weights(whole, names)
-    assert ours.keys() == theirs.keys() and ours
-    for key in ours:
-        assert torch.equal(ours[key], theirs[key]), f"{victim}: {key}"
+    assert_same_weights(weights_of_stages(folder, names), weights_of_stages(whole, names))

@@ -16,7 +16,7 @@ from pipeline.runs.journal import read_journal
 from pipeline.runtime.context import LocalContext
 from pipeline.training.loop import StageJob, train_stages
 from tests.conftest import small_config
-from tests.integration.test_loop import prepared
+from tests.support.runs import prepare_run
 
 RECORDED = Path(__file__).with_name("curves.json")
 STEPS = 30
@@ -27,7 +27,7 @@ def curves(storage: Path) -> dict[str, list[float]]:
     stages = [stage for stage in small_config(storage)["stages"] if not stage.get("train_backbone")]
     for stage in stages:
         stage |= {"epochs": STEPS * stage["batch_size"] / 48, "validate_every_epochs": 100}
-    folder, store = prepared(storage, stages=stages)
+    folder, store = prepare_run(storage, stages=stages)
     train_stages(LocalContext("cpu"), StageJob(folder.path, tuple(stage["name"] for stage in stages), store))
     found: dict[str, list[float]] = {}
     for entry in read_journal(folder.journal):

@@ -15,12 +15,13 @@ import yaml
 from jobs.caption_tasks import SplitTask, caption_on_cluster
 from jobs.evaluate import EvaluateOptions, evaluate
 from pipeline.captioning.model_sources import StoredBundle
-from pipeline.config.run import RunConfig, parse_config
+from pipeline.config.load import parse_config
+from pipeline.config.run import RunConfig
 from pipeline.config.sections import EvaluationSection
 from pipeline.data.dataset import SCHEMA, Dataset
 from pipeline.errors import UserError
 from pipeline.features.store import mark_complete, write_shard
-from pipeline.storage.path import place
+from pipeline.storage.path import storage_path
 from tests.conftest import small_config, write_karpathy
 from tests.parity.test_expansionnet_v2 import GOLDEN, imported
 from tests.unit.jobs.test_caption import make_bundle
@@ -119,8 +120,8 @@ def test_the_golden_ensemble_holds_through_bundles_and_a_store(tmp_path: Path, r
     config = configuration(tmp_path).model_copy(
         update={"evaluation": EvaluationSection(beam_size=3, num_results=3, max_length=recorded["config"]["beam_len"])}
     )
-    models = [StoredBundle(place(tmp_path / name)) for name in names]
-    found, bad = caption_on_cluster(models, {"test": SplitTask(part)}, config, store=place(store))["test"]
+    models = [StoredBundle(storage_path(tmp_path / name)) for name in names]
+    found, bad = caption_on_cluster(models, {"test": SplitTask(part)}, config, store=storage_path(store))["test"]
     expected = recorded["ensemble_beam_3"]
     assert not bad and sorted(found) == list(range(len(features)))
     for image, sequences in enumerate(expected["sequences"]):

@@ -7,65 +7,25 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.config.run import parse_config
-from pipeline.features.extraction import Extractor, feature_key
-from pipeline.features.store import write_shard
 from pipeline.runs.checkpoints import CheckpointWriter
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import Follower, Journal, read_journal
-from pipeline.runs.prepare import prepare
 from pipeline.runtime.context import LocalContext
-from pipeline.storage.path import StoragePath
 from pipeline.training.batches import Batch
 from pipeline.training.dry_run import dry_run
 from pipeline.training.loop import DivergedError, StageJob, StageRun, train_stages
 from tests.conftest import small_config
-
-NAMES = ("xe_frozen", "xe_finetune", "scst_frozen", "scst_finetune")
-
-
-def prepared(storage: Path | dict[str, Any], **changes: Any) -> tuple[RunFolder, StoragePath]:
-    """A run's folder and a store with the features of its initial backbone, computed without Ray."""
-    from models.backbone import Backbone
-    from models.transform import ImageTransform
-    from pipeline.data.images import decode_image
-    from pipeline.runtime.weights import load_weights
-
-    config = parse_config(small_config(storage, **changes))
-    folder = prepare(config)
-    weights = folder.path / "init" / "backbone.safetensors"
-    extractor = Extractor(config.backbone, weights, config.features, config.data.max_pixels)
-    store, options = config.storage_place / "features" / feature_key(extractor.describe()), config.storage.options
-    backbone, transform = Backbone(config.backbone).eval(), ImageTransform(config.backbone.image_size)
-    load_weights(backbone, weights)
-    dataset = folder.dataset
-    files = [StoragePath(uri, options).read_bytes() for uri in dataset.column("uri")]
-    pixels = torch.stack([transform(decode_image(file, 10**6)) for file in files])
-    with torch.inference_mode():
-        write_shard(store, dataset.column("key"), backbone(pixels).numpy().astype(np.float16))
-    return folder, store
-
-
-def final(folder: RunFolder, stage: str) -> dict[str, torch.Tensor]:
-    (best,) = folder.stage(stage).glob("best-*")
-    return {
-        f"{path.name}:{key}": value for path in best.glob("*.safetensors") for key, value in load_file(path).items()
-    }
-
-
-class Killed(Exception):
-    pass
+from tests.support.runs import STAGES, Killed, assert_same_weights, best_weights, prepare_run
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    folder, store = prepared(tmp_path_factory.mktemp("undisturbed"))
-    train_stages(LocalContext("cpu"), StageJob(folder.path, NAMES, store))
+    folder, store = prepare_run(tmp_path_factory.mktemp("undisturbed"))
+    train_stages(LocalContext("cpu"), StageJob(folder.path, STAGES, store))
     return folder
 
 
@@ -74,8 +34,8 @@ def test_interrupted_anywhere_the_weights_are_bit_identical(
     tmp_path: Path, undisturbed: RunFolder, stop: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every stage is broken off after `stop` steps and begun again in a new object, in both objectives."""
-    folder, store = prepared(tmp_path)
-    job = StageJob(folder.path, NAMES, store)
+    folder, store = prepare_run(tmp_path)
+    job = StageJob(folder.path, STAGES, store)
     original, broken = StageRun.step, set()
 
     def step(self: StageRun, number: int, batches: Any) -> Any:
@@ -85,17 +45,14 @@ def test_interrupted_anywhere_the_weights_are_bit_identical(
         return original(self, number, batches)
 
     monkeypatch.setattr(StageRun, "step", step)
-    for _ in range(len(NAMES) + 1):
+    for _ in range(len(STAGES) + 1):
         try:
             train_stages(LocalContext("cpu"), job)
         except Killed:
             continue
-    assert broken == set(NAMES)
-    for stage in NAMES:
-        ours, theirs = final(folder, stage), final(undisturbed, stage)
-        assert ours.keys() == theirs.keys()
-        for key in ours:
-            assert torch.equal(ours[key], theirs[key]), f"{stage} {key}"
+    assert broken == set(STAGES)
+    for stage in STAGES:
+        assert_same_weights(best_weights(folder.stage(stage)), best_weights(undisturbed.stage(stage)))
         steps = [
             entry["step"]
             for entry in read_journal(folder.journal)
@@ -106,7 +63,7 @@ def test_interrupted_anywhere_the_weights_are_bit_identical(
 
 def test_a_slow_disk_loses_no_best(tmp_path: Path, undisturbed: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints are written so late that the next validation has already saved its weights."""
-    folder, store = prepared(tmp_path)
+    folder, store = prepare_run(tmp_path)
     write = CheckpointWriter._write
 
     def late(self: CheckpointWriter, *arguments: Any) -> None:
@@ -114,9 +71,9 @@ def test_a_slow_disk_loses_no_best(tmp_path: Path, undisturbed: RunFolder, monke
         write(self, *arguments)
 
     monkeypatch.setattr(CheckpointWriter, "_write", late)
-    train_stages(LocalContext("cpu"), StageJob(folder.path, NAMES, store))
-    for stage in NAMES:
-        assert final(folder, stage).keys() == final(undisturbed, stage).keys()
+    train_stages(LocalContext("cpu"), StageJob(folder.path, STAGES, store))
+    for stage in STAGES:
+        assert_same_weights(best_weights(folder.stage(stage)), best_weights(undisturbed.stage(stage)))
 
 
 def test_stages_follow_each_other(undisturbed: RunFolder) -> None:
@@ -128,10 +85,10 @@ def test_stages_follow_each_other(undisturbed: RunFolder) -> None:
     ]
     assert losses[-1] < losses[0]
     initial = load_file(undisturbed.path / "init" / "backbone.safetensors")
-    assert not any(key.startswith("backbone") for key in final(undisturbed, "xe_frozen"))
-    tuned = final(undisturbed, "xe_finetune")
+    assert not any(key.startswith("backbone") for key in best_weights(undisturbed.stage("xe_frozen")))
+    tuned = best_weights(undisturbed.stage("xe_finetune"))
     assert any(not torch.equal(value, tuned[f"backbone.safetensors:{key}"]) for key, value in initial.items())
-    for stage in NAMES:
+    for stage in STAGES:
         result = undisturbed.result(stage)
         assert result and result["steps"] > 0 and not list(undisturbed.stage(stage).glob("step-*"))
     predictions = json.loads((undisturbed.stage("xe_frozen") / "predictions-val.json").read_text())
@@ -142,14 +99,14 @@ def test_stages_follow_each_other(undisturbed: RunFolder) -> None:
 def test_the_last_stage_is_kept_only_when_it_is_better(
     tmp_path: Path, score: float, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, store = prepared(tmp_path)
+    folder, store = prepare_run(tmp_path)
     original = StageRun._score
 
     def scored(self: StageRun, captions: dict[int, str]) -> float:
         return score if self.stage.name == "scst_finetune" else original(self, captions)
 
     monkeypatch.setattr(StageRun, "_score", scored)
-    train_stages(LocalContext("cpu"), StageJob(folder.path, NAMES, store))
+    train_stages(LocalContext("cpu"), StageJob(folder.path, STAGES, store))
     assert folder.weights_before(None, "model").parent.parent.name == expected
     assert folder.weights_before(None, "backbone").parent.parent.name == (
         "scst_finetune" if expected == "scst_finetune" else "xe_finetune"
@@ -160,9 +117,9 @@ def test_a_collapse_ends_the_stage_and_is_not_kept(tmp_path: Path, monkeypatch: 
     """SCST whose validation falls is stopped; broken off before its result is written, it ends in the same way."""
     stages = small_config(tmp_path)["stages"]
     stages[2] |= {"epochs": 4, "validate_every_epochs": 1}
-    folder, store = prepared(tmp_path, stages=stages)
+    folder, store = prepare_run(tmp_path, stages=stages)
     monkeypatch.setattr(StageRun, "_score", lambda self, _: 0.1 if self.stage.objective == "scst" else 1.0)
-    job = StageJob(folder.path, NAMES[:3], store)
+    job = StageJob(folder.path, STAGES[:3], store)
     with monkeypatch.context() as patch, pytest.raises(Killed):
         original = StageRun._finish
 
@@ -181,12 +138,12 @@ def test_a_collapse_ends_the_stage_and_is_not_kept(tmp_path: Path, monkeypatch: 
 
 def test_a_finished_run_trains_nothing(undisturbed: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StageRun, "step", lambda *_: pytest.fail("a step was made"))
-    train_stages(LocalContext("cpu"), StageJob(undisturbed.path, NAMES, None))
+    train_stages(LocalContext("cpu"), StageJob(undisturbed.path, STAGES, None))
 
 
 def test_a_loss_that_is_not_finite_stops_and_says_where(tmp_path: Path) -> None:
-    folder, store = prepared(tmp_path, stages=small_config(tmp_path)["stages"][:1])
-    run = StageRun(LocalContext("cpu"), folder, folder.config.stages[0], StageJob(folder.path, NAMES[:1], store))
+    folder, store = prepare_run(tmp_path, stages=small_config(tmp_path)["stages"][:1])
+    run = StageRun(LocalContext("cpu"), folder, folder.config.stages[0], StageJob(folder.path, STAGES[:1], store))
     with torch.no_grad():
         next(iter(run.captioner.model.parameters())).fill_(float("nan"))
     with pytest.raises(DivergedError, match="stage xe_frozen, step 0, rank 0"):
@@ -194,8 +151,8 @@ def test_a_loss_that_is_not_finite_stops_and_says_where(tmp_path: Path) -> None:
 
 
 def test_a_gradient_that_is_not_finite_is_never_applied(tmp_path: Path) -> None:
-    folder, store = prepared(tmp_path)
-    run = StageRun(LocalContext("cpu"), folder, folder.config.stages[0], StageJob(folder.path, NAMES[:1], store))
+    folder, store = prepare_run(tmp_path)
+    run = StageRun(LocalContext("cpu"), folder, folder.config.stages[0], StageJob(folder.path, STAGES[:1], store))
     parameter = next(iter(run.captioner.model.parameters()))
     parameter.register_hook(lambda gradient: gradient * float("inf"))
     with pytest.raises(DivergedError, match="gradient norm"):
@@ -204,18 +161,18 @@ def test_a_gradient_that_is_not_finite_is_never_applied(tmp_path: Path) -> None:
 
 
 def test_workers_of_an_abandoned_attempt_write_nothing(tmp_path: Path) -> None:
-    folder, store = prepared(tmp_path)
+    folder, store = prepare_run(tmp_path)
     old = folder.begin_attempt()
     folder.begin_attempt()
     with pytest.raises(RuntimeError, match="another attempt"):
-        train_stages(LocalContext("cpu"), StageJob(folder.path, NAMES, store, attempt=old))
+        train_stages(LocalContext("cpu"), StageJob(folder.path, STAGES, store, attempt=old))
     assert not folder.stage("xe_frozen").exists()
 
 
 def test_workers_that_were_replaced_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut off in the middle of a stage while the same driver starts others, which go on from the last checkpoint."""
-    folder, store = prepared(tmp_path)
-    job = StageJob(folder.path, NAMES[:1], store, attempt=folder.begin_attempt())
+    folder, store = prepare_run(tmp_path)
+    job = StageJob(folder.path, STAGES[:1], store, attempt=folder.begin_attempt())
     step = StageRun.step
 
     def cut_off(run: StageRun, number: int, batches: list[Batch]) -> dict[str, float]:
@@ -227,9 +184,9 @@ def test_workers_that_were_replaced_write_nothing(tmp_path: Path, monkeypatch: p
     with pytest.raises(RuntimeError, match="other workers train"):
         train_stages(LocalContext("cpu"), job)
     monkeypatch.undo()
-    assert folder.result(NAMES[0]) is None and not list(folder.stage(NAMES[0]).glob("best-*"))
+    assert folder.result(STAGES[0]) is None and not list(folder.stage(STAGES[0]).glob("best-*"))
     train_stages(LocalContext("cpu"), job)
-    assert folder.result(NAMES[0]) is not None
+    assert folder.result(STAGES[0]) is not None
 
 
 def rank_of_two(rank: int, cases: list[tuple[Path, Path, str, Path]], out: Path) -> None:
@@ -246,7 +203,7 @@ def rank_of_two(rank: int, cases: list[tuple[Path, Path, str, Path]], out: Path)
 
 def save_steps(context: LocalContext, folder: Path, store: Path, name: str, out: Path) -> None:
     run_folder = RunFolder(folder)
-    run = StageRun(context, run_folder, run_folder.config.stage(name), StageJob(folder, NAMES, store))
+    run = StageRun(context, run_folder, run_folder.config.stage(name), StageJob(folder, STAGES, store))
     numbers = [run.step(step, run.batches.at(step)) for step in range(20)]
     torch.save(
         [run.captioner.state_dict(), *([entry[key] for entry in numbers] for key in ("gradient_norm", "loss"))], out
@@ -275,7 +232,7 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
             }
             if precision == "float64":  # RAdam would turn the rounding of zeros into steps
                 stage["optimizer"] = {"name": "adam", "eps": 1e-3}
-        folder, store = prepared(place, stages=stages)
+        folder, store = prepare_run(place, stages=stages)
         save_steps(LocalContext("cpu"), folder.path, store, name, place / "one.pt")
         cases.append((folder.path, store, name, place))
     torch.multiprocessing.spawn(rank_of_two, (cases, tmp_path), nprocs=2)  # type: ignore[attr-defined]
@@ -294,7 +251,7 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
 
 def test_trial_steps_cover_every_stage(undisturbed: RunFolder) -> None:
     rows = dry_run(undisturbed)
-    assert [row["stage"] for row in rows] == list(NAMES)
+    assert [row["stage"] for row in rows] == list(STAGES)
     assert all(row["memory_mb"] > 0 for row in rows)
 
 

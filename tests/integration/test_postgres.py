@@ -10,9 +10,9 @@ import yaml
 
 from pipeline.storage.path import StorageOptions, StoragePath
 from tests.conftest import small_config
-from tests.integration.test_remote_run import raycap_run
 from tests.support.mlflow_server import mlflow_server
 from tests.support.postgres import postgres
+from tests.support.runs import run_with_own_cache
 from tests.support.s3_server import s3_server
 
 
@@ -27,7 +27,7 @@ def test_a_run_tracked_in_postgres_with_artifacts_on_s3(tmp_path: Path, monkeypa
             settings["tracking"] = {"enabled": True, "uri": server.url}
             config = tmp_path / "run.yaml"
             config.write_text(yaml.safe_dump(settings))
-            output = raycap_run(config, tmp_path / "cache")
+            output = run_with_own_cache(config, tmp_path / "cache")
             assert f"tracking     {server.url}, model demo/1" in output, output
 
             import mlflow

@@ -12,47 +12,31 @@ import pytest
 import torch
 
 from jobs.cli import main
+from models.base import Features
 from pipeline.captioning.bundle import load_bundle
 from pipeline.captioning.captioning import caption_images
-from pipeline.config.run import parse_config
 from pipeline.features.model_inputs import Images
 from pipeline.features.regions import import_regions
 from pipeline.features.store import FeatureStore
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.prepare import prepare
 from pipeline.runs.run_bundle import bundle_run
 from pipeline.runtime.context import LocalContext
-from pipeline.storage.path import StoragePath
 from pipeline.training.batches import Batches, Captions
 from pipeline.training.dry_run import dry_run
 from pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import small_config
+from tests.support.runs import FROZEN_STAGES, MESHED_MEMORY, SMALL_MODEL, prepare_region_run
 
-SMALL: dict[str, Any] = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 2}
 CLUSTERED = {"name": "clustformer", "inputs": "regions", "sampling": 1, "region_rows": 2}
-MESHED = {"name": "meshed_memory", "num_memory_slots": 4}
 EXPANSION = {"name": "expansionnet_v2", "static_expansion": [4], "dynamic_expansion": 2}
-NAMES = ("xe_frozen", "scst_frozen")
 
 
-def prepared(storage: Path, system: dict[str, Any], **changes: Any) -> tuple[RunFolder, StoragePath]:
-    values = small_config(storage, model=SMALL | system, **changes)
-    values["features"] = {"hdf5": "embedded", "max_regions": 4}
-    del values["backbone"]
-    values["stages"] = [stage | {"dropout": 0.0} for stage in values["stages"] if not stage.get("train_backbone")]
-    folder = prepare(parse_config(values))
-    store, bad = import_regions(folder.dataset, folder.config)
-    assert not bad
-    return folder, store
-
-
-@pytest.mark.parametrize("system", [MESHED, CLUSTERED, EXPANSION], ids=lambda system: system["name"])
+@pytest.mark.parametrize("system", [MESHED_MEMORY, CLUSTERED, EXPANSION], ids=lambda system: system["name"])
 def test_a_system_trains_validates_and_captions_on_regions(tmp_path: Path, system: dict[str, Any]) -> None:
-    folder, store = prepared(tmp_path, system)
+    folder, store = prepare_region_run(tmp_path, system)
     assert folder.facts["num_tokens"] == 4 and folder.facts["parameters"]["backbone"] == 0
     assert all("error" not in row for row in dry_run(folder))
-    train_stages(LocalContext("cpu"), StageJob(folder.path, NAMES, store))
-    for name in NAMES:
+    train_stages(LocalContext("cpu"), StageJob(folder.path, FROZEN_STAGES, store))
+    for name in FROZEN_STAGES:
         result = folder.result(name)
         assert result is not None and math.isfinite(result["best_score"])
     path = bundle_run(folder)
@@ -66,60 +50,68 @@ def test_a_system_trains_validates_and_captions_on_regions(tmp_path: Path, syste
     assert list(captions) == part.column("image_id")
 
 
-@pytest.mark.parametrize("system", [MESHED, CLUSTERED], ids=lambda system: system["name"])
-@pytest.mark.parametrize("stage", NAMES)
+@pytest.mark.parametrize("system", [MESHED_MEMORY, CLUSTERED], ids=lambda system: system["name"])
+@pytest.mark.parametrize("stage", FROZEN_STAGES)
 def test_lengths_and_boxes_reach_both_objectives(tmp_path: Path, system: dict[str, Any], stage: str) -> None:
     """What pads a row changes nothing; other lengths do, and other boxes for the model that arranges by them."""
-    folder, store = prepared(tmp_path, system)
-    run = StageRun(LocalContext("cpu"), folder, folder.config.stage(stage), StageJob(folder.path, NAMES, store))
+    folder, store = prepare_region_run(tmp_path, system)
+    run = StageRun(LocalContext("cpu"), folder, folder.config.stage(stage), StageJob(folder.path, FROZEN_STAGES, store))
     (batch,) = run.batches.at(0)
-    assert batch.lengths is not None and batch.boxes is not None
-    assert set(batch.lengths.tolist()) <= {2, 3} and len(set(batch.lengths.tolist())) == 2
+    features = batch.features
+    assert features.lengths is not None and features.boxes is not None
+    assert set(features.lengths.tolist()) <= {2, 3} and len(set(features.lengths.tolist())) == 2
 
-    def gradient(given: Any) -> torch.Tensor:
+    def gradient(features: Features) -> torch.Tensor:
+        given = replace(batch, features=features)
         run.captioner.zero_grad()
         run.captioner.train()
         loss = run.objective(run.captioner, run.captioner, given, torch.Generator().manual_seed(0)).loss
         loss.backward()  # type: ignore[no-untyped-call]
         return torch.cat([each.grad.flatten() for each in run.captioner.parameters() if each.grad is not None])
 
-    padding = torch.arange(4) >= batch.lengths[:, None]
-    other = replace(batch, inputs=batch.inputs.masked_fill(padding[..., None], 7.0))
-    other = replace(other, boxes=batch.boxes.masked_fill(padding[..., None], 9.0))
-    own = gradient(batch)
+    padding = torch.arange(4) >= features.lengths[:, None]
+    other = Features(
+        features.tokens.masked_fill(padding[..., None], 7.0),
+        features.lengths,
+        features.boxes.masked_fill(padding[..., None], 9.0),
+    )
+    own = gradient(features)
     assert torch.allclose(own, gradient(other), atol=1e-6)
-    assert not torch.allclose(own, gradient(replace(other, lengths=torch.full_like(batch.lengths, 4))), atol=1e-4)
+    assert not torch.allclose(own, gradient(replace(other, lengths=torch.full_like(features.lengths, 4))), atol=1e-4)
     if system is CLUSTERED:
-        assert not torch.allclose(own, gradient(replace(batch, boxes=batch.boxes.flip(1))), atol=1e-5)
+        assert not torch.allclose(own, gradient(replace(features, boxes=features.boxes.flip(1))), atol=1e-5)
 
 
 def test_captions_do_not_depend_on_padding(tmp_path: Path) -> None:
     """The same regions with room for 3 and for 9 give the same captions and scores."""
     found = []
     for most in (3, 9):
-        folder, _ = prepared(tmp_path, CLUSTERED)
+        folder, _ = prepare_region_run(tmp_path, CLUSTERED)
         config = folder.config.model_copy(
             update={"features": folder.config.features.model_copy(update={"max_regions": most})}
         )
         store, _ = import_regions(folder.dataset, config)
-        run = StageRun(LocalContext("cpu"), folder, config.stage("xe_frozen"), StageJob(folder.path, NAMES, store))
+        run = StageRun(
+            LocalContext("cpu"), folder, config.stage("xe_frozen"), StageJob(folder.path, FROZEN_STAGES, store)
+        )
         found.append(caption_images(run.captioner, run.validation, run.vocabulary, config.evaluation, run.context))
     assert found[0] == found[1] and found[0]
 
 
 def test_a_batch_carries_the_regions_of_its_images(tmp_path: Path) -> None:
-    folder, store = prepared(tmp_path, MESHED)
+    folder, store = prepare_region_run(tmp_path, MESHED_MEMORY)
     train = folder.dataset.split("train")
     images = Images(train, FeatureStore(store), None, 10**6, 1)
     batches = Batches(images, Captions(train, folder.vocabulary), folder.config.stages[0], seed=1, rank=0, world_size=1)
     (batch,) = batches.at(3)
     whole = FeatureStore(store).gather_regions([train.column("key")[row] for row in batch.images])
-    assert batch.lengths is not None and batch.boxes is not None
-    assert np.array_equal(batch.lengths.numpy(), whole.lengths) and np.array_equal(batch.boxes.numpy(), whole.boxes)
+    lengths, boxes = batch.features.lengths, batch.features.boxes
+    assert lengths is not None and boxes is not None
+    assert np.array_equal(lengths.numpy(), whole.lengths) and np.array_equal(boxes.numpy(), whole.boxes)
 
 
 def test_a_bundle_of_regions_captions_no_image_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, _ = prepared(tmp_path, MESHED)
+    folder, _ = prepare_region_run(tmp_path, MESHED_MEMORY)
     picture = folder.dataset.column("uri")[0]
     assert main(["caption", picture, "--model", str(bundle_run(folder))]) == 2
     message = capsys.readouterr().err.strip()
@@ -134,8 +126,8 @@ def test_a_trial_of_a_search_over_memory_slots(tmp_path: Path) -> None:
     from pipeline.search.trial import run_trial
     from pipeline.search.trials import SearchFolder
 
-    values = small_config(tmp_path, model=SMALL | MESHED)
-    values["features"] = {"hdf5": "embedded", "max_regions": 3}
+    values = small_config(tmp_path, model=SMALL_MODEL | MESHED_MEMORY)
+    values["features"] = {"hdf5": "synthetic", "max_regions": 3}
     del values["backbone"]
     values["stages"] = values["stages"][:1]
     section = {"name": "slots", "base": "base.yaml", "space": {"model.num_memory_slots": [0, 2]}, "algorithm": "grid"}

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from pipeline.runs.folder import RunFolder
@@ -21,8 +17,8 @@ from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StorageOptions, StoragePath
 from pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import ROOT, small_config
-from tests.integration.test_loop import NAMES, Killed, final, prepared
-from tests.support.s3_server import CREDENTIALS, s3_server
+from tests.support.runs import STAGES, Killed, assert_same_weights, best_weights, prepare_run, run_with_own_cache
+from tests.support.s3_server import s3_server
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +75,8 @@ def test_markers_go_up_last_and_away_first(url: str, tmp_path: Path, monkeypatch
     copy.push()
     (home / "s/step-9/progress.json").write_bytes(b"of somebody who came later")
     done: list[str] = []
-    put, delete = StoragePath.write_bytes, StoragePath.delete
-    monkeypatch.setattr(StoragePath, "write_bytes", lambda self, data: [done.append(self.uri), put(self, data)][1])
+    upload, delete = StoragePath.upload, StoragePath.delete
+    monkeypatch.setattr(StoragePath, "upload", lambda self, path: [done.append(self.uri), upload(self, path)][1])
     monkeypatch.setattr(StoragePath, "delete", lambda self: [done.append("gone " + self.uri), delete(self)][1])
     (copy.local / "s/step-1/progress.json").unlink()
     (copy.local / "s/step-1/a").unlink()
@@ -94,12 +90,12 @@ def test_markers_go_up_last_and_away_first(url: str, tmp_path: Path, monkeypatch
 
 def test_another_machine_goes_on_where_one_died(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All four stages with everything on S3, each broken off once and gone on with from an empty cache."""
-    local, local_store = prepared(tmp_path / "local")
-    train_stages(LocalContext("cpu"), StageJob(local.path, NAMES, local_store))
+    local, local_store = prepare_run(tmp_path / "local")
+    train_stages(LocalContext("cpu"), StageJob(local.path, STAGES, local_store))
 
     monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "machine"))
     storage = {"uri": "s3://data/runs-test", "endpoint_url": url}
-    folder, store = prepared(storage)
+    folder, store = prepare_run(storage)
     assert folder.home is not None and folder.run_id == local.run_id
     original, broken = StageRun.step, set()
 
@@ -112,33 +108,21 @@ def test_another_machine_goes_on_where_one_died(url: str, tmp_path: Path, monkey
 
     monkeypatch.setattr(StageRun, "step", step)
     resumed = []
-    for machine in range(len(NAMES) + 1):
+    for machine in range(len(STAGES) + 1):
         monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / f"machine{machine}"))
         folder = prepare(folder.config)  # as a driver on that machine would
         try:
             train_stages(
-                LocalContext("cpu"), StageJob(folder.path, NAMES, store, (), folder.begin_attempt(), folder.home)
+                LocalContext("cpu"), StageJob(folder.path, STAGES, store, (), folder.begin_attempt(), folder.home)
             )
         except Killed:
             continue
-    assert broken == set(NAMES)
+    assert broken == set(STAGES)
     folder.pull()
     resumed = [entry["text"] for entry in read_journal(folder.journal) if entry["kind"] == "event"]
-    assert len([text for text in resumed if text.startswith("continues from step 2")]) == len(NAMES)
-    for stage in NAMES:
-        ours, theirs = final(folder, stage), final(local, stage)
-        assert ours.keys() == theirs.keys()
-        for key in ours:
-            assert torch.equal(ours[key], theirs[key]), f"{stage} {key}"
-
-
-def raycap_run(config: Path, cache: Path) -> str:
-    """`raycap run` in a process of its own, with its own cache: a machine of its own."""
-    environment = {**os.environ, **CREDENTIALS, "RAYCAP_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "jobs", "run", str(config)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert len([text for text in resumed if text.startswith("continues from step 2")]) == len(STAGES)
+    for stage in STAGES:
+        assert_same_weights(best_weights(folder.stage(stage)), best_weights(local.stage(stage)))
 
 
 @pytest.mark.ray
@@ -148,7 +132,7 @@ def test_a_whole_run_with_everything_on_s3_on_a_bad_day(url: str, tmp_path: Path
     settings["tracking"] = {"enabled": True}
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(settings))
-    first = raycap_run(config, tmp_path / "one")
+    first = run_with_own_cache(config, tmp_path / "one")
     assert "report       s3://data/whole/runs/" in first and "scst_finetune  done" in first, first
     there = StoragePath("s3://data/whole", StorageOptions(url)).list()
     for name in ("report.html", "COMPLETE.json", "scores.json", "predictions/test.json", "log/metrics.jsonl"):
@@ -158,7 +142,7 @@ def test_a_whole_run_with_everything_on_s3_on_a_bad_day(url: str, tmp_path: Path
     (report,) = (path for path in there if path.endswith("report.html"))
     page = (StoragePath("s3://data/whole", StorageOptions(url)) / report).read_bytes().decode()
     assert page.count('data-attention="') == page.count('src="data:image/jpeg') == 8, "pictures and where it looked"
-    second = raycap_run(config, tmp_path / "two")
+    second = run_with_own_cache(config, tmp_path / "two")
     assert "is complete; nothing to do" in second and first.partition("BLEU-1")[2][:400] in second
 
 
@@ -170,7 +154,7 @@ def test_the_demo_on_s3_on_a_bad_day_scores_as_on_disk(url: str, tmp_path: Path)
         config = tmp_path / f"{name}.yaml"
         values = yaml.safe_load((ROOT / "configs" / "demo.yaml").read_text()) | {"storage": storage}
         config.write_text(yaml.safe_dump(values))
-        scores.append(raycap_run(config, tmp_path / name).partition("BLEU-1")[2].partition("report")[0])
+        scores.append(run_with_own_cache(config, tmp_path / name).partition("BLEU-1")[2].partition("report")[0])
     assert scores[0] == scores[1] and "main object" in scores[0]
 
 
@@ -178,11 +162,11 @@ def test_an_abandoned_attempt_on_another_machine_writes_nothing(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "one"))
-    folder, store = prepared({"uri": "s3://data/abandoned", "endpoint_url": url})
+    folder, store = prepare_run({"uri": "s3://data/abandoned", "endpoint_url": url})
     old = folder.begin_attempt()
     monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "two"))
     prepare(folder.config).begin_attempt()
     monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "one"))
     with pytest.raises(RuntimeError, match="another attempt"):
-        train_stages(LocalContext("cpu"), StageJob(folder.path, NAMES, store, (), old, folder.home))
+        train_stages(LocalContext("cpu"), StageJob(folder.path, STAGES, store, (), old, folder.home))
     assert not [name for name in RunFolder(folder.path, folder.home).root.list() if name.startswith("stages/")]

@@ -5,50 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import yaml
-from safetensors.torch import load_file
 
 from jobs.cli import main
-from tests.conftest import ROOT, small_config, write_karpathy
-
-
-def write(path: Path, data: dict[str, Any]) -> Path:
-    path.write_text(yaml.safe_dump(data))
-    return path
-
-
-def start(config: Path, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-u", "-m", "jobs", "run", str(config), *options]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def finished(process: subprocess.Popen[str]) -> str:
-    try:
-        output, _ = process.communicate(timeout=900)
-    finally:
-        process.kill()
-    return output
+from tests.conftest import small_config, write_karpathy
+from tests.support.runs import output_of, start_raycap, write_config
 
 
 def tree(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
-
-
-def weights(storage: Path, stages: Sequence[str]) -> dict[str, torch.Tensor]:
-    found = {}
-    for stage in stages:
-        for path in storage.glob(f"runs/*/stages/{stage}/best-*/*.safetensors"):
-            found |= {f"{stage}/{path.name}/{key}": value for key, value in load_file(path).items()}
-    return found
 
 
 @pytest.mark.ray
@@ -62,18 +30,18 @@ def test_a_run_killed_continues_and_once_complete_is_left_alone(tmp_path: Path) 
     broken = tmp_path / "broken"
     settings = {"stages": stages, "workers__num_workers": 2, "tracking": {"enabled": True}}
     settings["workers__dry_run"] = False
-    config = write(tmp_path / "run.yaml", small_config(broken, **settings))
+    config = write_config(tmp_path / "run.yaml", small_config(broken, **settings))
 
-    process = start(config)
+    process = start_raycap("run", str(config))
     deadline = time.monotonic() + 400
     while not list(broken.glob("runs/*/stages/xe_frozen/step-*")):
-        assert process.poll() is None and time.monotonic() < deadline, finished(process)
+        assert process.poll() is None and time.monotonic() < deadline, output_of(process)
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
 
-    second = start(config)
-    output = finished(second)
+    second = start_raycap("run", str(config))
+    output = output_of(second)
     assert second.returncode == 0, output
     assert "xe_frozen  continues from step" in output
     assert "main object" in output and "SCST" in output and "report " in output
@@ -85,8 +53,8 @@ def test_a_run_killed_continues_and_once_complete_is_left_alone(tmp_path: Path) 
     assert "data:image/jpeg;base64," in page and run.name in page
 
     before = tree(broken)
-    third = start(config)
-    output = finished(third)
+    third = start_raycap("run", str(config))
+    output = output_of(third)
     assert third.returncode == 0 and "is complete" in output
     assert tree(broken) == before, "a complete run is not touched"
 
@@ -137,7 +105,7 @@ def check_tracker(storage: Path, run_id: str) -> None:
 def test_mistakes_exit_2_in_one_sentence(
     tmp_path: Path, options: list[str], named: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = write(tmp_path / "run.yaml", small_config(tmp_path / "storage"))
+    config = write_config(tmp_path / "run.yaml", small_config(tmp_path / "storage"))
     assert main(["run", str(config), *options]) == 2
     message = capsys.readouterr().err.strip()
     assert message.startswith("raycap: ") and "\n" not in message
@@ -154,12 +122,12 @@ def test_missing_places_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ({"annotations": "other.json"}, "other.json"),
         ({"images": "pictures"}, "pictures"),
     ):
-        config = write(tmp_path / "run.yaml", data | {"data": data["data"] | change})
+        config = write_config(tmp_path / "run.yaml", data | {"data": data["data"] | change})
         assert main(["run", str(config)]) == 2
         assert named in capsys.readouterr().err
     for path in list((root / "images").iterdir())[:4]:
         path.unlink()
-    assert main(["run", str(write(tmp_path / "run.yaml", data))]) == 2
+    assert main(["run", str(write_config(tmp_path / "run.yaml", data))]) == 2
     assert "4 of 12 images cannot be read" in capsys.readouterr().err
     assert not (tmp_path / "storage" / "runs").exists()
     assert main(["run", str(tmp_path / "nothing.yaml")]) == 2

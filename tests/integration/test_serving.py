@@ -23,7 +23,7 @@ from pipeline.captioning.bundle import load_bundle
 from pipeline.captioning.service import CaptionService
 from pipeline.runs.run_bundle import bundle_run
 from pipeline.tracking.mlflow_client import register_model, sync, tracking_uri
-from tests.integration.test_loop import prepared
+from tests.support.runs import prepare_run
 
 BLOCKED = ("ray", "boto3", "botocore", "jobs", "tests")
 
@@ -39,7 +39,7 @@ class Registered:
 @pytest.fixture(scope="module")
 def registered(tmp_path_factory: pytest.TempPathFactory) -> Registered:
     """A model of a run that has not trained yet, registered in a database of its own."""
-    folder, _ = prepared(tmp_path_factory.mktemp("served"), tracking={"enabled": True})
+    folder, _ = prepare_run(tmp_path_factory.mktemp("served"), tracking={"enabled": True})
     bundle = bundle_run(folder)
     sync(folder, folder.config)
     assert register_model(folder, folder.config, bundle, {"test_CIDEr-D": 0.5}) == "demo/1"
@@ -98,7 +98,7 @@ def test_the_model_captions_in_a_process_without_raycap(registered: Registered, 
     same(answer["bytes"], registered.expected)
     same(answer["uris"], registered.expected)
     names = {line.partition("==")[0] for line in answer["requirements"]}
-    assert names == {"mlflow", "numpy", "pillow", "pyyaml", "safetensors", "timm", "torch", "torchvision"}
+    assert names == {"mlflow", "numpy", "pillow", "pydantic", "pyyaml", "safetensors", "timm", "torch", "torchvision"}
 
 
 def test_what_scoring_json_says_is_what_is_captioned(registered: Registered) -> None:

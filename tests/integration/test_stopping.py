@@ -13,7 +13,7 @@ from pipeline.runs.journal import read_journal
 from pipeline.runtime.context import LocalContext
 from pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import small_config
-from tests.integration.test_region_runs import MESHED, prepared
+from tests.support.runs import FROZEN_STAGES, MESHED_MEMORY, prepare_region_run
 
 
 def trained(
@@ -24,11 +24,11 @@ def trained(
     for stage, settings in zip(stages, (first, second), strict=True):
         stage |= {"epochs": 8, "batch_size": 16, "validate_every_epochs": 1, "lr": 1e-3}
         stage |= {"schedule": {"name": "hyperbolic"}} | settings
-    folder, store = prepared(tmp_path, MESHED, stages=stages)
+    folder, store = prepare_region_run(tmp_path, MESHED_MEMORY, stages=stages)
     given = iter(scores)
     monkeypatch.setattr("pipeline.training.loop.caption_images", lambda *_: {})  # nobody looks at them
     monkeypatch.setattr(StageRun, "_score", lambda self, captions: next(given))
-    train_stages(LocalContext("cpu"), StageJob(folder.path, ("xe_frozen", "scst_frozen"), store))
+    train_stages(LocalContext("cpu"), StageJob(folder.path, FROZEN_STAGES, store))
     assert next(given, None) is None, "as many validations as expected"
     return folder, read_journal(folder.journal)
 

@@ -18,7 +18,7 @@ from pipeline.data.dataset import read_dataset
 from pipeline.data.images import UNREADABLE, decode_batch
 from pipeline.features.model_inputs import Images
 from pipeline.features.store import FeatureStore, write_shard
-from pipeline.storage import path as storage
+from pipeline.storage import s3
 from pipeline.storage.cache import ImageCache, ShardCache
 from pipeline.storage.path import StorageError, StorageOptions, StoragePath
 from tests.conftest import write_karpathy
@@ -46,21 +46,33 @@ def test_objects_come_back_as_they_were_written(options: StorageOptions) -> None
         (folder / "7/x").read_bytes()
 
 
-def test_large_objects_go_up_in_parts(options: StorageOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "PART_BYTES", 5 * 2**20)  # S3's own minimum
+def test_large_objects_are_transferred_in_parts(
+    options: StorageOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3, "PART_BYTES", 5 * 2**20)  # S3's own minimum
     body = np.random.default_rng(0).bytes(13 * 2**20)
     large = StoragePath("s3://data/large", options)
     large.write_bytes(body)
     assert large.read_bytes() == body and large.stat().tag.strip('"').endswith("-3")
+    assert large.download(tmp_path / "down") == large.stat() and (tmp_path / "down").read_bytes() == body
+    (tmp_path / "up").write_bytes(body[::-1])
+    assert large.upload(tmp_path / "up") == large.stat().tag and large.stat().tag.strip('"').endswith("-3")
+    assert large.read_bytes() == body[::-1]
 
 
-def test_storage_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "FIRST_PAUSE_S", 0.0)
+def test_storage_that_cannot_be_reached_is_named() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{unused.getsockname()[1]}"
-    with pytest.raises(StorageError, match=r"s3://data/x: storage failed after 8 attempts"):
-        StoragePath("s3://data/x", StorageOptions(address)).read_bytes()
+    unreachable = StoragePath("s3://data/x", StorageOptions(address, max_attempts=2))
+    for request in (
+        unreachable.read_bytes,
+        unreachable.stat,
+        unreachable.list,
+        lambda: unreachable.write_if(b"", None),
+    ):
+        with pytest.raises(StorageError, match=r"s3://data/x: storage failed after 2 attempts: .*" + address):
+            request()
 
 
 def test_a_remote_store_is_staged_within_its_bound(options: StorageOptions, tmp_path: Path) -> None:
@@ -119,7 +131,7 @@ def test_images_are_fetched_once_and_must_be_what_they_were(
     found = read_dataset(DataSection(root="s3://data/epochs"), "s3://data/epochs", options)
     dataset = take_snapshot(found, tmp_path / "there.parquet", options)[0].split("train")
     here = read_dataset(DataSection(root=str(local)), local).split("train")
-    expected = Images(here, None, ImageTransform(16), 10**6, 1).load(np.arange(6))
+    expected = Images(here, None, ImageTransform(16), 10**6, 1).load(np.arange(6)).tokens
 
     reads: list[str] = []
     original = StoragePath.read_bytes
@@ -128,11 +140,11 @@ def test_images_are_fetched_once_and_must_be_what_they_were(
         cache = ImageCache(tmp_path / str(limit), limit)
         images = Images(dataset, None, ImageTransform(16), 10**6, 1, options, cache)
         for _ in range(2):
-            assert torch.equal(images.load(np.arange(6)), expected)
+            assert torch.equal(images.load(np.arange(6)).tokens, expected)
         assert sum(path.suffix != ".lock" for path in (tmp_path / str(limit)).glob("*/*")) == left
     assert len(reads) == 6 + 12, "kept, and not kept"
     StoragePath("s3://data/epochs/images/1.png", options).write_bytes((local / "images" / "0.png").read_bytes())
-    with pytest.raises(StorageError, match="1.png: its content does not have the digest"):
+    with pytest.raises(StorageError, match="1.png: its content does not have the recorded digest"):
         images.load(np.arange(6))
 
 

@@ -14,9 +14,8 @@ from pipeline.runs.run_bundle import bundle_run
 from pipeline.runtime.context import LocalContext
 from pipeline.training.loop import StageJob, train_stages
 from tests.conftest import small_config
-from tests.integration.test_loop import NAMES, prepared
+from tests.support.runs import SMALL_MODEL, STAGES, prepare_run
 
-SMALL: dict[str, Any] = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 2}
 SYSTEMS: list[dict[str, Any]] = [
     {"name": "transformer"},
     {"name": "meshed_memory", "num_memory_slots": 4},
@@ -29,13 +28,13 @@ def test_a_system_goes_through_every_stage(tmp_path: Path, system: dict[str, Any
     stages = small_config(tmp_path)["stages"]
     for stage in stages[:2]:  # enough to see the loss fall
         stage |= {"epochs": 2, "lr": 5e-3, "schedule": {"warmup_iterations": 1}}
-    folder, store = prepared(tmp_path, model=SMALL | system, stages=stages)
-    train_stages(LocalContext("cpu"), StageJob(folder.path, NAMES, store))
+    folder, store = prepare_run(tmp_path, model=SMALL_MODEL | system, stages=stages)
+    train_stages(LocalContext("cpu"), StageJob(folder.path, STAGES, store))
     journal = read_journal(folder.journal)
-    for stage in NAMES:
+    for stage in STAGES:
         result = folder.result(stage)
         assert result is not None and result["steps"] > 1 and math.isfinite(result["best_score"])
-    losses = [entry["loss"] for entry in journal if entry["stage"] in NAMES[:2] and entry["kind"] == "train"]
+    losses = [entry["loss"] for entry in journal if entry["stage"] in STAGES[:2] and entry["kind"] == "train"]
     assert sum(losses[-3:]) < sum(losses[:3])
     bundle = load_bundle(bundle_run(folder))
     assert bundle.captioner.model.config.name == system["name"]

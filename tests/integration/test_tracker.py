@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 
 from jobs.cli import main
-from pipeline.runs.folder import RunFolder, read_json, write_json
+from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import Journal, read_journal
 from pipeline.runs.run_bundle import bundle_run
 from pipeline.runtime.context import LocalContext
+from pipeline.storage.atomic import read_json, write_json
 from pipeline.tracking import mlflow_client as tracking
 from pipeline.tracking import run_tracker as tracker_module
 from pipeline.tracking.run_tracker import Tracker
 from pipeline.training.loop import StageJob, StageRun, train_stages
-from tests.integration.test_loop import NAMES, Killed, prepared
 from tests.support.mlflow_server import MlflowServer, mlflow_server
+from tests.support.runs import STAGES, Killed, prepare_run
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,7 @@ def test_stopped_in_the_middle_everything_is_there_once(
     capsys: pytest.CaptureFixture[str],
     log_lines: list[str],
 ) -> None:
-    folder, store = prepared(tmp_path, tracking={"enabled": True, "uri": server.url})
+    folder, store = prepare_run(tmp_path, tracking={"enabled": True, "uri": server.url})
     config = folder.config.model_copy(update={"tracking": _tracking(server)})
     log_lines.clear()
     tracker = Tracker(folder, config, every_s=0.1)
@@ -127,7 +128,7 @@ def test_stopped_in_the_middle_everything_is_there_once(
         monkeypatch, {("xe_finetune", 3): kill, ("scst_frozen", 1): lambda stage: wait_for(lambda: log_lines, "silent")}
     )
     tracker.start()
-    train_stages(LocalContext("cpu"), StageJob(folder.path, NAMES, store))
+    train_stages(LocalContext("cpu"), StageJob(folder.path, STAGES, store))
     assert complete(folder, tracker) is None
     assert len(log_lines) == 1 and f"`raycap sync {folder.path}` sends it" in log_lines[0], log_lines
     assert main(["sync", str(folder.path)]) == 1, "still down"
@@ -165,7 +166,7 @@ def _tracking(server: MlflowServer) -> Any:
 def test_training_that_fails_while_the_tracker_is_down_is_failed_afterwards(
     server: MlflowServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, store = prepared(tmp_path, seed=1)
+    folder, store = prepare_run(tmp_path, seed=1)
     config = folder.config.model_copy(update={"tracking": _tracking(server)})
     tracker = Tracker(folder, config, every_s=0.1)
 
@@ -175,7 +176,7 @@ def test_training_that_fails_while_the_tracker_is_down_is_failed_afterwards(
     at_step(monkeypatch, {("xe_finetune", 0): lambda stage: server.kill(), ("xe_finetune", 3): fail})
     tracker.start()
     with pytest.raises(Killed):
-        train_stages(LocalContext("cpu"), StageJob(folder.path, NAMES, store))
+        train_stages(LocalContext("cpu"), StageJob(folder.path, STAGES, store))
     assert not tracker.close("FAILED")
     server.start()
     assert main(["sync", str(folder.path), "--set", "tracking.enabled=true"]) == 0
@@ -191,7 +192,7 @@ def test_an_answer_that_got_lost_is_not_sent_twice(
     """The request arrives, its answer does not; the driver dies, and the resumed stage repeats the steps later."""
     import mlflow
 
-    folder, _ = prepared(tmp_path, seed=2)
+    folder, _ = prepare_run(tmp_path, seed=2)
     config = folder.config.model_copy(update={"tracking": _tracking(server)})
     journal = Journal(folder.journal, "xe_frozen", 0)
     for step in (1, 2):
@@ -218,7 +219,7 @@ def test_an_answer_that_got_lost_is_not_sent_twice(
 
 def test_a_tracker_that_never_answers_is_left_after_its_deadline(tmp_path: Path, log_lines: list[str]) -> None:
     """No server: its port accepts and is silent. One call's deadline, not one for each call."""
-    folder, _ = prepared(tmp_path, seed=3)
+    folder, _ = prepare_run(tmp_path, seed=3)
     server = MlflowServer(tmp_path / "mlflow")
     config = folder.config.model_copy(update={"tracking": _tracking(server)})
     Journal(folder.journal, "xe_frozen", 0).write("train", 1, {"loss": 1.0})

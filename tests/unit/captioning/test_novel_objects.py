@@ -12,6 +12,7 @@ import torch
 
 from jobs.cli import main
 from jobs.constraints import constraints as make_constraints
+from models.base import Features
 from pipeline.captioning.bundle import load_bundle
 from pipeline.captioning.captioning import CaptionSearch, Shard, caption_split
 from pipeline.captioning.constraints import build_automata, read_constraints, write_constraints
@@ -190,10 +191,10 @@ class FewImages(Images):
         self.uris = [""] * len(features)
         self.unreadable: set[int] = set()  # rows
 
-    def load(self, rows: np.ndarray) -> torch.Tensor:
+    def load(self, rows: np.ndarray) -> Features:
         for row in self.unreadable.intersection(rows.tolist()):
             raise BadImage(f"row {row} is damaged")
-        return self.features[rows]
+        return Features(self.features[rows])
 
 
 def test_captions_hold_their_constraints_and_others_are_as_before(tmp_path: Path) -> None:

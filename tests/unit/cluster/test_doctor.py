@@ -16,8 +16,10 @@ import yaml
 
 from jobs.cli import main
 from pipeline.cluster import doctor
-from pipeline.config.run import RunConfig, load_config
+from pipeline.config.load import load_config
+from pipeline.config.run import RunConfig
 from pipeline.storage.path import StorageError, StorageOptions, StoragePath, try_rights
+from pipeline.storage.s3 import S3Object
 from tests.conftest import small_config
 from tests.support.ray_cluster import free_port
 
@@ -152,7 +154,7 @@ def test_storage_on_s3(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert StoragePath("s3://data/doctor", options).list() == {}
     absent = doctor.storage(StoragePath("s3://absent/doctor", options))
     assert absent.level == "fail" and "no such bucket" in absent.text and "bucket" in absent.remedy
-    monkeypatch.setattr(StoragePath, "_put_if", lambda self, bucket, key, data, condition: self.write_bytes(data))
+    monkeypatch.setattr(S3Object, "put_if", lambda self, data, tag: self.put(data))
     with pytest.raises(StorageError, match="conditional writes are ignored"):
         try_rights(StoragePath("s3://data/doctor", options))
     assert StoragePath("s3://data/doctor", options).list() == {}

@@ -22,7 +22,7 @@ from pipeline.cluster.submission import (
     secret_names,
     variables,
 )
-from pipeline.config.run import load_config
+from pipeline.config.load import load_config
 from pipeline.errors import UserError
 from tests.conftest import ROOT, small_config
 

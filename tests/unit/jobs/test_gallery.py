@@ -15,10 +15,10 @@ from models.config import ClustFormerConfig, ModelSizes
 from models.registry import build_model
 from pipeline.captioning.bundle import save_bundle
 from pipeline.captioning.model_sources import StoredBundle
-from pipeline.config.run import parse_config
+from pipeline.config.load import parse_config
 from pipeline.data.dataset import SCHEMA, Dataset
 from pipeline.features.store import mark_complete, write_shard
-from pipeline.storage.path import place
+from pipeline.storage.path import storage_path
 from tests.conftest import small_config
 from tests.unit.jobs.test_caption import WORDS, make_bundle, write_images
 
@@ -30,7 +30,7 @@ def test_maps_of_image_files(tmp_path: Path) -> None:
         MapRequest("test", 2, names[1], "the mat", with_attribution=True),
         MapRequest("test", 3, "none.png", "a"),
     ]
-    model = StoredBundle(place(make_bundle(tmp_path / "b")))
+    model = StoredBundle(storage_path(make_bundle(tmp_path / "b")))
     found = compute_maps(requests, MapInputs(model, parse_config(small_config(tmp_path))))
     assert found.keys() == {("test", 1), ("test", 2)}
     assert found["test", 1].keys() == {"attention"} and found["test", 1]["attention"].shape == (3, 16)
@@ -64,8 +64,8 @@ def test_maps_of_regions_are_painted_by_their_boxes(tmp_path: Path) -> None:
     columns = [range(2), ["test"] * 2, names, [["x"]] * 2, keys]
     part = Dataset(pa.table([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA))
     requests = [MapRequest("test", number, names[number], "a red cat", with_attribution=True) for number in (1, 0)]
-    model, run = StoredBundle(place(tmp_path / "bundle")), parse_config(small_config(tmp_path))
-    inputs = MapInputs(model, run, place(tmp_path / "store"), part)
+    model, run = StoredBundle(storage_path(tmp_path / "bundle")), parse_config(small_config(tmp_path))
+    inputs = MapInputs(model, run, storage_path(tmp_path / "store"), part)
     found = compute_maps(requests, inputs)
     for kind in ("attention", "attribution"):
         grid = found["test", 0][kind].reshape(3, 24, 24)

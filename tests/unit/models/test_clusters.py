@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,14 +15,7 @@ from models.clusters import ClusterMaps, Layout, arrange_regions, window_matrix
 STACKINGS = ("matrix", "conditional", "none")
 FLOAT64 = torch.float64
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Small tensors: more threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def exact(ours: Tensor, theirs: Tensor) -> None:

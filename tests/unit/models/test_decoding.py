@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -16,22 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jobs.bench.reference_expansionnet import MaterializedModel
-from models.base import CaptionModel, Memory, ModelSizes
+from models.base import CaptionModel, Features, Memory, ModelSizes
 from models.beam_cache import TreeCache
 from models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig
 from models.decoding import Captions, _Decoder, beam_search, best_words, caption_lengths, greedy, invert, sample
-from models.packed import Linear, PackedMaps, packed_map
 from models.registry import build_model
 from tests.unit.models.test_expansion import MIXERS, SIZES, exact, small_model
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Small tensors: more threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tiny(seed: int, vocabulary: int = 4, positions: int = 8, **changes: object) -> CaptionModel:
@@ -67,7 +57,7 @@ def test_cached_steps_are_the_teacher_forced_logits(
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(images, 5, 7, dtype=torch.float64, generator=generator)
     lengths = torch.randint(1, 6, (images,), generator=generator) if padded else None
-    follow_steps(model, model.encode(features, lengths), beams, steps, generator)
+    follow_steps(model, model.encode(Features(features, lengths)), beams, steps, generator)
 
 
 def follow_steps(model: CaptionModel, memory: Memory, beams: int, steps: int, generator: torch.Generator) -> None:
@@ -102,7 +92,7 @@ def test_caches_grow_past_their_first_capacity() -> None:
     sizes = ModelSizes(7, 11, 60, sos=0, eos=1, pad=2)
     config = ExpansionNetConfig(d_model=8, d_ff=8, num_heads=2, static_expansion=(4,), dynamic_expansion=2)
     model = build_model(config, sizes).double().eval()
-    memory = model.encode(torch.randn(2, 3, 7, dtype=torch.float64))
+    memory = model.encode(Features(torch.randn(2, 3, 7, dtype=torch.float64)))
     tokens = torch.randint(0, 11, (4, 60))
     cache, expected = model.init_cache(memory, 2), model.decode(memory, tokens)
     for position in range(60):
@@ -114,7 +104,7 @@ def test_caches_grow_past_their_first_capacity() -> None:
 
 def test_float32_steps_are_within_the_contract() -> None:
     model = small_model(0, d_model=32, d_ff=32).float()
-    memory = model.encode(torch.randn(2, 5, 7))
+    memory = model.encode(Features(torch.randn(2, 5, 7)))
     tokens = torch.randint(0, 11, (6, 12))
     expected, cache = model.decode(memory, tokens), model.init_cache(memory, 3)
     for position in range(12):
@@ -140,7 +130,7 @@ def log_probabilities(
     """The sum of each caption's token log-probabilities, for one image."""
     longest = max(map(len, captions))
     tokens = torch.tensor([[*caption, *[2] * (longest - len(caption))] for caption in captions])
-    each = model(features, None, tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+    each = model(Features(features), tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
     return {caption: float(row[: len(caption) - 1].sum()) for caption, row in zip(captions, each, strict=True)}
 
 
@@ -151,7 +141,7 @@ def test_a_beam_as_wide_as_the_tree_is_brute_force(seed: int, normalized: bool, 
     features = features_for(2)
     captions = every_caption(3, 5)
     found = beam_search(
-        model, model.encode(features), beam_size=len(captions), max_length=5, num_results=len(captions),
+        model, model.encode(Features(features)), beam_size=len(captions), max_length=5, num_results=len(captions),
         length_normalization=normalized,
     )  # fmt: skip
     for image in range(2):
@@ -178,7 +168,7 @@ def literal_beam_search(model: CaptionModel, features: Tensor, beam_size: int, m
             if tokens[-1] == 1:
                 offers.append((tokens, total))
                 continue
-            scores = model(features, None, torch.tensor([tokens]))[0, -1].log_softmax(-1)
+            scores = model(Features(features), torch.tensor([tokens]))[0, -1].log_softmax(-1)
             best = scores.topk(min(beam_size, len(scores)))
             offers += [
                 ([*tokens, w], total + v) for v, w in zip(best.values.tolist(), best.indices.tolist(), strict=True)
@@ -198,7 +188,7 @@ def test_beam_search_follows_the_references_rules(seed: int, beam_size: int, max
     model = tiny(seed, vocabulary=7)
     features = features_for(3)
     found = beam_search(
-        model, model.encode(features), beam_size=beam_size, max_length=max_length, num_results=beam_size
+        model, model.encode(Features(features)), beam_size=beam_size, max_length=max_length, num_results=beam_size
     )
     for image in range(3):
         assert texts(found, image) == literal_beam_search(model, features[image : image + 1], beam_size, max_length)
@@ -206,7 +196,7 @@ def test_beam_search_follows_the_references_rules(seed: int, beam_size: int, max
 
 def test_greedy_is_a_beam_of_one() -> None:
     model = tiny(11, vocabulary=9)
-    memory = model.encode(features_for(5))
+    memory = model.encode(Features(features_for(5)))
     one, all_best = beam_search(model, memory, beam_size=1, max_length=8), greedy(model, memory, max_length=8)
     for name in ("tokens", "lengths", "scores", "log_probs"):
         torch.testing.assert_close(getattr(one, name), getattr(all_best, name))
@@ -218,10 +208,12 @@ def test_an_image_alone_is_decoded_as_in_a_batch() -> None:
     with torch.no_grad():
         model.output.bias[1] += 1.0  # type: ignore[union-attr, index, operator]
     features = features_for(9)
-    together = beam_search(model, model.encode(features), beam_size=3, max_length=12, num_results=3)
+    together = beam_search(model, model.encode(Features(features)), beam_size=3, max_length=12, num_results=3)
     assert len(set(together.lengths.max(1).values.tolist())) > 1
     for image in range(9):
-        alone = beam_search(model, model.encode(features[image : image + 1]), beam_size=3, max_length=12, num_results=3)
+        alone = beam_search(
+            model, model.encode(Features(features[image : image + 1])), beam_size=3, max_length=12, num_results=3
+        )
         assert texts(alone, 0) == texts(together, image)
         torch.testing.assert_close(alone.scores[0], together.scores[image])
 
@@ -230,11 +222,11 @@ def test_the_materialized_model_decodes_the_same() -> None:
     model = tiny(8, vocabulary=9)
     slow = MaterializedModel(model)  # type: ignore[arg-type]
     features = features_for(4)
-    ours = beam_search(model, model.encode(features), beam_size=3, max_length=8)
-    theirs = beam_search(slow, slow.encode(features), beam_size=3, max_length=8)
+    ours = beam_search(model, model.encode(Features(features)), beam_size=3, max_length=8)
+    theirs = beam_search(slow, slow.encode(Features(features)), beam_size=3, max_length=8)
     assert torch.equal(ours.tokens, theirs.tokens)
     drawn = [
-        sample(m, m.encode(features), num_samples=3, max_length=8, generator=torch.Generator().manual_seed(5))
+        sample(m, m.encode(Features(features)), num_samples=3, max_length=8, generator=torch.Generator().manual_seed(5))
         for m in (model, slow)
     ]
     assert torch.equal(drawn[0].tokens, drawn[1].tokens)
@@ -242,10 +234,10 @@ def test_the_materialized_model_decodes_the_same() -> None:
 
 def test_an_ensemble_averages_probabilities() -> None:
     first, second = tiny(1, vocabulary=6), tiny(2, vocabulary=6)
-    features = features_for(2)
+    features = Features(features_for(2))
     both = greedy([first, second], [first.encode(features), second.encode(features)], max_length=2)
     start = torch.zeros(2, 1, dtype=torch.int64)
-    mean = (first(features, None, start).softmax(-1) + second(features, None, start).softmax(-1)) / 2
+    mean = (first(features, start).softmax(-1) + second(features, start).softmax(-1)) / 2
     assert torch.equal(both.tokens[:, 0, 1], mean[:, 0].argmax(-1))
     torch.testing.assert_close(both.log_probs[:, 0, 1], mean[:, 0].amax(-1).log().float())
     itself = beam_search([first] * 2, [first.encode(features)] * 2, beam_size=3, max_length=8)
@@ -258,7 +250,11 @@ def test_samples_follow_the_models_distribution() -> None:
     features = features_for(1)
     number = 600
     drawn = sample(
-        model, model.encode(features), num_samples=number, max_length=4, generator=torch.Generator().manual_seed(0)
+        model,
+        model.encode(Features(features)),
+        num_samples=number,
+        max_length=4,
+        generator=torch.Generator().manual_seed(0),
     )
     counts = Counter(map(tuple, texts(drawn, 0)))
     captions = every_caption(3, 4)
@@ -276,7 +272,7 @@ def test_samples_follow_the_models_distribution() -> None:
 def test_samples_are_reproducible_and_do_not_depend_on_when_others_end() -> None:
     model = tiny(6, vocabulary=9)
     features = features_for(4)
-    memory = model.encode(features)
+    memory = model.encode(Features(features))
 
     def draw(seed: int, **options: float) -> Captions:
         generator = torch.Generator().manual_seed(seed)
@@ -298,7 +294,7 @@ def test_samples_are_reproducible_and_do_not_depend_on_when_others_end() -> None
 
 def test_temperature_and_top_k() -> None:
     model = tiny(7, vocabulary=9)
-    memory = model.encode(features_for(3))
+    memory = model.encode(Features(features_for(3)))
     best = greedy(model, memory, max_length=8)
     for options in ({"top_k": 1}, {"temperature": 1e-4}):
         drawn = sample(model, memory, num_samples=2, max_length=8, **options)  # type: ignore[arg-type]
@@ -325,7 +321,7 @@ def test_lengths_count_to_the_first_end() -> None:
 
 def test_what_cannot_be_decoded_is_refused() -> None:
     model = tiny(0)
-    memory = model.encode(features_for(2))
+    memory = model.encode(Features(features_for(2)))
     with pytest.raises(ValueError, match="num_results = 3 and beam_size = 2"):
         beam_search(model, memory, beam_size=2, max_length=5, num_results=3)
     with pytest.raises(ValueError, match="longer than the positional table of 8 rows"):
@@ -356,27 +352,8 @@ def test_the_best_words_are_topks(seed: int) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("available", [True, False])
-@pytest.mark.parametrize("seed", range(4))
-def test_packed_maps_are_the_maps_in_bfloat16(seed: int, available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not available:
-        monkeypatch.setattr("models.packed._available", lambda weight: False)
-    generator = torch.Generator().manual_seed(seed)
-    sizes = torch.randint(1, 70, (4,), generator=generator).tolist()
-    outer, rows, inner, out = sizes
-    layer = torch.nn.Linear(inner, out, bias=seed % 2 == 0)
-    x = torch.randn(outer, rows, inner, generator=generator)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = layer(x)
-        packed = packed_map(layer.weight, layer.bias, torch.bfloat16)
-        for values, products in ((x, expected), (x.mT.contiguous().mT, expected), (x[0], expected[0])):
-            assert packed(values).dtype == torch.bfloat16
-            torch.testing.assert_close(packed(values), products, rtol=2**-7, atol=1e-2)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("system", ["expansionnet_v2", "transformer", "meshed_memory", "clustformer"])
-def test_packed_steps_say_what_teacher_forcing_says(system: str) -> None:
+def test_bfloat16_steps_match_teacher_forcing(system: str) -> None:
     torch.manual_seed(0)
     sizes = ModelSizes(16, 50, 20, sos=0, eos=1, pad=2)
     values = {"d_model": 64, "d_ff": 96, "num_heads": 4}
@@ -386,9 +363,8 @@ def test_packed_steps_say_what_teacher_forcing_says(system: str) -> None:
     else:
         model = build_model((MeshedMemoryConfig if system == "meshed_memory" else ClustFormerConfig)(**values), sizes)
     model.eval().init_weights()
-    maps = {module for module in model.modules() if isinstance(module, Linear)}
     with torch.autocast("cpu", torch.bfloat16):
-        memory = model.encode(torch.randn(8, 16, 16))
+        memory = model.encode(Features(torch.randn(8, 16, 16)))
         decoder = _Decoder(model, memory, 4, 12)
         tokens = torch.randint(3, 50, (32, 12))
         tokens[:, 0] = sizes.sos
@@ -397,51 +373,15 @@ def test_packed_steps_say_what_teacher_forcing_says(system: str) -> None:
             found = decoder.step(tokens[:, position])
             error = (found - expected[:, position]).abs().amax(-1)
             assert error.median() < 2e-2, position
-    assert maps >= decoder.maps.maps.keys() and len(decoder.maps.maps) >= 2 + 3 * 4
 
 
 @torch.no_grad()
-def test_packed_maps_are_one_threads_and_one_decodings() -> None:
-    model = small_model(0).float()
-    (layer, *_), outer, inner = [m for m in model.modules() if isinstance(m, Linear)], PackedMaps(), PackedMaps()
-    x = torch.randn(3, layer.in_features)
-
-    @torch.autocast("cpu", torch.bfloat16)
-    def elsewhere() -> Tensor:
-        return layer(x)
-
-    for dtype, count in ((None, 0), (torch.float16, 0), (torch.bfloat16, 1)):
-        with torch.autocast("cpu", dtype, enabled=dtype is not None), outer.used():
-            layer(x)
-        assert len(outer.maps) == count
+def test_autocast_leaves_float64_alone() -> None:
+    model = small_model(0).double()
+    memory = model.encode(Features(torch.randn(1, 5, 7, dtype=torch.float64)))
+    exact = beam_search(model, memory, beam_size=2, max_length=6)
     with torch.autocast("cpu", torch.bfloat16):
-        with outer.used():
-            with pytest.raises(RuntimeError), inner.used():
-                layer(torch.zeros(1, 1000))
-            outer.maps.clear()
-            layer(x)
-            outer.maps.clear()
-            with ThreadPoolExecutor(1) as pool:
-                assert pool.submit(elsewhere).result().dtype == torch.bfloat16
-            assert not outer.maps
-        outer.maps.clear()
-        layer(x)
-        assert not outer.maps
-    doubles, features = small_model(0).double(), torch.randn(1, 5, 7, dtype=torch.float64)  # autocast leaves them alone
-    exact = beam_search(doubles, doubles.encode(features), beam_size=2, max_length=6)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert beam_search(doubles, doubles.encode(features), beam_size=2, max_length=6).scores == exact.scores
-
-
-@torch.no_grad()
-def test_weights_may_change_between_captions() -> None:
-    """What was laid out belongs to one batch: training goes on in between."""
-    model = small_model(1).float()
-    memory = model.encode(torch.randn(2, 5, 7))
-    with torch.autocast("cpu", torch.bfloat16):
-        first = greedy(model, memory, max_length=8)
-        model.output.bias[model.sizes.eos] += 100.0  # type: ignore[operator, union-attr, index]
-        assert greedy(model, memory, max_length=8).lengths.tolist() == [[2], [2]] != first.lengths.tolist()
+        assert beam_search(model, memory, beam_size=2, max_length=6).scores == exact.scores
 
 
 @torch.no_grad()
@@ -455,14 +395,14 @@ def test_all_beams_begin_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(model, "step", counted)
     model.output.bias[model.sizes.eos] = -1e4  # type: ignore[operator, union-attr, index]
-    beam_search(model, model.encode(torch.randn(2, 5, 7, dtype=torch.float64)), beam_size=4, max_length=5)
+    beam_search(model, model.encode(Features(torch.randn(2, 5, 7, dtype=torch.float64))), beam_size=4, max_length=5)
     assert rows == [2, 8, 8, 8]
 
 
 @torch.no_grad()
 def test_samples_with_dropout_differ_from_their_first_word_on() -> None:
     model = small_model(4, dropout=0.5).train()
-    memory = model.encode(torch.randn(1, 5, 7, dtype=torch.float64))
+    memory = model.encode(Features(torch.randn(1, 5, 7, dtype=torch.float64)))
     assert all(layer.dropout.active for layer in model.decoder)  # type: ignore[union-attr, operator]
     found = sample(model, memory, num_samples=64, max_length=4, top_k=1)
     assert len(set(found.log_probs[0, :, 1].tolist())) > 8
@@ -476,7 +416,7 @@ def test_the_residual_dropouts_of_steps_are_those_of_teacher_forcing() -> None:
     model, calls = small_model(4), Counter[str]()
     for index, layer in enumerate(model.decoder):  # type: ignore[arg-type]
         layer.dropout.register_forward_hook(lambda *_, name=str(index): calls.update([name]))
-    memory = model.encode(torch.randn(1, 5, 7, dtype=torch.float64))
+    memory = model.encode(Features(torch.randn(1, 5, 7, dtype=torch.float64)))
     model.decode(memory, torch.zeros(2, 1, dtype=torch.int64))
     taught = Counter(calls)
     model.step(torch.zeros(2, dtype=torch.int64), model.init_cache(memory, 2))
@@ -488,7 +428,7 @@ def test_no_more_words_than_top_k_are_drawn() -> None:
     model = small_model(5)
     model.output.weight.zero_()  # type: ignore[operator, union-attr]
     model.output.bias.zero_()  # type: ignore[operator, union-attr]
-    memory = model.encode(torch.randn(1, 5, 7, dtype=torch.float64))
+    memory = model.encode(Features(torch.randn(1, 5, 7, dtype=torch.float64)))
     found = sample(model, memory, num_samples=200, max_length=2, top_k=3)
     assert len(set(found.tokens[0, :, 1].tolist())) == 3
 
@@ -496,13 +436,13 @@ def test_no_more_words_than_top_k_are_drawn() -> None:
 @torch.no_grad()
 def test_edges_are_sentences() -> None:
     model = small_model(6)
-    nothing = model.encode(torch.randn(0, 5, 7, dtype=torch.float64))
+    nothing = model.encode(Features(torch.randn(0, 5, 7, dtype=torch.float64)))
     for decode in (partial(beam_search, beam_size=3), partial(sample, num_samples=3), greedy):
         with pytest.raises(ValueError, match="no images"):
             decode(model, nothing, max_length=8)
     with pytest.raises(ValueError, match="captions do not divide by 0 images"):
         model.decode(nothing, torch.zeros(2, 3, dtype=torch.int64))
-    memory = model.encode(torch.randn(2, 5, 7, dtype=torch.float64))
+    memory = model.encode(Features(torch.randn(2, 5, 7, dtype=torch.float64)))
     for wide in (model, MaterializedModel(model)):  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="2 beams already"):
             wide.init_cache(memory, 2).widen(3)
@@ -516,7 +456,7 @@ def test_not_a_number_is_drawn_without_an_index_error() -> None:
 @torch.no_grad()
 def test_kept_keys_stay_laid_out_when_images_leave() -> None:
     model = small_model(7)
-    cache = model.init_cache(model.encode(torch.randn(3, 5, 7, dtype=torch.float64)), 2)
+    cache = model.init_cache(model.encode(Features(torch.randn(3, 5, 7, dtype=torch.float64))), 2)
     assert isinstance(cache, TreeCache)
     before = cache.cross
     for (key, value), (old_key, old_value) in zip(cache.keep_images(torch.tensor([2, 0])).cross, before, strict=True):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.storage.lease import Held, Lease, LostLeaseError, take_lease
-from pipeline.storage.path import ConflictError, StorageOptions, StoragePath, place
+from pipeline.storage.lease import Lease, LeaseHolder, LostLeaseError, take_lease
+from pipeline.storage.path import ConflictError, StorageOptions, StoragePath, storage_path
 from tests.support.s3_server import s3_server
 
 
@@ -27,7 +27,7 @@ def url() -> Iterator[str]:
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> StoragePath:
     """A folder on disk, or on an S3 server that refuses or cuts every tenth answer."""
     if request.param == "disk":
-        return place(tmp_path)
+        return storage_path(tmp_path)
     options = StorageOptions(request.getfixturevalue("url"))
     return StoragePath(f"s3://data/{tmp_path.name}", options)
 
@@ -87,7 +87,7 @@ def test_many_count_to_one_number(folder: StoragePath) -> None:
 def test_one_of_many_takes_the_lease_and_the_others_know_who(folder: StoragePath) -> None:
     where, gate = folder / "lease.json", threading.Barrier(8)
 
-    def ask(_: int) -> Lease | Held:
+    def ask(_: int) -> Lease | LeaseHolder:
         gate.wait()
         return take_lease(where, 30)
 
@@ -95,7 +95,7 @@ def test_one_of_many_takes_the_lease_and_the_others_know_who(folder: StoragePath
         found = list(pool.map(ask, range(8)))
     holders = [each for each in found if isinstance(each, Lease)]
     assert len(holders) == 1 and holders[0].token == 1
-    others = [each for each in found if isinstance(each, Held)]
+    others = [each for each in found if isinstance(each, LeaseHolder)]
     assert {each.holder for each in others} == {json.loads(where.read_bytes())["holder"]}
     assert all(time.time() + 20 < each.until < time.time() + 40 and " UTC" in str(each) for each in others)
 
@@ -119,7 +119,7 @@ def test_it_is_renewed_in_the_background_while_its_holder_lives(folder: StorageP
         ends: set[float] = set()
         while len(ends) < 3:  # as it was taken, and renewed twice
             held = take_lease(where, 6.0)
-            assert isinstance(held, Held)
+            assert isinstance(held, LeaseHolder)
             ends.add(held.until)
             time.sleep(0.05)
         lease.check()

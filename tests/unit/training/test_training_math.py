@@ -85,7 +85,7 @@ def test_workers_share_what_one_worker_would_see(
         targets = sum(int((piece.tokens[:, 1:] != parts[1].pad).sum()) for piece in pieces)
         assert targets == single.global_targets
         for piece in pieces:
-            assert torch.equal(piece.inputs[:, 0, 0].long(), torch.from_numpy(piece.images))
+            assert torch.equal(piece.features.tokens[:, 0, 0].long(), torch.from_numpy(piece.images))
             assert piece.tokens.shape[0] == len(piece.images) * captions_per_image
 
 
@@ -253,6 +253,7 @@ def test_the_signature_says_the_setting() -> None:
 
 def scst_loss(**settings: Any) -> tuple[float, torch.Tensor]:
     """The loss of a tiny Transformer on two images, and the log-probabilities (2, 3, T) of what it drew."""
+    from models.base import Features
     from models.captioner import Captioner
     from models.config import ExpansionNetConfig, ModelSizes
     from models.registry import build_model
@@ -270,12 +271,12 @@ def scst_loss(**settings: Any) -> tuple[float, torch.Tensor]:
         seen.append(tokens)
         return torch.arange(len(tokens)).double().square()
 
-    batch = Batch(torch.randn(2, 4, 5), torch.zeros(2, 2, dtype=torch.int64), np.array([0, 1]), 4, 2)
+    batch = Batch(Features(torch.randn(2, 4, 5)), torch.zeros(2, 2, dtype=torch.int64), np.array([0, 1]), 4, 2)
     run = scst_objective(stage, reward, torch.tensor([7, 8]), 0, ("PAD", "SOS", "EOS", "a", "b", "c"))  # type: ignore[arg-type]
     loss = run(captioner, captioner, batch, torch.Generator().manual_seed(3)).loss
     tokens = seen[0]
     with torch.no_grad():
-        logs = captioner(batch.inputs, None, tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+        logs = captioner(batch.features, tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
     kept = tokens[:, 1:] != 0
     if settings.get("eos_in_loss") is False:
         kept &= tokens[:, 1:] != 2

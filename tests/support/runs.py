@@ -1,0 +1,125 @@
+"""Small runs for tests: prepared with stored features, trained in this process, or started as `raycap run`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from models.backbone import Backbone
+from models.transform import ImageTransform
+from pipeline.config.load import parse_config
+from pipeline.data.images import decode_image
+from pipeline.features.extraction import Extractor, feature_key
+from pipeline.features.regions import import_regions
+from pipeline.features.store import write_shard
+from pipeline.runs.folder import RunFolder
+from pipeline.runs.prepare import prepare
+from pipeline.runtime.weights import load_weights
+from pipeline.storage.path import StoragePath
+from tests.conftest import ROOT, small_config
+from tests.support.s3_server import CREDENTIALS
+
+STAGES = ("xe_frozen", "xe_finetune", "scst_frozen", "scst_finetune")
+FROZEN_STAGES = ("xe_frozen", "scst_frozen")
+SMALL_MODEL: dict[str, Any] = {
+    "d_model": 16,
+    "d_ff": 32,
+    "num_heads": 2,
+    "num_encoder_layers": 2,
+    "num_decoder_layers": 2,
+}
+MESHED_MEMORY = {"name": "meshed_memory", "num_memory_slots": 4}
+
+
+class Killed(Exception):
+    """Raised by a test in place of a kill -9."""
+
+
+def prepare_run(storage: Path | dict[str, Any], **changes: Any) -> tuple[RunFolder, StoragePath]:
+    """A run's folder and a store with the features of its initial backbone, computed without Ray."""
+    config = parse_config(small_config(storage, **changes))
+    folder = prepare(config)
+    weights = folder.path / "init" / "backbone.safetensors"
+    extractor = Extractor(config.backbone, weights, config.features, config.data.max_pixels)
+    store, options = config.storage_place / "features" / feature_key(extractor.describe()), config.storage.options
+    backbone, transform = Backbone(config.backbone).eval(), ImageTransform(config.backbone.image_size)
+    load_weights(backbone, weights)
+    dataset = folder.dataset
+    files = [StoragePath(uri, options).read_bytes() for uri in dataset.column("uri")]
+    pixels = torch.stack([transform(decode_image(file, 10**6)) for file in files])
+    with torch.inference_mode():
+        write_shard(store, dataset.column("key"), backbone(pixels).numpy().astype(np.float16))
+    return folder, store
+
+
+def prepare_region_run(storage: Path, model: dict[str, Any], **changes: Any) -> tuple[RunFolder, StoragePath]:
+    """A run of the frozen stages on the synthetic data set's region features, and their store; no dropout."""
+    values = small_config(storage, model=SMALL_MODEL | model, **changes)
+    values["features"] = {"hdf5": "synthetic", "max_regions": 4}
+    del values["backbone"]
+    values["stages"] = [stage | {"dropout": 0.0} for stage in values["stages"] if not stage.get("train_backbone")]
+    folder = prepare(parse_config(values))
+    store, unreadable = import_regions(folder.dataset, folder.config)
+    assert not unreadable
+    return folder, store
+
+
+def best_weights(stage: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a finished stage's best validation, by file and name."""
+    (best,) = stage.glob("best-*")
+    return {
+        f"{path.name}:{key}": value for path in best.glob("*.safetensors") for key, value in load_file(path).items()
+    }
+
+
+def weights_of_stages(storage: Path, stages: Sequence[str]) -> dict[str, torch.Tensor]:
+    """`best_weights` of several stages of the only run below a storage, by stage, file and name."""
+    (run,) = storage.glob("runs/*")
+    return {
+        f"{stage}/{name}": value for stage in stages for name, value in best_weights(run / "stages" / stage).items()
+    }
+
+
+def assert_same_weights(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Bit-identical tensors under the same names; there must be some."""
+    assert ours and ours.keys() == expected.keys()
+    for name in ours:
+        assert torch.equal(ours[name], expected[name]), name
+
+
+def write_config(path: Path, values: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def start_raycap(*arguments: str) -> subprocess.Popen[str]:
+    """`raycap` with these arguments in a process of its own, its output unbuffered and in one stream."""
+    command = [sys.executable, "-u", "-m", "jobs", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def output_of(process: subprocess.Popen[str]) -> str:
+    """Everything that the process printed until its end."""
+    try:
+        output, _ = process.communicate(timeout=900)
+    finally:
+        process.kill()
+    return output
+
+
+def run_with_own_cache(config: Path, cache: Path) -> str:
+    """What `raycap run` prints in a process with its own cache, as on a machine of its own."""
+    environment = {**os.environ, **CREDENTIALS, "RAYCAP_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "jobs", "run", str(config)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
