@@ -303,7 +303,7 @@ def _score(
     from jobs.score import format_scores
     from pipeline.data.synthetic import main_object_accuracy
     from pipeline.scoring.bootstrap import paired_difference
-    from pipeline.scoring.metrics import score_captions
+    from pipeline.scoring.metrics import COMPARED_BY_IMAGE, score_captions
     from pipeline.scoring.published import published_rows
 
     references = {image: captions for image, captions in part.references().items() if captions and image in best}
@@ -330,7 +330,7 @@ def _score(
         if score.value is None or other.value is None:
             continue
         text = ""
-        if score.per_image is not None and other.per_image is not None and not name.startswith("BLEU"):
+        if score.per_image is not None and other.per_image is not None and name in COMPARED_BY_IMAGE:
             gap = paired_difference(score.per_image, other.per_image)
             entry["compared"]["differences"][name] = gap._asdict()
             text = f"{gap}, better in {gap.better:.1%} of resamples"

@@ -18,12 +18,9 @@ from pipeline.captioning.constraints import Held
 from pipeline.data.dataset import Dataset
 from pipeline.data.synthetic import main_object_accuracy
 from pipeline.runs.folder import RunFolder, read_json, write_json
-from pipeline.scoring.metrics import Scores, score_captions
+from pipeline.scoring.metrics import RUN_METRICS, Scores, score_captions
 
 logger = logging.getLogger(__name__)
-
-
-METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D")
 
 
 def write_predictions(path: Path, captions: dict[int, str]) -> None:
@@ -35,12 +32,12 @@ def read_predictions(path: Path) -> dict[int, str]:
     return {row["image_id"]: row["caption"] for row in read_json(path)}
 
 
-def score_split(folder: RunFolder, dataset: Dataset, split: str, metrics: tuple[str, ...] = METRICS) -> Scores:
+def score_split(folder: RunFolder, dataset: Dataset, split: str, metrics: tuple[str, ...] = RUN_METRICS) -> Scores:
     """Scores of predictions/<split>.json against the split's references."""
     return score_file(dataset.split(split), folder.path / "predictions" / f"{split}.json", metrics)
 
 
-def score_file(dataset: Dataset, path: Path, metrics: tuple[str, ...] = METRICS) -> Scores:
+def score_file(dataset: Dataset, path: Path, metrics: tuple[str, ...] = RUN_METRICS) -> Scores:
     return score_captions(dataset.references(), read_predictions(path), metrics=metrics)
 
 
