@@ -260,8 +260,8 @@ def _write_captions(
     part: Dataset,
 ) -> dict[int, str]:
     """predictions-SPLIT.json, the n best where there are several, the server's files; the best captions."""
-    from pipeline.runs.evaluation import write_predictions
     from pipeline.runs.folder import write_text
+    from pipeline.scoring.result_files import write_predictions
 
     best = {image: hypotheses[0].caption for image, hypotheses in found.items()}
     write_predictions(folder / f"predictions-{split}.json", best)

@@ -314,7 +314,7 @@ def main_object(caption: str) -> tuple[str, str] | None:
     return None
 
 
-def main_object_accuracy(predictions: Mapping[int, str], references: Mapping[int, Sequence[str]]) -> float:
+def main_object_accuracy(predictions: Mapping[Any, str], references: Mapping[Any, Sequence[str]]) -> float:
     """Share of images whose predicted caption names the main object's color and shape, both as the references do.
 
     Raises ValueError when the two do not cover the same images, are empty, or references name no or several main

@@ -14,8 +14,8 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from pipeline.config.run import RunConfig, dump_config, parse_config
+from pipeline.reports.text_table import format_table
 from pipeline.runs.folder import write_text
-from pipeline.runs.summary import format_table
 from pipeline.search.space import short, show_value
 from pipeline.search.spec import COSTS, SCORE, Search
 from pipeline.search.trials import OVER, Book, TrialRecord, minutes
