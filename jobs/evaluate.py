@@ -259,7 +259,7 @@ def _write_captions(
     part: Dataset,
 ) -> dict[int, str]:
     """predictions-SPLIT.json, the n best where there are several, the server's files; the best captions."""
-    from pipeline.runs.evaluation import write_predictions
+    from pipeline.scoring.result_files import write_predictions
 
     best = {image: hypotheses[0].caption for image, hypotheses in found.items()}
     write_predictions(folder / f"predictions-{split}.json", best)
@@ -301,7 +301,7 @@ def _score(
     from jobs.score import format_scores
     from pipeline.data.synthetic import main_object_accuracy
     from pipeline.scoring.bootstrap import paired_difference
-    from pipeline.scoring.metrics import score_captions
+    from pipeline.scoring.metrics import COMPARED_BY_IMAGE, score_captions
     from pipeline.scoring.published import published_rows
 
     references = {image: captions for image, captions in part.references().items() if captions and image in best}
@@ -328,7 +328,7 @@ def _score(
         if score.value is None or other.value is None:
             continue
         text = ""
-        if score.per_image is not None and other.per_image is not None and not name.startswith("BLEU"):
+        if score.per_image is not None and other.per_image is not None and name in COMPARED_BY_IMAGE:
             gap = paired_difference(score.per_image, other.per_image)
             entry["compared"]["differences"][name] = gap._asdict()
             text = f"{gap}, better in {gap.better:.1%} of resamples"

@@ -235,9 +235,11 @@ class _Run:
     def _evaluate(self) -> None:
         from jobs.caption_tasks import caption_splits
         from jobs.gallery import with_attention
-        from pipeline.runs.evaluation import evaluate_run, flat_scores, summarize_search, write_predictions
+        from pipeline.reports.text_table import format_table
+        from pipeline.runs.evaluation import evaluate_run, flat_scores, summarize_search
         from pipeline.runs.run_bundle import bundle_place, bundle_run
-        from pipeline.runs.summary import format_table, make_report, report_images, score_table
+        from pipeline.runs.summary import make_report, report_images, score_table
+        from pipeline.scoring.result_files import write_predictions
 
         folder, config = self.folder, self.config
         splits = (*config.data.test_splits, config.data.val_split)

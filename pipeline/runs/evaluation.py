@@ -18,30 +18,19 @@ from pipeline.captioning.constraints import Held
 from pipeline.data.dataset import Dataset
 from pipeline.data.synthetic import main_object_accuracy
 from pipeline.runs.folder import RunFolder
-from pipeline.scoring.metrics import Scores, score_captions
+from pipeline.scoring.metrics import RUN_METRICS, Scores, score_captions
+from pipeline.scoring.result_files import read_predictions
 from pipeline.storage.atomic import read_json, write_json
 
 logger = logging.getLogger(__name__)
 
 
-METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D")
-
-
-def write_predictions(path: Path, captions: dict[int, str]) -> None:
-    """COCO's result format."""
-    write_json(path, [{"image_id": image, "caption": caption} for image, caption in captions.items()])
-
-
-def read_predictions(path: Path) -> dict[int, str]:
-    return {row["image_id"]: row["caption"] for row in read_json(path)}
-
-
-def score_split(folder: RunFolder, dataset: Dataset, split: str, metrics: tuple[str, ...] = METRICS) -> Scores:
+def score_split(folder: RunFolder, dataset: Dataset, split: str, metrics: tuple[str, ...] = RUN_METRICS) -> Scores:
     """Scores of predictions/<split>.json against the split's references."""
     return score_file(dataset.split(split), folder.path / "predictions" / f"{split}.json", metrics)
 
 
-def score_file(dataset: Dataset, path: Path, metrics: tuple[str, ...] = METRICS) -> Scores:
+def score_file(dataset: Dataset, path: Path, metrics: tuple[str, ...] = RUN_METRICS) -> Scores:
     return score_captions(dataset.references(), read_predictions(path), metrics=metrics)
 
 
@@ -82,7 +71,7 @@ def validation_by_stage(folder: RunFolder, dataset: Dataset) -> dict[str, float]
 
 
 def main_objects(folder: RunFolder, dataset: Dataset, split: str) -> float | None:
-    """Share of images whose main object's color and shape the caption names; only for the embedded data set."""
+    """Share of images whose main object's color and shape the caption names; only for the synthetic data set."""
     if folder.config.data.synthetic is None:
         return None
     predictions = read_predictions(folder.path / "predictions" / f"{split}.json")

@@ -8,10 +8,10 @@ from typing import Any
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.reports.page import Report, ReportImage, ReportStage, write_report
-from pipeline.runs.evaluation import read_predictions
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import read_journal
 from pipeline.scoring.published import published_rows
+from pipeline.scoring.result_files import read_predictions
 from pipeline.storage.path import StoragePath
 
 CURVES = {
@@ -52,27 +52,6 @@ def published_table(columns: list[str], config: RunConfig, split: str, uris: lis
         )
         for row, difference in published_rows(config.model.name, split, uris, config.evaluation.beam_size)
     ]
-
-
-def format_table(columns: list[str], rows: list[tuple[str, list[str]]]) -> str:
-    """Plain text; cells that explain an absence are cut to a word, their reasons follow below."""
-    notes = []
-    body = []
-    for label, cells in rows:
-        short = []
-        for name, cell in zip(columns, cells, strict=True):
-            if cell.startswith("unavailable"):
-                notes.append(f"{name} {cell}")
-                cell = "-"
-            short.append(cell)
-        body.append([label, *short])
-    table = [["", *columns], *body]
-    widths = [max(len(row[index]) for row in table) for index in range(len(table[0]))]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in table
-    ]
-    return "\n".join([*lines, *dict.fromkeys(notes)])
 
 
 def report_images(folder: RunFolder, dataset: Dataset, result: dict[str, Any]) -> list[ReportImage]:

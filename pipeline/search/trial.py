@@ -28,13 +28,13 @@ from pipeline.config.run import RunConfig, needs_boxes, total_steps
 from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
 from pipeline.data.loading import find_data
-from pipeline.runs.evaluation import read_predictions
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import read_journal
 from pipeline.runs.prepare import prepare
 from pipeline.runtime.context import Context, LocalContext, device_for
 from pipeline.runtime.weights import load_weights, weights_file_digest
 from pipeline.scoring.metrics import score_captions
+from pipeline.scoring.result_files import read_predictions
 from pipeline.search.spec import SCORE, Search
 from pipeline.search.trials import SearchFolder
 from pipeline.storage.atomic import atomic_path, read_json, write_json
