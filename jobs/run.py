@@ -78,7 +78,7 @@ class _Run:
             folder.push("config.yaml")
         self.folder = RunFolder(folder.path, folder.home)
         self.config, self.address = config, address
-        self.attempt = self.folder.begin_attempt()
+        self.driver_token = self.folder.new_driver_token()
         self.durations: dict[str, float] = {}
         self.excluded: set[str] = set()
         self.tracker = Tracker(self.folder, config)
@@ -99,24 +99,24 @@ class _Run:
 
     def _print_plan(self) -> None:
         folder, config = self.folder, self.config
-        facts = folder.facts
-        counts = facts["parameters"]
+        metadata = folder.metadata
+        counts = metadata.parameters
         logger.info(f"run       {folder.run_id}  in {folder.path}")
         logger.info(
-            f"data      {', '.join(f'{split} {count}' for split, count in facts['splits'].items())} images; "
-            f"{facts['sizes']['vocabulary_size']} words"
+            f"data      {', '.join(f'{split} {count}' for split, count in metadata.splits.items())} images; "
+            f"{metadata.sizes.vocabulary_size} words"
         )
         source = (
             f"{config.backbone.name} at {config.backbone.image_size} px, {counts['backbone']:,} parameters, "
-            f"{facts['num_tokens']} tokens"
+            f"{metadata.num_tokens} tokens"
         )
         if config.features.hdf5 is not None:
-            source = f"regions of {config.features.hdf5}, at most {facts['num_tokens']}"
+            source = f"regions of {config.features.hdf5}, at most {metadata.num_tokens}"
         logger.info(f"model     {config.model.name}, {counts['model']:,} parameters; {source}")
         for number, stage in enumerate(config.stages, 1):
             logger.info(f"stage {number}   {self._describe(stage)}")
-        if facts["unreadable"]:
-            logger.warning(f"{len(facts['unreadable'])} images cannot be read and are left out (run.json lists them)")
+        if metadata.unreadable:
+            logger.warning(f"{len(metadata.unreadable)} images cannot be read and are left out (run.json lists them)")
 
     def _describe(self, stage: StageSection) -> str:
         workers = self.config.workers.num_workers
@@ -161,13 +161,13 @@ class _Run:
                 logger.info(f"check     one step of {row['stage']}: {row['seconds']:.1f} s, {row['memory_mb']:.0f} MiB")
 
     def _check_disk(self) -> None:
-        facts = self.folder.facts
+        metadata = self.folder.metadata
         width = 2 if self.config.features.stored_dtype == "float16" else 4
         pending = [stage for stage in self.config.stages if self.folder.result(stage.name) is None]
         stores = sum(not stage.train_backbone for stage in pending[:1]) + sum(stage.train_backbone for stage in pending)
         stores = 0 if self.folder.home else stores  # on S3 features go there
-        features = len(self.folder.dataset) * facts["num_tokens"] * facts["sizes"]["feature_width"] * width * stores
-        weights = 6 * 4 * sum(facts["parameters"].values())
+        features = len(self.folder.dataset) * metadata.num_tokens * metadata.sizes.feature_width * width * stores
+        weights = 6 * 4 * sum(metadata.parameters.values())
         free = shutil.disk_usage(self.folder.path).free
         if features + weights > free:
             raise UserError(
@@ -225,7 +225,7 @@ class _Run:
 
         self._start_ray()
         names = tuple(stage.name for stage in group)
-        job = StageJob(self.folder.path, names, store, tuple(sorted(self.excluded)), self.attempt, self.folder.home)
+        job = StageJob(self.folder, names, store, tuple(sorted(self.excluded)), self.driver_token)
         with self._timed(" + ".join(names)), _Printer(self.folder):
             fit(job, self.config)
         self.folder.pull("stages")

@@ -200,8 +200,8 @@ class _Retraining:
             return _News(Dataset(pa.table({})), listing, change, 0, self.state.fingerprint, root)
         looked_at = None if before is None else before["key"].drop_null()
         findings = check_data(config, looked_at)
-        for finding in [each for each in findings.findings if each["kind"] == "error"][:SHOWN]:
-            logger.info(f"bad data  {finding['text']}")
+        for finding in [each for each in findings.findings if each.kind == "error"][:SHOWN]:
+            logger.info(f"bad data  {finding.text}")
         if not findings.ok:
             logger.info("the new data is not fit to train on (`raycap check` says more); nothing was changed")
             return None

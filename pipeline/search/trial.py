@@ -135,7 +135,7 @@ def _run_trial(
     names = tuple(stage.name for stage in config.stages)
     store = place(plan["store"]) if plan["store"] else None
     if any(run.result(name) is None for name in names):
-        job = StageJob(run.path, names, store, tuple(plan["excluded"]), run.begin_attempt())
+        job = StageJob(run, names, store, tuple(plan["excluded"]), run.new_driver_token())
         train(job, config, TrialContext(run, report, costs))
     costs["seconds"] = trained_seconds(run)
     wanted = {*search.config.objectives, *search.config.metrics}
@@ -148,7 +148,7 @@ def _run_trial(
     return {
         "state": "finished",
         "reason": "; ".join(
-            result["ended_early"] for name in names if (result := run.result(name)) and result["ended_early"]
+            result.ended_early for name in names if (result := run.result(name)) and result.ended_early
         ),
         "run": str(run.path),
         "reports": best_scores(run),
@@ -263,11 +263,11 @@ def costs_of(run: RunFolder) -> dict[str, float]:
 
     The paper's accounting is of its own systems only.
     """
-    config, facts = run.config, run.facts
+    config = run.config
     counted = cost(
         config.model,
         run.sizes,
-        image_tokens=facts["num_tokens"],
+        image_tokens=run.metadata.num_tokens,
         caption_tokens=TABLE_6_CAPTION_TOKENS,
         beams=config.evaluation.beam_size,
         steps=config.evaluation.max_length - 1,
@@ -288,7 +288,7 @@ def latency_ms(run: RunFolder) -> float:
     model = build_model(run.config.model, run.sizes)
     load_weights(model, run.weights_before(None, "model"))
     model = model.eval().to(device)
-    tokens = run.facts["num_tokens"]
+    tokens = run.metadata.num_tokens
     features = torch.randn(1, tokens, run.sizes.feature_width, device=device)
     boxes = torch.rand(1, tokens, 4, device=device) if needs_boxes(run.config.model) else None
     times = []

@@ -55,8 +55,8 @@ def _trial(folder: RunFolder, stage: StageSection) -> dict[str, Any]:
     share = stage.batch_size // (config.workers.num_workers * stage.gradient_accumulation_steps)
     shape = (3, config.backbone.image_size, config.backbone.image_size)
     if backbone is None:
-        shape = (folder.facts["num_tokens"], sizes.feature_width, -1)[:2]  # type: ignore[assignment]
-    regions = _any_regions(share, folder.facts["num_tokens"], device) if config.features.hdf5 is not None else ()
+        shape = (folder.metadata.num_tokens, sizes.feature_width, -1)[:2]  # type: ignore[assignment]
+    regions = _any_regions(share, folder.metadata.num_tokens, device) if config.features.hdf5 is not None else ()
     batch, train = _longest(folder, stage, torch.randn(share, *shape), share)
     if stage.objective == "cross_entropy":
         objective = cross_entropy_objective(stage, sizes.pad)

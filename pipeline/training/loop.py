@@ -29,7 +29,7 @@ from pipeline.config.run import total_steps
 from pipeline.config.sections import StageSection
 from pipeline.features.model_inputs import Images
 from pipeline.features.store import open_store
-from pipeline.runs.checkpoints import CheckpointWriter, Progress, finish_stage, load_checkpoint, save_best
+from pipeline.runs.checkpoints import CheckpointWriter, Progress, StageResult, finish_stage, load_checkpoint, save_best
 from pipeline.runs.folder import JOURNAL, RunFolder, write_json
 from pipeline.runs.journal import JOURNAL_EVERY_S, Journal
 from pipeline.runtime.context import Context, gather_objects, sum_over_ranks
@@ -59,24 +59,19 @@ class DivergedError(RuntimeError):
 
 @dataclass(frozen=True)
 class StageJob:
-    """A stage to run: where the run lies, and the stores that hold features for frozen stages."""
+    """Consecutive stages of a run, and the feature store that its frozen stages read."""
 
-    run: Path
+    folder: RunFolder
     stages: tuple[str, ...]
     store: StoragePath | Path | None
-    excluded: tuple[str, ...] = ()  # content keys in quarantine
-    attempt: str = ""  # the driver's token: a worker of an attempt that was given up writes nothing more
-    home: StoragePath | None = None  # of the run, when that is on S3
-
-    @property
-    def folder(self) -> RunFolder:
-        return RunFolder(self.run, self.home)
+    excluded: tuple[str, ...] = ()  # content keys of images without features
+    driver_token: str = ""  # workers stop writing once the run has another driver; "": never
 
 
 def train_stages(context: Context, job: StageJob) -> None:
     """Runs the stages of a job that are not over yet, one after the other."""
-    folder = job.folder.on_worker(job.attempt)
-    group = folder.begin_group() if job.attempt and not context.world_rank else ""
+    folder = job.folder.on_worker(job.driver_token)
+    group = folder.new_worker_group_token() if job.driver_token and not context.world_rank else ""
     for name in job.stages:
         if folder.result(name) is None:
             StageRun(context, folder, folder.config.stage(name), job, group).run()
@@ -295,7 +290,7 @@ class StageRun:
     def _best_before(self) -> float:
         """Validation CIDEr-D of what this stage started from, the newest stage that was kept; -inf without any."""
         before = [self.folder.result(stage.name) for stage in self.folder.before(self.stage)]
-        return next((result["best_score"] for result in reversed(before) if result and result["kept"]), -math.inf)
+        return next((result.best_score for result in reversed(before) if result and result.kept), -math.inf)
 
     def _score(self, captions: dict[int, str]) -> float:
         """Mean CIDEr-D over the validation images, in the field's scale (1.404 for 140.4); on every rank alike."""
@@ -316,13 +311,7 @@ class StageRun:
         # A stage that was stopped because its score fell is no step forward unless it rose first.
         demanding = self.stage.keep_if_better or (self.stage.objective == "scst" and bool(progress.ended_early))
         kept = not demanding or progress.best_score > rival
-        result = {
-            "steps": progress.step,
-            "best_step": progress.best_step,
-            "best_score": progress.best_score,
-            "kept": kept,
-            "ended_early": progress.ended_early,
-        }
+        result = StageResult(progress.step, progress.best_step, progress.best_score, kept, progress.ended_early)
         finish_stage(self.path, result)
         self._send()
         verdict = "kept" if kept else f"not kept: the stage before has {rival:.4f}"
@@ -337,9 +326,9 @@ class StageRun:
 
     def _fence(self) -> None:
         """Raises AbandonedError when another attempt at this run has begun, ReplacedError when other workers have."""
-        if self.job.attempt and self.folder.attempt != self.job.attempt:
-            raise AbandonedError(f"another attempt at {self.folder.run_id} has taken over; this worker stops")
-        if self.group and self.folder.group != self.group:
+        if self.job.driver_token and self.folder.driver_token != self.job.driver_token:
+            raise AbandonedError(f"another driver has taken over {self.folder.run_id}; this worker stops")
+        if self.group and self.folder.worker_group_token != self.group:
             raise ReplacedError(f"other workers train {self.folder.run_id} now; this one stops")
 
     def _note(self, kind: str, step: int, values: dict[str, Any]) -> None:

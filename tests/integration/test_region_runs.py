@@ -32,12 +32,12 @@ EXPANSION = {"name": "expansionnet_v2", "static_expansion": [4], "dynamic_expans
 @pytest.mark.parametrize("system", [MESHED_MEMORY, CLUSTERED, EXPANSION], ids=lambda system: system["name"])
 def test_a_system_trains_validates_and_captions_on_regions(tmp_path: Path, system: dict[str, Any]) -> None:
     folder, store = prepare_region_run(tmp_path, system)
-    assert folder.facts["num_tokens"] == 4 and folder.facts["parameters"]["backbone"] == 0
+    assert folder.metadata.num_tokens == 4 and folder.metadata.parameters["backbone"] == 0
     assert all("error" not in row for row in dry_run(folder))
-    train_stages(LocalContext("cpu"), StageJob(folder.path, FROZEN_STAGES, store))
+    train_stages(LocalContext("cpu"), StageJob(folder, FROZEN_STAGES, store))
     for name in FROZEN_STAGES:
         result = folder.result(name)
-        assert result is not None and math.isfinite(result["best_score"])
+        assert result is not None and math.isfinite(result.best_score)
     path = bundle_run(folder)
     bundle = load_bundle(path)
     assert bundle.captioner.backbone is None and bundle.transform is None
@@ -54,7 +54,7 @@ def test_a_system_trains_validates_and_captions_on_regions(tmp_path: Path, syste
 def test_lengths_and_boxes_reach_both_objectives(tmp_path: Path, system: dict[str, Any], stage: str) -> None:
     """What pads a row changes nothing; other lengths do, and other boxes for the model that arranges by them."""
     folder, store = prepare_region_run(tmp_path, system)
-    run = StageRun(LocalContext("cpu"), folder, folder.config.stage(stage), StageJob(folder.path, FROZEN_STAGES, store))
+    run = StageRun(LocalContext("cpu"), folder, folder.config.stage(stage), StageJob(folder, FROZEN_STAGES, store))
     (batch,) = run.batches.at(0)
     assert batch.lengths is not None and batch.boxes is not None
     assert set(batch.lengths.tolist()) <= {2, 3} and len(set(batch.lengths.tolist())) == 2
@@ -85,9 +85,7 @@ def test_captions_do_not_depend_on_padding(tmp_path: Path) -> None:
             update={"features": folder.config.features.model_copy(update={"max_regions": most})}
         )
         store, _ = import_regions(folder.dataset, config)
-        run = StageRun(
-            LocalContext("cpu"), folder, config.stage("xe_frozen"), StageJob(folder.path, FROZEN_STAGES, store)
-        )
+        run = StageRun(LocalContext("cpu"), folder, config.stage("xe_frozen"), StageJob(folder, FROZEN_STAGES, store))
         found.append(caption_images(run.captioner, run.validation, run.vocabulary, config.evaluation, run.context))
     assert found[0] == found[1] and found[0]
 
