@@ -18,6 +18,7 @@ from pipeline.storage.path import StoragePath, place
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from models.base import Features
     from pipeline.captioning.bundle import Bundle
 
 ATTRIBUTED = 24  # pictures with attributions: a backward pass for each word and step
@@ -80,24 +81,21 @@ def _maps(
     model, vocabulary = loaded.captioner.to(device).model, loaded.vocabulary
     begin = time.monotonic()
     found: dict[Key, dict[str, Any]] = {}
-    for (split, image, _, caption), features, boxes, size in _inputs(asked, loaded, config, store, dataset):
-        words, features = caption.split(), features.to(device)
+    for (split, image, _, caption), features, size in _inputs(asked, loaded, config, store, dataset):
+        words, boxes, features = caption.split(), features.boxes, features.to(device)
         ids = torch.tensor(vocabulary.encode(words)[: model.sizes.max_positions + 1], device=device)
-        there = None if boxes is None else boxes.to(device)
 
         def drawn(weights: Tensor, boxes: Tensor | None = boxes, size: tuple[int, int] = size) -> np.ndarray:
             maps = weights.float().cpu().numpy()
-            return maps if boxes is None else region_maps(maps, boxes.numpy(), size)
+            return maps if boxes is None else region_maps(maps, boxes[0].numpy(), size)
 
         with torch.no_grad():
-            memory = model.encode(features[None], None, None if there is None else there[None])
+            memory = model.encode(features)
         own: dict[str, Any] = {"attention": drawn(cross_attention(model, memory, ids[None])[-1, 0, : len(words)])}
         if (split, image) in attributed and time.monotonic() - begin < SECONDS:
-            spoke = integrated_gradients(model, features, ids, boxes=there, steps=STEPS, most_steps=STEPS)
+            spoke = integrated_gradients(model, features, ids, steps=STEPS, most_steps=STEPS)
             own["attribution"] = drawn(spoke.head(len(words)).shares())
-        clusters = find_clusters(
-            model, features, ids[: len(words) + 1], boxes=None if boxes is None else boxes.to(device)
-        )
+        clusters = find_clusters(model, features, ids[: len(words) + 1])
         if clusters is not None:
             own["clusters"] = layer_colors(clusters)
         found[(split, image)] = own
@@ -106,10 +104,11 @@ def _maps(
 
 def _inputs(
     asked: list[Asked], loaded: Bundle, config: RunConfig, store: StoragePath | None, dataset: Dataset | None
-) -> Iterator[tuple[Asked, Tensor, Tensor | None, tuple[int, int]]]:
-    """Each image's features (N, C), the boxes (N, 4) of regions, and for them the picture's width and height."""
+) -> Iterator[tuple[Asked, Features, tuple[int, int]]]:
+    """Each image's features (1, N, C), and for regions with boxes the picture's width and height."""
     import torch
 
+    from models.base import Features
     from pipeline.captioning.service import MAX_PIXELS, CaptionService
     from pipeline.data.images import BadImage, decode_image
     from pipeline.features.model_inputs import Images
@@ -124,7 +123,7 @@ def _inputs(
             except (BadImage, OSError):
                 continue
             with torch.no_grad():
-                yield each, loaded.captioner.features(pixels[None])[0], None, (0, 0)
+                yield each, loaded.captioner.features(Features(pixels[None])), (0, 0)
         return
     if store is None or dataset is None:
         return
@@ -133,15 +132,14 @@ def _inputs(
     rows = {int(image): row for row, image in enumerate(images.image_ids)}
     for each in asked:
         row = np.array([rows[int(each[1])]])
-        features = images.load(row)[0]
-        lengths, boxes = images.regions(row)
-        if lengths is None or boxes is None:
-            yield each, features, None, (0, 0)
+        features = images.load(row)
+        if features.lengths is None or features.boxes is None:
+            yield each, Features(features.tokens), (0, 0)
             continue
         try:
             size = decode_image(place(each[2], options).read_bytes(), MAX_PIXELS).size
         except (BadImage, OSError):
             continue
-        count = int(lengths[0])
+        count = int(features.lengths[0])
         if count:
-            yield each, features[:count], boxes[0, :count], size
+            yield each, Features(features.tokens[:, :count], boxes=features.boxes[:, :count]), size

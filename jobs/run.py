@@ -24,6 +24,7 @@ from pipeline.runtime.log import log_file
 from pipeline.storage.path import StoragePath
 from pipeline.tracking.mlflow_client import public_uri
 from pipeline.tracking.run_tracker import Tracker
+from pipeline.training.batches import num_samples
 
 logger = logging.getLogger(__name__)
 
@@ -120,23 +121,18 @@ class _Run:
 
     def _describe(self, stage: StageSection) -> str:
         workers = self.config.workers.num_workers
-        unit = "pairs" if stage.captions_per_image == 1 and stage.objective == "cross_entropy" else "images"
+        unit = "pairs" if stage.samples_are_pairs else "images"
         extra = f" x {stage.captions_per_image} captions" if stage.captions_per_image > 1 else ""
         if stage.objective == "scst":
             extra = f" x {stage.sampling.num_samples} samples"
         share = stage.batch_size // (workers * stage.gradient_accumulation_steps)
-        state = "done" if self.folder.result(stage.name) else f"{total_steps(stage, self._num_samples(stage))} steps"
+        train = self.folder.dataset.split(*self.config.data.train_splits)
+        state = "done" if self.folder.result(stage.name) else f"{total_steps(stage, num_samples(stage, train))} steps"
         return (
             f"{stage.name}: {stage.objective}, {'end to end' if stage.train_backbone else 'frozen features'}, {state} "
             f"of {stage.batch_size} {unit}{extra} = {workers} workers x {share}"
             + (f" x {stage.gradient_accumulation_steps} accumulated" if stage.gradient_accumulation_steps > 1 else "")
         )
-
-    def _num_samples(self, stage: StageSection) -> int:
-        train = self.folder.dataset.split(*self.config.data.train_splits)
-        if stage.captions_per_image == 1 and stage.objective == "cross_entropy":
-            return sum(len(captions) for captions in train.column("captions"))
-        return len(train)
 
     def _check(self) -> None:
         """Disk, Java, and one step of every stage at its real batch size on a worker."""
@@ -152,13 +148,13 @@ class _Run:
         from pipeline.training.dry_run import dry_run
 
         self._start_ray()
-        with self._timed("trial steps"):
+        with self._timed("dry run"):
             workers = self.config.workers
             task = ray.remote(dry_run).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
-            for row in ray.get(task.remote(self.folder)):
-                if "error" in row:
-                    raise UserError(f"a trial step of stage {row['stage']} fails: {row['error']}")
-                logger.info(f"check     one step of {row['stage']}: {row['seconds']:.1f} s, {row['memory_mb']:.0f} MiB")
+            for result in ray.get(task.remote(self.folder)):
+                if result.error is not None:
+                    raise UserError(f"a dry run of stage {result.stage} fails: {result.error}")
+                logger.info(f"check     one step of {result.stage}: {result.seconds:.1f} s, {result.memory_mb:.0f} MiB")
 
     def _check_disk(self) -> None:
         metadata = self.folder.metadata

@@ -9,7 +9,8 @@ from typing import Any
 
 from pipeline.config.run import RunConfig
 from pipeline.storage.path import StoragePath
-from pipeline.training.loop import AbandonedError, DivergedError, StageJob, train_stages
+from pipeline.training.loop import DivergedError, StageJob, train_stages
+from pipeline.training.stage_output import AbandonedError
 
 
 class StageFailedError(RuntimeError):

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.base import CaptionModel
+from models.base import CaptionModel, Features
 
 STEPS = 32
 TOLERANCE = 0.05  # nats, 5 % of a word's probability
@@ -61,38 +61,35 @@ class Attribution:
 
 def integrated_gradients(
     model: CaptionModel,
-    features: Tensor,
+    features: Features,
     tokens: Tensor,
     *,
-    length: int | None = None,
-    boxes: Tensor | None = None,
     baseline: Tensor | None = None,
     steps: int = STEPS,
     tolerance: float = TOLERANCE,
     most_steps: int = MOST_STEPS,
     rows: int = 16,
 ) -> Attribution:
-    """The attribution of every word of one caption, tokens (T,) with SOS, to one image's features (N, C).
+    """The attribution of every word of one caption, tokens (T,) with SOS, to one image's features (1, N, C).
 
-    length: the number of real tokens, where features are padded; boxes (N, 4) for the models that need them; baseline
-    (N, C), None for zeros. While a word misses the change by more than `tolerance` nats, the steps are doubled, up to
-    `most_steps`, and as long as that helps: where the greatest gap hardly shrinks, it is jumps that are missed. What is
-    missed at the end stands in `gap`. `rows` points of the line are computed at a time, with one forward pass for all
-    words and one backward pass a word: memory is that of `rows` images, whatever the caption's length and the steps.
-    Raises ValueError unless steps and rows are 1 or more and features and tokens have those shapes.
+    `baseline` is (N, C), None for zeros. While a word's values miss the change by more than `tolerance` nats, the steps
+    are doubled, up to `most_steps` and for as long as the greatest gap shrinks noticeably (a gap that does not shrink
+    comes from jumps). `Attribution.gap` holds what remains. `rows` points of the line are computed at a time, with one
+    forward pass for all words and one backward pass per word: memory is that of `rows` images, whatever the caption's
+    length and the steps. Raises ValueError unless steps and rows are 1 or more and the shapes are as given here.
     """
     if steps < 1 or rows < 1:
         raise ValueError(f"steps = {steps} and rows = {rows}: both must be 1 or more")
-    if features.ndim != 2 or tokens.ndim != 1 or len(tokens) < 2:
+    if features.tokens.ndim != 3 or len(features) != 1 or tokens.ndim != 1 or len(tokens) < 2:
         raise ValueError(
-            f"features {tuple(features.shape)} and tokens {tuple(tokens.shape)}: expected one image (tokens, width) "
-            "and one caption of SOS and a word or more"
+            f"features {tuple(features.tokens.shape)} and tokens {tuple(tokens.shape)}: expected one image "
+            "(1, tokens, width) and one caption of SOS and a word or more"
         )
     training = model.training
     model.eval()
     try:
         with torch.inference_mode(False):  # what is made here needs a gradient, wherever this is called
-            line = _Line(model, features.detach().clone(), tokens.clone(), length, boxes, baseline)
+            line = _Line(model, features, tokens.clone(), baseline)
             found = Attribution(line.integrate(steps, rows), line.change, steps)
             while float(found.gap.max()) > tolerance and 2 * found.steps <= most_steps:
                 before = float(found.gap.max())
@@ -107,30 +104,23 @@ def integrated_gradients(
 class _Line:
     """The line from the baseline to one image's features, and the log-probabilities of the words on it."""
 
-    def __init__(
-        self,
-        model: CaptionModel,
-        features: Tensor,
-        tokens: Tensor,
-        length: int | None,
-        boxes: Tensor | None,
-        baseline: Tensor | None,
-    ) -> None:
-        self.model, self.tokens, self.length = model, tokens, length
-        features = features.to(next(model.parameters()).dtype)
-        self.start = torch.zeros_like(features) if baseline is None else baseline.detach().to(features)
-        self.way = features - self.start
-        self.boxes = None if boxes is None else boxes.clone()
+    def __init__(self, model: CaptionModel, features: Features, tokens: Tensor, baseline: Tensor | None) -> None:
+        self.model, self.tokens = model, tokens
+        self.lengths = None if features.lengths is None else features.lengths.clone()
+        self.boxes = None if features.boxes is None else features.boxes.clone()
+        end = features.tokens[0].detach().clone().to(next(model.parameters()).dtype)
+        self.start = torch.zeros_like(end) if baseline is None else baseline.detach().to(end)
+        self.way = end - self.start
         with torch.no_grad():
-            ends = self.log_probs(torch.stack((self.start, features))).double()
+            ends = self.log_probs(torch.stack((self.start, end))).double()
         self.change = ends[1] - ends[0]
 
     def log_probs(self, features: Tensor) -> Tensor:
         """(R, W) of the caption's words, teacher-forced, at features (R, N, C)."""
         rows = features.shape[0]
-        lengths = None if self.length is None else torch.full((rows,), self.length, device=features.device)
+        lengths = None if self.lengths is None else self.lengths.expand(rows)
         boxes = None if self.boxes is None else self.boxes.expand(rows, -1, -1)
-        logits = self.model(features, lengths, self.tokens[:-1].expand(rows, -1), boxes)
+        logits = self.model(Features(features, lengths, boxes), self.tokens[:-1].expand(rows, -1))
         log_probs = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         return log_probs.gather(2, self.tokens[1:].expand(rows, -1)[:, :, None])[:, :, 0]
 

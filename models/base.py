@@ -16,6 +16,35 @@ from models.config import ModelConfig, ModelSizes
 
 
 @dataclass(frozen=True)
+class Features:
+    """A captioner's input for B images.
+
+    tokens: (B, N, C) stored features, or (B, 3, H, W) normalized pixels for a captioner with a backbone.
+    lengths: (B,) numbers of valid image tokens, or None where all N are valid.
+    boxes: (B, N, 4) corners x0 y0 x1 y1 of regions, for the models that arrange regions by position.
+    """
+
+    tokens: Tensor
+    lengths: Tensor | None = None
+    boxes: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Features:
+        """Moved to `device`; `dtype` converts the tokens only."""
+        lengths = None if self.lengths is None else self.lengths.to(device)
+        boxes = None if self.boxes is None else self.boxes.to(device)
+        return Features(self.tokens.to(device, dtype), lengths, boxes)
+
+    def select(self, rows: Tensor) -> Features:
+        """The features of the images in `rows` (any number, any order; int64)."""
+        lengths = None if self.lengths is None else self.lengths.index_select(0, rows)
+        boxes = None if self.boxes is None else self.boxes.index_select(0, rows)
+        return Features(self.tokens.index_select(0, rows), lengths, boxes)
+
+
+@dataclass(frozen=True)
 class Memory:
     """What the encoder leaves for the decoder.
 
@@ -77,11 +106,10 @@ class CaptionModel(nn.Module, ABC):
         """Draws the weights anew, as the system's reference or paper draws them (torch's default generator)."""
 
     @abstractmethod
-    def encode(self, features: Tensor, lengths: Tensor | None = None, boxes: Tensor | None = None) -> Memory:
-        """Features (B, N, C), with (B,) numbers of real tokens, at most N, where they differ.
+    def encode(self, features: Features) -> Memory:
+        """Encodes features whose tokens are (B, N, C); models that do not need boxes ignore them.
 
-        boxes (B, N, 4), corners x0 y0 x1 y1 of regions, are for the models that arrange regions by their place; the
-        others leave them alone. Raises ValueError on other widths, and where a model lacks the boxes that it needs.
+        Raises ValueError for another feature width, and when a model lacks the boxes that it needs.
         """
 
     @abstractmethod
@@ -92,9 +120,9 @@ class CaptionModel(nn.Module, ABC):
         Raises ValueError for a caption longer than the positional table.
         """
 
-    def forward(self, features: Tensor, lengths: Tensor | None, tokens: Tensor, boxes: Tensor | None = None) -> Tensor:
-        """`decode(encode(...))`: an image is encoded once, whatever the number of its captions."""
-        return self.decode(self.encode(features, lengths, boxes), tokens)
+    def forward(self, features: Features, tokens: Tensor) -> Tensor:
+        """`decode(encode(features), tokens)`: an image is encoded once, whatever the number of its captions."""
+        return self.decode(self.encode(features), tokens)
 
     @abstractmethod
     def init_cache(self, memory: Memory, beams: int) -> Cache:
@@ -105,16 +133,17 @@ class CaptionModel(nn.Module, ABC):
         """Logits (B*K, V) after one more token (B*K,) a row. Without gradient: `decode` is for training."""
 
 
-def check_features(features: Tensor, lengths: Tensor | None, width: int) -> None:
-    """Raises ValueError unless features are (B, N, width) and lengths (B,)."""
-    if features.ndim != 3 or features.shape[-1] != width:
+def check_features(features: Features, width: int) -> None:
+    """Raises ValueError unless the tokens are (B, N, width) and the lengths (B,)."""
+    tokens, lengths = features.tokens, features.lengths
+    if tokens.ndim != 3 or tokens.shape[-1] != width:
         raise ValueError(
-            f"features have shape {tuple(features.shape)}; expected (images, tokens, {width}), "
+            f"features have shape {tuple(tokens.shape)}; expected (images, tokens, {width}), "
             f"the width this model was built for"
         )
-    if lengths is not None and lengths.shape != features.shape[:1]:
+    if lengths is not None and lengths.shape != tokens.shape[:1]:
         raise ValueError(
-            f"lengths have shape {tuple(lengths.shape)}; expected one number an image, ({features.shape[0]},)"
+            f"lengths have shape {tuple(lengths.shape)}; expected one number per image, ({len(features)},)"
         )
 
 

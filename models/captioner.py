@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 
 from models.backbone import Backbone
-from models.base import CaptionModel, Memory
+from models.base import CaptionModel, Features, Memory
 
 
 class Captioner(nn.Module):
@@ -16,17 +18,20 @@ class Captioner(nn.Module):
         self.model = model
         self.backbone = backbone
 
-    def features(self, inputs: Tensor) -> Tensor:
-        """(B, N, C). Raises ValueError for images when there is no backbone."""
-        if inputs.ndim != 4:
+    def features(self, inputs: Features) -> Features:
+        """Pixels become the backbone's features (B, N, C); features pass as they are.
+
+        Raises ValueError for pixels when there is no backbone.
+        """
+        if inputs.tokens.ndim != 4:
             return inputs
         if self.backbone is None:
             raise ValueError("this captioner has no backbone: it works on stored features (images, tokens, width) only")
-        return self.backbone(inputs)
+        return replace(inputs, tokens=self.backbone(inputs.tokens))
 
-    def encode(self, inputs: Tensor, lengths: Tensor | None = None, boxes: Tensor | None = None) -> Memory:
-        return self.model.encode(self.features(inputs), lengths, boxes)
+    def encode(self, inputs: Features) -> Memory:
+        return self.model.encode(self.features(inputs))
 
-    def forward(self, inputs: Tensor, lengths: Tensor | None, tokens: Tensor, boxes: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Features, tokens: Tensor) -> Tensor:
         """Teacher-forced logits (B*K, T, V)."""
-        return self.model(self.features(inputs), lengths, tokens, boxes)
+        return self.model(self.features(inputs), tokens)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.base import CaptionModel
+from models.base import CaptionModel, Features
 from models.clustformer import ClustFormer
 
 THRESHOLD = 0.5
@@ -82,13 +82,12 @@ def grid_groups(
 @torch.no_grad()
 def find_clusters(
     model: CaptionModel,
-    features: Tensor,
+    features: Features,
     tokens: Tensor,
     *,
-    boxes: Tensor | None = None,
     threshold: float = THRESHOLD,
 ) -> Clusters | None:
-    """The clusters of one image, features (N, C), and one caption, tokens (T,) with SOS: words are those behind it.
+    """The clusters of one image, features (1, N, C), and one caption, tokens (T,) with SOS: words are those behind it.
 
     None for a model without adaptive clusters. Leave out EOS, and PAD of the features.
     """
@@ -98,19 +97,18 @@ def find_clusters(
     decoder = tuple(n for n, layer in enumerate(model.decoder, 1) if layer.clusters is not None)
     if not encoder and not decoder:
         return None
-    boxes = None if boxes is None else boxes[None]
-    memory = model.encode(features[None], None, boxes)
-    image, grid = _image_groups(model, features, boxes, encoder, threshold)
+    memory = model.encode(features)
+    image, grid = _image_groups(model, features, encoder, threshold)
     matrices = model.decoder_clusters(memory, tokens[None])[:, 0, 1:, 1:].float().cpu()
     words = [sequence_groups(matrices[number - 1], threshold) for number in decoder]
     return Clusters(image, _stacked(words, len(tokens) - 1), encoder, decoder, grid)
 
 
 def _image_groups(
-    model: ClustFormer, features: Tensor, boxes: Tensor | None, layers: tuple[int, ...], threshold: float
+    model: ClustFormer, features: Features, layers: tuple[int, ...], threshold: float
 ) -> tuple[Tensor, tuple[int, int] | None]:
-    matrices, arrangement = model.encoder_clusters(features[None], None, boxes)
-    matrices, count = matrices[:, 0].float().cpu(), len(features)
+    matrices, arrangement = model.encoder_clusters(features)
+    matrices, count = matrices[:, 0].float().cpu(), features.tokens.shape[1]
     two = model.config.encoder_clusters == "2d"
     if arrangement is None:
         rows, columns = model.config.grid or (round(count**0.5), round(count**0.5))

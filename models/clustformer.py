@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from models.base import (
     Cache,
     CaptionModel,
+    Features,
     Memory,
     ModelSizes,
     captions_per_image,
@@ -267,19 +268,17 @@ class ClustFormer(CaptionModel):
         for plain in (self.input, self.words, self.output):
             xavier_blocks_(plain.weight)
 
-    def encode(self, features: Tensor, lengths: Tensor | None = None, boxes: Tensor | None = None) -> Memory:
-        states, _ = self._encoded(features, lengths, boxes, False)
-        return Memory(states, lengths, boxes)
+    def encode(self, features: Features) -> Memory:
+        states, _ = self._encoded(features, False)
+        return Memory(states, features.lengths, features.boxes)
 
     @torch.no_grad()
-    def encoder_clusters(
-        self, features: Tensor, lengths: Tensor | None = None, boxes: Tensor | None = None
-    ) -> tuple[Tensor, Arrangement | None]:
+    def encoder_clusters(self, features: Features) -> tuple[Tensor, Arrangement | None]:
         """C (layers, B, N, N) of every encoder layer, 1 where a layer has none; for regions also their arrangement.
 
         Its rows and columns are the grid's cells, row by row; of regions, as the arrangement orders them.
         """
-        _, found = self._encoded(features, lengths, boxes, True)
+        _, found = self._encoded(features, True)
         return found
 
     @torch.no_grad()
@@ -287,12 +286,10 @@ class ClustFormer(CaptionModel):
         """C (layers, B*K, T, T) of every decoder layer for tokens (B*K, T) with SOS; 1 where a layer has none."""
         return torch.stack(self._decoded(memory, tokens, True)[1])
 
-    def _encoded(
-        self, features: Tensor, lengths: Tensor | None, boxes: Tensor | None, trace: bool
-    ) -> tuple[Tensor, tuple[Tensor, Arrangement | None]]:
-        check_features(features, lengths, self.sizes.feature_width)
-        x = self.input_dropout(F.relu(self.input(features.to(self.input.weight.dtype))))
-        arrangement, layout = self._layout(x, lengths, boxes)
+    def _encoded(self, features: Features, trace: bool) -> tuple[Tensor, tuple[Tensor, Arrangement | None]]:
+        check_features(features, self.sizes.feature_width)
+        x = self.input_dropout(F.relu(self.input(features.tokens.to(self.input.weight.dtype))))
+        arrangement, layout = self._layout(features)
         if arrangement is not None:
             x = arrangement.apply(x)
         window = self._window(layout, self.config.encoder_clusters, x)
@@ -306,17 +303,18 @@ class ClustFormer(CaptionModel):
                 stack.trace.append(matrix.expand(x.shape[0], x.shape[1], x.shape[1]))
         x = self.encoder_norm(x)
         if arrangement is not None:
-            x = arrangement.undo(x, features.shape[1])
+            x = arrangement.undo(x, features.tokens.shape[1])
         return x, (torch.stack(stack.trace) if trace else x, arrangement)
 
-    def _layout(self, x: Tensor, lengths: Tensor | None, boxes: Tensor | None) -> tuple[Arrangement | None, Layout]:
-        """How image tokens (B, N, D) stand: the grid's shape, which are real, and, for regions, in which order."""
-        config, count = self.config, x.shape[1]
+    def _layout(self, features: Features) -> tuple[Arrangement | None, Layout]:
+        """The grid that image tokens (B, N, C) form and, for regions, the order in which they fill it."""
+        config, lengths, boxes = self.config, features.lengths, features.boxes
+        images, count = features.tokens.shape[:2]
         if config.inputs == "regions" and config.encoder_clusters != "none":
-            if boxes is None or boxes.shape != (*x.shape[:2], 4):
+            if boxes is None or boxes.shape != (images, count, 4):
                 found = "none" if boxes is None else f"shape {tuple(boxes.shape)}"
                 raise ValueError(
-                    f"regions are arranged by their boxes: expected boxes {(*x.shape[:2], 4)}, found {found}; "
+                    f"regions are arranged by their boxes: expected boxes {(images, count, 4)}, found {found}; "
                     "import region features with their boxes, or set model.encoder_clusters to none"
                 )
             arrangement = arrange_regions(boxes, lengths, config.region_rows)

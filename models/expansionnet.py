@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from models.base import (
     Cache,
     CaptionModel,
+    Features,
     Memory,
     ModelSizes,
     captions_per_image,
@@ -142,15 +143,15 @@ class ExpansionNet(CaptionModel):
         for plain in (self.input, self.encoder_sum.map, self.words, self.positions, self.decoder_sum.map, self.output):
             xavier_blocks_(plain.weight)
 
-    def encode(self, features: Tensor, lengths: Tensor | None = None, boxes: Tensor | None = None) -> Memory:
-        check_features(features, lengths, self.sizes.feature_width)
-        x = self.input_dropout(self.input(features.to(self.input.weight.dtype)))
-        real = real_tokens(lengths, features.shape[1])
+    def encode(self, features: Features) -> Memory:
+        check_features(features, self.sizes.feature_width)
+        x = self.input_dropout(self.input(features.tokens.to(self.input.weight.dtype)))
+        real = real_tokens(features.lengths, x.shape[1])
         outputs = []
         for layer in self.encoder:
             x = layer(x, real)
             outputs.append(x)
-        return Memory(self.encoder_sum(outputs), lengths)
+        return Memory(self.encoder_sum(outputs), features.lengths)
 
     def embed(self, tokens: Tensor, position: int) -> Tensor:
         """Tokens (R, T) that start at `position`. Dropout comes before the scale, the position after (item 2)."""

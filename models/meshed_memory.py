@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from models.base import (
     Cache,
     CaptionModel,
+    Features,
     Memory,
     ModelSizes,
     captions_per_image,
@@ -237,16 +238,16 @@ class MeshedMemoryTransformer(CaptionModel):
         for plain in (self.input, self.words, self.output):
             nn.init.xavier_uniform_(plain.weight)
 
-    def encode(self, features: Tensor, lengths: Tensor | None = None, boxes: Tensor | None = None) -> Memory:
-        check_features(features, lengths, self.sizes.feature_width)
-        x = F.relu(self.input(features.to(self.input.weight.dtype)))
+    def encode(self, features: Features) -> Memory:
+        check_features(features, self.sizes.feature_width)
+        x = F.relu(self.input(features.tokens.to(self.input.weight.dtype)))
         x = self.input_norm(self.input_dropout(x))
-        real = real_tokens(lengths, features.shape[1])
+        real = real_tokens(features.lengths, x.shape[1])
         levels = []
         for layer in self.encoder:
             x = layer(x, real)
             levels.append(x)
-        return Memory(torch.stack(levels, 1), lengths)
+        return Memory(torch.stack(levels, 1), features.lengths)
 
     def embed(self, tokens: Tensor, position: int) -> Tensor:
         """Tokens (R, T) that start at `position`; neither scaled nor dropped, as in the reference."""

@@ -16,6 +16,7 @@ from PIL import Image
 from jobs.bench.models import FEATURE_WIDTH, IMAGE_TOKENS, paper_model, search
 from jobs.bench.reference_expansionnet import MaterializedModel
 from models.backbone import Backbone
+from models.base import Features
 from models.config import BackboneConfig
 from models.transform import ImageTransform
 from pipeline.data.images import decode_image
@@ -34,12 +35,12 @@ def bench_caption(images: int = 16, repeats: int = 3, threads: int | None = None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = paper_model(device)
     slow, backbone = MaterializedModel(model), Backbone(BackboneConfig()).eval().to(device)
-    features = torch.randn(images, IMAGE_TOKENS, FEATURE_WIDTH, device=device)
+    features = Features(torch.randn(images, IMAGE_TOKENS, FEATURE_WIDTH, device=device))
     files, transform = _files(images), ImageTransform(backbone.config.image_size)
 
     def from_files() -> None:
         pixels = torch.stack([transform(decode_image(data, MAX_PIXELS)) for data in files]).to(device)
-        search(model, backbone(pixels))
+        search(model, Features(backbone(pixels)))
 
     where = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     print(f"{images} images, beam 5 to 20 tokens, {backbone.config.name} and ExpansionNet v2; {where}; {repeats} runs")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from jobs.bench.reference_expansionnet import MaterializedModel, dynamic_expansion, static_expansion
-from models.base import CaptionModel, ModelSizes
+from models.base import CaptionModel, Features, ModelSizes
 from models.config import ExpansionNetConfig
 from models.decoding import Captions, beam_search, sample
 from models.expansion import DynamicExpansion, StaticExpansion
@@ -115,12 +115,12 @@ def paper_model(device: torch.device) -> ExpansionNet:
     return model.to(device).eval()
 
 
-def search(model: CaptionModel, features: Tensor) -> Captions:
+def search(model: CaptionModel, features: Features) -> Captions:
     return beam_search(model, model.encode(features), beam_size=BEAMS, max_length=CAPTION_TOKENS)
 
 
-def draw(model: CaptionModel, features: Tensor) -> Captions:
-    generator = torch.Generator(features.device).manual_seed(0)
+def draw(model: CaptionModel, features: Features) -> Captions:
+    generator = torch.Generator(features.tokens.device).manual_seed(0)
     return sample(model, model.encode(features), num_samples=SAMPLES, max_length=SAMPLE_TOKENS, generator=generator)
 
 
@@ -131,7 +131,7 @@ def measure(report: ModelsReport, model: ExpansionNet, images: int, repeats: int
     for row, kept in zip(report.rows, compare_forms(model, images, repeats), strict=True):
         row.materialized_kept, row.factorized_kept = kept.materialized, kept.factorized
     _ratios(report, write)
-    features = torch.randn(images, IMAGE_TOKENS, model.sizes.feature_width, device=model.output.weight.device)
+    features = Features(torch.randn(images, IMAGE_TOKENS, model.sizes.feature_width, device=model.output.weight.device))
     _bfloat16(report, model, features, write)
 
 
@@ -139,7 +139,7 @@ def compare_forms(model: ExpansionNet, images: int, repeats: int) -> list[Row]:
     """Times both forms of a model with both expansions; a row a measurement."""
     device = model.output.weight.device
     slow = MaterializedModel(model)
-    features = torch.randn(images, IMAGE_TOKENS, model.sizes.feature_width, device=device)
+    features = Features(torch.randn(images, IMAGE_TOKENS, model.sizes.feature_width, device=device))
     width = model.config.d_model
     words = torch.randn(images, CAPTION_TOKENS, width, device=device)
     patches = torch.randn(images, IMAGE_TOKENS, width, device=device)
@@ -193,18 +193,18 @@ def _ratios(report: ModelsReport, write: Callable[[str], Any]) -> None:
         )
 
 
-def _bfloat16(report: ModelsReport, model: ExpansionNet, features: Tensor, write: Callable[[str], Any]) -> None:
+def _bfloat16(report: ModelsReport, model: ExpansionNet, features: Features, write: Callable[[str], Any]) -> None:
     """How far bfloat16 autocast moves the logits, in units of each row's largest absolute float32 logit."""
     sizes = model.sizes
-    tokens = torch.randint(sizes.vocabulary_size, (len(features), CAPTION_TOKENS), device=features.device)
+    tokens = torch.randint(sizes.vocabulary_size, (len(features), CAPTION_TOKENS), device=features.tokens.device)
     tokens[:, 0] = sizes.sos
     kept = model.output.bias[sizes.eos].clone()
     model.output.bias[sizes.eos] = 0.0  # the bias that keeps captions going would be the largest logit by far
-    exact = model(features, None, tokens)
-    rounded = _autocast(features.device, partial(model, features, None, tokens))().float()
+    exact = model(features, tokens)
+    rounded = _autocast(tokens.device, partial(model, features, tokens))().float()
     model.output.bias[sizes.eos] = kept
     report.bfloat16_errors = ((rounded - exact).abs().amax(-1) / exact.abs().amax(-1)).flatten()
-    middle, late = report.bfloat16_errors.quantile(torch.tensor([0.5, 0.99], device=features.device)).tolist()
+    middle, late = report.bfloat16_errors.quantile(torch.tensor([0.5, 0.99], device=tokens.device)).tolist()
     inside = int((report.bfloat16_errors <= BFLOAT16_LIMIT).sum())
     write(
         f"\nbfloat16 autocast, random weights and words: logits off by {middle:.1e} (median), {late:.1e} (99 %), "

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import Cache, CaptionModel, Memory
+from models.base import Cache, CaptionModel, Features, Memory
 from models.expansion import DynamicExpansion, StaticExpansion
 from models.expansionnet import ExpansionNet
 from models.layers import CrossAttention, SelfAttention
@@ -138,12 +138,12 @@ class MaterializedModel(CaptionModel):
     def init_weights(self) -> None:
         self.model.init_weights()
 
-    def encode(self, features: Tensor, lengths: Tensor | None = None, boxes: Tensor | None = None) -> Memory:
-        model = self.model
+    def encode(self, features: Features) -> Memory:
+        model, lengths = self.model, features.lengths
+        x = model.input(features.tokens)
         real = None
         if lengths is not None:
-            real = torch.arange(features.shape[1], device=features.device) < lengths[:, None]
-        x = model.input(features)
+            real = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
         outputs = []
         for layer in model.encoder:
             normed = layer.mixer_norm(x)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from models.backbone import Backbone
+from models.base import Features
 from models.captioner import Captioner
 from models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
 from models.layers import set_dropout
@@ -126,7 +127,7 @@ def _step(case: Case, device: torch.device) -> Callable[[], None]:
     inputs = torch.randn(case.images, *shape, device=device)
     tokens = torch.randint(4, SIZES.vocabulary_size, (case.images * case.captions, WORDS + 2), device=device)
     tokens[:, 0], tokens[:, -1] = SIZES.sos, SIZES.eos
-    batch = Batch(inputs, tokens, np.arange(case.images), tokens[:, 1:].numel(), case.images)
+    batch = Batch(Features(inputs), tokens, np.arange(case.images), tokens[:, 1:].numel(), case.images)
     objective, generator = _objective(case, device), torch.Generator(device)
 
     def step() -> None:

@@ -129,8 +129,7 @@ def _caption(
 
 
 def _encoded(captioner: Captioner, images: Images, rows: np.ndarray, device: torch.device) -> Memory:
-    lengths, boxes = (None if part is None else part.to(device) for part in images.regions(rows))
-    return captioner.encode(images.load(rows).to(device), lengths, boxes)
+    return captioner.encode(images.load(rows).to(device))
 
 
 def _search(

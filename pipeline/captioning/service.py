@@ -18,7 +18,7 @@ from torch import Tensor
 
 from models.attention_maps import cross_attention
 from models.attribution import Attribution, integrated_gradients
-from models.base import Memory
+from models.base import Features, Memory
 from models.cluster_groups import Clusters, find_clusters
 from models.decoding import Captions, beam_search
 from pipeline.captioning.bundle import Bundle, load_bundle
@@ -53,7 +53,7 @@ class CaptionService:
     def caption(self, pixels: Tensor, num_results: int = 1) -> list[list[tuple[str, float]]]:
         """The best captions, best first, with their summed log-probabilities, of each of (B, 3, H, W)."""
         with torch.autocast(pixels.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
-            found = self._search(self.bundle.captioner.encode(pixels), num_results)
+            found = self._search(self.bundle.captioner.encode(Features(pixels)), num_results)
         sums = found.log_probs.sum(-1).tolist()
         return [
             [(self.bundle.vocabulary.decode(ids), value) for ids, value in zip(tokens, values, strict=True)]
@@ -66,7 +66,7 @@ class CaptionService:
         captioner, words = self.bundle.captioner, caption.split()
         ids = self.bundle.vocabulary.encode(words)
         tokens = torch.tensor([ids], device=pixels.device)
-        return cross_attention(captioner.model, captioner.encode(pixels[None]), tokens)[-1, 0, : len(words)]
+        return cross_attention(captioner.model, captioner.encode(Features(pixels[None])), tokens)[-1, 0, : len(words)]
 
     def attribution(self, pixels: Tensor, caption: str, steps: int | None = None) -> Attribution:
         """What each grid cell of one image (3, H, W) adds to the log-probability of each word of a caption.
@@ -76,7 +76,7 @@ class CaptionService:
         captioner, words = self.bundle.captioner, caption.split()
         ids = torch.tensor(self.bundle.vocabulary.encode(words), device=pixels.device)
         with torch.no_grad():
-            features = captioner.features(pixels[None])[0]
+            features = captioner.features(Features(pixels[None]))
         ids = ids[: captioner.model.sizes.max_positions + 1]
         if steps is None:
             return integrated_gradients(captioner.model, features, ids).head(len(words))
@@ -87,7 +87,7 @@ class CaptionService:
         """The clusters of one image (3, H, W) and a caption's words; None for a model that makes none."""
         captioner = self.bundle.captioner
         ids = torch.tensor(self.bundle.vocabulary.encode(caption.split())[:-1], device=pixels.device)
-        return find_clusters(captioner.model, captioner.features(pixels[None])[0], ids)
+        return find_clusters(captioner.model, captioner.features(Features(pixels[None])), ids)
 
     def _search(self, memory: Memory, num_results: int) -> Captions:
         limit = min(self.max_length, self.bundle.captioner.model.sizes.max_positions)

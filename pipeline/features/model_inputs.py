@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from models.base import Features
 from models.transform import ImageTransform
 from pipeline.data.dataset import Dataset
 from pipeline.data.images import decode_image
@@ -46,19 +47,18 @@ class Images:
     def __len__(self) -> int:
         return len(self.uris)
 
-    def load(self, rows: np.ndarray) -> Tensor:
-        """Features (len(rows), N, C) or normalized pixels (len(rows), 3, H, W), float32."""
-        if self.store is not None and self.positions is not None:
-            return torch.from_numpy(self.store.gather_at(self.positions[rows])).float()
-        assert self.pool is not None
-        return torch.stack(list(self.pool.map(self._pixels, rows)))
+    def load(self, rows: np.ndarray) -> Features:
+        """Features (len(rows), N, C) with the lengths and boxes of regions, or normalized pixels (len(rows), 3, H, W).
 
-    def regions(self, rows: np.ndarray) -> tuple[Tensor | None, Tensor | None]:
-        """Lengths (len(rows),) int64 and boxes (len(rows), N, 4) of region features; None for what has none."""
+        Tokens are float32.
+        """
         if self.store is None or self.positions is None:
-            return None, None
+            assert self.pool is not None
+            return Features(torch.stack(list(self.pool.map(self._pixels, rows))))
+        tokens = torch.from_numpy(self.store.gather_at(self.positions[rows])).float()
         lengths, boxes = self.store.regions_at(self.positions[rows])
-        return (
+        return Features(
+            tokens,
             None if lengths is None else torch.from_numpy(lengths),
             None if boxes is None else torch.from_numpy(boxes),
         )

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
+from models.base import Features
 from models.decoding import beam_search
 from models.macs import TABLE_6_CAPTION_TOKENS, cost
 from models.registry import build_model
 from pipeline.config.run import RunConfig, needs_boxes, total_steps
-from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
 from pipeline.data.loading import find_data
 from pipeline.runs.evaluation import read_predictions
@@ -37,6 +37,7 @@ from pipeline.scoring.metrics import score_captions
 from pipeline.search.spec import SCORE, Search
 from pipeline.search.trials import SearchFolder
 from pipeline.storage.path import place
+from pipeline.training.batches import num_samples
 from pipeline.training.loop import StageJob, train_stages
 
 Report = Callable[[dict[str, Any]], None]
@@ -219,19 +220,11 @@ def share_file(path: Path, source: Path) -> None:
         temporary.replace(path)
 
 
-def num_samples(run: RunFolder, stage: StageSection) -> int:
-    """Samples an epoch of a stage, as `pipeline.training.batches` counts them."""
-    train = run.dataset.split(*run.config.data.train_splits)
-    if stage.captions_per_image == 1 and stage.objective == "cross_entropy":
-        return sum(len(captions) for captions in train.column("captions"))
-    return len(train)
-
-
 def epoch_of(run: RunFolder, name: str, step: int) -> tuple[float, bool]:
     """Epochs over all of a run's stages after a step of one, and whether it is the run's last step."""
-    before = 0.0
+    before, train = 0.0, run.dataset.split(*run.config.data.train_splits)
     for stage in run.config.stages:
-        total = total_steps(stage, num_samples(run, stage))
+        total = total_steps(stage, num_samples(stage, train))
         if stage.name == name:
             last = step == total and stage == run.config.stages[-1]
             return round(before + stage.epochs * step / total, 6), last
@@ -289,13 +282,13 @@ def latency_ms(run: RunFolder) -> float:
     load_weights(model, run.weights_before(None, "model"))
     model = model.eval().to(device)
     tokens = run.metadata.num_tokens
-    features = torch.randn(1, tokens, run.sizes.feature_width, device=device)
     boxes = torch.rand(1, tokens, 4, device=device) if needs_boxes(run.config.model) else None
+    features = Features(torch.randn(1, tokens, run.sizes.feature_width, device=device), boxes=boxes)
     times = []
     for _ in range(LATENCY_REPEATS + 1):
         begin = time.perf_counter()
         with torch.inference_mode():
-            memory = model.encode(features, None, boxes)
+            memory = model.encode(features)
             beam_search(model, memory, beam_size=settings.beam_size, max_length=settings.max_length).tokens.tolist()
         times.append(1000 * (time.perf_counter() - begin))
     return statistics.median(times[1:])

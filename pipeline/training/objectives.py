@@ -59,7 +59,7 @@ def cross_entropy_objective(stage: StageSection, pad: int) -> Objective:
     """Label-smoothed cross entropy, averaged over the target tokens of the global batch."""
 
     def run(wrapped: nn.Module, captioner: Captioner, batch: Batch, generator: torch.Generator) -> StepOutput:
-        logits = wrapped(batch.inputs, batch.lengths, batch.tokens[:, :-1], batch.boxes)
+        logits = wrapped(batch.features, batch.tokens[:, :-1])
         loss = smoothed_cross_entropy(logits, batch.tokens[:, 1:], pad, stage.label_smoothing) / batch.global_targets
         return StepOutput(loss, {"loss": float(loss.detach())})
 
@@ -90,7 +90,7 @@ def scst_objective(
         advantage = (rewards - baseline).reshape(-1)
 
         scored = tokens if section.eos_in_loss else tokens.masked_fill(tokens == eos, pad)
-        log_probs = caption_log_probs(wrapped(batch.inputs, batch.lengths, tokens[:, :-1], batch.boxes), scored, pad)
+        log_probs = caption_log_probs(wrapped(batch.features, tokens[:, :-1]), scored, pad)
         count = batch.global_images * section.num_samples
         loss = -(advantage.to(log_probs) * log_probs).sum() / (count * (section.fixed_length or 1))
         num_scored = int((scored[:, 1:] != pad).sum())
@@ -163,7 +163,7 @@ def _sample_captions(
     captioner.train(section.sampling_dropout)
     try:
         with torch.no_grad():
-            memory = captioner.encode(batch.inputs, batch.lengths, batch.boxes)
+            memory = captioner.encode(batch.features)
             count, length = section.num_samples, section.max_length
             if section.sampler == "beam":
                 captions = beam_search(

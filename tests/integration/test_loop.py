@@ -249,10 +249,10 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
             assert torch.allclose(one[key], two[key], rtol=1e-9, atol=1e-9), key
 
 
-def test_trial_steps_cover_every_stage(undisturbed: RunFolder) -> None:
-    rows = dry_run(undisturbed)
-    assert [row["stage"] for row in rows] == list(STAGES)
-    assert all(row["memory_mb"] > 0 for row in rows)
+def test_a_dry_run_covers_every_stage(undisturbed: RunFolder) -> None:
+    results = dry_run(undisturbed)
+    assert [result.stage for result in results] == list(STAGES)
+    assert all(result.error is None and result.memory_mb > 0 for result in results)
 
 
 def test_a_follower_sees_every_entry_once(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import yaml
 from PIL import Image
 from torch import Tensor
 
+from models.base import Features
 from models.captioner import Captioner
 from models.decoding import beam_search
 from pipeline.captioning.bundle import load_bundle
@@ -48,10 +49,10 @@ def test_the_demos_captions_in_bfloat16(tmp_path: Path) -> None:
     sizes = captioner.model.sizes
     longest = max(map(len, tokens))
     padded = torch.tensor([row + [sizes.pad] * (longest - len(row)) for row in tokens])
-    features = captioner.features(inputs)  # in float32: the Swin's own rounding is not the captioner's
-    exact = captioner.model(features, None, padded[:, :-1])
+    features = captioner.features(Features(inputs))  # in float32: the Swin's own rounding is not the captioner's
+    exact = captioner.model(features, padded[:, :-1])
     with torch.autocast("cpu", torch.bfloat16):
-        close = captioner.model(features, None, padded[:, :-1]).float()
+        close = captioner.model(features, padded[:, :-1]).float()
     errors = ((close - exact).abs().amax(-1) / exact.abs().amax(-1))[padded[:, 1:] != sizes.pad]
     print(f"{len(errors)} rows of logits: off by {errors.median():.1e} (median), {errors.max():.1e} (greatest)")
     assert errors.max() < 3e-2
@@ -61,6 +62,6 @@ def captions(captioner: Captioner, inputs: Tensor) -> list[list[int]]:
     """Tokens of the best of 5 beams, without padding."""
     found = []
     for part in inputs.split(16):
-        tokens = beam_search(captioner.model, captioner.encode(part), beam_size=5, max_length=20).tokens[:, 0]
+        tokens = beam_search(captioner.model, captioner.encode(Features(part)), beam_size=5, max_length=20).tokens[:, 0]
         found += [[token for token in row if token != captioner.model.sizes.pad] for row in tokens.tolist()]
     return found

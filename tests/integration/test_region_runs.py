@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from jobs.cli import main
+from models.base import Features
 from pipeline.captioning.bundle import load_bundle
 from pipeline.captioning.captioning import caption_images
 from pipeline.features.model_inputs import Images
@@ -19,7 +20,7 @@ from pipeline.features.regions import import_regions
 from pipeline.features.store import FeatureStore
 from pipeline.runs.run_bundle import bundle_run
 from pipeline.runtime.context import LocalContext
-from pipeline.training.batches import Batches, Captions
+from pipeline.training.batches import Batches, CaptionTokens
 from pipeline.training.dry_run import dry_run
 from pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import small_config
@@ -33,7 +34,7 @@ EXPANSION = {"name": "expansionnet_v2", "static_expansion": [4], "dynamic_expans
 def test_a_system_trains_validates_and_captions_on_regions(tmp_path: Path, system: dict[str, Any]) -> None:
     folder, store = prepare_region_run(tmp_path, system)
     assert folder.metadata.num_tokens == 4 and folder.metadata.parameters["backbone"] == 0
-    assert all("error" not in row for row in dry_run(folder))
+    assert all(result.error is None for result in dry_run(folder))
     train_stages(LocalContext("cpu"), StageJob(folder, FROZEN_STAGES, store))
     for name in FROZEN_STAGES:
         result = folder.result(name)
@@ -56,24 +57,29 @@ def test_lengths_and_boxes_reach_both_objectives(tmp_path: Path, system: dict[st
     folder, store = prepare_region_run(tmp_path, system)
     run = StageRun(LocalContext("cpu"), folder, folder.config.stage(stage), StageJob(folder, FROZEN_STAGES, store))
     (batch,) = run.batches.at(0)
-    assert batch.lengths is not None and batch.boxes is not None
-    assert set(batch.lengths.tolist()) <= {2, 3} and len(set(batch.lengths.tolist())) == 2
+    features = batch.features
+    assert features.lengths is not None and features.boxes is not None
+    assert set(features.lengths.tolist()) <= {2, 3} and len(set(features.lengths.tolist())) == 2
 
-    def gradient(given: Any) -> torch.Tensor:
+    def gradient(features: Features) -> torch.Tensor:
+        given = replace(batch, features=features)
         run.captioner.zero_grad()
         run.captioner.train()
         loss = run.objective(run.captioner, run.captioner, given, torch.Generator().manual_seed(0)).loss
         loss.backward()  # type: ignore[no-untyped-call]
         return torch.cat([each.grad.flatten() for each in run.captioner.parameters() if each.grad is not None])
 
-    padding = torch.arange(4) >= batch.lengths[:, None]
-    other = replace(batch, inputs=batch.inputs.masked_fill(padding[..., None], 7.0))
-    other = replace(other, boxes=batch.boxes.masked_fill(padding[..., None], 9.0))
-    own = gradient(batch)
+    padding = torch.arange(4) >= features.lengths[:, None]
+    other = Features(
+        features.tokens.masked_fill(padding[..., None], 7.0),
+        features.lengths,
+        features.boxes.masked_fill(padding[..., None], 9.0),
+    )
+    own = gradient(features)
     assert torch.allclose(own, gradient(other), atol=1e-6)
-    assert not torch.allclose(own, gradient(replace(other, lengths=torch.full_like(batch.lengths, 4))), atol=1e-4)
+    assert not torch.allclose(own, gradient(replace(other, lengths=torch.full_like(features.lengths, 4))), atol=1e-4)
     if system is CLUSTERED:
-        assert not torch.allclose(own, gradient(replace(batch, boxes=batch.boxes.flip(1))), atol=1e-5)
+        assert not torch.allclose(own, gradient(replace(features, boxes=features.boxes.flip(1))), atol=1e-5)
 
 
 def test_captions_do_not_depend_on_padding(tmp_path: Path) -> None:
@@ -94,11 +100,14 @@ def test_a_batch_carries_the_regions_of_its_images(tmp_path: Path) -> None:
     folder, store = prepare_region_run(tmp_path, MESHED_MEMORY)
     train = folder.dataset.split("train")
     images = Images(train, FeatureStore(store), None, 10**6, 1)
-    batches = Batches(images, Captions(train, folder.vocabulary), folder.config.stages[0], seed=1, rank=0, world_size=1)
+    batches = Batches(
+        images, CaptionTokens(train, folder.vocabulary), folder.config.stages[0], seed=1, rank=0, world_size=1
+    )
     (batch,) = batches.at(3)
     whole = FeatureStore(store).gather_regions([train.column("key")[row] for row in batch.images])
-    assert batch.lengths is not None and batch.boxes is not None
-    assert np.array_equal(batch.lengths.numpy(), whole.lengths) and np.array_equal(batch.boxes.numpy(), whole.boxes)
+    lengths, boxes = batch.features.lengths, batch.features.boxes
+    assert lengths is not None and boxes is not None
+    assert np.array_equal(lengths.numpy(), whole.lengths) and np.array_equal(boxes.numpy(), whole.boxes)
 
 
 def test_a_bundle_of_regions_captions_no_image_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

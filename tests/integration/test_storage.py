@@ -119,7 +119,7 @@ def test_images_are_fetched_once_and_must_be_what_they_were(
     found = read_dataset(DataSection(root="s3://data/epochs"), "s3://data/epochs", options)
     dataset = take_snapshot(found, tmp_path / "there.parquet", options)[0].split("train")
     here = read_dataset(DataSection(root=str(local)), local).split("train")
-    expected = Images(here, None, ImageTransform(16), 10**6, 1).load(np.arange(6))
+    expected = Images(here, None, ImageTransform(16), 10**6, 1).load(np.arange(6)).tokens
 
     reads: list[str] = []
     original = StoragePath.read_bytes
@@ -128,7 +128,7 @@ def test_images_are_fetched_once_and_must_be_what_they_were(
         cache = ImageCache(tmp_path / str(limit), limit)
         images = Images(dataset, None, ImageTransform(16), 10**6, 1, options, cache)
         for _ in range(2):
-            assert torch.equal(images.load(np.arange(6)), expected)
+            assert torch.equal(images.load(np.arange(6)).tokens, expected)
         assert sum(path.suffix != ".lock" for path in (tmp_path / str(limit)).glob("*/*")) == left
     assert len(reads) == 6 + 12, "kept, and not kept"
     StoragePath("s3://data/epochs/images/1.png", options).write_bytes((local / "images" / "0.png").read_bytes())

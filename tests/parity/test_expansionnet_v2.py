@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jobs.import_ import import_checkpoint
 from models.backbone import Backbone, load_swin, read_tensors
-from models.base import CaptionModel
+from models.base import CaptionModel, Features
 from models.config import BackboneConfig
 from models.convert import upstream_names
 from models.decoding import Captions, beam_search
@@ -68,7 +68,7 @@ def real_lengths(recorded: dict[str, Any]) -> Tensor:
 @pytest.mark.parametrize("padded", [True, False])
 def test_encoder_and_logits(model: CaptionModel, recorded: dict[str, Any], padded: bool) -> None:
     suffix = "" if padded else "_unpadded"
-    memory = model.encode(recorded["features"], real_lengths(recorded) if padded else None)
+    memory = model.encode(Features(recorded["features"], real_lengths(recorded) if padded else None))
     close(memory.states, recorded[f"encoder_output{suffix}"])
     logits = model.decode(memory, recorded["tokens"][:, :-1])
     real = recorded["tokens"][:, 1:] != recorded["pad"]
@@ -79,14 +79,14 @@ def test_encoder_and_logits(model: CaptionModel, recorded: dict[str, Any], padde
 
 @torch.no_grad()
 def test_a_model_that_forgets_the_padding_is_noticed(model: CaptionModel, recorded: dict[str, Any]) -> None:
-    memory = model.encode(recorded["features"], None)
+    memory = model.encode(Features(recorded["features"]))
     assert (memory.states - recorded["encoder_output"]).abs().max() > 1e-2
 
 
 @torch.no_grad()
 def test_bfloat16_logits(model: CaptionModel, recorded: dict[str, Any]) -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        logits = model(recorded["features"], real_lengths(recorded), recorded["tokens"][:, :-1])
+        logits = model(Features(recorded["features"], real_lengths(recorded)), recorded["tokens"][:, :-1])
     assert logits.dtype == torch.bfloat16
     expected = recorded["logits"]
     error = (logits.float() - expected).abs().amax(-1) / expected.abs().amax(-1)
@@ -95,7 +95,7 @@ def test_bfloat16_logits(model: CaptionModel, recorded: dict[str, Any]) -> None:
 
 def loss(model: CaptionModel, recorded: dict[str, Any]) -> Tensor:
     tokens = recorded["tokens"]
-    logits = model(recorded["features"], real_lengths(recorded), tokens[:, :-1])
+    logits = model(Features(recorded["features"], real_lengths(recorded)), tokens[:, :-1])
     total = smoothed_cross_entropy(logits, tokens[:, 1:], recorded["pad"], 0.1)
     return total / (tokens[:, 1:] != recorded["pad"]).sum()
 
@@ -129,7 +129,7 @@ def same_beams(found: Captions, expected: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("beams", [2, 3, 5])
 def test_every_beam(model: CaptionModel, recorded: dict[str, Any], beams: int) -> None:
-    memory = model.encode(recorded["features"])
+    memory = model.encode(Features(recorded["features"]))
     length = recorded["config"]["beam_len"]
     found = beam_search(model, memory, beam_size=beams, max_length=length, num_results=beams)
     same_beams(found, recorded["beam_search"][str(beams)])
@@ -139,7 +139,7 @@ def test_the_ensemble_averages_probabilities(
     model: CaptionModel, second: CaptionModel, recorded: dict[str, Any]
 ) -> None:
     models = (model, second)
-    memories = [one.encode(recorded["features"]) for one in models]
+    memories = [one.encode(Features(recorded["features"])) for one in models]
     found = beam_search(models, memories, beam_size=3, max_length=recorded["config"]["beam_len"], num_results=3)
     same_beams(found, recorded["ensemble_beam_3"])
 
@@ -150,11 +150,12 @@ def test_end_to_end(tmp_path: Path, recorded: dict[str, Any]) -> None:
     expected = json.loads((GOLDEN / "end_to_end_expected.json").read_text())
     captioner = imported("end_to_end_checkpoint.pth", tmp_path / "bundle").captioner
     assert captioner.backbone is not None and captioner.backbone.config.image_size == 48
-    close(captioner.features(arrays["images"]), arrays["swin_features"])
-    memory = captioner.encode(arrays["images"])
+    images = Features(arrays["images"])
+    close(captioner.features(images).tokens, arrays["swin_features"])
+    memory = captioner.encode(images)
     close(memory.states, arrays["encoder_output"])
     real = arrays["tokens"][:, 1:] != recorded["pad"]
-    logits = captioner(arrays["images"], None, arrays["tokens"][:, :-1])
+    logits = captioner(images, arrays["tokens"][:, :-1])
     close(logits[real], arrays["logits"][real])
     found = beam_search(captioner.model, memory, beam_size=5, max_length=recorded["config"]["beam_len"])
     lengths = found.lengths[:, 0].tolist()

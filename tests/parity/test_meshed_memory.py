@@ -19,7 +19,7 @@ from torch import Tensor
 from jobs.cli import main
 from jobs.import_ import import_checkpoint
 from models.backbone import read_tensors
-from models.base import CaptionModel
+from models.base import CaptionModel, Features
 from models.decoding import beam_search
 from pipeline.captioning.bundle import load_bundle
 from pipeline.captioning.upstream import read_meshed_vocabulary, read_plain_pickle
@@ -114,7 +114,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> CaptionModel:
 
 @torch.no_grad()
 def test_every_encoder_level_and_log_probabilities(model: CaptionModel, recorded: dict[str, Any]) -> None:
-    memory = model.encode(recorded["features"])
+    memory = model.encode(Features(recorded["features"]))
     close(memory.states, recorded["encoder_output"])
     tokens = recorded["tokens"]
     real = tokens != recorded["pad"]
@@ -128,12 +128,12 @@ def test_lengths_hide_what_the_reference_attends_to(model: CaptionModel, recorde
     features, tokens = recorded["features"], recorded["tokens"]
     padded = torch.cat((features, torch.zeros(3, 4, features.shape[2])), 1)
     lengths = torch.tensor([7, 7, 7])
-    close(model(padded, lengths, tokens), model(features, None, tokens))
-    assert (model(padded, None, tokens) - model(features, None, tokens)).abs().max() > 1e-2
+    close(model(Features(padded, lengths), tokens), model(Features(features), tokens))
+    assert (model(Features(padded), tokens) - model(Features(features), tokens)).abs().max() > 1e-2
 
 
 def test_every_beam(model: CaptionModel, recorded: dict[str, Any]) -> None:
-    memory = model.encode(recorded["features"])
+    memory = model.encode(Features(recorded["features"]))
     length = recorded["config"]["beam_len"] + 1  # the reference's counts without the first token
     found = beam_search(model, memory, beam_size=5, max_length=length, num_results=5, length_normalization=False)
     for image in range(3):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.base import ModelSizes
+from models.base import Features, ModelSizes
 from models.captioner import Captioner
 from models.config import MODEL_CONFIGS, ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig
 from models.decoding import beam_search
@@ -93,7 +93,7 @@ def test_logits_are_products_with_the_given_vectors(config: ModelConfig, tmp_pat
     hook = output.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
     features = torch.randn(2, 4, 6)
     tokens = torch.tensor([[WORDS.sos, 5, 6], [WORDS.sos, 7, 4]])
-    logits = model(features, None, tokens)
+    logits = model(Features(features), tokens)
     hook.remove()
     expected = (states[0] @ output.weight.T + output.bias) @ words.weight.T
     torch.testing.assert_close(logits, expected)
@@ -103,7 +103,7 @@ def test_logits_are_products_with_the_given_vectors(config: ModelConfig, tmp_pat
     assert words.to_model.weight.grad is not None and output.weight.grad is not None
     # a step gives what teacher forcing gives
     with torch.no_grad():
-        cache = model.init_cache(model.encode(features), 1)
+        cache = model.init_cache(model.encode(Features(features)), 1)
         for place in range(3):
             step, cache = model.step(tokens[:, place], cache)
             torch.testing.assert_close(step, logits[:, place], rtol=1e-4, atol=1e-5)
@@ -121,7 +121,7 @@ def test_the_bundle_needs_no_file(tmp_path: Path) -> None:
     file.unlink()
     loaded = load_bundle(tmp_path / "bundle").captioner.model
     assert "glove.txt" not in (tmp_path / "bundle" / "config.yaml").read_text()
-    features = torch.randn(3, 4, 6)
+    features = Features(torch.randn(3, 4, 6))
     one, two = (beam_search(each, each.encode(features), beam_size=2, max_length=6) for each in (model, loaded))
     assert torch.equal(one.tokens, two.tokens) and torch.equal(one.scores, two.scores)
 

@@ -20,7 +20,7 @@ from jobs.caption import caption
 from jobs.cli import main
 from models.attention_maps import cross_attention
 from models.backbone import Backbone
-from models.base import Memory, ModelSizes
+from models.base import Features, Memory, ModelSizes
 from models.captioner import Captioner
 from models.config import BackboneConfig, ClustFormerConfig, ExpansionNetConfig
 from models.registry import build_model
@@ -233,7 +233,7 @@ def test_cross_attention_is_what_the_layers_use(bundle: Path) -> None:
     """Each layer's mixed value, put together from the weights of every head, is what the layer gives."""
     model = load_bundle(bundle).captioner.model
     torch.manual_seed(1)
-    memory = model.encode(torch.randn(2, 9, model.sizes.feature_width), torch.tensor([9, 6]))
+    memory = model.encode(Features(torch.randn(2, 9, model.sizes.feature_width), torch.tensor([9, 6])))
     tokens = torch.tensor([[WORDS.sos, 4, 5, 6, WORDS.eos]] * 4)
     weights = cross_attention(model, memory, tokens)
     assert weights.shape == (2, 4, 4, 9)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from models.alignment import aligned_words, alignment_scores
+from models.base import Features
 from models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
 from models.registry import build_model
 
@@ -46,7 +47,7 @@ def test_a_tiny_case_counted_by_hand() -> None:
 def test_scores_are_of_the_states_behind_the_words(config: ModelConfig) -> None:
     torch.manual_seed(0)
     model = build_model(config, SIZES).double().eval()
-    memory = model.encode(torch.randn(3, 4, 6, dtype=torch.float64))
+    memory = model.encode(Features(torch.randn(3, 4, 6, dtype=torch.float64)))
     tokens = torch.tensor([[0, 4, 5, 1, 2, 2], [0, 7, 8, 9, 10, 3], [0, 1, 2, 2, 2, 2]])
     found = alignment_scores(model, memory, tokens)
     # the states again: output weights of one word only see the state; solve them from logits
@@ -68,7 +69,7 @@ def test_padding_of_the_image_and_long_captions() -> None:
     model = build_model(SYSTEMS[0], SIZES).eval()
     features = torch.randn(1, 5, 6)
     tokens = torch.tensor([[0, 4, 5, 6, 7, 8, 9]])  # one more than the table's 6 positions
-    short = alignment_scores(model, model.encode(features[:, :3]), tokens[:, :6])
-    padded = alignment_scores(model, model.encode(features, torch.tensor([3])), tokens)
+    short = alignment_scores(model, model.encode(Features(features[:, :3])), tokens[:, :6])
+    padded = alignment_scores(model, model.encode(Features(features, torch.tensor([3]))), tokens)
     assert float(short) == float(padded)
     assert not model.output._forward_pre_hooks  # type: ignore[union-attr]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from models.attribution import Attribution, gauss_legendre, integrated_gradients
-from models.base import Cache, CaptionModel, Memory
+from models.base import Cache, CaptionModel, Features, Memory
 from models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
 from models.registry import build_model
 
@@ -32,8 +34,8 @@ class Linear(CaptionModel):
 
     def init_weights(self) -> None: ...
 
-    def encode(self, features: Tensor, lengths: Tensor | None = None, boxes: Tensor | None = None) -> Memory:
-        return Memory((features * self.weight).sum((1, 2))[:, None, None], lengths)
+    def encode(self, features: Features) -> Memory:
+        return Memory((features.tokens * self.weight).sum((1, 2))[:, None, None], features.lengths)
 
     def decode(self, memory: Memory, tokens: Tensor) -> Tensor:
         """The log-odds of word 4 against all others are the score times the position from 1."""
@@ -49,26 +51,26 @@ class Linear(CaptionModel):
         raise NotImplementedError
 
 
-def inputs(name: str) -> tuple[CaptionModel, Tensor, dict[str, object]]:
+def inputs(name: str) -> tuple[CaptionModel, Features]:
     torch.manual_seed(1)
     model = build_model(SYSTEMS[name], SIZES).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))  # biases too
-    features = torch.randn(9, 6, dtype=torch.float64)
+    tokens = torch.randn(1, 9, 6, dtype=torch.float64)
     if name != "regions":
-        return model, features, {}
-    low = torch.rand(9, 2)
-    return model, features, {"length": 7, "boxes": torch.cat((low, low + torch.rand(9, 2)), 1)}
+        return model, Features(tokens)
+    low = torch.rand(1, 9, 2)
+    return model, Features(tokens, torch.tensor([7]), torch.cat((low, low + torch.rand(1, 9, 2)), 2))
 
 
 def test_a_linear_score_is_attributed_exactly() -> None:
     """log p(4) = log sigmoid(s - log 10) is a function of the linear score s alone, so that every token's and
     channel's part of the change is its part of s."""
     torch.manual_seed(0)
-    model, features = Linear(), torch.randn(4, 6, dtype=torch.float64)
+    model, features = Linear(), Features(torch.randn(1, 4, 6, dtype=torch.float64))
     found = integrated_gradients(model, features, TOKENS, steps=40)
-    parts = (features * model.weight.detach()).sum(1)
+    parts = (features.tokens[0] * model.weight.detach()).sum(1)
     for word, position in ((0, 1.0), (2, 3.0)):  # those where word 4 follows
         score = position * parts.sum()
         change = torch.log(score.exp() / (score.exp() + 10)) - torch.log(torch.tensor(1 / 11))
@@ -80,22 +82,22 @@ def test_a_linear_score_is_attributed_exactly() -> None:
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_attributions_add_up_to_the_change_of_the_log_probability(name: str) -> None:
     """ExpansionNet v2's from a baseline so near that its weights jump nowhere on the way (see the module's head)."""
-    model, features, more = inputs(name)
+    model, features = inputs(name)
     start = 0.98 if name == "expansionnet_v2" else 0.0
-    more |= {"baseline": start * features, "steps": 512, "tolerance": 1e-4, "most_steps": 512, "rows": 512}
-    found = integrated_gradients(model, features, TOKENS, **more)  # type: ignore[arg-type]
-    lengths = torch.tensor([more["length"]]) if "length" in more else None
-    boxes = more["boxes"][None] if "boxes" in more else None  # type: ignore[index]
+    baseline = start * features.tokens[0]
+    found = integrated_gradients(
+        model, features, TOKENS, baseline=baseline, steps=512, tolerance=1e-4, most_steps=512, rows=512
+    )
     ends = []
     for scale in (1.0, start):
-        logits = model(scale * features[None], lengths, TOKENS[None, :-1], boxes)
+        logits = model(replace(features, tokens=scale * features.tokens), TOKENS[None, :-1])
         ends.append(logits.log_softmax(-1)[0].gather(1, TOKENS[1:, None])[:, 0])
     torch.testing.assert_close(found.change, (ends[0] - ends[1]).detach())
     assert found.values.shape == (4, 9)
     # kinks of the ReLUs cost a Gauss sum its exactness: 0.005 nats is 0.5 % of a probability
     torch.testing.assert_close(found.values.sum(1), found.change, rtol=0, atol=5e-3 * (1 - start))
     assert bool((found.values.abs().amax(1) > 1e-3 * (1 - start)).all()), "the words do depend on the image"
-    if "length" in more:
+    if features.lengths is not None:
         assert bool((found.values[:, 7:] == 0).all()), "padding says nothing"
     sums = found.shares().sum(1)
     torch.testing.assert_close(sums.abs(), torch.ones_like(sums))
@@ -105,13 +107,13 @@ def test_attributions_add_up_to_the_change_of_the_log_probability(name: str) -> 
 def test_jumps_are_not_chased_with_ever_more_steps() -> None:
     """A score that jumps on the way: no gradient sees it, so the gap is the jump, whatever the steps."""
     torch.manual_seed(0)
-    model, features = Linear(), torch.randn(4, 6, dtype=torch.float64)
+    model, features = Linear(), Features(torch.randn(1, 4, 6, dtype=torch.float64))
     plain = integrated_gradients(model, features, TOKENS, steps=16)
     encode = model.encode
 
-    def jumping(features: Tensor, lengths: Tensor | None = None, boxes: Tensor | None = None) -> Memory:
-        memory = encode(features, lengths, boxes)
-        return Memory(memory.states + 0.5 * (features.norm(dim=(1, 2)) > 2)[:, None, None], None)
+    def jumping(features: Features) -> Memory:
+        memory = encode(features)
+        return Memory(memory.states + 0.5 * (features.tokens.norm(dim=(1, 2)) > 2)[:, None, None], None)
 
     model.encode = jumping  # type: ignore[method-assign]
     found = integrated_gradients(model, features, TOKENS, steps=16, most_steps=1024)
@@ -120,7 +122,7 @@ def test_jumps_are_not_chased_with_ever_more_steps() -> None:
 
 @pytest.mark.parametrize("name", ["expansionnet_v2", "meshed_memory"])
 def test_rows_at_a_time_change_nothing_and_one_word_is_as_many(name: str) -> None:
-    model, features, _ = inputs(name)
+    model, features = inputs(name)
     whole = integrated_gradients(model, features, TOKENS, steps=12, tolerance=1e9, rows=64)
     parts = integrated_gradients(model, features, TOKENS, steps=12, tolerance=1e9, rows=5)
     first = integrated_gradients(model, features, TOKENS[:2], steps=12, tolerance=1e9)
@@ -130,7 +132,7 @@ def test_rows_at_a_time_change_nothing_and_one_word_is_as_many(name: str) -> Non
 
 
 def test_steps_double_until_the_sum_is_complete() -> None:
-    model, features, _ = inputs("meshed_memory")
+    model, features = inputs("meshed_memory")
     few = integrated_gradients(model, features, TOKENS, steps=4, tolerance=1e9)
     more = integrated_gradients(model, features, TOKENS, steps=4, tolerance=0.02)
     assert few.steps == 4 and few.gap.max() > 0.02 and more.steps > 4 and more.gap.max() <= 0.02
@@ -139,10 +141,10 @@ def test_steps_double_until_the_sum_is_complete() -> None:
 
 
 def test_the_model_is_left_as_it_was_and_inference_mode_is_no_obstacle() -> None:
-    model, features, _ = inputs("transformer")
+    model, features = inputs("transformer")
     model.train()
     with torch.inference_mode():
-        found = integrated_gradients(model, features * 1.0, TOKENS, steps=4, tolerance=1e9)
+        found = integrated_gradients(model, Features(features.tokens * 1.0), TOKENS, steps=4, tolerance=1e9)
     assert model.training and all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(found.values, integrated_gradients(model, features, TOKENS, steps=4, tolerance=1e9).values), (
         "dropout was on"
@@ -162,8 +164,8 @@ def test_quadrature_is_exact_for_polynomials() -> None:
 
 
 def test_shapes_are_refused_in_words() -> None:
-    model, features, _ = inputs("transformer")
+    model, features = inputs("transformer")
     with pytest.raises(ValueError, match="expected one image"):
-        integrated_gradients(model, features[None], TOKENS)
+        integrated_gradients(model, Features(features.tokens[0]), TOKENS)
     with pytest.raises(ValueError, match="both must be 1 or more"):
         integrated_gradients(model, features, TOKENS, steps=0)

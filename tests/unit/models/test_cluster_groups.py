@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from models.base import Features
 from models.cluster_groups import Clusters, find_clusters, grid_groups, sequence_groups
 from models.clustformer import ClustFormer
 from models.config import ClustFormerConfig, ExpansionNetConfig, ModelSizes
@@ -56,7 +57,7 @@ def model(**changes: object) -> ClustFormer:
 
 
 def test_clusters_of_a_model_keep_the_order_of_the_features() -> None:
-    built, features, tokens = model(sampling=2), torch.randn(16, 6), torch.tensor([0, 4, 5, 6, 7])
+    built, features, tokens = model(sampling=2), Features(torch.randn(1, 16, 6)), torch.tensor([0, 4, 5, 6, 7])
     found = find_clusters(built, features, tokens)
     assert found is not None and found.grid == (4, 4)
     assert found.image.shape == (3, 16) and found.words.shape == (2, 4)
@@ -64,21 +65,21 @@ def test_clusters_of_a_model_keep_the_order_of_the_features() -> None:
     grids = found.image.view(3, 4, 4)
     assert bool((grids[:, ::2] == grids[:, 1::2]).all() and (grids[:, :, ::2] == grids[:, :, 1::2]).all()), "sampling 2"
     # equal to the groups of the matrix that the model shows
-    matrices, _ = built.encoder_clusters(features[None])
+    matrices, _ = built.encoder_clusters(features)
     assert grid_groups(matrices[1, 0], 4, 4).tolist() == found.image[1].tolist()
 
-    boxes = torch.rand(10, 2)
+    boxes = torch.rand(1, 10, 2)
     regions = model(sampling=1, inputs="regions", region_rows=3)
-    boxes = torch.cat((boxes, boxes + 0.1), 1)
-    order = torch.randperm(10)
-    one = find_clusters(regions, features[:10], tokens, boxes=boxes)
-    two = find_clusters(regions, features[:10][order], tokens, boxes=boxes[order])
+    boxes = torch.cat((boxes, boxes + 0.1), 2)
+    order, cells = torch.randperm(10), features.tokens
+    one = find_clusters(regions, Features(cells[:, :10], boxes=boxes), tokens)
+    two = find_clusters(regions, Features(cells[:, :10][:, order], boxes=boxes[:, order]), tokens)
     assert one is not None and two is not None and one.grid is None
     assert torch.equal(one.image[:, order], two.image) and len(one.image[0].unique()) > 1 and one.image.min() == 0
 
 
 def test_layers_without_a_matrix_and_other_systems_have_no_clusters() -> None:
-    features, tokens = torch.randn(16, 6), torch.tensor([0, 4, 5])
+    features, tokens = Features(torch.randn(1, 16, 6)), torch.tensor([0, 4, 5])
     some = find_clusters(model(clustered_encoder_layers=(2,), decoder_clusters="none"), features, tokens)
     assert some is not None and some.encoder_layers == (2,) and some.decoder_layers == ()
     assert some.image.shape == (1, 16) and some.words.shape == (0, 2)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from models.attention_maps import cross_attention
-from models.base import ModelSizes
+from models.base import Features, ModelSizes
 from models.clustformer import ClusteredAttention, ClustFormer
 from models.config import ClustFormerConfig
 from models.decoding import beam_search
@@ -64,14 +64,14 @@ def test_cached_steps_are_the_teacher_forced_logits(
     seed: int, images: int, beams: int, variant: dict[str, Any]
 ) -> None:
     model = small_clustformer(seed, **variant)
-    memory = model.encode(features_for(images))
+    memory = model.encode(Features(features_for(images)))
     follow_steps(model, memory, beams, 7, torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_later_token_changes_no_earlier_logit(variant: dict[str, Any]) -> None:
     model = small_clustformer(3, **variant)
-    memory = model.encode(features_for(2))
+    memory = model.encode(Features(features_for(2)))
     tokens = torch.randint(0, 11, (2, 8))
     first = model.decode(memory, tokens)
     for position in range(1, 8):
@@ -180,7 +180,7 @@ def test_the_model_is_its_literal_form(variant: dict[str, Any]) -> None:
     model = small_clustformer(5, **variant)
     features, tokens = features_for(2), torch.randint(0, 11, (2, 6))
     shape = (3, 3) if model.config.encoder_clusters == "2d" else (1, 9)
-    memory = model.encode(features)
+    memory = model.encode(Features(features))
     logits = model.decode(memory, tokens)
     literal = Literal(model)
     for image in range(2):
@@ -195,14 +195,16 @@ def test_grids_that_are_no_square() -> None:
     model = small_clustformer(6, grid=(2, 5), sampling=2)
     features = features_for(1, 10)
     expected = Literal(model).encode(features[0], (2, 5))
-    torch.testing.assert_close(model.encode(features).states[0], expected, rtol=0, atol=1e-8)
+    torch.testing.assert_close(model.encode(Features(features)).states[0], expected, rtol=0, atol=1e-8)
     with pytest.raises(ValueError, match=r"9 image tokens are no grid of 2 x 5 = 10; set model.grid"):
-        model.encode(features_for(1, 9))
+        model.encode(Features(features_for(1, 9)))
     with pytest.raises(ValueError, match=r"8 image tokens are no grid of 2 x 2 = 4"):
-        small_clustformer(6).encode(features_for(1, 8))
-    assert torch.equal(model.encode(features, torch.tensor([10])).states, model.encode(features).states)
+        small_clustformer(6).encode(Features(features_for(1, 8)))
+    assert torch.equal(
+        model.encode(Features(features, torch.tensor([10]))).states, model.encode(Features(features)).states
+    )
     with pytest.raises(ValueError, match="found lengths from 7 to 7 of 10; for regions set model.inputs"):
-        model.encode(features, torch.tensor([7]))
+        model.encode(Features(features, torch.tensor([7])))
 
 
 @torch.no_grad()
@@ -212,22 +214,22 @@ def test_regions_count_as_a_set_with_boxes(clusters: str) -> None:
     model = small_clustformer(7, encoder_clusters=clusters, **REGIONS)
     features, boxes = features_for(2, 5), torch.rand(2, 5, 4)
     tokens = torch.randint(0, 11, (4, 6))
-    memory = model.encode(features, None, boxes)
+    memory = model.encode(Features(features, boxes=boxes))
     shuffled = torch.randperm(5)
-    other = model.encode(features[:, shuffled], None, boxes[:, shuffled])
+    other = model.encode(Features(features[:, shuffled], boxes=boxes[:, shuffled]))
     exact(other.states, memory.states[:, shuffled])
     padded = torch.nn.functional.pad(features, (0, 0, 0, 4), value=3.0)
     lengths = torch.tensor([5, 5])
-    longer = model.encode(padded, lengths, torch.nn.functional.pad(boxes, (0, 0, 0, 4), value=0.5))
+    longer = model.encode(Features(padded, lengths, torch.nn.functional.pad(boxes, (0, 0, 0, 4), value=0.5)))
     exact(longer.states[:, :5], memory.states)
     exact(model.decode(longer, tokens), model.decode(memory, tokens))
     assert longer.boxes is not None and longer.lengths is lengths
     if clusters != "none":
-        assert not torch.equal(model.encode(features, None, boxes.flip(1)).states, memory.states)
+        assert not torch.equal(model.encode(Features(features, boxes=boxes.flip(1))).states, memory.states)
         with pytest.raises(ValueError, match=r"expected boxes \(2, 5, 4\), found none; import region features with"):
-            model.encode(features)
+            model.encode(Features(features))
         with pytest.raises(ValueError, match=r"found shape \(2, 4, 4\)"):
-            model.encode(features, None, boxes[:, 1:])
+            model.encode(Features(features, boxes=boxes[:, 1:]))
 
 
 @torch.no_grad()
@@ -235,9 +237,9 @@ def test_one_dimension_leaves_padding_out() -> None:
     model = small_clustformer(8, encoder_clusters="1d", sampling=2)
     features, tokens = features_for(2, 9), torch.randint(0, 11, (2, 6))
     lengths = torch.tensor([5, 5])
-    expected = model(features[:, :5], None, tokens)
+    expected = model(Features(features[:, :5]), tokens)
     features[:, 5:] = 1e3
-    exact(model(features, lengths, tokens), expected)
+    exact(model(Features(features, lengths), tokens), expected)
 
 
 @pytest.mark.parametrize("clusters", ["1d", "none"])
@@ -246,7 +248,7 @@ def test_an_image_without_regions_spoils_nothing(clusters: str) -> None:
     features = features_for(2)
     boxes = torch.rand(2, features.shape[1], 4, generator=torch.Generator().manual_seed(1), dtype=features.dtype)
     tokens = torch.tensor([[2, 4, 5]] * 2)
-    logits = model(features, torch.tensor([4, 0]), tokens, boxes)
+    logits = model(Features(features, torch.tensor([4, 0]), boxes), tokens)
     logits[:1].sum().backward()
     assert torch.isfinite(logits).all()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
@@ -256,19 +258,19 @@ def test_an_image_without_regions_spoils_nothing(clusters: str) -> None:
 def test_the_matrices_that_pictures_show() -> None:
     model = small_clustformer(9)
     features = features_for(2)
-    found, arrangement = model.encoder_clusters(features)
+    found, arrangement = model.encoder_clusters(Features(features))
     assert found.shape == (2, 2, 9, 9) and arrangement is None
     assert bool((found[1] >= found[0] - 1e-12).all()) and bool((found.diagonal(dim1=2, dim2=3) == 1).all())
-    words = model.decoder_clusters(model.encode(features), torch.randint(0, 11, (4, 5)))
+    words = model.decoder_clusters(model.encode(Features(features)), torch.randint(0, 11, (4, 5)))
     assert words.shape == (2, 4, 5, 5) and torch.equal(words, words.mT)
     base = small_clustformer(9, encoder_clusters="none", decoder_clusters="none")
-    assert bool((base.encoder_clusters(features)[0] == 1).all())
+    assert bool((base.encoder_clusters(Features(features))[0] == 1).all())
 
 
 @torch.no_grad()
 def test_beam_search_and_attention_maps() -> None:
     model = small_clustformer(10)
-    memory = model.encode(features_for(3))
+    memory = model.encode(Features(features_for(3)))
     found = beam_search(model, memory, beam_size=3, max_length=8, num_results=3)
     tokens = found.tokens[:, 0]
     again = model.decode(memory, tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
@@ -284,9 +286,9 @@ def test_bfloat16_stays_close() -> None:
     config = ClustFormerConfig(d_model=64, d_ff=96, num_heads=4, num_encoder_layers=3, num_decoder_layers=3)
     model = build_model(config, ModelSizes(32, 50, 12, sos=0, eos=1, pad=2)).eval()
     features, tokens = torch.randn(8, 16, 32), torch.randint(3, 50, (16, 12))
-    full = model(features, None, tokens)
+    full = model(Features(features), tokens)
     with torch.autocast("cpu", torch.bfloat16):
-        half = model(features, None, tokens)
+        half = model(Features(features), tokens)
     assert half.dtype == torch.bfloat16
     assert ((half.float() - full).abs().amax(-1) / full.abs().amax(-1)).max() < 3e-2
 
@@ -294,7 +296,7 @@ def test_bfloat16_stays_close() -> None:
 def test_gradients_reach_every_parameter() -> None:
     for variant in VARIANTS:
         model = small_clustformer(11, dropout=0.0, **variant).train()
-        model(features_for(2), None, torch.randint(0, 11, (2, 6))).square().mean().backward()
+        model(Features(features_for(2)), torch.randint(0, 11, (2, 6))).square().mean().backward()
         for name, parameter in model.named_parameters():
             gradient = parameter.grad
             assert gradient is not None and bool(gradient.isfinite().all()), name
@@ -306,7 +308,7 @@ def test_dropout_reaches_every_sublayer() -> None:
     model = small_clustformer(4, dropout=0.5).train()
     assert len([module for module in model.modules() if isinstance(module, Dropout)]) == 2 + 4 * 3
     features, tokens = features_for(2), torch.randint(0, 11, (2, 6))
-    assert not torch.equal(model(features, None, tokens), model(features, None, tokens))
+    assert not torch.equal(model(Features(features), tokens), model(Features(features), tokens))
 
 
 def test_the_extra_parameters_are_those_of_the_maps() -> None:

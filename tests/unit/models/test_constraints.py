@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.base import CaptionModel, ModelSizes
+from models.base import CaptionModel, Features, ModelSizes
 from models.config import ClustFormerConfig, MeshedMemoryConfig, ModelConfig
 from models.constraints import Machine, build_machine, constrained_beam_search
 from models.decoding import beam_search
@@ -65,7 +65,7 @@ def test_a_beam_as_wide_as_the_tree_is_brute_force(
     both = [first, second]
     machines = [build_machine(constraints, 4) for constraints in both]
     found = constrained_beam_search(
-        model, model.encode(features), machines, beam_size=len(captions), max_length=4, num_results=3,
+        model, model.encode(Features(features)), machines, beam_size=len(captions), max_length=4, num_results=3,
         length_normalization=normalized,
     )  # fmt: skip
     for image, constraints in enumerate(both):
@@ -86,7 +86,7 @@ def test_a_beam_as_wide_as_the_tree_is_brute_force(
 
 def test_without_constraints_it_is_beam_search() -> None:
     model = tiny(4, vocabulary=6, positions=12)
-    memory = model.encode(features_for(5))
+    memory = model.encode(Features(features_for(5)))
     free = [build_machine([], 6)] * 5
     plain = beam_search(model, memory, beam_size=3, max_length=12, num_results=3)
     found = constrained_beam_search(model, memory, free, beam_size=3, max_length=12, num_results=3)
@@ -111,7 +111,7 @@ def test_any_model_and_an_ensemble_hold_their_constraints() -> None:
     models = systems()
     for chosen in ([models[0]], [models[1]], models):
         with torch.no_grad():
-            memories = [model.encode(features) for model in chosen]
+            memories = [model.encode(Features(features)) for model in chosen]
         found = constrained_beam_search(chosen, memories, machines, beam_size=3, max_length=12, num_results=2)
         for image, constraints in enumerate(wanted):
             for place in range(2):
@@ -131,7 +131,7 @@ def test_any_model_and_an_ensemble_hold_their_constraints() -> None:
 
 def test_where_none_fits_the_most_is_returned_and_said() -> None:
     model = tiny(2, vocabulary=6)
-    memory = model.encode(features_for(1))
+    memory = model.encode(Features(features_for(1)))
     wanted: Constraints = [[(3,)], [(4,)], [(5, 3, 4)]]
     machine = build_machine(wanted, 6)
     found = constrained_beam_search(model, memory, [machine], beam_size=3, max_length=3)
@@ -144,7 +144,7 @@ def test_where_none_fits_the_most_is_returned_and_said() -> None:
 
 def test_what_cannot_be_searched_is_refused() -> None:
     model = tiny(0)
-    memory = model.encode(features_for(2))
+    memory = model.encode(Features(features_for(2)))
     free = build_machine([], 4)
     with pytest.raises(ValueError, match="1 machines for 2 images"):
         constrained_beam_search(model, memory, [free], beam_size=2, max_length=5)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jobs.bench.reference_expansionnet import MaterializedModel
-from models.base import CaptionModel, Memory, ModelSizes
+from models.base import CaptionModel, Features, Memory, ModelSizes
 from models.beam_cache import TreeCache
 from models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig
 from models.decoding import Captions, _Decoder, beam_search, best_words, caption_lengths, greedy, invert, sample
@@ -59,7 +59,7 @@ def test_cached_steps_are_the_teacher_forced_logits(
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(images, 5, 7, dtype=torch.float64, generator=generator)
     lengths = torch.randint(1, 6, (images,), generator=generator) if padded else None
-    follow_steps(model, model.encode(features, lengths), beams, steps, generator)
+    follow_steps(model, model.encode(Features(features, lengths)), beams, steps, generator)
 
 
 def follow_steps(model: CaptionModel, memory: Memory, beams: int, steps: int, generator: torch.Generator) -> None:
@@ -94,7 +94,7 @@ def test_caches_grow_past_their_first_capacity() -> None:
     sizes = ModelSizes(7, 11, 60, sos=0, eos=1, pad=2)
     config = ExpansionNetConfig(d_model=8, d_ff=8, num_heads=2, static_expansion=(4,), dynamic_expansion=2)
     model = build_model(config, sizes).double().eval()
-    memory = model.encode(torch.randn(2, 3, 7, dtype=torch.float64))
+    memory = model.encode(Features(torch.randn(2, 3, 7, dtype=torch.float64)))
     tokens = torch.randint(0, 11, (4, 60))
     cache, expected = model.init_cache(memory, 2), model.decode(memory, tokens)
     for position in range(60):
@@ -106,7 +106,7 @@ def test_caches_grow_past_their_first_capacity() -> None:
 
 def test_float32_steps_are_within_the_contract() -> None:
     model = small_model(0, d_model=32, d_ff=32).float()
-    memory = model.encode(torch.randn(2, 5, 7))
+    memory = model.encode(Features(torch.randn(2, 5, 7)))
     tokens = torch.randint(0, 11, (6, 12))
     expected, cache = model.decode(memory, tokens), model.init_cache(memory, 3)
     for position in range(12):
@@ -132,7 +132,7 @@ def log_probabilities(
     """The sum of each caption's token log-probabilities, for one image."""
     longest = max(map(len, captions))
     tokens = torch.tensor([[*caption, *[2] * (longest - len(caption))] for caption in captions])
-    each = model(features, None, tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+    each = model(Features(features), tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
     return {caption: float(row[: len(caption) - 1].sum()) for caption, row in zip(captions, each, strict=True)}
 
 
@@ -143,7 +143,7 @@ def test_a_beam_as_wide_as_the_tree_is_brute_force(seed: int, normalized: bool, 
     features = features_for(2)
     captions = every_caption(3, 5)
     found = beam_search(
-        model, model.encode(features), beam_size=len(captions), max_length=5, num_results=len(captions),
+        model, model.encode(Features(features)), beam_size=len(captions), max_length=5, num_results=len(captions),
         length_normalization=normalized,
     )  # fmt: skip
     for image in range(2):
@@ -170,7 +170,7 @@ def literal_beam_search(model: CaptionModel, features: Tensor, beam_size: int, m
             if tokens[-1] == 1:
                 offers.append((tokens, total))
                 continue
-            scores = model(features, None, torch.tensor([tokens]))[0, -1].log_softmax(-1)
+            scores = model(Features(features), torch.tensor([tokens]))[0, -1].log_softmax(-1)
             best = scores.topk(min(beam_size, len(scores)))
             offers += [
                 ([*tokens, w], total + v) for v, w in zip(best.values.tolist(), best.indices.tolist(), strict=True)
@@ -190,7 +190,7 @@ def test_beam_search_follows_the_references_rules(seed: int, beam_size: int, max
     model = tiny(seed, vocabulary=7)
     features = features_for(3)
     found = beam_search(
-        model, model.encode(features), beam_size=beam_size, max_length=max_length, num_results=beam_size
+        model, model.encode(Features(features)), beam_size=beam_size, max_length=max_length, num_results=beam_size
     )
     for image in range(3):
         assert texts(found, image) == literal_beam_search(model, features[image : image + 1], beam_size, max_length)
@@ -198,7 +198,7 @@ def test_beam_search_follows_the_references_rules(seed: int, beam_size: int, max
 
 def test_greedy_is_a_beam_of_one() -> None:
     model = tiny(11, vocabulary=9)
-    memory = model.encode(features_for(5))
+    memory = model.encode(Features(features_for(5)))
     one, all_best = beam_search(model, memory, beam_size=1, max_length=8), greedy(model, memory, max_length=8)
     for name in ("tokens", "lengths", "scores", "log_probs"):
         torch.testing.assert_close(getattr(one, name), getattr(all_best, name))
@@ -210,10 +210,12 @@ def test_an_image_alone_is_decoded_as_in_a_batch() -> None:
     with torch.no_grad():
         model.output.bias[1] += 1.0  # type: ignore[union-attr, index, operator]
     features = features_for(9)
-    together = beam_search(model, model.encode(features), beam_size=3, max_length=12, num_results=3)
+    together = beam_search(model, model.encode(Features(features)), beam_size=3, max_length=12, num_results=3)
     assert len(set(together.lengths.max(1).values.tolist())) > 1
     for image in range(9):
-        alone = beam_search(model, model.encode(features[image : image + 1]), beam_size=3, max_length=12, num_results=3)
+        alone = beam_search(
+            model, model.encode(Features(features[image : image + 1])), beam_size=3, max_length=12, num_results=3
+        )
         assert texts(alone, 0) == texts(together, image)
         torch.testing.assert_close(alone.scores[0], together.scores[image])
 
@@ -222,11 +224,11 @@ def test_the_materialized_model_decodes_the_same() -> None:
     model = tiny(8, vocabulary=9)
     slow = MaterializedModel(model)  # type: ignore[arg-type]
     features = features_for(4)
-    ours = beam_search(model, model.encode(features), beam_size=3, max_length=8)
-    theirs = beam_search(slow, slow.encode(features), beam_size=3, max_length=8)
+    ours = beam_search(model, model.encode(Features(features)), beam_size=3, max_length=8)
+    theirs = beam_search(slow, slow.encode(Features(features)), beam_size=3, max_length=8)
     assert torch.equal(ours.tokens, theirs.tokens)
     drawn = [
-        sample(m, m.encode(features), num_samples=3, max_length=8, generator=torch.Generator().manual_seed(5))
+        sample(m, m.encode(Features(features)), num_samples=3, max_length=8, generator=torch.Generator().manual_seed(5))
         for m in (model, slow)
     ]
     assert torch.equal(drawn[0].tokens, drawn[1].tokens)
@@ -234,10 +236,10 @@ def test_the_materialized_model_decodes_the_same() -> None:
 
 def test_an_ensemble_averages_probabilities() -> None:
     first, second = tiny(1, vocabulary=6), tiny(2, vocabulary=6)
-    features = features_for(2)
+    features = Features(features_for(2))
     both = greedy([first, second], [first.encode(features), second.encode(features)], max_length=2)
     start = torch.zeros(2, 1, dtype=torch.int64)
-    mean = (first(features, None, start).softmax(-1) + second(features, None, start).softmax(-1)) / 2
+    mean = (first(features, start).softmax(-1) + second(features, start).softmax(-1)) / 2
     assert torch.equal(both.tokens[:, 0, 1], mean[:, 0].argmax(-1))
     torch.testing.assert_close(both.log_probs[:, 0, 1], mean[:, 0].amax(-1).log().float())
     itself = beam_search([first] * 2, [first.encode(features)] * 2, beam_size=3, max_length=8)
@@ -250,7 +252,11 @@ def test_samples_follow_the_models_distribution() -> None:
     features = features_for(1)
     number = 600
     drawn = sample(
-        model, model.encode(features), num_samples=number, max_length=4, generator=torch.Generator().manual_seed(0)
+        model,
+        model.encode(Features(features)),
+        num_samples=number,
+        max_length=4,
+        generator=torch.Generator().manual_seed(0),
     )
     counts = Counter(map(tuple, texts(drawn, 0)))
     captions = every_caption(3, 4)
@@ -268,7 +274,7 @@ def test_samples_follow_the_models_distribution() -> None:
 def test_samples_are_reproducible_and_do_not_depend_on_when_others_end() -> None:
     model = tiny(6, vocabulary=9)
     features = features_for(4)
-    memory = model.encode(features)
+    memory = model.encode(Features(features))
 
     def draw(seed: int, **options: float) -> Captions:
         generator = torch.Generator().manual_seed(seed)
@@ -290,7 +296,7 @@ def test_samples_are_reproducible_and_do_not_depend_on_when_others_end() -> None
 
 def test_temperature_and_top_k() -> None:
     model = tiny(7, vocabulary=9)
-    memory = model.encode(features_for(3))
+    memory = model.encode(Features(features_for(3)))
     best = greedy(model, memory, max_length=8)
     for options in ({"top_k": 1}, {"temperature": 1e-4}):
         drawn = sample(model, memory, num_samples=2, max_length=8, **options)  # type: ignore[arg-type]
@@ -317,7 +323,7 @@ def test_lengths_count_to_the_first_end() -> None:
 
 def test_what_cannot_be_decoded_is_refused() -> None:
     model = tiny(0)
-    memory = model.encode(features_for(2))
+    memory = model.encode(Features(features_for(2)))
     with pytest.raises(ValueError, match="num_results = 3 and beam_size = 2"):
         beam_search(model, memory, beam_size=2, max_length=5, num_results=3)
     with pytest.raises(ValueError, match="longer than the positional table of 8 rows"):
@@ -380,7 +386,7 @@ def test_packed_steps_say_what_teacher_forcing_says(system: str) -> None:
     model.eval().init_weights()
     maps = {module for module in model.modules() if isinstance(module, Linear)}
     with torch.autocast("cpu", torch.bfloat16):
-        memory = model.encode(torch.randn(8, 16, 16))
+        memory = model.encode(Features(torch.randn(8, 16, 16)))
         decoder = _Decoder(model, memory, 4, 12)
         tokens = torch.randint(3, 50, (32, 12))
         tokens[:, 0] = sizes.sos
@@ -420,16 +426,18 @@ def test_packed_maps_are_one_threads_and_one_decodings() -> None:
         layer(x)
         assert not outer.maps
     doubles, features = small_model(0).double(), torch.randn(1, 5, 7, dtype=torch.float64)  # autocast leaves them alone
-    exact = beam_search(doubles, doubles.encode(features), beam_size=2, max_length=6)
+    exact = beam_search(doubles, doubles.encode(Features(features)), beam_size=2, max_length=6)
     with torch.autocast("cpu", torch.bfloat16):
-        assert beam_search(doubles, doubles.encode(features), beam_size=2, max_length=6).scores == exact.scores
+        assert (
+            beam_search(doubles, doubles.encode(Features(features)), beam_size=2, max_length=6).scores == exact.scores
+        )
 
 
 @torch.no_grad()
 def test_weights_may_change_between_captions() -> None:
     """What was laid out belongs to one batch: training goes on in between."""
     model = small_model(1).float()
-    memory = model.encode(torch.randn(2, 5, 7))
+    memory = model.encode(Features(torch.randn(2, 5, 7)))
     with torch.autocast("cpu", torch.bfloat16):
         first = greedy(model, memory, max_length=8)
         model.output.bias[model.sizes.eos] += 100.0  # type: ignore[operator, union-attr, index]
@@ -447,14 +455,14 @@ def test_all_beams_begin_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(model, "step", counted)
     model.output.bias[model.sizes.eos] = -1e4  # type: ignore[operator, union-attr, index]
-    beam_search(model, model.encode(torch.randn(2, 5, 7, dtype=torch.float64)), beam_size=4, max_length=5)
+    beam_search(model, model.encode(Features(torch.randn(2, 5, 7, dtype=torch.float64))), beam_size=4, max_length=5)
     assert rows == [2, 8, 8, 8]
 
 
 @torch.no_grad()
 def test_samples_with_dropout_differ_from_their_first_word_on() -> None:
     model = small_model(4, dropout=0.5).train()
-    memory = model.encode(torch.randn(1, 5, 7, dtype=torch.float64))
+    memory = model.encode(Features(torch.randn(1, 5, 7, dtype=torch.float64)))
     assert all(layer.dropout.active for layer in model.decoder)  # type: ignore[union-attr, operator]
     found = sample(model, memory, num_samples=64, max_length=4, top_k=1)
     assert len(set(found.log_probs[0, :, 1].tolist())) > 8
@@ -468,7 +476,7 @@ def test_the_residual_dropouts_of_steps_are_those_of_teacher_forcing() -> None:
     model, calls = small_model(4), Counter[str]()
     for index, layer in enumerate(model.decoder):  # type: ignore[arg-type]
         layer.dropout.register_forward_hook(lambda *_, name=str(index): calls.update([name]))
-    memory = model.encode(torch.randn(1, 5, 7, dtype=torch.float64))
+    memory = model.encode(Features(torch.randn(1, 5, 7, dtype=torch.float64)))
     model.decode(memory, torch.zeros(2, 1, dtype=torch.int64))
     taught = Counter(calls)
     model.step(torch.zeros(2, dtype=torch.int64), model.init_cache(memory, 2))
@@ -480,7 +488,7 @@ def test_no_more_words_than_top_k_are_drawn() -> None:
     model = small_model(5)
     model.output.weight.zero_()  # type: ignore[operator, union-attr]
     model.output.bias.zero_()  # type: ignore[operator, union-attr]
-    memory = model.encode(torch.randn(1, 5, 7, dtype=torch.float64))
+    memory = model.encode(Features(torch.randn(1, 5, 7, dtype=torch.float64)))
     found = sample(model, memory, num_samples=200, max_length=2, top_k=3)
     assert len(set(found.tokens[0, :, 1].tolist())) == 3
 
@@ -488,13 +496,13 @@ def test_no_more_words_than_top_k_are_drawn() -> None:
 @torch.no_grad()
 def test_edges_are_sentences() -> None:
     model = small_model(6)
-    nothing = model.encode(torch.randn(0, 5, 7, dtype=torch.float64))
+    nothing = model.encode(Features(torch.randn(0, 5, 7, dtype=torch.float64)))
     for decode in (partial(beam_search, beam_size=3), partial(sample, num_samples=3), greedy):
         with pytest.raises(ValueError, match="no images"):
             decode(model, nothing, max_length=8)
     with pytest.raises(ValueError, match="captions do not divide by 0 images"):
         model.decode(nothing, torch.zeros(2, 3, dtype=torch.int64))
-    memory = model.encode(torch.randn(2, 5, 7, dtype=torch.float64))
+    memory = model.encode(Features(torch.randn(2, 5, 7, dtype=torch.float64)))
     for wide in (model, MaterializedModel(model)):  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="2 beams already"):
             wide.init_cache(memory, 2).widen(3)
@@ -508,7 +516,7 @@ def test_not_a_number_is_drawn_without_an_index_error() -> None:
 @torch.no_grad()
 def test_kept_keys_stay_laid_out_when_images_leave() -> None:
     model = small_model(7)
-    cache = model.init_cache(model.encode(torch.randn(3, 5, 7, dtype=torch.float64)), 2)
+    cache = model.init_cache(model.encode(Features(torch.randn(3, 5, 7, dtype=torch.float64))), 2)
     assert isinstance(cache, TreeCache)
     before = cache.cross
     for (key, value), (old_key, old_value) in zip(cache.keep_images(torch.tensor([2, 0])).cross, before, strict=True):

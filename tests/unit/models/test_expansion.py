@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jobs.bench.reference_expansionnet import MaterializedModel, dynamic_expansion, static_expansion
-from models.base import Memory, ModelSizes
+from models.base import Features, Memory, ModelSizes
 from models.config import ExpansionNetConfig
 from models.expansion import DynamicExpansion, StaticExpansion
 from models.expansion_weights import dynamic_weights, static_weights
@@ -82,10 +82,10 @@ def test_whole_models_equal_their_materialized_form_and_its_gradient(mixers: dic
     lengths = torch.tensor([5, 2, 4])
     tokens = torch.randint(3, 11, (6, 6))
     slow = MaterializedModel(model)
-    memory = slow.encode(features, lengths)
+    memory = slow.encode(Features(features, lengths))
     rows = memory.select(torch.arange(3).repeat_interleave(2))
     gradients = []
-    for logits in (model(features, lengths, tokens), slow.decode(rows, tokens)):
+    for logits in (model(Features(features, lengths), tokens), slow.decode(rows, tokens)):
         model.zero_grad()
         logits.square().sum().backward()
         gradients.append((logits.detach(), [parameter.grad.clone() for parameter in model.parameters()]))  # type: ignore[union-attr]
@@ -119,10 +119,10 @@ def test_later_tokens_and_padding_change_nothing() -> None:
     features = torch.randn(2, 6, 7, dtype=torch.float64)
     lengths = torch.tensor([6, 4])
     tokens = torch.randint(3, 11, (4, 7))
-    before = model(features, lengths, tokens)
+    before = model(Features(features, lengths), tokens)
     features[1, 4:] = 9.0
     tokens[:, 4:] = SIZES.pad
-    after = model(features, lengths, tokens)
+    after = model(Features(features, lengths), tokens)
     exact(after[:, :4], before[:, :4])
     assert (after[:, 5:] - before[:, 5:]).abs().max() > 1e-3
 
@@ -133,11 +133,11 @@ def test_captions_share_their_image_and_images_do_not_meet(mixers: dict[str, obj
     features = torch.randn(3, 5, 7, dtype=torch.float64)
     lengths = torch.tensor([5, 3, 1])
     tokens = torch.randint(0, 11, (6, 5))
-    together = model(features, lengths, tokens)
+    together = model(Features(features, lengths), tokens)
     for image in range(3):
         alone = features[image : image + 1, : lengths[image]]
         for row in (2 * image, 2 * image + 1):
-            exact(together[row : row + 1], model(alone, None, tokens[row : row + 1]))
+            exact(together[row : row + 1], model(Features(alone), tokens[row : row + 1]))
 
 
 @pytest.mark.parametrize("mixers", MIXERS)
@@ -149,10 +149,10 @@ def test_training_reaches_every_parameter(mixers: dict[str, object], expansion_d
     assert model.state_dict().keys() == names and not list(model.buffers())
     features, tokens = torch.randn(4, 5, 7, dtype=torch.float64), torch.randint(3, 11, (8, 6))
     torch.manual_seed(1)
-    first = model(features, None, tokens)
-    assert not torch.equal(first, model(features, None, tokens))
+    first = model(Features(features), tokens)
+    assert not torch.equal(first, model(Features(features), tokens))
     torch.manual_seed(1)
-    assert torch.equal(first, model(features, None, tokens))
+    assert torch.equal(first, model(Features(features), tokens))
     first.square().sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
@@ -264,7 +264,7 @@ def test_set_dropout_reaches_all_of_a_model() -> None:
     model = small_model(0, dropout=0.3).train()
     features, tokens = torch.randn(2, 5, 7, dtype=torch.float64), torch.randint(3, 11, (2, 6))
     set_dropout(model, 0.0)
-    exact(model(features, None, tokens), model.eval()(features, None, tokens))
+    exact(model(Features(features), tokens), model.eval()(Features(features), tokens))
     assert {module.p for module in model.modules() if isinstance(module, Dropout)} == {0.0}
     with pytest.raises(ValueError, match="dropout is 1"):
         set_dropout(model, 1.0)
@@ -294,9 +294,9 @@ def test_bfloat16_stays_close(dynamic: int | None, within: float) -> None:
     config = ExpansionNetConfig(d_model=64, d_ff=96, num_heads=4, static_expansion=(16, 32), dynamic_expansion=dynamic)
     model = build_model(config, sizes).eval()
     features, tokens = torch.randn(32, 16, 32), torch.randint(3, 50, (64, 12))
-    full = model(features, None, tokens)
+    full = model(Features(features), tokens)
     with torch.autocast("cpu", torch.bfloat16):
-        half = model(features, None, tokens)
+        half = model(Features(features), tokens)
     assert half.dtype == torch.bfloat16
     error = (half.float() - full).abs().amax(-1) / full.abs().amax(-1)
     assert error.median() < 1e-2
@@ -313,7 +313,7 @@ def test_padding_is_finite_in_float16() -> None:
         assert bool(weights.isfinite().all())
     model = small_model(0, d_model=32, d_ff=32).float()
     with torch.autocast("cpu", torch.float16):
-        states = model.encode(torch.randn(4, 5, 7), torch.tensor([1, 5, 2, 3])).states
+        states = model.encode(Features(torch.randn(4, 5, 7), torch.tensor([1, 5, 2, 3]))).states
     assert bool(states.isfinite().all())
 
 
@@ -322,7 +322,7 @@ def test_bfloat16_steps_are_bfloat16_teacher_forcing() -> None:
     model = small_model(0, d_model=32, d_ff=32).float()
     features, tokens = torch.randn(3, 5, 7), torch.randint(3, 11, (6, 8))
     with torch.autocast("cpu", torch.bfloat16):
-        memory = model.encode(features)
+        memory = model.encode(Features(features))
         expected, cache = model.decode(memory, tokens).float(), model.init_cache(memory, 2)
         for position in range(8):
             logits, cache = model.step(tokens[:, position], cache)
@@ -350,11 +350,11 @@ def test_sizes_that_do_not_fit_are_refused(changes: dict[str, object], words: st
 
 def test_inputs_that_do_not_fit_are_refused() -> None:
     model = small_model(0)
-    memory = model.encode(torch.randn(2, 5, 7, dtype=torch.float64))
+    memory = model.encode(Features(torch.randn(2, 5, 7, dtype=torch.float64)))
     with pytest.raises(ValueError, match=r"expected \(images, tokens, 7\)"):
-        model.encode(torch.randn(2, 5, 8, dtype=torch.float64))
+        model.encode(Features(torch.randn(2, 5, 8, dtype=torch.float64)))
     with pytest.raises(ValueError, match=r"lengths have shape \(3,\)"):
-        model.encode(torch.randn(2, 5, 7, dtype=torch.float64), torch.tensor([1, 2, 3]))
+        model.encode(Features(torch.randn(2, 5, 7, dtype=torch.float64), torch.tensor([1, 2, 3])))
     with pytest.raises(ValueError, match="13 input tokens is longer than the positional table of 12"):
         model.decode(memory, torch.zeros(2, 13, dtype=torch.int64))
     with pytest.raises(ValueError, match="3 captions do not divide by 2 images"):

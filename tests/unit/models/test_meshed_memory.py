@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from models.attention_maps import cross_attention
-from models.base import ModelSizes
+from models.base import Features, ModelSizes
 from models.config import MeshedMemoryConfig
 from models.layers import Dropout, sinusoids
 from models.meshed_memory import MeshedMemoryTransformer
@@ -58,7 +58,7 @@ def test_cached_steps_are_the_teacher_forced_logits(
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(images, 5, 7, dtype=torch.float64, generator=generator)
     lengths = torch.randint(1, 6, (images,), generator=generator) if padded else None
-    follow_steps(model, model.encode(features, lengths), beams, 7, generator)
+    follow_steps(model, model.encode(Features(features, lengths)), beams, 7, generator)
 
 
 def literal_attention(layer: Any, x: Tensor, keys: Tensor, values: Tensor, query: Tensor, mask: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def literal_logits(model: MeshedMemoryTransformer, features: Tensor, tokens: Ten
 def test_the_ablations_are_their_literal_form(variant: dict[str, Any]) -> None:
     model = small_meshed(1, **variant)
     features, tokens = torch.randn(2, 5, 7, dtype=torch.float64), torch.randint(0, 11, (4, 6))
-    logits = model(features, None, tokens)
+    logits = model(Features(features), tokens)
     for row in range(4):
         expected = literal_logits(model, features[row // 2], tokens[row])
         torch.testing.assert_close(logits[row], expected, rtol=1e-6, atol=1e-6)  # positions are float32
@@ -129,11 +129,11 @@ def test_the_ablations_are_their_literal_form(variant: dict[str, Any]) -> None:
 def test_padding_is_masked(variant: dict[str, Any]) -> None:
     model = small_meshed(2, **variant)
     features, tokens = torch.randn(2, 4, 7, dtype=torch.float64), torch.randint(0, 11, (2, 6))
-    expected = model(features[:, :3], None, tokens)
+    expected = model(Features(features[:, :3]), tokens)
     lengths = torch.tensor([3, 3])
-    exact(model(features, lengths, tokens), expected)
+    exact(model(Features(features, lengths), tokens), expected)
     features[:, 3] = 1e6
-    exact(model(features, lengths, tokens), expected)
+    exact(model(Features(features, lengths), tokens), expected)
 
 
 def test_initial_weights_are_the_references() -> None:
@@ -162,7 +162,7 @@ def test_the_size_that_was_published() -> None:
 @torch.no_grad()
 def test_attention_maps_are_means_over_levels() -> None:
     model = small_meshed(3)
-    memory = model.encode(torch.randn(2, 5, 7, dtype=torch.float64), torch.tensor([5, 3]))
+    memory = model.encode(Features(torch.randn(2, 5, 7, dtype=torch.float64), torch.tensor([5, 3])))
     maps = cross_attention(model, memory, torch.randint(0, 11, (4, 6)))
     assert maps.shape == (2, 4, 5, 5)
     torch.testing.assert_close(maps.sum(-1), torch.ones(2, 4, 5))
@@ -173,7 +173,7 @@ def test_dropout_reaches_every_sublayer() -> None:
     model = small_meshed(4, dropout=0.5).train()
     assert len([module for module in model.modules() if isinstance(module, Dropout)]) == 1 + 2 * 2 + 2 * 3
     features, tokens = torch.randn(2, 5, 7, dtype=torch.float64), torch.randint(0, 11, (2, 6))
-    assert not torch.equal(model(features, None, tokens), model(features, None, tokens))
+    assert not torch.equal(model(Features(features), tokens), model(Features(features), tokens))
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -186,7 +186,7 @@ def test_steps_drop_out_where_the_teacher_forced_pass_does(
     features, tokens = torch.randn(2, 5, 7, dtype=torch.float64), torch.randint(0, 11, (4, 6))
     monkeypatch.setattr(Dropout, "forward", lambda self, x: x * factors[self] if self.active else x)
     with torch.no_grad():
-        memory = model.encode(features)
+        memory = model.encode(Features(features))
         whole = model.decode(memory, tokens)
         cache, found = model.init_cache(memory, 2), []
         for column in tokens.unbind(1):

@@ -19,7 +19,7 @@ from jobs.bench.models import ModelsReport, bench_models, measure
 from jobs.import_ import import_checkpoint
 from models import macs_attention as flops_attention
 from models.backbone import Backbone, load_swin, read_tensors, set_drop_path
-from models.base import CaptionModel, Memory, ModelConfig, ModelSizes
+from models.base import CaptionModel, Features, Memory, ModelConfig, ModelSizes
 from models.captioner import Captioner
 from models.config import BackboneConfig, ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig
 from models.convert import PUBLISHED_GROUPS, Inferred, backbone_config, complete_config, infer_swin
@@ -119,24 +119,24 @@ def test_a_swin_of_another_shape_is_refused() -> None:
 def test_a_bundle_gives_back_the_captioner(tmp_path: Path, backbone: bool) -> None:
     ours, vocabulary = captioner(backbone)
     folder = tmp_path / "models" / "small"
-    inputs = torch.randn(2, 3, 32, 32) if backbone else torch.randn(2, 4, 6)
+    inputs = Features(torch.randn(2, 3, 32, 32) if backbone else torch.randn(2, 4, 6))
     tokens = torch.randint(0, len(vocabulary), (4, 5))
-    first = ours(inputs, None, tokens)
+    first = ours(inputs, tokens)
     save_bundle(folder, ours, vocabulary, name="small", info={"CIDEr": 1.5, "stages": ("a", "b")})
     for parameter in ours.parameters():
         parameter += 0.1
-    assert not torch.equal(ours(inputs, None, tokens), first)
+    assert not torch.equal(ours(inputs, tokens), first)
     bundle = load_bundle(folder)
-    assert torch.equal(bundle.captioner(inputs, None, tokens), first)
+    assert torch.equal(bundle.captioner(inputs, tokens), first)
     assert bundle.vocabulary.words == vocabulary.words and (bundle.transform is not None) == backbone
     assert bundle.config["info"] == {"CIDEr": 1.5, "stages": ["a", "b"]}
     assert ("stored features" in (folder / "card.md").read_text()) != backbone
     save_bundle(folder, ours, vocabulary, name="small", info={})
-    assert not torch.equal(load_bundle(folder).captioner(inputs, None, tokens), first)
+    assert not torch.equal(load_bundle(folder).captioner(inputs, tokens), first)
     assert [path.name for path in folder.parent.iterdir()] == ["small"]
     if not backbone:
         with pytest.raises(ValueError, match="has no backbone"):
-            bundle.captioner.features(torch.zeros(1, 3, 32, 32))
+            bundle.captioner.features(Features(torch.zeros(1, 3, 32, 32)))
 
 
 def test_a_failed_save_leaves_the_old_bundle(tmp_path: Path) -> None:
@@ -416,7 +416,7 @@ def test_the_executed_products_are_those_that_torch_counts(mixers: dict[str, Any
             result,
         )  # two images, two operations a multiply-accumulate
 
-    macs, memory = counted(lambda: model.encode(features))
+    macs, memory = counted(lambda: model.encode(Features(features)))
     assert macs == encoder_macs(config, sizes, 9)
     macs, _ = counted(lambda: model.decode(memory, torch.zeros(2, 7, dtype=torch.int64)))
     assert macs == decoder_macs(config, sizes, 9, 7)
@@ -455,9 +455,9 @@ def same_products(config: ModelConfig) -> None:
     sizes = ModelSizes(40, 50, 30, sos=0, eos=1, pad=2)
     model = build_model(config, sizes).eval()
     features = torch.randn(2, 9, 40)
-    memory = model.encode(features)
+    memory = model.encode(Features(features))
     runs: list[tuple[Any, float]] = [
-        (lambda: model.encode(features), flops_attention.encoder_macs(config, sizes, 9)),
+        (lambda: model.encode(Features(features)), flops_attention.encoder_macs(config, sizes, 9)),
         (
             lambda: model.decode(memory, torch.zeros(2, 7, dtype=torch.int64)),
             flops_attention.decoder_macs(config, sizes, 9, 7),
