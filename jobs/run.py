@@ -26,6 +26,7 @@ from pipeline.storage.atomic import read_json, write_json, write_text
 from pipeline.storage.path import StoragePath
 from pipeline.tracking.mlflow_client import public_uri
 from pipeline.tracking.run_tracker import Tracker
+from pipeline.training.batches import num_samples
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class _Run:
             folder.push("config.yaml")
         self.folder = RunFolder(folder.path, folder.home)
         self.config, self.address = config, address
-        self.attempt = self.folder.begin_attempt()
+        self.driver_token = self.folder.new_driver_token()
         self.durations: dict[str, float] = {}
         self.excluded: set[str] = set()
         self.tracker = Tracker(self.folder, config)
@@ -101,44 +102,39 @@ class _Run:
 
     def _print_plan(self) -> None:
         folder, config = self.folder, self.config
-        facts = folder.facts
-        counts = facts["parameters"]
+        metadata = folder.metadata
+        counts = metadata.parameters
         logger.info(f"run       {folder.run_id}  in {folder.path}")
         logger.info(
-            f"data      {', '.join(f'{split} {count}' for split, count in facts['splits'].items())} images; "
-            f"{facts['sizes']['vocabulary_size']} words"
+            f"data      {', '.join(f'{split} {count}' for split, count in metadata.splits.items())} images; "
+            f"{metadata.sizes.vocabulary_size} words"
         )
         source = (
             f"{config.backbone.name} at {config.backbone.image_size} px, {counts['backbone']:,} parameters, "
-            f"{facts['num_tokens']} tokens"
+            f"{metadata.num_tokens} tokens"
         )
         if config.features.hdf5 is not None:
-            source = f"regions of {config.features.hdf5}, at most {facts['num_tokens']}"
+            source = f"regions of {config.features.hdf5}, at most {metadata.num_tokens}"
         logger.info(f"model     {config.model.name}, {counts['model']:,} parameters; {source}")
         for number, stage in enumerate(config.stages, 1):
             logger.info(f"stage {number}   {self._describe(stage)}")
-        if facts["unreadable"]:
-            logger.warning(f"{len(facts['unreadable'])} images cannot be read and are left out (run.json lists them)")
+        if metadata.unreadable:
+            logger.warning(f"{len(metadata.unreadable)} images cannot be read and are left out (run.json lists them)")
 
     def _describe(self, stage: StageSection) -> str:
         workers = self.config.workers.num_workers
-        unit = "pairs" if stage.captions_per_image == 1 and stage.objective == "cross_entropy" else "images"
+        unit = "pairs" if stage.samples_are_pairs else "images"
         extra = f" x {stage.captions_per_image} captions" if stage.captions_per_image > 1 else ""
         if stage.objective == "scst":
             extra = f" x {stage.sampling.num_samples} samples"
         share = stage.batch_size // (workers * stage.gradient_accumulation_steps)
-        state = "done" if self.folder.result(stage.name) else f"{total_steps(stage, self._num_samples(stage))} steps"
+        train = self.folder.dataset.split(*self.config.data.train_splits)
+        state = "done" if self.folder.result(stage.name) else f"{total_steps(stage, num_samples(stage, train))} steps"
         return (
             f"{stage.name}: {stage.objective}, {'end to end' if stage.train_backbone else 'frozen features'}, {state} "
             f"of {stage.batch_size} {unit}{extra} = {workers} workers x {share}"
             + (f" x {stage.gradient_accumulation_steps} accumulated" if stage.gradient_accumulation_steps > 1 else "")
         )
-
-    def _num_samples(self, stage: StageSection) -> int:
-        train = self.folder.dataset.split(*self.config.data.train_splits)
-        if stage.captions_per_image == 1 and stage.objective == "cross_entropy":
-            return sum(len(captions) for captions in train.column("captions"))
-        return len(train)
 
     def _check(self) -> None:
         """Disk, Java, and one step of every stage at its real batch size on a worker."""
@@ -154,22 +150,22 @@ class _Run:
         from pipeline.training.dry_run import dry_run
 
         self._start_ray()
-        with self._timed("trial steps"):
+        with self._timed("dry run"):
             workers = self.config.workers
             task = ray.remote(dry_run).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
-            for row in ray.get(task.remote(self.folder)):
-                if "error" in row:
-                    raise UserError(f"a trial step of stage {row['stage']} fails: {row['error']}")
-                logger.info(f"check     one step of {row['stage']}: {row['seconds']:.1f} s, {row['memory_mb']:.0f} MiB")
+            for result in ray.get(task.remote(self.folder)):
+                if result.error is not None:
+                    raise UserError(f"a dry run of stage {result.stage} fails: {result.error}")
+                logger.info(f"check     one step of {result.stage}: {result.seconds:.1f} s, {result.memory_mb:.0f} MiB")
 
     def _check_disk(self) -> None:
-        facts = self.folder.facts
+        metadata = self.folder.metadata
         width = 2 if self.config.features.stored_dtype == "float16" else 4
         pending = [stage for stage in self.config.stages if self.folder.result(stage.name) is None]
         stores = sum(not stage.train_backbone for stage in pending[:1]) + sum(stage.train_backbone for stage in pending)
         stores = 0 if self.folder.home else stores  # on S3 features go there
-        features = len(self.folder.dataset) * facts["num_tokens"] * facts["sizes"]["feature_width"] * width * stores
-        weights = 6 * 4 * sum(facts["parameters"].values())
+        features = len(self.folder.dataset) * metadata.num_tokens * metadata.sizes.feature_width * width * stores
+        weights = 6 * 4 * sum(metadata.parameters.values())
         free = shutil.disk_usage(self.folder.path).free
         if features + weights > free:
             raise UserError(
@@ -227,7 +223,7 @@ class _Run:
 
         self._start_ray()
         names = tuple(stage.name for stage in group)
-        job = StageJob(self.folder.path, names, store, tuple(sorted(self.excluded)), self.attempt, self.folder.home)
+        job = StageJob(self.folder, names, store, tuple(sorted(self.excluded)), self.driver_token)
         with self._timed(" + ".join(names)), _Printer(self.folder):
             fit(job, self.config)
         self.folder.pull("stages")

@@ -8,7 +8,7 @@ from typing import Any
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.reports.page import Report, ReportImage, ReportStage, write_report
-from pipeline.runs.folder import RunFolder
+from pipeline.runs.folder import RunFolder, RunMetadata
 from pipeline.runs.journal import read_journal
 from pipeline.scoring.published import published_rows
 from pipeline.scoring.result_files import read_predictions
@@ -72,7 +72,7 @@ def make_report(
     images: list[ReportImage],
 ) -> Path:
     """Writes report.html of a finished run."""
-    config, facts = folder.config, folder.facts
+    config, metadata = folder.config, folder.metadata
     columns, rows = score_table(result, align=True)
     for split in config.data.test_splits:
         rows += published_table(columns, config, split, dataset.split(split).column("uri"))
@@ -87,13 +87,13 @@ def make_report(
         stages=stages,
         images=images,
         facts={
-            "images": ", ".join(f"{split} {count}" for split, count in facts["splits"].items()),
-            "model": f"{config.model.name}, {facts['parameters']['model']:,} parameters",
-            "features": _features(config, facts),
+            "images": ", ".join(f"{split} {count}" for split, count in metadata.splits.items()),
+            "model": f"{config.model.name}, {metadata.parameters['model']:,} parameters",
+            "features": _features(config, metadata),
             "durations": ", ".join(f"{name} {seconds:.0f} s" for name, seconds in durations.items()),
-            "commit": facts["commit"],
-            "data fingerprint": facts["data_fingerprint"][:16],
-            "versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
+            "commit": metadata.commit,
+            "data fingerprint": metadata.data_fingerprint[:16],
+            "versions": ", ".join(f"{name} {version}" for name, version in metadata.versions.items()),
         },
     )
     path = folder.path / "report.html"
@@ -101,10 +101,10 @@ def make_report(
     return path
 
 
-def _features(config: RunConfig, facts: dict[str, Any]) -> str:
+def _features(config: RunConfig, metadata: RunMetadata) -> str:
     if config.features.hdf5 is not None:
-        return f"regions of {config.features.hdf5}, at most {facts['num_tokens']}"
-    count = facts["parameters"]["backbone"]
+        return f"regions of {config.features.hdf5}, at most {metadata.num_tokens}"
+    count = metadata.parameters["backbone"]
     return f"{config.backbone.name}, {config.backbone.image_size} px, {count:,} parameters"
 
 
@@ -134,8 +134,8 @@ def _stage(folder: RunFolder, name: str, validation: dict[str, float]) -> Report
     points = [(entry["step"], entry["CIDEr-D"]) for entry in entries if entry["kind"] == "validation"]
     if points:
         curves["validation CIDEr-D"] = points
-    outcome = folder.result(name) or {}
-    summary = {"steps": str(outcome.get("steps", "?")), "best at step": str(outcome.get("best_step", "?"))}
+    result = folder.result(name)
+    summary = {} if result is None else {"steps": str(result.steps), "best at step": str(result.best_step)}
     if name in validation:
         summary["validation CIDEr-D"] = f"{validation[name]:.4f}"
     return ReportStage(name, curves, summary)
