@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from pipeline.config.run import RunConfig
@@ -12,24 +13,25 @@ def check(config: RunConfig, json_file: Path | None = None) -> int:
     """Prints the findings, and writes them as JSON on request. Returns 1 when training on the data would be wrong."""
     from pipeline.runs.check import check_data
 
-    found = check_data(config)
-    facts = found.facts
-    captions, duplicates = facts["captions"], facts["duplicates"]
-    print("splits       " + ", ".join(f"{split} {count}" for split, count in facts["splits"].items()))
+    result = check_data(config)
+    statistics = result.statistics
+    captions, duplicates = statistics["captions"], statistics["duplicates"]
+    print("splits       " + ", ".join(f"{split} {count}" for split, count in statistics["splits"].items()))
     print(f"captions     {captions['total']}: {captions['empty']} empty, {captions['huge']} huge, ", end="")
     print(f"{captions['repeated']} images with a repeated one, {captions['not_text']} not text")
     for split, counts in captions["per_image"].items():
         print(f"  {split:<10} " + ", ".join(f"{images} images with {count}" for count, images in counts.items()))
-    print(f"vocabulary   {facts.get('vocabulary', 'empty')} words, specials included")
-    print(f"images       {len(facts['unreadable'])} missing or unreadable; ", end="")
+    print(f"vocabulary   {statistics.get('vocabulary', 'empty')} words, specials included")
+    print(f"images       {len(statistics['unreadable'])} missing or unreadable; ", end="")
     print(f"{duplicates['across_splits']} in training and held out, {duplicates['elsewhere']} repeated otherwise")
-    print("short side   " + ", ".join(f"{name} px: {count}" for name, count in facts.get("short_side", {}).items()))
-    print(f"fingerprint  {facts['fingerprint']}")
-    for finding in found.findings:
-        print(f"{finding['kind']:<8} {finding['text']}")
-    print("fit to train on" if found.ok else "NOT fit to train on: see the errors above")
+    short_side = statistics.get("short_side", {})
+    print("short side   " + ", ".join(f"{name} px: {count}" for name, count in short_side.items()))
+    print(f"fingerprint  {statistics['fingerprint']}")
+    for finding in result.findings:
+        print(f"{finding.kind:<8} {finding.text}")
+    print("fit to train on" if result.ok else "NOT fit to train on: see the errors above")
     if json_file is not None:
-        body = {"ok": found.ok, **facts, "findings": found.findings}
+        body = {"ok": result.ok, **statistics, "findings": [asdict(finding) for finding in result.findings]}
         json_file.write_text(json.dumps(body, indent=1, ensure_ascii=False), encoding="utf-8")
         print(f"written to {json_file}")
-    return 0 if found.ok else 1
+    return 0 if result.ok else 1

@@ -20,9 +20,10 @@ from pipeline.data.dataset import Dataset
 from pipeline.data.synthetic import main_object_accuracy
 from pipeline.errors import UserError
 from pipeline.features.source import feature_source
-from pipeline.runs.evaluation import split_result, write_predictions
+from pipeline.runs.evaluation import split_result
 from pipeline.scoring.bootstrap import paired_difference
-from pipeline.scoring.metrics import score_captions
+from pipeline.scoring.metrics import COMPARED_BY_IMAGE, score_captions
+from pipeline.scoring.result_files import write_predictions
 from pipeline.scoring.split_result import SplitResult
 from pipeline.storage.atomic import write_json, write_text
 from pipeline.storage.path import StoragePath, storage_path
@@ -274,7 +275,7 @@ def compare(result: SplitResult, other: SplitResult) -> dict[str, Any]:
         if score.value is None or theirs.value is None:
             continue
         text = ""
-        if score.per_image is not None and theirs.per_image is not None and not name.startswith("BLEU"):
+        if score.per_image is not None and theirs.per_image is not None and name in COMPARED_BY_IMAGE:
             difference = paired_difference(score.per_image, theirs.per_image)
             differences[name] = difference._asdict()
             text = f"{difference}, better in {difference.better:.1%} of resamples"

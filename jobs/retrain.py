@@ -37,7 +37,7 @@ class RayWork:
 
         with indented():
             folder = run(config, self.address)
-        return Trained(folder.run_id, local_bundle(folder), folder.facts["data_fingerprint"])
+        return Trained(folder.run_id, local_bundle(folder), folder.metadata.data_fingerprint)
 
     def caption(
         self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig

@@ -25,6 +25,7 @@ from pipeline.storage.atomic import read_json, write_json, write_text
 from pipeline.storage.path import StoragePath
 from pipeline.tracking.mlflow_client import public_uri
 from pipeline.tracking.run_tracker import Tracker
+from pipeline.training.batches import num_samples
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class RunDriver:
             folder.push("config.yaml")
         self.folder = RunFolder(folder.path, folder.home)
         self.config, self.address = config, address
-        self.attempt = self.folder.begin_attempt()
+        self.driver_token = self.folder.new_driver_token()
         self.durations: dict[str, float] = {}
         self.excluded: set[str] = set()  # content keys of images without features
         self.tracker = Tracker(self.folder, config)
@@ -136,39 +137,33 @@ class RunDriver:
 
     def _log_plan(self) -> None:
         folder, config = self.folder, self.config
-        metadata = folder.facts
+        metadata = folder.metadata
         logger.info(f"run       {folder.run_id}  in {folder.path}")
         logger.info(
-            f"data      {', '.join(f'{split} {count}' for split, count in metadata['splits'].items())} images; "
-            f"{metadata['sizes']['vocabulary_size']} words"
+            f"data      {', '.join(f'{split} {count}' for split, count in metadata.splits.items())} images; "
+            f"{metadata.sizes.vocabulary_size} words"
         )
-        source = feature_source(config).describe(metadata)
-        logger.info(f"model     {config.model.name}, {metadata['parameters']['model']:,} parameters; {source}")
+        source = feature_source(config).describe(metadata.num_tokens, metadata.parameters["backbone"])
+        logger.info(f"model     {config.model.name}, {metadata.parameters['model']:,} parameters; {source}")
         for number, stage in enumerate(config.stages, 1):
             logger.info(f"stage {number}   {self._describe(stage)}")
-        if metadata["unreadable"]:
-            count = len(metadata["unreadable"])
-            logger.warning(f"{count} images cannot be read and are left out (run.json lists them)")
+        if metadata.unreadable:
+            logger.warning(f"{len(metadata.unreadable)} images cannot be read and are left out (run.json lists them)")
 
     def _describe(self, stage: StageSection) -> str:
         workers = self.config.workers.num_workers
-        unit = "pairs" if stage.captions_per_image == 1 and stage.objective == "cross_entropy" else "images"
+        unit = "pairs" if stage.samples_are_pairs else "images"
         extra = f" x {stage.captions_per_image} captions" if stage.captions_per_image > 1 else ""
         if stage.objective == "scst":
             extra = f" x {stage.sampling.num_samples} samples"
         share = stage.batch_size // (workers * stage.gradient_accumulation_steps)
-        state = "done" if self.folder.result(stage.name) else f"{total_steps(stage, self._num_samples(stage))} steps"
+        train = self.folder.dataset.split(*self.config.data.train_splits)
+        state = "done" if self.folder.result(stage.name) else f"{total_steps(stage, num_samples(stage, train))} steps"
         return (
             f"{stage.name}: {stage.objective}, {'end to end' if stage.train_backbone else 'frozen features'}, {state} "
             f"of {stage.batch_size} {unit}{extra} = {workers} workers x {share}"
             + (f" x {stage.gradient_accumulation_steps} accumulated" if stage.gradient_accumulation_steps > 1 else "")
         )
-
-    def _num_samples(self, stage: StageSection) -> int:
-        train = self.folder.dataset.split(*self.config.data.train_splits)
-        if stage.captions_per_image == 1 and stage.objective == "cross_entropy":
-            return sum(len(captions) for captions in train.column("captions"))
-        return len(train)
 
     def _check(self) -> None:
         """Disk, constraints, Java, and one step of every stage at its real batch size on a worker."""
@@ -183,23 +178,23 @@ class RunDriver:
         from pipeline.training.dry_run import dry_run
 
         self._start_ray()
-        with self._timed("trial steps"):
+        with self._timed("dry run"):
             workers = self.config.workers
             task = ray.remote(dry_run).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
-            for row in ray.get(task.remote(self.folder)):
-                if "error" in row:
-                    raise UserError(f"a trial step of stage {row['stage']} fails: {row['error']}")
-                logger.info(f"check     one step of {row['stage']}: {row['seconds']:.1f} s, {row['memory_mb']:.0f} MiB")
+            for result in ray.get(task.remote(self.folder)):
+                if result.error is not None:
+                    raise UserError(f"a dry run of stage {result.stage} fails: {result.error}")
+                logger.info(f"check     one step of {result.stage}: {result.seconds:.1f} s, {result.memory_mb:.0f} MiB")
 
     def _check_disk(self) -> None:
-        metadata, pending = self.folder.facts, self._pending
+        metadata, pending = self.folder.metadata, self._pending
         bytes_per_value = 2 if self.config.features.stored_dtype == "float16" else 4
         num_stores = sum(not stage.train_backbone for stage in pending[:1])
         num_stores += sum(stage.train_backbone for stage in pending)
         num_stores = 0 if self.folder.home else num_stores  # a storage on S3 holds them
-        values = len(self.folder.dataset) * metadata["num_tokens"] * metadata["sizes"]["feature_width"]
+        values = len(self.folder.dataset) * metadata.num_tokens * metadata.sizes.feature_width
         features = values * bytes_per_value * num_stores
-        weights = 6 * 4 * sum(metadata["parameters"].values())
+        weights = 6 * 4 * sum(metadata.parameters.values())
         free = shutil.disk_usage(self.folder.path).free
         if features + weights > free:
             raise UserError(
@@ -243,7 +238,7 @@ class RunDriver:
 
         self._start_ray()
         names = tuple(stage.name for stage in group)
-        job = StageJob(self.folder.path, names, store, tuple(sorted(self.excluded)), self.attempt, self.folder.home)
+        job = StageJob(self.folder, names, store, tuple(sorted(self.excluded)), self.driver_token)
         with self._timed(" + ".join(names)), JournalPrinter(self.folder):
             fit(job, self.config)
         self.folder.pull("stages")
@@ -251,7 +246,8 @@ class RunDriver:
     def _score(self, dataset: Dataset, splits: Sequence[str], store: StoragePath) -> RunScores:
         """Captions the splits with the final weights, writes the captions to predictions/, and scores them."""
         from jobs.caption_tasks import RunModel, SplitTask, caption_on_cluster
-        from pipeline.runs.evaluation import score_run, split_result, write_predictions
+        from pipeline.runs.evaluation import score_run, split_result
+        from pipeline.scoring.result_files import write_predictions
 
         self._start_ray()
         logger.info(f"evaluate  {', '.join(splits)} with beam {self.config.evaluation.beam_size}")
@@ -287,8 +283,9 @@ class RunDriver:
 
     def _complete(self, scores: RunScores, store: StoragePath, registered: str | None) -> None:
         """Prints the summary and marks the run as complete."""
+        from pipeline.reports.text_table import format_table
         from pipeline.runs.run_bundle import bundle_place
-        from pipeline.runs.summary import format_table, score_table, validation_lines
+        from pipeline.runs.summary import score_table, validation_lines
 
         folder, bundle = self.folder, bundle_place(self.folder)
         table = "\n".join(

@@ -9,7 +9,8 @@ from typing import Any
 
 from pipeline.config.run import RunConfig
 from pipeline.storage.path import StoragePath
-from pipeline.training.loop import AbandonedError, DivergedError, StageJob, train_stages
+from pipeline.training.loop import DivergedError, StageJob, train_stages
+from pipeline.training.stage_output import AbandonedError
 
 
 class StageFailedError(RuntimeError):
@@ -29,7 +30,7 @@ def fit(job: StageJob, config: RunConfig) -> None:
 
     logging.getLogger("ray.train").setLevel(logging.ERROR)
     workers = config.workers
-    scratch = job.run / "log" / ".ray"
+    scratch = job.folder.path / "log" / ".ray"
     trainer = TorchTrainer(
         _worker,
         train_loop_config={"job": job},
@@ -55,8 +56,8 @@ def fit(job: StageJob, config: RunConfig) -> None:
 
 
 def failure_file(job: StageJob) -> StoragePath:
-    """Where a worker writes why trying again is of no use; one file an attempt."""
-    return job.folder.root / f"log/failure-{job.attempt}"
+    """Where a worker writes why trying again is of no use; one file per driver."""
+    return job.folder.root / f"log/failure-{job.driver_token}"
 
 
 def _worker(settings: dict[str, Any]) -> None:
@@ -64,7 +65,7 @@ def _worker(settings: dict[str, Any]) -> None:
 
     job: StageJob = settings["job"]
     if failure_file(job).exists():
-        return  # every worker of the repeated attempt ends here, and the fit with them
+        return  # Ray Train's retry ends here at once, and the fit with it
     try:
         train_stages(RayContext(), job)
     except (AbandonedError, DivergedError, ValueError) as error:

@@ -99,7 +99,7 @@ def _run(run: Path, store: Path, ray: bool) -> tuple[float, float]:
     folder = RunFolder(run)
     shutil.rmtree(run / "stages", ignore_errors=True)
     folder.journal.unlink(missing_ok=True)
-    job = StageJob(run, ("steps",), store, attempt=folder.begin_attempt())
+    job = StageJob(folder, ("steps",), store, driver_token=folder.new_driver_token())
     if ray:
         fit(job, folder.config)
     else:

@@ -53,7 +53,7 @@ def bench_tracker(rounds: int = 6, threads: int | None = None) -> None:
         changing = threading.Thread(target=_change_trackers, args=(folder, config, phases, where, stop), daemon=True)
         changing.start()
         try:
-            fit(StageJob(folder.path, ("steps",), store, attempt=folder.begin_attempt()), config)
+            fit(StageJob(folder, ("steps",), store, driver_token=folder.new_driver_token()), config)
         finally:
             stop.set()
             changing.join()

@@ -6,7 +6,6 @@ import threading
 
 from jobs.train import StageFailedError, failure_file, fit
 from pipeline.config.run import RunConfig
-from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import Follower
 from pipeline.runtime.context import Context
 from pipeline.training.loop import StageJob
@@ -16,7 +15,7 @@ FOLLOW_S = 0.5
 
 def train_on_workers(job: StageJob, config: RunConfig, context: Context) -> None:
     """On Ray Train's workers; validations are taken from the run's journal and told from here."""
-    run = RunFolder(job.run)
+    run = job.folder
     follower = Follower(run.journal)
     errors: list[BaseException] = []
 
@@ -36,7 +35,7 @@ def train_on_workers(job: StageJob, config: RunConfig, context: Context) -> None
                     context.report({"stage": entry["stage"], "step": entry["step"]})
     except BaseException:  # the scheduler has ended the trial: its workers stop at their next line in the journal
         failure_file(job).write_bytes(b"stopped by the search")
-        run.begin_attempt()
+        run.new_driver_token()
         thread.join()
         raise
     if errors and not isinstance(errors[0], StageFailedError):

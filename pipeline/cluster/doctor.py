@@ -24,7 +24,7 @@ from pipeline.cluster.jobs_api import JobsServer, UnreachableError, find_token
 from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
 from pipeline.scoring.java import JavaError, free_memory_mb, java_version
-from pipeline.scoring.metrics import spice_models
+from pipeline.scoring.java_metrics import spice_models
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.path import StorageError, StoragePath, is_remote, try_rights
 

@@ -221,6 +221,11 @@ class StageSection(Section):
         return self
 
     @property
+    def samples_are_pairs(self) -> bool:
+        """True when a sample is an (image, caption) pair, not an image with `captions_per_image` captions."""
+        return self.captions_per_image == 1 and self.objective == "cross_entropy"
+
+    @property
     def sampling(self) -> ScstSection:
         return self.scst or ScstSection()
 

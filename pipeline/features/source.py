@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
@@ -63,8 +63,8 @@ class FeatureSource(ABC):
         """
 
     @abstractmethod
-    def describe(self, metadata: dict[str, Any]) -> str:
-        """One line for people. metadata: the content of the run's run.json."""
+    def describe(self, num_tokens: int, num_parameters: int) -> str:
+        """One line for people. num_parameters: the backbone's."""
 
 
 class BackboneFeatures(FeatureSource):
@@ -86,12 +86,9 @@ class BackboneFeatures(FeatureSource):
     def for_bundles(self, dataset: Dataset) -> tuple[Dataset, StoragePath | None]:
         return dataset, None
 
-    def describe(self, metadata: dict[str, Any]) -> str:
-        backbone, num_parameters = self.config.backbone, metadata["parameters"]["backbone"]
-        return (
-            f"{backbone.name} at {backbone.image_size} px, {num_parameters:,} parameters, "
-            f"{metadata['num_tokens']} tokens"
-        )
+    def describe(self, num_tokens: int, num_parameters: int) -> str:
+        backbone = self.config.backbone
+        return f"{backbone.name} at {backbone.image_size} px, {num_parameters:,} parameters, {num_tokens} tokens"
 
 
 class RegionFeatures(FeatureSource):
@@ -113,8 +110,8 @@ class RegionFeatures(FeatureSource):
             logger.info(f"features  {len(missing)} images are left out: {store / 'quarantine.parquet'} says why")
         return dataset.without(sorted(missing)), store
 
-    def describe(self, metadata: dict[str, Any]) -> str:
-        return f"regions of {self.config.features.hdf5}, at most {metadata['num_tokens']}"
+    def describe(self, num_tokens: int, num_parameters: int) -> str:
+        return f"regions of {self.config.features.hdf5}, at most {num_tokens}"
 
 
 def feature_source(config: RunConfig) -> FeatureSource:

@@ -21,6 +21,7 @@ from pipeline.data.images import BadImage, decode_image
 from pipeline.data.vocabulary import tokenize
 from pipeline.reports import charts as plots
 from pipeline.reports.cluster_pictures import LayerColors, color_table
+from pipeline.reports.text_table import UNAVAILABLE
 from pipeline.storage.atomic import write_text
 from pipeline.storage.path import StoragePath
 
@@ -30,7 +31,6 @@ JPEG_QUALITY = 82
 SMALL = 128  # pictures below this many pixels are kept as they are and enlarged without blur
 MAX_IMAGES = 200  # pictures on a page
 SCORE_NAME = "CIDEr-D"
-UNAVAILABLE = "unavailable"
 
 
 @dataclass(frozen=True)

@@ -212,8 +212,8 @@ class _Retraining:
             return _NewData(Dataset(pa.table({})), listing, change, 0, self.state.fingerprint, root)
         checked_before = None if before is None else before["key"].drop_null()
         findings = check_data(config, checked_before)
-        for finding in [each for each in findings.findings if each["kind"] == "error"][:MAX_FINDINGS_SHOWN]:
-            logger.info(f"bad data  {finding['text']}")
+        for finding in [each for each in findings.findings if each.kind == "error"][:MAX_FINDINGS_SHOWN]:
+            logger.info(f"bad data  {finding.text}")
         if not findings.ok:
             logger.info("the new data cannot be trained on (`raycap check` lists all errors); nothing was changed")
             return None

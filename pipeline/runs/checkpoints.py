@@ -1,10 +1,10 @@
-"""Checkpoints of a stage: written whole or not at all, the newest kept, resumed exactly.
+"""Checkpoints of a stage: written atomically, the newest kept, resumed exactly.
 
-    stages/<stage>/step-<n>/   state.pt (captioner, optimizer), progress.json   to go on from
-                   best-<n>/   model.safetensors, backbone.safetensors          what the next stage starts from
-                   DONE.json   the stage's result; its presence says that the stage is over
+    stages/<stage>/step-<n>/   state.pt (captioner, optimizer), progress.json   the stage resumes from it
+                   best-<n>/   model.safetensors, backbone.safetensors          the next stage starts from it
+                   DONE.json   the stage's result; written last, when the stage is finished
 
-No random state is stored: every draw is seeded by (seed, stage, step, rank), so that a step repeats itself exactly.
+No random state is stored: every random draw is seeded by (seed, stage, step, rank), so a repeated step is identical.
 """
 
 from __future__ import annotations
@@ -28,22 +28,33 @@ KEEP = 2
 
 @dataclass
 class Progress:
-    """Where a stage stands. `step` counts finished optimizer steps."""
+    """The position of a stage; `step` counts finished optimizer steps."""
 
     step: int = 0
     best_step: int = -1
     best_score: float = float("-inf")
     since_best: int = 0  # validations since the best
-    reductions: int = 0  # how often the plateau rule has lowered the rate
-    ended_early: str = ""  # why the stage stops before its last step, once it does
+    reductions: int = 0  # how often the plateau rule has lowered the learning rate
+    ended_early: str = ""  # the reason, when the stage ends before its last step
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """The result of a finished stage: DONE.json."""
+
+    steps: int
+    best_step: int
+    best_score: float  # validation CIDEr-D
+    kept: bool  # False: later stages start from the weights before this stage
+    ended_early: str  # "" or the reason
 
 
 class CheckpointWriter:
     """Writes checkpoints in the background: training waits for a copy of the tensors, not for the disk.
 
-    At most one is being written; the next waits for it, and `close` for the last. An error of the writing thread
-    surfaces at the next call. `allowed` is asked right before a checkpoint becomes visible (the fence), `written` is
-    called after (what is remote sends it home).
+    One checkpoint is written at a time: `save` and `wait` block until the one before is on disk, and raise the error
+    that the writing thread met. `allowed` is called right before a checkpoint becomes visible and raises where this
+    worker may not write any more; `written` is called after it.
     """
 
     def __init__(self, folder: Path, identity: str, allowed: Callable[[], None], written: Callable[[], None]) -> None:
@@ -52,14 +63,14 @@ class CheckpointWriter:
         self._last: Future[None] | None = None
 
     def save(self, captioner: Captioner, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-        """Adds step-<n>, then removes all but the newest `KEEP`; the old go only when the new one is whole."""
+        """Adds step-<n>; once it is complete, removes all but the newest `KEEP`."""
         self.wait()
         state = _copied({"captioner": captioner.state_dict(), "optimizer": optimizer.state_dict()})
         record = {"identity": self.identity, **asdict(progress)}
         self._last = self._pool.submit(self._write, state, record)
 
     def wait(self) -> None:
-        """Until what was handed over is on disk; raises what went wrong there."""
+        """Waits until the last checkpoint is on disk; raises the error of its writing."""
         if self._last is not None:
             self._last.result()
             self._last = None
@@ -76,12 +87,12 @@ class CheckpointWriter:
             self.allowed()
         for _, old in _numbered(self.folder, "step-")[:-KEEP]:
             shutil.rmtree(old, ignore_errors=True)
-        _keep_best(self.folder, record["best_step"])  # only now does a checkpoint on disk name it
+        _keep_best(self.folder, record["best_step"])  # only now does a checkpoint on disk refer to it
         self.written()
 
 
 def _copied(value: Any) -> Any:
-    """The same structure with every tensor copied to the CPU: training goes on changing the originals."""
+    """The same structure with every tensor copied to the CPU, because training keeps changing the originals."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
@@ -92,11 +103,11 @@ def _copied(value: Any) -> Any:
 def load_checkpoint(
     folder: Path, captioner: Captioner, optimizer: torch.optim.Optimizer, identity: str
 ) -> Progress | None:
-    """Restores the newest checkpoint of this run; None when there is none. Another run's is refused (ValueError)."""
-    found = _numbered(folder, "step-")
-    if not found:
+    """Restores the newest checkpoint; None when there is none. Raises ValueError for another run's checkpoint."""
+    checkpoints = _numbered(folder, "step-")
+    if not checkpoints:
         return None
-    _, newest = found[-1]
+    _, newest = checkpoints[-1]
     record = read_json(newest / "progress.json")
     if record.pop("identity") != identity:
         raise ValueError(f"checkpoint {newest} belongs to another run; remove the folder or give the run another name")
@@ -107,7 +118,7 @@ def load_checkpoint(
 
 
 def save_best(folder: Path, captioner: Captioner, step: int) -> None:
-    """The weights of the best validation so far; the ones before go when a checkpoint that names these is on disk."""
+    """Writes the best weights so far; `CheckpointWriter` removes older ones once a checkpoint refers to these."""
     with atomic_folder(folder / f"best-{step}") as temporary:
         save_weights(captioner.model, temporary / "model.safetensors")
         if captioner.backbone is not None:
@@ -115,26 +126,25 @@ def save_best(folder: Path, captioner: Captioner, step: int) -> None:
 
 
 def _keep_best(folder: Path, step: int) -> None:
-    """Removes the bests before that of `step`; a later one belongs to a checkpoint that is not written yet."""
+    """Removes best weights of steps before `step`; later ones belong to a checkpoint that is not written yet."""
     for number, old in _numbered(folder, "best-"):
         if number < step:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def finish_stage(folder: Path, result: dict[str, Any]) -> None:
-    """Marks a stage as over and removes the checkpoints that only served to go on."""
-    _keep_best(folder, result["best_step"])
-    write_json(folder / "DONE.json", result)
+def finish_stage(folder: Path, result: StageResult) -> None:
+    """Marks a stage as finished and removes its checkpoints, which are not needed any more."""
+    _keep_best(folder, result.best_step)
+    write_json(folder / "DONE.json", asdict(result))
     for old in (*folder.glob("step-*"), *folder.glob(".*.tmp")):
         shutil.rmtree(old, ignore_errors=True)
 
 
-def stage_result(folder: Path) -> dict[str, Any] | None:
-    """What `finish_stage` wrote, or None while the stage is not over."""
+def stage_result(folder: Path) -> StageResult | None:
+    """The result that `finish_stage` wrote; None while the stage is not finished."""
     path = folder / "DONE.json"
-    return read_json(path) if path.is_file() else None
+    return StageResult(**read_json(path)) if path.is_file() else None
 
 
 def _numbered(folder: Path, prefix: str) -> list[tuple[int, Path]]:
-    found = [(int(path.name.removeprefix(prefix)), path) for path in folder.glob(f"{prefix}*")]
-    return sorted(found)
+    return sorted((int(path.name.removeprefix(prefix)), path) for path in folder.glob(f"{prefix}*"))

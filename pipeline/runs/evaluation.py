@@ -10,21 +10,18 @@ import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from models.constraints import Machine
 from pipeline.data.dataset import Dataset
 from pipeline.data.synthetic import main_object_accuracy
 from pipeline.runs.folder import RunFolder
-from pipeline.scoring.metrics import score_captions
+from pipeline.scoring.metrics import RUN_METRICS, score_captions
 from pipeline.scoring.result_files import read_predictions
 from pipeline.scoring.split_result import ConstraintCounts, Hypothesis, SplitResult, mean_alignment
 from pipeline.storage.atomic import write_json
 
 logger = logging.getLogger(__name__)
-
-METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D")
 
 
 @dataclass(frozen=True)
@@ -44,11 +41,6 @@ class RunScores:
     def flat(self) -> dict[str, float]:
         """{"test_CIDEr-D": ...}: the scores as the tracker and the model registry store them."""
         return {name: value for result in self.splits for name, value in result.flat().items()}
-
-
-def write_predictions(path: Path, captions: Mapping[int, str]) -> None:
-    """COCO's result format."""
-    write_json(path, [{"image_id": image, "caption": caption} for image, caption in captions.items()])
 
 
 def split_result(
@@ -75,7 +67,7 @@ def score_run(folder: RunFolder, dataset: Dataset, results: Sequence[SplitResult
 
     def score(result: SplitResult) -> SplitResult:
         references = dataset.split(result.split).references()
-        scores = score_captions(references, result.captions, metrics=METRICS)
+        scores = score_captions(references, result.captions, metrics=RUN_METRICS)
         is_synthetic = folder.config.data.synthetic is not None
         accuracy = main_object_accuracy(result.captions, references) if is_synthetic else None
         return replace(result, scores=scores, main_object=accuracy)

@@ -1,7 +1,11 @@
 """The run's journal: metrics as JSON lines, written by rank 0, followed by the driver.
 
-The journal is the truth: the terminal, the tracker and the report are fed from it, so that a tracker that is down
-costs training nothing.
+The terminal, the tracker and the report read the journal, so that a tracker that is down does not affect training.
+Every entry has the keys stage, kind, step and time (seconds since the epoch); the others depend on its kind:
+
+    train       metrics of the steps since the entry before, and `total`, the stage's number of steps
+    validation  CIDEr-D, best, seconds
+    event, reward, done  text
 """
 
 from __future__ import annotations
@@ -14,29 +18,31 @@ from typing import Any
 
 from pipeline.storage.atomic import write_text
 
-JOURNAL_EVERY_S = 3.0  # how often a run on S3 sends its journal, and the driver fetches it
+JOURNAL_EVERY_S = 3.0  # for a run on S3: seconds between two uploads of the journal, and between two downloads
+
+Entry = dict[str, Any]
 
 
 class Journal:
-    """Appends entries; opening it for a stage at a step drops that stage's later entries (they will come again)."""
+    """Appends entries; opening it for a stage at a step removes that stage's later entries, which will be repeated."""
 
     def __init__(self, path: Path, stage: str, step: int) -> None:
-        kept = [entry for entry in read_journal(path) if entry["stage"] != stage or entry["step"] <= step]
-        write_text(path, "".join(json.dumps(entry) + "\n" for entry in kept))
+        entries = [entry for entry in read_journal(path) if entry["stage"] != stage or entry["step"] <= step]
+        write_text(path, "".join(json.dumps(entry) + "\n" for entry in entries))
         self.path, self.stage = path, stage
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         entry = {"stage": self.stage, "kind": kind, "step": step, "time": round(time.time(), 3), **values}
-        with self.path.open("a") as file:  # one line, one write: a reader never sees half of two
+        with self.path.open("a") as file:  # one write per line: a reader never meets two partial lines
             file.write(json.dumps(entry) + "\n")
 
 
-def read_journal(path: Path) -> list[dict[str, Any]]:
-    """All whole entries; a line that a killed writer cut short is left out."""
+def read_journal(path: Path) -> list[Entry]:
+    """All complete entries; a line that a killed writer left incomplete is skipped."""
     return list(_entries(path.read_text())) if path.is_file() else []
 
 
-def _entries(text: str) -> Iterator[dict[str, Any]]:
+def _entries(text: str) -> Iterator[Entry]:
     for line in text.splitlines():
         try:
             yield json.loads(line)
@@ -45,26 +51,27 @@ def _entries(text: str) -> Iterator[dict[str, Any]]:
 
 
 class Follower:
-    """Entries that are new since the last look, also when the journal was rewritten by a resumed stage."""
+    """Returns each entry once, also when a resumed stage rewrites the journal."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.seen: set[tuple[str, str, int, float]] = {_name(entry) for entry in read_journal(path)}
-        self._changed = (0, 0)
+        self._returned = {_identity(entry) for entry in read_journal(path)}
+        self._last_status = (0, 0)
 
-    def new(self) -> list[dict[str, Any]]:
+    def new(self) -> list[Entry]:
+        """The entries written since the last call."""
         try:
             status = self.path.stat()
         except FileNotFoundError:
             return []
-        if (status.st_size, status.st_mtime_ns) == self._changed:
+        if (status.st_size, status.st_mtime_ns) == self._last_status:
             return []
-        self._changed = (status.st_size, status.st_mtime_ns)
-        fresh = [entry for entry in read_journal(self.path) if _name(entry) not in self.seen]
-        self.seen.update(_name(entry) for entry in fresh)
-        return fresh
+        self._last_status = (status.st_size, status.st_mtime_ns)
+        entries = [entry for entry in read_journal(self.path) if _identity(entry) not in self._returned]
+        self._returned.update(_identity(entry) for entry in entries)
+        return entries
 
 
-def _name(entry: dict[str, Any]) -> tuple[str, str, int, float]:
-    # a step that a resumed stage repeats is not new; what it has to say, at the same step again, is
+def _identity(entry: Entry) -> tuple[str, str, int, float]:
+    # Metrics of a step that a resumed stage repeats are not new; a text at the same step is.
     return entry["stage"], entry["kind"], entry["step"], entry["time"] if "text" in entry else 0.0

@@ -1,6 +1,6 @@
-"""From a configuration to a run's folder: data found and named, vocabulary built, sizes and initial weights written.
+"""From a configuration to a run's folder: data, vocabulary, sizes and initial weights.
 
-Everything here is quick (no Ray, no training) and refuses what could not work later, before anything is written.
+Preparation is quick (no Ray, no training) and refuses what could not work later before it writes anything.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import datetime
 import importlib.metadata
 import logging
 import platform
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,11 +27,11 @@ from pipeline.data.vocabulary import Vocabulary
 from pipeline.data.word_vectors import describe_missing, read_word_vectors
 from pipeline.errors import UserError
 from pipeline.features.regions import feature_width
-from pipeline.runs.folder import RunFolder, is_alone
+from pipeline.runs.folder import RunFolder, RunMetadata, is_alone
 from pipeline.runs.identity import code_digest, run_identity
-from pipeline.runs.warm_start import warm_start, without_download
+from pipeline.runs.warm_start import WarmStart, warm_start, without_download
 from pipeline.runtime.weights import save_weights
-from pipeline.storage.atomic import write_json, write_text
+from pipeline.storage.atomic import write_text
 from pipeline.version import commit
 
 logger = logging.getLogger(__name__)
@@ -40,98 +40,80 @@ logger = logging.getLogger(__name__)
 PACKAGES = ("torch", "torchvision", "timm", "ray", "mlflow", "numpy", "pyarrow", "pycocoevalcap")
 
 
-def prepare(config: RunConfig, found: tuple[Dataset, dict[str, str]] | None = None) -> RunFolder:
-    """The folder of the run that this configuration and its data are; made when it is not there yet.
+@dataclass(frozen=True)
+class _InitialState:
+    """The modules and the vocabulary that a run starts with."""
 
-    `found` is what `find_data` gave, for a process that prepares many runs on the same data.
+    vocabulary: Vocabulary
+    model: CaptionModel
+    backbone: Backbone | None  # None: the run reads region features
+    num_tokens: int  # image tokens, or at most so many regions
 
-    Raises UserError for data that cannot be trained on. Single missing images are left out and counted, up to
+
+def prepare(config: RunConfig, data: tuple[Dataset, dict[str, str]] | None = None) -> RunFolder:
+    """The folder of the run that this configuration and its data identify; created when it does not exist yet.
+
+    `data` is the result of `find_data`, for a process that prepares many runs on the same data.
+
+    Raises UserError for data that cannot be trained on. Single unreadable images are left out and counted, up to
     `data.max_bad_fraction`.
     """
-    dataset, troubles = found or find_data(config)
-    dataset = readable(dataset, troubles, config)
+    dataset, unreadable = data or find_data(config)
+    dataset = readable(dataset, unreadable, config)
     fingerprint = dataset.fingerprint()
     folder = open_run(config, fingerprint)
     if (folder.path / "run.json").is_file():
         if not (folder.path / "COMPLETE.json").is_file() and folder.dataset.column("uri") != dataset.column("uri"):
-            dataset.save(folder.path / "data.arrow")  # the same content, moved to another place
+            dataset.save(folder.path / "data.arrow")  # the same content has moved to another location
             folder.push("data.arrow")
         return RunFolder(folder.path, folder.home)
-    start = warm_start(config)
-    train = dataset.split(*config.data.train_splits)
-    vocabulary = build_vocabulary(dataset, config.data)
-    vocabulary = start.vocabulary(vocabulary) if start else vocabulary
-    longest = longest_caption(train, config.data.tokenizer)
-    if config.model.max_positions is not None and config.model.max_positions < longest:
-        raise UserError(
-            f"model.max_positions = {config.model.max_positions} is less than the longest training caption's {longest} "
-            "tokens with SOS and EOS; raise it or leave it out"
-        )
-    longest = config.model.max_positions or longest
-    sampled = [stage.sampling.max_length for stage in config.stages if stage.objective == "scst"]
-    positions = max(longest, config.evaluation.max_length, start.positions if start else 0, *sampled)
-    backbone = None
-    if config.has_backbone:
-        backbone = initial_backbone(without_download(config) if start else config)
-        width, num_tokens = backbone.width, backbone.num_tokens
-    else:
-        width, num_tokens = feature_width(dataset, config), config.features.max_regions
-        torch.manual_seed(config.seed)
-    model = _initial_model(config, width, vocabulary, positions)
-    if start:
-        start.fill(model, backbone)
-    folder.path.mkdir(parents=True, exist_ok=True)
-    dataset.save(folder.path / "data.arrow")
-    write_text(folder.path / "vocabulary.json", vocabulary.to_json())
-    write_text(folder.path / "config.yaml", dump_config(config))
-    save_weights(model, folder.path / "init" / "model.safetensors")
-    if backbone is not None:
-        save_weights(backbone, folder.path / "init" / "backbone.safetensors")
-    write_json(  # last: its presence says that the folder is whole
-        folder.path / "run.json",
-        {
-            "run_id": folder.run_id,
-            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "data_fingerprint": fingerprint,
-            "code": code_digest(),
-            "commit": commit(),
-            "versions": {name: _version(name) for name in PACKAGES} | {"python": platform.python_version()},
-            "splits": {name: len(dataset.split(name)) for name in dict.fromkeys(dataset.column("split"))},
-            "unreadable": troubles,
-            "sizes": asdict(model.sizes),
-            "num_tokens": num_tokens,
-            "parameters": {"model": _count(model), "backbone": 0 if backbone is None else _count(backbone)},
+    state = _initial_state(config, dataset)
+    _write_initial_state(folder, config, dataset, state)
+    RunMetadata(
+        run_id=folder.run_id,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        data_fingerprint=fingerprint,
+        code=code_digest(),
+        commit=commit(),
+        versions={name: _version(name) for name in PACKAGES} | {"python": platform.python_version()},
+        splits={name: len(dataset.split(name)) for name in dict.fromkeys(dataset.column("split"))},
+        unreadable=unreadable,
+        sizes=state.model.sizes,
+        num_tokens=state.num_tokens,
+        parameters={
+            "model": _num_parameters(state.model),
+            "backbone": 0 if state.backbone is None else _num_parameters(state.backbone),
         },
-    )
+    ).save(folder.path / "run.json")  # last: a folder with run.json is complete
     folder.push("data.arrow", "vocabulary.json", "config.yaml", "init", "run.json")
     return folder
 
 
 def open_run(config: RunConfig, fingerprint: str) -> RunFolder:
-    """The folder of the run that a configuration and its data are, whether it is there or not."""
+    """The folder of the run that a configuration and its data identify, whether it exists or not."""
     name = f"runs/{run_identity(config, fingerprint)}"
     folder = RunFolder(config.working_path / name, config.home(name))
     if folder.home is None:
         return folder
-    with is_alone(folder.path) as first:
-        if first:  # else the copy is newer than what lies on S3
+    with is_alone(folder.path) as alone:
+        if alone:  # else another process writes to the copy, which is then newer than the home
             folder.pull()
     return folder
 
 
-def readable(dataset: Dataset, troubles: dict[str, str], config: RunConfig) -> Dataset:
-    """The images that can be read; UserError when more than `data.max_bad_fraction` cannot."""
-    if len(troubles) > config.data.max_bad_fraction * len(dataset):
-        uri, reason = next(iter(troubles.items()))
+def readable(dataset: Dataset, unreadable: dict[str, str], config: RunConfig) -> Dataset:
+    """The readable images; UserError when more than `data.max_bad_fraction` are not. unreadable: {uri: reason}."""
+    if len(unreadable) > config.data.max_bad_fraction * len(dataset):
+        uri, reason = next(iter(unreadable.items()))
         raise UserError(
-            f"{len(troubles)} of {len(dataset)} images cannot be read, more than data.max_bad_fraction = "
+            f"{len(unreadable)} of {len(dataset)} images cannot be read, more than data.max_bad_fraction = "
             f"{config.data.max_bad_fraction}; the first is {uri}: {reason}"
         )
     return dataset.known()
 
 
 def initial_backbone(config: RunConfig) -> Backbone:
-    """The backbone as the configuration and the seed make it; UserError for sizes that do not fit."""
+    """The backbone of a configuration, its weights drawn from the seed or downloaded; UserError when it cannot be."""
     torch.manual_seed(config.seed)
     try:
         return Backbone(config.backbone)
@@ -139,20 +121,62 @@ def initial_backbone(config: RunConfig) -> Backbone:
         raise UserError(f"backbone {config.backbone.name} cannot be made: {' '.join(str(error).split())}") from error
 
 
-def _initial_model(config: RunConfig, width: int, vocabulary: Vocabulary, positions: int) -> CaptionModel:
-    """The model over features of a width, drawn after the backbone from the same seed; with given word vectors."""
-    sizes = ModelSizes(width, len(vocabulary), positions, vocabulary.sos, vocabulary.eos, vocabulary.pad)
+def _initial_state(config: RunConfig, dataset: Dataset) -> _InitialState:
+    """Draws the backbone and then the model from the seed, and copies the weights of `init_from` into them."""
+    start = warm_start(config)
+    vocabulary = build_vocabulary(dataset, config.data)
+    vocabulary = start.extend_vocabulary(vocabulary) if start else vocabulary
+    max_positions = _max_positions(config, dataset, start)
+    backbone = None
+    if config.has_backbone:
+        backbone = initial_backbone(without_download(config) if start else config)
+        width, num_tokens = backbone.width, backbone.num_tokens
+    else:
+        width, num_tokens = feature_width(dataset, config), config.features.max_regions
+        torch.manual_seed(config.seed)
+    sizes = ModelSizes(width, len(vocabulary), max_positions, vocabulary.sos, vocabulary.eos, vocabulary.pad)
+    model = _initial_model(config, sizes, vocabulary)
+    if start:
+        start.copy_weights(model, backbone)
+    return _InitialState(vocabulary, model, backbone, num_tokens)
+
+
+def _max_positions(config: RunConfig, dataset: Dataset, start: WarmStart | None) -> int:
+    """Positions that training captions, sampled captions, evaluation and the warm start's weights need."""
+    longest = longest_caption(dataset.split(*config.data.train_splits), config.data.tokenizer)
+    if config.model.max_positions is not None and config.model.max_positions < longest:
+        raise UserError(
+            f"model.max_positions = {config.model.max_positions} is less than the longest training caption's {longest} "
+            "tokens with SOS and EOS; raise it or leave it out"
+        )
+    sampled = [stage.sampling.max_length for stage in config.stages if stage.objective == "scst"]
+    started = start.max_positions if start else 0
+    return max(config.model.max_positions or longest, config.evaluation.max_length, started, *sampled)
+
+
+def _initial_model(config: RunConfig, sizes: ModelSizes, vocabulary: Vocabulary) -> CaptionModel:
+    """The model, drawn from torch's current random state; with the word vectors that the configuration names."""
     file, columns = config.model.word_vectors, config.model.word_vector_width
     if file is None or columns is None:
         return build_model(config.model, sizes)
-    vectors, found = read_word_vectors(Path(file).expanduser(), vocabulary.words, columns)
-    logger.info(f"words     {file}: {describe_missing(vocabulary.words, found)}")
+    vectors, has_vector = read_word_vectors(Path(file).expanduser(), vocabulary.words, columns)
+    logger.info(f"words     {file}: {describe_missing(vocabulary.words, has_vector)}")
     model = build_model(config.model, sizes)
-    fill_word_vectors(model, torch.from_numpy(vectors), torch.from_numpy(found))
+    fill_word_vectors(model, torch.from_numpy(vectors), torch.from_numpy(has_vector))
     return model
 
 
-def _count(module: torch.nn.Module) -> int:
+def _write_initial_state(folder: RunFolder, config: RunConfig, dataset: Dataset, state: _InitialState) -> None:
+    folder.path.mkdir(parents=True, exist_ok=True)
+    dataset.save(folder.path / "data.arrow")
+    write_text(folder.path / "vocabulary.json", state.vocabulary.to_json())
+    write_text(folder.path / "config.yaml", dump_config(config))
+    save_weights(state.model, folder.path / "init" / "model.safetensors")
+    if state.backbone is not None:
+        save_weights(state.backbone, folder.path / "init" / "backbone.safetensors")
+
+
+def _num_parameters(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 

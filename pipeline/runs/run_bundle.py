@@ -1,10 +1,11 @@
-"""A run's model as a bundle: as the run ended, or as it was after one of its stages."""
+"""A run's model as a bundle: with the weights at the run's end, or after one of its stages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -20,27 +21,27 @@ from pipeline.storage.path import StoragePath, storage_path
 
 
 def bundle_path(folder: RunFolder, stage: StageSection | None = None) -> Path:
-    """models/NAME/RUN under the storage, or models/NAME/RUN-STAGE."""
+    """The local folder: models/NAME/RUN below the storage, or models/NAME/RUN-STAGE."""
     name = folder.run_id if stage is None else f"{folder.run_id}-{stage.name}"
     return folder.config.working_path / "models" / folder.config.name / name
 
 
 def bundle_place(folder: RunFolder, stage: StageSection | None = None) -> StoragePath:
-    """Where the bundle lies for everybody."""
+    """The bundle's location as every machine sees it."""
     path = bundle_path(folder, stage)
     return folder.config.home(path.relative_to(folder.config.working_path).as_posix()) or storage_path(path)
 
 
 def local_bundle(folder: RunFolder) -> Path:
-    """The bundle of a finished run as a local folder, fetched when it is on S3."""
-    path, shown = bundle_path(folder), bundle_place(folder)
-    if shown.is_remote:
-        Mirror(shown, path).pull()
+    """The bundle of a finished run as a local folder, downloaded when the run's storage is on S3."""
+    path, location = bundle_path(folder), bundle_place(folder)
+    if location.is_remote:
+        Mirror(location, path).pull()
     return path
 
 
 def bundle_run(folder: RunFolder, stage: StageSection | None = None, scores: Mapping[str, float] | None = None) -> Path:
-    """Writes the bundle and returns its folder. `stage`: the best weights of that stage, kept by the run or not."""
+    """Writes the bundle and returns its folder. stage: with that stage's best weights, kept by the run or not."""
     config = folder.config
     model = build_model(config.model, folder.sizes)
     backbone: Backbone | None = None
@@ -51,11 +52,13 @@ def bundle_run(folder: RunFolder, stage: StageSection | None = None, scores: Map
     for module, part in parts:
         weights = folder.weights_before(None, part) if stage is None else folder.weights_after(stage, part)
         load_weights(module, weights)
-    info = {"run": folder.run_id, "commit": folder.facts["commit"], **({} if stage is None else {"stage": stage.name})}
+    info: dict[str, Any] = {"run": folder.run_id, "commit": folder.metadata.commit}
+    if stage is not None:
+        info["stage"] = stage.name
     info |= {key: round(value, 4) for key, value in (scores or {}).items()}
-    target = bundle_path(folder, stage)
-    save_bundle(target, Captioner(model, backbone), folder.vocabulary, name=config.name, info=info)
-    shown = bundle_place(folder, stage)
-    if shown.is_remote:
-        Mirror(shown, target).push()
-    return target
+    path = bundle_path(folder, stage)
+    save_bundle(path, Captioner(model, backbone), folder.vocabulary, name=config.name, info=info)
+    location = bundle_place(folder, stage)
+    if location.is_remote:
+        Mirror(location, path).push()
+    return path

@@ -59,27 +59,6 @@ def published_table(columns: list[str], config: RunConfig, split: str, uris: lis
     ]
 
 
-def format_table(columns: list[str], rows: list[tuple[str, list[str]]]) -> str:
-    """Plain text; an unavailable score is "-", and the reason follows below the table."""
-    notes = []
-    body = []
-    for label, cells in rows:
-        short = []
-        for name, cell in zip(columns, cells, strict=True):
-            if cell.startswith("unavailable"):
-                notes.append(f"{name} {cell}")
-                cell = "-"
-            short.append(cell)
-        body.append([label, *short])
-    table = [["", *columns], *body]
-    widths = [max(len(row[index]) for row in table) for index in range(len(table[0]))]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in table
-    ]
-    return "\n".join([*lines, *dict.fromkeys(notes)])
-
-
 def validation_lines(config: RunConfig, by_stage: Mapping[str, float]) -> Iterator[str]:
     """Validation CIDEr-D after each stage, and the gain of SCST over cross entropy."""
     yield "validation CIDEr-D  " + ", ".join(f"{name} {value:.4f}" for name, value in by_stage.items())
@@ -113,7 +92,7 @@ def make_report(
     folder: RunFolder, dataset: Dataset, scores: RunScores, durations: Mapping[str, float], images: list[ReportImage]
 ) -> None:
     """Writes report.html of a finished run."""
-    config, metadata = folder.config, folder.facts
+    config, metadata = folder.config, folder.metadata
     columns, rows = score_table(scores.splits, with_alignment=True)
     for split in config.data.test_splits:
         rows += published_table(columns, config, split, dataset.split(split).column("uri"))
@@ -126,13 +105,13 @@ def make_report(
         stages=[_stage(folder, stage.name, scores.validation_by_stage) for stage in config.stages],
         images=images,
         facts={
-            "images": ", ".join(f"{split} {count}" for split, count in metadata["splits"].items()),
-            "model": f"{config.model.name}, {metadata['parameters']['model']:,} parameters",
-            "features": feature_source(config).describe(metadata),
+            "images": ", ".join(f"{split} {count}" for split, count in metadata.splits.items()),
+            "model": f"{config.model.name}, {metadata.parameters['model']:,} parameters",
+            "features": feature_source(config).describe(metadata.num_tokens, metadata.parameters["backbone"]),
             "durations": ", ".join(f"{name} {seconds:.0f} s" for name, seconds in durations.items()),
-            "commit": metadata["commit"],
-            "data fingerprint": metadata["data_fingerprint"][:16],
-            "versions": ", ".join(f"{name} {version}" for name, version in metadata["versions"].items()),
+            "commit": metadata.commit,
+            "data fingerprint": metadata.data_fingerprint[:16],
+            "versions": ", ".join(f"{name} {version}" for name, version in metadata.versions.items()),
         },
     )
     write_report(folder.path / "report.html", report)
@@ -148,8 +127,8 @@ def _stage(folder: RunFolder, name: str, validation: Mapping[str, float]) -> Rep
     points = [(entry["step"], entry["CIDEr-D"]) for entry in entries if entry["kind"] == "validation"]
     if points:
         curves["validation CIDEr-D"] = points
-    outcome = folder.result(name) or {}
-    summary = {"steps": str(outcome.get("steps", "?")), "best at step": str(outcome.get("best_step", "?"))}
+    result = folder.result(name)
+    summary = {} if result is None else {"steps": str(result.steps), "best at step": str(result.best_step)}
     if name in validation:
         summary["validation CIDEr-D"] = f"{validation[name]:.4f}"
     return ReportStage(name, curves, summary)

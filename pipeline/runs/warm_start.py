@@ -1,4 +1,4 @@
-"""What a run takes over from a model bundle (`init_from`): its words, its positions and its weights."""
+"""What a run takes from a model bundle (`init_from`): its vocabulary, its number of positions and its weights."""
 
 from __future__ import annotations
 
@@ -15,54 +15,61 @@ from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
 from pipeline.storage.path import storage_path
 
-FREE = {"dropout", "expansion_dropout", "max_positions"}  # keys of a model that may change from run to run
+MAY_DIFFER = {"dropout", "expansion_dropout", "max_positions"}  # keys of a model that no weight depends on
 
 
 @dataclass(frozen=True)
 class WarmStart:
-    """A loaded bundle, to begin a run from; optimizers and schedules begin anew."""
+    """A loaded bundle that a run starts from, with a fresh optimizer and schedule."""
 
     uri: str
     bundle: Bundle
 
     @property
-    def positions(self) -> int:
+    def max_positions(self) -> int:
         return self.bundle.captioner.model.sizes.max_positions
 
-    def vocabulary(self, found: Vocabulary) -> Vocabulary:
-        """The bundle's words with their ids, and behind them those that only the data have. UserError: other tokens."""
+    def extend_vocabulary(self, vocabulary: Vocabulary) -> Vocabulary:
+        """The bundle's words with their ids, followed by the other words of `vocabulary`.
+
+        Raises UserError when the two were made by different tokenizers.
+        """
         known = self.bundle.vocabulary
-        if known.tokenizer != found.tokenizer:
+        if known.tokenizer != vocabulary.tokenizer:
             raise UserError(
-                f"data.tokenizer is {found.tokenizer} and the words of init_from = {self.uri} were made by "
+                f"data.tokenizer is {vocabulary.tokenizer} and the words of init_from = {self.uri} were made by "
                 f"{known.tokenizer}; set the same"
             )
-        return Vocabulary((*known.words, *(word for word in found.words if word not in known.ids)), known.tokenizer)
+        return Vocabulary(
+            (*known.words, *(word for word in vocabulary.words if word not in known.ids)), known.tokenizer
+        )
 
-    def fill(self, model: CaptionModel, backbone: Backbone | None) -> None:
-        """Gives a run's fresh modules the bundle's weights; rows of new words and positions keep their initial values.
+    def copy_weights(self, model: CaptionModel, backbone: Backbone | None) -> None:
+        """Copies the bundle's weights into a run's new modules; rows of new words and positions keep their values.
 
-        Without a backbone (region features) the bundle's is left aside.
+        Without a backbone (region features) the bundle's backbone is ignored.
 
-        Raises UserError where the two models are not of one shape.
+        Raises UserError when the two models do not have the same configuration and shapes.
         """
-        theirs = self.bundle.captioner
-        if backbone is not None and theirs.backbone is None:
+        captioner = self.bundle.captioner
+        if backbone is not None and captioner.backbone is None:
             raise UserError(f"init_from = {self.uri}: this bundle has no backbone; give one that captions images")
-        own, other = asdict(model.config), asdict(theirs.model.config)
-        for key in ("name", *sorted(own.keys() - FREE)):
-            if own[key] != other.get(key):
+        config, bundled = asdict(model.config), asdict(captioner.model.config)
+        for key in ("name", *sorted(config.keys() - MAY_DIFFER)):
+            if config[key] != bundled.get(key):
                 raise UserError(
-                    f"model.{key} is {own[key]} and that of init_from = {self.uri} is {other.get(key)}; set the same"
+                    f"model.{key} is {config[key]} and that of init_from = {self.uri} is {bundled.get(key)}; "
+                    "set the same"
                 )
-        sizes = theirs.model.sizes
-        if backbone is not None and theirs.backbone is not None:
-            _fill(backbone, theirs.backbone, set(), f"init_from = {self.uri}: backbone")
-        _fill(model, theirs.model, {sizes.vocabulary_size, sizes.max_positions}, f"init_from = {self.uri}: model")
+        sizes = captioner.model.sizes
+        if backbone is not None and captioner.backbone is not None:
+            _copy_tensors(captioner.backbone, backbone, set(), f"init_from = {self.uri}: backbone")
+        growing = {sizes.vocabulary_size, sizes.max_positions}
+        _copy_tensors(captioner.model, model, growing, f"init_from = {self.uri}: model")
 
 
 def warm_start(config: RunConfig) -> WarmStart | None:
-    """The start that `init_from` names; None without it. UserError where no bundle lies there."""
+    """The bundle that `init_from` names; None without `init_from`. UserError when it is not a bundle."""
     if config.init_from is None:
         return None
     where = storage_path(config.init_from, config.storage.options)
@@ -73,24 +80,24 @@ def warm_start(config: RunConfig) -> WarmStart | None:
 
 
 def without_download(config: RunConfig) -> RunConfig:
-    """The configuration with a backbone whose weights come from the bundle, so that no others are looked for."""
+    """The configuration without backbone weights to download, because the bundle brings them."""
     return config.model_copy(update={"backbone": replace(config.backbone, weights="none")})
 
 
 @torch.no_grad()
-def _fill(module: nn.Module, source: nn.Module, growing: set[int], what: str) -> None:
-    """Copies tensor by tensor; a dimension of one of the `growing` sizes may be larger in `module`."""
-    own, theirs = module.state_dict(), source.state_dict()
-    if odd := sorted(own.keys() ^ theirs.keys()):
-        raise UserError(f"{what} has other parts than the configuration asks for, first {odd[0]}; set the same")
-    for name, tensor in theirs.items():
-        target = own[name]
-        fits = len(target.shape) == len(tensor.shape) and all(
-            new == old or (old in growing and new > old) for new, old in zip(target.shape, tensor.shape, strict=True)
+def _copy_tensors(source: nn.Module, target: nn.Module, growing: set[int], what: str) -> None:
+    """Copies every tensor; a dimension whose size in `source` is one of `growing` may be larger in `target`."""
+    from_tensors, to_tensors = source.state_dict(), target.state_dict()
+    if unmatched := sorted(from_tensors.keys() ^ to_tensors.keys()):
+        raise UserError(f"{what} has other parts than the configuration asks for, first {unmatched[0]}; set the same")
+    for name, tensor in from_tensors.items():
+        larger = to_tensors[name]
+        fits = len(larger.shape) == len(tensor.shape) and all(
+            new == old or (old in growing and new > old) for new, old in zip(larger.shape, tensor.shape, strict=True)
         )
         if not fits:
             raise UserError(
-                f"{what}.{name} has shape {tuple(tensor.shape)} and the configuration asks for {tuple(target.shape)}; "
+                f"{what}.{name} has shape {tuple(tensor.shape)} and the configuration asks for {tuple(larger.shape)}; "
                 "set the same sizes"
             )
-        target[tuple(slice(size) for size in tensor.shape)] = tensor
+        larger[tuple(slice(size) for size in tensor.shape)] = tensor

@@ -14,7 +14,7 @@ import pyarrow.parquet
 
 from pipeline.config.load import dump_config, parse_config
 from pipeline.config.run import RunConfig
-from pipeline.runs.summary import format_table
+from pipeline.reports.text_table import format_table
 from pipeline.search.space import short, show_value
 from pipeline.search.spec import COSTS, SCORE, Search
 from pipeline.search.trials import OVER, Book, TrialRecord, minutes

@@ -25,7 +25,6 @@ from models.decoding import beam_search
 from models.macs import TABLE_6_CAPTION_TOKENS, cost
 from models.registry import build_model
 from pipeline.config.run import RunConfig, needs_boxes, total_steps
-from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
 from pipeline.data.loading import find_data
 from pipeline.runs.folder import RunFolder
@@ -39,6 +38,7 @@ from pipeline.search.spec import SCORE, Search
 from pipeline.search.trials import SearchFolder
 from pipeline.storage.atomic import atomic_path, read_json, write_json
 from pipeline.storage.path import storage_path
+from pipeline.training.batches import num_samples
 from pipeline.training.loop import StageJob, train_stages
 
 Report = Callable[[dict[str, Any]], None]
@@ -137,7 +137,7 @@ def _run_trial(
     names = tuple(stage.name for stage in config.stages)
     store = storage_path(plan["store"]) if plan["store"] else None
     if any(run.result(name) is None for name in names):
-        job = StageJob(run.path, names, store, tuple(plan["excluded"]), run.begin_attempt())
+        job = StageJob(run, names, store, tuple(plan["excluded"]), run.new_driver_token())
         train(job, config, TrialContext(run, report, costs))
     costs["seconds"] = trained_seconds(run)
     wanted = {*search.config.objectives, *search.config.metrics}
@@ -150,7 +150,7 @@ def _run_trial(
     return {
         "state": "finished",
         "reason": "; ".join(
-            result["ended_early"] for name in names if (result := run.result(name)) and result["ended_early"]
+            result.ended_early for name in names if (result := run.result(name)) and result.ended_early
         ),
         "run": str(run.path),
         "reports": best_scores(run),
@@ -218,19 +218,11 @@ def share_file(path: Path, source: Path) -> None:
         os.link(source, temporary)
 
 
-def num_samples(run: RunFolder, stage: StageSection) -> int:
-    """Samples an epoch of a stage, as `pipeline.training.batches` counts them."""
-    train = run.dataset.split(*run.config.data.train_splits)
-    if stage.captions_per_image == 1 and stage.objective == "cross_entropy":
-        return sum(len(captions) for captions in train.column("captions"))
-    return len(train)
-
-
 def epoch_of(run: RunFolder, name: str, step: int) -> tuple[float, bool]:
     """Epochs over all of a run's stages after a step of one, and whether it is the run's last step."""
-    before = 0.0
+    before, train = 0.0, run.dataset.split(*run.config.data.train_splits)
     for stage in run.config.stages:
-        total = total_steps(stage, num_samples(run, stage))
+        total = total_steps(stage, num_samples(stage, train))
         if stage.name == name:
             last = step == total and stage == run.config.stages[-1]
             return round(before + stage.epochs * step / total, 6), last
@@ -262,11 +254,11 @@ def costs_of(run: RunFolder) -> dict[str, float]:
 
     The paper's accounting is of its own systems only.
     """
-    config, facts = run.config, run.facts
+    config = run.config
     counted = cost(
         config.model,
         run.sizes,
-        image_tokens=facts["num_tokens"],
+        image_tokens=run.metadata.num_tokens,
         caption_tokens=TABLE_6_CAPTION_TOKENS,
         beams=config.evaluation.beam_size,
         steps=config.evaluation.max_length - 1,
@@ -287,7 +279,7 @@ def latency_ms(run: RunFolder) -> float:
     model = build_model(run.config.model, run.sizes)
     load_weights(model, run.weights_before(None, "model"))
     model = model.eval().to(device)
-    tokens = run.facts["num_tokens"]
+    tokens = run.metadata.num_tokens
     boxes = torch.rand(1, tokens, 4, device=device) if needs_boxes(run.config.model) else None
     features = Features(torch.randn(1, tokens, run.sizes.feature_width, device=device), boxes=boxes)
     times = []

@@ -313,16 +313,16 @@ def artifact_location(config: RunConfig) -> str | None:
 
 
 def _create_parent(client: Any, folder: RunFolder, config: RunConfig) -> str:
-    facts, experiment = folder.facts, experiment_of(client, config)
+    metadata, experiment = folder.metadata, experiment_of(client, config)
     tags = {
         "mlflow.runName": folder.run_id,
         "raycap.run_id": folder.run_id,
-        "raycap.created": facts["created"],
-        "raycap.commit": facts["commit"],
-        "raycap.data_fingerprint": facts["data_fingerprint"],
-        "raycap.code": facts["code"],
+        "raycap.created": metadata.created,
+        "raycap.commit": metadata.commit,
+        "raycap.data_fingerprint": metadata.data_fingerprint,
+        "raycap.code": metadata.code,
     }
-    query = f"tags.`raycap.run_id` = '{folder.run_id}' and tags.`raycap.created` = '{facts['created']}'"
+    query = f"tags.`raycap.run_id` = '{folder.run_id}' and tags.`raycap.created` = '{metadata.created}'"
     found = client.search_runs([experiment], query)  # made by a request whose answer did not come
     return str((found[0] if found else client.create_run(experiment, tags=tags)).info.run_id)
 

@@ -1,15 +1,15 @@
-"""Batches of a stage: which samples a worker sees at a step, and their features (or pixels) and caption ids.
+"""The batches of a stage: which samples a worker gets at a step, with their features (or pixels) and caption ids.
 
-A sample is an image with `captions_per_image` captions, or an (image, caption) pair when that is 1: the paper's
-sampling. What is at global position p is a function of the seed alone (`pipeline.training.sample_order`), so a stage
-continues at any step with any number of workers.
+A sample is an image with `captions_per_image` captions, or an (image, caption) pair for cross entropy with one caption
+per image, which is the paper's sampling. The sample at a global position is a function of the seed alone
+(`pipeline.training.sample_order`), so a stage can resume at any step with any number of workers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,39 +23,47 @@ from pipeline.features.model_inputs import Images
 from pipeline.training.sample_order import samples_at, seed_of
 
 
-class Captions:
-    """Caption ids of a data set, flat: SOS words EOS, all captions of image i in rows first[i] to first[i + 1]."""
+def num_samples(stage: StageSection, train: Dataset) -> int:
+    """Samples per epoch of a stage: (image, caption) pairs, or images."""
+    return sum(map(len, train.column("captions"))) if stage.samples_are_pairs else len(train)
+
+
+class CaptionTokens:
+    """Token ids (SOS words EOS) of all captions of a data set, in flat arrays.
+
+    Caption c has the ids ids[offsets[c] : offsets[c + 1]]; image i has the captions first[i] to first[i + 1] - 1.
+    """
 
     def __init__(self, dataset: Dataset, vocabulary: Vocabulary) -> None:
         ids: list[int] = []
-        ends, first = [0], [0]
+        offsets, first = [0], [0]
         for captions in dataset.column("captions"):
             for caption in captions:
                 ids.extend(vocabulary.encode(vocabulary.tokenize(caption)))
-                ends.append(len(ids))
-            first.append(len(ends) - 1)
+                offsets.append(len(ids))
+            first.append(len(offsets) - 1)
         self.ids = np.array(ids, np.int32)
-        self.ends = np.array(ends, np.int64)
+        self.offsets = np.array(offsets, np.int64)
         self.first = np.array(first, np.int64)
         self.image_of = np.repeat(np.arange(len(first) - 1), np.diff(self.first))
         self.pad = vocabulary.pad
 
-    def rows(self, captions: np.ndarray) -> Tensor:
-        """Token ids (len(captions), T), padded with PAD to the longest; int64."""
-        lengths = self.ends[captions + 1] - self.ends[captions]
+    def padded(self, captions: np.ndarray) -> Tensor:
+        """Token ids (len(captions), T) of captions, padded with PAD to the longest; int64."""
+        lengths = self.offsets[captions + 1] - self.offsets[captions]
         columns = np.arange(lengths.max())
-        inside = columns < lengths[:, None]
-        places = np.where(inside, self.ends[captions][:, None] + columns, 0)
-        return torch.from_numpy(np.where(inside, self.ids[places], self.pad).astype(np.int64))
+        valid_mask = columns < lengths[:, None]
+        positions = np.where(valid_mask, self.offsets[captions][:, None] + columns, 0)
+        return torch.from_numpy(np.where(valid_mask, self.ids[positions], self.pad).astype(np.int64))
 
     def target_counts(self, captions: np.ndarray) -> np.ndarray:
-        """Target tokens (words and EOS) of each caption."""
-        return self.ends[captions + 1] - self.ends[captions] - 1
+        """Number of target tokens (words and EOS) of each caption."""
+        return self.offsets[captions + 1] - self.offsets[captions] - 1
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One worker's part of one micro-step."""
+    """One worker's part of one micro-step: B images with K captions each."""
 
     features: Features
     tokens: Tensor  # (B * K, T) with SOS, EOS and PAD
@@ -63,52 +71,58 @@ class Batch:
     global_targets: int  # target tokens of the whole optimizer step, over all workers
     global_images: int  # images of the whole optimizer step
 
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Batch:
+        """Moved to `device`; `dtype` converts the features only. Pixels become channels-last."""
+        features = self.features.to(device, dtype)
+        if features.tokens.ndim == 4:
+            features = replace(features, tokens=features.tokens.contiguous(memory_format=torch.channels_last))
+        return replace(self, features=features, tokens=self.tokens.to(device))
+
 
 class Batches:
     """The batches of one stage for one worker; `at(step)` is a function of its arguments alone."""
 
     def __init__(
-        self, images: Images, captions: Captions, stage: StageSection, *, seed: int, rank: int, world_size: int
+        self, images: Images, captions: CaptionTokens, stage: StageSection, *, seed: int, rank: int, world_size: int
     ) -> None:
         self.images, self.captions, self.stage = images, captions, stage
         self.seed, self.rank, self.world_size = seed, rank, world_size
-        self.pairs = stage.captions_per_image == 1 and stage.objective == "cross_entropy"
-        self.num_samples = len(captions.image_of) if self.pairs else len(images)
+        self.num_samples = len(captions.image_of) if stage.samples_are_pairs else len(images)
 
     def stream(self, start: int, stop: int) -> Iterator[list[Batch]]:
-        """The micro-batches of steps start..stop-1, each prepared while the step before it is computed."""
+        """The micro-batches of steps start to stop - 1, each prepared while the step before it is computed."""
         if start >= stop:
             return
-        with ThreadPoolExecutor(1) as ahead:
-            following = ahead.submit(self.at, start)
+        with ThreadPoolExecutor(1) as pool:
+            upcoming = pool.submit(self.at, start)
             for step in range(start, stop):
-                current = following.result()
+                current = upcoming.result()
                 if step + 1 < stop:
-                    following = ahead.submit(self.at, step + 1)
+                    upcoming = pool.submit(self.at, step + 1)
                 yield current
 
     def at(self, step: int) -> list[Batch]:
-        """This worker's micro-batches of a step: `gradient_accumulation_steps` of them."""
+        """This worker's `gradient_accumulation_steps` micro-batches of a step."""
         stage = self.stage
-        samples = samples_at(np.arange(stage.batch_size) + step * stage.batch_size, self.num_samples, self.seed)
-        images, captions = self._chosen(samples, step)
+        positions = np.arange(stage.batch_size) + step * stage.batch_size
+        images, captions = self._rows(samples_at(positions, self.num_samples, self.seed), step)
         targets = int(self.captions.target_counts(captions).sum())
-        share = stage.batch_size // (self.world_size * stage.gradient_accumulation_steps)
+        size = stage.batch_size // (self.world_size * stage.gradient_accumulation_steps)
         batches = []
         for part in range(stage.gradient_accumulation_steps):
-            low = (part * self.world_size + self.rank) * share
-            mine = images[low : low + share]
-            tokens = self.captions.rows(captions[low : low + share].reshape(-1))
-            batches.append(Batch(self.images.load(mine), tokens, mine, targets, stage.batch_size))
+            start = (part * self.world_size + self.rank) * size
+            rows = images[start : start + size]
+            tokens = self.captions.padded(captions[start : start + size].reshape(-1))
+            batches.append(Batch(self.images.load(rows), tokens, rows, targets, stage.batch_size))
         return batches
 
-    def _chosen(self, samples: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Image rows (S,) and caption rows (S, K) of samples.
+    def _rows(self, samples: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Image rows (S,) and caption rows (S, K) of S samples.
 
-        With K captions an image, a random run of K of its captions in cyclic order, so that images with more show
-        all of them over the epochs and images with fewer repeat some.
+        With K captions per image, K consecutive captions of an image in cyclic order from a random start: images with
+        more captions show all of them over the epochs, images with fewer repeat some.
         """
-        if self.pairs:
+        if self.stage.samples_are_pairs:
             return self.captions.image_of[samples], samples[:, None]
         first, count = self.captions.first[samples], np.diff(self.captions.first)[samples]
         generator = np.random.default_rng(seed_of(self.seed, step, 1))

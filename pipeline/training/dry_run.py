@@ -1,94 +1,91 @@
-"""Trial steps: one step of a stage at its real batch size, before anything long starts.
+"""One step of every stage at its real batch size, before anything long starts.
 
-Memory that does not suffice and sizes that do not fit show in the first minute, not after a day of extraction.
+Too little memory and sizes that do not fit together show in the first minute, not after a day of extraction.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from models.backbone import Backbone
 from models.base import Features
-from models.captioner import Captioner
-from models.layers import set_dropout
-from models.registry import build_model
 from pipeline.config.sections import StageSection
+from pipeline.data.dataset import Dataset
 from pipeline.runs.folder import RunFolder
 from pipeline.runtime.context import device_for
 from pipeline.runtime.cpu import memory_mb, prepare_processor
-from pipeline.training.batches import Batch, Captions
-from pipeline.training.objectives import check_reward, cross_entropy_objective, scst_objective, stage_reward
+from pipeline.training.batches import Batch, CaptionTokens
+from pipeline.training.loop import feature_dtype, stage_captioner
+from pipeline.training.objectives import check_reward, make_objective
 from pipeline.training.optimizer import make_optimizer
 
 
-def dry_run(folder: RunFolder) -> list[dict[str, Any]]:
-    """One forward, backward and update of every stage on random inputs and the longest captions; keeps nothing.
+@dataclass(frozen=True)
+class DryRunResult:
+    """A stage's dry run; `error` is None, or the error that training would meet."""
 
-    Returns for each stage its name, seconds and memory in MiB (resident on the CPU, peak on a GPU), or the error that
-    training would meet. The reward of SCST is checked on the ground truth too.
+    stage: str
+    seconds: float
+    memory_mb: float  # resident on the CPU, peak on a GPU
+    error: str | None = None
+
+
+def dry_run(folder: RunFolder) -> list[DryRunResult]:
+    """One forward, backward and update of every stage on random features and the longest captions; writes nothing.
+
+    Also checks the reward of SCST on the ground truth.
     """
     folder = folder.on_worker()
     prepare_processor(folder.config.workers.threads_per_worker)
-    rows = []
+    train = folder.dataset.split(*folder.config.data.train_splits)
+    device = device_for(folder.config.workers.gpus_per_worker)
+    results = []
     for stage in folder.config.stages:
+        begin, error = time.monotonic(), None
         try:
-            rows.append(_trial(folder, stage))
-        except (ValueError, torch.OutOfMemoryError, MemoryError) as error:
-            rows.append({"stage": stage.name, "error": " ".join(str(error).split()) or type(error).__name__})
-    return rows
+            _one_step(folder, stage, train, device)
+        except (ValueError, torch.OutOfMemoryError, MemoryError) as raised:
+            error = " ".join(str(raised).split()) or type(raised).__name__
+        results.append(DryRunResult(stage.name, time.monotonic() - begin, memory_mb(device), error))
+    return results
 
 
-def _trial(folder: RunFolder, stage: StageSection) -> dict[str, Any]:
-    config, sizes = folder.config, folder.sizes
-    device = device_for(config.workers.gpus_per_worker)
-    begin = time.monotonic()
-    torch.manual_seed(config.seed)
+def _one_step(folder: RunFolder, stage: StageSection, train: Dataset, device: torch.device) -> None:
+    torch.manual_seed(folder.config.seed)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    model = build_model(config.model, sizes)
-    set_dropout(model, config.model.dropout if stage.dropout is None else stage.dropout)
-    backbone = Backbone(config.backbone) if stage.train_backbone else None
-    captioner = Captioner(model, backbone).to(device).train()
+    captioner = stage_captioner(folder, stage, device).train()
     optimizer = make_optimizer(captioner, stage.optimizer, stage.lr)
-    share = stage.batch_size // (config.workers.num_workers * stage.gradient_accumulation_steps)
-    batch, train = _longest(folder, stage, _random_features(folder, stage, share), share)
-    if stage.objective == "cross_entropy":
-        objective = cross_entropy_objective(stage, sizes.pad)
-    else:
-        reward = stage_reward(stage, train.references(), folder.vocabulary, device)
+    objective, reward = make_objective(stage, train, folder.vocabulary, device)
+    if reward is not None:
         check_reward(stage, reward)
-        ids = torch.tensor(train.column("image_id"))
-        objective = scst_objective(stage, reward, ids, sizes.pad, folder.vocabulary.words)
-    generator = torch.Generator(device).manual_seed(config.seed)
+    batch = _longest_batch(folder, stage, train).to(device, feature_dtype(stage))
+    generator = torch.Generator(device).manual_seed(folder.config.seed)
     with torch.autocast(device.type, torch.bfloat16, enabled=stage.precision == "bfloat16"):
-        moved = replace(batch, features=batch.features.to(device), tokens=batch.tokens.to(device))
-        objective(captioner, captioner, moved, generator).loss.backward()
+        objective(captioner, captioner, batch, generator).loss.backward()
     optimizer.step()
-    return {"stage": stage.name, "seconds": time.monotonic() - begin, "memory_mb": memory_mb(device)}
+
+
+def _longest_batch(folder: RunFolder, stage: StageSection, train: Dataset) -> Batch:
+    """A worker's micro-batch with the longest captions of the training split, which need the most memory."""
+    size = stage.batch_size // (folder.config.workers.num_workers * stage.gradient_accumulation_steps)
+    captions = CaptionTokens(train, folder.vocabulary)
+    counts = captions.target_counts(np.arange(len(captions.image_of)))
+    rows = np.resize(np.argsort(-counts, kind="stable"), size * stage.captions_per_image)
+    images = captions.image_of[rows[:: stage.captions_per_image]]
+    features = _random_features(folder, stage, size)
+    return Batch(features, captions.padded(rows), images, int(counts[rows].sum()), size)
 
 
 def _random_features(folder: RunFolder, stage: StageSection, images: int) -> Features:
     """Pixels for a stage that trains the backbone, else features; regions have full length and random boxes."""
-    config, num_tokens = folder.config, folder.facts["num_tokens"]
+    config, num_tokens = folder.config, folder.metadata.num_tokens
     if stage.train_backbone:
         return Features(torch.randn(images, 3, config.backbone.image_size, config.backbone.image_size))
     tokens = torch.randn(images, num_tokens, folder.sizes.feature_width)
     if config.has_backbone:
         return Features(tokens)
     return Features(tokens, torch.full((images,), num_tokens), torch.rand(images, num_tokens, 4))
-
-
-def _longest(folder: RunFolder, stage: StageSection, features: Features, share: int) -> tuple[Batch, Any]:
-    """A batch with the longest captions of the training split, which need the most memory."""
-    import numpy as np
-
-    train = folder.dataset.split(*folder.config.data.train_splits)
-    captions = Captions(train, folder.vocabulary)
-    counts = captions.target_counts(np.arange(len(captions.image_of)))
-    rows = np.resize(np.argsort(-counts, kind="stable"), share * stage.captions_per_image)
-    images = captions.image_of[rows[:: stage.captions_per_image]]
-    return Batch(features, captions.rows(rows), images, int(counts[rows].sum()), share), train

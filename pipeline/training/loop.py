@@ -1,6 +1,6 @@
-"""The training loop: one stage after another over a context, from batches to checkpoints; knows nothing of Ray.
+"""The training loop: one stage after another over a context, from batches to checkpoints. It does not know Ray.
 
-What a stage starts from, in this order:
+The weights that a stage starts from, in this order:
 1. its own newest checkpoint (`resume`: weights, optimizer, position, best score);
 2. the best weights of the stages before it (`init_from`: weights only, fresh optimizer);
 3. the run's initial weights.
@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -27,221 +26,211 @@ from models.transform import ImageTransform
 from pipeline.captioning.captioning import caption_images
 from pipeline.config.run import total_steps
 from pipeline.config.sections import StageSection
+from pipeline.data.dataset import Dataset
 from pipeline.features.model_inputs import Images
-from pipeline.features.store import open_store
-from pipeline.runs.checkpoints import CheckpointWriter, Progress, finish_stage, load_checkpoint, save_best
-from pipeline.runs.folder import JOURNAL, RunFolder
-from pipeline.runs.journal import JOURNAL_EVERY_S, Journal
-from pipeline.runtime.context import Context, gather_objects, sum_over_ranks
-from pipeline.runtime.cpu import memory_mb, prepare_processor
-from pipeline.runtime.system_metrics import machine_use
+from pipeline.features.store import FeatureStore, open_store
+from pipeline.runs.checkpoints import Progress, StageResult, load_checkpoint
+from pipeline.runs.folder import RunFolder
+from pipeline.runtime.context import Context, gather_objects
+from pipeline.runtime.cpu import prepare_processor
 from pipeline.runtime.weights import load_weights
-from pipeline.storage.atomic import write_json
 from pipeline.storage.cache import image_cache
 from pipeline.storage.path import StoragePath
-from pipeline.training.batches import Batch, Batches, Captions
-from pipeline.training.objectives import Objective, check_reward, cross_entropy_objective, scst_objective, stage_reward
+from pipeline.training.batches import Batch, Batches, CaptionTokens
+from pipeline.training.objectives import check_reward, make_objective
 from pipeline.training.optimizer import learning_rate, make_optimizer
 from pipeline.training.reward import CaptionReward
 from pipeline.training.sample_order import seed_of
-
-
-class AbandonedError(RuntimeError):
-    """Another attempt at the run has begun: this one's driver died, or lost its storage, and its workers live on."""
-
-
-class ReplacedError(RuntimeError):
-    """The driver has started other workers in place of these, which it could not reach any more."""
+from pipeline.training.stage_output import Fence, StageOutput
+from pipeline.training.step_metrics import StepMetrics
 
 
 class DivergedError(RuntimeError):
-    """The loss is not finite; says at which stage, step and rank."""
+    """The loss or the gradient is not finite; the message names stage, step and rank."""
 
 
 @dataclass(frozen=True)
 class StageJob:
-    """A stage to run: where the run lies, and the stores that hold features for frozen stages."""
+    """Consecutive stages of a run, and the feature store that its frozen stages read."""
 
-    run: Path
+    folder: RunFolder
     stages: tuple[str, ...]
     store: StoragePath | Path | None
-    excluded: tuple[str, ...] = ()  # content keys in quarantine
-    attempt: str = ""  # the driver's token: a worker of an attempt that was given up writes nothing more
-    home: StoragePath | None = None  # of the run, when that is on S3
-
-    @property
-    def folder(self) -> RunFolder:
-        return RunFolder(self.run, self.home)
+    excluded: tuple[str, ...] = ()  # content keys of images without features
+    driver_token: str = ""  # workers stop writing once the run has another driver; "": never
 
 
 def train_stages(context: Context, job: StageJob) -> None:
-    """Runs the stages of a job that are not over yet, one after the other."""
-    folder = job.folder.on_worker(job.attempt)
-    group = folder.begin_group() if job.attempt and not context.world_rank else ""
+    """Runs the stages of a job that are not finished yet, one after the other."""
+    folder = job.folder.on_worker(job.driver_token)
+    token = folder.new_worker_group_token() if job.driver_token and not context.world_rank else ""
     for name in job.stages:
         if folder.result(name) is None:
-            StageRun(context, folder, folder.config.stage(name), job, group).run()
+            StageRun(context, folder, folder.config.stage(name), job, token).run()
         if context.world_rank:
-            folder.pull(f"stages/{name}")  # what the next stage starts from; rank 0 may be on another machine
+            folder.pull(f"stages/{name}")  # the next stage starts from it; rank 0 may be on another machine
+
+
+def stage_captioner(folder: RunFolder, stage: StageSection, device: torch.device) -> Captioner:
+    """The captioner of a stage with newly drawn weights, and with the stage's dropout, drop path and precision."""
+    config = folder.config
+    model = build_model(config.model, folder.sizes)
+    set_dropout(model, config.model.dropout if stage.dropout is None else stage.dropout)
+    backbone = None
+    if stage.train_backbone:
+        backbone = Backbone(config.backbone)
+        if stage.drop_path is not None:
+            set_drop_path(backbone, stage.drop_path)
+        backbone = backbone.to(memory_format=torch.channels_last)
+    captioner = Captioner(model, backbone).to(device)
+    return captioner.double() if stage.precision == "float64" else captioner
+
+
+def feature_dtype(stage: StageSection) -> torch.dtype:
+    """The type of a batch's features; with bfloat16 autocast converts them."""
+    return torch.float64 if stage.precision == "float64" else torch.float32
 
 
 class StageRun:
     """One stage on one worker."""
 
     def __init__(
-        self, context: Context, folder: RunFolder, stage: StageSection, job: StageJob, group: str = ""
+        self, context: Context, folder: RunFolder, stage: StageSection, job: StageJob, worker_group_token: str = ""
     ) -> None:
         config = folder.config
-        self.context, self.folder, self.stage, self.job, self.group = context, folder, stage, job, group
+        self.context, self.folder, self.stage = context, folder, stage
         self.number = list(config.stages).index(stage)
         prepare_processor(config.workers.threads_per_worker)
         dataset = folder.dataset.without(job.excluded)
         train, validation = dataset.split(*config.data.train_splits), dataset.split(config.data.val_split)
         self.vocabulary = folder.vocabulary
-        self.captioner = self._captioner()
+        self.captioner = self._initial_captioner()
         store = None if stage.train_backbone else open_store(_store(job, stage), config.features)
-        transform, options = ImageTransform(config.backbone.image_size), config.storage.options
-        threads, cache = config.workers.num_decode_threads, image_cache(config.features.cache_gib)
-
-        def images_of(part: Any) -> Images:
-            return Images(part, store, transform, config.data.max_pixels, threads, options, cache)
-
         self.batches = Batches(
-            images_of(train),
-            Captions(train, self.vocabulary),
+            self._images(train, store),
+            CaptionTokens(train, self.vocabulary),
             stage,
             seed=seed_of(config.seed, self.number),
             rank=context.world_rank,
             world_size=context.world_size,
         )
-        self.validation = images_of(validation)
-        self.validation_score = CaptionReward(validation.references(), self.vocabulary, eos=False)
-        self.objective = self._objective(train)
+        self.validation = self._images(validation, store)
+        self.validation_reward = CaptionReward(validation.references(), self.vocabulary, eos=False)
+        self.objective, self.reward = make_objective(stage, train, self.vocabulary, context.device)
         self.optimizer = make_optimizer(self.captioner, stage.optimizer, stage.lr)
-        self.wrapped: nn.Module = self.captioner
-        if config.workers.compile:
-            self.wrapped = torch.compile(self.captioner)  # type: ignore[assignment]
-        if context.world_size > 1:
-            self.wrapped = DistributedDataParallel(
-                self.wrapped,
-                gradient_as_bucket_view=True,
-                broadcast_buffers=False,  # they are constants
-            )
+        self.wrapped = self._wrapped()
         self.total = total_steps(stage, self.batches.num_samples)
         self.steps_per_epoch = max(1, self.batches.num_samples // stage.batch_size)
-        self.identity = f"{folder.run_id}/{stage.name}"
-        self.path = folder.stage(stage.name)
-        self.writer = CheckpointWriter(self.path, self.identity, self._fence, self._send)
+        fence = Fence(folder, job.driver_token, worker_group_token)
+        self.output = StageOutput(folder, stage.name, fence, writes=context.world_rank == 0)
         self.progress = Progress()
-        self._sent = -math.inf
 
     def run(self) -> None:
-        """Trains to the end of the stage and marks it as over."""
-        progress = load_checkpoint(self.path, self.captioner, self.optimizer, self.identity) or Progress()
-        steps = gather_objects(self.context, progress.step)
-        if len(set(steps)) > 1:
-            raise RuntimeError(f"workers see different checkpoints of {self.path} (steps {steps}); it must be shared")
-        if self._leads:
-            self._fence()
-            self.journal = Journal(self.folder.journal, self.stage.name, progress.step)
+        """Trains to the end of the stage and marks it as finished."""
+        output, progress = self.output, self._resume()
+        output.open_journal(progress.step)
         text = f"continues from step {progress.step}" if progress.step else "starts"
-        self._note("event", progress.step, {"text": f"{text} of {self.total}", "total": self.total})
-        if self.stage.objective == "scst":
-            self._note("reward", progress.step, {"text": check_reward(self.stage, self.reward)})
+        output.log("event", progress.step, {"text": f"{text} of {self.total}", "total": self.total})
+        if self.reward is not None:
+            output.log("reward", progress.step, {"text": check_reward(self.stage, self.reward)})
         self.captioner.train()
         self.progress, saved = progress, time.monotonic()
-        window = _Window(self.context)
-        every = self.folder.config.workers.log_every_steps
+        metrics = StepMetrics(self.context)
+        log_every = self.folder.config.workers.log_every_steps
         stop = progress.step if progress.ended_early else self.total
         for step, batches in enumerate(self.batches.stream(progress.step, stop), progress.step):
-            window.waited()
-            window.add(self.step(step, batches))
+            metrics.batch_arrived()
+            metrics.add(self.step(step, batches))
             progress.step = step + 1
-            if progress.step % every == 0 or progress.step == self.total:
-                values = window.summary(self.stage.batch_size)
-                self._note("train", progress.step, {"total": self.total, "lr": self._rate(step), **values})
+            if progress.step % log_every == 0 or progress.step == self.total:
+                values = metrics.summary(self.stage.batch_size)
+                output.log("train", progress.step, {"total": self.total, "lr": self._rate(step), **values})
             if self._validates_after(step):
                 self._validate()
-                window = _Window(self.context)
+                metrics.reset()
                 saved = time.monotonic()
                 if progress.ended_early:
                     break
             elif progress.step % self.stage.checkpoint_every_steps == 0 or (
                 time.monotonic() - saved > 60 * self.stage.checkpoint_every_minutes
             ):
-                self._save()
+                output.save_checkpoint(self.captioner, self.optimizer, progress)
                 saved = time.monotonic()
-        self.writer.close()
+        output.close()
         self._finish()
-        gather_objects(self.context, None)  # nobody begins the next stage before this one's result is written
+        gather_objects(self.context, None)  # a barrier: the next stage starts when this one's result is written
 
     def step(self, step: int, batches: list[Batch]) -> dict[str, float]:
-        """One optimizer step over this worker's micro-batches; returns this worker's numbers."""
+        """One optimizer step over this worker's micro-batches; returns this worker's metrics."""
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate(step)
         self.optimizer.zero_grad(set_to_none=True)
-        numbers: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for part, batch in enumerate(batches):
             seed = seed_of(self.folder.config.seed, self.number, step, part, self.context.world_rank)
             torch.manual_seed(seed)
             generator = torch.Generator(self.context.device).manual_seed(seed ^ 1)
-            moved = self._moved(batch)
+            batch = batch.to(self.context.device, feature_dtype(self.stage))
             last = part == len(batches) - 1
-            local = isinstance(self.wrapped, DistributedDataParallel) and not last
-            with self.wrapped.no_sync() if local else contextlib.nullcontext():  # type: ignore[operator]
+            accumulates = isinstance(self.wrapped, DistributedDataParallel) and not last
+            with self.wrapped.no_sync() if accumulates else contextlib.nullcontext():  # type: ignore[operator]
                 with torch.autocast(
                     self.context.device.type, torch.bfloat16, enabled=self.stage.precision == "bfloat16"
                 ):
-                    output = self.objective(self.wrapped, self.captioner, moved, generator)
-                if not math.isfinite(output.numbers["loss"]):
-                    raise DivergedError(self._diverged("loss", output.numbers["loss"], step))
+                    output = self.objective(self.wrapped, self.captioner, batch, generator)
+                self._require_finite("loss", output.metrics["loss"], step)
                 (output.loss * self.context.world_size).backward()  # DDP averages; the loss is a share of a global sum
-            for key, value in output.numbers.items():
-                numbers[key] = numbers.get(key, 0.0) + value
+            for key, value in output.metrics.items():
+                metrics[key] = metrics.get(key, 0.0) + value
         norm = nn.utils.clip_grad_norm_(self.captioner.parameters(), self.stage.max_grad_norm or math.inf)
-        if not math.isfinite(norm):
-            raise DivergedError(self._diverged("gradient norm", float(norm), step))
-        numbers["gradient_norm"] = float(norm) / self.context.world_size  # summed over ranks, on each the same
+        self._require_finite("gradient norm", float(norm), step)
+        metrics["gradient_norm"] = float(norm) / self.context.world_size  # equal on all ranks, and summed over them
         self.optimizer.step()
-        return numbers
+        return metrics
 
-    def _diverged(self, what: str, value: float, step: int) -> str:
-        return (
-            f"the {what} is {value} in stage {self.stage.name}, step {step}, rank {self.context.world_rank}; "
-            "the last good checkpoint stays: lower lr or add max_grad_norm"
+    def _require_finite(self, name: str, value: float, step: int) -> None:
+        if not math.isfinite(value):
+            raise DivergedError(
+                f"the {name} is {value} in stage {self.stage.name}, step {step}, rank {self.context.world_rank}; "
+                "the last good checkpoint stays: lower lr or add max_grad_norm"
+            )
+
+    def _initial_captioner(self) -> Captioner:
+        captioner = stage_captioner(self.folder, self.stage, self.context.device)
+        load_weights(captioner.model, self.folder.weights_before(self.stage, "model"))
+        if captioner.backbone is not None:
+            load_weights(captioner.backbone, self.folder.weights_before(self.stage, "backbone"))
+        return captioner
+
+    def _images(self, part: Dataset, store: FeatureStore | None) -> Images:
+        config = self.folder.config
+        return Images(
+            part,
+            store,
+            ImageTransform(config.backbone.image_size),
+            config.data.max_pixels,
+            config.workers.num_decode_threads,
+            config.storage.options,
+            image_cache(config.features.cache_gib),
         )
 
-    def _captioner(self) -> Captioner:
-        config, folder, stage = self.folder.config, self.folder, self.stage
-        model = build_model(config.model, folder.sizes)
-        load_weights(model, folder.weights_before(stage, "model"))
-        set_dropout(model, config.model.dropout if stage.dropout is None else stage.dropout)
-        backbone = None
-        if stage.train_backbone:
-            backbone = Backbone(config.backbone)
-            if stage.drop_path is not None:
-                set_drop_path(backbone, stage.drop_path)
-            load_weights(backbone, folder.weights_before(stage, "backbone"))
-        if backbone is not None:
-            backbone = backbone.to(memory_format=torch.channels_last)
-        captioner = Captioner(model, backbone).to(self.context.device)
-        return captioner.double() if stage.precision == "float64" else captioner
+    def _wrapped(self) -> nn.Module:
+        """The captioner, compiled on request, and with DistributedDataParallel for several workers."""
+        wrapped: nn.Module = self.captioner
+        if self.folder.config.workers.compile:
+            wrapped = torch.compile(wrapped)  # type: ignore[assignment]
+        if self.context.world_size > 1:  # its buffers are constants
+            wrapped = DistributedDataParallel(wrapped, gradient_as_bucket_view=True, broadcast_buffers=False)
+        return wrapped
 
-    def _objective(self, train: Any) -> Objective:
-        pad = self.vocabulary.pad
-        if self.stage.objective == "cross_entropy":
-            return cross_entropy_objective(self.stage, pad)
-        self.reward = stage_reward(self.stage, train.references(), self.vocabulary, self.context.device)
-        ids = torch.tensor(train.column("image_id"))
-        return scst_objective(self.stage, self.reward, ids, pad, self.vocabulary.words)
-
-    def _moved(self, batch: Batch) -> Batch:
-        device = self.context.device
-        dtype = torch.float64 if self.stage.precision == "float64" else torch.float32
-        features = batch.features.to(device, dtype)
-        if features.tokens.ndim == 4:
-            features = replace(features, tokens=features.tokens.contiguous(memory_format=torch.channels_last))
-        return replace(batch, features=features, tokens=batch.tokens.to(device))
+    def _resume(self) -> Progress:
+        """Restores the newest checkpoint. RuntimeError when the workers do not all find the same one."""
+        output = self.output
+        progress = load_checkpoint(output.path, self.captioner, self.optimizer, output.identity) or Progress()
+        steps = gather_objects(self.context, progress.step)
+        if len(set(steps)) > 1:
+            raise RuntimeError(f"workers see different checkpoints of {output.path} (steps {steps}); it must be shared")
+        return progress
 
     def _rate(self, step: int) -> float:
         rate = learning_rate(self.stage.schedule, self.stage.lr, step, steps_per_epoch=self.steps_per_epoch)
@@ -249,7 +238,7 @@ class StageRun:
         return rate * plateau.factor**self.progress.reductions if plateau else rate
 
     def _validates_after(self, step: int) -> bool:
-        """True when a multiple of `validate_every_epochs` has just been passed, and at the stage's end."""
+        """True when a step passes a multiple of `validate_every_epochs`, and at the stage's end."""
         every = self.stage.validate_every_epochs * self.batches.num_samples / self.stage.batch_size
         return step + 1 == self.total or math.floor((step + 1) / every) > math.floor(step / every)
 
@@ -260,147 +249,52 @@ class StageRun:
         score = self._score(captions)
         if score > progress.best_score:
             progress.best_score, progress.best_step, progress.since_best = score, progress.step, 0
-            if self._leads:
-                self._fence()
-                self.writer.wait()  # a checkpoint that names the best before this one clears away what it does not name
-                save_best(self.path, self.captioner, progress.step)
-                write_json(self.path / "predictions-val.json", _result_file(captions))
+            self.output.save_best(self.captioner, progress.step, captions)
         else:
             progress.since_best += 1
-        self._consider_stopping(score)
+        self._apply_stopping_rules(score)
         seconds = round(time.monotonic() - begin, 2)
-        self._note("validation", progress.step, {"CIDEr-D": score, "best": progress.best_score, "seconds": seconds})
-        self._save()
+        entry = {"CIDEr-D": score, "best": progress.best_score, "seconds": seconds}
+        self.output.log("validation", progress.step, entry)
+        self.output.save_checkpoint(self.captioner, self.optimizer, progress)
         self.context.report({"stage": self.stage.name, "step": progress.step, "validation_CIDEr-D": score})
 
-    def _consider_stopping(self, score: float) -> None:
-        """Lowers the rate on a plateau, ends the stage when patience is out or SCST has gone wrong; all ranks alike."""
+    def _score(self, captions: dict[int, str]) -> float:
+        """Mean CIDEr-D of captions by image id, in the field's scale (1.404 for 140.4); the same on every rank."""
+        rows = [self.vocabulary.encode(caption.split()) for caption in captions.values()]
+        width = max(len(row) for row in rows)
+        tokens = torch.tensor([row + [self.vocabulary.pad] * (width - len(row)) for row in rows])
+        return float(self.validation_reward(tokens, list(captions)).mean())
+
+    def _apply_stopping_rules(self, score: float) -> None:
+        """Lowers the rate on a plateau; ends the stage when it stops improving or SCST fails. Equal on all ranks."""
         stage, progress = self.stage, self.progress
         if stage.plateau and progress.since_best and progress.since_best % stage.plateau.patience == 0:
             progress.reductions += 1
         if stage.patience and progress.since_best >= stage.patience:
             progress.ended_early = f"no better validation {progress.since_best} times in a row"
         if stage.objective == "scst":
-            reference = max(self._best_before(), progress.best_score)
+            reference = max(self._initial_score(), progress.best_score)
             if score < (1 - stage.sampling.max_cider_drop) * reference:
                 progress.ended_early = f"validation CIDEr-D fell to {score:.4f} from {reference:.4f}"
 
-    def _best_before(self) -> float:
-        """Validation CIDEr-D of what this stage started from, the newest stage that was kept; -inf without any."""
+    def _initial_score(self) -> float:
+        """Validation CIDEr-D of the weights that this stage started from; -inf where no stage before was kept."""
         before = [self.folder.result(stage.name) for stage in self.folder.before(self.stage)]
-        return next((result["best_score"] for result in reversed(before) if result and result["kept"]), -math.inf)
-
-    def _score(self, captions: dict[int, str]) -> float:
-        """Mean CIDEr-D over the validation images, in the field's scale (1.404 for 140.4); on every rank alike."""
-        rows = [self.vocabulary.encode(caption.split()) for caption in captions.values()]
-        width = max(len(row) for row in rows)
-        tokens = torch.tensor([row + [self.vocabulary.pad] * (width - len(row)) for row in rows])
-        return float(self.validation_score(tokens, list(captions)).mean())
-
-    def _save(self) -> None:
-        if self._leads:
-            self.writer.save(self.captioner, self.optimizer, self.progress)
+        return next((result.best_score for result in reversed(before) if result and result.kept), -math.inf)
 
     def _finish(self) -> None:
-        if not self._leads:
+        if self.context.world_rank:
             return
-        self._fence()
-        progress, rival = self.progress, self._best_before()
-        # A stage that was stopped because its score fell is no step forward unless it rose first.
-        demanding = self.stage.keep_if_better or (self.stage.objective == "scst" and bool(progress.ended_early))
-        kept = not demanding or progress.best_score > rival
-        result = {
-            "steps": progress.step,
-            "best_step": progress.best_step,
-            "best_score": progress.best_score,
-            "kept": kept,
-            "ended_early": progress.ended_early,
-        }
-        finish_stage(self.path, result)
-        self._send()
-        verdict = "kept" if kept else f"not kept: the stage before has {rival:.4f}"
+        progress, initial_score = self.progress, self._initial_score()
+        # A stage that ended because its score fell is kept only when it was better at some time before.
+        must_be_better = self.stage.keep_if_better or (self.stage.objective == "scst" and bool(progress.ended_early))
+        kept = not must_be_better or progress.best_score > initial_score
+        verdict = "kept" if kept else f"not kept: the stage before has {initial_score:.4f}"
         early = f" (ended early: {progress.ended_early})" if progress.ended_early else ""
-        text = f"done: best validation CIDEr-D {progress.best_score:.4f} at step {progress.best_step}, {verdict}{early}"
-        self._note("done", progress.step, {"text": text})
-        self._send_journal()
-
-    @property
-    def _leads(self) -> bool:
-        return self.context.world_rank == 0
-
-    def _fence(self) -> None:
-        """Raises AbandonedError when another attempt at this run has begun, ReplacedError when other workers have."""
-        if self.job.attempt and self.folder.attempt != self.job.attempt:
-            raise AbandonedError(f"another attempt at {self.folder.run_id} has taken over; this worker stops")
-        if self.group and self.folder.group != self.group:
-            raise ReplacedError(f"other workers train {self.folder.run_id} now; this one stops")
-
-    def _note(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        if self._leads:
-            self._fence()
-            self.journal.write(kind, step, values)
-            if time.monotonic() - self._sent > JOURNAL_EVERY_S:
-                with contextlib.suppress(OSError):  # what is printed later costs training nothing
-                    self._send_journal()
-
-    def _send_journal(self) -> None:
-        """By itself, not as the stages go: it never waits for a checkpoint that is on its way."""
-        if self.folder.home is not None:
-            (self.folder.home / JOURNAL).write_bytes(self.folder.journal.read_bytes())
-        self._sent = time.monotonic()
-
-    def _send(self) -> None:
-        """Rank 0's part of a run on S3 goes home: the journal, then the stage that it tells of."""
-        self._send_journal()
-        self.folder.push(f"stages/{self.stage.name}", allowed=self._fence)
-
-
-class _Window:
-    """Numbers since the last log line: means over steps and ranks, speed, and how long data was waited for."""
-
-    def __init__(self, context: Context) -> None:
-        self.context = context
-        self._clear()
-
-    def _clear(self) -> None:
-        self.sums: dict[str, float] = {}
-        self.steps, self.waiting = 0, 0.0
-        self.begin = self.mark = time.monotonic()
-
-    def waited(self) -> None:
-        self.waiting += time.monotonic() - self.mark
-
-    def add(self, numbers: dict[str, float]) -> None:
-        for key, value in numbers.items():
-            self.sums[key] = self.sums.get(key, 0.0) + value
-        self.steps += 1
-        self.mark = time.monotonic()
-
-    def summary(self, batch_size: int) -> dict[str, float]:
-        """A collective: every rank calls it at the same step."""
-        elapsed = time.monotonic() - self.begin
-        keys = sorted(self.sums)
-        device = self.context.device if self.context.device.type == "cuda" else torch.device("cpu")
-        values = torch.tensor([*(self.sums[key] for key in keys), self.waiting], dtype=torch.float64, device=device)
-        summed = sum_over_ranks(self.context, values).tolist()
-        means = {key: value / self.steps for key, value in zip(keys, summed, strict=False)}
-        square = means.pop("reward_square", None)
-        if square is not None:
-            means["reward_deviation"] = math.sqrt(max(0.0, square - means["reward"] ** 2))
-        result = {
-            **means,
-            "images_per_s": batch_size * self.steps / elapsed,
-            "data_wait": summed[-1] / self.context.world_size / elapsed,
-            "memory_mb": memory_mb(self.context.device),
-            **machine_use(self.context.device),
-        }
-        self._clear()
-        return result
-
-
-def _result_file(captions: dict[int, str]) -> list[dict[str, Any]]:
-    """COCO's result format."""
-    return [{"image_id": image, "caption": caption} for image, caption in captions.items()]
+        score = f"best validation CIDEr-D {progress.best_score:.4f} at step {progress.best_step}"
+        result = StageResult(progress.step, progress.best_step, progress.best_score, kept, progress.ended_early)
+        self.output.finish(result, f"done: {score}, {verdict}{early}")
 
 
 def _store(job: StageJob, stage: StageSection) -> StoragePath | Path:

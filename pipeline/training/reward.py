@@ -17,7 +17,7 @@ from pipeline.scoring.cider import CiderD
 from pipeline.storage.atomic import atomic_path
 
 # Sources that decide what an index holds: a change in one of them builds cached indexes anew.
-INDEX_SOURCES = ("data/vocabulary.py", "scoring/cider.py", "training/reward.py")
+INDEX_SOURCES = ("data/vocabulary.py", "scoring/cider.py", "scoring/ngram_keys.py", "training/reward.py")
 
 _KEPT = 8  # indexes that a machine keeps, the last used
 
@@ -53,7 +53,7 @@ class CaptionReward:
             scorer = build()
         else:
             scorer = _cached(cache, _digest(references, vocabulary, eos, caption_documents), build)
-        found = scorer.facts.get("ground_truth")
+        found = scorer.metadata.get("ground_truth")
         self.ground_truth: tuple[float, float] | None = (found[0], found[1]) if found else None
         self.scorer = scorer.to(device)
         blank = [vocabulary.ids[special] for special in (PAD, SOS)]
@@ -76,7 +76,7 @@ class CaptionReward:
 def _build(
     references: Mapping[int, Sequence[str]], vocabulary: Vocabulary, eos: bool, caption_documents: bool
 ) -> CiderD:
-    """The index, and in its facts `ground_truth`: what SCST climbs towards.
+    """The index, and in its metadata `ground_truth`: what SCST climbs towards.
 
     That is the mean score of references against their image's other references, and of the same without their EOS:
     far above 0, and not the same without EOS when EOS is in the reward, or the setting is broken. Over at most 1000
@@ -92,14 +92,14 @@ def _build(
         coded.append(rows)
     scorer = CiderD.build(coded, caption_documents=caption_documents, num_words=len(ids))
     chosen = [captions for captions in coded if len(captions) > 1][:1000]
-    scorer.facts["ground_truth"] = None
+    scorer.metadata["ground_truth"] = None
     if chosen:
         others = CiderD.build([captions[1:] for captions in chosen], num_words=len(ids))
         lengths = torch.tensor([len(captions[0]) for captions in chosen])
         first = torch.tensor([captions[0] + [0] * (int(lengths.max()) - len(captions[0])) for captions in chosen])
         places = torch.arange(len(chosen))
         scores = [others.score(first, (lengths - cut).clamp(min=0), places).mean().item() for cut in (0, int(eos))]
-        scorer.facts["ground_truth"] = scores
+        scorer.metadata["ground_truth"] = scores
     return scorer
 
 
@@ -128,7 +128,7 @@ def _cached(folder: Path, digest: str, build: Callable[[], CiderD]) -> CiderD:
             except (FileNotFoundError, ValueError):
                 built = build()
             with atomic_path(path) as temporary:
-                built.save(temporary, built.facts)
+                built.save(temporary)
             _keep_the_newest(folder)
             return CiderD.load(path)
     except OSError:

@@ -28,7 +28,7 @@ def curves(storage: Path) -> dict[str, list[float]]:
     for stage in stages:
         stage |= {"epochs": STEPS * stage["batch_size"] / 48, "validate_every_epochs": 100}
     folder, store = prepare_run(storage, stages=stages)
-    train_stages(LocalContext("cpu"), StageJob(folder.path, tuple(stage["name"] for stage in stages), store))
+    train_stages(LocalContext("cpu"), StageJob(folder, tuple(stage["name"] for stage in stages), store))
     found: dict[str, list[float]] = {}
     for entry in read_journal(folder.journal):
         if entry["kind"] == "train":

@@ -25,7 +25,7 @@ from tests.support.runs import STAGES, Killed, assert_same_weights, best_weights
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     folder, store = prepare_run(tmp_path_factory.mktemp("undisturbed"))
-    train_stages(LocalContext("cpu"), StageJob(folder.path, STAGES, store))
+    train_stages(LocalContext("cpu"), StageJob(folder, STAGES, store))
     return folder
 
 
@@ -35,7 +35,7 @@ def test_interrupted_anywhere_the_weights_are_bit_identical(
 ) -> None:
     """Every stage is broken off after `stop` steps and begun again in a new object, in both objectives."""
     folder, store = prepare_run(tmp_path)
-    job = StageJob(folder.path, STAGES, store)
+    job = StageJob(folder, STAGES, store)
     original, broken = StageRun.step, set()
 
     def step(self: StageRun, number: int, batches: Any) -> Any:
@@ -71,7 +71,7 @@ def test_a_slow_disk_loses_no_best(tmp_path: Path, undisturbed: RunFolder, monke
         write(self, *arguments)
 
     monkeypatch.setattr(CheckpointWriter, "_write", late)
-    train_stages(LocalContext("cpu"), StageJob(folder.path, STAGES, store))
+    train_stages(LocalContext("cpu"), StageJob(folder, STAGES, store))
     for stage in STAGES:
         assert_same_weights(best_weights(folder.stage(stage)), best_weights(undisturbed.stage(stage)))
 
@@ -90,7 +90,7 @@ def test_stages_follow_each_other(undisturbed: RunFolder) -> None:
     assert any(not torch.equal(value, tuned[f"backbone.safetensors:{key}"]) for key, value in initial.items())
     for stage in STAGES:
         result = undisturbed.result(stage)
-        assert result and result["steps"] > 0 and not list(undisturbed.stage(stage).glob("step-*"))
+        assert result and result.steps > 0 and not list(undisturbed.stage(stage).glob("step-*"))
     predictions = json.loads((undisturbed.stage("xe_frozen") / "predictions-val.json").read_text())
     assert len(predictions) == len(undisturbed.dataset.split("val"))
 
@@ -106,7 +106,7 @@ def test_the_last_stage_is_kept_only_when_it_is_better(
         return score if self.stage.name == "scst_finetune" else original(self, captions)
 
     monkeypatch.setattr(StageRun, "_score", scored)
-    train_stages(LocalContext("cpu"), StageJob(folder.path, STAGES, store))
+    train_stages(LocalContext("cpu"), StageJob(folder, STAGES, store))
     assert folder.weights_before(None, "model").parent.parent.name == expected
     assert folder.weights_before(None, "backbone").parent.parent.name == (
         "scst_finetune" if expected == "scst_finetune" else "xe_finetune"
@@ -119,7 +119,7 @@ def test_a_collapse_ends_the_stage_and_is_not_kept(tmp_path: Path, monkeypatch: 
     stages[2] |= {"epochs": 4, "validate_every_epochs": 1}
     folder, store = prepare_run(tmp_path, stages=stages)
     monkeypatch.setattr(StageRun, "_score", lambda self, _: 0.1 if self.stage.objective == "scst" else 1.0)
-    job = StageJob(folder.path, STAGES[:3], store)
+    job = StageJob(folder, STAGES[:3], store)
     with monkeypatch.context() as patch, pytest.raises(Killed):
         original = StageRun._finish
 
@@ -132,18 +132,18 @@ def test_a_collapse_ends_the_stage_and_is_not_kept(tmp_path: Path, monkeypatch: 
         train_stages(LocalContext("cpu"), job)
     train_stages(LocalContext("cpu"), job)
     result = folder.result("scst_frozen")
-    assert result and "fell to 0.1" in result["ended_early"] and not result["kept"] and result["steps"] == 6
+    assert result and "fell to 0.1" in result.ended_early and not result.kept and result.steps == 6
     assert folder.weights_before(None, "model").parent.parent.name == "xe_finetune"
 
 
 def test_a_finished_run_trains_nothing(undisturbed: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StageRun, "step", lambda *_: pytest.fail("a step was made"))
-    train_stages(LocalContext("cpu"), StageJob(undisturbed.path, STAGES, None))
+    train_stages(LocalContext("cpu"), StageJob(undisturbed, STAGES, None))
 
 
 def test_a_loss_that_is_not_finite_stops_and_says_where(tmp_path: Path) -> None:
     folder, store = prepare_run(tmp_path, stages=small_config(tmp_path)["stages"][:1])
-    run = StageRun(LocalContext("cpu"), folder, folder.config.stages[0], StageJob(folder.path, STAGES[:1], store))
+    run = StageRun(LocalContext("cpu"), folder, folder.config.stages[0], StageJob(folder, STAGES[:1], store))
     with torch.no_grad():
         next(iter(run.captioner.model.parameters())).fill_(float("nan"))
     with pytest.raises(DivergedError, match="stage xe_frozen, step 0, rank 0"):
@@ -152,7 +152,7 @@ def test_a_loss_that_is_not_finite_stops_and_says_where(tmp_path: Path) -> None:
 
 def test_a_gradient_that_is_not_finite_is_never_applied(tmp_path: Path) -> None:
     folder, store = prepare_run(tmp_path)
-    run = StageRun(LocalContext("cpu"), folder, folder.config.stages[0], StageJob(folder.path, STAGES[:1], store))
+    run = StageRun(LocalContext("cpu"), folder, folder.config.stages[0], StageJob(folder, STAGES[:1], store))
     parameter = next(iter(run.captioner.model.parameters()))
     parameter.register_hook(lambda gradient: gradient * float("inf"))
     with pytest.raises(DivergedError, match="gradient norm"):
@@ -160,24 +160,24 @@ def test_a_gradient_that_is_not_finite_is_never_applied(tmp_path: Path) -> None:
     assert all(torch.isfinite(value).all() for value in run.captioner.state_dict().values())
 
 
-def test_workers_of_an_abandoned_attempt_write_nothing(tmp_path: Path) -> None:
+def test_workers_of_an_abandoned_driver_write_nothing(tmp_path: Path) -> None:
     folder, store = prepare_run(tmp_path)
-    old = folder.begin_attempt()
-    folder.begin_attempt()
-    with pytest.raises(RuntimeError, match="another attempt"):
-        train_stages(LocalContext("cpu"), StageJob(folder.path, STAGES, store, attempt=old))
+    old = folder.new_driver_token()
+    folder.new_driver_token()
+    with pytest.raises(RuntimeError, match="another driver"):
+        train_stages(LocalContext("cpu"), StageJob(folder, STAGES, store, driver_token=old))
     assert not folder.stage("xe_frozen").exists()
 
 
 def test_workers_that_were_replaced_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut off in the middle of a stage while the same driver starts others, which go on from the last checkpoint."""
     folder, store = prepare_run(tmp_path)
-    job = StageJob(folder.path, STAGES[:1], store, attempt=folder.begin_attempt())
+    job = StageJob(folder, STAGES[:1], store, driver_token=folder.new_driver_token())
     step = StageRun.step
 
     def cut_off(run: StageRun, number: int, batches: list[Batch]) -> dict[str, float]:
         if number == 2:
-            folder.begin_group()
+            folder.new_worker_group_token()
         return step(run, number, batches)
 
     monkeypatch.setattr(StageRun, "step", cut_off)
@@ -203,7 +203,7 @@ def rank_of_two(rank: int, cases: list[tuple[Path, Path, str, Path]], out: Path)
 
 def save_steps(context: LocalContext, folder: Path, store: Path, name: str, out: Path) -> None:
     run_folder = RunFolder(folder)
-    run = StageRun(context, run_folder, run_folder.config.stage(name), StageJob(folder, STAGES, store))
+    run = StageRun(context, run_folder, run_folder.config.stage(name), StageJob(run_folder, STAGES, store))
     numbers = [run.step(step, run.batches.at(step)) for step in range(20)]
     torch.save(
         [run.captioner.state_dict(), *([entry[key] for entry in numbers] for key in ("gradient_norm", "loss"))], out
@@ -249,10 +249,10 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
             assert torch.allclose(one[key], two[key], rtol=1e-9, atol=1e-9), key
 
 
-def test_trial_steps_cover_every_stage(undisturbed: RunFolder) -> None:
-    rows = dry_run(undisturbed)
-    assert [row["stage"] for row in rows] == list(STAGES)
-    assert all(row["memory_mb"] > 0 for row in rows)
+def test_a_dry_run_covers_every_stage(undisturbed: RunFolder) -> None:
+    results = dry_run(undisturbed)
+    assert [result.stage for result in results] == list(STAGES)
+    assert all(result.error is None and result.memory_mb > 0 for result in results)
 
 
 def test_a_follower_sees_every_entry_once(tmp_path: Path) -> None:

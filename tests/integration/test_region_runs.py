@@ -20,7 +20,7 @@ from pipeline.features.regions import import_regions
 from pipeline.features.store import FeatureStore
 from pipeline.runs.run_bundle import bundle_run
 from pipeline.runtime.context import LocalContext
-from pipeline.training.batches import Batches, Captions
+from pipeline.training.batches import Batches, CaptionTokens
 from pipeline.training.dry_run import dry_run
 from pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import small_config
@@ -33,12 +33,12 @@ EXPANSION = {"name": "expansionnet_v2", "static_expansion": [4], "dynamic_expans
 @pytest.mark.parametrize("system", [MESHED_MEMORY, CLUSTERED, EXPANSION], ids=lambda system: system["name"])
 def test_a_system_trains_validates_and_captions_on_regions(tmp_path: Path, system: dict[str, Any]) -> None:
     folder, store = prepare_region_run(tmp_path, system)
-    assert folder.facts["num_tokens"] == 4 and folder.facts["parameters"]["backbone"] == 0
-    assert all("error" not in row for row in dry_run(folder))
-    train_stages(LocalContext("cpu"), StageJob(folder.path, FROZEN_STAGES, store))
+    assert folder.metadata.num_tokens == 4 and folder.metadata.parameters["backbone"] == 0
+    assert all(result.error is None for result in dry_run(folder))
+    train_stages(LocalContext("cpu"), StageJob(folder, FROZEN_STAGES, store))
     for name in FROZEN_STAGES:
         result = folder.result(name)
-        assert result is not None and math.isfinite(result["best_score"])
+        assert result is not None and math.isfinite(result.best_score)
     path = bundle_run(folder)
     bundle = load_bundle(path)
     assert bundle.captioner.backbone is None and bundle.transform is None
@@ -55,7 +55,7 @@ def test_a_system_trains_validates_and_captions_on_regions(tmp_path: Path, syste
 def test_lengths_and_boxes_reach_both_objectives(tmp_path: Path, system: dict[str, Any], stage: str) -> None:
     """What pads a row changes nothing; other lengths do, and other boxes for the model that arranges by them."""
     folder, store = prepare_region_run(tmp_path, system)
-    run = StageRun(LocalContext("cpu"), folder, folder.config.stage(stage), StageJob(folder.path, FROZEN_STAGES, store))
+    run = StageRun(LocalContext("cpu"), folder, folder.config.stage(stage), StageJob(folder, FROZEN_STAGES, store))
     (batch,) = run.batches.at(0)
     features = batch.features
     assert features.lengths is not None and features.boxes is not None
@@ -91,9 +91,7 @@ def test_captions_do_not_depend_on_padding(tmp_path: Path) -> None:
             update={"features": folder.config.features.model_copy(update={"max_regions": most})}
         )
         store, _ = import_regions(folder.dataset, config)
-        run = StageRun(
-            LocalContext("cpu"), folder, config.stage("xe_frozen"), StageJob(folder.path, FROZEN_STAGES, store)
-        )
+        run = StageRun(LocalContext("cpu"), folder, config.stage("xe_frozen"), StageJob(folder, FROZEN_STAGES, store))
         found.append(caption_images(run.captioner, run.validation, run.vocabulary, config.evaluation, run.context))
     assert found[0] == found[1] and found[0]
 
@@ -102,7 +100,9 @@ def test_a_batch_carries_the_regions_of_its_images(tmp_path: Path) -> None:
     folder, store = prepare_region_run(tmp_path, MESHED_MEMORY)
     train = folder.dataset.split("train")
     images = Images(train, FeatureStore(store), None, 10**6, 1)
-    batches = Batches(images, Captions(train, folder.vocabulary), folder.config.stages[0], seed=1, rank=0, world_size=1)
+    batches = Batches(
+        images, CaptionTokens(train, folder.vocabulary), folder.config.stages[0], seed=1, rank=0, world_size=1
+    )
     (batch,) = batches.at(3)
     whole = FeatureStore(store).gather_regions([train.column("key")[row] for row in batch.images])
     lengths, boxes = batch.features.lengths, batch.features.boxes

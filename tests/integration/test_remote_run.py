@@ -91,7 +91,7 @@ def test_markers_go_up_last_and_away_first(url: str, tmp_path: Path, monkeypatch
 def test_another_machine_goes_on_where_one_died(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All four stages with everything on S3, each broken off once and gone on with from an empty cache."""
     local, local_store = prepare_run(tmp_path / "local")
-    train_stages(LocalContext("cpu"), StageJob(local.path, STAGES, local_store))
+    train_stages(LocalContext("cpu"), StageJob(local, STAGES, local_store))
 
     monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "machine"))
     storage = {"uri": "s3://data/runs-test", "endpoint_url": url}
@@ -102,7 +102,7 @@ def test_another_machine_goes_on_where_one_died(url: str, tmp_path: Path, monkey
     def step(self: StageRun, number: int, batches: Any) -> Any:
         if number == 3 and self.stage.name not in broken:
             broken.add(self.stage.name)
-            self.writer.close()  # what had begun to be sent arrives
+            self.output.close()  # waits until the last checkpoint is uploaded
             raise Killed
         return original(self, number, batches)
 
@@ -112,9 +112,7 @@ def test_another_machine_goes_on_where_one_died(url: str, tmp_path: Path, monkey
         monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / f"machine{machine}"))
         folder = prepare(folder.config)  # as a driver on that machine would
         try:
-            train_stages(
-                LocalContext("cpu"), StageJob(folder.path, STAGES, store, (), folder.begin_attempt(), folder.home)
-            )
+            train_stages(LocalContext("cpu"), StageJob(folder, STAGES, store, (), folder.new_driver_token()))
         except Killed:
             continue
     assert broken == set(STAGES)
@@ -158,15 +156,15 @@ def test_the_demo_on_s3_on_a_bad_day_scores_as_on_disk(url: str, tmp_path: Path)
     assert scores[0] == scores[1] and "main object" in scores[0]
 
 
-def test_an_abandoned_attempt_on_another_machine_writes_nothing(
+def test_an_abandoned_driver_on_another_machine_writes_nothing(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "one"))
     folder, store = prepare_run({"uri": "s3://data/abandoned", "endpoint_url": url})
-    old = folder.begin_attempt()
+    old = folder.new_driver_token()
     monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "two"))
-    prepare(folder.config).begin_attempt()
+    prepare(folder.config).new_driver_token()
     monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "one"))
-    with pytest.raises(RuntimeError, match="another attempt"):
-        train_stages(LocalContext("cpu"), StageJob(folder.path, STAGES, store, (), old, folder.home))
+    with pytest.raises(RuntimeError, match="another driver"):
+        train_stages(LocalContext("cpu"), StageJob(folder, STAGES, store, (), old))
     assert not [name for name in RunFolder(folder.path, folder.home).root.list() if name.startswith("stages/")]

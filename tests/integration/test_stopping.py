@@ -28,7 +28,7 @@ def trained(
     given = iter(scores)
     monkeypatch.setattr("pipeline.training.loop.caption_images", lambda *_: {})  # nobody looks at them
     monkeypatch.setattr(StageRun, "_score", lambda self, captions: next(given))
-    train_stages(LocalContext("cpu"), StageJob(folder.path, FROZEN_STAGES, store))
+    train_stages(LocalContext("cpu"), StageJob(folder, FROZEN_STAGES, store))
     assert next(given, None) is None, "as many validations as expected"
     return folder, read_journal(folder.journal)
 
@@ -49,10 +49,10 @@ def test_patience_ends_a_stage_and_the_next_begins_from_the_best(
     folder, _ = trained(tmp_path, monkeypatch, scores, {"patience": 2}, {"patience": 2})
     first, second = folder.result("xe_frozen"), folder.result("scst_frozen")
     epoch = 48 / 16
-    assert (first["steps"], first["best_step"], first["best_score"]) == (4 * epoch, 2 * epoch, 3.0)
-    assert first["ended_early"] == "no better validation 2 times in a row"
-    assert (second["steps"], second["best_step"]) == (6 * epoch, 4 * epoch)
-    best = load_file(folder.stage("xe_frozen") / f"best-{first['best_step']}" / "model.safetensors")
+    assert (first.steps, first.best_step, first.best_score) == (4 * epoch, 2 * epoch, 3.0)
+    assert first.ended_early == "no better validation 2 times in a row"
+    assert (second.steps, second.best_step) == (6 * epoch, 4 * epoch)
+    best = load_file(folder.stage("xe_frozen") / f"best-{first.best_step}" / "model.safetensors")
     assert all(torch.equal(started[1][name], tensor) for name, tensor in best.items())
 
 

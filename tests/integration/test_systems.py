@@ -29,11 +29,11 @@ def test_a_system_goes_through_every_stage(tmp_path: Path, system: dict[str, Any
     for stage in stages[:2]:  # enough to see the loss fall
         stage |= {"epochs": 2, "lr": 5e-3, "schedule": {"warmup_iterations": 1}}
     folder, store = prepare_run(tmp_path, model=SMALL_MODEL | system, stages=stages)
-    train_stages(LocalContext("cpu"), StageJob(folder.path, STAGES, store))
+    train_stages(LocalContext("cpu"), StageJob(folder, STAGES, store))
     journal = read_journal(folder.journal)
     for stage in STAGES:
         result = folder.result(stage)
-        assert result is not None and result["steps"] > 1 and math.isfinite(result["best_score"])
+        assert result is not None and result.steps > 1 and math.isfinite(result.best_score)
     losses = [entry["loss"] for entry in journal if entry["stage"] in STAGES[:2] and entry["kind"] == "train"]
     assert sum(losses[-3:]) < sum(losses[:3])
     bundle = load_bundle(bundle_run(folder))

@@ -128,7 +128,7 @@ def test_stopped_in_the_middle_everything_is_there_once(
         monkeypatch, {("xe_finetune", 3): kill, ("scst_frozen", 1): lambda stage: wait_for(lambda: log_lines, "silent")}
     )
     tracker.start()
-    train_stages(LocalContext("cpu"), StageJob(folder.path, STAGES, store))
+    train_stages(LocalContext("cpu"), StageJob(folder, STAGES, store))
     assert complete(folder, tracker) is None
     assert len(log_lines) == 1 and f"`raycap sync {folder.path}` sends it" in log_lines[0], log_lines
     assert main(["sync", str(folder.path)]) == 1, "still down"
@@ -142,7 +142,7 @@ def test_stopped_in_the_middle_everything_is_there_once(
     parent, children = runs_on(server, folder.run_id)
     assert {run.info.status for run in [parent, *children]} == {"FINISHED"}
     assert parent.data.tags["raycap.signature"] == "beam2"
-    assert parent.data.tags["raycap.data_fingerprint"] == folder.facts["data_fingerprint"]
+    assert parent.data.tags["raycap.data_fingerprint"] == folder.metadata.data_fingerprint
     assert parent.data.params["model.d_model"] == "16" and "tracking.uri" not in parent.data.params
     signed = {run.info.run_name for run in children if "raycap.signature" in run.data.tags}
     assert signed == {"scst_frozen", "scst_finetune"}
@@ -176,7 +176,7 @@ def test_training_that_fails_while_the_tracker_is_down_is_failed_afterwards(
     at_step(monkeypatch, {("xe_finetune", 0): lambda stage: server.kill(), ("xe_finetune", 3): fail})
     tracker.start()
     with pytest.raises(Killed):
-        train_stages(LocalContext("cpu"), StageJob(folder.path, STAGES, store))
+        train_stages(LocalContext("cpu"), StageJob(folder, STAGES, store))
     assert not tracker.close("FAILED")
     server.start()
     assert main(["sync", str(folder.path), "--set", "tracking.enabled=true"]) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from jobs.tune.features import find_backbone
 from models.backbone import Backbone
 from pipeline.data.loading import find_data
 from pipeline.errors import UserError
+from pipeline.runs.checkpoints import StageResult, finish_stage
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.prepare import prepare
 from pipeline.search.spec import Search
@@ -28,7 +28,7 @@ def pretend_training(run: RunFolder, stages: list[str]) -> None:
         best.mkdir(parents=True)
         tensors["swin.norm.bias"] = torch.full_like(tensors["swin.norm.bias"], float(number))
         save_file(tensors, best / "backbone.safetensors")
-        (run.stage(stage) / "DONE.json").write_text(json.dumps({"best_step": 1, "best_score": 1.0, "kept": True}))
+        finish_stage(run.stage(stage), StageResult(steps=1, best_step=1, best_score=1.0, kept=True, ended_early=""))
 
 
 def found(search: Search) -> tuple[Backbone, list[str]]:

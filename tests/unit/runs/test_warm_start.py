@@ -94,7 +94,7 @@ def test_training_goes_on_from_it(tmp_path: Path) -> None:
     settings = values(tmp_path)
     bundle = bundle_run(prepared(settings))
     folder = prepared(settings | {"init_from": str(bundle), "stages": settings["stages"][1:2]})
-    train_stages(LocalContext("cpu"), StageJob(folder.path, ("xe_finetune",), None))
+    train_stages(LocalContext("cpu"), StageJob(folder, ("xe_finetune",), None))
     assert folder.result("xe_finetune")
 
 

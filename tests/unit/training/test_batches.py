@@ -1,0 +1,100 @@
+"""Batches: workers share the global batch, an epoch contains every sample once, a stream can begin anywhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from models.base import Features
+from models.transform import ImageTransform
+from pipeline.config.sections import DataSection, StageSection
+from pipeline.data.dataset import read_annotations
+from pipeline.data.vocabulary import Vocabulary
+from pipeline.features.model_inputs import Images
+from pipeline.features.store import FeatureStore, write_shard
+from pipeline.training.batches import Batch, Batches, CaptionTokens, num_samples
+from tests.conftest import write_karpathy
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> tuple[Images, CaptionTokens]:
+    root = write_karpathy(tmp_path / "set", {"train": 13})
+    dataset, _ = read_annotations(DataSection(root=str(root)), root)
+    keys = [f"key{number}" for number in range(13)]
+    write_shard(tmp_path / "store", keys, np.arange(13, dtype=np.float32)[:, None, None].repeat(2, 1))
+    table = dataset.table.set_column(4, "key", [keys])
+    dataset = type(dataset)(table)
+    vocabulary = Vocabulary.build(dataset.tokens(), 1)
+    images = Images(dataset, FeatureStore(tmp_path / "store"), ImageTransform(8), 10**6, 1)
+    return images, CaptionTokens(dataset, vocabulary)
+
+
+def stage(**values: object) -> StageSection:
+    base = {"name": "s", "objective": "cross_entropy", "epochs": 1, "batch_size": 4, "lr": 1e-3}
+    return StageSection.model_validate(base | values)
+
+
+@pytest.mark.parametrize("captions_per_image", [1, 5])
+@pytest.mark.parametrize("gradient_accumulation_steps", [1, 2])
+def test_workers_share_what_one_worker_would_see(
+    parts: tuple[Images, CaptionTokens], captions_per_image: int, gradient_accumulation_steps: int
+) -> None:
+    """The union over ranks and micro-steps is the global batch, whatever the number of workers."""
+    section = stage(captions_per_image=captions_per_image)
+    whole = Batches(*parts, section, seed=3, rank=0, world_size=1)
+    split = section.model_copy(update={"gradient_accumulation_steps": gradient_accumulation_steps})
+    for step in (0, 1, 7):
+        (single,) = whole.at(step)
+        pieces = [part for rank in (0, 1) for part in Batches(*parts, split, seed=3, rank=rank, world_size=2).at(step)]
+        assert sorted(row for piece in pieces for row in piece.images) == sorted(single.images)
+        assert {piece.global_targets for piece in pieces} == {single.global_targets}
+        targets = sum(int((piece.tokens[:, 1:] != parts[1].pad).sum()) for piece in pieces)
+        assert targets == single.global_targets
+        for piece in pieces:
+            assert torch.equal(piece.features.tokens[:, 0, 0].long(), torch.from_numpy(piece.images))
+            assert piece.tokens.shape[0] == len(piece.images) * captions_per_image
+
+
+def test_an_epoch_of_pairs_holds_every_caption_once(parts: tuple[Images, CaptionTokens]) -> None:
+    batches = Batches(*parts, stage(batch_size=5), seed=1, rank=0, world_size=1)
+    epoch = Counter(tuple(row) for group in batches.stream(0, 13) for batch in group for row in batch.tokens.tolist())
+    captions = Counter(tuple(row) for row in parts[1].padded(np.arange(65)).tolist())
+    assert sum(epoch.values()) == 65 and epoch == captions
+
+
+def test_a_stream_can_begin_anywhere(parts: tuple[Images, CaptionTokens]) -> None:
+    batches = Batches(*parts, stage(captions_per_image=2), seed=1, rank=0, world_size=1)
+    later = [group[0].tokens.tolist() for group in batches.stream(3, 6)]
+    assert later == [group[0].tokens.tolist() for group in list(batches.stream(0, 6))[3:]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [({}, 65), ({"captions_per_image": 5}, 13), ({"objective": "scst"}, 13)],
+    ids=["pairs", "images", "scst"],
+)
+def test_the_number_of_samples_is_the_batches(
+    tmp_path: Path, parts: tuple[Images, CaptionTokens], settings: dict[str, Any], count: int
+) -> None:
+    train, _ = read_annotations(DataSection(root=str(tmp_path / "set")), tmp_path / "set")
+    section = stage(**settings)
+    assert num_samples(section, train) == Batches(*parts, section, seed=1, rank=0, world_size=1).num_samples == count
+
+
+def test_a_batch_moves_as_a_whole() -> None:
+    """Features are converted, region lengths and tokens keep their types, pixels become channels-last."""
+    regions = Features(torch.ones(2, 3, 4), torch.tensor([1, 3]), torch.ones(2, 3, 4))
+    batch = Batch(regions, torch.ones(2, 5, dtype=torch.int64), np.array([0, 1]), 8, 2)
+    moved = batch.to(torch.device("meta"), torch.float64)
+    tensors = (moved.features.tokens, moved.features.lengths, moved.features.boxes, moved.tokens)
+    assert all(tensor is not None and tensor.device.type == "meta" for tensor in tensors)
+    assert moved.features.tokens.dtype == torch.float64 and moved.tokens.dtype == torch.int64
+    assert (moved.global_targets, moved.global_images) == (8, 2)
+    pixels = replace(batch, features=Features(torch.ones(2, 3, 8, 8))).to(torch.device("cpu"))
+    assert pixels.features.tokens.is_contiguous(memory_format=torch.channels_last)

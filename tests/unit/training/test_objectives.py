@@ -1,0 +1,90 @@
+"""Losses against slow second implementations, and the settings of SCST against their definitions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.base import Features
+from models.captioner import Captioner
+from models.config import ExpansionNetConfig, ModelSizes
+from models.registry import build_model
+from pipeline.config.sections import ScstSection, StageSection
+from pipeline.training.batches import Batch
+from pipeline.training.objectives import caption_log_probs, scst_objective, scst_signature, smoothed_cross_entropy
+
+
+@given(st.integers(2, 30), st.sampled_from([0.0, 0.01, 0.1, 0.5]), st.integers(0, 10**6))
+@settings(max_examples=40, deadline=None)
+def test_label_smoothing_is_a_divergence_from_the_smoothed_target(size: int, smoothing: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(2, 5, size, dtype=torch.float64, generator=generator)
+    targets = torch.randint(1, size, (2, 5), generator=generator)
+    targets[1, 3:] = 0
+    slow = 0.0
+    for row, target in zip(logits.reshape(-1, size), targets.reshape(-1), strict=True):
+        if target != 0:
+            goal = torch.full((size,), smoothing / (size - 1), dtype=torch.float64)
+            goal[target] = 1 - smoothing
+            slow += float(torch.nn.functional.kl_div(row.log_softmax(-1), goal, reduction="sum"))
+    assert float(smoothed_cross_entropy(logits, targets, 0, smoothing)) == pytest.approx(slow, rel=1e-10, abs=1e-10)
+
+
+def test_caption_log_probs_leave_padding_out() -> None:
+    logits = torch.randn(1, 3, 7)
+    tokens = torch.tensor([[1, 4, 2, 0]])
+    expected = sum(float(logits[0, t].log_softmax(-1)[tokens[0, t + 1]]) for t in (0, 1))
+    assert float(caption_log_probs(logits, tokens, 0)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_signature_names_the_setting() -> None:
+    assert scst_signature(ScstSection()) == "STANDARD_wInit+Cider-D[n4,s6.0]+average[nspi5]+1.0.0"
+    meshed = ScstSection(sampler="beam", baseline="mean", eos_in_reward=False, document_frequency="captions")
+    assert scst_signature(meshed) != scst_signature(ScstSection())
+
+
+def scst_loss(**settings: Any) -> tuple[float, torch.Tensor]:
+    """The loss of a tiny Transformer on two images, and the log-probabilities (2, 3) of the sampled captions."""
+    torch.manual_seed(0)
+    config = ExpansionNetConfig(name="transformer", d_model=8, d_ff=8, num_heads=2, dropout=0.0)
+    captioner = Captioner(build_model(config, ModelSizes(5, 6, 8, 1, 2, 0)))
+    section = {"num_samples": 3, "max_length": 6} | settings
+    stage = StageSection(name="s", objective="scst", epochs=1, batch_size=2, lr=1, scst=section)
+    sampled = []
+
+    def reward(tokens: torch.Tensor, images: Sequence[int]) -> torch.Tensor:
+        sampled.append(tokens)
+        return torch.arange(len(tokens)).double().square()
+
+    batch = Batch(Features(torch.randn(2, 4, 5)), torch.zeros(2, 2, dtype=torch.int64), np.array([0, 1]), 4, 2)
+    run = scst_objective(stage, reward, torch.tensor([7, 8]), 0, ("PAD", "SOS", "EOS", "a", "b", "c"))  # type: ignore[arg-type]
+    loss = run(captioner, captioner, batch, torch.Generator().manual_seed(3)).loss
+    tokens = sampled[0]
+    with torch.no_grad():
+        logs = captioner(batch.features, tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+    scored = tokens[:, 1:] != 0
+    if settings.get("eos_in_loss") is False:
+        scored &= tokens[:, 1:] != 2
+    assert bool((tokens == 2).any()), "no sampled caption ends"
+    return float(loss.detach()), (logs * scored).sum(1).view(2, 3)
+
+
+def test_the_named_settings_of_the_scst_loss() -> None:
+    """Baseline, EOS in the loss and division by a fixed length, each against its definition."""
+    rewards = torch.arange(6).double().square().view(2, 3)
+    plain, logs = scst_loss(baseline="mean")
+    expected = -((rewards - rewards.mean(1, keepdim=True)) * logs).sum() / 6
+    assert plain == pytest.approx(float(expected), rel=1e-5)
+    others = (rewards.sum(1, keepdim=True) - rewards) / 2
+    assert scst_loss()[0] == pytest.approx(float(-((rewards - others) * logs).sum() / 6), rel=1e-5)
+    assert scst_loss(baseline="mean", fixed_length=20)[0] == pytest.approx(plain / 20, rel=1e-5)
+    without, words = scst_loss(baseline="mean", eos_in_loss=False)
+    assert without == pytest.approx(float(-((rewards - rewards.mean(1, keepdim=True)) * words).sum() / 6), rel=1e-5)
+    assert without != pytest.approx(plain, rel=1e-3)
+    assert scst_loss(baseline="mean", eos_in_reward=False)[0] == pytest.approx(plain), "it is the reward's alone"

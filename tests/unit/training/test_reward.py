@@ -1,0 +1,120 @@
+"""The reward: CIDEr-D against its definition and recorded values, the EOS rule, and the cached index."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jobs.bench.reference_cider import PlainCiderD
+from pipeline.data.vocabulary import SPECIALS, Vocabulary, tokenize
+from pipeline.scoring import ngram_keys
+from pipeline.scoring.cider import CiderD
+from pipeline.training import reward as rewards
+from pipeline.training.reward import CaptionReward
+
+GOLDEN = Path(__file__).resolve().parents[2] / "parity" / "golden"
+
+
+@pytest.mark.parametrize("pairs", [1 << 22, 100], ids=["at once", "in parts"])
+@pytest.mark.parametrize("max_words", [2**15 - 1, 4], ids=["15 bits", "wide"])
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_cider_d_equals_its_definition(max_words: int, pairs: int, data: st.DataObject) -> None:
+    words = st.integers(0, 9)
+    sentence = st.lists(words, min_size=0, max_size=9)
+    references = data.draw(st.lists(st.lists(sentence, min_size=1, max_size=3), min_size=2, max_size=5))
+    images = data.draw(st.lists(st.integers(0, len(references) - 1), min_size=1, max_size=6))
+    candidates = [data.draw(st.lists(st.integers(0, 12), max_size=9)) for _ in images]
+    width = max([len(candidate) for candidate in candidates] + [1])
+    rows = torch.tensor([candidate + [0] * (width - len(candidate)) for candidate in candidates])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ngram_keys, "_MAX_WORDS", max_words)
+        patch.setattr(ngram_keys, "_PAIRS", pairs)
+        scorer = CiderD.build(references, num_words=13)
+        scores = scorer.score(rows, torch.tensor([len(c) for c in candidates]), torch.tensor(images)).tolist()
+    text = [[[str(word) for word in caption] for caption in image] for image in references]
+    plain = PlainCiderD(text)
+    slow = [plain.score([str(w) for w in c], text[image]) for c, image in zip(candidates, images, strict=True)]
+    assert scores == pytest.approx(slow, rel=1e-9, abs=1e-12)
+
+
+def test_reward_baseline_and_loss_are_the_references(shared: Path) -> None:
+    record = json.loads((GOLDEN / "ciderd_reward.json").read_text())
+    entries = json.loads((shared / "data" / "coco_subset" / "dataset.json").read_text())["images"]
+    captions = {entry["cocoid"]: [sentence["raw"] for sentence in entry["sentences"]] for entry in entries}
+    references = {image: captions[image] for image in record["reference_image_ids"]}
+    samples = [caption for image in record["predictions"] for caption in image]
+    words = {word for caption in samples for word in caption} | set(SPECIALS)
+    words |= {word for texts in references.values() for text in texts for word in tokenize(text)}
+    vocabulary = Vocabulary(tuple(sorted(words)))
+    width = max(map(len, samples))
+    tokens = torch.tensor([[vocabulary.ids[w] for w in c] + [vocabulary.pad] * (width - len(c)) for c in samples])
+    images = [image for image in record["picked_image_ids"] for _ in range(5)]
+    found = CaptionReward(references, vocabulary, eos=True)(tokens, images).view(-1, 5)
+    assert np.allclose(found, record["reward"], rtol=0, atol=1e-6)
+    baseline = (found.sum(1, keepdim=True) - found) / 4
+    assert np.allclose(baseline, record["leave_one_out_baseline"], rtol=0, atol=1e-6)
+    log_probs = torch.tensor([[sum(p) for p in image] for image in record["log_probs"]], dtype=torch.float64)
+    assert float(-((found - baseline) * log_probs).mean()) == pytest.approx(record["loss"], abs=1e-6)
+
+
+def test_without_eos_the_end_does_not_count() -> None:
+    vocabulary = Vocabulary(tuple(sorted({"a", "b", "c", *SPECIALS})))
+    references = {1: ["a b", "a b c"], 2: ["c c"]}
+    ended = torch.tensor([[vocabulary.sos, vocabulary.ids["a"], vocabulary.ids["b"], vocabulary.eos]])
+    cut = torch.tensor([[vocabulary.sos, vocabulary.ids["a"], vocabulary.ids["b"], vocabulary.pad]])
+    with_eos, without = (CaptionReward(references, vocabulary, eos=eos) for eos in (True, False))
+    assert with_eos(ended, [1]) > with_eos(cut, [1])
+    assert without(ended, [1]) == without(cut, [1])
+
+
+def test_documents_may_be_captions() -> None:
+    """The meshed-memory recipe: a word that every image has but few captions is worth something."""
+    references = [[[1, 2], [3]], [[1, 4], [5]]]
+    by_image, by_caption = (CiderD.build(references, caption_documents=flag) for flag in (False, True))
+    rows, lengths, image = torch.tensor([[1]]), torch.tensor([1]), torch.tensor([0])
+    assert by_image.score(rows, lengths, image)[0] == 0.0
+    assert by_caption.score(rows, lengths, image)[0] > 0.0
+
+
+def test_ground_truth_scores_high_and_its_end_counts() -> None:
+    vocabulary = Vocabulary(tuple(sorted({*"abcdefgh", *SPECIALS})))
+    references = {n: [f"a {x} b", f"a {x} b c"] for n, x in enumerate("cdefgh")}
+    whole, cut = CaptionReward(references, vocabulary, eos=True).ground_truth or (0.0, 0.0)
+    assert whole > 0.5 and cut > 0.5 and whole != cut
+    plain = CaptionReward(references, vocabulary, eos=False).ground_truth
+    assert plain is not None and plain[0] == plain[1]
+    assert CaptionReward({1: ["a"], 2: ["b"]}, vocabulary, eos=True).ground_truth is None
+
+
+def test_the_index_is_built_once_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = Vocabulary(tuple(sorted({*"abcdefgh", *SPECIALS})))
+    references = {n: [f"a {x} b", f"a {x} b c"] for n, x in enumerate("cdefgh")}
+    tokens = torch.tensor([vocabulary.encode(list("acb"))])
+
+    def score(texts: dict[int, list[str]] = references, eos: bool = True, cache: Path | None = tmp_path / "c") -> float:
+        reward = CaptionReward(texts, vocabulary, eos=eos, cache=cache)
+        assert reward.ground_truth is not None and reward.ground_truth[0] > 0.5
+        return float(reward(tokens, [0]))
+
+    first = score()
+    assert first == score(cache=None) and first > 0
+    (file,) = (tmp_path / "c").glob("*.safetensors")
+    with monkeypatch.context() as patch:
+        patch.setattr(rewards, "_build", None)  # whoever builds now fails
+        assert score() == first
+    file.write_bytes(file.read_bytes()[:100])  # cut off: made again
+    assert score() == first
+    assert score(eos=False) != first and score({**references, 9: ["c h", "c h a"]}) != first
+    assert len(list((tmp_path / "c").glob("*.safetensors"))) == 3
+    monkeypatch.setattr(rewards, "_KEPT", 2)
+    score({**references, 9: ["g h", "g h a"]})
+    assert len(list((tmp_path / "c").glob("*.safetensors"))) == 2
+    (tmp_path / "file").write_text("")
+    assert score(cache=tmp_path / "file") == first  # no folder can be there
