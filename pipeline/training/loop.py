@@ -34,7 +34,7 @@ from pipeline.runs.folder import JOURNAL, RunFolder
 from pipeline.runs.journal import JOURNAL_EVERY_S, Journal
 from pipeline.runtime.context import Context, gather_objects, sum_over_ranks
 from pipeline.runtime.cpu import memory_mb, prepare_processor
-from pipeline.runtime.system_metrics import machine_use
+from pipeline.runtime.system_metrics import system_metrics
 from pipeline.runtime.weights import load_weights
 from pipeline.storage.atomic import write_json
 from pipeline.storage.cache import image_cache
@@ -400,7 +400,7 @@ class _Window:
             "images_per_s": batch_size * self.steps / elapsed,
             "data_wait": summed[-1] / self.context.world_size / elapsed,
             "memory_mb": memory_mb(self.context.device),
-            **machine_use(self.context.device),
+            **system_metrics(self.context.device),
         }
         self._clear()
         return result
