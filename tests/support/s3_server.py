@@ -28,7 +28,7 @@ CREDENTIALS = {
 
 
 class BadDay:
-    """A WSGI application that wraps another: a share of requests is refused, delayed, or its answer cut in the middle."""
+    """A WSGI application around another: a share of requests is refused, delayed, or its answer cut in the middle."""
 
     def __init__(self, application: Any, share: float) -> None:
         self.application, self.share, self.random = application, share, random.Random(7)
