@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 from pydantic import BaseModel
 
 from models.config import Identity
-from pipeline.captioning.bundle import WEIGHING, bundle_digests, fetched
+from pipeline.captioning.bundle import CONTENT_FILES, bundle_digests, fetched
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import SYNTHETIC
 from pipeline.features.regions import ends_digest
@@ -94,7 +94,7 @@ def _marked(value: Any, mark: Identity | None, config: RunConfig) -> Any:
     if mark is Identity.LARGE_FILE and value not in (None, SYNTHETIC):
         return ends_digest(Path(value).expanduser())
     if mark is Identity.BUNDLE and value is not None:
-        return bundle_digests(fetched(place(value, config.storage.options)), WEIGHING)
+        return bundle_digests(fetched(place(value, config.storage.options)), CONTENT_FILES)
     return value
 
 
