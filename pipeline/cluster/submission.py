@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pipeline.cluster.packaging import find_files
+from pipeline.config.load import referenced_files
 from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
 from pipeline.storage.path import is_remote
@@ -74,8 +73,8 @@ def _required(name: str) -> str:
 def package_files(config: Path, root: Path, left_out: Iterable[Path] = ()) -> tuple[dict[str, Path | bytes], str]:
     """The files to pack, by their path in the package, and the configuration's path there.
 
-    They are all files of a checkout, or the packages of an installed raycap. A configuration from outside is added,
-    with the one that its `base` names.
+    They are all files of a checkout, or the packages of an installed raycap. A configuration from outside is added with
+    the files that it references.
     """
     files: dict[str, Path | bytes] = {}
     if (root / "pyproject.toml").is_file():
@@ -84,7 +83,7 @@ def package_files(config: Path, root: Path, left_out: Iterable[Path] = ()) -> tu
         for name in SOURCE_FOLDERS:
             files.update({f"{name}/{path}": source for path, source in find_files(root / name).items()})
     files[COMMIT_FILE] = commit().encode()
-    configs = [path.resolve() for path in _with_base(config)]
+    configs = [path.resolve() for path in referenced_files(config)]
     known = {source.resolve(): name for name, source in files.items() if isinstance(source, Path)}
     if not all(path in known for path in configs):
         above = Path(os.path.commonpath([path.parent for path in configs]))
@@ -92,13 +91,6 @@ def package_files(config: Path, root: Path, left_out: Iterable[Path] = ()) -> tu
             known[path] = f"{OUTSIDE_FOLDER}/{path.relative_to(above).as_posix()}"
             files[known[path]] = path
     return files, known[configs[0]]
-
-
-def _with_base(config: Path) -> list[Path]:
-    """The configuration and, of a search, the one that it starts from."""
-    values = yaml.safe_load(config.read_text(encoding="utf-8"))
-    base = values.get("base") if isinstance(values, dict) else None
-    return [config, config.parent / base] if isinstance(base, str) else [config]
 
 
 def variables(given: Sequence[str]) -> dict[str, str]:
@@ -139,7 +131,7 @@ def _check_name(name: str, option: str) -> None:
 
 def check_texts(config: Path, arguments: Sequence[str], known: Iterable[str]) -> None:
     """UserError for a password in what is sent, and for a `${VARIABLE}` that the job would not have."""
-    texts = [(str(path), _without_comments(path.read_text(encoding="utf-8"))) for path in _with_base(config)]
+    texts = [(str(path), _without_comments(path.read_text(encoding="utf-8"))) for path in referenced_files(config)]
     texts += [("an argument", argument) for argument in arguments]
     for where, text in texts:
         if _PASSWORD_IN_URL.search(text):

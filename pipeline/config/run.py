@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +15,7 @@ from pipeline.config.sections import (
     DataSection,
     EvaluationSection,
     FeatureSection,
+    FileName,
     ModelSection,
     RetrainSection,
     Section,
@@ -37,7 +37,7 @@ def needs_boxes(model: ModelConfig) -> bool:
 class RunConfig(Section):
     """All keys of a run. Those that do not count for its identity are marked (`models.config.Identity`)."""
 
-    name: str
+    name: FileName
     seed: Annotated[int, Field(ge=0, lt=2**62)] = 0
     storage: Annotated[StorageSection, Identity.IGNORED] = StorageSection()
     data: DataSection
@@ -59,8 +59,6 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name):
-            raise ValueError(f"name {self.name!r} must be letters, digits, '_', '-' and '.', a letter or digit first")
         if "backbone" not in self.model_fields_set and self.has_backbone:
             raise ValueError(
                 "key backbone is missing; add it to the configuration, or features.hdf5 for region features"

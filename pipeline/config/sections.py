@@ -6,13 +6,21 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from models.config import ClustFormerConfig, ExpansionNetConfig, Identity, MeshedMemoryConfig
 from pipeline.config.renamed import refuse_renamed_value
 from pipeline.errors import UserError
 from pipeline.storage.path import StorageOptions
 
+
+def _check_file_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+        raise ValueError(f"name {name!r} must be letters, digits, '_', '-' and '.', a letter or digit first")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_check_file_name)]
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]

@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,7 +19,7 @@ from pydantic import Field, field_validator, model_validator
 from models.config import ExpansionNetConfig
 from pipeline.config.load import parse_config, parse_section, read_values, set_value
 from pipeline.config.run import RunConfig
-from pipeline.config.sections import Positive, Section
+from pipeline.config.sections import FileName, Positive, Section
 from pipeline.errors import UserError
 from pipeline.runs.identity import config_identity
 from pipeline.scoring.metrics import METRICS
@@ -110,7 +109,7 @@ class ResourceSection(Section):
 class SearchConfig(Section):
     """Everything that `raycap tune` needs."""
 
-    name: str
+    name: FileName
     base: str  # relative to the search's file
     set: Values = Field(default_factory=dict)
     storage: str | None = None  # None: the base's
@@ -145,8 +144,6 @@ class SearchConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> SearchConfig:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name):
-            raise ValueError(f"name {self.name!r} must be letters, digits, '_', '-' and '.', a letter or digit first")
         if bool(self.space) == bool(self.rows):
             raise ValueError("exactly one of space and rows is needed; rows names points one by one")
         if self.rows and self.algorithm != "grid":
