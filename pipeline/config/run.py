@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from models.config import MODEL_CONFIGS, BackboneConfig, ClustFormerConfig, ModelConfig
+from models.config import MODEL_CONFIGS, BackboneConfig
 from pipeline.config.sections import (
     EMBEDDED,
     DataSection,
@@ -34,11 +34,6 @@ from pipeline.storage.cache import cache_folder
 from pipeline.storage.path import StoragePath, is_remote, place
 
 SectionType = TypeVar("SectionType", bound=Section)
-
-
-def needs_boxes(model: ModelConfig) -> bool:
-    """Whether a model arranges its input by the boxes of regions."""
-    return isinstance(model, ClustFormerConfig) and model.inputs == "regions" and model.encoder_clusters != "none"
 
 
 class RunConfig(Section):
@@ -89,19 +84,14 @@ class RunConfig(Section):
     def _check_regions(self) -> None:
         """Where features come from goes with the data, the model and the stages."""
         if self.features.hdf5 is None:
-            if isinstance(self.model, ClustFormerConfig) and self.model.inputs == "regions":
-                raise ValueError(
-                    "model.inputs = regions needs a detector's features: name their file as features.hdf5, or set "
-                    "model.inputs to grid"
-                )
+            self.model.check_inputs(regions=False)
             return
         if self.features.hdf5 == EMBEDDED and self.data.synthetic is None:
             raise ValueError(
                 f"features.hdf5 = {EMBEDDED} means the embedded data set's regions, and data.synthetic is not set; "
                 "give the path of an HDF5 file"
             )
-        if isinstance(self.model, ClustFormerConfig) and self.model.inputs == "grid":
-            raise ValueError("model.inputs = grid, and features.hdf5 brings regions; set model.inputs to regions")
+        self.model.check_inputs(regions=True)
         for stage in self.stages:
             if stage.train_backbone:
                 raise ValueError(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig
+from models.config import MODEL_CONFIGS, ModelConfig
 from pipeline.errors import UserError
 from pipeline.storage.path import StorageOptions
 
@@ -289,10 +289,10 @@ def _system(model: Any) -> str:
 
 
 # each system has its own keys; those of another are refused as unknown
-ModelSection = Annotated[
-    Annotated[ExpansionNetConfig, Tag("expansionnet_v2")]
-    | Annotated[ExpansionNetConfig, Tag("transformer")]
-    | Annotated[MeshedMemoryConfig, Tag("meshed_memory")]
-    | Annotated[ClustFormerConfig, Tag("clustformer")],
-    Discriminator(_system),
-]
+if TYPE_CHECKING:
+    ModelSection = ModelConfig
+else:
+    ModelSection = Annotated[
+        Union[tuple(Annotated[section, Tag(name)] for name, section in MODEL_CONFIGS.items())],  # noqa: UP007
+        Discriminator(_system),
+    ]
