@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.config.run import RunConfig, needs_boxes
+from pipeline.config.run import RunConfig
 from pipeline.config.sections import SYNTHETIC
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
@@ -37,7 +37,7 @@ def feature_width(dataset: Dataset, config: RunConfig) -> int:
         for image_id in dataset.column("image_id"):
             found = file.get(f"{image_id}_features")
             if found is not None and found.ndim == 2:
-                if needs_boxes(config.model):
+                if config.model.needs_boxes:
                     _refuse_without_boxes(file, [image_id], config)
                 return int(found.shape[1])
     first = dataset.column("image_id")[0]
@@ -100,7 +100,7 @@ def region_file(config: RunConfig) -> Path:
 
 def _refuse(file: Any, image_ids: Sequence[int], new: Sequence[int], config: RunConfig) -> None:
     """UserError for boxes that the model needs and the file lacks, and, among new images, for too many regions."""
-    if needs_boxes(config.model):
+    if config.model.needs_boxes:
         _refuse_without_boxes(file, image_ids, config)
     if not config.features.truncate_regions:
         _refuse_too_many(file, new, config)

@@ -24,7 +24,7 @@ from models.base import Features
 from models.decoding import beam_search
 from models.macs import TABLE_6_CAPTION_TOKENS, cost
 from models.registry import build_model
-from pipeline.config.run import RunConfig, needs_boxes, total_steps
+from pipeline.config.run import RunConfig, total_steps
 from pipeline.data.dataset import Dataset
 from pipeline.data.loading import find_data
 from pipeline.runs.folder import RunFolder
@@ -280,7 +280,7 @@ def latency_ms(run: RunFolder) -> float:
     load_weights(model, run.weights_before(None, "model"))
     model = model.eval().to(device)
     tokens = run.metadata.num_tokens
-    boxes = torch.rand(1, tokens, 4, device=device) if needs_boxes(run.config.model) else None
+    boxes = torch.rand(1, tokens, 4, device=device) if run.config.model.needs_boxes else None
     features = Features(torch.randn(1, tokens, run.sizes.feature_width, device=device), boxes=boxes)
     times = []
     for _ in range(LATENCY_REPEATS + 1):
