@@ -1,6 +1,6 @@
-"""The plots of a search: the Pareto front and parallel coordinates, as PNG and as SVG.
+"""The plots of a search: the Pareto front and parallel coordinates, as PNG files and as SVG for the page.
 
-SVG for the page takes its colors from the page's, so that one drawing serves light and dark.
+Colors in the SVG are the page's CSS variables, so that one drawing serves the light and the dark theme.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ ACCENT, BEST, PAPER = "#0b6b58", "#b5401f", "#3a5fa8"
 VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", PAGE: "--surface", ACCENT: "--accent", BEST: "--low"}
 VARIABLES[PAPER] = "--paper"
 PNG_DPI = 160
-SPOTS = [(7, 5), (7, -11), (-7, 5), (-7, -11), (0, 10), (0, -16), (14, 14), (-14, 14), (14, -22), (-14, -22)]
+LABEL_OFFSETS = [  # points, tried in this order
+    (7, 5), (7, -11), (-7, 5), (-7, -11), (0, 10), (0, -16), (14, 14), (-14, 14), (14, -22), (-14, -22),
+]  # fmt: skip
 
 
 def _figure(width: float, height: float) -> Figure:
-    """Inches; drawn without a display."""
+    """A figure of a size in inches, which needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -42,21 +44,23 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def cost_axis(search: Search) -> str:
-    """The cost that the Pareto plot has: the first among the objectives, else multiply-accumulates."""
+    """The horizontal axis of the Pareto plot: the first cost among the objectives, else multiply-accumulates."""
     return next((name for name in search.config.objectives if name in COSTS), search.cost)
 
 
 def score_axis(search: Search) -> str:
-    """What it has upwards: CIDEr-D, or the first objective that is no cost."""
+    """The vertical axis of the Pareto plot: the first objective that is not a cost, else CIDEr-D."""
     return next((name for name in search.config.objectives if name not in COSTS), SCORE)
 
 
 def pareto_plot(
     search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult], *, narrow: bool = False
 ) -> Figure:
-    """Score against cost: finished points with their spread, the front as a line, stopped points hollow, and, where
-    the search is compared with it, the paper's ablation: in the same axes when its costs are of the same size."""
-    paper = search.config.compare == "expansionnet_v2"  # the others print no costs
+    """Score against cost: finished points with their spread, the front as a line, stopped points hollow.
+
+    With `compare: expansionnet_v2` the paper's ablation is added, in the same axes if its costs are similar.
+    """
+    paper = search.config.compare == "expansionnet_v2"  # the other papers print no costs
     together = paper and _same_size(search, results)
     apart = paper and not together
     width, height = (4.3, 9.2 if apart else 5.0) if narrow else (12.5 if apart else 8.6, 5.4)
@@ -70,7 +74,7 @@ def pareto_plot(
         panels[0].set_title("this search", loc="left", fontsize=10, color=INK)
         _draw_paper(panels[1], search, label=True, narrow=narrow)
         panels[1].set_title("the paper: Table I over Table VI", loc="left", fontsize=10, color=INK)
-        panels[1].set_xlabel(f"{head('macs')} an image", color=INK)
+        panels[1].set_xlabel(f"{head('macs')} per image", color=INK)
         panels[1].set_ylabel("CIDEr-D (Karpathy validation, beam 3)", color=INK)
     for axes in panels:
         _dress(axes)
@@ -91,7 +95,7 @@ def _draw_points(
         x, y = result.mean(cost), result.mean(score)
         if x is not None and y is not None and result.state in kinds:
             kinds[result.state].append((x / UNITS.get(cost, 1), y, result.spread(score) or 0.0, result))
-    _spread(axes, [point[0] for points in kinds.values() for point in points])
+    _scale_costs(axes, [point[0] for points in kinds.values() for point in points])
     for kind, points in kinds.items():
         if not points:
             continue
@@ -116,7 +120,7 @@ def _draw_points(
     for x, y, _, result in kinds["finished"] + kinds["stopped"]:
         if ours is not None and result.point == ours:
             axes.plot([x], [y], "o", mfc="none", mec=INK, ms=15, mew=1.2, label="the base configuration", zorder=1)
-    axes.set_xlabel(f"{head(cost)}" + (" an image" if cost.startswith("macs") else ""), color=INK)
+    axes.set_xlabel(f"{head(cost)}" + (" per image" if cost.startswith("macs") else ""), color=INK)
     axes.set_ylabel(f"validation {score}", color=INK)
     axes.margins(0.14, 0.14)
     others = [point for point in kinds["finished"] if point not in line]
@@ -129,12 +133,12 @@ def _draw_points(
 
 
 def _between(start: float, end: float) -> list[float]:
-    """Places along a line that labels keep away from."""
+    """Points on a line, for labels to avoid."""
     return [start + (end - start) * number / 40 for number in range(1, 40)]
 
 
 def base_point(search: Search) -> dict[str, Any] | None:
-    """The point that the base configuration is, when the space has it."""
+    """The point that equals the base configuration; None when the space does not contain it."""
     for point in search.points() if search.space.size <= 10_000 else ():
         if search.trial_config(point, search.config.seeds[0]).model == search.base.model and all(
             key.startswith("model.") for key in search.space.keys
@@ -156,8 +160,8 @@ def _draw_paper(axes: Axes, search: Search, *, label: bool, narrow: bool = False
         )
 
 
-def _spread(axes: Axes, costs: Sequence[float]) -> None:
-    """A logarithmic axis where costs differ more than threefold: the cheap ones would lie on each other."""
+def _scale_costs(axes: Axes, costs: Sequence[float]) -> None:
+    """A logarithmic cost axis if costs differ more than threefold, so that cheap points do not overlap."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     if costs and min(costs) > 0 and max(costs) > 3 * min(costs):
@@ -168,7 +172,7 @@ def _spread(axes: Axes, costs: Sequence[float]) -> None:
 
 
 def _same_size(search: Search, results: Sequence[PointResult]) -> bool:
-    """Whether the paper's points and ours fit one pair of axes."""
+    """Whether the paper's points and ours fit into the same axes."""
     if cost_axis(search) != "macs" or score_axis(search) != SCORE:
         return False
     ours = [value for result in results if (value := result.mean("macs")) is not None]
@@ -183,7 +187,7 @@ def _write_labels(
     size: float,
     lines: Sequence[tuple[float, float]] = (),
 ) -> None:
-    """Labels beside their points where they cover neither a point nor a label; those without room are left out."""
+    """Labels next to their points, without covering points, lines or labels; labels that do not fit are omitted."""
     figure = axes.get_figure(root=True)
     assert figure is not None
     figure.draw_without_rendering()
@@ -194,10 +198,10 @@ def _write_labels(
     drawn = [axes.transData.transform(each) for each in lines]
     radius = 5 * figure.dpi / 72
     for number, (x, y, text, color) in enumerate(points):
-        for spot in SPOTS:
-            side = "left" if spot[0] > 0 else "right" if spot[0] < 0 else "center"
+        for offset in LABEL_OFFSETS:
+            side = "left" if offset[0] > 0 else "right" if offset[0] < 0 else "center"
             label = axes.annotate(
-                text, (x, y), xytext=spot, textcoords="offset points", fontsize=size, color=color, ha=side, zorder=5
+                text, (x, y), xytext=offset, textcoords="offset points", fontsize=size, color=color, ha=side, zorder=5
             )
             label.set_in_layout(False)
             box = label.get_window_extent(renderer)
@@ -215,7 +219,7 @@ def _write_labels(
 
 
 def parallel_plot(search: Search, results: Sequence[PointResult], *, narrow: bool = False) -> Figure:
-    """A line a point through its choices to its score and cost; the better, the stronger, the best in red."""
+    """One line per point through its choices to its score and cost; better points are stronger, the best is red."""
     shown = [result for result in results if result.mean(score_axis(search)) is not None]
     dimensions = list(search.space.by_key().dimensions)
     names = list(dict.fromkeys([score_axis(search), cost_axis(search)]))
@@ -254,7 +258,7 @@ def parallel_plot(search: Search, results: Sequence[PointResult], *, narrow: boo
 
 
 class _DimensionScale:
-    """Choices at even heights, ranges by their numbers."""
+    """Evenly spaced choices, or a numeric range."""
 
     def __init__(self, dimension: Dimension, space: Space) -> None:
         self.dimension, self.space, self.title = dimension, space, short(dimension.key)
@@ -280,7 +284,7 @@ class _DimensionScale:
 
 
 class _ValueScale:
-    """A score or cost between its smallest and largest value."""
+    """A score or cost, scaled between its smallest and largest value."""
 
     def __init__(self, name: str, shown: Sequence[PointResult]) -> None:
         self.name, self.title = name, head(name)
@@ -317,7 +321,7 @@ def png(figure: Figure) -> bytes:
 
 
 def svg(figure: Figure, name: str) -> str:
-    """An <svg> element; colors are the page's variables, `name` keeps its ids from those of other drawings."""
+    """An <svg> element with CSS variables as colors; `name` makes its ids differ from those of other drawings."""
     import matplotlib
 
     data = io.StringIO()
@@ -326,12 +330,8 @@ def svg(figure: Figure, name: str) -> str:
     text = data.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(
-        r'(<svg [^>]*?)width="[^"]*" height="[^"]*"',
-        r"\1",
-        re.sub(r'(<svg [^>]*?)height="([^"]*)"([^>]*?)width="([^"]*)"', r'\1width="\4" height="\2"\3', text, count=1),
-        count=1,
-    )
+    tag, rest = text.split(">", 1)
+    text = re.sub(r'\s(width|height)="[^"]*"', "", tag) + ">" + rest
     for color, variable in VARIABLES.items():
         text = text.replace(color, f"var({variable})")
     return re.sub(r"font: ([^;\"]*?)'[^;\"]*", r"font: \1inherit", text)

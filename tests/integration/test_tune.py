@@ -12,7 +12,7 @@ import torch
 
 from jobs.cli import main
 from pipeline.config.run import load_config
-from tests.unit.search.test_spec import LR, G, written
+from tests.support.searches import LR, G, small_search, write_search
 
 TRIAL = {"epochs": 3, "set": {"stages.xe_frozen.validate_every_epochs": 1}}
 
@@ -28,7 +28,7 @@ def test_what_fails_is_recorded_and_the_others_finish(
     """A rate that makes the loss infinite, and groups that no memory holds, beside two that are fine."""
     rows = [{G: [4]}, {LR: 1e30}, {G: [4_000_000_000]}, {G: [8]}]
     base_set = {"tracking.enabled": True}
-    path = written(tmp_path, space=None, rows=rows, algorithm="grid", budget={}, trial=TRIAL, set=base_set)
+    path = write_search(tmp_path, space=None, rows=rows, algorithm="grid", budget={}, trial=TRIAL, set=base_set)
     storage = tmp_path / "storage"
     assert main(["tune", str(path)]) == 0
     output = capsys.readouterr().out
@@ -74,7 +74,7 @@ def check_tracker(storage: Path) -> None:
 def test_when_every_trial_fails_the_exit_code_is_1(
     tmp_path: Path, ray_session: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = written(tmp_path, space=None, rows=[{LR: 1e30}], algorithm="grid", budget={}, trial=TRIAL)
+    path = write_search(tmp_path, space=None, rows=[{LR: 1e30}], algorithm="grid", budget={}, trial=TRIAL)
     assert main(["tune", str(path)]) == 1
     assert "failed       1 of 1 trials failed; trial 1: DivergedError" in capsys.readouterr().out
     assert main(["tune", str(path), "--retry-failed"]) == 1
@@ -89,7 +89,7 @@ def test_asha_ends_trials_early(tmp_path: Path, ray_session: None, capsys: pytes
     rows = [{LR: 1e-7}, {LR: 3e-2}, {LR: 1e-8}]
     asha = {"name": "asha", "grace_epochs": 1, "reduction": 2}
     changes: dict[str, Any] = {"scheduler": asha, "budget": {"concurrent": 1}, "trial": TRIAL | {"epochs": 4}}
-    assert main(["tune", str(written(tmp_path, space=None, rows=rows, algorithm="grid", **changes))]) == 0
+    assert main(["tune", str(write_search(tmp_path, space=None, rows=rows, algorithm="grid", **changes))]) == 0
     records = records_of(tmp_path / "storage")
     assert [record["state"] for record in records] == ["finished", "stopped", "finished"]
     for record in records:
@@ -104,7 +104,7 @@ def test_a_population_hands_weights_over(tmp_path: Path, ray_session: None, caps
     """Rates that change nothing and rates that spoil the weights: who was spoiled goes on from who was not."""
     space = {LR: {"choices": [1e-9, 1e-8, 1e-1, 3e-2]}}
     changes: dict[str, Any] = {"pbt": {"every_epochs": 1, "quantile": 0.5}, "budget": {"trials": 4}}
-    path = written(tmp_path, space=space, algorithm="pbt", trial=TRIAL | {"epochs": 5}, seed=1, **changes)
+    path = write_search(tmp_path, space=space, algorithm="pbt", trial=TRIAL | {"epochs": 5}, seed=1, **changes)
     assert main(["tune", str(path)]) == 0
     output, records = capsys.readouterr().out, records_of(tmp_path / "storage")
     assert [record["state"] for record in records] == ["finished"] * 4, [record["reason"] for record in records]
@@ -114,7 +114,7 @@ def test_a_population_hands_weights_over(tmp_path: Path, ray_session: None, caps
     assert took, "who was spoiled took over"
     for record in took:
         epoch, donor = record["took_over"][-1]
-        assert f"trial {record['number']}  goes on with the weights of trial {donor}" in output
+        assert f"trial {record['number']}  continues with the weights of trial {donor}" in output
         assert donor != record["number"] and 1 <= epoch < 5
 
 
@@ -126,7 +126,7 @@ def test_bad_input_exits_2_before_anything_starts(tmp_path: Path, capsys: pytest
         ({"objectives": {"CIDEr": "max"}}, "no trial reports 'CIDEr'"),
         ({"backbone": {"weights": "/nowhere.pth"}}, "/nowhere.pth is no file"),
     ):
-        assert main(["tune", str(written(tmp_path, **changes))]) == 2
+        assert main(["tune", str(write_search(tmp_path, **changes))]) == 2
         message = capsys.readouterr().err.strip()
         assert message.startswith("raycap: ") and "\n" not in message and found in message
     assert not (tmp_path / "storage" / "searches").exists() and not (tmp_path / "storage" / "runs").exists()
@@ -137,7 +137,7 @@ def test_an_objective_that_needs_java_is_refused_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["tune", str(written(tmp_path, objectives={"METEOR": "max"}, metrics=["METEOR"]))]) == 2
+    assert main(["tune", str(write_search(tmp_path, objectives={"METEOR": "max"}, metrics=["METEOR"]))]) == 2
     assert "the objective METEOR cannot be computed here: java not found" in capsys.readouterr().err
 
 
@@ -156,8 +156,7 @@ def test_seconds_of_a_trial_are_those_of_all_its_attempts(tmp_path: Path) -> Non
 
 
 def test_what_runs_at_once_is_what_the_cluster_can_place(tmp_path: Path) -> None:
-    from jobs.tune.command import concurrency
-    from tests.unit.search.test_spec import small_search
+    from jobs.tune.adapter import concurrency
 
     search = small_search(tmp_path, resources={"workers": 2, "cpus": 1.5, "gpus": 0.5}, set={"stages.xe_frozen.lr": 1})
     assert concurrency(search, {"CPU": 16, "GPU": 3}) == 3

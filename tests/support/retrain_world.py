@@ -51,6 +51,7 @@ class World:
         home = str(folder) if url is None else f"s3://data/{folder.name}"
         self.data, self.storage = StoragePath(f"{home}/set", self.options), StoragePath(f"{home}/results", self.options)
         self.entries: list[dict[str, Any]] = []
+        self.open_calls: list[list[str]] = []  # the messages of calls that have not returned, the innermost last
 
     def add(self, split: str, count: int, colors: range, wrong: bool = False, corrupt: bool = False) -> None:
         """Pictures of these colors in turn; `wrong`: with the next color's caption."""
@@ -93,11 +94,15 @@ class World:
         return ChampionStore(self.storage, "world")
 
     def call(self, work: Colors | None = None) -> tuple[int, str]:
-        """`raycap retrain`; its exit code and what it said."""
-        said: list[str] = []
-        with on_message(said.append):
-            code = retrain(self.config, work or Colors())
-        return code, "\n".join(said)
+        """`raycap retrain`; its exit code and its log, without the log of a call made during it."""
+        messages: list[str] = []
+        self.open_calls.append(messages)
+        try:
+            with on_message(lambda text: messages.append(text) if self.open_calls[-1] is messages else None):
+                code = retrain(self.config, work or Colors())
+        finally:
+            self.open_calls = [each for each in self.open_calls if each is not messages]
+        return code, "\n".join(messages)
 
     def last(self) -> dict[str, Any]:
         """The last decision."""
