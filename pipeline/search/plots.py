@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from models.macs import TABLE_6_IMAGES
 from pipeline.scoring.published import ABLATION
@@ -61,7 +61,7 @@ def pareto_plot(
     With `compare: expansionnet_v2` the paper's ablation is added, in the same axes if its costs are similar.
     """
     paper = search.config.compare == "expansionnet_v2"  # the other papers print no costs
-    together = paper and _same_size(search, results)
+    together = paper and _similar_costs(search, results)
     apart = paper and not together
     width, height = (4.3, 9.2 if apart else 5.0) if narrow else (12.5 if apart else 8.6, 5.4)
     figure = _figure(width, height)
@@ -86,54 +86,74 @@ def pareto_plot(
     return figure
 
 
+class _Point(NamedTuple):
+    """A point in the Pareto plot; the cost is in the unit that `head` names."""
+
+    cost: float
+    score: float
+    spread: float
+    result: PointResult
+
+
+def _points(search: Search, results: Sequence[PointResult], state: str) -> list[_Point]:
+    cost_name, score_name = cost_axis(search), score_axis(search)
+    points = []
+    for result in results:
+        cost, score = result.mean(cost_name), result.mean(score_name)
+        if cost is not None and score is not None and result.state == state:
+            points.append(_Point(cost / UNITS.get(cost_name, 1), score, result.spread(score_name) or 0.0, result))
+    return points
+
+
 def _draw_points(
     axes: Axes, search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult], narrow: bool
 ) -> None:
-    cost, score = cost_axis(search), score_axis(search)
-    kinds: dict[str, list[tuple[float, float, float, PointResult]]] = {"finished": [], "stopped": []}
-    for result in results:
-        x, y = result.mean(cost), result.mean(score)
-        if x is not None and y is not None and result.state in kinds:
-            kinds[result.state].append((x / UNITS.get(cost, 1), y, result.spread(score) or 0.0, result))
-    _scale_costs(axes, [point[0] for points in kinds.values() for point in points])
-    for kind, points in kinds.items():
-        if not points:
-            continue
-        xs, ys = [point[0] for point in points], [point[1] for point in points]
-        if kind == "stopped":
-            axes.plot(xs, ys, "o", mfc="none", mec=MUTED, ms=6, label="stopped early (score so far)", zorder=2)
-            continue
-        if any(point[2] for point in points):
-            axes.errorbar(xs, ys, [point[2] for point in points], fmt="none", ecolor=ACCENT, elinewidth=1, capsize=3)
-        axes.plot(xs, ys, "o", mfc=ACCENT, mec=PAGE, ms=8, label="finished", zorder=3)
-    line = sorted(
-        (point for point in kinds["finished"] if any(point[3] is each for each in on_front)),
-        key=lambda point: point[:2],
-    )
+    finished, stopped = _points(search, results, "finished"), _points(search, results, "stopped")
+    on_line = [point for point in finished if any(point.result is each for each in on_front)]
+    line = sorted(on_line, key=lambda point: point[:2])
+    others = [point for point in finished if point not in line]
+    _scale_costs(axes, [point.cost for point in finished + stopped])
+    if any(point.spread for point in finished):
+        spreads = [point.spread for point in finished]
+        axes.errorbar(*_coordinates(finished), spreads, fmt="none", ecolor=ACCENT, elinewidth=1, capsize=3)
+    if finished:
+        axes.plot(*_coordinates(finished), "o", mfc=ACCENT, mec=PAGE, ms=8, label="finished", zorder=3)
+    if stopped:
+        label = "stopped early (score so far)"
+        axes.plot(*_coordinates(stopped), "o", mfc="none", mec=MUTED, ms=6, label=label, zorder=2)
     if line:
-        xs, ys = [point[0] for point in line], [point[1] for point in line]
         axes.plot(
-            xs, ys, "o-", drawstyle="steps-post", color=BEST, mfc=BEST, mec=PAGE, ms=9, lw=1.6,
+            *_coordinates(line), "o-", drawstyle="steps-post", color=BEST, mfc=BEST, mec=PAGE, ms=9, lw=1.6,
             label="Pareto front", zorder=4,
         )  # fmt: skip
-    ours = base_point(search)
-    for x, y, _, result in kinds["finished"] + kinds["stopped"]:
-        if ours is not None and result.point == ours:
-            axes.plot([x], [y], "o", mfc="none", mec=INK, ms=15, mew=1.2, label="the base configuration", zorder=1)
-    axes.set_xlabel(f"{head(cost)}" + (" per image" if cost.startswith("macs") else ""), color=INK)
-    axes.set_ylabel(f"validation {score}", color=INK)
+    base = base_point(search)
+    for point in finished + stopped:
+        if base is not None and point.result.point == base:
+            label = "the base configuration"
+            axes.plot([point.cost], [point.score], "o", mfc="none", mec=INK, ms=15, mew=1.2, label=label, zorder=1)
+    cost = cost_axis(search)
+    axes.set_xlabel(head(cost) + (" per image" if cost.startswith("macs") else ""), color=INK)
+    axes.set_ylabel(f"validation {score_axis(search)}", color=INK)
     axes.margins(0.14, 0.14)
-    others = [point for point in kinds["finished"] if point not in line]
-    first = [(x, y, result.label, BEST) for x, y, _, result in line]
-    then = [(x, y, result.label, INK) for x, y, _, result in others]
-    last = [(x, y, result.label, MUTED) for x, y, _, result in kinds["stopped"]]
-    steps = [(x, y) for (x, y, *_), (end, *_) in itertools.pairwise(line) for x in _between(x, end)]
-    steps += [(end, y) for (_, low, *_), (end, high, *_) in itertools.pairwise(line) for y in _between(low, high)]
-    _write_labels(axes, first + ([] if narrow else then + last), 7 if narrow else 8, steps)
+    groups = [(line, BEST)] if narrow else [(line, BEST), (others, INK), (stopped, MUTED)]
+    labels = [(each.cost, each.score, each.result.label, color) for points, color in groups for each in points]
+    _write_labels(axes, labels, 7 if narrow else 8, _steps(line))
+
+
+def _coordinates(points: Sequence[_Point]) -> tuple[list[float], list[float]]:
+    return [point.cost for point in points], [point.score for point in points]
+
+
+def _steps(line: Sequence[_Point]) -> list[tuple[float, float]]:
+    """Points on the stepped line of the front, for labels to avoid."""
+    steps = []
+    for start, end in itertools.pairwise(line):
+        steps += [(cost, start.score) for cost in _between(start.cost, end.cost)]
+        steps += [(end.cost, score) for score in _between(start.score, end.score)]
+    return steps
 
 
 def _between(start: float, end: float) -> list[float]:
-    """Points on a line, for labels to avoid."""
     return [start + (end - start) * number / 40 for number in range(1, 40)]
 
 
@@ -171,7 +191,7 @@ def _scale_costs(axes: Axes, costs: Sequence[float]) -> None:
         axes.xaxis.set_minor_locator(NullLocator())
 
 
-def _same_size(search: Search, results: Sequence[PointResult]) -> bool:
+def _similar_costs(search: Search, results: Sequence[PointResult]) -> bool:
     """Whether the paper's points and ours fit into the same axes."""
     if cost_axis(search) != "macs" or score_axis(search) != SCORE:
         return False

@@ -44,7 +44,7 @@ def backbone_of(search: Search) -> tuple[Backbone, list[str]]:
     return backbone, messages
 
 
-def test_the_bases_own_backbone_is_the_same_for_every_seed(tmp_path: Path) -> None:
+def test_the_base_backbone_is_the_same_for_every_seed(tmp_path: Path) -> None:
     search = small_search(tmp_path)
     backbone, _ = backbone_of(search)
     run = prepare(search.base)
@@ -56,7 +56,7 @@ def test_the_bases_own_backbone_is_the_same_for_every_seed(tmp_path: Path) -> No
     assert torch.equal(again.swin.norm.weight, backbone.swin.norm.weight)
 
 
-def test_a_finished_runs_backbone_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_gives_the_backbone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only if every stage that trains it has ended; otherwise a stand-in is trained."""
     search = small_search(tmp_path, backbone={"weights": "run", "set": {"stages.xe_finetune.epochs": 2}})
     run = prepare(search.base)
@@ -88,7 +88,7 @@ def test_a_finished_runs_backbone_is_taken(tmp_path: Path, monkeypatch: pytest.M
     assert f"from the finished run {run.run_id}" in messages[-1] and backbone.swin.norm.bias[0] == len(trained)
 
 
-def test_backbones_that_cannot_be(tmp_path: Path) -> None:
+def test_invalid_backbones_are_refused(tmp_path: Path) -> None:
     for section, words in (
         ({"weights": "run", "stages": ["nothere"]}, "has no 'nothere'"),
         ({"weights": "run", "stages": ["xe_frozen"]}, "none of xe_frozen trains the backbone"),

@@ -1,4 +1,4 @@
-"""What has changed below the data's root, by names, sizes and tags alone."""
+"""Changes below the data root, detected by names, sizes and tags alone."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_changes_are_counted_without_reading_a_file(tmp_path: Path, monkeypatch:
     assert str(compare(now, before)) == "1 new, 2 changed, 1 gone"
 
 
-def test_what_raycap_writes_below_the_root_is_no_data(tmp_path: Path) -> None:
+def test_results_below_the_data_root_are_not_listed(tmp_path: Path) -> None:
     write(tmp_path, ["a.png", "results/runs/b.png", "results-of-others/c.png"])
     names = listed(tmp_path, tmp_path / "results")["name"].to_pylist()
     assert sorted(names) == ["a.png", "results-of-others/c.png"]

@@ -31,7 +31,7 @@ def test_every_shipped_search_loads(path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_ablation_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The 12 rows are Table I's in their order; a trial is the recipe's first stage, validated with beam 3."""
+    """The 12 rows are those of Table I, in order; a trial is the recipe's first stage, validated with beam 3."""
     from pipeline.scoring.published import ABLATION
 
     monkeypatch.setenv("RAYCAP_COCO", "/somewhere")
@@ -53,7 +53,7 @@ def test_the_ablation_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_other_ablations_are_the_papers(name: str, title: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The points are the printed rows in their order; each trains the whole recipe on a model that can be built."""
+    """The points are the printed rows, in order; each trains the whole recipe."""
     from pipeline.scoring.published import TABLES
 
     for variable in ("RAYCAP_COCO", "RAYCAP_REGIONS"):
@@ -162,7 +162,7 @@ def test_points_and_labels() -> None:
         ({"rows": [{G: [4]}, {G: [0]}], "space": None, "algorithm": "grid"}, ["the choice G 0", "1 or more"]),
     ],
 )  # fmt: skip
-def test_mistakes_are_one_sentence(tmp_path: Path, changes: dict[str, Any], expected: list[str]) -> None:
+def test_errors_are_one_sentence(tmp_path: Path, changes: dict[str, Any], expected: list[str]) -> None:
     with pytest.raises(UserError) as error:
         small_search(tmp_path, **changes)
     for part in expected:
@@ -171,7 +171,7 @@ def test_mistakes_are_one_sentence(tmp_path: Path, changes: dict[str, Any], expe
 
 
 def test_combinations_that_the_model_refuses_are_found_before_anything_starts(tmp_path: Path) -> None:
-    """Each choice is fine beside the first ones, 12 with 8 heads is not."""
+    """Each choice is valid with the first ones; d_model 12 with 8 heads is not."""
     with pytest.raises(UserError, match=r"d_model 12, num_heads 8 is refused: .*12 does not divide"):
         small_search(tmp_path, space={"model.d_model": [16, 12], "model.num_heads": [2, 8]})
 
@@ -190,8 +190,8 @@ def test_a_point_is_the_base_with_its_changes(tmp_path: Path) -> None:
     assert ready.backbone == search.base.backbone
 
 
-def test_identity_is_of_what_decides_the_results(tmp_path: Path) -> None:
-    """More trials or a larger machine: the same search goes on. Longer trials: another one."""
+def test_identity_covers_settings_that_affect_results(tmp_path: Path) -> None:
+    """A larger budget or machine resumes the same search; longer trials are another search."""
     one = small_search(tmp_path)
     assert small_search(tmp_path, budget={"trials": 6, "hours": 1}, resources={"cpus": 2}).identity(
         "x"
@@ -201,7 +201,7 @@ def test_identity_is_of_what_decides_the_results(tmp_path: Path) -> None:
     assert one.identity("y") != one.identity("x")
 
 
-def test_how_many_trials_are_asked_for(tmp_path: Path) -> None:
+def test_number_of_trials(tmp_path: Path) -> None:
     assert small_search(tmp_path).num_trials() == 4
     assert small_search(tmp_path, algorithm="grid", budget={}, seeds=[0, 1]).num_trials() == 12  # 3 groups x 2 x seeds
     assert small_search(tmp_path, budget={"trials": 50}).num_trials() == 6  # there are no more points
@@ -213,7 +213,7 @@ def test_nested_and_dotted_keys_are_the_same() -> None:
 
 
 def test_a_search_is_read_back_from_its_plan(tmp_path: Path) -> None:
-    """What a trial's process opens is what the driver checked."""
+    """A trial's process reads the search that the driver checked."""
     search = small_search(tmp_path, trial={"epochs": 2}, scheduler="asha")
     again = Search(parse_section(SearchConfig, search.config.model_dump(mode="json")), copy.deepcopy(search.values))
     assert again.config == search.config and again.identity() == search.identity()
@@ -228,7 +228,7 @@ def test_a_plan_holds_no_password(tmp_path: Path) -> None:
     assert folder.search().space.keys == search.space.keys
 
 
-def test_nested_rows_change_only_what_they_name(tmp_path: Path) -> None:
+def test_nested_rows_change_only_their_keys(tmp_path: Path) -> None:
     search = small_search(
         tmp_path, space=None, rows=[{"model": {"static_expansion": [4]}}], algorithm="grid", budget={}
     )

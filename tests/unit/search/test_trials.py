@@ -52,7 +52,7 @@ def front_of(log: TrialLog) -> set[str]:
 
 @pytest.mark.parametrize("algorithm", ["nsga2", "tpe"])
 def test_optuna_finds_the_known_front(tmp_path: Path, algorithm: str) -> None:
-    """60 of 100 points; drawn at random the five of the front would all be there once in 13 times."""
+    """60 of 100 points; a random sample contains all five of the front with probability 1/13."""
     expected = {f"G {2**k}, N_E 4, xe_frozen lr 0.003" for k in range(2, 7)}
     search = small_search(tmp_path, space=CHOICES, algorithm=algorithm, budget={"trials": 60}, population=8)
     log = open_log(search, tmp_path / "search")
@@ -62,8 +62,8 @@ def test_optuna_finds_the_known_front(tmp_path: Path, algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["grid", "random", "nsga2", "tpe"])
-def test_a_search_that_was_killed_goes_on(tmp_path: Path, algorithm: str) -> None:
-    """Finished trials are not run again, the one in the middle comes first, the total is what was asked."""
+def test_a_killed_search_resumes(tmp_path: Path, algorithm: str) -> None:
+    """Finished trials are not run again, the unfinished one runs first, and the number of trials is the budget."""
     search = small_search(tmp_path, space=CHOICES, algorithm=algorithm, budget={"trials": 20}, population=6)
     log = open_log(search, tmp_path / "search")
     run_log(log, known_optimum, most=7)
@@ -81,9 +81,9 @@ def test_a_search_that_was_killed_goes_on(tmp_path: Path, algorithm: str) -> Non
     assert [record.number for record in again.records] == list(range(1, 21))
     assert len({str(record.point) for record in again.records}) == 20
     assert all(record == before[record.number] for record in again.records if record.number in before)
-    assert open_log(search, tmp_path / "search").next() is None, "a complete search asks for nothing"
+    assert open_log(search, tmp_path / "search").next() is None, "a complete search has no next trial"
     more = small_search(tmp_path, space=CHOICES, algorithm=algorithm, budget={"trials": 22}, population=6)
-    assert run_log(open_log(more, tmp_path / "search"), known_optimum) == 2, "a raised budget goes on"
+    assert run_log(open_log(more, tmp_path / "search"), known_optimum) == 2, "a larger budget resumes"
 
 
 def test_nsga2_keeps_its_generations_over_a_kill(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_nsga2_keeps_its_generations_over_a_kill(tmp_path: Path) -> None:
     assert len(front_of(log) & {f"G {2**k}, N_E 4, xe_frozen lr 0.003" for k in range(2, 7)}) >= 4
 
 
-def test_seeds_of_a_point_stand_together(tmp_path: Path) -> None:
+def test_seeds_of_a_point_are_averaged(tmp_path: Path) -> None:
     """Mean and spread over seeds; a failed seed does not count, a point whose seeds all failed is last."""
 
     def noisy(changes: dict[str, Any], seed: int) -> TrialOutcome:
@@ -119,7 +119,7 @@ def test_seeds_of_a_point_stand_together(tmp_path: Path) -> None:
     assert trial_line(search, results[-1].records[0], 18).startswith("trial 4/18  failed after 0 s: out of memory")
 
 
-def test_the_front_holds_what_nothing_beats(tmp_path: Path) -> None:
+def test_the_front_holds_undominated_points(tmp_path: Path) -> None:
     values = iter([(1.0, 1.0), (2.0, 2.0), (2.0, 3.0), (0.5, 2.0), (3.0, 9.0), (9.0, 0.1)])
 
     def given(changes: dict[str, Any], seed: int) -> TrialOutcome:
@@ -133,7 +133,7 @@ def test_the_front_holds_what_nothing_beats(tmp_path: Path) -> None:
     assert [(r.mean("CIDEr-D"), r.mean("macs")) for r in front(results, log.search.config.objectives)] == [
         (3.0, 9.0), (2.0, 2.0), (1.0, 1.0),
     ]  # fmt: skip
-    assert results[-1].state == "stopped", "what was stopped early is no rival"
+    assert results[-1].state == "stopped", "a stopped point is not on the front"
 
 
 def test_tables_and_configurations(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_tables_and_configurations(tmp_path: Path) -> None:
     assert [stage.epochs for stage in load_config(paths[0]).stages] == [0.7] * 4, "the whole recipe, not the trial's"
 
 
-def test_whole_numbers_have_an_end_and_no_sampler_hangs(tmp_path: Path) -> None:
+def test_integer_ranges_are_finite_and_no_sampler_hangs(tmp_path: Path) -> None:
     space = {"model.num_encoder_layers": {"low": 1, "high": 4, "log": True}}
     for algorithm in ("random", "tpe"):
         search = small_search(tmp_path, space=space, algorithm=algorithm, budget={"trials": 8})
@@ -167,7 +167,7 @@ def test_whole_numbers_have_an_end_and_no_sampler_hangs(tmp_path: Path) -> None:
         assert len({str(record.point) for record in log.records}) == 4
 
 
-def test_what_mattered() -> None:
+def test_importance_of_each_dimension() -> None:
     config = SearchConfig.model_validate({"name": "x", "base": "y", "space": CHOICES, "budget": {"trials": 4}})
     space = space_of(config.space)
     points = list(space.points())[::3]
@@ -177,7 +177,7 @@ def test_what_mattered() -> None:
 
 
 def test_importance_compares_scores_of_the_same_epoch(tmp_path: Path) -> None:
-    """Stopped trials have scores of fewer epochs: what is compared is the last epoch that all reached."""
+    """Stopped trials have scores of fewer epochs, so scores at the last epoch that all reached are compared."""
 
     def stopping(changes: dict[str, Any], seed: int) -> TrialOutcome:
         slow = changes[N_E] == 4
@@ -219,7 +219,7 @@ def test_plots_and_page(tmp_path: Path) -> None:
     assert text.count("<svg") == 4 and not re.search(r'(src|href)="(?!data:|#)', text)
 
 
-def test_our_rows_beside_the_papers(tmp_path: Path) -> None:
+def test_our_rows_next_to_the_papers(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {G: list(row.static_expansion) if row.static_expansion else None, N_E: row.dynamic_expansion}
         for row in ABLATION[:3]
