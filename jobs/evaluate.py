@@ -396,7 +396,7 @@ def _report(
         score_rows=rows + published_table(columns, config, split, part.column("uri")),
         stages=[],
         images=images,
-        facts={"models": ", ".join(label.split("+")), "images": f"{split} {len(part)}"},
+        metadata={"models": ", ".join(label.split("+")), "images": f"{split} {len(part)}"},
     )
     write_report(folder / f"report-{split}.html", report)
     logger.info(f"report       {folder / f'report-{split}.html'}")

@@ -34,7 +34,7 @@ def decision_page(
         score_rows=rows,
         stages=[],
         images=[] if part is None else _images(config, part, captions or {}, scores or {}),
-        facts=_facts(body),
+        metadata=_facts(body),
     )
     with tempfile.TemporaryDirectory(prefix="raycap-") as scratch:
         path = Path(scratch) / "page.html"

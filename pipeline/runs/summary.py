@@ -86,7 +86,7 @@ def make_report(
         score_rows=rows,
         stages=stages,
         images=images,
-        facts={
+        metadata={
             "images": ", ".join(f"{split} {count}" for split, count in facts["splits"].items()),
             "model": f"{config.model.name}, {facts['parameters']['model']:,} parameters",
             "features": _features(config, facts),
