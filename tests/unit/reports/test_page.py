@@ -287,7 +287,7 @@ def test_noise_is_smoothed_and_a_schedule_is_not() -> None:
     noisy = [(step, 2 + rng.gauss(0, 0.3)) for step in range(400)]
     plot = charts.stage_plot("loss", noisy)
     assert plot is not None and plot.raw and plot.note == "line: mean of 25 values"
-    assert len(plot.points) <= charts.MOST_POINTS
+    assert len(plot.points) <= charts.MAX_POINTS
     steps = charts.stage_plot("lr", [(step, 2e-4 * 0.8 ** (step // 50)) for step in range(400)])
     assert steps is not None and steps.raw == "" and steps.note == ""
 
