@@ -25,7 +25,7 @@ def grid_of(weights: np.ndarray) -> np.ndarray:
     """Weights (N,) over image tokens as a square grid (n, n). Raises ValueError when N is not a square (regions)."""
     side = math.isqrt(len(weights))
     if side * side != len(weights):
-        raise ValueError(f"{len(weights)} image tokens are not a square grid; use region_maps for region features")
+        raise ValueError(f"{len(weights)} image tokens form no square grid; use region_maps for region features")
     return weights.reshape(side, side)
 
 
@@ -74,9 +74,8 @@ def caption_picture(
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(18)
     sheet.paste(picture, (labels + MARGIN, MARGIN))
     if labels:
-        draw.multiline_text(
-            (labels + MARGIN, 2 * MARGIN + SIDE), NOTE, "dimgray", ImageFont.load_default(15), spacing=6
-        )
+        small = ImageFont.load_default(15)
+        draw.multiline_text((labels + MARGIN, 2 * MARGIN + SIDE), NOTE, "dimgray", small, spacing=6)
     for line in range(lines if labels else 0):
         for row, (name, _) in enumerate(rows):
             _upright(sheet, name, MARGIN + line * height + row * (SIDE + MARGIN), font)
