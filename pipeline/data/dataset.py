@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,11 +97,11 @@ class Dataset:
         return digest.hexdigest()
 
     def save(self, path: Path) -> None:
-        """Writes an Arrow file under a temporary name, then renames it."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
+        """Writes an Arrow file atomically."""
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, SCHEMA) as writer:
             writer.write_table(self.table, max_chunksize=4096)
-        temporary.replace(path)
+        place(path).write_bytes(memoryview(sink.getvalue()))
 
     @classmethod
     def load(cls, path: Path) -> Dataset:

@@ -149,12 +149,12 @@ def thin(series: Series, limit: int = MAX_POINTS) -> list[tuple[int, float]]:
     if len(series) <= limit:
         return list(series)
     runs = (limit - 2) // 2
-    kept = {0, len(series) - 1}
+    positions = {0, len(series) - 1}
     for run in range(runs):
         members = range(run * len(series) // runs, (run + 1) * len(series) // runs)
-        kept.add(min(members, key=lambda index: series[index][1]))
-        kept.add(max(members, key=lambda index: series[index][1]))
-    return [series[index] for index in sorted(kept)]
+        positions.add(min(members, key=lambda index: series[index][1]))
+        positions.add(max(members, key=lambda index: series[index][1]))
+    return [series[index] for index in sorted(positions)]
 
 
 class _Scale:

@@ -7,7 +7,6 @@ import hashlib
 import io
 import math
 import random
-import secrets
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ from pipeline.data.vocabulary import tokenize
 from pipeline.reports.charts import Histogram, Plot, histogram, overview_plot, stage_plot
 from pipeline.reports.cluster_pictures import LayerColors, color_table
 from pipeline.reports.text_table import UNAVAILABLE
-from pipeline.storage.path import StoragePath
+from pipeline.storage.path import StoragePath, place
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 MAX_PIXELS = 200_000_000
@@ -99,14 +98,14 @@ class Thumbnail:
 
 @dataclass(frozen=True)
 class Card:
-    """What the template shows of one picture; `place` is its position in the shuffled order."""
+    """What the template shows of one picture; `position` is that in the shuffled order."""
 
     image: ReportImage
     score: float | None
     thumbnail: Thumbnail
     length: int
     difference: float
-    place: int
+    position: int
     attention: str
     attribution: str
     clusters: list[dict[str, Any]]
@@ -119,20 +118,12 @@ def write_report(path: Path, report: Report, *, max_images: int = MAX_IMAGES, th
     so. thumbnail: the longer side of a picture in pixels. A picture that cannot be read gets a placeholder with the
     reason. Raises ValueError when a score row does not have one cell per column.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
     _check(report)
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATE.parent),
-        autoescape=True,  # captions are untrusted text
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     chosen, counts = choose_images(report.images, max_images, seed=report.run_id)
     cards = _cards(chosen, thumbnail, seed=report.run_id)
     score_rows, reasons = _score_rows(report)
-    html = environment.get_template(TEMPLATE.name).render(
+    html = render_template(
+        TEMPLATE,
         report=report,
         score_name=SCORE_NAME,
         score_rows=score_rows,
@@ -149,7 +140,21 @@ def write_report(path: Path, report: Report, *, max_images: int = MAX_IMAGES, th
         cluster_colors=color_table(),
         top=max((score for image in chosen if (score := _score(image)) is not None), default=None),
     )
-    _write_atomically(path, _with_script_digest(html))
+    place(path).write_bytes(_with_script_digest(html).encode())
+
+
+def render_template(path: Path, **values: Any) -> str:
+    """The text of an HTML template with escaped values. Raises jinja2.UndefinedError for a missing one."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(path.parent),
+        autoescape=True,  # captions and names are untrusted text
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(path.name).render(**values)
 
 
 def _check(report: Report) -> None:
@@ -251,7 +256,7 @@ def _cards(images: Sequence[ReportImage], size: int, *, seed: str) -> list[Card]
     with ThreadPoolExecutor(8) as pool:  # on S3 requests spend most of their time waiting
         thumbnails = list(pool.map(lambda image: _thumbnail(image.path, size), images))
     cards = []
-    for image, place, thumbnail in zip(images, shuffled, thumbnails, strict=True):
+    for image, position, thumbnail in zip(images, shuffled, thumbnails, strict=True):
         words = tokenize(image.caption)
         cards.append(
             Card(
@@ -260,7 +265,7 @@ def _cards(images: Sequence[ReportImage], size: int, *, seed: str) -> list[Card]
                 thumbnail=thumbnail,
                 length=len(words),
                 difference=max((_difference(words, tokenize(o)) for o in image.alternatives.values()), default=0.0),
-                place=place,
+                position=position,
                 attention=_encode_maps(image, image.attention),
                 attribution=_encode_maps(image, image.attribution),
                 clusters=_cluster_layers(image),
@@ -329,13 +334,3 @@ def _with_script_digest(html: str) -> str:
     script = html.split("<script>", 1)[1].split("</script>", 1)[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     return html.replace("SCRIPT_DIGEST", digest, 1)
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(6)}")
-    try:
-        partial.write_text(text, "utf-8", newline="\n")  # the digest is of these bytes
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

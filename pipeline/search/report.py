@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.reports.page import render_template
 from pipeline.runs.folder import write_text
 from pipeline.scoring.published import ABLATION_COLUMNS
 from pipeline.search import ablations as ablation
@@ -49,18 +50,8 @@ def write_plots(folder: Path, search: Search, results: Sequence[PointResult], on
 
 def write_page(book: Book, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> Path:
     """search.html of a search's folder."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATE.parent),
-        autoescape=True,  # names and reasons are anyone's text
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = _page(book, results, on_front)
     path = book.folder.path / "search.html"
-    write_text(path, environment.get_template(TEMPLATE.name).render(page=page))
+    write_text(path, render_template(TEMPLATE, page=_page(book, results, on_front)))
     return path
 
 

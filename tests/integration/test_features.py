@@ -85,11 +85,11 @@ def write_unusual_images(folder: Path) -> dict[str, str]:
     (folder / "empty.jpg").write_bytes(b"")
     (folder / "text.jpg").write_text("no image")
     Image.new("RGB", (200, 200)).save(folder / "large.png")
-    good = dict.fromkeys(
+    usable = dict.fromkeys(
         ("cmyk.jpg", "palette.png", "alpha.png", "deep.png", "gray.jpg", "turned.jpg", "whole.jpg"), ""
     )
-    bad = {"truncated.jpg": "cannot be decoded", "empty.jpg": "empty file", "text.jpg": "not an image"}
-    return {**good, **bad, "large.png": "more than 20000", "missing.jpg": "cannot be read"}
+    unusable = {"truncated.jpg": "cannot be decoded", "empty.jpg": "empty file", "text.jpg": "not an image"}
+    return {**usable, **unusable, "large.png": "more than 20000", "missing.jpg": "cannot be read"}
 
 
 @pytest.mark.ray
@@ -110,19 +110,19 @@ def test_a_folder_with_every_kind_of_unusual_image(tmp_path: Path, ray_session: 
     (folder,) = (tmp_path / "storage" / "features").iterdir()
     listed = pq.read_table(folder / "quarantine.parquet").to_pylist()
     reasons = {Path(row["uri"]).name: row["reason"] for row in listed}
-    bad = {name: reason for name, reason in kinds.items() if reason}
-    assert reasons.keys() == bad.keys()
-    assert all(reason in reasons[name] for name, reason in bad.items()), reasons
+    unusable = {name: reason for name, reason in kinds.items() if reason}
+    assert reasons.keys() == unusable.keys()
+    assert all(reason in reasons[name] for name, reason in unusable.items()), reasons
     store = FeatureStore(folder)
     for path in (root / "images").iterdir():
         key = hashlib.sha256(path.read_bytes()).hexdigest()
-        assert (key in store) == (path.name not in bad), path.name
+        assert (key in store) == (path.name not in unusable), path.name
 
     # A larger limit accepts the large image; a repaired file leaves the list.
     (root / "images" / "empty.jpg").write_bytes((root / "images" / "whole.jpg").read_bytes())
     assert main([*command, "--set", "data.max_bad_fraction=0.03", "--set", "data.max_pixels=50000"]) == 0
     listed = pq.read_table(folder / "quarantine.parquet").to_pylist()
-    assert {Path(row["uri"]).name for row in listed} == bad.keys() - {"large.png", "empty.jpg"}
+    assert {Path(row["uri"]).name for row in listed} == unusable.keys() - {"large.png", "empty.jpg"}
 
 
 @pytest.mark.ray

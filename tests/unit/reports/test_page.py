@@ -167,9 +167,9 @@ def test_large_gallery_holds_worst_best_and_random_and_says_so(tmp_path: Path) -
     images = [_image(index, score) for index, score in enumerate(scores)]
     chosen, counts = choose_images(images, 30, seed="a")
     assert counts == {"worst": 10, "best": 10, "random": 10} and len(chosen) == 30
-    kept = sorted(image.score for image in chosen if image.score is not None)
-    assert kept[:10] == pytest.approx([index / 100 for index in range(10)])
-    assert kept[-10:] == pytest.approx([index / 100 for index in range(290, 300)])
+    scores_shown = sorted(image.score for image in chosen if image.score is not None)
+    assert scores_shown[:10] == pytest.approx([index / 100 for index in range(10)])
+    assert scores_shown[-10:] == pytest.approx([index / 100 for index in range(290, 300)])
     assert len({image.image_id for image in chosen}) == 30
     assert choose_images(images, 30, seed="a")[0] == chosen
     assert choose_images(images, 30, seed="b")[0] != chosen
@@ -203,7 +203,7 @@ def test_empty_parts_are_left_out(tmp_path: Path) -> None:
     _, reader = _written(tmp_path, page)
     assert reader.all("section") == [] and reader.all("li") == []
     _, reader = _written(tmp_path, _report(images=[_image(1, None)], stages=[ReportStage("xe", {"loss": []})]))
-    assert [section["id"] for section in reader.all("section")] == ["scores", "training", "gallery", "facts"]
+    assert [section["id"] for section in reader.all("section")] == ["scores", "training", "gallery", "about"]
     assert any("recorded no values" in text for text in reader.text) and "not scored" in reader.text
 
 
@@ -297,8 +297,8 @@ def test_running_mean_and_thinning_keep_what_matters() -> None:
     assert charts.running_mean(series, 3)[5] == (5, 5.0) and charts.running_mean(series, 3)[0] == (0, 0.5)
     assert charts.running_mean(series, 1) == series
     spiky = [(step, 100.0 if step == 777 else 1.0) for step in range(2000)]
-    kept = charts.thin(spiky, 50)
-    assert len(kept) <= 50 and (777, 100.0) in kept and kept[0][0] == 0 and kept[-1][0] == 1999
+    thinned = charts.thin(spiky, 50)
+    assert len(thinned) <= 50 and (777, 100.0) in thinned and thinned[0][0] == 0 and thinned[-1][0] == 1999
 
 
 def test_overview_gives_stages_equal_width_in_order() -> None:
@@ -351,9 +351,9 @@ def test_attributions_and_clusters_reach_the_page(tmp_path: Path) -> None:
     write_report(tmp_path / "r.html", Report("t", "r", "p", [], [], [], [shown], {}))
     page = (tmp_path / "r.html").read_text()
     assert page.count("data-attribution=") == page.count("data-attention=") == 1
-    found = re.search(r'data-clusters="([^"]*)"', page)
-    assert found
-    assert json.loads(unescape(found.group(1))) == [
+    match = re.search(r'data-clusters="([^"]*)"', page)
+    assert match
+    assert json.loads(unescape(match.group(1))) == [
         {"title": "layer 1: 3 patch clusters, 1 phrase", "rows": 2, "cells": "0bb2", "words": "33"},
         {"title": "layer 2: 2 phrases", "rows": 0, "cells": "", "words": "10"},
     ]
