@@ -8,8 +8,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from jobs.options import Address
 from pipeline.captioning.bundle import Bundle, load_bundle
 from pipeline.data.image_paths import find_images
 from pipeline.errors import UserError
@@ -249,3 +252,42 @@ def _already(out: Path, signature: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _note(text: str) -> None:
     """To stderr: captions on stdout may go on into another program."""
     print(text, file=sys.stderr, flush=True)
+
+
+def command(
+    images: Annotated[list[str], typer.Argument(help="Files, folders, globs, s3:// URIs.", metavar="IMAGES...")],
+    model: Annotated[str, typer.Option(help="A model bundle's folder.")],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON lines with log-probabilities.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write JSON lines to this file; images that it contains are skipped.")
+    ] = None,
+    beam: Annotated[int, typer.Option(min=1, max=100, help="Beams per image.")] = 5,
+    n_best: Annotated[int, typer.Option(min=1, help="Captions per image, best first.")] = 1,
+    max_length: Annotated[int, typer.Option(min=3, help="Tokens per caption, including begin and end.")] = 20,
+    precision: Annotated[
+        str,
+        typer.Option(help="float32, or bfloat16: faster for large models where supported; a few captions differ."),
+    ] = "float32",
+    explain: Annotated[
+        Path | None, typer.Option(help="Write pictures here: attention and attribution of each word.")
+    ] = None,
+    address: Address = None,
+) -> int:
+    """Caption image files.
+
+    A few images are captioned in this process, many through Ray. The exit code is 1 when an image cannot be read.
+
+    Example: raycap caption photos/ 'more/*.jpg' --model results/models/demo/RUN --json
+    """
+    return caption(
+        images,
+        model,
+        json_lines=json,
+        out=out,
+        beam_size=beam,
+        num_results=n_best,
+        max_length=max_length,
+        precision=precision,
+        explain=explain,
+        address=address,
+    )

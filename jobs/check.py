@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Annotated
 
-from pipeline.config.run import RunConfig
+import typer
+
+from jobs.options import Config, Set
+from pipeline.config.run import RunConfig, load_config
 
 
 def check(config: RunConfig, json_file: Path | None = None) -> int:
@@ -33,3 +37,17 @@ def check(config: RunConfig, json_file: Path | None = None) -> int:
         json_file.write_text(json.dumps(body, indent=1, ensure_ascii=False), encoding="utf-8")
         print(f"written to {json_file}")
     return 0 if found.ok else 1
+
+
+def command(
+    config: Config,
+    set_: Set = None,
+    json: Annotated[Path | None, typer.Option(help="Write the findings to this JSON file.")] = None,
+) -> int:
+    """Check whether a data set is fit to train on.
+
+    The exit code is 1 when training on the data would be wrong.
+
+    Example: raycap check configs/coco_subset.yaml --set data.root=/path/to/folder
+    """
+    return check(load_config(config, set_ or ()), json)

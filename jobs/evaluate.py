@@ -8,12 +8,15 @@ import time
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from jobs.cluster import start_ray
+from jobs.options import Address, Config, Set
 from models.constraints import Machine
 from pipeline.captioning.captioning import Hypothesis
-from pipeline.config.run import RunConfig
+from pipeline.config.run import RunConfig, load_config
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.runs.evaluation import summarize_search
@@ -400,3 +403,40 @@ def _report(
     )
     write_report(folder / f"report-{split}.html", report)
     logger.info(f"report       {folder / f'report-{split}.html'}")
+
+
+def command(
+    config: Config,
+    set_: Set = None,
+    split: Annotated[list[str] | None, typer.Option(help="A split, or all. The default is data.test_splits.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="A model bundle in place of the run's; several form an ensemble.")
+    ] = None,
+    stage: Annotated[str | None, typer.Option(help="The run's model as it was after this stage.")] = None,
+    compare: Annotated[str | None, typer.Option(help="Another bundle to compare with, caption by caption.")] = None,
+    features: Annotated[str | None, typer.Option(help="A feature store, for bundles without a backbone.")] = None,
+    constraints: Annotated[Path | None, typer.Option(help="Words that each image's caption must contain.")] = None,
+    server: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Also write the COCO server's result file and zip.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The output folder.")] = None,
+    address: Address = None,
+) -> int:
+    """Caption splits of a data set and score them.
+
+    The model is the configuration's run, or the bundles given. The exit code is 1 when an image cannot be read.
+
+    Example: raycap evaluate configs/demo.yaml --stage xe_finetune --split test
+    """
+    return evaluate(
+        load_config(config, set_ or ()),
+        splits=split or (),
+        models=model or (),
+        stage=stage,
+        compare=compare,
+        features=features,
+        constraints=constraints,
+        server=server,
+        out=out,
+        address=address,
+    )

@@ -6,12 +6,14 @@ import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 
+import typer
 import yaml
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
+from jobs.options import Set
 from models.config import BackboneConfig, ExpansionNetConfig, MeshedMemoryConfig
 from pipeline.errors import UserError
 
@@ -229,3 +231,21 @@ FORMATS = {
     "expansionnet_v2": Format(_import_expansionnet, ExpansionNetConfig),
     "meshed_memory": Format(_import_meshed_memory, MeshedMemoryConfig),
 }
+
+
+def command(
+    source: Annotated[str, typer.Option("--from", metavar="FORMAT", help="expansionnet_v2 or meshed_memory.")],
+    checkpoint: Annotated[Path, typer.Option(help="The upstream checkpoint. It is read as tensors; no code runs.")],
+    tokens: Annotated[Path, typer.Option(help="Its vocabulary pickle. Only plain values are read.")],
+    out: Annotated[Path, typer.Option(help="The bundle's folder.")],
+    config: Annotated[Path | None, typer.Option(help="YAML with settings that the checkpoint lacks.")] = None,
+    set_: Set = None,
+    backbone: Annotated[Path | None, typer.Option(help="A Swin checkpoint, for a captioner without one.")] = None,
+) -> None:
+    """Turn an upstream checkpoint into a model bundle.
+
+    Example: raycap import --from expansionnet_v2 --checkpoint rf_model.pth --tokens demo_coco_tokens.pickle --out model
+    """
+    import_checkpoint(
+        source, checkpoint=checkpoint, tokens=tokens, out=out, config=config, overrides=set_ or (), backbone=backbone
+    )

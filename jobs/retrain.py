@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import pyarrow as pa
+import typer
 
 from jobs.cluster import start_ray
-from pipeline.config.run import RunConfig
+from jobs.options import Address, Config, Set
+from pipeline.config.run import RunConfig, load_config
 from pipeline.data.dataset import Dataset
 from pipeline.retrain.retrain import Trained
 from pipeline.runtime.log import indented
@@ -79,3 +82,19 @@ def _caption(
     settings = config.evaluation
     found = caption_share([loaded.captioner], [images], loaded.vocabulary, settings, rank, count, device, bad)
     return {image: hypotheses[0].caption for image, hypotheses in found.items()}
+
+
+def command(
+    config: Config,
+    set_: Set = None,
+    rollback: Annotated[bool, typer.Option("--rollback", help="Go back to the previous champion.")] = False,
+    address: Address = None,
+) -> int:
+    """Train on new data and keep the better model.
+
+    A schedule can run this at any time, also twice at once. The exit code is 0 when there is nothing to do, and 1 for
+    unusable data, which change nothing.
+
+    Example: raycap retrain configs/retrain_demo.yaml
+    """
+    return retrain(load_config(config, set_ or ()), roll_back=rollback, address=address)

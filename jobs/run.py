@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jobs.cluster import start_ray
-from models.constraints import Machine
-from pipeline.config.run import RunConfig, dump_config, total_steps
+from jobs.options import Address, Config, Set
+from pipeline.config.run import RunConfig, dump_config, load_config, total_steps
 from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
@@ -24,6 +24,9 @@ from pipeline.runtime.log import log_file
 from pipeline.storage.path import StoragePath
 from pipeline.tracking.mlflow_client import public_uri
 from pipeline.tracking.run_tracker import Tracker
+
+if TYPE_CHECKING:
+    from models.constraints import Machine
 
 logger = logging.getLogger(__name__)
 
@@ -402,3 +405,13 @@ def alone(folder: Path) -> Iterator[None]:
 
 def _minutes(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
+
+
+def command(config: Config, set_: Set = None, address: Address = None) -> None:
+    """Train, evaluate and register a model.
+
+    The run is resumed where an earlier attempt ended; finished stages are not repeated.
+
+    Example: raycap run configs/demo.yaml --set seed=1
+    """
+    run(load_config(config, set_ or ()), address)

@@ -7,14 +7,16 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import typer
 from PIL import Image
 
 from jobs.bench.models import FEATURE_WIDTH, IMAGE_TOKENS, paper_model, search
 from jobs.bench.reference_expansionnet import MaterializedModel
+from jobs.options import Threads
 from models.backbone import Backbone
 from models.config import BackboneConfig
 from models.transform import ImageTransform
@@ -25,10 +27,18 @@ MAX_PIXELS = 10**8
 
 
 @torch.no_grad()  # in inference mode autocast would convert every weight anew at every use
-def bench_caption(images: int = 16, repeats: int = 3, threads: int | None = None) -> None:
-    """Prints medians. Random weights, so that every caption runs to its 20th token; JPEGs of 640 x 480 noise in memory.
+def bench_caption(
+    images: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 16,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each after a warm-up; medians are printed.")] = 3,
+    threads: Threads = None,
+) -> None:
+    """Images captioned per second with beam 5.
 
-    The prefix-recomputing form is the reference's way, on the same weights; all in float32 but where bfloat16 is said.
+    The model has the paper's size and random weights, so that every caption has 20 tokens. It reads features, and JPEG
+    files of 640 x 480 noise from memory. The prefix-recomputing form is the reference's way to decode. The precision
+    is float32 except where the line says bfloat16.
+
+    Example: raycap bench caption --images 8
     """
     prepare_processor(threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -15,10 +15,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
+import typer
+
+from jobs.options import Threads
 
 TOKENS, WIDTH = 144, 1536  # Swin-L at 384 px
 KNOWN, NEW = 999_000, 1_000
@@ -33,10 +36,20 @@ def _scratch(folder: Path | None) -> Iterator[Path]:
         shutil.rmtree(path)
 
 
-def bench_extract(images: Path | None, count: int, image_size: int, batch_size: int, threads: int | None) -> float:
-    """Images/s through Ray Data over images/s of a plain loop, before and after it; returns the ratio.
+def bench_extract(
+    images: Annotated[Path | None, typer.Option(help="A folder of photographs; by default generated noise.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="Number of images.")] = 400,
+    image_size: Annotated[int, typer.Option(min=32, help="Width and height of the backbone's input, in pixels.")] = 224,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images per batch and per shard.")] = 16,
+    threads: Threads = None,
+) -> float:
+    """Feature extraction through Ray Data beside a plain loop.
 
-    Steady state: from the first finished shard (or batch) to the last, so that neither side's start counts.
+    The plain loop runs before and after Ray Data, with the same backbone. Times are from the first finished shard or
+    batch to the last, so that start-up does not count. The ratio of images per second is printed and returned. The
+    default number of threads is that of all cores.
+
+    Example: raycap bench extract --images /path/to/photographs
     """
     import ray
 
@@ -133,8 +146,18 @@ def _ray_data(table: pa.Table, folder: Path, extractor: Any) -> float:
     return (len(table) - extractor.settings.rows_per_shard) / ((ends[-1] - ends[0]) / 1e9)
 
 
-def bench_store(folder: Path | None, gigabytes: float, batch: int, batches: int) -> tuple[float, float]:
-    """`gather` of random rows of 144 x 1536 float16, cold and warm, in MiB/s. Needs the disk space for the store."""
+def bench_store(
+    folder: Annotated[Path | None, typer.Option(help="Folder of the store; by default a temporary one.")] = None,
+    gigabytes: Annotated[float, typer.Option(help="Size of the store. The disk needs this space.")] = 4.5,
+    batch: Annotated[int, typer.Option(min=1, help="Rows per read.")] = 48,
+    batches: Annotated[int, typer.Option(min=1, help="Number of reads.")] = 40,
+) -> tuple[float, float]:
+    """Random reads from the feature store.
+
+    Rows of 144 x 1536 float16 are read with a cold and with a warm page cache. MiB per second are printed and returned.
+
+    Example: raycap bench store --folder /fast/disk
+    """
     from pipeline.features.store import FeatureStore, write_shard
 
     rng = np.random.default_rng(0)
@@ -170,8 +193,17 @@ def _drop_cache(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def bench_plan(folder: Path | None, known: int = KNOWN, new: int = NEW) -> dict[str, float]:
-    """What is left to do of a million images of which a thousand are new: seconds and peak memory of the plan."""
+def bench_plan(
+    folder: Annotated[Path | None, typer.Option(help="Folder of the links; by default a temporary one.")] = None,
+    known: Annotated[int, typer.Option(min=1, help="Images that the store contains.")] = KNOWN,
+    new: Annotated[int, typer.Option(min=1, help="Images that it lacks.")] = NEW,
+) -> dict[str, float]:
+    """Time and memory to plan an extraction of a million images.
+
+    A thousand of the images are new. Seconds and peak memory are printed and returned.
+
+    Example: raycap bench plan
+    """
     with _scratch(folder) as scratch:
         _make_plan_inputs(scratch, known, new)
         result: dict[str, float] = _alone(_plan, scratch)  # its peak memory is the plan's

@@ -7,8 +7,11 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from jobs.options import References
 from pipeline.errors import UserError
 from pipeline.scoring.metrics import BLEU, Score, score_captions
 from pipeline.scoring.result_files import ImageId, read_references
@@ -69,12 +72,18 @@ _SCENE = (
 )
 
 
-def bench_metrics(images: int = 5000, references: Path | None = None, repeats: int = 3) -> dict[str, Any]:
-    """Times of both (median of `repeats`, s), and the largest difference of their values; prints a line each.
+def bench_metrics(
+    images: Annotated[int, typer.Option(min=1, help="Number of images, each with five references.")] = 5000,
+    references: References = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each; medians are printed.")] = 3,
+) -> dict[str, Any]:
+    """Time of the caption metrics beside pycocoevalcap.
 
-    references: COCO or Karpathy captions to take the first `images` with five captions from; without it captions are
-    made up (shorter and with fewer distinct words than COCO's). A prediction is one of the image's references with
-    words left out and swapped. pycocoevalcap's time holds its tokenizer only where java is there to run it.
+    BLEU, ROUGE-L and CIDEr-D are computed with tokenization, and the largest difference of their values is printed.
+    A prediction is one of the image's references with words left out and swapped. Generated captions are shorter than
+    COCO's and have fewer distinct words. pycocoevalcap's time includes its tokenizer only where Java is installed.
+
+    Example: raycap bench metrics --images 5000
     """
     captions = _captions_from(references, images) if references else _made_up(images)
     predictions = _predictions(captions)

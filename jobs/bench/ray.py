@@ -8,9 +8,10 @@ import statistics
 import tempfile
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+import typer
 
 if TYPE_CHECKING:
     from pipeline.runs.folder import RunFolder
@@ -18,14 +19,17 @@ if TYPE_CHECKING:
 STEPS, SKIPPED = 40, 8
 
 
-def bench_ray(pairs: int = 4) -> None:
-    """Prints seconds a step of both and their ratio: the median of that of neighboring runs, first one, then the other.
+def bench_ray(
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs of runs, one with Ray Train and one without.")] = 4,
+) -> None:
+    """Time that Ray Train adds to a training step.
 
-    A machine that others use, too, drifts by more than what is measured here: neighbors share its mood, and each of the
-    two is as often the first.
+    Both sides of a pair run one after the other and take turns to be first, because the load of a shared machine
+    drifts by more than the difference; the median of the pairs' ratios is printed. Both run the same loop on the
+    synthetic data set with random features of 144 tokens: an ExpansionNet v2 of width 256, 16 pairs per step, one
+    worker, float32. The time that a step waits for data is printed too.
 
-    The embedded data set with random features of 144 tokens, an ExpansionNet v2 of width 256, 16 pairs a step, one
-    worker, float32. Both run the same loop on the same run, and write the same journal, from which the times are taken.
+    Example: raycap bench ray --pairs 6
     """
     from jobs.cluster import start_ray
     from pipeline.config.run import parse_config

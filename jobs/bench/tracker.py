@@ -15,9 +15,12 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from jobs.bench.ray import embedded_settings, random_store
+from jobs.options import Threads
 
 if TYPE_CHECKING:
     from pipeline.config.run import RunConfig
@@ -28,13 +31,19 @@ WARM, STEPS, SETTLING = 8, 28, 4  # steps before the first phase, of a phase, an
 START_S = 240.0  # the longest that MLflow's server may take to start
 
 
-def bench_tracker(rounds: int = 6, threads: int | None = None) -> None:
-    """Prints mean seconds a step of the three, and the medians over the rounds of their neighbors' ratios.
+def bench_tracker(
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each of the three cases.")] = 6,
+    threads: Threads = None,
+) -> None:
+    """Time that tracking adds to a training step.
 
-    One stage on Ray Train with one worker; the driver's tracker changes every 28 steps, in an order that turns from
-    round to round: what the machine does besides is shared by neighbors. Means, not medians: a tracker disturbs now
-    and then. `threads` (None: every core) are torch's. MLflow's own server runs on this machine too, so that what it
-    costs to answer counts; "stopped" is a port of this machine that nobody listens at.
+    The three cases are no tracker, a tracker that answers, and a tracker that is stopped (a port without a listener).
+    One stage runs on Ray Train with one worker, and its tracker changes every 28 steps in an order that is reversed
+    every round, because the load of a shared machine drifts. The mean times per step and the median ratios over the
+    rounds are printed; means, because a tracker disturbs single steps. The MLflow server runs on this machine, so that
+    the time it takes to answer counts. The default number of threads is that of all cores.
+
+    Example: raycap bench tracker --rounds 8
     """
     from jobs.cluster import start_ray
     from jobs.train import fit

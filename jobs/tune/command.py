@@ -17,9 +17,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from jobs.cluster import connect
+from jobs.options import Address, Set
 from jobs.run import alone
 from jobs.tune.features import extract_once, find_backbone
 from jobs.tune.schedulers import drop_checkpoints, make_scheduler, take_over
@@ -406,3 +409,18 @@ def _train_member(folder: SearchFolder, config: dict[str, Any]) -> dict[str, Any
         return run_trial(folder, config["point"], config["seed"], report, member=member)
     with given.as_directory() as parent:
         return run_trial(folder, config["point"], config["seed"], report, member=member, parent=Path(parent))
+
+
+def command(
+    config: Annotated[Path, typer.Argument(help="The search's YAML file.", metavar="CONFIG")],
+    set_: Set = None,
+    retry_failed: Annotated[bool, typer.Option(help="Also repeat the trials that failed.")] = False,
+    address: Address = None,
+) -> int:
+    """Search over configuration keys.
+
+    The YAML names the keys, such as the expansion coefficients. A killed search resumes with the same command.
+
+    Example: raycap tune configs/search_demo.yaml --set budget.trials=16
+    """
+    return tune(config, set_ or [], address, retry_failed=retry_failed)

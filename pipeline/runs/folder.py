@@ -27,7 +27,6 @@ from pipeline.config.run import RunConfig, parse_config
 from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
 from pipeline.data.vocabulary import Vocabulary
-from pipeline.runs.checkpoints import stage_result
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, place
@@ -170,6 +169,8 @@ class RunFolder:
         return self.path / "stages" / name
 
     def result(self, name: str) -> dict[str, Any] | None:
+        from pipeline.runs.checkpoints import stage_result
+
         return stage_result(self.stage(name))
 
     def before(self, stage: StageSection) -> list[StageSection]:

@@ -20,14 +20,19 @@ _rank = 0
 
 
 def configure_logging(level: int = logging.INFO) -> None:
-    """Shows records from `level` on at the terminal (standard output). Calling it again changes the level."""
+    """Shows records from `level` on at the terminal (standard output). Calling it again changes the level.
+
+    A log file holds records from INFO on even if the terminal shows warnings only.
+    """
     for name in PACKAGES:
         logger = logging.getLogger(name)
-        logger.setLevel(level)
-        if not any(isinstance(handler, _TerminalHandler) for handler in logger.handlers):
+        logger.setLevel(min(level, logging.INFO))
+        handler = next((handler for handler in logger.handlers if isinstance(handler, _TerminalHandler)), None)
+        if handler is None:
             handler = _TerminalHandler()
             handler.setFormatter(_Formatter())
             logger.addHandler(handler)
+        handler.setLevel(level)
 
 
 def set_rank(rank: int) -> None:
