@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +15,7 @@ from jobs.options import Address
 from pipeline.captioning.bundle import Bundle, load_bundle
 from pipeline.data.image_paths import find_images
 from pipeline.errors import UserError
+from pipeline.runtime.progress import progress
 from pipeline.storage.path import place
 
 MANY = 2_000  # images from which a local Ray is worth its start
@@ -67,26 +67,20 @@ def caption(
     else:
         rows = _here(pending, bundle, settings, explain)
     failed = sum("error" in row for row in done.values())
-    begin = last = time.monotonic()
     gap = 0.0
     # a file name that is no UTF-8 has lone surrogates, which backslashreplace writes as JSON escapes them
     sink = out.open("a", encoding="utf-8", errors="backslashreplace") if out is not None else None
     try:
-        for number, row in enumerate(rows, 1):
-            failed += "error" in row
-            gap = max(gap, row.get("attribution", {}).get("gap", 0.0))
-            if sink is not None:
-                sink.write(json.dumps({**row, **signature}, ensure_ascii=False) + "\n")
-                sink.flush()  # a killed job loses the image in flight, not what it has
-            else:
-                print(json.dumps(row, ensure_ascii=False) if json_lines else _text(row))
-            now = time.monotonic()
-            if now - last > 5:
-                rate = number / (now - begin)
-                _note(
-                    f"{number}/{len(pending)} images, {rate:.1f} images/s, {(len(pending) - number) / rate:.0f} s left"
-                )
-                last = now
+        with progress("captions", len(pending), write=_note) as advance:
+            for row in rows:
+                failed += "error" in row
+                gap = max(gap, row.get("attribution", {}).get("gap", 0.0))
+                if sink is not None:
+                    sink.write(json.dumps({**row, **signature}, ensure_ascii=False) + "\n")
+                    sink.flush()  # a killed job loses the image in flight, not what it has
+                else:
+                    print(json.dumps(row, ensure_ascii=False) if json_lines else _text(row))
+                advance(1)
     finally:
         if sink is not None:
             sink.close()

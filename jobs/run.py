@@ -21,6 +21,7 @@ from pipeline.errors import UserError
 from pipeline.runs.folder import JOURNAL, RunFolder, is_alone, read_json, write_json, write_text
 from pipeline.runs.journal import JOURNAL_EVERY_S, Follower
 from pipeline.runtime.log import log_file
+from pipeline.runtime.progress import ProgressBar
 from pipeline.storage.path import StoragePath
 from pipeline.tracking.mlflow_client import public_uri
 from pipeline.tracking.run_tracker import Tracker
@@ -49,7 +50,7 @@ def run(config: RunConfig, address: str | None = None) -> RunFolder:
         logger.info(f"{folder.run_id} is complete; nothing to do")
         logger.info(summary["table"])
         return folder
-    with alone(folder.path), log_file(folder.path / "log" / "run.log"):
+    with alone(folder.path), _log_file(folder):
         job = _Run(config, folder, address)
         try:
             job.execute()
@@ -58,6 +59,21 @@ def run(config: RunConfig, address: str | None = None) -> RunFolder:
             raise
         logger.info(f"finished in {_minutes(time.monotonic() - begin)}")
     return folder
+
+
+@contextmanager
+def _log_file(folder: RunFolder) -> Iterator[None]:
+    """Writes log/run.log, and sends it home at the end unless the storage cannot be reached."""
+    try:
+        with log_file(folder.path / "log" / "run.log"):
+            yield
+    except OSError:
+        raise
+    except BaseException:
+        with suppress(OSError):
+            folder.push("log/run.log")
+        raise
+    folder.push("log/run.log")
 
 
 def train(config: RunConfig, address: str | None = None) -> RunFolder:
@@ -329,6 +345,7 @@ class _Printer:
     def __init__(self, folder: RunFolder) -> None:
         self.folder, self.follower, self._pulled = folder, Follower(folder.journal), time.monotonic()
         self.start: dict[str, tuple[int, float]] = {}
+        self.bar = ProgressBar()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="printer", daemon=True)
 
@@ -340,6 +357,7 @@ class _Printer:
         self._thread.join()
         self._pull()
         self._print()
+        self.bar.close()
 
     def _follow(self) -> None:
         while not self._stop.wait(0.5):
@@ -355,6 +373,8 @@ class _Printer:
     def _print(self) -> None:
         for entry in self.follower.new():
             logger.info(self._line(entry))
+            if entry["kind"] == "train":
+                self.bar.update(entry["stage"], entry["step"], entry["total"])
 
     def _line(self, entry: dict[str, Any]) -> str:
         stage, step = entry["stage"], entry["step"]
