@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT
-from tests.integration.test_run import finished
+from tests.support.processes import finished
 from tests.unit.search.test_spec import N_E, G, written
 
 ASKED = 12

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.conftest import small_config
-from tests.integration.test_run import finished, start, weights, write
+from tests.support.processes import finished, start, weights, write
 
 VICTIMS = ("worker", "driver", "both", "worker", "driver", "both", "worker", "driver", "both", "worker")
 

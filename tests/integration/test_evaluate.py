@@ -20,7 +20,7 @@ from pipeline.errors import UserError
 from pipeline.features.store import mark_complete, write_shard
 from tests.conftest import small_config, write_karpathy
 from tests.parity.test_expansionnet_v2 import GOLDEN, imported
-from tests.unit.jobs.test_caption import make_bundle
+from tests.support.bundles import make_bundle
 
 
 def configuration(folder: Path) -> RunConfig:

@@ -5,50 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import yaml
-from safetensors.torch import load_file
 
 from jobs.cli import main
-from tests.conftest import ROOT, small_config, write_karpathy
-
-
-def write(path: Path, data: dict[str, Any]) -> Path:
-    path.write_text(yaml.safe_dump(data))
-    return path
-
-
-def start(config: Path, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-u", "-m", "jobs", "run", str(config), *options]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def finished(process: subprocess.Popen[str]) -> str:
-    try:
-        output, _ = process.communicate(timeout=900)
-    finally:
-        process.kill()
-    return output
+from tests.conftest import small_config, write_karpathy
+from tests.support.processes import finished, start, write
 
 
 def tree(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
-
-
-def weights(storage: Path, stages: Sequence[str]) -> dict[str, torch.Tensor]:
-    found = {}
-    for stage in stages:
-        for path in storage.glob(f"runs/*/stages/{stage}/best-*/*.safetensors"):
-            found |= {f"{stage}/{path.name}/{key}": value for key, value in load_file(path).items()}
-    return found
 
 
 @pytest.mark.ray

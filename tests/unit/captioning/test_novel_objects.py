@@ -27,8 +27,8 @@ from pipeline.config.sections import EvaluationSection
 from pipeline.errors import UserError
 from pipeline.features.model_inputs import Images
 from pipeline.runs.evaluation import summarize_search
+from tests.support.bundles import WORDS, make_bundle
 from tests.support.logs import on_message
-from tests.unit.jobs.test_caption import WORDS, make_bundle
 
 TREE = {
     "LabelName": "Entity",
