@@ -72,9 +72,9 @@ BENCHMARKS = {
     "tracker": Entry("jobs.bench.tracker:bench_tracker", "Time that tracking adds to a training step."),
     "reward": Entry("jobs.bench.reward:bench_reward", "CIDEr-D rewards per second beside a plain Python scorer."),
     "train": Entry("jobs.bench.train:bench_train", "Time and memory of a training step at the paper's size."),
-    "extract": Entry("jobs.bench.features:bench_extract", "Feature extraction through Ray Data beside a plain loop."),
-    "store": Entry("jobs.bench.features:bench_store", "Random reads from the feature store."),
-    "plan": Entry("jobs.bench.features:bench_plan", "Time and memory to plan an extraction of a million images."),
+    "extract": Entry("jobs.bench.extract:bench_extract", "Feature extraction through Ray Data beside a plain loop."),
+    "store": Entry("jobs.bench.store:bench_store", "Random reads from the feature store."),
+    "plan": Entry("jobs.bench.plan:bench_plan", "Time and memory to plan an extraction of a million images."),
 }
 
 

@@ -1,6 +1,6 @@
-"""CIDEr-D as its definition reads, with dictionaries of words: the second implementation for tests and the bench.
+"""CIDEr-D as defined (Vedantam et al. 2015), with dictionaries: a second implementation for tests and benchmarks.
 
-Slow and plain on purpose; `pipeline.training.reward` must equal it.
+It is plain and therefore slow. `pipeline.scoring.cider` must give the same values.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class PlainCiderD:
 
     def score(self, caption: Caption, references: Sequence[Caption]) -> float:
         """CIDEr-D x 10: clipped tf-idf cosine over n = 1..4, a Gaussian penalty on the length (sigma 6)."""
-        own, total = self._vector(caption), 0.0
+        candidate, total = self._vector(caption), 0.0
         for reference in references:
             delta = max(len(caption) - 1, 0) - max(len(reference) - 1, 0)  # in bigrams, as the reference scorer counts
-            for mine, theirs in zip(own, self._vector(reference), strict=True):
-                dot = sum(min(value, theirs.get(gram, 0.0)) * theirs.get(gram, 0.0) for gram, value in mine.items())
+            for ours, theirs in zip(candidate, self._vector(reference), strict=True):
+                dot = sum(min(value, theirs.get(gram, 0.0)) * theirs.get(gram, 0.0) for gram, value in ours.items())
                 if dot:
-                    total += dot / norm(mine) / norm(theirs) * math.exp(-(delta**2) / 72)
+                    total += dot / norm(ours) / norm(theirs) * math.exp(-(delta**2) / 72)
         return 10 * total / 4 / len(references)
 
     def _vector(self, words: Caption) -> list[dict[Gram, float]]:
@@ -46,4 +46,5 @@ def grams(words: Caption) -> Counter[Gram]:
 
 
 def norm(part: dict[Gram, float]) -> float:
+    """The Euclidean norm of a sparse vector."""
     return math.sqrt(sum(value**2 for value in part.values()))
