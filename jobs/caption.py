@@ -5,23 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import typer
+
+from jobs.options import Address
 from pipeline.captioning.bundle import Bundle, fetched, load_bundle
 from pipeline.captioning.model_sources import ModelSource, SentBundle, StoredBundle
 from pipeline.config.sections import SEARCH_DEFAULTS
 from pipeline.data.image_paths import find_images
 from pipeline.errors import UserError
+from pipeline.runtime.progress import progress
 from pipeline.storage.atomic import write_bytes
 from pipeline.storage.path import StoragePath, storage_path
 
 MANY = 2_000  # from so many images on a local Ray is worth its start
 BATCH = 16
-PROGRESS_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -185,23 +187,19 @@ def _row(name: str, ranked: Sequence[tuple[str, float]]) -> dict[str, Any]:
 def _write(rows: Iterator[dict[str, Any]], total: int, options: CaptionOptions, signature: dict[str, Any]) -> int:
     """Writes the rows to `options.out` or the terminal, with progress on stderr. Returns the number of errors."""
     num_failed, largest_gap = 0, 0.0
-    begin = last = time.monotonic()
     # a file name that is not UTF-8 has lone surrogates, which backslashreplace writes as JSON escapes them
     sink = options.out.open("a", encoding="utf-8", errors="backslashreplace") if options.out is not None else None
     try:
-        for number, row in enumerate(rows, 1):
-            num_failed += "error" in row
-            largest_gap = max(largest_gap, row.get("attribution", {}).get("gap", 0.0))
-            if sink is not None:
-                sink.write(json.dumps({**row, **signature}, ensure_ascii=False) + "\n")
-                sink.flush()  # a killed job loses only the image in work
-            else:
-                print(json.dumps(row, ensure_ascii=False) if options.json_lines else _text(row))
-            now = time.monotonic()
-            if now - last > PROGRESS_EVERY_S:
-                rate = number / (now - begin)
-                _note(f"{number}/{total} images, {rate:.1f} images/s, {(total - number) / rate:.0f} s left")
-                last = now
+        with progress("captions", total, write=_note) as advance:
+            for row in rows:
+                num_failed += "error" in row
+                largest_gap = max(largest_gap, row.get("attribution", {}).get("gap", 0.0))
+                if sink is not None:
+                    sink.write(json.dumps({**row, **signature}, ensure_ascii=False) + "\n")
+                    sink.flush()  # a killed job loses only the image in work
+                else:
+                    print(json.dumps(row, ensure_ascii=False) if options.json_lines else _text(row))
+                advance(1)
     finally:
         if sink is not None:
             sink.close()
@@ -282,3 +280,34 @@ def _read_done(out: Path, signature: dict[str, Any]) -> dict[str, dict[str, Any]
 def _note(text: str) -> None:
     """Prints to stderr: stdout has the captions, which another program may read."""
     print(text, file=sys.stderr, flush=True)
+
+
+def command(
+    images: Annotated[list[str], typer.Argument(help="Files, folders, globs, s3:// URIs.", metavar="IMAGES...")],
+    model: Annotated[str, typer.Option(help="A model bundle's folder.")],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON lines with log-probabilities.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write JSON lines to this file; images that it contains are skipped.")
+    ] = None,
+    beam: Annotated[int, typer.Option(min=1, max=100, help="Beams per image.")] = SEARCH_DEFAULTS.beam_size,
+    n_best: Annotated[int, typer.Option(min=1, help="Captions per image, best first.")] = SEARCH_DEFAULTS.num_results,
+    max_length: Annotated[
+        int, typer.Option(min=3, help="Tokens per caption, including begin and end.")
+    ] = SEARCH_DEFAULTS.max_length,
+    precision: Annotated[
+        str,
+        typer.Option(help="float32, or bfloat16: faster for large models where supported; a few captions differ."),
+    ] = SEARCH_DEFAULTS.precision,
+    explain: Annotated[
+        Path | None, typer.Option(help="Write pictures here: attention and attribution of each word.")
+    ] = None,
+    address: Address = None,
+) -> int:
+    """Caption image files.
+
+    A few images are captioned in this process, many through Ray. The exit code is 1 when an image cannot be read.
+
+    Example: raycap caption photos/ 'more/*.jpg' --model results/models/demo/RUN --json
+    """
+    options = CaptionOptions(json, out, beam, n_best, max_length, precision, explain, address)
+    return caption(images, model, options)

@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from jobs.options import Config, Set
+from pipeline.config.load import load_config
 from pipeline.config.run import RunConfig
 
 
@@ -35,3 +40,17 @@ def check(config: RunConfig, json_file: Path | None = None) -> int:
         json_file.write_text(json.dumps(body, indent=1, ensure_ascii=False), encoding="utf-8")
         print(f"written to {json_file}")
     return 0 if result.ok else 1
+
+
+def command(
+    config: Config,
+    set_: Set = None,
+    json: Annotated[Path | None, typer.Option(help="Write the findings to this JSON file.")] = None,
+) -> int:
+    """Check whether a data set is fit to train on.
+
+    The exit code is 1 when training on the data would be wrong.
+
+    Example: raycap check configs/coco_subset.yaml --set data.root=/path/to/folder
+    """
+    return check(load_config(config, set_ or ()), json)

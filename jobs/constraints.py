@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from pathlib import Path
+from typing import Annotated
 
-from pipeline.captioning.constraints import unknown_words, write_constraints
+import typer
+
 from pipeline.captioning.detections import EXCLUDED, choose_constraints, read_detections, read_hierarchy
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
@@ -15,21 +17,29 @@ logger = logging.getLogger(__name__)
 
 
 def constraints(
-    detections: Path,
-    hierarchy: Path | None,
-    out: Path,
-    *,
-    class_names: Path | None = None,
-    exclude: Path | None = None,
-    most: int = 3,
-    overlap: float = 0.85,
-    model: Path | None = None,
+    detections: Annotated[Path, typer.Option(help="Boxes with classes: COCO's JSON, or JSON lines.")],
+    out: Annotated[Path, typer.Option(help="The constraint file, for `raycap evaluate --constraints`.")],
+    hierarchy: Annotated[
+        Path | None, typer.Option(help="Open Images' class hierarchy. Without it, overlapping boxes are all used.")
+    ] = None,
+    class_names: Annotated[Path | None, typer.Option(help="CSV of code and name, for a hierarchy of codes.")] = None,
+    exclude: Annotated[
+        Path | None, typer.Option(help="Classes to leave out, one per line. The default is the nocaps paper's 39.")
+    ] = None,
+    most: Annotated[int, typer.Option(min=1, help="Constraints per image; the most confident are used.")] = 3,
+    overlap: Annotated[
+        float, typer.Option(help="Of two boxes whose overlap exceeds this, the more general class is left out.")
+    ] = 0.85,
+    model: Annotated[Path | None, typer.Option(help="A bundle: leave out classes whose words it lacks.")] = None,
 ) -> int:
-    """Writes a constraint file from detections. Raises UserError for files that cannot be read.
+    """Turn detected objects into words for captions.
 
-    hierarchy: Open Images' JSON, without which overlapping boxes all stay. exclude: a file of class names, one a line,
-    in place of the nocaps paper's 39. model: a bundle; classes with words that it does not know are left out and said.
+    `raycap evaluate --constraints` searches for captions that contain these words.
+
+    Example: raycap constraints --detections boxes.json --hierarchy hierarchy.json --out constraints.jsonl
     """
+    from pipeline.captioning.constraints import unknown_words, write_constraints
+
     found = read_detections(detections)
     heights = read_hierarchy(hierarchy, class_names) if hierarchy is not None else {}
     excluded = frozenset(_lines(exclude)) if exclude is not None else EXCLUDED

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from jobs.options import Set
 from pipeline.cluster.doctor import Finding, as_json, examine
 from pipeline.config.run import RunConfig
 
@@ -47,3 +51,19 @@ def _read(path: Path | None, overrides: Sequence[str]) -> RunConfig | None:
 
         return load_search(path, overrides).base
     return parse_config(values)
+
+
+def command(
+    config: Annotated[Path | None, typer.Argument(help="The YAML file to run here.", metavar="[CONFIG]")] = None,
+    set_: Set = None,
+    address: Annotated[str | None, typer.Option(help="A cluster's dashboard, for example http://head:8265.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON in place of lines.")] = False,
+) -> int:
+    """Check what this machine or a cluster can run.
+
+    Each line names a capability and, where it is missing, the remedy. The exit code is 1 when CONFIG cannot run.
+    `raycap submit doctor CONFIG --address URL` checks the nodes of a cluster.
+
+    Example: raycap doctor configs/demo.yaml
+    """
+    return doctor(config, set_ or (), address, as_lines=not json)

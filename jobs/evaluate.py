@@ -9,12 +9,16 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import typer
 
 from jobs.caption_tasks import Captioned, SplitTask, caption_on_cluster
 from jobs.cluster import start_ray
+from jobs.options import Address, Config, Set
 from models.constraints import Machine
 from pipeline.captioning.model_sources import ModelSource, bundle_source
+from pipeline.config.load import load_config
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.data.synthetic import main_object_accuracy
@@ -358,3 +362,30 @@ def _run_bundle(config: RunConfig, stage_name: str | None) -> Member:
     if not (location / "config.yaml").exists():
         bundle_run(folder, stage)
     return Member(location, fetched(location))
+
+
+def command(
+    config: Config,
+    set_: Set = None,
+    split: Annotated[list[str] | None, typer.Option(help="A split, or all. The default is data.test_splits.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="A model bundle in place of the run's; several form an ensemble.")
+    ] = None,
+    stage: Annotated[str | None, typer.Option(help="The run's model as it was after this stage.")] = None,
+    compare: Annotated[str | None, typer.Option(help="Another bundle to compare with, caption by caption.")] = None,
+    features: Annotated[str | None, typer.Option(help="A feature store, for bundles without a backbone.")] = None,
+    constraints: Annotated[Path | None, typer.Option(help="Words that each image's caption must contain.")] = None,
+    server: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Also write the COCO server's result file and zip.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The output folder.")] = None,
+    address: Address = None,
+) -> int:
+    """Caption splits of a data set and score them.
+
+    The model is the configuration's run, or the bundles given. The exit code is 1 when an image cannot be read.
+
+    Example: raycap evaluate configs/demo.yaml --stage xe_finetune --split test
+    """
+    options = EvaluateOptions(split or (), model or (), stage, compare, features, constraints, server, out)
+    return evaluate(load_config(config, set_ or ()), options, address)

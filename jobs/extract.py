@@ -10,8 +10,13 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
 
 from jobs.cluster import start_ray
+from jobs.options import Address, Config, Set
+from pipeline.config.load import load_config
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
@@ -117,3 +122,19 @@ def _verdict(
         logger.info(f"failed       that is more than data.max_bad_fraction = {config.data.max_bad_fraction}")
         return 1
     return 0
+
+
+def command(
+    config: Config,
+    set_: Set = None,
+    address: Address = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Read the whole store back and compare digests.")] = False,
+) -> int:
+    """Compute the features of a data set.
+
+    The features of the configuration's backbone go to the feature store. Images that the store contains already are
+    not computed again. The exit code is 1 when too many images give no features, or --verify finds damage.
+
+    Example: raycap extract configs/coco_subset.yaml --set data.root=/path/to/folder --verify
+    """
+    return extract(load_config(config, set_ or ()), address, verify)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from safetensors import SafetensorError
 
+from jobs.options import Set
 from models.config import BackboneConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig
 from pipeline.config.load import apply_override, expand_variables, parse_given, read_file
 from pipeline.errors import UserError
@@ -214,3 +216,21 @@ FORMATS = {
     "expansionnet_v2": Format("ExpansionNet v2", _import_expansionnet, ExpansionNetConfig),
     "meshed_memory": Format("Meshed-Memory Transformer", _import_meshed_memory, MeshedMemoryConfig),
 }
+
+
+def command(
+    source: Annotated[str, typer.Option("--from", metavar="FORMAT", help="expansionnet_v2 or meshed_memory.")],
+    checkpoint: Annotated[Path, typer.Option(help="The upstream checkpoint. It is read as tensors; no code runs.")],
+    tokens: Annotated[Path, typer.Option(help="Its vocabulary pickle. Only plain values are read.")],
+    out: Annotated[Path, typer.Option(help="The bundle's folder.")],
+    config: Annotated[Path | None, typer.Option(help="YAML with settings that the checkpoint lacks.")] = None,
+    set_: Set = None,
+    backbone: Annotated[Path | None, typer.Option(help="A Swin checkpoint, for a captioner without one.")] = None,
+) -> None:
+    """Turn an upstream checkpoint into a model bundle.
+
+    Example: raycap import --from expansionnet_v2 --checkpoint rf_model.pth --tokens demo_coco_tokens.pickle --out model
+    """
+    import_checkpoint(
+        source, checkpoint=checkpoint, tokens=tokens, out=out, config=config, overrides=set_ or (), backbone=backbone
+    )

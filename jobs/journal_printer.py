@@ -10,6 +10,7 @@ from typing import Any
 
 from pipeline.runs.folder import JOURNAL, RunFolder
 from pipeline.runs.journal import JOURNAL_EVERY_S, Follower
+from pipeline.runtime.progress import ProgressBar
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ class JournalPrinter:
     def __init__(self, folder: RunFolder) -> None:
         self.folder, self.follower, self._pulled_at = folder, Follower(folder.journal), time.monotonic()
         self.start: dict[str, tuple[int, float]] = {}  # by stage: the step and the time from which its rate is taken
+        self.bar = ProgressBar()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="journal-printer", daemon=True)
 
@@ -33,6 +35,7 @@ class JournalPrinter:
         self._thread.join()
         self._pull()
         self._print()
+        self.bar.close()
 
     def _follow(self) -> None:
         while not self._stop.wait(POLL_S):
@@ -48,6 +51,8 @@ class JournalPrinter:
     def _print(self) -> None:
         for entry in self.follower.new():
             logger.info(self.line(entry))
+            if entry["kind"] == "train":
+                self.bar.update(entry["stage"], entry["step"], entry["total"])
 
     def line(self, entry: dict[str, Any]) -> str:
         """One journal entry as a line of text; rate and remaining time count from the stage's last event."""

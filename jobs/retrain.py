@@ -5,8 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
+
+import typer
 
 from jobs.cluster import start_ray
+from jobs.options import Address, Config, Set
+from pipeline.config.load import load_config
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.retrain.retrain import Trained
@@ -50,3 +55,19 @@ class RayWork:
         models = [StoredBundle(bundle, files)]
         captioned = caption_on_cluster(models, {"held out": SplitTask(part)}, config, with_alignment=False)["held out"]
         return {image: best.caption for image, best in captioned.best.items()}
+
+
+def command(
+    config: Config,
+    set_: Set = None,
+    rollback: Annotated[bool, typer.Option("--rollback", help="Go back to the previous champion.")] = False,
+    address: Address = None,
+) -> int:
+    """Train on new data and keep the better model.
+
+    A schedule can run this at any time, also twice at once. The exit code is 0 when there is nothing to do, and 1 for
+    unusable data, which change nothing.
+
+    Example: raycap retrain configs/retrain_demo.yaml
+    """
+    return retrain(load_config(config, set_ or ()), roll_back=rollback, address=address)

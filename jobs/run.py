@@ -6,13 +6,15 @@ import logging
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jobs.cluster import start_ray
 from jobs.journal_printer import JournalPrinter, format_duration
+from jobs.options import Address, Config, Set
 from models.constraints import Machine
-from pipeline.config.load import dump_config
+from pipeline.config.load import dump_config, load_config
 from pipeline.config.run import RunConfig, total_steps
 from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
@@ -26,6 +28,9 @@ from pipeline.storage.path import StoragePath
 from pipeline.tracking.mlflow_client import public_uri
 from pipeline.tracking.run_tracker import Tracker
 from pipeline.training.batches import num_samples
+
+if TYPE_CHECKING:
+    from models.constraints import Machine
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +53,7 @@ def run(config: RunConfig, address: str | None = None) -> RunFolder:
         logger.info(f"{folder.run_id} is complete; nothing to do")
         logger.info(summary["table"])
         return folder
-    with alone(folder.path), log_file(folder.path / "log" / "run.log"):
+    with alone(folder.path), _run_log(folder):
         driver = RunDriver(config, folder, address)
         try:
             driver.train()
@@ -58,6 +63,36 @@ def run(config: RunConfig, address: str | None = None) -> RunFolder:
             raise
         logger.info(f"finished in {format_duration(time.monotonic() - begin)}")
     return folder
+
+
+@contextmanager
+def _log_file(folder: RunFolder) -> Iterator[None]:
+    """Writes log/run.log, and sends it home at the end unless the storage cannot be reached."""
+    try:
+        with log_file(folder.path / "log" / "run.log"):
+            yield
+    except OSError:
+        raise
+    except BaseException:
+        with suppress(OSError):
+            folder.push("log/run.log")
+        raise
+    folder.push("log/run.log")
+
+
+@contextmanager
+def _run_log(folder: RunFolder) -> Iterator[None]:
+    """Writes log/run.log, and sends it home at the end unless the storage cannot be reached."""
+    try:
+        with log_file(folder.path / "log" / "run.log"):
+            yield
+    except OSError:
+        raise
+    except BaseException:
+        with suppress(OSError):
+            folder.push("log/run.log")
+        raise
+    folder.push("log/run.log")
 
 
 def train(config: RunConfig, address: str | None = None) -> RunFolder:
@@ -333,3 +368,13 @@ class RunDriver:
             yield
         finally:
             self.durations[name] = self.durations.get(name, 0.0) + time.monotonic() - begin
+
+
+def command(config: Config, set_: Set = None, address: Address = None) -> None:
+    """Train, evaluate and register a model.
+
+    The run is resumed where an earlier attempt ended; finished stages are not repeated.
+
+    Example: raycap run configs/demo.yaml --set seed=1
+    """
+    run(load_config(config, set_ or ()), address)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from pipeline.errors import UserError
 from pipeline.scoring.metrics import METRICS, Scores, score_captions
@@ -116,3 +119,20 @@ def _check_targets(json_file: Path | None, per_image: Path | None) -> None:
             raise UserError(f"{option} {path}: the folder {path.absolute().parent} does not exist; make it first")
         if path is not None and path.is_dir():
             raise UserError(f"{option} {path}: this is a folder; give a file's name")
+
+
+def command(
+    references: Annotated[Path, typer.Option(help="Captions in COCO's or Karpathy's format, gzipped or not.")],
+    predictions: Annotated[Path, typer.Option(help="A COCO result file: a list of image_id and caption.")],
+    json: Annotated[Path | None, typer.Option(help="Write scores, signature and extras to this JSON file.")] = None,
+    per_image: Annotated[Path | None, typer.Option(help="Write one row per image to this .parquet or .csv.")] = None,
+    split: Annotated[str | None, typer.Option(help="Score this split of a Karpathy file, all of it.")] = None,
+    complete: Annotated[bool, typer.Option("--complete", help="Require a prediction for every image.")] = False,
+) -> None:
+    """Score a COCO result file.
+
+    The metrics are BLEU, METEOR, ROUGE-L, CIDEr-D and SPICE. Neither a model nor Ray is needed.
+
+    Example: raycap score --references captions_val2014.json --predictions results.json --json scores.json
+    """
+    score(references, predictions, json_file=json, per_image=per_image, split=split, complete=complete)

@@ -15,8 +15,12 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+from typer.exceptions import TyperException
+
+from jobs.cli import COMMANDS
 from pipeline.cluster.jobs_api import FINAL_STATES, JobsServer, UnreachableError
 from pipeline.cluster.packaging import pack
 from pipeline.cluster.submission import (
@@ -114,26 +118,14 @@ def command_overrides(command: str, config: Path, arguments: Sequence[str]) -> l
 
     Raises UserError for a command that does not take a configuration or would refuse its options.
     """
-    from typer.main import get_command
-
-    from jobs.cli import app
-
-    root: Any = get_command(app)
-    fitting = sorted(
-        name
-        for name, known in root.commands.items()
-        if any(parameter.name == "config" and parameter.param_type_name == "argument" for parameter in known.params)
-    )
-    fitting.remove("submit")
+    fitting = sorted(name for name, entry in COMMANDS.items() if entry.can_submit)
     if command not in fitting:
         raise UserError(f"{command!r} cannot be submitted; one of {', '.join(fitting)} can, and status, logs, stop")
     if "--address" in arguments:
         raise UserError("--address was given twice; the job joins the cluster that it runs on")
     try:
-        context = root.commands[command].make_context(command, [str(config), *arguments])
-    except Exception as error:
-        if not hasattr(error, "format_message"):  # click's own, which typer carries under a private name
-            raise
+        context = COMMANDS[command].load(command).make_context(command, [str(config), *arguments])
+    except TyperException as error:
         raise UserError(f"raycap {command} refuses these options: {error.format_message()}") from error
     return list(context.params.get("set_") or ())
 
@@ -316,3 +308,48 @@ def stop(job_id: str, address: str, patience_s: float = 60.0) -> int:
         time.sleep(0.5)
     logger.info(f"job       {job_id} is over: {info['status']}; the same command continues what it did")
     return 0
+
+
+def command(
+    context: typer.Context,
+    command: Annotated[str, typer.Argument(help="A command that takes a CONFIG; or status, logs, stop.")],
+    config: Annotated[str, typer.Argument(help="The command's YAML file, or a job's id.", metavar="CONFIG|ID")],
+    address: Annotated[str, typer.Option(help="The cluster's dashboard, for example http://head:8265.")],
+    env: Annotated[
+        list[str] | None, typer.Option(metavar="NAME[=VALUE]", help="A variable for the job. Its value is not secret.")
+    ] = None,
+    secret: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A variable that is set on the cluster's nodes.")
+    ] = None,
+    with_dependencies: Annotated[
+        bool, typer.Option("--with-dependencies", help="Install requirements.lock for the job; for development.")
+    ] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Do not wait for the job.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="With logs: print until the job ends.")] = False,
+) -> int:
+    """Run a command as a job on a Ray cluster.
+
+    The job's log is printed until it ends, and the exit code is the job's. Ctrl-C asks whether to stop the job too.
+    Options that are not listed here, such as --set, go to the command. `submit status ID`, `submit logs ID` and
+    `submit stop ID` manage a job. A token comes from RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH.
+
+    Example: raycap submit run configs/demo.yaml --address http://head:8265 --set storage=s3://bucket/prefix
+    """
+    if command in ("status", "logs", "stop"):
+        refuse_options(
+            command, context.args, env=env, secret=secret, detach=detach, with_dependencies=with_dependencies
+        )
+        if command == "logs":
+            return logs(config, address, follow)
+        return status(config, address) if command == "status" else stop(config, address)
+    refuse_options(command, [config] if config.startswith("-") else [], follow=follow)
+    return submit(
+        command,
+        Path(config),
+        context.args,
+        address,
+        env=env or (),
+        secrets=secret or (),
+        with_dependencies=with_dependencies,
+        detach=detach,
+    )

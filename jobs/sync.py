@@ -5,7 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from jobs.options import Set
 from pipeline.config.load import load_config, parse_config, read_values
 from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
@@ -21,11 +25,19 @@ logger = logging.getLogger(__name__)
 Runs = Iterator[tuple[RunFolder, RunConfig]]
 
 
-def sync(target: Path, overrides: Sequence[str] = ()) -> int:
-    """Sends what is missing of the runs that `target` names: a run's folder, a storage's, or a configuration.
+def sync(
+    target: Annotated[
+        Path, typer.Argument(help="A run's folder, a storage's, or a configuration.", metavar="[RUN_FOLDER|CONFIG]")
+    ] = Path("results"),
+    set_: Set = None,
+) -> int:
+    """Send the tracker what it missed while it was down.
 
-    Returns the exit code: 1 when a tracker does not take everything. Raises UserError when there is no run.
+    The exit code is 1 when a tracker does not accept everything.
+
+    Example: raycap sync results/runs/RUN --set tracking.uri=http://127.0.0.1:5000
     """
+    overrides = set_ or ()
     found, silent = 0, set()
     for folder, config in _from_config(target, overrides) if target.is_file() else _from_folder(target, overrides):
         found += 1

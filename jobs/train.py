@@ -8,13 +8,14 @@ import uuid
 from typing import Any
 
 from pipeline.config.run import RunConfig
+from pipeline.errors import JobFailedError
 from pipeline.storage.path import StoragePath
 from pipeline.training.loop import DivergedError, StageJob, train_stages
 from pipeline.training.stage_output import AbandonedError
 
 
-class StageFailedError(RuntimeError):
-    """Training failed in a way that repeats itself; the message says where and why."""
+class StageFailedError(JobFailedError):
+    """Training failed and would fail again in the same way. The message names the place and the reason."""
 
 
 def fit(job: StageJob, config: RunConfig) -> None:

@@ -1,7 +1,11 @@
-"""The error class for mistakes of the user: one sentence and exit code 2, never a traceback."""
+"""The two errors that end a command with one sentence in place of a traceback."""
 
 from __future__ import annotations
 
 
 class UserError(ValueError):
-    """A mistake that the user can correct: the message names the key or file, what was found and what to do."""
+    """Something the user can correct: the message names the key or file, what was found and what to do. Exit code 2."""
+
+
+class JobFailedError(RuntimeError):
+    """A job that failed for a known reason, which the message names. Exit code 1."""

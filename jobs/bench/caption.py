@@ -1,20 +1,21 @@
-"""`raycap bench caption`: images a second of beam 5 at the paper's size, from features and from image files."""
+"""`raycap bench caption`: images captioned per second with beam 5 at the paper's size."""
 
 from __future__ import annotations
 
 import io
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import typer
 from PIL import Image
 
+from jobs.bench.measuring import median_seconds
 from jobs.bench.models import FEATURE_WIDTH, IMAGE_TOKENS, paper_model, search
 from jobs.bench.reference_expansionnet import MaterializedModel
+from jobs.options import Threads
 from models.backbone import Backbone
 from models.base import Features
 from models.config import BackboneConfig
@@ -26,15 +27,23 @@ MAX_PIXELS = 10**8
 
 
 @torch.no_grad()  # in inference mode autocast would convert every weight anew at every use
-def bench_caption(images: int = 16, repeats: int = 3, threads: int | None = None) -> None:
-    """Prints medians. Random weights, so that every caption runs to its 20th token; JPEGs of 640 x 480 noise in memory.
+def bench_caption(
+    images: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 16,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each after a warm-up; medians are printed.")] = 3,
+    threads: Threads = None,
+) -> None:
+    """Images captioned per second with beam 5.
 
-    The prefix-recomputing form is the reference's way, on the same weights; all in float32 but where bfloat16 is said.
+    The model has the paper's size and random weights, so that every caption has 20 tokens. It reads features, and JPEG
+    files of 640 x 480 noise from memory. The prefix-recomputing form is the reference's way to decode. The precision
+    is float32 except where the line says bfloat16.
+
+    Example: raycap bench caption --images 8
     """
     prepare_processor(threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = paper_model(device)
-    slow, backbone = MaterializedModel(model), Backbone(BackboneConfig()).eval().to(device)
+    reference, backbone = MaterializedModel(model), Backbone(BackboneConfig()).eval().to(device)
     features = Features(torch.randn(images, IMAGE_TOKENS, FEATURE_WIDTH, device=device))
     files, transform = _files(images), ImageTransform(backbone.config.image_size)
 
@@ -44,7 +53,7 @@ def bench_caption(images: int = 16, repeats: int = 3, threads: int | None = None
 
     where = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     print(f"{images} images, beam 5 to 20 tokens, {backbone.config.name} and ExpansionNet v2; {where}; {repeats} runs")
-    recomputed = _rate("features, prefix recomputed", partial(search, slow, features), images, repeats)
+    recomputed = _rate("features, prefix recomputed", partial(search, reference, features), images, repeats)
     for name, run in (
         ("features, cached", partial(search, model, features)),
         ("features, cached, bfloat16", _bfloat16(device, partial(search, model, features))),
@@ -56,13 +65,14 @@ def bench_caption(images: int = 16, repeats: int = 3, threads: int | None = None
 
 
 def _files(count: int) -> list[bytes]:
-    generator, found = np.random.default_rng(0), []
+    """JPEG files of 640 x 480 smooth noise."""
+    generator, files = np.random.default_rng(0), []
     for _ in range(count):
         coarse = Image.fromarray(generator.integers(0, 256, (30, 40, 3), np.uint8)).resize((640, 480))
         buffer = io.BytesIO()
         coarse.save(buffer, "JPEG", quality=90)
-        found.append(buffer.getvalue())
-    return found
+        files.append(buffer.getvalue())
+    return files
 
 
 def _bfloat16(device: torch.device, run: Callable[[], Any]) -> Callable[[], Any]:
@@ -74,14 +84,9 @@ def _bfloat16(device: torch.device, run: Callable[[], Any]) -> Callable[[], Any]
 
 
 def _rate(name: str, run: Callable[[], Any], images: int, repeats: int) -> float:
-    seconds = []
-    for repeat in range(repeats + 1):
-        begin = time.perf_counter()
-        run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        if repeat:  # the first one warms up
-            seconds.append(time.perf_counter() - begin)
-    rate = images / statistics.median(seconds)
+    """Prints and returns images per second."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    _, seconds = median_seconds(run, repeats, warm_up=1, wait=wait)
+    rate = images / seconds
     print(f"{name:<34}{rate:>9.2f} images/s", flush=True)
     return rate

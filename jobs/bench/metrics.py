@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import random
-import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from jobs.bench.measuring import median_seconds
+from jobs.options import References
 from pipeline.errors import UserError
 from pipeline.scoring.metrics import BLEU, Score, score_captions
 from pipeline.scoring.result_files import ImageId, read_references
 
-_METRICS = (*BLEU, "ROUGE-L", "CIDEr-D")
-_REFERENCES = 5
+METRICS = (*BLEU, "ROUGE-L", "CIDEr-D")
+NUM_REFERENCES = 5
 
-_SCENE = (
+SENTENCE_PARTS = (
     (
         "A man",
         "A young woman in a red hat",
@@ -69,41 +70,37 @@ _SCENE = (
 )
 
 
-def bench_metrics(images: int = 5000, references: Path | None = None, repeats: int = 3) -> dict[str, Any]:
-    """Times of both (median of `repeats`, s), and the largest difference of their values; prints a line each.
+def bench_metrics(
+    images: Annotated[int, typer.Option(min=1, help="Number of images, each with five references.")] = 5000,
+    references: References = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each; medians are printed.")] = 3,
+) -> dict[str, Any]:
+    """Time of the caption metrics beside pycocoevalcap.
 
-    references: COCO or Karpathy captions to take the first `images` with five captions from; without it captions are
-    made up (shorter and with fewer distinct words than COCO's). A prediction is one of the image's references with
-    words left out and swapped. pycocoevalcap's time holds its tokenizer only where java is there to run it.
+    BLEU, ROUGE-L and CIDEr-D are computed with tokenization, and the largest difference of their values is printed.
+    A prediction is one of the image's references with words left out and swapped. Generated captions are shorter than
+    COCO's and have fewer distinct words. pycocoevalcap's time includes its tokenizer only where Java is installed.
+
+    Example: raycap bench metrics --images 5000
     """
-    captions = _captions_from(references, images) if references else _made_up(images)
+    captions = _captions_from(references, images) if references else _generated(images)
     predictions = _predictions(captions)
-    source = references.name if references else "made-up captions"
-    print(f"{len(captions)} images x {_REFERENCES} references ({source}), median of {repeats}")
+    source = references.name if references else "generated captions"
+    print(f"{len(captions)} images x {NUM_REFERENCES} references ({source}), median of {repeats}")
 
     from pipeline.scoring import ptb
 
-    def ours() -> dict[str, Score]:
-        ptb._plain_tokens.cache_clear()  # a first run's speed, not a second one's
-        return score_captions(captions, predictions, metrics=_METRICS).by_name
+    def score() -> dict[str, Score]:
+        ptb._plain_tokens.cache_clear()  # every run is as fast as the first
+        return score_captions(captions, predictions, metrics=METRICS).by_name
 
-    mine, seconds = _timed(ours, repeats)
+    ours, seconds = median_seconds(score, repeats)
     print(f"  raycap         {seconds:6.2f} s  tokenization, BLEU-1..4, ROUGE-L, CIDEr-D")
     theirs, upstream_seconds, parts = _pycocoevalcap(captions, predictions, repeats)
     print(f"  pycocoevalcap  {upstream_seconds:6.2f} s  {parts}")
-    difference = max(_difference(mine[name], theirs[name]) for name in _METRICS)
-    print(f"  largest difference of a value, of all images and of each: {difference:.1e}")
+    difference = max(_difference(ours[name], theirs[name]) for name in METRICS)
+    print(f"  largest difference of a value, over all images or per image: {difference:.1e}")
     return {"raycap_s": seconds, "pycocoevalcap_s": upstream_seconds, "parts": parts, "difference": difference}
-
-
-def _timed(call: Callable[[], Any], repeats: int) -> tuple[Any, float]:
-    seconds = []
-    result = None
-    for _ in range(repeats):
-        start = time.perf_counter()
-        result = call()
-        seconds.append(time.perf_counter() - start)
-    return result, statistics.median(seconds)
 
 
 def _pycocoevalcap(
@@ -119,7 +116,7 @@ def _pycocoevalcap(
     raw = [{image: [{"caption": text} for text in texts] for image, texts in captions.items()}]
     raw.append({image: [{"caption": predictions[image]}] for image in captions})
     try:
-        tokenized, tokenizer_seconds = _timed(lambda: [PTBTokenizer().tokenize(part) for part in raw], repeats)
+        tokenized, tokenizer_seconds = median_seconds(lambda: [PTBTokenizer().tokenize(part) for part in raw], repeats)
         parts = f"its tokenizer (Java) {tokenizer_seconds:.2f} s"
     except OSError as error:  # no java, or its package folder cannot be written
         rows = ptb.tokenize_all([text["caption"] for part in raw for texts in part.values() for text in texts])
@@ -129,38 +126,38 @@ def _pycocoevalcap(
 
     def scorers() -> dict[str, Score]:
         bleu, bleu_each = Bleu(len(BLEU)).compute_score(*tokenized, verbose=0)
-        found = {name: Score(bleu[n], bleu_each[n]) for n, name in enumerate(BLEU)}
+        scores = {name: Score(bleu[n], bleu_each[n]) for n, name in enumerate(BLEU)}
         for name, scorer in (("ROUGE-L", Rouge()), ("CIDEr-D", Cider())):
             value, each = scorer.compute_score(*tokenized)
-            found[name] = Score(float(value), list(map(float, each)))
-        return found
+            scores[name] = Score(float(value), list(map(float, each)))
+        return scores
 
-    found, seconds = _timed(scorers, repeats)
-    return found, tokenizer_seconds + seconds, f"{parts}, scorers {seconds:.2f} s"
+    scores, seconds = median_seconds(scorers, repeats)
+    return scores, tokenizer_seconds + seconds, f"{parts}, scorers {seconds:.2f} s"
 
 
-def _difference(mine: Score, theirs: Score) -> float:
-    pairs = zip([mine.value, *(mine.per_image or [])], [theirs.value, *(theirs.per_image or [])], strict=True)
+def _difference(ours: Score, theirs: Score) -> float:
+    """The largest difference of the values, over all images and per image."""
+    pairs = zip([ours.value, *(ours.per_image or [])], [theirs.value, *(theirs.per_image or [])], strict=True)
     return max(abs((a or 0.0) - (b or 0.0)) for a, b in pairs)
 
 
 def _captions_from(path: Path, images: int) -> dict[ImageId, list[str]]:
-    found = {image: texts[:_REFERENCES] for image, texts in read_references(path).items() if len(texts) >= _REFERENCES}
-    if len(found) < images:
-        raise UserError(
-            f"{path} has {len(found)} images with {_REFERENCES} captions, fewer than the {images} asked for"
-        )
-    return dict(list(found.items())[:images])
+    references = read_references(path)
+    enough = {image: texts[:NUM_REFERENCES] for image, texts in references.items() if len(texts) >= NUM_REFERENCES}
+    if len(enough) < images:
+        raise UserError(f"{path} has {len(enough)} images with {NUM_REFERENCES} captions; give --images {len(enough)}")
+    return dict(list(enough.items())[:images])
 
 
-def _made_up(images: int) -> dict[ImageId, list[str]]:
+def _generated(images: int) -> dict[ImageId, list[str]]:
     source = random.Random(0)
 
     def caption() -> str:
-        subject, verb, place, end = (source.choice(part) for part in _SCENE)
+        subject, verb, place, end = (source.choice(part) for part in SENTENCE_PARTS)
         return f"{subject} {verb} {place}{end}."
 
-    return {image: [caption() for _ in range(_REFERENCES)] for image in range(images)}
+    return {image: [caption() for _ in range(NUM_REFERENCES)] for image in range(images)}
 
 
 def _predictions(captions: dict[ImageId, list[str]]) -> dict[ImageId, str]:

@@ -14,12 +14,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor
 
 from jobs.bench.reference_expansionnet import MaterializedModel, dynamic_expansion, static_expansion
+from jobs.options import Threads
 from models.base import CaptionModel, Features, ModelSizes
 from models.config import ExpansionNetConfig
 from models.decoding import Captions, beam_search, sample
@@ -283,3 +285,18 @@ def _processor() -> str:
     except OSError:
         names = []
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def command(
+    images: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 16,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each form; medians are printed.")] = 5,
+    threads: Threads = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Speed of the model's forms and cost of Table VI's rows.
+
+    The factorized, cached model is compared with the materialized, prefix-recomputing one.
+
+    Example: raycap bench models --images 16
+    """
+    bench_models(images=images, repeats=repeats, threads=threads, device=device)

@@ -1,4 +1,4 @@
-"""`raycap bench ray`: a stage's steps on Ray Train beside the same steps in a plain process."""
+"""`raycap bench ray`: the steps of a stage on Ray Train beside the same steps in a plain process."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import statistics
 import tempfile
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+import typer
+
+from jobs.bench.measuring import percent_changes, print_times
 
 if TYPE_CHECKING:
     from pipeline.runs.folder import RunFolder
@@ -18,14 +21,17 @@ if TYPE_CHECKING:
 STEPS, SKIPPED = 40, 8
 
 
-def bench_ray(pairs: int = 4) -> None:
-    """Prints seconds a step of both and their ratio: the median of that of neighboring runs, first one, then the other.
+def bench_ray(
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs of runs, one with Ray Train and one without.")] = 4,
+) -> None:
+    """Time that Ray Train adds to a training step.
 
-    A machine that others use, too, drifts by more than what is measured here: neighbors share its mood, and each of the
-    two is as often the first.
+    Both sides of a pair run one after the other and take turns to be first, because the load of a shared machine
+    drifts by more than the difference; the median of the pairs' ratios is printed. Both run the same loop on the
+    synthetic data set with random features of 144 tokens: an ExpansionNet v2 of width 256, 16 pairs per step, one
+    worker, float32. The time that a step waits for data is printed too.
 
-    The embedded data set with random features of 144 tokens, an ExpansionNet v2 of width 256, 16 pairs a step, one
-    worker, float32. Both run the same loop on the same run, and write the same journal, from which the times are taken.
+    Example: raycap bench ray --pairs 6
     """
     from jobs.cluster import start_ray
     from pipeline.config.load import parse_config
@@ -33,7 +39,7 @@ def bench_ray(pairs: int = 4) -> None:
 
     with tempfile.TemporaryDirectory(prefix="raycap-bench-") as scratch:
         root = Path(scratch)
-        config = parse_config(embedded_settings(root))
+        config = parse_config(synthetic_settings(root))
         folder = prepare(config)
         store = random_store(folder, root / "store")
         start_ray(config, None)
@@ -41,21 +47,18 @@ def bench_ray(pairs: int = 4) -> None:
         waits: list[float] = []
         for pair in range(pairs):
             for name in sorted(times, reverse=pair % 2 == 1):
-                steps, waited = _run(folder.path, store, name == "Ray Train")
-                times[name].append(steps)
-                waits.append(waited)
-    print(f"{STEPS - SKIPPED} steps each, {pairs} pairs of runs; median ms a step")
-    for name, values in times.items():
-        spread = ", ".join(f"{1e3 * value:.1f}" for value in values)
-        print(f"{name:<16}{1e3 * statistics.median(values):>9.1f}   ({spread})")
-    ratios = [ray / plain for plain, ray in zip(*times.values(), strict=True)]
-    spread = ", ".join(f"{100 * (ratio - 1):+.1f}" for ratio in ratios)
-    print(f"Ray adds {100 * (statistics.median(ratios) - 1):+.1f} % ({spread}; asked: at most 3)")
-    print(f"data wait {100 * max(waits):.1f} % at most (asked: at most 5)")
+                seconds, wait = _run(folder.path, store, name == "Ray Train")
+                times[name].append(seconds)
+                waits.append(wait)
+    print(f"{STEPS - SKIPPED} steps each, {pairs} pairs of runs; median ms per step")
+    print_times(times)
+    median, values = percent_changes([ray / plain for plain, ray in zip(*times.values(), strict=True)])
+    print(f"Ray adds {median} ({values}; required: at most 3)")
+    print(f"data wait {100 * max(waits):.1f} % at most (required: at most 5)")
 
 
-def embedded_settings(root: Path) -> dict[str, Any]:
-    """The embedded data set, a captioner of width 256, and one stage on frozen features: one epoch of 51 steps."""
+def synthetic_settings(root: Path) -> dict[str, Any]:
+    """The synthetic data set, a captioner of width 256, and one stage on frozen features: one epoch of 51 steps."""
     backbone = {
         "name": "swin_tiny_patch4_window7_224",
         "weights": "none",
@@ -79,7 +82,7 @@ def embedded_settings(root: Path) -> dict[str, Any]:
 
 
 def random_store(folder: RunFolder, path: Path) -> Path:
-    """A store with random features of 144 tokens for all of a run's images."""
+    """A store with random features of 144 tokens for all images of a run."""
     from pipeline.features.store import mark_complete, write_shard
 
     keys = sorted(set(folder.dataset.column("key")))
@@ -90,7 +93,7 @@ def random_store(folder: RunFolder, path: Path) -> Path:
 
 
 def _run(run: Path, store: Path, ray: bool) -> tuple[float, float]:
-    """(median seconds a step, share of time that data was waited for), from the journal of one fresh stage."""
+    """Trains one stage from its beginning; its median seconds per step and the share of time spent waiting for data."""
     from jobs.train import fit
     from pipeline.runs.folder import RunFolder
     from pipeline.runs.journal import read_journal

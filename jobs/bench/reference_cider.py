@@ -47,4 +47,5 @@ def grams(words: Caption) -> Counter[Gram]:
 
 
 def norm(part: dict[Gram, float]) -> float:
+    """The Euclidean norm of a sparse vector."""
     return math.sqrt(sum(value**2 for value in part.values()))

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -15,26 +14,36 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from jobs.bench.ray import embedded_settings, random_store
+import typer
+
+from jobs.bench.measuring import percent_changes, print_times
+from jobs.bench.ray import random_store, synthetic_settings
+from jobs.options import Threads
 
 if TYPE_CHECKING:
     from pipeline.config.run import RunConfig
     from pipeline.runs.folder import RunFolder
 
 MODES = ("no tracker", "answers", "stopped")
-WARM, STEPS, SETTLING = 8, 28, 4  # steps before the first phase, of a phase, and at its beginning that do not count
-START_S = 240.0  # the longest that MLflow's server may take to start
+WARM_UP, STEPS, SETTLING = 8, 28, 4  # steps before the first phase, per phase, and not counted at a phase's beginning
+SERVER_START_S = 240.0
 
 
-def bench_tracker(rounds: int = 6, threads: int | None = None) -> None:
-    """Prints mean seconds a step of the three, and the medians over the rounds of their neighbors' ratios.
+def bench_tracker(
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each of the three cases.")] = 6,
+    threads: Threads = None,
+) -> None:
+    """Time that tracking adds to a training step.
 
-    One stage on Ray Train with one worker; the driver's tracker changes every 28 steps, in an order that turns from
-    round to round: what the machine does besides is shared by neighbors. Means, not medians: a tracker disturbs now
-    and then. `threads` (None: every core) are torch's. MLflow's own server runs on this machine too, so that what it
-    costs to answer counts; "stopped" is a port of this machine that nobody listens at.
+    The three cases are no tracker, a tracker that answers, and a tracker that is stopped (a port without a listener).
+    One stage runs on Ray Train with one worker, and its tracker changes every 28 steps in an order that is reversed
+    every round, because the load of a shared machine drifts. The mean times per step and the median ratios over the
+    rounds are printed; means, because a tracker disturbs single steps. The MLflow server runs on this machine, so that
+    the time it takes to answer counts. The default number of threads is that of all cores.
+
+    Example: raycap bench tracker --rounds 8
     """
     from jobs.cluster import start_ray
     from jobs.train import fit
@@ -44,7 +53,7 @@ def bench_tracker(rounds: int = 6, threads: int | None = None) -> None:
 
     phases = [mode for turn in range(rounds) for mode in (MODES if turn % 2 == 0 else MODES[::-1])]
     with tempfile.TemporaryDirectory(prefix="raycap-bench-") as scratch, _mlflow_server(Path(scratch)) as port:
-        config = parse_config(_settings(Path(scratch), WARM + len(phases) * STEPS, threads or os.cpu_count() or 1))
+        config = parse_config(_settings(Path(scratch), WARM_UP + len(phases) * STEPS, threads or os.cpu_count() or 1))
         folder = prepare(config)
         store = random_store(folder, Path(scratch) / "store")
         start_ray(config, None)
@@ -61,7 +70,7 @@ def bench_tracker(rounds: int = 6, threads: int | None = None) -> None:
 
 
 def _settings(root: Path, steps: int, threads: int) -> dict[str, Any]:
-    settings = embedded_settings(root)
+    settings = synthetic_settings(root)
     settings["stages"][0] |= {"epochs": steps / 51}
     settings["workers"] |= {"threads_per_worker": threads}
     return settings
@@ -70,21 +79,21 @@ def _settings(root: Path, steps: int, threads: int) -> dict[str, Any]:
 def _change_trackers(
     folder: RunFolder, config: RunConfig, phases: list[str], where: dict[str, str], stop: threading.Event
 ) -> None:
-    """One tracker a phase, of those that a run has, with the pauses that it has in a run."""
+    """Runs one tracker per phase, as a run's driver does."""
     from pipeline.tracking.run_tracker import Tracker
 
     for number, mode in enumerate(phases):
-        if not _reached(folder.journal, WARM + number * STEPS, stop):
+        if not _wait_for_step(folder.journal, WARM_UP + number * STEPS, stop):
             return
         tracking = config.tracking.model_copy(update={"enabled": mode in where, "uri": where.get(mode)})
         tracker = Tracker(folder, config.model_copy(update={"tracking": tracking}))
         tracker.start()
-        _reached(folder.journal, WARM + (number + 1) * STEPS, stop)
+        _wait_for_step(folder.journal, WARM_UP + (number + 1) * STEPS, stop)
         tracker.close(None)
 
 
-def _reached(journal: Path, step: int, stop: threading.Event) -> bool:
-    """Waits until a step is in the journal; False when there is no more to wait for."""
+def _wait_for_step(journal: Path, step: int, stop: threading.Event) -> bool:
+    """Waits until the journal contains a step. Returns False when training has ended before it."""
     while not journal.is_file() or journal.read_bytes().count(b'"kind": "train"') < step:
         if stop.wait(0.2):
             return False
@@ -92,28 +101,25 @@ def _reached(journal: Path, step: int, stop: threading.Event) -> bool:
 
 
 def _means(journal: Path, phases: int) -> list[float]:
-    """Mean seconds a step of each phase."""
+    """Mean seconds per step of each phase."""
     from pipeline.runs.journal import read_journal
 
     times = {entry["step"]: entry["time"] for entry in read_journal(journal) if entry["kind"] == "train"}
     means = []
     for number in range(phases):
-        first, last = WARM + number * STEPS + SETTLING, WARM + (number + 1) * STEPS
+        first, last = WARM_UP + number * STEPS + SETTLING, WARM_UP + (number + 1) * STEPS
         means.append((times[last] - times[first]) / (last - first))
     return means
 
 
 def _print(means: list[float], phases: list[str]) -> None:
-    found = {mode: [mean for mean, each in zip(means, phases, strict=True) if each == mode] for mode in MODES}
-    print(f"{STEPS - SETTLING} steps each, {len(found[MODES[0]])} rounds; median of the mean ms a step")
-    for mode, values in found.items():
-        spread = ", ".join(f"{1e3 * value:.1f}" for value in values)
-        print(f"{mode:<12}{1e3 * statistics.median(values):>9.1f}   ({spread})")
+    times = {mode: [mean for mean, phase in zip(means, phases, strict=True) if phase == mode] for mode in MODES}
+    print(f"{STEPS - SETTLING} steps each, {len(times[MODES[0]])} rounds; median of the mean ms per step")
+    print_times(times)
     for mode, other in (("stopped", "answers"), ("stopped", "no tracker"), ("answers", "no tracker")):
-        ratios = [one / two for one, two in zip(found[mode], found[other], strict=True)]
-        spread = ", ".join(f"{100 * (ratio - 1):+.1f}" for ratio in ratios)
-        asked = "; asked: at most 2" if mode == "stopped" else ""
-        print(f"{mode} over {other}: {100 * (statistics.median(ratios) - 1):+.1f} % ({spread}{asked})")
+        median, values = percent_changes([one / two for one, two in zip(times[mode], times[other], strict=True)])
+        required = "; required: at most 2" if mode == "stopped" else ""
+        print(f"{mode} over {other}: {median} ({values}{required})")
 
 
 def _free_port() -> int:
@@ -124,7 +130,7 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def _mlflow_server(folder: Path) -> Iterator[int]:
-    """MLflow's own server with its data in a folder; its port."""
+    """An MLflow server with its data in a folder; yields its port."""
     port = _free_port()
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{folder / 'server.db'}"]
@@ -135,14 +141,14 @@ def _mlflow_server(folder: Path) -> Iterator[int]:
             command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
-        until = time.monotonic() + START_S
+        deadline = time.monotonic() + SERVER_START_S
         while True:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
                 break
-            if process.poll() is not None or time.monotonic() > until:
-                raise RuntimeError(f"MLflow's server does not start: {(folder / 'server.log').read_text()[-2000:]}")
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the MLflow server does not start: {(folder / 'server.log').read_text()[-2000:]}")
             time.sleep(0.2)
         yield port
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # with its workers: a session of its own
+        os.killpg(process.pid, signal.SIGKILL)  # its workers, too: they share its session
         process.wait()

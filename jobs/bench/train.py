@@ -10,10 +10,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
+import typer
 
+from jobs.options import Threads
 from models.backbone import Backbone
 from models.base import Features
 from models.captioner import Captioner
@@ -66,8 +69,16 @@ EPOCHS = {"xe_frozen": (8, COCO_PAIRS), "xe_finetune": (2, COCO_PAIRS), "scst_fr
 EPOCHS["scst_finetune"] = (1, COCO_IMAGES)
 
 
-def bench_train(repeats: int = 5, threads: int | None = None) -> None:
-    """Median seconds of an optimizer step and the peak memory of each case, in one run."""
+def bench_train(
+    repeats: Annotated[int, typer.Option(min=1, help="Steps measured per case; medians are printed.")] = 5,
+    threads: Threads = None,
+) -> None:
+    """Time and memory of a training step at the paper's size.
+
+    The features are random. On CUDA the four stages of the paper's recipe are measured too.
+
+    Example: raycap bench train --repeats 5
+    """
     prepare_processor(threads)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, ExpansionNet v2 at the paper's size")
     print(f"{'case':<48}{'s/step':>9}{'s/caption':>11}{'peak MiB':>10}  reference")

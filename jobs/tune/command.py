@@ -10,8 +10,12 @@ import math
 import os
 import time
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from jobs.cluster import connect
+from jobs.options import Address, Set
 from jobs.run import alone
 from jobs.tune.adapter import run_trials
 from jobs.tune.features import extract_once, find_backbone
@@ -124,3 +128,18 @@ def _check_fits(search: Search, cpus: float, gpus: float, where: str) -> None:
                 f"and {where} has {available:g}; lower resources.{kind} or resources.workers, or join a larger cluster "
                 "with --address"
             )
+
+
+def command(
+    config: Annotated[Path, typer.Argument(help="The search's YAML file.", metavar="CONFIG")],
+    set_: Set = None,
+    retry_failed: Annotated[bool, typer.Option(help="Also repeat the trials that failed.")] = False,
+    address: Address = None,
+) -> int:
+    """Search over configuration keys.
+
+    The YAML names the keys, such as the expansion coefficients. A killed search resumes with the same command.
+
+    Example: raycap tune configs/search_demo.yaml --set budget.trials=16
+    """
+    return tune(config, set_ or [], address, retry_failed=retry_failed)

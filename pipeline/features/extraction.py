@@ -36,6 +36,7 @@ from pipeline.features.store import (
     write_index,
     write_shard,
 )
+from pipeline.runtime.progress import progress
 from pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from pipeline.storage.tables import read_table, write_table
 
@@ -136,18 +137,14 @@ def extract(
     logger.info(f"features  {folder.name}: {total - count} of {total} images there, {count} to compute")
     if count:
         start_ray()
-        begin = last = time.monotonic()
-        done = 0
-        for keys, reasons in compute(missing, folder, extractor):
-            unusable |= {str(key): str(reason) for key, reason in zip(keys, reasons, strict=True) if reason}
-            done += len(keys)
-            now = time.monotonic()
-            if now - last > 5 or done == count:
-                rate = done / (now - begin)
-                logger.info(
-                    f"features    {done}/{count} images, {rate:.0f} images/s, {(count - done) / rate:.0f} s left"
-                )
-                last = now
+        begin, done = time.monotonic(), 0
+        with progress("features  ", count) as advance:
+            for keys, reasons in compute(missing, folder, extractor):
+                unusable |= {str(key): str(reason) for key, reason in zip(keys, reasons, strict=True) if reason}
+                done += len(keys)
+                advance(len(keys))
+        seconds = time.monotonic() - begin
+        logger.info(f"features    {done} images in {seconds:.0f} s, {done / seconds:.0f} images/s")
         if done != count:
             raise RuntimeError(f"Ray Data returned {done} of {count} images; run the extraction again")
         write_index(folder)

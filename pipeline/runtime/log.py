@@ -14,20 +14,33 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from pipeline.errors import JobFailedError, UserError
+
 PACKAGES = ("jobs", "pipeline", "models")
 _indent: ContextVar[str] = ContextVar("indent", default="")
 _rank = 0
 
 
 def configure_logging(level: int = logging.INFO) -> None:
-    """Shows records from `level` on at the terminal (standard output). Calling it again changes the level."""
+    """Shows records from `level` on at the terminal (standard output). Calling it again changes the level.
+
+    A log file holds records from INFO on even if the terminal shows warnings only.
+    """
     for name in PACKAGES:
         logger = logging.getLogger(name)
-        logger.setLevel(level)
-        if not any(isinstance(handler, _TerminalHandler) for handler in logger.handlers):
+        logger.setLevel(min(level, logging.INFO))
+        handler = next((handler for handler in logger.handlers if isinstance(handler, _TerminalHandler)), None)
+        if handler is None:
             handler = _TerminalHandler()
-            handler.setFormatter(_Formatter())
+            handler.setFormatter(_Formatter(in_file=False))
             logger.addHandler(handler)
+        handler.setLevel(level)
+
+
+def is_shown(level: int) -> bool:
+    """Whether the terminal shows records of this level."""
+    handlers = logging.getLogger(PACKAGES[0]).handlers
+    return any(isinstance(handler, _TerminalHandler) and handler.level <= level for handler in handlers)
 
 
 def set_rank(rank: int) -> None:
@@ -48,7 +61,10 @@ def indented() -> Iterator[None]:
 
 @contextmanager
 def log_file(path: Path) -> Iterator[None]:
-    """Appends records to a file too, each with its date and time. A file that cannot be written is reported once."""
+    """Appends records to a file, too, each with its date and time; at the end the error that ends the block, if any.
+
+    A file that cannot be written is reported once.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
@@ -56,12 +72,17 @@ def log_file(path: Path) -> Iterator[None]:
         logging.getLogger(__name__).warning(f"{path} cannot be written: {error.strerror or error}")
         yield
         return
-    handler.setFormatter(_Formatter("%(asctime)s %(levelname)-7s %(message)s"))
+    handler.setFormatter(_Formatter(in_file=True))
     loggers = [logging.getLogger(name) for name in PACKAGES]
     for logger in loggers:
         logger.addHandler(handler)
     try:
         yield
+    except BaseException as error:
+        trace = None if isinstance(error, UserError | JobFailedError | KeyboardInterrupt) else sys.exc_info()
+        text = f"stopped by {type(error).__name__}: {error}"
+        handler.handle(logging.LogRecord(__name__, logging.ERROR, __file__, 0, text, None, trace))
+        raise
     finally:
         for logger in loggers:
             logger.removeHandler(handler)
@@ -69,15 +90,22 @@ def log_file(path: Path) -> Iterator[None]:
 
 
 class _Formatter(logging.Formatter):
-    """Every line of a message with its level (from WARNING on, at the terminal), its rank and its indentation."""
+    """Begins every line of a record with its indentation and rank; in a file also with the time of day and the level.
 
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        plain_warning = record.levelno >= logging.WARNING and self._fmt == "%(message)s"
+    The terminal shows the level of records that are not plain information.
+    """
+
+    def __init__(self, *, in_file: bool) -> None:
+        super().__init__("%(message)s")
+        self.in_file = in_file
+
+    def format(self, record: logging.LogRecord) -> str:
         prefix = _indent.get() + (f"[rank {_rank}] " if _rank else "")
-        prefix += f"{record.levelname.lower():<9} " if plain_warning else ""
-        lines = record.message.split("\n")
-        record.message = "\n".join(f"{prefix}{line}" if line else "" for line in lines)
-        return super().formatMessage(record)
+        if self.in_file:
+            prefix = f"{self.formatTime(record)} {record.levelname:<7} {prefix}"
+        elif record.levelno != logging.INFO:
+            prefix += f"{record.levelname.lower():<9} "
+        return "\n".join(f"{prefix}{line}" if line else "" for line in super().format(record).split("\n"))
 
 
 class _TerminalHandler(logging.StreamHandler[Any]):
@@ -85,6 +113,7 @@ class _TerminalHandler(logging.StreamHandler[Any]):
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
+        self.addFilter(lambda record: not getattr(record, "has_bar", False))  # a bar shows the same
 
     @property
     def stream(self) -> Any:

@@ -9,7 +9,7 @@ import pytest
 
 import jobs.caption
 from jobs.caption import CaptionOptions, caption
-from tests.unit.jobs.test_caption import make_bundle, write_images
+from tests.support.bundles import make_bundle, write_images
 
 
 @pytest.mark.ray

@@ -24,7 +24,7 @@ from pipeline.features.store import mark_complete, write_shard
 from pipeline.storage.path import storage_path
 from tests.conftest import small_config, write_karpathy
 from tests.parity.test_expansionnet_v2 import GOLDEN, imported
-from tests.unit.jobs.test_caption import make_bundle
+from tests.support.bundles import make_bundle
 
 
 def configuration(folder: Path) -> RunConfig:

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT
+from tests.support.command_line import parse
 
 INFRA = ROOT / "infra"
 KUBERNETES = sorted((INFRA / "kubernetes").glob("*.yaml"))
@@ -228,17 +229,9 @@ def commands() -> list[list[str]]:
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_commands_parse(words: list[str]) -> None:
-    from typer.main import get_command
-
-    from jobs.cli import app
-
-    root: Any = get_command(app)
-    name, rest = words[0], words[1:]
-    assert name in root.commands, f"raycap has no command {name}"
-    context = root.commands[name].make_context(name, list(rest))
-    if name == "submit" and context.params["command"] not in ("status", "logs", "stop"):
-        inner = context.params["command"]
-        root.commands[inner].make_context(inner, [context.params["config"], *context.args])
+    context = parse(words)
+    if words[0] == "submit" and context.params["command"] not in ("status", "logs", "stop"):
+        parse([context.params["command"], context.params["config"], *context.args])
 
 
 def locked() -> dict[str, str]:

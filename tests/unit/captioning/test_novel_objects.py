@@ -30,8 +30,8 @@ from pipeline.errors import UserError
 from pipeline.features.model_inputs import Images
 from pipeline.runs.evaluation import split_result
 from pipeline.scoring.split_result import ConstraintCounts, SplitResult
+from tests.support.bundles import WORDS, make_bundle
 from tests.support.logs import on_message
-from tests.unit.jobs.test_caption import WORDS, make_bundle
 
 TREE = {
     "LabelName": "Entity",
@@ -178,7 +178,7 @@ def test_the_command_writes_constraints_that_a_model_can_say(
     assert "2 constraints in 2 images" in said and "left out, as the model lacks their words: 1 (animal)" in said
     assert main([*command, "--hierarchy", str(tmp_path / "boxes.jsonl")]) == 2
     (tmp_path / "no.txt").write_text("Mat\n")
-    assert make_constraints(tmp_path / "boxes.jsonl", None, out, exclude=tmp_path / "no.txt", most=1) == 0
+    assert make_constraints(tmp_path / "boxes.jsonl", out, exclude=tmp_path / "no.txt", most=1) == 0
     assert read_constraints(out) == {1: (("animal",),), 3: (("man",),)}
 
 

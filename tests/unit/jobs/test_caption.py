@@ -22,42 +22,15 @@ from models.attention_maps import cross_attention
 from models.backbone import Backbone
 from models.base import Features, Memory, ModelSizes
 from models.captioner import Captioner
-from models.config import BackboneConfig, ClustFormerConfig, ExpansionNetConfig
+from models.config import ClustFormerConfig
 from models.registry import build_model
 from pipeline.captioning.bundle import load_bundle, save_bundle
 from pipeline.captioning.service import CaptionService
 from pipeline.data.image_paths import find_images
-from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
 from pipeline.reports.heat_maps import caption_picture, grid_of, heat_map, region_maps
 from tests.conftest import ROOT
-
-SWIN = BackboneConfig(image_size=32, embed_dim=8, depths=(1, 2), num_heads=(1, 2), window_size=4)
-WORDS = Vocabulary.build([["a", "red", "cat", "sits", "on", "the", "mat"]] * 3, 1)
-
-
-def make_bundle(folder: Path, seed: int = 0, backbone: bool = True, width: int = 16) -> Path:
-    """A bundle with random weights; a larger output weight makes its captions differ from image to image."""
-    torch.manual_seed(seed)
-    swin = Backbone(SWIN)
-    sizes = ModelSizes(swin.width if backbone else width, len(WORDS), 12, WORDS.sos, WORDS.eos, WORDS.pad)
-    config = ExpansionNetConfig(
-        d_model=16, d_ff=16, num_heads=2, num_encoder_layers=1, num_decoder_layers=2, static_expansion=(4, 8)
-    )
-    model = build_model(config, sizes)
-    with torch.no_grad():
-        model.output.weight *= 20  # type: ignore[operator, union-attr]
-    save_bundle(folder, Captioner(model, swin if backbone else None), WORDS, name="small", info={})
-    return folder
-
-
-def write_images(folder: Path, count: int) -> list[str]:
-    folder.mkdir(parents=True, exist_ok=True)
-    generator = np.random.default_rng(0)
-    for number in range(count):
-        pixels = generator.integers(0, 256, (8, 8, 3), np.uint8)
-        Image.fromarray(pixels).resize((40, 30)).save(folder / f"{number}.png")
-    return [str(folder / f"{number}.png") for number in range(count)]
+from tests.support.bundles import SWIN, WORDS, make_bundle, write_images
 
 
 @pytest.fixture(scope="module")

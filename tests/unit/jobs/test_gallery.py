@@ -20,7 +20,7 @@ from pipeline.data.dataset import SCHEMA, Dataset
 from pipeline.features.store import mark_complete, write_shard
 from pipeline.storage.path import storage_path
 from tests.conftest import small_config
-from tests.unit.jobs.test_caption import WORDS, make_bundle, write_images
+from tests.support.bundles import WORDS, make_bundle, write_images
 
 
 def test_maps_of_image_files(tmp_path: Path) -> None:

@@ -1,0 +1,124 @@
+"""`raycap bench extract`: feature extraction through Ray Data beside a plain loop, in one run."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
+import pyarrow as pa
+import typer
+
+from jobs.bench.measuring import in_new_process
+from jobs.options import Threads
+from pipeline.config.load import load_config
+from pipeline.data.images import decode_image
+from pipeline.features.store import FeatureStore
+from pipeline.storage.path import storage_path
+from pipeline.version import project_root
+
+if TYPE_CHECKING:
+    from pipeline.features.extraction import Extractor
+
+
+def bench_extract(
+    images: Annotated[Path | None, typer.Option(help="A folder of photographs; by default generated noise.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="Number of images.")] = 400,
+    image_size: Annotated[int, typer.Option(min=32, help="Width and height of the backbone's input, in pixels.")] = 224,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images per batch and per shard.")] = 16,
+    threads: Threads = None,
+) -> float:
+    """Feature extraction through Ray Data beside a plain loop.
+
+    The plain loop runs before and after Ray Data, with the same backbone. Times are from the first finished shard or
+    batch to the last, so that start-up does not count. The ratio of images per second is printed and returned. The
+    default number of threads is that of all cores.
+
+    Example: raycap bench extract --images /path/to/photographs
+    """
+    import ray
+
+    from jobs.cluster import start_ray
+    from pipeline.features.extraction import Extractor, resolve_dtype
+    from pipeline.runs.prepare import initial_backbone
+    from pipeline.runtime.weights import save_weights
+
+    with tempfile.TemporaryDirectory(prefix="raycap-bench-") as scratch:
+        root = Path(scratch)
+        table = _images(images, count, root)
+        overrides = [f"storage={root}", "backbone={name: swin_tiny_patch4_window7_224, weights: none}"]
+        config = load_config(project_root() / "configs" / "demo.yaml", overrides)
+        backbone = replace(config.backbone, image_size=image_size)
+        config = config.model_copy(update={"backbone": backbone})
+        threads = threads or os.cpu_count() or 1
+        sizes = {"batch_size": batch_size, "rows_per_shard": batch_size, "threads_per_actor": threads}
+        settings = config.features.model_copy(update=sizes | {"max_images_for_tasks": 0})
+        weights = root / "backbone.safetensors"
+        save_weights(initial_backbone(config), weights)
+        extractor = Extractor(backbone, weights, settings, config.data.max_pixels)
+        dtype = resolve_dtype("auto")
+        print(f"{len(table)} images, swin_tiny at {image_size} px, batches of {batch_size}, {dtype}, {threads} threads")
+        rates = [in_new_process(_plain_loop, extractor, dtype, table)]
+        start_ray(config, None)
+        rates.append(_ray_data(table, root / "ray", extractor))
+        ray.shutdown()
+        rates.append(in_new_process(_plain_loop, extractor, dtype, table))
+    plain = (rates[0] + rates[2]) / 2
+    print(f"plain loop   {rates[0]:.1f} and {rates[2]:.1f} images/s, before and after")
+    print(f"Ray Data     {rates[1]:.1f} images/s")
+    print(f"ratio        {rates[1] / plain:.3f}")
+    return rates[1] / plain
+
+
+def _images(folder: Path | None, count: int, scratch: Path) -> pa.Table:
+    """Keys and paths of `count` images: those of a folder, or generated noise of COCO's size."""
+    from PIL import Image
+
+    if folder is None:
+        rng = np.random.default_rng(0)
+        (scratch / "images").mkdir()
+        for number in range(count):
+            coarse = Image.fromarray(rng.integers(0, 256, (60, 80, 3), np.uint8))
+            coarse.resize((640, 480), Image.Resampling.BICUBIC).save(scratch / "images" / f"{number}.jpg", quality=90)
+        folder = scratch / "images"
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png"))[:count]
+    keys = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
+    return pa.table({"key": keys, "uri": [str(path) for path in paths]})
+
+
+def _plain_loop(extractor: Extractor, dtype: str, table: pa.Table) -> float:
+    """Images per second of a loop that decodes, resizes and computes one batch after the other in one thread."""
+    from pipeline.features.extraction import ShardWriter
+
+    writer = ShardWriter(storage_path(extractor.weights.parent / "plain"), extractor, dtype)
+
+    def one(part: list[str]) -> None:
+        decoded = [writer.transform.resize(decode_image(Path(u).read_bytes(), extractor.max_pixels)) for u in part]
+        writer.features(np.stack(decoded))
+
+    size, uris = writer.settings.batch_size, table["uri"].to_pylist()
+    begin, done = 0.0, 0
+    for start in range(0, len(uris), size):
+        part = uris[start : start + size]
+        writer.thread.submit(one, part).result()
+        if start:
+            done += len(part)
+        else:
+            begin = time.monotonic()
+    return done / (time.monotonic() - begin)
+
+
+def _ray_data(table: pa.Table, folder: Path, extractor: Extractor) -> float:
+    """Images per second through Ray Data, from the first finished shard to the last."""
+    from pipeline.features.extraction import compute
+
+    for _ in compute(table, storage_path(folder), extractor):
+        pass
+    assert len(FeatureStore(folder)) == len(table), "Ray Data lost images"
+    ends = sorted(path.stat().st_mtime_ns for path in (folder / "manifest").iterdir())
+    return (len(table) - extractor.settings.rows_per_shard) / ((ends[-1] - ends[0]) / 1e9)

@@ -1,0 +1,20 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Config = Annotated[Path, typer.Argument(help="The run's YAML file.", metavar="CONFIG")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="a.b=value", help="Override a key; stages by name: stages.xe_frozen.epochs=1."),
+]
+Address = Annotated[str | None, typer.Option(help="Address of a Ray cluster. The default is a Ray on this machine.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Number of torch threads. The default is torch's choice.")]
+Folder = Annotated[Path | None, typer.Option(help="Folder for the files; by default the temporary folder.")]
+References = Annotated[
+    Path | None, typer.Option(help="A COCO or Karpathy caption file. The default is generated captions.")
+]

@@ -1,0 +1,89 @@
+"""Progress of long work: a bar where standard error is a terminal, otherwise a line every few seconds."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING
+
+from pipeline.runtime.log import is_shown
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+LINE_EVERY_S = 5.0
+logger = logging.getLogger(__name__)
+
+
+class ProgressBar:
+    """A bar below the lines of the log. It draws nothing where it cannot or where the log shows warnings only."""
+
+    def __init__(self) -> None:
+        self.is_drawn = sys.stderr.isatty() and is_shown(logging.INFO)
+        self._progress: Progress | None = None
+
+    def update(self, label: str, done: int, total: int, note: str = "") -> None:
+        """Shows `done` of `total`, with the time that is left by the speed so far, and a note."""
+        if not self.is_drawn:
+            return
+        if self._progress is None:
+            self._progress = _start()
+        (task,) = self._progress.task_ids or [self._progress.add_task(label, total=total, completed=done, note=note)]
+        if self._progress.tasks[0].description != label:
+            self._progress.reset(task, total=total, completed=done, description=label, note=note)
+        self._progress.update(task, completed=done, note=note)
+
+    def close(self) -> None:
+        """Removes the bar."""
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def _start() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), "{task.fields[note]}")
+    progress = Progress(
+        *(TextColumn(column, markup=False) if isinstance(column, str) else column for column in columns),
+        console=Console(stderr=True),
+        refresh_per_second=2,
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),  # lines of a file or a pipe must not appear at the terminal
+    )
+    progress.start()
+    return progress
+
+
+@contextmanager
+def progress(
+    label: str, total: int, unit: str = "images", write: Callable[[str], object] | None = None
+) -> Iterator[Callable[[int], None]]:
+    """Shows how much of `total` is done; the function that it gives takes the number of newly finished ones.
+
+    Without a bar, a line goes to `write` every five seconds. The default is the log, whose file has the lines anyway.
+    """
+    begin = last = time.monotonic()
+    done = 0
+
+    with closing(ProgressBar()) as bar:
+
+        def advance(count: int) -> None:
+            nonlocal done, last
+            done += count
+            now = time.monotonic()
+            rate = done / max(now - begin, 1e-3)
+            bar.update(label, done, total, f"{rate:.1f} {unit}/s")
+            if now - last <= LINE_EVERY_S:
+                return
+            last = now
+            line = f"{label}  {done}/{total} {unit}, {rate:.1f} {unit}/s, {(total - done) / rate:.0f} s left"
+            if write is None:
+                logger.info(line, extra={"has_bar": bar.is_drawn})
+            elif not bar.is_drawn:
+                write(line)
+
+        yield advance

@@ -1,0 +1,19 @@
+"""The command line without running anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperGroup
+
+from jobs.cli import root_command
+
+
+def parse(words: list[str]) -> Any:
+    """The context of `raycap WORDS`, with the command's values in `params`; raises for options that do not fit."""
+    group: Any = root_command()
+    context = group.make_context("raycap", [words[0]], resilient_parsing=True)
+    name, command, rest = group.resolve_command(context, words)
+    while isinstance(command, TyperGroup):
+        name, command, rest = command.resolve_command(command.make_context(name, rest[:1], parent=context), rest)
+    return command.make_context(name, rest, parent=context)

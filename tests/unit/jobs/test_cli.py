@@ -1,0 +1,117 @@
+"""The command line: its tables, its help, its exit codes and what it imports."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobs.cli import BENCHMARKS, COMMANDS, Entry, main
+from pipeline.errors import JobFailedError, UserError
+from tests.conftest import ROOT
+
+ENTRIES = {**COMMANDS, **{f"bench {name}": entry for name, entry in BENCHMARKS.items()}}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_every_row_of_the_tables_is_true(name: str) -> None:
+    command = ENTRIES[name].load(name)
+    assert command.help and command.help.splitlines()[0] == ENTRIES[name].summary
+    assert f"Example: raycap {name}" in command.help
+    arguments = [parameter.name for parameter in command.params if parameter.param_type_name == "argument"]
+    assert (arguments == ["config"]) == ENTRIES[name].can_submit
+    assert all(getattr(parameter, "help", None) for parameter in command.params)
+
+
+def test_the_help_lists_every_command_and_imports_none_of_them() -> None:
+    code = (
+        "import sys; from jobs.cli import main; assert main(sys.argv[1:]) == 0\n"
+        "loaded = {'torch', 'ray', 'numpy', 'pyarrow', 'yaml', 'rich', 'jobs.run'} & set(sys.modules)\n"
+        "assert not loaded, loaded"
+    )
+    for words, names in ((["--help"], [*COMMANDS, "bench"]), (["bench", "--help"], BENCHMARKS)):
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        listed = done.stdout.partition("Commands:")[2]
+        assert [line.split()[0] for line in listed.splitlines() if line.startswith("  ")] == list(names)
+
+
+@pytest.mark.parametrize(
+    "name", ["run", "check", "extract", "score", "constraints", "sync", "submit", "doctor", "caption", "import"]
+)
+def test_the_help_of_a_command_does_not_load_torch(name: str) -> None:
+    code = "import sys; from jobs.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code, name, "--help"], check=True, capture_output=True, cwd=ROOT)
+
+
+def test_wrong_command_lines_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["trian"], "No such command 'trian'"),
+        (["scor"], "Did you mean 'score'"),
+        (["score", "--reference", "a"], "No such option: --reference"),
+        (["bench", "modles"], "Did you mean 'models'"),
+    ):
+        assert main(words) == 2
+        assert message in capsys.readouterr().err
+    assert main([]) == 2
+    assert "Commands:" in capsys.readouterr().err
+
+
+def test_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def ending_with(outcome: BaseException | int | None) -> int:
+        def command() -> object:
+            """A command."""
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return outcome
+
+        monkeypatch.setattr(sys.modules[__name__], "command", command, raising=False)
+        monkeypatch.setitem(COMMANDS, "try", Entry(f"{__name__}:command", "A command."))
+        return main(["try"])
+
+    assert [ending_with(outcome) for outcome in (None, 0, 1, 3)] == [0, 0, 1, 3]
+    for error, code, sentence in (
+        (UserError("key a: found 1"), 2, "raycap: key a: found 1\n"),
+        (JobFailedError("stage x:\n  diverged"), 1, "raycap: stage x: diverged\n"),
+        (FileNotFoundError(2, "No such file", "a.json"), 1, "raycap: [Errno 2] No such file: 'a.json'\n"),
+        (KeyboardInterrupt(), 130, "raycap: stopped; run the same command again to continue\n"),
+    ):
+        capsys.readouterr()
+        assert ending_with(error) == code
+        assert capsys.readouterr().err == sentence
+    with pytest.raises(ZeroDivisionError):
+        ending_with(ZeroDivisionError("a bug keeps its traceback"))
+
+
+@pytest.mark.parametrize(
+    ("option", "shown"), [((), "IW"), (("--quiet",), "W"), (("-v",), "DIW"), (("-q", "-v"), "DIW")]
+)
+@pytest.mark.parametrize("before", [True, False], ids=["before the command", "after the command"])
+def test_log_levels(
+    option: tuple[str, ...],
+    shown: str,
+    before: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def command() -> None:
+        """A command."""
+        logger = logging.getLogger("jobs.example")
+        logger.debug("D")
+        logger.info("I")
+        logger.warning("W")
+
+    monkeypatch.setattr(sys.modules[__name__], "command", command, raising=False)
+    monkeypatch.setitem(COMMANDS, "try", Entry(f"{__name__}:command", "A command."))
+    assert main([*option, "try"] if before else ["try", *option]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines] == list(shown)
+
+
+def test_a_reader_that_ends_early_is_no_traceback(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m jobs bench --help | true"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=ROOT)
+    assert "Traceback" not in done.stderr

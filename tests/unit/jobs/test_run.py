@@ -1,0 +1,126 @@
+"""`raycap run`: which stages one fit can run, and the lines that it prints while they train."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from jobs.journal_printer import JournalPrinter
+from jobs.run import stage_groups
+from pipeline.config.sections import StageSection
+from pipeline.runs.folder import RunFolder
+
+TRAIN = {"kind": "train", "total": 40, "loss": 2.5, "gradient_norm": 1.2, "lr": 1e-4, "images_per_s": 99.6}
+TRAIN |= {"data_wait": 0.034, "memory_mb": 512.4}
+
+
+def stages(pattern: str) -> tuple[StageSection, ...]:
+    """One stage per letter: f trains on frozen features, e end to end."""
+    return tuple(
+        StageSection(
+            name=f"{letter}{number}",
+            objective="cross_entropy",
+            epochs=1,
+            batch_size=8,
+            lr=1e-3,
+            train_backbone=letter == "e",
+        )
+        for number, letter in enumerate(pattern)
+    )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "groups"),
+    [
+        ("", []),
+        ("f", ["f"]),
+        ("ff", ["ff"]),
+        ("fe", ["fe"]),
+        ("ee", ["ee"]),
+        ("ef", ["e", "f"]),
+        ("fefe", ["fe", "fe"]),
+        ("feef", ["fee", "f"]),
+        ("ffefef", ["ffe", "fe", "f"]),
+    ],
+)
+def test_a_frozen_stage_after_a_trained_backbone_begins_a_group(pattern: str, groups: list[str]) -> None:
+    found = stage_groups(stages(pattern))
+    assert ["".join(stage.name[0] for stage in group) for group in found] == groups
+    assert [stage for group in found for stage in group] == list(stages(pattern)), "each stage once, in order"
+
+
+class Folder:
+    """As much of a run's folder as the printer uses."""
+
+    def __init__(self, path: Path, pull_fails: bool = False) -> None:
+        self.journal, self.pull_fails, self.pulls = path, pull_fails, 0
+
+    def pull(self, name: str) -> None:
+        self.pulls += 1
+        if self.pull_fails:
+            raise OSError("the storage does not answer")
+
+    def write(self, **entry: Any) -> None:
+        with self.journal.open("a") as file:
+            file.write(json.dumps({"stage": "xe", **entry}) + "\n")
+
+    def printer(self) -> JournalPrinter:
+        return JournalPrinter(cast(RunFolder, self))
+
+
+def test_the_lines_of_a_stage(tmp_path: Path, log_lines: list[str]) -> None:
+    folder = Folder(tmp_path / "metrics.jsonl")
+    with folder.printer():
+        folder.write(kind="event", step=0, time=100.0, text="begins")
+        folder.write(step=10, time=110.0, **TRAIN)
+        folder.write(kind="validation", step=10, time=112.0, seconds=1.96, best=0.5, **{"CIDEr-D": 0.25})
+        folder.write(step=20, time=300.0, reward=0.75, length=9.44, **TRAIN)
+        folder.write(kind="done", step=40, time=320.0, text="best of step 10")
+    numbers = "grad 1.20  lr 1.00e-04  100 images/s  data wait 3 %  512 MiB"
+    assert log_lines == [
+        "xe  begins",
+        f"xe  10/40  loss 2.5000  {numbers}  30 s left",
+        "xe  step 10: validation CIDEr-D 0.2500 (best 0.5000), 2.0 s",
+        f"xe  20/40  loss 2.5000  reward 0.750  length 9.4  {numbers}  3.3 min left",
+        "xe  best of step 10",
+    ]
+
+
+def test_the_time_left_counts_from_where_a_stage_resumed(tmp_path: Path, log_lines: list[str]) -> None:
+    folder = Folder(tmp_path / "metrics.jsonl")
+    folder.write(kind="event", step=0, time=100.0, text="of an earlier attempt")
+    with folder.printer():
+        folder.write(kind="event", step=20, time=1000.0, text="continues from step 20")
+        folder.write(step=30, time=1005.0, **TRAIN)
+    assert log_lines[0] == "xe  continues from step 20", "lines of an earlier attempt are not repeated"
+    assert log_lines[1].endswith("  5 s left") and len(log_lines) == 2
+
+
+def test_a_step_without_a_known_beginning_has_no_time_left(tmp_path: Path, log_lines: list[str]) -> None:
+    folder = Folder(tmp_path / "metrics.jsonl")
+    with folder.printer():
+        folder.write(step=0, time=100.0, **TRAIN)
+    assert log_lines[0].endswith("  0 s left")
+
+
+def test_the_last_entries_are_printed_even_if_the_storage_fails(tmp_path: Path, log_lines: list[str]) -> None:
+    folder = Folder(tmp_path / "metrics.jsonl", pull_fails=True)
+    with pytest.raises(ZeroDivisionError), folder.printer():
+        folder.write(kind="event", step=3, time=1.0, text="the loss is not finite")
+        raise ZeroDivisionError
+    assert log_lines == ["xe  the loss is not finite"] and folder.pulls >= 1
+
+
+def test_steps_move_the_bar(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "metrics.jsonl")
+    printer, shown = folder.printer(), []
+    bar = SimpleNamespace(update=lambda *values: shown.append(values), close=lambda: shown.append("closed"))
+    printer.bar = cast(Any, bar)
+    with printer:
+        folder.write(kind="event", step=0, time=1.0, text="begins")
+        folder.write(step=10, time=2.0, **TRAIN)
+    assert shown == [("xe", 10, 40), "closed"]

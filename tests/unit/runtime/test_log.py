@@ -1,0 +1,160 @@
+"""The log: levels, prefixes, the log file, and the bar that takes the place of lines at a terminal."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.runtime.log import PACKAGES, configure_logging, indented, log_file, set_rank
+from pipeline.runtime.progress import ProgressBar, progress
+from tests.conftest import ROOT
+
+LOGGER = logging.getLogger("pipeline.example")
+TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """Handlers, levels and the rank are as before when the test is over."""
+    loggers = [logging.getLogger(name) for name in PACKAGES]
+    before = [(logger.level, list(logger.handlers)) for logger in loggers]
+    for logger in loggers:
+        logger.handlers.clear()
+    yield
+    set_rank(0)
+    for logger, (level, handlers) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
+
+
+def test_the_terminal_shows_levels_ranks_and_indentation(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging()
+    LOGGER.debug("not shown")
+    LOGGER.info("plain\n\nsecond line")
+    LOGGER.warning("careful\nmore")
+    with indented():
+        LOGGER.info("inside")
+        set_rank(3)
+        LOGGER.error("broken")
+    assert capsys.readouterr().out.splitlines() == [
+        "plain",
+        "",
+        "second line",
+        "warning   careful",
+        "warning   more",
+        "  inside",
+        "  [rank 3] error     broken",
+    ]
+
+
+def test_configuring_twice_changes_the_level_and_prints_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for level, shown in ((logging.INFO, "i\n"), (logging.WARNING, ""), (logging.DEBUG, "debug     d\ni\n")):
+        configure_logging(level)
+        LOGGER.debug("d")
+        LOGGER.info("i")
+        assert capsys.readouterr().out == shown
+
+
+def test_the_file_has_times_levels_and_what_the_terminal_hides(tmp_path: Path) -> None:
+    path = tmp_path / "log" / "run.log"
+    configure_logging(logging.WARNING)
+    with log_file(path):
+        LOGGER.info("first\nsecond")
+        set_rank(1)
+        LOGGER.warning("\udcff is not UTF-8")
+    with log_file(path):
+        LOGGER.info("appended")
+    LOGGER.info("after the block")
+    patterns = ["INFO    first", "INFO    second"]
+    patterns += [r"WARNING \[rank 1\] \\udcff is not UTF-8", r"INFO    \[rank 1\] appended"]
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert len(lines) == len(patterns)
+    for line, pattern in zip(lines, patterns, strict=True):
+        assert re.fullmatch(f"{TIME} {pattern}", line), line
+
+
+@pytest.mark.parametrize("error", [UserError("key a: found 1"), ZeroDivisionError("a bug")])
+def test_the_file_ends_with_the_error(error: Exception, tmp_path: Path) -> None:
+    configure_logging()
+    with pytest.raises(type(error)), log_file(tmp_path / "run.log"):
+        raise error
+    text = (tmp_path / "run.log").read_text()
+    assert f"ERROR   stopped by {type(error).__name__}: {error}" in text
+    assert ("Traceback" in text) == (not isinstance(error, UserError)), "a mistake of the caller needs no traceback"
+
+
+def test_a_file_that_cannot_be_written_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging()
+    (tmp_path / "log").write_text("a file where a folder should be")
+    with log_file(tmp_path / "log" / "run.log"):
+        LOGGER.info("goes on")
+    warning, line = capsys.readouterr().out.splitlines()
+    assert "cannot be written" in warning and line == "goes on"
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure_logging()
+    clock = iter([0.0, 1.0, 4.0, 6.0, 7.0])
+    monkeypatch.setattr("pipeline.runtime.progress.time.monotonic", lambda: next(clock))
+    with progress("captions", 40) as advance:
+        for _ in range(4):
+            advance(10)
+    assert capsys.readouterr().out == "captions  30/40 images, 5.0 images/s, 2 s left\n"
+
+
+def test_a_bar_is_for_terminals_that_show_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert not ProgressBar().is_drawn, "logging is not configured: this is somebody else's program"
+    configure_logging()
+    assert ProgressBar().is_drawn
+    configure_logging(logging.WARNING)
+    assert not ProgressBar().is_drawn
+
+
+def test_a_terminal_has_a_bar_below_the_lines(tmp_path: Path) -> None:
+    """In a pseudo-terminal: the bar is drawn, lines appear, and only the file has the lines of the progress."""
+    code = (
+        "import logging, sys, time; from pathlib import Path\n"
+        "from pipeline.runtime import progress; from pipeline.runtime.log import configure_logging, log_file\n"
+        "progress.LINE_EVERY_S = 0.0; configure_logging()\n"
+        "with log_file(Path(sys.argv[1])), progress.progress('features', 4) as advance:\n"
+        "    for _ in range(4):\n"
+        "        advance(1); logging.getLogger('jobs.x').info('a line of the log'); time.sleep(0.3)\n"
+    )
+    screen = _run_in_a_terminal([sys.executable, "-c", code, str(tmp_path / "run.log")])
+    assert "a line of the log" in screen and "━" in screen and "/4" in screen
+    assert "s left" not in screen
+    assert (tmp_path / "run.log").read_text().count("s left") == 4
+
+
+def _run_in_a_terminal(command: list[str]) -> str:
+    leader, follower = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, stdout=follower, stderr=follower, env=environment, close_fds=True)
+    os.close(follower)
+    screen, until = b"", time.monotonic() + 60
+    try:
+        while time.monotonic() < until and select.select([leader], [], [], 60)[0]:
+            try:
+                part = os.read(leader, 65536)
+            except OSError:  # Linux: the other end is closed
+                break
+            screen += part
+        assert process.wait(10) == 0, screen.decode()
+    finally:
+        process.kill()
+        os.close(leader)
+    return screen.decode()
