@@ -179,9 +179,13 @@ def test_bundles_with_wrong_values_are_said(bundle: Path, tmp_path: Path) -> Non
     shutil.copytree(bundle, folder)
     names, config = write_images(tmp_path / "images", 1), (folder / "config.yaml").read_text()
     for change, words in (
-        ((r"num_heads: \d+", "num_heads: four"), "section 'model' lacks a value, or one is of another type"),
-        ((r"\n +eos: \d+", ""), "section 'sizes' lacks a value"),
-        ((r"d_model: \d+", "d_model: 16.0"), "make no model"),
+        (
+            (r"num_heads: \d+", "num_heads: four"),
+            "config.yaml: model.num_heads = 'four': input should be a valid integer",
+        ),
+        ((r"\n +eos: \d+", ""), "config.yaml: key sizes.eos is missing"),
+        ((r"d_model: \d+", "d_model: 16.5"), "config.yaml: model.d_model = 16.5: input should be a valid integer"),
+        ((r"\n  embed_dim: \d+", "\n  embed_dim: [8]"), r"config.yaml: backbone.embed_dim = \[8\]: input should be"),
     ):
         (folder / "config.yaml").write_text(re.sub(*change, config, count=1))
         with pytest.raises(UserError, match=words):
