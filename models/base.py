@@ -7,6 +7,7 @@ T caption tokens, V vocabulary, E expanded vectors, H heads.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -93,6 +94,41 @@ class Cache(ABC):
         """The cache of the images in `index` (int64) alone: finished images can be dropped."""
 
 
+@dataclass(frozen=True)
+class Macs:
+    """Multiply-accumulates of the products that a captioner runs for one image in evaluation.
+
+    Element-wise work is not counted. `encoder`: of `encode`. `keys`: of the keys and values of cross-attention, once
+    per image. `token`: per caption token, whatever the length of the caption. `mixing(length)`: what the tokens of one
+    caption exchange in a teacher-forced pass. `step(slots, length)`: the same for one token in a cached step that is
+    the caption's `length`-th, with `slots` slots (`models/beam_cache.py`) of the image.
+    """
+
+    encoder: float
+    keys: float
+    token: float
+    mixing: Callable[[float], float]
+    step: Callable[[int, int], float]
+
+    def decoder(self, caption_tokens: float) -> float:
+        """Of `decode` for one caption."""
+        return self.keys + caption_tokens * self.token + self.mixing(caption_tokens)
+
+    def search(self, beams: int, steps: int) -> float:
+        """Of `steps` cached steps with `beams` beams, which begin as one; the encoder is not included."""
+        total, slots = self.keys, 0
+        for length in range(1, steps + 1):
+            rows = 1 if length == 1 else beams
+            slots += rows
+            total += rows * (self.token + self.step(slots, length))
+        return total
+
+
+def linear_macs(*modules: nn.Module) -> int:
+    """Multiply-accumulates per token of every linear map in the modules."""
+    return sum(child.weight.numel() for module in modules for child in module.modules() if isinstance(child, nn.Linear))
+
+
 class CaptionModel(nn.Module, ABC):
     """A captioner over features. Devices and dtypes come from the tensors; autocast is the caller's."""
 
@@ -123,6 +159,14 @@ class CaptionModel(nn.Module, ABC):
     def forward(self, features: Features, tokens: Tensor) -> Tensor:
         """`decode(encode(features), tokens)`: an image is encoded once, whatever the number of its captions."""
         return self.decode(self.encode(features), tokens)
+
+    def macs(self, image_tokens: int) -> Macs:
+        """The cost of one image with `image_tokens` tokens."""
+        raise NotImplementedError(f"{type(self).__name__} does not state its multiply-accumulates")
+
+    def paper_macs(self, image_tokens: int, caption_tokens: float) -> float | None:
+        """Multiply-accumulates of an image and one caption as the system's paper counts them; None if it does not."""
+        return None
 
     @abstractmethod
     def init_cache(self, memory: Memory, beams: int) -> Cache:

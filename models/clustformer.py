@@ -35,11 +35,13 @@ from models.base import (
     Cache,
     CaptionModel,
     Features,
+    Macs,
     Memory,
     ModelSizes,
     captions_per_image,
     check_features,
     check_positions,
+    linear_macs,
     real_tokens,
 )
 from models.beam_cache import TreeCache, TreeSlots
@@ -57,7 +59,7 @@ from models.layers import (
     split_heads,
     xavier_blocks_,
 )
-from models.token_embeddings import word_embedding, word_output
+from models.token_embeddings import word_embedding, word_macs, word_output
 
 
 class ClusteredAttention(nn.Module):
@@ -398,3 +400,28 @@ class ClustFormer(CaptionModel):
             own = row if self._has(self.config.clustered_decoder_layers, index + 1) else None
             y = layer.step(y, cache, index, stack, own)
         return self.output(self.decoder_norm(y)), cache
+
+    def macs(self, image_tokens: int) -> Macs:
+        """The clustering matrix costs two products of vectors per pooled token and axis."""
+        config, width = self.config, self.config.d_model
+        tokens, pooled = image_tokens, image_tokens
+        if config.inputs == "regions" and config.encoder_clusters != "none":  # dummies fill the last column
+            tokens = pooled = math.ceil(image_tokens / config.region_rows) * config.region_rows
+        elif config.encoder_clusters == "1d":
+            pooled = math.ceil(image_tokens / config.sampling)
+        elif config.encoder_clusters == "2d":
+            sides = config.grid or (math.isqrt(image_tokens), math.isqrt(image_tokens))
+            pooled = math.prod(math.ceil(side / config.sampling) for side in sides)
+        clusters = linear_macs(*(layer.clusters for layer in self.encoder if layer.clusters is not None))
+        attention = len(self.encoder) * 2 * tokens * tokens * width
+        linear = linear_macs(*self.encoder) - clusters
+        key_value = sum(linear_macs(layer.cross.key_value) for layer in self.decoder)
+        token = linear_macs(*self.decoder) - key_value
+        token += len(self.decoder) * 2 * image_tokens * width  # what cross-attention mixes
+        return Macs(
+            encoder=image_tokens * linear_macs(self.input) + tokens * linear + attention + pooled * clusters,
+            keys=image_tokens * key_value,
+            token=token + word_macs(config, self.sizes),
+            mixing=lambda length: len(self.decoder) * 2 * length * length * width,
+            step=lambda slots, length: len(self.decoder) * 2 * slots * width,
+        )

@@ -59,6 +59,14 @@ class ModelConfig:
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout is {self.dropout}; it must be at least 0 and below 1")
 
+    @property
+    def needs_boxes(self) -> bool:
+        """Whether the model arranges image tokens by the boxes of regions."""
+        return False
+
+    def check_inputs(self, regions: bool) -> None:
+        """Raises ValueError when the model cannot take region features, or grid features where `regions` is False."""
+
     def _at_least(self, least: int, *keys: str, also: str = "") -> None:
         for key in keys:
             value = getattr(self, key)
@@ -195,8 +203,22 @@ class ClustFormerConfig(ModelConfig):
         if self.inputs == "regions" and self.grid is not None:
             raise ValueError("model.grid is for grid features; with model.inputs = regions set model.region_rows")
 
+    @property
+    def needs_boxes(self) -> bool:
+        return self.inputs == "regions" and self.encoder_clusters != "none"
 
-# what `model.name` may be in a configuration, and the keys that go with it
+    def check_inputs(self, regions: bool) -> None:
+        if regions and self.inputs == "grid":
+            raise ValueError("model.inputs = grid, and features.hdf5 brings regions; set model.inputs to regions")
+        if not regions and self.inputs == "regions":
+            raise ValueError(
+                "model.inputs = regions needs a detector's features: name their file as features.hdf5, or set "
+                "model.inputs to grid"
+            )
+
+
+# The systems by `model.name`. A new captioner is a class here, a file with its model, and an entry in
+# `models/registry.py`; configuration and search follow.
 MODEL_CONFIGS: dict[str, type[ModelConfig]] = {
     "expansionnet_v2": ExpansionNetConfig,
     "transformer": ExpansionNetConfig,

@@ -97,6 +97,11 @@ class StaticExpansion(Expansion):
                 streams.append(torch.matmul(backward, biases).baddbmm_(across, value))
         return gated(gate, self.dropout(streams[0]), self.dropout(streams[1]))
 
+    def mixing_macs(self, length: float) -> float:
+        """Multiply-accumulates beside the linear maps: M; R F^T, R bias of both streams and the product with V."""
+        vectors, width = self.queries.shape
+        return 3 * vectors * length * width + 2 * length * length * (vectors + width)
+
 
 class DynamicExpansion(Expansion):
     """Dynamic expansion (paper III-A1): N_E expanded vectors for each token; causal or bidirectional.
@@ -153,6 +158,16 @@ class DynamicExpansion(Expansion):
         if real is None:
             return None, None
         return real[:, None, None].to(m.dtype), real[:, :, None, None].to(m.dtype)  # over t, over s
+
+    def mixing_macs(self, length: float) -> float:
+        """Multiply-accumulates beside the linear maps: c k; e k; of both streams R F^T, R bias, a C, product with V."""
+        vectors, width = self.queries.shape
+        return 5 * length * length * width + 3 * vectors * length * width + 2 * vectors * length**3
+
+    def step_macs(self, slots: int, length: int) -> float:
+        """The same for one token of a cached step, whose products run over all slots of the image."""
+        vectors, width = self.queries.shape
+        return 3 * vectors * width + 6 * slots * width + 2 * slots * vectors * length
 
     def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
         """The next token of each beam: x (B*K, D) -> (B*K, D). Causal only; without this layer's own dropouts.

@@ -21,11 +21,13 @@ from models.base import (
     Cache,
     CaptionModel,
     Features,
+    Macs,
     Memory,
     ModelSizes,
     captions_per_image,
     check_features,
     check_positions,
+    linear_macs,
     real_tokens,
 )
 from models.beam_cache import TreeCache, TreeSlots
@@ -40,7 +42,7 @@ from models.layers import (
     padding_bias,
     xavier_blocks_,
 )
-from models.token_embeddings import word_embedding, word_output
+from models.token_embeddings import word_embedding, word_macs, word_output
 
 
 def encoder_mixer(config: ExpansionNetConfig) -> StaticExpansion | DynamicExpansion | SelfAttention:
@@ -187,6 +189,46 @@ class ExpansionNet(CaptionModel):
             y = layer.step(y, cache, index)
             outputs.append(y)
         return self.output(self.decoder_sum(outputs)), cache
+
+    def macs(self, image_tokens: int) -> Macs:
+        linear = linear_macs(self.input, *self.encoder, self.encoder_sum)
+        key_value = sum(linear_macs(layer.cross.key_value) for layer in self.decoder)
+        token = linear_macs(*self.decoder, self.decoder_sum) - key_value
+        token += len(self.decoder) * 2 * image_tokens * self.config.d_model  # what cross-attention mixes
+        return Macs(
+            encoder=image_tokens * linear + sum(layer.mixer.mixing_macs(image_tokens) for layer in self.encoder),
+            keys=image_tokens * key_value,
+            token=token + word_macs(self.config, self.sizes),
+            mixing=lambda length: sum(layer.mixer.mixing_macs(length) for layer in self.decoder),
+            step=lambda slots, length: sum(layer.mixer.step_macs(slots, length) for layer in self.decoder),
+        )
+
+    def paper_macs(self, image_tokens: int, caption_tokens: float) -> float:
+        """Table VI: one teacher-forced pass in the materialized form.
+
+        A baseline self-attention is counted with 3 projections, and one of the encoder's two maps from 1536 to 512 is
+        left out. The captioner alone, without a backbone.
+        """
+        config, n, t = self.config, image_tokens, caption_tokens
+        d, word = config.d_model, self.config.d_model * self.sizes.vocabulary_size
+
+        def dynamic(vectors: int, length: float) -> float:
+            return 5 * length * d * d + 5 * vectors * length * length * d
+
+        def attention(length: float) -> float:
+            return 3 * length * d * d + 2 * length * length * d
+
+        if config.static_expansion is not None:
+            encoder = 4.0 * n * d * d + 5 * sum(config.static_expansion) * n * d
+        elif config.encoder_dynamic_expansion is not None:
+            encoder = dynamic(config.encoder_dynamic_expansion, n)
+        else:
+            encoder = attention(n)
+        decoder = attention(t) if config.dynamic_expansion is None else dynamic(config.dynamic_expansion, t)
+        cross = 2 * t * d * d + 2 * n * d * d + 2 * t * n * d
+        encoder = config.num_encoder_layers * (encoder + 2 * n * d * config.d_ff) + n * self.sizes.feature_width * d
+        decoder = config.num_decoder_layers * (decoder + cross + 2 * t * d * config.d_ff + t * d * d)
+        return encoder + decoder + t * word
 
 
 # The papers' baseline Transformer: ExpansionNet's skeleton with multi-head self-attention in place of the expansions.

@@ -229,6 +229,14 @@ class SelfAttention(AttentionOutput):
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, is_causal=self.causal)
         return self.finish(merge_heads(mixed), x)
 
+    def mixing_macs(self, length: float) -> float:
+        """Multiply-accumulates beside the linear maps: scores, and the weighted sum of values."""
+        return 2 * length * length * self.maps.in_features
+
+    def step_macs(self, slots: int, length: int) -> float:
+        """The same for one token of a cached step, whose products run over all slots of the image."""
+        return 2 * slots * self.maps.in_features
+
     def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
         """The next token of each beam: x (B*K, D) -> (B*K, D); ancestors (B, K, t), the slots of each beam's path."""
         images, beams, _ = ancestors.shape

@@ -35,11 +35,13 @@ from models.base import (
     Cache,
     CaptionModel,
     Features,
+    Macs,
     Memory,
     ModelSizes,
     captions_per_image,
     check_features,
     check_positions,
+    linear_macs,
     real_tokens,
 )
 from models.beam_cache import TreeCache, TreeSlots
@@ -56,7 +58,7 @@ from models.layers import (
     sinusoids,
     split_heads,
 )
-from models.token_embeddings import word_embedding, word_output
+from models.token_embeddings import word_embedding, word_macs, word_output
 
 
 class MemoryAttention(SelfAttention):
@@ -89,6 +91,9 @@ class MemoryAttention(SelfAttention):
             real = F.pad(real, (0, self.slots), value=True)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=padding_bias(real, query.dtype))
         return self.finish(merge_heads(mixed), x)
+
+    def mixing_macs(self, length: float) -> float:
+        return 2 * length * (length + self.slots) * self.maps.in_features
 
     def _slots_of(self, memory: Tensor, scale: float, like: Tensor) -> Tensor:
         """(B, H, M, D / H), in the projections' dtype (which autocast may have chosen)."""
@@ -278,6 +283,23 @@ class MeshedMemoryTransformer(CaptionModel):
         for index, layer in enumerate(self.decoder):
             y = layer.step(y, cache, index)
         return self.output(y), cache
+
+    def macs(self, image_tokens: int) -> Macs:
+        keys = token = 0
+        for layer in self.decoder:
+            cross, levels = layer.meshed.attention, len(range(self.config.num_encoder_layers)[layer.levels])
+            keys += levels * image_tokens * linear_macs(cross.key_value)
+            # all levels share the queries; each has its own attended values and output map
+            token += linear_macs(layer) - linear_macs(cross.key_value) + (levels - 1) * linear_macs(cross.output)
+            token += levels * 2 * image_tokens * self.config.d_model  # what cross-attention mixes
+        linear = linear_macs(self.input, *self.encoder)
+        return Macs(
+            encoder=image_tokens * linear + sum(layer.attention.mixing_macs(image_tokens) for layer in self.encoder),
+            keys=keys,
+            token=token + word_macs(self.config, self.sizes),
+            mixing=lambda length: sum(layer.attention.mixing_macs(length) for layer in self.decoder),
+            step=lambda slots, length: sum(layer.attention.step_macs(slots, length) for layer in self.decoder),
+        )
 
 
 def _bias(memory: Memory) -> Tensor | None:

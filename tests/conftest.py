@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from PIL import Image
 
+from pipeline.config.load import read_values
 from tests.support.logs import on_message
 from tests.support.s3_server import s3_server
 
@@ -82,7 +82,7 @@ def s3() -> Iterator[str]:
 
 def small_config(storage: Path | dict[str, Any], **changes: Any) -> dict[str, Any]:
     """The demo's configuration shrunk to seconds, as plain values; `changes` by dotted key."""
-    data = yaml.safe_load((ROOT / "configs" / "demo.yaml").read_text())
+    data = read_values(ROOT / "configs" / "demo.yaml")
     data["storage"] = storage if isinstance(storage, dict) else str(storage)
     data["data"]["synthetic"] = {"num_images": 60, "image_size": 32, "seed": 3}
     data["data"]["min_count"] = 1

@@ -1,4 +1,4 @@
-"""Features for a search: the backbone found or trained, and every image extracted once, before the first trial."""
+"""Features for a search: finds or trains the backbone and extracts every image once, before the first trial."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BackboneSource:
-    """A file of the backbone as runs keep it, and the same in timm's names, for configurations of trials.
+    """The backbone's weights as runs store them, and the same weights under timm's names (`start`).
 
-    Trials name the file, so that those of several seeds have the same backbone.
+    Trials start from the file `start`, so that trials with different seeds share one backbone.
     """
 
     weights: Path
@@ -33,38 +33,39 @@ class BackboneSource:
 
 
 def find_backbone(search: Search, dataset: Dataset, address: str | None) -> BackboneSource | None:
-    """The backbone that `backbone.weights` names; trained here when it asks for a run's and there is none.
+    """The backbone of `backbone.weights`; with `run` and no finished run, a stand-in is trained first.
 
-    None where features come from a file.
+    None when the features come from an HDF5 file.
     """
     section, base = search.config.backbone, search.base
     if not base.has_backbone:
         if section.weights != "base":
             raise UserError(
-                f"backbone.weights is {section.weights}, and {search.config.base} has region features from "
-                "features.hdf5 and no backbone; leave it out"
+                f"backbone.weights is {section.weights}, but {search.config.base} reads region features from "
+                "features.hdf5 and has no backbone; remove backbone.weights"
             )
         return None
     if section.weights == "base":
-        return _source(_started(base), base)
+        return _source(_initial_weights(base), base)
     if section.weights != "run":
         path = Path(section.weights).expanduser()
         if not path.is_file():
-            raise UserError(f"backbone.weights: {path} is no file; give one, or base, or run")
+            raise UserError(f"backbone.weights: {path} is no file; give a file, base or run")
         config = base.model_copy(update={"backbone": replace(base.backbone, weights=str(path.resolve()))})
-        return _source(_started(config), base)
+        return _source(_initial_weights(config), base)
     run = RunFolder(base.storage_path / "runs" / run_identity(base, dataset.fingerprint()))
     if _is_trained(run, base):
-        logger.info(f"backbone  as the run {run.run_id} ended with it")
+        logger.info(f"backbone  from the finished run {run.run_id}")
     else:
         config = _stand_in(search)
         run = RunFolder(config.storage_path / "runs" / run_identity(config, dataset.fingerprint()))
-        there = "is there" if _is_trained(run, config) else "is trained now"
+        trained = _is_trained(run, config)
         stages = ", ".join(f"{stage.name} ({stage.epochs:g} epochs)" for stage in config.stages)
         logger.info(
-            f"backbone  no finished run of {search.config.base} in {base.storage_path}; a stand-in {there}: {stages}"
+            f"backbone  no finished run of {search.config.base} in {base.storage_path}; "
+            f"a stand-in {'exists' if trained else 'is trained now'}: {stages}"
         )
-        if not _is_trained(run, config):
+        if not trained:
             from jobs.run import train
 
             with indented():
@@ -73,13 +74,13 @@ def find_backbone(search: Search, dataset: Dataset, address: str | None) -> Back
 
 
 def _is_trained(run: RunFolder, config: RunConfig) -> bool:
-    """Every stage that trains the backbone is over."""
+    """Whether every stage that trains the backbone has ended."""
     stages = [stage for stage in config.stages if stage.train_backbone]
     return bool(stages) and all(run.result(stage.name) for stage in stages)
 
 
 def _stand_in(search: Search) -> RunConfig:
-    """The base's stages up to the first that trains the backbone (or those named), with the section's changes."""
+    """`backbone.stages`, or the base's stages up to the first that trains the backbone, with `backbone.set` applied."""
     section, values = search.config.backbone, copy.deepcopy(search.values)
     names = [stage.name for stage in search.base.stages]
     trained = [stage.name for stage in search.base.stages if stage.train_backbone]
@@ -94,12 +95,12 @@ def _stand_in(search: Search) -> RunConfig:
     values["stages"] = [stage for stage in values["stages"] if stage["name"] in wanted]
     for key, value in flatten(section.set).items():
         set_value(values, key, value, "backbone.set")
-    values["name"] = f"{search.base.name}-backbone"  # searches with the same base share it
+    values["name"] = f"{search.base.name}-backbone"  # shared by searches with the same base
     values["tracking"] = {"enabled": False}
     return parse_config(values)
 
 
-def _started(config: RunConfig) -> Path:
+def _initial_weights(config: RunConfig) -> Path:
     from jobs.extract import initial_weights
 
     return initial_weights(config, config.storage_path / "backbones")
@@ -117,9 +118,9 @@ def _source(weights: Path, base: RunConfig) -> BackboneSource:
 def extract_once(
     search: Search, dataset: Dataset, source: BackboneSource | None, start_ray: Callable[[], None]
 ) -> tuple[str | None, list[str]]:
-    """The store with features of all images that trials read, and the keys of images that gave none.
+    """The store with the features of all images that trials read, and the keys of images without features.
 
-    None when every stage of a trial works on images. UserError when too many images give none.
+    The store is None when every stage of a trial works on images. UserError when too many images have no features.
     """
     config = search.base
     if all(config.stage(name).train_backbone for name in search.stages):

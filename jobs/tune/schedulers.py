@@ -1,102 +1,187 @@
-"""What ends trials early or changes them on the way: ASHA and populations (PBT), of Ray Tune."""
+"""Early stopping (ASHA) and population based training. After a kill, both resume from the reports in the log."""
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from pipeline.search.spec import SCORE, Search
-from pipeline.search.trials import TrialRecord
+from pipeline.search.trials import ENDED, TrialRecord
 
 
-def make_scheduler(search: Search, records: list[TrialRecord]) -> Any:
-    """The search's ASHA, which remembers the reports of trials that ran before, or first in, first out."""
-    from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
+def make_scheduler(search: Search, records: Sequence[TrialRecord], population: Population | None = None) -> Any:
+    """Ray Tune's scheduler for a search: the population's, ASHA, or first in, first out."""
+    from ray.tune.schedulers import FIFOScheduler
 
-    if search.config.algorithm == "pbt":
-        return _population(search)
+    if population is not None:
+        return _population_scheduler(population)
+    return FIFOScheduler() if search.config.scheduler is None else _asha(search, records)
+
+
+def _asha(search: Search, records: Sequence[TrialRecord]) -> Any:
+    from ray.tune.schedulers import ASHAScheduler
+
+    class NumberedASHA(ASHAScheduler):
+        """Identifies trials by their number in the log, so that a resumed trial does not count as a second one."""
+
+        def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
+            super().on_trial_add(tune_controller, _numbered(trial))
+
+        def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+            return super().on_trial_result(tune_controller, _numbered(trial), result)
+
+        def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
+            super().on_trial_complete(tune_controller, _numbered(trial), result)
+
+        def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
+            super().on_trial_remove(tune_controller, _numbered(trial))
+
     settings = search.config.scheduler
-    if settings is None:
-        return FIFOScheduler()
-    scheduler = ASHAScheduler(
+    assert settings is not None
+    scheduler: Any = NumberedASHA(
         time_attr="epoch",
         metric=SCORE,
         mode="max",
-        max_t=search.total_epochs(),  # type: ignore[arg-type]  # any number will do
+        max_t=search.total_epochs(),  # type: ignore[arg-type]  # a float is fine
         grace_period=settings.grace_epochs,  # type: ignore[arg-type]
         reduction_factor=settings.reduction,
     )
     for record in records:
+        trial = SimpleNamespace(config={"number": record.number})
+        scheduler.on_trial_add(None, trial)
         for epoch, score in record.reports:
-            scheduler._brackets[0].on_result(SimpleNamespace(trial_id=f"trial {record.number}"), epoch, score)  # type: ignore[arg-type]
+            scheduler.on_trial_result(None, trial, {"epoch": epoch, SCORE: score})
+        if record.state == "finished" and record.reports:
+            scheduler.on_trial_complete(None, trial, {"epoch": record.epoch, SCORE: record.score})
     return scheduler
 
 
-def take_over(scheduler: Any, before: str, trial_id: str) -> None:
-    """A trial that goes on stands in ASHA's rungs as itself, not as a second one beside what it was."""
-    for bracket in getattr(scheduler, "_brackets", ()):
-        for _, recorded in bracket._rungs:
-            if before in recorded:
-                recorded[trial_id] = recorded.pop(before)
+def _numbered(trial: Any) -> Any:
+    """Stands for a trial in ASHA, which uses a trial's id only."""
+    return SimpleNamespace(trial_id=str(trial.config["number"]))
 
 
-def drop_checkpoints(scheduler: Any, trials: Sequence[Any]) -> None:
-    """Removes what a population's members handed over and none will go on from.
+@dataclass(frozen=True)
+class TakeOver:
+    """An order to a member: continue from a copy of another member's state, at a changed point."""
 
-    A number to keep, as Ray has it, does not do: while one member waits for its turn, the one whose weights it takes
-    may report any number of times. A member's newest two stay, of which Ray may not know yet. O(members) a report.
+    donor: int
+    epoch: float
+    point: dict[str, Any]
+    handover: str
+
+
+@dataclass
+class _Member:
+    point: dict[str, Any]
+    epoch: float  # of the last report that was compared
+    score: float | None
+    ended: bool
+    handover: str | None = None  # the copy of its state at that report
+
+
+class Population:
+    """Population based training (Jaderberg et al., 2017), asynchronous, over the trials of a search as members.
+
+    Every `pbt.every_epochs` epochs a reporting member is compared with the last reports of the others. If it is among
+    the worst `pbt.quantile`, it takes over the weights and the changed point of a random member of the best. Members
+    outnumbering the free slots take turns at the same intervals.
     """
-    states = getattr(scheduler, "_trial_state", None)
-    if states is None:
-        return  # no population
-    taken = [trial.checkpoint for trial in trials] + [state.last_checkpoint for state in states.values()]
-    if any(checkpoint is not None and not hasattr(checkpoint, "path") for checkpoint in taken):
-        return  # Ray is still saving one
-    wanted = {str(checkpoint.path) for checkpoint in taken if checkpoint is not None}
-    for trial in trials:
-        for path in sorted(Path(trial.path).glob("checkpoint_*"), key=_age)[:-2]:
-            if str(path) not in wanted:
+
+    def __init__(self, search: Search, records: Sequence[TrialRecord], handovers: Path) -> None:
+        self.search, self.handovers = search, handovers
+        self.members = {
+            record.number: _Member(record.point, record.epoch, record.score, record.state in ENDED)
+            for record in records
+        }
+        self.waiting = [number for number, member in self.members.items() if not member.ended]
+        self._generator = random.Random(search.config.seed)
+        self._orders: dict[int, TakeOver] = {}  # for members that have not resumed
+        self._reading: dict[int, str] = {}  # copies that resumed members may still read
+
+    @property
+    def running(self) -> int:
+        return sum(not member.ended for member in self.members.values()) - len(self.waiting)
+
+    def next(self) -> tuple[int, TakeOver | None] | None:
+        """The waiting member with the fewest epochs and its order; None when no member waits."""
+        if not self.waiting:
+            return None
+        number = min(self.waiting, key=lambda each: self.members[each].epoch)
+        self.waiting.remove(number)
+        order = self._orders.pop(number, None)
+        if order is not None:
+            self._reading[number] = order.handover
+        return number, order
+
+    def pause(self, number: int) -> None:
+        """The member has stopped training and waits for its next turn."""
+        self.waiting.append(number)
+
+    def end(self, number: int) -> None:
+        self.members[number].ended = True
+        self._reading.pop(number, None)
+
+    def report(self, number: int, point: dict[str, Any], epoch: float, score: float, handover: str) -> bool:
+        """Compares a member's report; True if the member must stop, because of an order or to let another one train."""
+        member = self.members[number]
+        self._reading.pop(number, None)
+        member.point = point
+        compared = epoch - member.epoch >= self.search.config.pbt.every_epochs
+        if compared:
+            member.epoch, member.score, member.handover = epoch, score, handover
+            donors = self._donors(number)
+            if donors:
+                self._order(number, self._generator.choice(donors))
+        self._remove_unused(number)
+        return compared and (number in self._orders or bool(self.waiting))
+
+    def _donors(self, number: int) -> list[int]:
+        """The best members, if the member is among the worst and not as good as one of the best."""
+        scores = {
+            each: member.score
+            for each, member in self.members.items()
+            if not member.ended and member.score is not None and not math.isnan(member.score)
+        }
+        ranked = sorted(scores, key=lambda each: scores[each])
+        size = min(math.ceil(len(ranked) * self.search.config.pbt.quantile), len(ranked) // 2)
+        worst, best = ranked[:size], ranked[len(ranked) - size :]
+        if number not in worst or scores[number] >= min(scores[each] for each in best):
+            return []
+        return [each for each in best if self.members[each].handover is not None]
+
+    def _order(self, number: int, donor: int) -> None:
+        source = self.members[donor]
+        assert source.handover is not None
+        point = {d.key: d.neighbor(source.point[d.key], self._generator) for d in self.search.space.dimensions}
+        self._orders[number] = TakeOver(donor, source.epoch, point, source.handover)
+        self.members[number].epoch = source.epoch
+
+    def _remove_unused(self, number: int) -> None:
+        """Deletes the copies of a member's state that no member will read."""
+        used = {member.handover for member in self.members.values()}
+        used |= {order.handover for order in self._orders.values()} | set(self._reading.values())
+        for path in (self.handovers / str(number)).glob("*"):
+            if str(path) not in used:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _age(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
+def _population_scheduler(population: Population) -> Any:
+    from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 
+    class PopulationScheduler(FIFOScheduler):
+        def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+            if "handover" not in result:  # the member's outcome
+                return TrialScheduler.CONTINUE
+            config = trial.config
+            report = (result["epoch"], result[SCORE], result["handover"])
+            stop = population.report(config["number"], config["point"], *report)
+            return TrialScheduler.STOP if stop else TrialScheduler.CONTINUE
 
-def _population(search: Search) -> Any:
-    from ray.tune.schedulers import PopulationBasedTraining
-
-    settings, generator = search.config.pbt, random.Random(search.config.seed)
-
-    class Population(PopulationBasedTraining):
-        def _quantiles(self) -> tuple[list[Any], list[Any]]:
-            """The worst and the best; who is as good as all of the best is not among the worst.
-
-            Members of equal scores would take each other's place again and again.
-            """
-            worst, best = super()._quantiles()
-            scores: dict[Any, Any] = {trial: state.last_score for trial, state in self._trial_state.items()}
-            return [t for t in worst if scores[t] < min(scores[b] for b in best)], best
-
-    def changed(config: dict[str, Any]) -> dict[str, Any]:
-        member = config["member"]
-        point = {d.key: d.neighbor(member["point"][d.key], generator) for d in search.space.dimensions}
-        return config | {"member": member | {"point": point}}
-
-    return Population(
-        time_attr="epoch",
-        metric=SCORE,
-        mode="max",
-        perturbation_interval=settings.every_epochs,
-        quantile_fraction=settings.quantile,
-        custom_explore_fn=changed,
-        log_config=False,
-        require_attrs=False,
-    )
+    return PopulationScheduler()

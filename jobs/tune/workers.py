@@ -1,20 +1,52 @@
-"""A trial of several workers: Ray Train in a side thread, its validations followed in the run's journal."""
+"""What runs in a trial's process: the trial itself, and for several workers Ray Train in a side thread."""
 
 from __future__ import annotations
 
 import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 from jobs.train import StageFailedError, failure_file, fit
 from pipeline.config.run import RunConfig
+from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import Follower
 from pipeline.runtime.context import Context
+from pipeline.search.spec import SCORE
+from pipeline.search.trial import TrialTask, hand_over, run_trial, train_here
+from pipeline.search.trials import SearchFolder
 from pipeline.training.loop import StageJob
 
 FOLLOW_S = 0.5
 
 
+def train_trial(config: dict[str, Any]) -> None:
+    """Ray Tune's trainable: trains a trial and reports its validations, then its outcome.
+
+    A population's member reports a copy of its state with each validation, for other members to take over.
+    """
+    from ray import tune
+
+    folder = SearchFolder(Path(config["folder"]))
+    settings = folder.plan.search
+    member = config["number"] if settings["algorithm"] == "pbt" else None
+    handover = Path(config["handover"]) if config["handover"] is not None else None
+
+    def report(metrics: dict[str, Any]) -> None:
+        if member is not None:
+            run = RunFolder(Path(metrics["run"]))
+            copy = hand_over(run, metrics["stage"], metrics["step"], folder.handovers / str(member))
+            metrics = {**metrics, "handover": str(copy)}
+        tune.report(metrics)
+
+    train = train_here if settings["resources"]["workers"] == 1 else train_on_workers
+    outcome = run_trial(TrialTask(folder, config["point"], config["seed"], member, handover), report, train)
+    last = {"epoch": outcome.reports[-1][0], SCORE: outcome.reports[-1][1]} if outcome.reports else {}
+    tune.report({**last, "outcome": asdict(outcome)})
+
+
 def train_on_workers(job: StageJob, config: RunConfig, context: Context) -> None:
-    """On Ray Train's workers; validations are taken from the run's journal and told from here."""
+    """Trains on Ray Train's workers and reports the validations that they write to the run's journal."""
     run = job.folder
     follower = Follower(run.journal)
     errors: list[BaseException] = []
@@ -33,7 +65,7 @@ def train_on_workers(job: StageJob, config: RunConfig, context: Context) -> None
             for entry in follower.new():
                 if entry["kind"] == "validation":
                     context.report({"stage": entry["stage"], "step": entry["step"]})
-    except BaseException:  # the scheduler has ended the trial: its workers stop at their next line in the journal
+    except BaseException:  # the scheduler stopped the trial: its workers stop at their next line in the journal
         failure_file(job).write_bytes(b"stopped by the search")
         run.new_driver_token()
         thread.join()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 REQUIRED_FILES = ("config.yaml", "model.safetensors", "vocabulary.json")
-WEIGHING = ("model.safetensors", "vocabulary.json")  # the files that decide captions, apart from the settings
+CONTENT_FILES = ("model.safetensors", "vocabulary.json")  # which decide the captions, apart from the settings
 
 
 @dataclass
@@ -198,7 +198,7 @@ def bundle_digests(folder: Path, names: Sequence[str] = ()) -> dict[str, str]:
     """{file: sha256} of a local bundle, of all its files without `names`. UserError where one is missing."""
     wanted = names or sorted(path.name for path in folder.glob("*") if path.is_file() and path.name[0] != ".")
     digests = {}
-    for name in wanted or WEIGHING:
+    for name in wanted or CONTENT_FILES:
         try:
             with (folder / name).open("rb") as file:
                 digests[name] = hashlib.file_digest(file, "sha256").hexdigest()

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
-from models.config import BackboneConfig, ClustFormerConfig, Identity, ModelConfig
+from models.config import BackboneConfig, Identity
 from pipeline.config.sections import (
     SYNTHETIC,
     DataSection,
     EvaluationSection,
     FeatureSection,
+    FileName,
     ModelSection,
     RetrainSection,
     Section,
@@ -29,15 +29,10 @@ from pipeline.storage.cache import cache_folder
 from pipeline.storage.path import StoragePath, is_remote, storage_path
 
 
-def needs_boxes(model: ModelConfig) -> bool:
-    """Whether a model arranges its input by the boxes of regions."""
-    return isinstance(model, ClustFormerConfig) and model.inputs == "regions" and model.encoder_clusters != "none"
-
-
 class RunConfig(Section):
     """All keys of a run. Those that do not count for its identity are marked (`models.config.Identity`)."""
 
-    name: str
+    name: FileName
     seed: Annotated[int, Field(ge=0, lt=2**62)] = 0
     storage: Annotated[StorageSection, Identity.IGNORED] = StorageSection()
     data: DataSection
@@ -59,8 +54,6 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name):
-            raise ValueError(f"name {self.name!r} must be letters, digits, '_', '-' and '.', a letter or digit first")
         if "backbone" not in self.model_fields_set and self.has_backbone:
             raise ValueError(
                 "key backbone is missing; add it to the configuration, or features.hdf5 for region features"
@@ -83,19 +76,14 @@ class RunConfig(Section):
     def _check_regions(self) -> None:
         """Refuses a source of features that does not fit the data, the model or the stages."""
         if self.has_backbone:
-            if isinstance(self.model, ClustFormerConfig) and self.model.inputs == "regions":
-                raise ValueError(
-                    "model.inputs = regions needs a detector's features: name their file as features.hdf5, or set "
-                    "model.inputs to grid"
-                )
+            self.model.check_inputs(regions=False)
             return
         if self.features.hdf5 == SYNTHETIC and self.data.synthetic is None:
             raise ValueError(
                 f"features.hdf5 = {SYNTHETIC} means the synthetic data set's regions, and data.synthetic is not set; "
                 "give the path of an HDF5 file"
             )
-        if isinstance(self.model, ClustFormerConfig) and self.model.inputs == "grid":
-            raise ValueError("model.inputs = grid, and features.hdf5 brings regions; set model.inputs to regions")
+        self.model.check_inputs(regions=True)
         for stage in self.stages:
             if stage.train_backbone:
                 raise ValueError(

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from models.config import ClustFormerConfig, ExpansionNetConfig, Identity, MeshedMemoryConfig
+from models.config import (
+    MODEL_CONFIGS,
+    Identity,
+    ModelConfig,
+)
 from pipeline.config.renamed import refuse_renamed_value
 from pipeline.errors import UserError
 from pipeline.storage.path import StorageOptions
 
+
+def _check_file_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+        raise ValueError(f"name {name!r} must be letters, digits, '_', '-' and '.', a letter or digit first")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_check_file_name)]
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -309,11 +321,11 @@ def _system(model: Any) -> str:
     return str(model.get("name", "expansionnet_v2") if isinstance(model, dict) else getattr(model, "name", ""))
 
 
-# Each system has its own keys; those of another system are refused as unknown.
-ModelSection = Annotated[
-    Annotated[ExpansionNetConfig, Tag("expansionnet_v2")]
-    | Annotated[ExpansionNetConfig, Tag("transformer")]
-    | Annotated[MeshedMemoryConfig, Tag("meshed_memory")]
-    | Annotated[ClustFormerConfig, Tag("clustformer")],
-    Discriminator(_system),
-]
+# each system has its own keys; those of another are refused as unknown
+if TYPE_CHECKING:
+    ModelSection = ModelConfig
+else:
+    ModelSection = Annotated[
+        Union[tuple(Annotated[section, Tag(name)] for name, section in MODEL_CONFIGS.items())],  # noqa: UP007
+        Discriminator(_system),
+    ]

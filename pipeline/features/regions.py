@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.config.run import RunConfig, needs_boxes
+from pipeline.config.run import RunConfig
 from pipeline.config.sections import SYNTHETIC
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
@@ -37,7 +37,7 @@ def feature_width(dataset: Dataset, config: RunConfig) -> int:
         for image_id in dataset.column("image_id"):
             features = file.get(f"{image_id}_features")
             if features is not None and features.ndim == 2:
-                if needs_boxes(config.model):
+                if config.model.needs_boxes:
                     _require_boxes(file, [image_id], config)
                 return int(features.shape[1])
     first = dataset.column("image_id")[0]
@@ -100,7 +100,7 @@ def region_file(config: RunConfig) -> Path:
 
 def _check_file(file: Any, image_ids: Sequence[int], new_ids: Sequence[int], config: RunConfig) -> None:
     """Raises UserError for missing boxes that the model needs, and for too many regions of a new image."""
-    if needs_boxes(config.model):
+    if config.model.needs_boxes:
         _require_boxes(file, image_ids, config)
     if not config.features.truncate_regions:
         _require_max_regions(file, new_ids, config)

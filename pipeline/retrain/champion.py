@@ -26,6 +26,7 @@ from pydantic import ValidationError
 from pipeline.captioning.bundle import bundle_digests
 from pipeline.config.sections import Section
 from pipeline.errors import UserError
+from pipeline.retrain.data_listing import Change
 from pipeline.storage.lease import Lease, LostLeaseError
 from pipeline.storage.path import ConflictError, StoragePath
 
@@ -48,19 +49,11 @@ class BundleRecord(Section):
     run_id: str
 
 
-class FileCounts(Section):
-    """Counts of files that differ between two listings of the data."""
-
-    added: int
-    changed: int
-    gone: int
-
-
 class DataRecord(Section):
     """The data that a challenger was trained on."""
 
     root: str
-    files: FileCounts
+    files: Change
     new_images: int
     images: int
     fingerprint: str | None

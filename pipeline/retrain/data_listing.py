@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.config.run import RunConfig
+from pipeline.config.sections import Section
 from pipeline.data.dataset import Dataset
 from pipeline.storage.path import Entry, StoragePath, is_remote, join
 
@@ -28,8 +28,8 @@ LISTING = pa.schema(
 _CHUNK = 8192
 
 
-class Change(NamedTuple):
-    """Counts of files."""
+class Change(Section):
+    """Counts of files that differ between two listings."""
 
     added: int
     changed: int
@@ -55,13 +55,13 @@ def list_data(config: RunConfig, root: str) -> pa.Table:
 def compare(now: pa.Table, before: pa.Table | None) -> Change:
     """Counts of differing files; without a previous listing every file is new."""
     if before is None:
-        return Change(now.num_rows, 0, 0)
+        return Change(added=now.num_rows, changed=0, gone=0)
     rows = pc.index_in(now["name"], value_set=before["name"])
     previous = before.take(rows)
     same = pc.and_(pc.equal(previous["size"], now["size"]), pc.equal(previous["tag"], now["tag"]))
     added = rows.null_count
     changed = now.num_rows - added - int(pc.sum(pc.fill_null(same, False)).as_py() or 0)
-    return Change(added, changed, before.num_rows - (now.num_rows - added))
+    return Change(added=added, changed=changed, gone=before.num_rows - (now.num_rows - added))
 
 
 def with_keys(listing: pa.Table, dataset: Dataset, root: str) -> pa.Table:

@@ -29,7 +29,6 @@ from pipeline.retrain.champion import (
     DataRecord,
     Decision,
     DifferenceRecord,
-    FileCounts,
     FileRecord,
     HeldOutRecord,
     ScoreRecord,
@@ -270,7 +269,7 @@ class _Retraining:
                 "challenger": challenger,
                 "data": DataRecord(
                     root=data.root,
-                    files=FileCounts(**data.change._asdict()),
+                    files=data.change,
                     new_images=data.num_images,
                     images=len(data.dataset),
                     fingerprint=data.fingerprint,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import fields, is_dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from pydantic import BaseModel
 
 from models.config import Identity
-from pipeline.captioning.bundle import WEIGHING, bundle_digests, fetched
+from pipeline.captioning.bundle import CONTENT_FILES, bundle_digests, fetched
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import SYNTHETIC
 from pipeline.features.regions import ends_digest
@@ -60,7 +60,8 @@ def config_identity(config: RunConfig) -> str:
 def _counted(value: Any, config: RunConfig) -> Any:
     """A section, or a value in one, as plain values without the keys that do not count."""
     if isinstance(value, BaseModel) or is_dataclass(value):
-        marks = identity_marks(type(value))
+        kind: Any = type(value)
+        marks = identity_marks(kind)
         keys = [key for key, mark in marks.items() if _counts(mark, config)]
         return {key: _counted(_marked(getattr(value, key), marks[key], config), config) for key in keys}
     if isinstance(value, tuple):
@@ -68,12 +69,12 @@ def _counted(value: Any, config: RunConfig) -> Any:
     return value
 
 
+@cache
 def identity_marks(section: Any) -> dict[str, Identity | None]:
     """The mark of each key of a section, a pydantic model or a dataclass; None for a key without a mark."""
     names = list(section.model_fields) if issubclass(section, BaseModel) else [field.name for field in fields(section)]
     hints = get_type_hints(section, include_extras=True)
-    marks = {name: [each for each in get_args(hints[name]) if isinstance(each, Identity)] for name in names}
-    return {name: found[0] if found else None for name, found in marks.items()}
+    return {name: next((each for each in get_args(hints[name]) if isinstance(each, Identity)), None) for name in names}
 
 
 def _counts(mark: Identity | None, config: RunConfig) -> bool:
@@ -93,7 +94,7 @@ def _marked(value: Any, mark: Identity | None, config: RunConfig) -> Any:
     if mark is Identity.LARGE_FILE and value not in (None, SYNTHETIC):
         return ends_digest(Path(value).expanduser())
     if mark is Identity.BUNDLE and value is not None:
-        return bundle_digests(fetched(storage_path(value, config.storage.options)), WEIGHING)
+        return bundle_digests(fetched(storage_path(value, config.storage.options)), CONTENT_FILES)
     return value
 
 

@@ -24,24 +24,24 @@ def save_weights(module: nn.Module, path: Path) -> None:
 
 
 def load_weights(module: nn.Module, path: Path, data: bytes | None = None) -> None:
-    """Fills `module`; ValueError naming file and keys when they do not fit one to one. `data`: the file's, if here."""
+    """Loads a file (or its content `data`) into `module`; ValueError naming keys that do not match one to one."""
     from safetensors.torch import load, load_file
 
     tensors: dict[str, torch.Tensor] = load_file(path) if data is None else load(data)
-    own = module.state_dict()
-    missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
-    if missing or extra:
-        raise ValueError(f"{path} does not fit: missing {missing[:3] or 'none'}, not known {extra[:3] or 'none'}")
+    expected = module.state_dict()
+    missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+    if missing or unknown:
+        raise ValueError(f"{path} does not fit: missing {missing[:3] or 'none'}, unknown {unknown[:3] or 'none'}")
     for name, tensor in tensors.items():
-        if own[name].shape != tensor.shape:
+        if expected[name].shape != tensor.shape:
             raise ValueError(
-                f"{path}: {name} has shape {tuple(tensor.shape)}, the model wants {tuple(own[name].shape)}"
+                f"{path}: {name} has shape {tuple(tensor.shape)}, the model expects {tuple(expected[name].shape)}"
             )
     module.load_state_dict(tensors)
 
 
 def export_backbone(source: Path, target: Path) -> None:
-    """A backbone's file as runs keep it under timm's own names, which `backbone.weights` takes."""
+    """Writes a run's backbone file with timm's parameter names, for the key `backbone.weights`."""
     from safetensors.torch import load_file, save_file
 
     tensors = {name.removeprefix("swin."): tensor for name, tensor in load_file(source).items()}
@@ -50,7 +50,7 @@ def export_backbone(source: Path, target: Path) -> None:
 
 
 def weights_file_digest(path: Path) -> str:
-    """sha256 of the file (safetensors files of equal tensors are equal)."""
+    """sha256 of the file; safetensors files of equal tensors are equal."""
     status = path.stat()
     return _digest(str(path), status.st_size, status.st_mtime_ns)
 

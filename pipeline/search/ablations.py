@@ -1,164 +1,157 @@
-"""A search's points beside ExpansionNet v2's ablation: Table I's scores and Table VI's costs, row by row.
+"""A search's points next to the ablation tables of the three papers, row by row.
 
-The differences to the baseline row (attention in encoder and decoder) are what can be compared: the paper's scores
-are of COCO's validation images after eight epochs, a search's of whatever it ran on.
+Absolute scores differ with data and training length. Comparable are the differences to the baseline row, so every score
+is followed by its difference to the baseline, ours and the paper's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from models.config import ExpansionNetConfig
 from models.macs import TABLE_6_IMAGES
-from pipeline.scoring.published import ABLATION, ABLATION_COLUMNS, NOTE, TABLES, AblationRow, PrintedRow, PrintedTable
-from pipeline.search.results import PointResult, cell, head
+from pipeline.scoring.published import ABLATION, ABLATION_COLUMNS, NOTE, TABLES, AblationRow, PrintedTable
+from pipeline.search.results import PointResult, Rows, cell, head
 from pipeline.search.space import show_value
 from pipeline.search.spec import SCORE, Search
 
+COSTS_SHOWN = ("macs_executed", "parameters")
+TABLE_I_NOTE = (
+    "Means of the validation captions next to the paper's (first cross-entropy stage, Karpathy validation, beam 3); "
+    "+/- is the difference to the baseline row, attention in encoder and decoder."
+)
+TABLE_VI_NOTE = (
+    "1e12 multiply-accumulates of 5,000 images with a caption of 12.5 tokens each, as the paper counts them and as "
+    "executed here."
+)
+
+
+class ComparisonTable(NamedTuple):
+    title: str
+    note: str
+    columns: list[str]
+    rows: Rows
+
 
 @dataclass(frozen=True)
-class Pair:
-    """A printed row and the search's point with the same G and N_E, if it has one."""
+class Match:
+    """A printed row and the search's first point with the same settings, None without one."""
 
-    printed: AblationRow
+    label: str
+    printed: dict[str, float]
     result: PointResult | None
 
-    @property
-    def label(self) -> str:
-        return printed_label(self.printed)
+    def score(self, name: str) -> float | None:
+        """Our mean of a score of the captions; for a stopped point its last CIDEr-D."""
+        if self.result is None:
+            return None
+        values = [record.scores[name] for record in self.result.counted if name in record.scores]
+        if values:
+            return sum(values) / len(values)
+        return self.result.mean(SCORE) if name == SCORE else None
 
-    def ours(self, name: str) -> float | None:
-        return mean_score(self.result, name)
+    def mean(self, name: str) -> float | None:
+        return None if self.result is None else self.result.mean(name)
 
 
-def mean_score(result: PointResult | None, name: str) -> float | None:
-    """Mean of a score that is computed as the paper's was, from the captions; of a stopped point what it had."""
-    if result is None:
-        return None
-    values = [record.scores[name] for record in result.counted if name in record.scores]
-    if values:
-        return sum(values) / len(values)
-    return result.mean(SCORE) if name == SCORE else None
+def comparisons(
+    search: Search, results: Sequence[PointResult], metrics: Sequence[str] = ABLATION_COLUMNS
+) -> list[ComparisonTable]:
+    """The tables of the paper that `compare` names, with those of `metrics` that both the paper and the search have."""
+    if search.config.compare == "expansionnet_v2":
+        matches = expansionnet_matches(search, results)
+        scores = _score_columns(matches, matches[0], [name for name in ABLATION_COLUMNS if name in metrics])
+        return [
+            ComparisonTable("Table I next to the paper's", TABLE_I_NOTE, *scores),
+            ComparisonTable("Table VI next to the paper's", TABLE_VI_NOTE, *_table_vi(matches)),
+        ]
+    tables = []
+    for table in TABLES.get(search.config.compare or "", ()):
+        matches = _matches(search, results, table)
+        if sum(match.result is not None for match in matches) > 1:
+            note = NOTE.format(baseline=table.rows[table.baseline].name)
+            names = [name for name in table.columns if name in metrics]
+            columns, rows = _score_columns(matches, matches[table.baseline], names)
+            for (_, cells), match in zip(rows, matches, strict=True):
+                cells += [cell(name, match.mean(name)) for name in COSTS_SHOWN]
+            columns += map(head, COSTS_SHOWN)
+            tables.append(ComparisonTable(f"{table.title} next to the paper's", note, columns, rows))
+    return tables
 
 
 def printed_label(row: AblationRow) -> str:
     return f"G {show_value(row.static_expansion)}, N_E {show_value(row.dynamic_expansion)}"
 
 
-def pairs(search: Search, results: Sequence[PointResult]) -> list[Pair]:
-    """Every printed row in the paper's order."""
-    found: dict[tuple[Any, Any], PointResult] = {}
-    for result in results:
-        model = search.trial_config(result.point, search.config.seeds[0]).model
-        if not isinstance(model, ExpansionNetConfig):
-            continue
-        groups = model.static_expansion if model.name != "transformer" else None
-        vectors = model.dynamic_expansion if model.name != "transformer" else None
-        if model.encoder_dynamic_expansion is None:
-            found.setdefault((groups, vectors), result)
-    return [Pair(row, found.get((row.static_expansion, row.dynamic_expansion))) for row in ABLATION]
+def expansionnet_matches(search: Search, results: Sequence[PointResult]) -> list[Match]:
+    """The rows of ExpansionNet v2's Table I, matched by G and N_E."""
+    by_settings: dict[tuple[Any, Any], PointResult] = {}
+    for model, result in _models(search, results):
+        if isinstance(model, ExpansionNetConfig) and model.encoder_dynamic_expansion is None:
+            is_baseline = model.name == "transformer"
+            settings = (None, None) if is_baseline else (model.static_expansion, model.dynamic_expansion)
+            by_settings.setdefault(settings, result)
+    return [
+        Match(printed_label(row), row.scores, by_settings.get((row.static_expansion, row.dynamic_expansion)))
+        for row in ABLATION
+    ]
 
 
-def score_table(
-    search: Search, results: Sequence[PointResult], metrics: Sequence[str] = ABLATION_COLUMNS
-) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """Columns and rows: every metric as ours, ours against our baseline row, the paper's, and its difference."""
-    rows = pairs(search, results)
-    names = [name for name in metrics if any(pair.ours(name) is not None for pair in rows)] or [SCORE]
-    columns = [f"{name}{kind}" for name in names for kind in ("", " +/-", " paper", " paper +/-")]
-    table = []
-    for pair in rows:
+def _matches(search: Search, results: Sequence[PointResult], table: PrintedTable) -> list[Match]:
+    """The rows of a table, matched by the settings that the table varies."""
+    models = _models(search, results)
+    matches = []
+    for row in table.rows:
+        points = (r for model, r in models if all(getattr(model, key, None) == row.settings[key] for key in table.keys))
+        matches.append(Match(row.name, row.scores, next(points, None)))
+    return matches
+
+
+def _models(search: Search, results: Sequence[PointResult]) -> list[tuple[Any, PointResult]]:
+    return [(search.trial_config(result.point, search.config.seeds[0]).model, result) for result in results]
+
+
+def _score_columns(matches: Sequence[Match], baseline: Match, names: Sequence[str]) -> tuple[list[str], Rows]:
+    """For each metric that a point has: our score, its difference to the baseline, the paper's, and its difference."""
+    names = [name for name in names if any(match.score(name) is not None for match in matches)] or [SCORE]
+    rows = []
+    for match in matches:
         cells = []
         for name in names:
-            ours, printed = pair.ours(name), pair.printed.scores[name]
-            cells += [number_cell(ours), difference_cell(ours, rows[0].ours(name))]
-            cells += [number_cell(printed, 3), difference_cell(printed, rows[0].printed.scores[name], 3)]
-        table.append((pair.label, cells))
-    return columns, table
+            ours, printed = match.score(name), match.printed[name]
+            cells += [number_cell(ours), difference_cell(ours, baseline.score(name))]
+            cells += [number_cell(printed, 3), difference_cell(printed, baseline.printed[name], 3)]
+        rows.append((match.label, cells))
+    return [f"{name}{kind}" for name in names for kind in ("", " +/-", " paper", " paper +/-")], rows
 
 
-def cost_table(search: Search, results: Sequence[PointResult]) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """Table VI beside ours: 1e12 multiply-accumulates of 5,000 images in its accounting, and over the baseline's."""
-    rows = pairs(search, results)
-    columns = ["1e12 MACs", "of baseline", "paper (Table VI)", "of baseline", "executed", "k parameters"]
-
-    def ours(pair: Pair, name: str) -> float | None:
-        value = pair.result.mean(name) if pair.result is not None else None
-        return None if value is None else value * TABLE_6_IMAGES / 1e12
-
-    table = []
-    for pair in rows:
-        mine, first = ours(pair, "macs"), ours(rows[0], "macs")
-        parameters = pair.result.mean("parameters") if pair.result is not None else None
+def _table_vi(matches: Sequence[Match]) -> tuple[list[str], Rows]:
+    """Multiply-accumulates in units of 1e12 for 5,000 images, as the paper counts them, relative, and executed."""
+    scale = TABLE_6_IMAGES / 1e12
+    baseline = matches[0].mean("macs")
+    rows = []
+    for match, row in zip(matches, ABLATION, strict=True):
+        macs, executed, parameters = (match.mean(name) for name in ("macs", "macs_executed", "parameters"))
+        digits = 4 if macs is not None and macs * scale < 1 else 2
         cells = [
-            number_cell(mine, 4 if mine is not None and mine < 1 else 2),
-            "" if mine is None or not first else f"{mine / first:.3f}",
-            f"{pair.printed.macs / 1e12:.2f}",
-            f"{pair.printed.macs / rows[0].printed.macs:.3f}",
-            number_cell(ours(pair, "macs_executed"), 4 if mine is not None and mine < 1 else 2),
+            number_cell(None if macs is None else macs * scale, digits),
+            "" if macs is None or not baseline else f"{macs / baseline:.3f}",
+            f"{row.macs / 1e12:.2f}",
+            f"{row.macs / ABLATION[0].macs:.3f}",
+            number_cell(None if executed is None else executed * scale, digits),
             "" if parameters is None else f"{parameters / 1000:,.0f}",
         ]
-        table.append((pair.label, cells))
-    return columns, table
+        rows.append((match.label, cells))
+    return ["1e12 MACs", "of baseline", "paper (Table VI)", "of baseline", "executed", "k parameters"], rows
 
 
 def number_cell(value: float | None, digits: int = 4) -> str:
-    """Empty where there is no value."""
+    """Empty for None."""
     return "" if value is None else f"{value:.{digits}f}"
 
 
 def difference_cell(value: float | None, baseline: float | None, digits: int = 4) -> str:
-    """A value against a baseline's, with its sign."""
+    """The signed difference to a baseline."""
     return "" if value is None or baseline is None else f"{value - baseline:+.{digits}f}"
-
-
-# A search's points beside the ablations of the Meshed-Memory Transformer and of Ada-ClustFormer.
-
-COSTS_SHOWN = ("macs_executed", "parameters")
-Table = tuple[str, str, list[str], list[tuple[str, list[str]]]]
-
-
-def tables_beside(search: Search, results: Sequence[PointResult], metrics: Sequence[str]) -> list[Table]:
-    """(title, note, columns, rows) of each of the paper's tables that has two rows or more in common with the search.
-
-    Of each metric that both have: ours, ours against our baseline row, the paper's, and its difference; then our costs.
-    """
-    found = []
-    for table in TABLES.get(search.config.compare or "", ()):
-        points = [result_of(search, results, row, table) for row in table.rows]
-        if sum(point is not None for point in points) > 1:
-            note = NOTE.format(baseline=table.rows[table.baseline].name)
-            found.append((f"{table.title} beside the paper's", note, *_laid_out(table, points, metrics)))
-    return found
-
-
-def result_of(
-    search: Search, results: Sequence[PointResult], row: PrintedRow, table: PrintedTable
-) -> PointResult | None:
-    """The first point whose model has the row's settings, whatever else it has."""
-    for result in results:
-        model = search.trial_config(result.point, search.config.seeds[0]).model
-        if all(getattr(model, key, None) == row.settings[key] for key in table.keys):
-            return result
-    return None
-
-
-def _laid_out(
-    table: PrintedTable, points: Sequence[PointResult | None], metrics: Sequence[str]
-) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    wanted = [name for name in table.columns if name in metrics]
-    names = [name for name in wanted if any(mean_score(point, name) is not None for point in points)] or [SCORE]
-    columns = [f"{name}{kind}" for name in names for kind in ("", " +/-", " paper", " paper +/-")]
-    first, printed_first = points[table.baseline], table.rows[table.baseline]
-    rows = []
-    for row, point in zip(table.rows, points, strict=True):
-        cells = []
-        for name in names:
-            ours, printed = mean_score(point, name), row.scores[name]
-            cells += [number_cell(ours), difference_cell(ours, mean_score(first, name))]
-            cells += [number_cell(printed, 3), difference_cell(printed, printed_first.scores[name], 3)]
-        cells += [cell(name, None if point is None else point.mean(name)) for name in COSTS_SHOWN]
-        rows.append((row.name, cells))
-    return [*columns, *map(head, COSTS_SHOWN)], rows

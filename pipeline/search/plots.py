@@ -1,6 +1,6 @@
-"""The plots of a search: the Pareto front and parallel coordinates, as PNG and as SVG.
+"""The plots of a search: the Pareto front and parallel coordinates, as PNG files and as SVG for the page.
 
-SVG for the page takes its colors from the page's, so that one drawing serves light and dark.
+Colors in the SVG are the page's CSS variables, so that one drawing serves the light and the dark theme.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from models.macs import TABLE_6_IMAGES
 from pipeline.scoring.published import ABLATION
@@ -28,11 +28,13 @@ ACCENT, BEST, PAPER = "#0b6b58", "#b5401f", "#3a5fa8"
 VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", PAGE: "--surface", ACCENT: "--accent", BEST: "--low"}
 VARIABLES[PAPER] = "--paper"
 PNG_DPI = 160
-SPOTS = [(7, 5), (7, -11), (-7, 5), (-7, -11), (0, 10), (0, -16), (14, 14), (-14, 14), (14, -22), (-14, -22)]
+LABEL_OFFSETS = [  # points, tried in this order
+    (7, 5), (7, -11), (-7, 5), (-7, -11), (0, 10), (0, -16), (14, 14), (-14, 14), (14, -22), (-14, -22),
+]  # fmt: skip
 
 
 def _figure(width: float, height: float) -> Figure:
-    """Inches; drawn without a display."""
+    """A figure of a size in inches, which needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -42,22 +44,24 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def cost_axis(search: Search) -> str:
-    """The cost that the Pareto plot has: the first among the objectives, else multiply-accumulates."""
+    """The horizontal axis of the Pareto plot: the first cost among the objectives, else multiply-accumulates."""
     return next((name for name in search.config.objectives if name in COSTS), search.cost)
 
 
 def score_axis(search: Search) -> str:
-    """What it has upwards: CIDEr-D, or the first objective that is no cost."""
+    """The vertical axis of the Pareto plot: the first objective that is not a cost, else CIDEr-D."""
     return next((name for name in search.config.objectives if name not in COSTS), SCORE)
 
 
 def pareto_plot(
     search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult], *, narrow: bool = False
 ) -> Figure:
-    """Score against cost: finished points with their spread, the front as a line, stopped points hollow, and, where
-    the search is compared with it, the paper's ablation: in the same axes when its costs are of the same size."""
-    paper = search.config.compare == "expansionnet_v2"  # the others print no costs
-    together = paper and _same_size(search, results)
+    """Score against cost: finished points with their spread, the front as a line, stopped points hollow.
+
+    With `compare: expansionnet_v2` the paper's ablation is added, in the same axes if its costs are similar.
+    """
+    paper = search.config.compare == "expansionnet_v2"  # the other papers print no costs
+    together = paper and _similar_costs(search, results)
     apart = paper and not together
     width, height = (4.3, 9.2 if apart else 5.0) if narrow else (12.5 if apart else 8.6, 5.4)
     figure = _figure(width, height)
@@ -70,7 +74,7 @@ def pareto_plot(
         panels[0].set_title("this search", loc="left", fontsize=10, color=INK)
         _draw_paper(panels[1], search, label=True, narrow=narrow)
         panels[1].set_title("the paper: Table I over Table VI", loc="left", fontsize=10, color=INK)
-        panels[1].set_xlabel(f"{head('macs')} an image", color=INK)
+        panels[1].set_xlabel(f"{head('macs')} per image", color=INK)
         panels[1].set_ylabel("CIDEr-D (Karpathy validation, beam 3)", color=INK)
     for axes in panels:
         _dress(axes)
@@ -82,59 +86,79 @@ def pareto_plot(
     return figure
 
 
+class _Point(NamedTuple):
+    """A point in the Pareto plot; the cost is in the unit that `head` names."""
+
+    cost: float
+    score: float
+    spread: float
+    result: PointResult
+
+
+def _points(search: Search, results: Sequence[PointResult], state: str) -> list[_Point]:
+    cost_name, score_name = cost_axis(search), score_axis(search)
+    points = []
+    for result in results:
+        cost, score = result.mean(cost_name), result.mean(score_name)
+        if cost is not None and score is not None and result.state == state:
+            points.append(_Point(cost / UNITS.get(cost_name, 1), score, result.spread(score_name) or 0.0, result))
+    return points
+
+
 def _draw_points(
     axes: Axes, search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult], narrow: bool
 ) -> None:
-    cost, score = cost_axis(search), score_axis(search)
-    kinds: dict[str, list[tuple[float, float, float, PointResult]]] = {"finished": [], "stopped": []}
-    for result in results:
-        x, y = result.mean(cost), result.mean(score)
-        if x is not None and y is not None and result.state in kinds:
-            kinds[result.state].append((x / UNITS.get(cost, 1), y, result.spread(score) or 0.0, result))
-    _spread(axes, [point[0] for points in kinds.values() for point in points])
-    for kind, points in kinds.items():
-        if not points:
-            continue
-        xs, ys = [point[0] for point in points], [point[1] for point in points]
-        if kind == "stopped":
-            axes.plot(xs, ys, "o", mfc="none", mec=MUTED, ms=6, label="stopped early (score so far)", zorder=2)
-            continue
-        if any(point[2] for point in points):
-            axes.errorbar(xs, ys, [point[2] for point in points], fmt="none", ecolor=ACCENT, elinewidth=1, capsize=3)
-        axes.plot(xs, ys, "o", mfc=ACCENT, mec=PAGE, ms=8, label="finished", zorder=3)
-    line = sorted(
-        (point for point in kinds["finished"] if any(point[3] is each for each in on_front)),
-        key=lambda point: point[:2],
-    )
+    finished, stopped = _points(search, results, "finished"), _points(search, results, "stopped")
+    on_line = [point for point in finished if any(point.result is each for each in on_front)]
+    line = sorted(on_line, key=lambda point: point[:2])
+    others = [point for point in finished if point not in line]
+    _scale_costs(axes, [point.cost for point in finished + stopped])
+    if any(point.spread for point in finished):
+        spreads = [point.spread for point in finished]
+        axes.errorbar(*_coordinates(finished), spreads, fmt="none", ecolor=ACCENT, elinewidth=1, capsize=3)
+    if finished:
+        axes.plot(*_coordinates(finished), "o", mfc=ACCENT, mec=PAGE, ms=8, label="finished", zorder=3)
+    if stopped:
+        label = "stopped early (score so far)"
+        axes.plot(*_coordinates(stopped), "o", mfc="none", mec=MUTED, ms=6, label=label, zorder=2)
     if line:
-        xs, ys = [point[0] for point in line], [point[1] for point in line]
         axes.plot(
-            xs, ys, "o-", drawstyle="steps-post", color=BEST, mfc=BEST, mec=PAGE, ms=9, lw=1.6,
+            *_coordinates(line), "o-", drawstyle="steps-post", color=BEST, mfc=BEST, mec=PAGE, ms=9, lw=1.6,
             label="Pareto front", zorder=4,
         )  # fmt: skip
-    ours = base_point(search)
-    for x, y, _, result in kinds["finished"] + kinds["stopped"]:
-        if ours is not None and result.point == ours:
-            axes.plot([x], [y], "o", mfc="none", mec=INK, ms=15, mew=1.2, label="the base configuration", zorder=1)
-    axes.set_xlabel(f"{head(cost)}" + (" an image" if cost.startswith("macs") else ""), color=INK)
-    axes.set_ylabel(f"validation {score}", color=INK)
+    base = base_point(search)
+    for point in finished + stopped:
+        if base is not None and point.result.point == base:
+            label = "the base configuration"
+            axes.plot([point.cost], [point.score], "o", mfc="none", mec=INK, ms=15, mew=1.2, label=label, zorder=1)
+    cost = cost_axis(search)
+    axes.set_xlabel(head(cost) + (" per image" if cost.startswith("macs") else ""), color=INK)
+    axes.set_ylabel(f"validation {score_axis(search)}", color=INK)
     axes.margins(0.14, 0.14)
-    others = [point for point in kinds["finished"] if point not in line]
-    first = [(x, y, result.label, BEST) for x, y, _, result in line]
-    then = [(x, y, result.label, INK) for x, y, _, result in others]
-    last = [(x, y, result.label, MUTED) for x, y, _, result in kinds["stopped"]]
-    steps = [(x, y) for (x, y, *_), (end, *_) in itertools.pairwise(line) for x in _between(x, end)]
-    steps += [(end, y) for (_, low, *_), (end, high, *_) in itertools.pairwise(line) for y in _between(low, high)]
-    _write_labels(axes, first + ([] if narrow else then + last), 7 if narrow else 8, steps)
+    groups = [(line, BEST)] if narrow else [(line, BEST), (others, INK), (stopped, MUTED)]
+    labels = [(each.cost, each.score, each.result.label, color) for points, color in groups for each in points]
+    _write_labels(axes, labels, 7 if narrow else 8, _steps(line))
+
+
+def _coordinates(points: Sequence[_Point]) -> tuple[list[float], list[float]]:
+    return [point.cost for point in points], [point.score for point in points]
+
+
+def _steps(line: Sequence[_Point]) -> list[tuple[float, float]]:
+    """Points on the stepped line of the front, for labels to avoid."""
+    steps = []
+    for start, end in itertools.pairwise(line):
+        steps += [(cost, start.score) for cost in _between(start.cost, end.cost)]
+        steps += [(end.cost, score) for score in _between(start.score, end.score)]
+    return steps
 
 
 def _between(start: float, end: float) -> list[float]:
-    """Places along a line that labels keep away from."""
     return [start + (end - start) * number / 40 for number in range(1, 40)]
 
 
 def base_point(search: Search) -> dict[str, Any] | None:
-    """The point that the base configuration is, when the space has it."""
+    """The point that equals the base configuration; None when the space does not contain it."""
     for point in search.points() if search.space.size <= 10_000 else ():
         if search.trial_config(point, search.config.seeds[0]).model == search.base.model and all(
             key.startswith("model.") for key in search.space.keys
@@ -156,8 +180,8 @@ def _draw_paper(axes: Axes, search: Search, *, label: bool, narrow: bool = False
         )
 
 
-def _spread(axes: Axes, costs: Sequence[float]) -> None:
-    """A logarithmic axis where costs differ more than threefold: the cheap ones would lie on each other."""
+def _scale_costs(axes: Axes, costs: Sequence[float]) -> None:
+    """A logarithmic cost axis if costs differ more than threefold, so that cheap points do not overlap."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     if costs and min(costs) > 0 and max(costs) > 3 * min(costs):
@@ -167,8 +191,8 @@ def _spread(axes: Axes, costs: Sequence[float]) -> None:
         axes.xaxis.set_minor_locator(NullLocator())
 
 
-def _same_size(search: Search, results: Sequence[PointResult]) -> bool:
-    """Whether the paper's points and ours fit one pair of axes."""
+def _similar_costs(search: Search, results: Sequence[PointResult]) -> bool:
+    """Whether the paper's points and ours fit into the same axes."""
     if cost_axis(search) != "macs" or score_axis(search) != SCORE:
         return False
     ours = [value for result in results if (value := result.mean("macs")) is not None]
@@ -183,7 +207,7 @@ def _write_labels(
     size: float,
     lines: Sequence[tuple[float, float]] = (),
 ) -> None:
-    """Labels beside their points where they cover neither a point nor a label; those without room are left out."""
+    """Labels next to their points, without covering points, lines or labels; labels that do not fit are omitted."""
     figure = axes.get_figure(root=True)
     assert figure is not None
     figure.draw_without_rendering()
@@ -194,10 +218,10 @@ def _write_labels(
     drawn = [axes.transData.transform(each) for each in lines]
     radius = 5 * figure.dpi / 72
     for number, (x, y, text, color) in enumerate(points):
-        for spot in SPOTS:
-            side = "left" if spot[0] > 0 else "right" if spot[0] < 0 else "center"
+        for offset in LABEL_OFFSETS:
+            side = "left" if offset[0] > 0 else "right" if offset[0] < 0 else "center"
             label = axes.annotate(
-                text, (x, y), xytext=spot, textcoords="offset points", fontsize=size, color=color, ha=side, zorder=5
+                text, (x, y), xytext=offset, textcoords="offset points", fontsize=size, color=color, ha=side, zorder=5
             )
             label.set_in_layout(False)
             box = label.get_window_extent(renderer)
@@ -215,7 +239,7 @@ def _write_labels(
 
 
 def parallel_plot(search: Search, results: Sequence[PointResult], *, narrow: bool = False) -> Figure:
-    """A line a point through its choices to its score and cost; the better, the stronger, the best in red."""
+    """One line per point through its choices to its score and cost; better points are stronger, the best is red."""
     shown = [result for result in results if result.mean(score_axis(search)) is not None]
     dimensions = list(search.space.by_key().dimensions)
     names = list(dict.fromkeys([score_axis(search), cost_axis(search)]))
@@ -254,7 +278,7 @@ def parallel_plot(search: Search, results: Sequence[PointResult], *, narrow: boo
 
 
 class _DimensionScale:
-    """Choices at even heights, ranges by their numbers."""
+    """Evenly spaced choices, or a numeric range."""
 
     def __init__(self, dimension: Dimension, space: Space) -> None:
         self.dimension, self.space, self.title = dimension, space, short(dimension.key)
@@ -280,7 +304,7 @@ class _DimensionScale:
 
 
 class _ValueScale:
-    """A score or cost between its smallest and largest value."""
+    """A score or cost, scaled between its smallest and largest value."""
 
     def __init__(self, name: str, shown: Sequence[PointResult]) -> None:
         self.name, self.title = name, head(name)
@@ -317,7 +341,7 @@ def png(figure: Figure) -> bytes:
 
 
 def svg(figure: Figure, name: str) -> str:
-    """An <svg> element; colors are the page's variables, `name` keeps its ids from those of other drawings."""
+    """An <svg> element with CSS variables as colors; `name` makes its ids differ from those of other drawings."""
     import matplotlib
 
     data = io.StringIO()
@@ -326,12 +350,8 @@ def svg(figure: Figure, name: str) -> str:
     text = data.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(
-        r'(<svg [^>]*?)width="[^"]*" height="[^"]*"',
-        r"\1",
-        re.sub(r'(<svg [^>]*?)height="([^"]*)"([^>]*?)width="([^"]*)"', r'\1width="\4" height="\2"\3', text, count=1),
-        count=1,
-    )
+    tag, rest = text.split(">", 1)
+    text = re.sub(r'\s(width|height)="[^"]*"', "", tag) + ">" + rest
     for color, variable in VARIABLES.items():
         text = text.replace(color, f"var({variable})")
     return re.sub(r"font: ([^;\"]*?)'[^;\"]*", r"font: \1inherit", text)

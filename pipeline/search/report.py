@@ -1,4 +1,4 @@
-"""The page of a search: one HTML file with the front, the leaderboard and what mattered; it loads nothing."""
+"""The page of a search: one self-contained HTML file with the front, the leaderboard and the importance of each key."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.scoring.published import ABLATION_COLUMNS
-from pipeline.search import ablations as ablation
-from pipeline.search import plots as search_plots
-from pipeline.search.ablations import tables_beside
-from pipeline.search.results import PointResult, head, leaderboard
-from pipeline.search.samplers import IMPORTANCE_FEWEST, importance
+from pipeline.search.ablations import ComparisonTable, comparisons
+from pipeline.search.plots import parallel_plot, pareto_plot, png, svg
+from pipeline.search.results import PointResult, Rows, head, leaderboard
+from pipeline.search.samplers import MIN_POINTS_FOR_IMPORTANCE, importance
 from pipeline.search.space import short
 from pipeline.search.spec import Search
-from pipeline.search.trials import Book, SearchFolder, TrialRecord
+from pipeline.search.trials import TrialLog, TrialRecord
 from pipeline.storage.atomic import write_bytes, write_text
 
 TEMPLATE = Path(__file__).with_name("search.html.jinja")
-Rows = list[tuple[str, list[str]]]
 
 
 @dataclass(frozen=True)
 class SearchPage:
-    """What the page shows; drawings are (wide or narrow, svg)."""
+    """The content of the page; plots are (wide or narrow, svg)."""
 
     title: str
     search_id: str
@@ -35,126 +32,107 @@ class SearchPage:
     parallel: list[tuple[str, str]]
     importance: list[tuple[str, float]]
     importance_note: str
-    comparisons: list[tuple[str, str, list[str], Rows]]
+    comparisons: list[ComparisonTable]
     failures: list[tuple[str, str]]
-    facts: dict[str, str]
+    metadata: dict[str, str]
 
 
 def write_plots(folder: Path, search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> None:
     """pareto.png and parallel.png."""
-    write_bytes(folder / "pareto.png", search_plots.png(search_plots.pareto_plot(search, results, on_front)))
-    write_bytes(folder / "parallel.png", search_plots.png(search_plots.parallel_plot(search, results)))
+    write_bytes(folder / "pareto.png", png(pareto_plot(search, results, on_front)))
+    write_bytes(folder / "parallel.png", png(parallel_plot(search, results)))
 
 
-def write_page(book: Book, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> Path:
-    """search.html of a search's folder."""
+def write_page(log: TrialLog, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> Path:
+    """Writes search.html into the search's folder."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
         loader=FileSystemLoader(TEMPLATE.parent),
-        autoescape=True,  # names and reasons are anyone's text
+        autoescape=True,  # labels and reasons are arbitrary text
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    page = _page(book, results, on_front)
-    path = book.folder.path / "search.html"
+    page = _page(log, results, on_front)
+    path = log.folder.path / "search.html"
     write_text(path, environment.get_template(TEMPLATE.name).render(page=page))
     return path
 
 
-def _page(book: Book, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> SearchPage:
-    search, config = book.search, book.search.config
+def _page(log: TrialLog, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> SearchPage:
+    search, config = log.search, log.search.config
     columns, rows = leaderboard(search, results, on_front)
-    shares, note = importances(search, book.records)
-    counts = ", ".join(f"{count} {state}" for state, count in book.states().items() if count)
+    shares, note = importances(search, log.records)
+    counts = ", ".join(f"{count} {state}" for state, count in log.states().items() if count)
     objectives = ", ".join(f"{head(name)} ({direction})" for name, direction in config.objectives.items())
-    drawn = {
-        kind: (
-            search_plots.svg(search_plots.pareto_plot(search, results, on_front, narrow=narrow), f"pareto-{kind}"),
-            search_plots.svg(search_plots.parallel_plot(search, results, narrow=narrow), f"parallel-{kind}"),
-        )
-        for kind, narrow in (("wide", False), ("narrow", True))
-    }
+    widths = (("wide", False), ("narrow", True))
     return SearchPage(
         title=config.name,
-        search_id=book.folder.path.name,
-        summary=f"{len(book.records)} trials of {', '.join(search.stages)}: {counts}.",
-        front_note=f"The front holds the finished points that no other beats in {objectives}.",
+        search_id=log.folder.path.name,
+        summary=f"{len(log.records)} trials of {', '.join(search.stages)}: {counts}.",
+        front_note=f"The front holds the finished points that no other one dominates in {objectives}.",
         columns=columns,
         rows=rows,
-        pareto=[(kind, pair[0]) for kind, pair in drawn.items()],
-        parallel=[(kind, pair[1]) for kind, pair in drawn.items()],
+        pareto=[
+            (kind, svg(pareto_plot(search, results, on_front, narrow=narrow), f"pareto-{kind}"))
+            for kind, narrow in widths
+        ],
+        parallel=[
+            (kind, svg(parallel_plot(search, results, narrow=narrow), f"parallel-{kind}")) for kind, narrow in widths
+        ],
         importance=[(short(key), share) for key, share in sorted(shares.items(), key=lambda item: -item[1])],
         importance_note=note,
         comparisons=comparisons(search, results),
         failures=[
             (f"trial {record.number}, {search.space.describe(record.point)}", record.reason)
-            for record in book.records
+            for record in log.records
             if record.state == "failed"
         ],
-        facts=_facts(book.folder, search),
+        metadata=_metadata(search),
     )
 
 
 def importances(search: Search, records: Sequence[TrialRecord]) -> tuple[dict[str, float], str]:
-    """{dimension: share} of the main objective's variance, and a sentence on what it was computed from.
+    """{dimension: share} of the main objective's variance, and a note on the data it was computed from.
 
-    Where trials were stopped early, of their CIDEr-D after the last epoch that all of them reached: scores after
-    different times would tell of time.
+    If trials were stopped early, their CIDEr-D at the last epoch that all of them reached is used instead, because
+    scores after different epochs are not comparable.
     """
-    told = [record for record in records if record.state in ("finished", "stopped") and record.reports]
-    if any(record.state == "stopped" for record in told):
-        epoch = max((e for e, _ in told[0].reports if all(_at(r, e) is not None for r in told)), default=None)
-        found = [(record, _at(record, epoch)) for record in told] if epoch is not None else []
-        when = f"of CIDEr-D after epoch {epoch:g}, the last that all {len(told)} trials reached" if found else ""
+    usable = [record for record in records if record.state in ("finished", "stopped") and record.reports]
+    values: list[float | None]
+    if any(record.state == "stopped" for record in usable):
+        epoch = max((e for e, _ in usable[0].reports if all(_score_at(r, e) is not None for r in usable)), default=None)
+        values = [None if epoch is None else _score_at(record, epoch) for record in usable]
+        source = (
+            "" if epoch is None else f"of CIDEr-D after epoch {epoch:g}, the last that all {len(usable)} trials reached"
+        )
     else:
-        name = search.config.main_objective
-        found, when = [(record, record.value(name)) for record in told], f"of {head(name)} over {len(told)} trials"
-    points = [search.space.point_by_key(record.point) for record, value in found if value is not None]
-    shares = importance(search.space.by_key(), points, [value for _, value in found if value is not None])
+        values = [record.value(search.config.main_objective) for record in usable]
+        source = f"of {head(search.config.main_objective)} over {len(usable)} trials"
+    rated = [(record, value) for record, value in zip(usable, values, strict=True) if value is not None]
+    points = [search.space.point_by_key(record.point) for record, _ in rated]
+    shares = importance(search.space.by_key(), points, [value for _, value in rated])
     if not shares:
-        return {}, f"Told from {IMPORTANCE_FEWEST} trials and two dimensions on, whose scores differ."
-    return shares, f"Share of the variance {when} that each dimension explains (fANOVA); few trials tell little."
+        return {}, f"Needs at least {MIN_POINTS_FOR_IMPORTANCE} trials with different scores and two dimensions."
+    return shares, f"Share of the variance {source} that each dimension explains (fANOVA); unreliable for few trials."
 
 
-def _at(record: TrialRecord, epoch: float | None) -> float | None:
+def _score_at(record: TrialRecord, epoch: float) -> float | None:
     return next((score for reported, score in record.reports if reported == epoch), None)
 
 
-def comparisons(
-    search: Search, results: Sequence[PointResult], metrics: Sequence[str] = ABLATION_COLUMNS
-) -> list[tuple[str, str, list[str], Rows]]:
-    """(title, note, columns, rows) of the tables beside a paper's; on a terminal fewer `metrics` have room."""
-    if search.config.compare is None:
-        return []
-    if search.config.compare != "expansionnet_v2":
-        return tables_beside(search, results, metrics)
-    note = (
-        "Means of the validation captions beside the paper's (first cross-entropy stage, Karpathy validation, beam 3); "
-        "+/- is the difference to the baseline row, attention in encoder and decoder."
-    )
-    costs = (
-        "1e12 multiply-accumulates of 5,000 images with a caption of 12.5 tokens each, in the paper's accounting and "
-        "as executed here."
-    )
-    return [
-        ("Table I beside the paper's", note, *ablation.score_table(search, results, metrics)),
-        ("Table VI beside the paper's", costs, *ablation.cost_table(search, results)),
-    ]
-
-
-def _facts(folder: SearchFolder, search: Search) -> dict[str, str]:
+def _metadata(search: Search) -> dict[str, str]:
     config, base = search.config, search.base
     budget = ", ".join(f"{name} {value}" for name, value in config.budget.model_dump().items() if value is not None)
     asha = config.scheduler
     return {
         "base": f"{config.base} ({base.name})",
         "algorithm": config.algorithm,
-        "early stopping": f"ASHA from epoch {asha.grace_epochs:g}, 1/{asha.reduction:g} go on" if asha else "none",
+        "early stopping": f"ASHA from epoch {asha.grace_epochs:g}, 1/{asha.reduction:g} continue" if asha else "none",
         "budget": budget or "the whole grid",
         "seeds": ", ".join(map(str, config.seeds)),
-        "a trial's resources": ", ".join(f"{name} {value:g}" for name, value in config.resources.model_dump().items()),
-        "epochs a trial": f"{search.total_epochs():g} of {', '.join(search.stages)}",
+        "resources per trial": ", ".join(f"{name} {value:g}" for name, value in config.resources.model_dump().items()),
+        "epochs per trial": f"{search.total_epochs():g} of {', '.join(search.stages)}",
         "space": "; ".join(search.space.keys),
     }

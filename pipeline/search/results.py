@@ -1,4 +1,4 @@
-"""What a search has found: points with means over seeds, the Pareto front, tables, and configurations to run."""
+"""The results of a search: means over seeds, the Pareto front, tables, and configurations for `raycap run`."""
 
 from __future__ import annotations
 
@@ -13,33 +13,36 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from pipeline.config.load import dump_config, parse_config
-from pipeline.config.run import RunConfig
 from pipeline.reports.text_table import format_table
 from pipeline.search.space import short, show_value
 from pipeline.search.spec import COSTS, SCORE, Search
-from pipeline.search.trials import OVER, Book, TrialRecord, minutes
+from pipeline.search.trials import ENDED, TrialLog, TrialRecord, minutes
 from pipeline.storage.atomic import atomic_path, write_text
 
+Rows = list[tuple[str, list[str]]]  # (label, cells)
 UNITS = {"macs": 1e6, "macs_executed": 1e6, "macs_beam_search": 1e6, "parameters": 1e3}
 HEADS = {
     "macs": "MMACs",
     "macs_executed": "MMACs executed",
     "macs_beam_search": "MMACs beam search",
     "parameters": "k parameters",
-    "latency_ms": "ms an image",
+    "latency_ms": "ms per image",
     "seconds": "s training",
 }
 
 
 @dataclass(frozen=True)
 class PointResult:
-    """A point over its seeds. `state` is finished when a seed is; means and spread are of the finished seeds, or of
-    the stopped ones when none finished."""
+    """A point over its seeds.
+
+    `state` is the best state of a seed (finished, stopped, running, failed); means and spreads are over the seeds in
+    that state.
+    """
 
     label: str
     point: dict[str, Any]
     records: list[TrialRecord]
-    seeds: int  # how many were asked for
+    num_seeds: int  # that the search runs
 
     @property
     def state(self) -> str:
@@ -51,7 +54,7 @@ class PointResult:
         return [record for record in self.records if record.state == self.state]
 
     def values(self, name: str) -> list[float]:
-        """An objective's, metric's or cost's values over the counted seeds."""
+        """The values of an objective, metric or cost over the counted seeds."""
         return [value for record in self.counted if (value := record.value(name)) is not None]
 
     def mean(self, name: str) -> float | None:
@@ -68,13 +71,13 @@ class PointResult:
         return max((record.epoch for record in self.counted), default=0.0)
 
 
-def point_results(book: Book) -> list[PointResult]:
-    """Best first by the main objective: finished points, then stopped ones (who came further first), then failed."""
-    search = book.search
-    seeds = 1 if search.config.algorithm == "pbt" else len(search.config.seeds)
+def point_results(log: TrialLog) -> list[PointResult]:
+    """Best first by the main objective: finished points, then stopped ones (most epochs first), then failed ones."""
+    search = log.search
+    num_seeds = 1 if search.config.algorithm == "pbt" else len(search.config.seeds)
     results = [
-        PointResult(search.space.describe(records[-1].point), records[-1].point, records, seeds)
-        for records in book.by_point().values()
+        PointResult(search.space.describe(records[-1].point), records[-1].point, records, num_seeds)
+        for records in log.by_point().values()
     ]
     order = {"finished": 0, "stopped": 1, "running": 2, "failed": 3}
     main = search.config.main_objective
@@ -82,14 +85,14 @@ def point_results(book: Book) -> list[PointResult]:
 
     def rank(result: PointResult) -> tuple[float, ...]:
         mean = result.mean(main)
-        reached = -result.epoch if result.state != "finished" else 0.0
-        return (order[result.state], reached, sign * mean if mean is not None else float("inf"))
+        epochs = result.epoch if result.state != "finished" else 0.0
+        return (order[result.state], -epochs, sign * mean if mean is not None else float("inf"))
 
     return sorted(results, key=rank)
 
 
 def front(results: Sequence[PointResult], objectives: Mapping[str, str]) -> list[PointResult]:
-    """The finished points that no other finished point beats: at least as good in every objective, better in one."""
+    """The Pareto front: finished points that no other one dominates (as good in every objective, better in one)."""
     rated = []
     for result in results:
         means = [result.mean(name) for name in objectives]
@@ -98,17 +101,17 @@ def front(results: Sequence[PointResult], objectives: Mapping[str, str]) -> list
             rated.append((result, [sign * mean for sign, mean in zip(signs, means, strict=True) if mean is not None]))
     return [
         result
-        for result, mine in rated
-        if not any(_beats(theirs, mine) for other, theirs in rated if other is not result)
+        for result, values in rated
+        if not any(_dominates(others, values) for other, others in rated if other is not result)
     ]
 
 
-def _beats(one: Sequence[float], other: Sequence[float]) -> bool:
+def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:
     return all(a >= b for a, b in zip(one, other, strict=True)) and any(a > b for a, b in zip(one, other, strict=True))
 
 
 def shown_columns(search: Search) -> list[str]:
-    """Objectives, metrics and the cost in multiply-accumulates, in the order that tables have them."""
+    """The columns of the leaderboard: objectives, metrics, multiply-accumulates and parameters."""
     return list(dict.fromkeys([SCORE, *search.config.metrics, *search.config.objectives, search.cost, "parameters"]))
 
 
@@ -117,7 +120,7 @@ def head(name: str) -> str:
 
 
 def cell(name: str, value: float | None, spread: float | None = None) -> str:
-    """A value as tables show it, costs in the units of `head`."""
+    """A formatted value; costs are in the units that `head` names."""
     if value is None:
         return ""
     scaled = value / UNITS.get(name, 1)
@@ -128,15 +131,15 @@ def cell(name: str, value: float | None, spread: float | None = None) -> str:
 
 def leaderboard(
     search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]
-) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """Columns and rows: state, epochs, seeds, then mean and spread of what is shown."""
+) -> tuple[list[str], Rows]:
+    """Columns and rows: state, epochs, seeds, then mean and spread of `shown_columns`."""
     names = shown_columns(search)
     rows = []
     for result in results:
         state = f"{result.state} *" if any(each is result for each in on_front) else result.state
-        done = f"{0 if result.state == 'failed' else len(result.counted)}/{result.seeds}"
+        seeds = f"{0 if result.state == 'failed' else len(result.counted)}/{result.num_seeds}"
         cells = [cell(name, result.mean(name), result.spread(name)) for name in names]
-        rows.append((result.label, [state, f"{result.epoch:g}", done, *cells]))
+        rows.append((result.label, [state, f"{result.epoch:g}", seeds, *cells]))
     return ["state", "epochs", "seeds", *map(head, names)], rows
 
 
@@ -149,26 +152,27 @@ def leaderboard_text(search: Search, results: Sequence[PointResult], on_front: S
     )
 
 
-def live_table(book: Book) -> str:
-    """All trials that did not end yet, and a line of how many did."""
+def live_table(log: TrialLog) -> str:
+    """All running trials, and one line with the number of trials in each state."""
     rows = []
-    for record in book.records:
-        if record.state not in OVER:
+    for record in log.records:
+        if record.state not in ENDED:
             score = "" if record.score is None else f"{record.score:.4f}"
             rows.append(
-                (f"trial {record.number}  {book.search.space.describe(record.point)}", [f"{record.epoch:g}", score])
+                (f"trial {record.number}  {log.search.space.describe(record.point)}", [f"{record.epoch:g}", score])
             )
-    counts = book.states()
-    asked = book.asked if book.asked is not None else len(book.records)
-    told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-    best = next((r for r in point_results(book) if r.state == "finished"), None)
-    line = f"of {asked} trials: {told}" + (f"; best {SCORE} {best.mean(SCORE):.4f}, {best.label}" if best else "")
+    num_trials = log.num_trials if log.num_trials is not None else len(log.records)
+    counts = ", ".join(f"{count} {state}" for state, count in log.states().items() if count)
+    best = next((r for r in point_results(log) if r.state == "finished"), None)
+    line = f"of {num_trials} trials: {counts}" + (
+        f"; best {SCORE} {best.mean(SCORE):.4f}, {best.label}" if best else ""
+    )
     return (format_table(["epoch", SCORE], rows) + "\n" if rows else "") + line
 
 
-def trial_line(search: Search, record: TrialRecord, asked: int | None) -> str:
-    """One line of what became of a trial."""
-    name = f"trial {record.number}" + (f"/{asked}" if asked is not None else "")
+def trial_line(search: Search, record: TrialRecord, num_trials: int | None) -> str:
+    """The progress or result of a trial in one line."""
+    name = f"trial {record.number}" + (f"/{num_trials}" if num_trials is not None else "")
     label = search.space.describe(record.point) + (f", seed {record.seed}" if len(search.config.seeds) > 1 else "")
     if record.state == "failed":
         return f"{name}  failed after {minutes(record.seconds)}: {record.reason}  ({label})"
@@ -176,40 +180,40 @@ def trial_line(search: Search, record: TrialRecord, asked: int | None) -> str:
     if record.state == "running":
         return f"{name}  epoch {record.epoch:g}: {score}  ({label})"
     costs = f"{cell(search.cost, record.costs.get(search.cost))} {head(search.cost)}"
-    extra = f", {record.reason}" if record.reason else ""
-    told = f"{score}, {costs}, {minutes(record.seconds)}{extra}"
-    return f"{name}  {record.state} at epoch {record.epoch:g}: {told}  ({label})"
+    reason = f", {record.reason}" if record.reason else ""
+    result = f"{score}, {costs}, {minutes(record.seconds)}{reason}"
+    return f"{name}  {record.state} at epoch {record.epoch:g}: {result}  ({label})"
 
 
-def write_tables(folder: Path, book: Book, on_front: Sequence[PointResult]) -> None:
-    """trials.parquet and trials.csv: a row a trial, a column a key of the space, a score or a cost."""
-    best = {record.number for result in on_front for record in result.records}
+def write_tables(log: TrialLog, on_front: Sequence[PointResult]) -> None:
+    """trials.parquet and trials.csv: one row per trial, one column per key of the space, score and cost."""
+    config, keys = log.search.config, log.search.space.keys
+    numbers_on_front = {record.number for result in on_front for record in result.records}
+    all_changes = [log.search.changes(record.point) for record in log.records]
+    numeric = {key for key in keys if all(_is_number(changes.get(key, 0)) for changes in all_changes)}
     rows = []
-    all_changes = [book.search.changes(record.point) for record in book.records]
-    numbers = {key for key in book.search.space.keys if all(_is_number(changes.get(key, 0)) for changes in all_changes)}
-    for record, changes in zip(book.records, all_changes, strict=True):
+    for record, changes in zip(log.records, all_changes, strict=True):
+        values = {key: value if key in numeric else show_value(value) for key, value in changes.items()}
         rows.append(
             {
                 "trial": record.number,
                 "state": record.state,
-                **{
-                    key: None if key not in changes else changes[key] if key in numbers else show_value(changes[key])
-                    for key in book.search.space.keys
-                },
+                **{key: values.get(key) for key in keys},
                 "seed": record.seed,
                 "epochs": record.epoch,
                 SCORE: record.score,
-                **{name: record.scores.get(name) for name in book.search.config.metrics if name != SCORE},
-                **{f"scored {name}": record.scores.get(name) for name in book.search.config.metrics if name == SCORE},
+                **{name: record.scores.get(name) for name in config.metrics if name != SCORE},
+                **{f"scored {name}": record.scores.get(name) for name in config.metrics if name == SCORE},
                 **{name: record.costs.get(name) for name in COSTS},
                 "search_seconds": record.seconds,
                 "attempts": record.attempts,
-                "on_front": record.number in best,
+                "on_front": record.number in numbers_on_front,
                 "run": record.run.rsplit("/", 1)[-1],
                 "reason": record.reason,
             }
         )
     table = pa.Table.from_pylist(rows)
+    folder = log.folder.path
     with atomic_path(folder / "trials.parquet") as path:
         pyarrow.parquet.write_table(table, path)
     with atomic_path(folder / "trials.csv") as path:
@@ -220,40 +224,32 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def write_configurations(
-    folder: Path, book: Book, results: Sequence[PointResult], on_front: Sequence[PointResult]
-) -> list[Path]:
-    """best.yaml, and front-1.yaml and on from the best of the main objective downwards; returns their paths."""
-    search = book.search
-    finished = [result for result in results if result.state == "finished"]
+def write_configurations(log: TrialLog, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> list[Path]:
+    """Writes best.yaml and front-1.yaml, front-2.yaml, ... (best main objective first); returns their paths."""
+    folder = log.folder.path
     for old in folder.glob("front-*.yaml"):
         old.unlink()
+    finished = [result for result in results if result.state == "finished"]
     if not finished:
         (folder / "best.yaml").unlink(missing_ok=True)
         return []
     ranked = [result for result in results if any(each is result for each in on_front)]
-    wanted = [("best", finished[0]), *((f"front-{number}", result) for number, result in enumerate(ranked, 1))]
     paths = []
-    for name, result in wanted:
+    for name, result in [("best", finished[0]), *((f"front-{number}", each) for number, each in enumerate(ranked, 1))]:
         path = folder / f"{name}.yaml"
-        write_text(path, _configuration(search, result, path, name))
+        write_text(path, _configuration(log.search, result, path, name))
         paths.append(path)
     return paths
 
 
 def _configuration(search: Search, result: PointResult, path: Path, name: str) -> str:
-    config = ready_config(search, result.point, name)
-    told = ", ".join(f"{head(n)} {cell(n, result.mean(n), result.spread(n))}" for n in search.config.objectives)
+    config = parse_config(search.run_values(result.point, name))
+    means = ", ".join(f"{head(n)} {cell(n, result.mean(n), result.spread(n))}" for n in search.config.objectives)
     keys = ", ".join(f"{short(key)} {show_value(value)}" for key, value in search.changes(result.point).items())
     header = [
         f"# {keys}: the base configuration of the search {search.config.name} at this point.",
-        f"# In the search: {told}, after {result.epoch:g} epochs of {', '.join(search.stages)}, "
+        f"# In the search: {means}, after {result.epoch:g} epochs of {', '.join(search.stages)}, "
         f"seeds: {len(result.counted)}.",
         f"#   raycap run {path}",
     ]
     return "\n".join(header) + "\n" + dump_config(config)
-
-
-def ready_config(search: Search, point: dict[str, Any], name: str) -> RunConfig:
-    """The base configuration at a point."""
-    return parse_config(search.run_values(point, name))

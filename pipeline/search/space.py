@@ -1,4 +1,4 @@
-"""The space of a search: dimensions over configuration keys, as choices with labels or as ranges."""
+"""The space of a search: dimensions over configuration keys, each a list of labelled choices or a range."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pipeline.config.sections import Positive, Section
 
 
 class GenerateSection(Section):
-    """Expansion groups G made by rule.
+    """Generates expansion groups G from the coefficients `smallest`, 2 * `smallest`, ... up to `largest`.
 
-    For each number of groups n: every n coefficients from `smallest` to `largest` that follow each other by doubling
-    (`doubling`), and every such coefficient n times (`equal`). groups [1, 3], 16 to 64: [16], [32], [64],
-    [16, 32, 64], and [16, 16, 16] to [64, 64, 64].
+    For each number of groups n, `doubling` yields every run of n successive coefficients and `equal` every coefficient
+    n times. Example: groups [1, 3] from 16 to 64 yield [16], [32], [64], [16, 32, 64], and with `equal` also
+    [16, 16, 16], [32, 32, 32] and [64, 64, 64].
     """
 
     groups: tuple[Positive, ...]
@@ -29,34 +29,33 @@ class GenerateSection(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> GenerateSection:
-        if not self.made():
+        if not self.generated():
             raise ValueError(
-                f"no {' or '.join(map(str, self.groups))} groups lie between smallest = {self.smallest} and "
-                f"largest = {self.largest} by {self.spacing}; give them more room"
+                f"no {' or '.join(map(str, self.groups))} groups fit between smallest = {self.smallest} and "
+                f"largest = {self.largest} by {self.spacing}; lower smallest or raise largest"
             )
         return self
 
-    def made(self) -> list[list[int]]:
-        """The groups, without repetition."""
-        ladder = [self.smallest]
-        while ladder[-1] * 2 <= self.largest:
-            ladder.append(ladder[-1] * 2)
-        if self.smallest > self.largest:
-            ladder = []
-        found: list[list[int]] = []
+    def generated(self) -> list[list[int]]:
+        """The groups, without duplicates."""
+        coefficients, coefficient = [], self.smallest
+        while coefficient <= self.largest:
+            coefficients.append(coefficient)
+            coefficient *= 2
+        groups: list[list[int]] = []
         for count in self.groups:
             for spacing in [self.spacing] if isinstance(self.spacing, str) else self.spacing:
                 if spacing == "doubling":
-                    found += [ladder[start : start + count] for start in range(len(ladder) - count + 1)]
+                    groups += [coefficients[start : start + count] for start in range(len(coefficients) - count + 1)]
                 else:
-                    found += [[coefficient] * count for coefficient in ladder]
-        return [groups for number, groups in enumerate(found) if groups not in found[:number]]
+                    groups += [[coefficient] * count for coefficient in coefficients]
+        return [each for number, each in enumerate(groups) if each not in groups[:number]]
 
 
 class SpaceSection(Section):
-    """One dimension: `choices` (in a YAML also a plain list), named `groups`, `generate`, or a range from low to high.
+    """One dimension: `choices` (or a plain list in YAML), named `groups`, `generate`, or a range from low to high.
 
-    A range between whole numbers has whole numbers; `log` draws its logarithm evenly, `step` makes it a grid.
+    A range between integers has integer values; `log` draws uniformly in the logarithm, `step` makes it a grid.
     """
 
     choices: tuple[Any, ...] | None = None
@@ -81,16 +80,16 @@ class SpaceSection(Section):
             if self.step is not None and not 0 < self.step <= self.high - self.low:
                 raise ValueError(f"step = {self.step} must be above 0 and at most high - low = {self.high - self.low}")
         elif not (self.choices or self.groups or self.generate):
-            raise ValueError("is empty; name one choice or more")
+            raise ValueError("is empty; give at least one choice")
         labels = [show_value(choice) for choice in self.choices or ()]
-        if twice := [label for label in labels if labels.count(label) > 1]:
-            raise ValueError(f"the choice {twice[0]} stands there twice")
+        if duplicates := [label for label in labels if labels.count(label) > 1]:
+            raise ValueError(f"the choice {duplicates[0]} occurs twice")
         return self
 
 
 @dataclass(frozen=True)
 class Dimension:
-    """One key: labels and values of its choices, or a range."""
+    """One configuration key with the labels and values of its choices, or with a range."""
 
     key: str
     labels: tuple[str, ...] = ()
@@ -106,7 +105,7 @@ class Dimension:
         return not self.labels
 
     def listed(self) -> list[Any] | None:
-        """All choices; None where there is no end of them."""
+        """All choices; None for a continuous range."""
         if self.labels:
             return list(self.labels)
         step = self.step or (1 if self.integer else None)
@@ -116,7 +115,7 @@ class Dimension:
         return [self._number(self.low + number * step) for number in range(count)]
 
     def ends(self) -> list[Any]:
-        """Every choice, or both ends of a range: what is tried before anything starts."""
+        """Every choice, or both ends of a range: the values that are checked before a search starts."""
         return list(self.labels) if self.labels else [self._number(self.low), self._number(self.high)]
 
     def draw(self, generator: random.Random) -> Any:
@@ -130,18 +129,21 @@ class Dimension:
         return self._number(generator.uniform(self.low, self.high))
 
     def neighbor(self, choice: Any, generator: random.Random) -> Any:
-        """A change as population based training makes it: a draw in one of four, else the next choice up or down, or
-        a number times 0.8 or 1.2 within its range."""
+        """A change as in population based training (Jaderberg et al., 2017).
+
+        With probability 1/4 a new draw; else the next choice up or down, or a number times 0.8 or 1.2, clipped to the
+        range.
+        """
         if generator.random() < 0.25:
             return self.draw(generator)
         listed = self.listed()
         if listed is not None:
-            place = listed.index(choice) + generator.choice((-1, 1))
-            return listed[min(max(place, 0), len(listed) - 1)]
+            index = listed.index(choice) + generator.choice((-1, 1))
+            return listed[min(max(index, 0), len(listed) - 1)]
         return self._number(min(max(choice * generator.choice((0.8, 1.2)), self.low), self.high))
 
     def value(self, choice: Any) -> Any:
-        """What the configuration gets for a choice."""
+        """The configuration value of a choice."""
         return self.values[self.labels.index(choice)] if self.labels else choice
 
     def show(self, choice: Any) -> str:
@@ -153,10 +155,10 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Space:
-    """Dimensions, or rows: points of several keys that go together, as one dimension named `row`."""
+    """Independent dimensions; or explicit rows, each setting several keys, as one dimension named `row`."""
 
     dimensions: tuple[Dimension, ...]
-    rows: tuple[str, ...] = ()  # the keys of rows; the dimension's values are then {key: value}
+    rows: tuple[str, ...] = ()  # the keys that rows set; the values of the dimension are then {key: value}
 
     @classmethod
     def of_rows(cls, keys: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Space:
@@ -170,13 +172,18 @@ class Space:
 
     @property
     def size(self) -> float:
-        """How many points there are; infinite where a range has no steps."""
+        """The number of points; infinite with a continuous range."""
         return math.prod(math.inf if (each := d.listed()) is None else len(each) for d in self.dimensions)
 
     def first(self) -> dict[str, Any]:
         return {dimension.key: dimension.ends()[0] for dimension in self.dimensions}
 
+    def draw(self, generator: random.Random) -> dict[str, Any]:
+        """A point at random."""
+        return {dimension.key: dimension.draw(generator) for dimension in self.dimensions}
+
     def points(self) -> Iterator[dict[str, Any]]:
+        """Every point of a finite space, the last dimension changing fastest."""
         lists = [dimension.listed() for dimension in self.dimensions]
         for choices in itertools.product(*(each or [] for each in lists)):
             yield dict(zip((d.key for d in self.dimensions), choices, strict=True))
@@ -187,17 +194,16 @@ class Space:
         return dict(values["row"]) if self.rows else values
 
     def by_key(self) -> Space:
-        """Dimensions over keys also for rows: what plots and importance are drawn over."""
+        """The space with one dimension per key, also for rows; used for plots and importance."""
         if not self.rows:
             return self
         (dimension,) = self.dimensions
-        columns = {key: [values.get(key, MISSING) for values in dimension.values] for key in self.rows}
-        return Space(
-            tuple(
-                Dimension(key, tuple(dict.fromkeys(map(show_value, column))), tuple(_once(column)))
-                for key, column in columns.items()
-            )
-        )
+        dimensions = []
+        for key in self.rows:
+            column = [values.get(key, MISSING) for values in dimension.values]
+            distinct = {show_value(value): value for value in column}
+            dimensions.append(Dimension(key, tuple(distinct), tuple(distinct.values())))
+        return Space(tuple(dimensions))
 
     def point_by_key(self, point: Mapping[str, Any]) -> dict[str, Any]:
         """A point in the dimensions of `by_key`."""
@@ -212,13 +218,7 @@ class Space:
         return ", ".join(f"{short(d.key)} {d.show(point[d.key])}" for d in self.dimensions)
 
 
-MISSING = "base"  # what a row that does not name a key has there
-
-
-def _once(values: Sequence[Any]) -> list[Any]:
-    return list({show_value(value): value for value in values}.values())
-
-
+MISSING = "base"  # the label of a key that a row does not set
 SYMBOLS = {
     "model.static_expansion": "G",
     "model.dynamic_expansion": "N_E",
@@ -227,7 +227,7 @@ SYMBOLS = {
 
 
 def short(key: str) -> str:
-    """The papers' symbol of a key, or its last word (with the stage's, which alone would not tell)."""
+    """The paper's symbol of a key, or its last part; keys of a stage include the stage's name."""
     if key in SYMBOLS:
         return SYMBOLS[key]
     parts = key.split(".")
@@ -235,7 +235,7 @@ def short(key: str) -> str:
 
 
 def show_value(value: Any) -> str:
-    """A value as a label: [32, 64] is `32 64`, five equal groups are `128 x 5`, null is `attention`."""
+    """A value as a label: [32, 64] becomes `32 64`, five equal groups `128 x 5`, null `attention`."""
     if value is None:
         return "attention"
     if isinstance(value, list | tuple):
@@ -251,17 +251,13 @@ def space_of(sections: Mapping[str, SpaceSection]) -> Space:
 
 def _dimension(key: str, section: SpaceSection) -> Dimension:
     if section.low is not None and section.high is not None:
-        whole = all(isinstance(value, int) for value in (section.low, section.high, section.step or 0))
-        return Dimension(key, low=section.low, high=section.high, log=section.log, step=section.step, integer=whole)
+        integer = all(isinstance(value, int) for value in (section.low, section.high, section.step or 0))
+        return Dimension(key, low=section.low, high=section.high, log=section.log, step=section.step, integer=integer)
     if section.groups is not None:
         values = tuple(list(value) if value is not None else None for value in section.groups.values())
         return Dimension(key, tuple(section.groups), values)
     if section.generate is not None:
-        made = section.generate.made()
-        return Dimension(key, tuple(map(show_value, made)), tuple(made))
-    choices = section.choices or ()
-    return Dimension(key, tuple(map(show_value, choices)), tuple(_plain(choice) for choice in choices))
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+        generated = section.generate.generated()
+        return Dimension(key, tuple(map(show_value, generated)), tuple(generated))
+    choices = [list(choice) if isinstance(choice, tuple) else choice for choice in section.choices or ()]
+    return Dimension(key, tuple(map(show_value, choices)), tuple(choices))

@@ -1,6 +1,6 @@
-"""A search: a base configuration, a space over its keys, what a trial trains, objectives and a budget; one YAML file.
+"""A search in one YAML file: a base configuration, a space over its keys, the trial, objectives and a budget.
 
-A point names a choice a dimension: the label of one of the dimension's choices, or a number of its range.
+A point has one choice per dimension: the label of one of the dimension's choices, or a number in its range.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,36 +19,36 @@ from pydantic import Field, field_validator, model_validator
 from models.config import ExpansionNetConfig
 from pipeline.config.load import parse_config, parse_section, read_values, set_value
 from pipeline.config.run import RunConfig
-from pipeline.config.sections import Positive, Section
+from pipeline.config.sections import FileName, Positive, Section
 from pipeline.errors import UserError
 from pipeline.runs.identity import config_identity
 from pipeline.scoring.metrics import METRICS
-from pipeline.search.space import Dimension, GenerateSection, Space, SpaceSection, space_of
+from pipeline.search.space import Space, SpaceSection, space_of
 
 Direction = Literal["max", "min"]
-Values = dict[str, Any]  # configuration keys, dotted or nested, and what they get
-MOST_CHECKED = 1000  # combinations of a finite space that are all built before anything starts
+Values = dict[str, Any]  # configuration keys, dotted or nested, with their values
+MAX_CHECKED_POINTS = 1000  # spaces up to this size are checked completely before a search starts
 COSTS = {
-    "macs": "multiply-accumulates of an image in the accounting of ExpansionNet v2's paper",
-    "macs_executed": "multiply-accumulates of an image and a caption as executed",
-    "macs_beam_search": "multiply-accumulates of an image's beam search as executed",
+    "macs": "multiply-accumulates per image as ExpansionNet v2's paper counts them",
+    "macs_executed": "executed multiply-accumulates per image and caption",
+    "macs_beam_search": "executed multiply-accumulates of one image's beam search",
     "parameters": "parameters of the captioner without its backbone",
-    "latency_ms": "milliseconds of an image's beam search, measured by the trial",
-    "seconds": "seconds that the trial trained",
+    "latency_ms": "milliseconds of one image's beam search, measured by the trial",
+    "seconds": "seconds of training",
 }
 SCORE = "CIDEr-D"
-FIXED = {  # what a point may not change, and why
-    "name": "a trial's name is made from the search's",
+FIXED = {  # sections that a point must not change, with the reason
+    "name": "a trial's name is derived from the search's",
     "seed": "list seeds under `seeds`",
     "storage": "all trials share one storage",
     "tracking": "all trials share one tracker",
-    "workers": "`resources` says what a trial gets",
+    "workers": "set a trial's workers under `resources`",
     "backbone": "features are extracted once, before the first trial",
     "features": "features are extracted once, before the first trial",
     "data": "features are extracted once, before the first trial",
 }
-FREE = {"data.min_count"}
-HANDED_OVER = {"model.dropout", "model.expansion_dropout"}  # what weights do not depend on
+FREE = {"data.min_count"}  # exceptions to FIXED
+WEIGHT_COMPATIBLE = {"model.dropout", "model.expansion_dropout"}  # model keys that do not change any weight's shape
 
 
 def _score_and_cost() -> dict[str, Direction]:
@@ -57,18 +56,18 @@ def _score_and_cost() -> dict[str, Direction]:
 
 
 class TrialSection(Section):
-    """What a trial trains: `stages` by name (the first cross-entropy stage on frozen features when left out)."""
+    """The stages that a trial trains; by default the first cross-entropy stage on frozen features."""
 
     stages: tuple[str, ...] | None = None
-    epochs: Annotated[float, Field(gt=0)] | None = None  # of each; None: the base's
-    set: Values = Field(default_factory=dict)  # for trials only; best.yaml does not have it
+    epochs: Annotated[float, Field(gt=0)] | None = None  # of each stage; None: the base's
+    set: Values = Field(default_factory=dict)  # for trials only, not written to best.yaml
 
 
 class BackboneSection(Section):
-    """Whose features trials read.
+    """The backbone that extracts the trials' features.
 
-    `base`: the base configuration's backbone as it starts. `run`: the one that the finished run of the base
-    configuration ended with, else that of `stages` of it, trained here with `set`. Anything else is a weights file.
+    `weights` is `base` (the base configuration's initial backbone), `run` (the trained backbone of the base
+    configuration's finished run; without one, a stand-in is trained with `stages` and `set`) or a weights file.
     """
 
     weights: str = "base"
@@ -77,7 +76,7 @@ class BackboneSection(Section):
 
 
 class BudgetSection(Section):
-    """When to end. `trials` counts trainings: points times seeds. Raised later, the same search goes on."""
+    """When to end. `trials` counts trainings: points times seeds. A finished search resumes with a larger budget."""
 
     trials: Positive | None = None
     hours: Annotated[float, Field(gt=0)] | None = None
@@ -85,7 +84,7 @@ class BudgetSection(Section):
 
 
 class SchedulerSection(Section):
-    """ASHA: at grace_epochs * reduction**k epochs a trial goes on when it is among the best 1/reduction there."""
+    """ASHA: at grace_epochs * reduction**k epochs only the best 1/reduction of the trials continue."""
 
     name: Literal["asha"] = "asha"
     grace_epochs: Annotated[float, Field(gt=0)] = 1
@@ -93,33 +92,33 @@ class SchedulerSection(Section):
 
 
 class PopulationSection(Section):
-    """PBT: every so many epochs the worst `quantile` takes over weights and values of the best, and changes them."""
+    """PBT: every `every_epochs` epochs the worst `quantile` copies the best one's weights and a changed point."""
 
     every_epochs: Annotated[float, Field(gt=0)] = 1
     quantile: Annotated[float, Field(gt=0, le=0.5)] = 0.25
 
 
 class ResourceSection(Section):
-    """What a trial gets. With one worker it trains in its own process, with several on Ray Train."""
+    """The resources of one trial. With one worker it trains in its own process, with several on Ray Train."""
 
     workers: Positive = 1
-    cpus: Annotated[float, Field(gt=0)] = 1  # a worker
+    cpus: Annotated[float, Field(gt=0)] = 1  # per worker
     gpus: Annotated[float, Field(ge=0)] = 0
 
 
 class SearchConfig(Section):
-    """Everything that `raycap tune` needs."""
+    """The configuration of `raycap tune`."""
 
-    name: str
+    name: FileName
     base: str  # relative to the search's file
     set: Values = Field(default_factory=dict)
     storage: str | None = None  # None: the base's
     space: dict[str, SpaceSection] = Field(default_factory=dict)
-    rows: Annotated[tuple[Values, ...], Field(min_length=1)] | None = None  # points one by one
+    rows: Annotated[tuple[Values, ...], Field(min_length=1)] | None = None  # explicit points
     trial: TrialSection = TrialSection()
     backbone: BackboneSection = BackboneSection()
     objectives: dict[str, Direction] = Field(default_factory=_score_and_cost)
-    metrics: tuple[str, ...] = ("BLEU-4", "ROUGE-L")  # shown beside, of a finished trial's validation captions
+    metrics: tuple[str, ...] = ("BLEU-4", "ROUGE-L")  # also shown, of a finished trial's validation captions
     budget: BudgetSection = BudgetSection()
     algorithm: Literal["grid", "random", "tpe", "nsga2", "pbt"] = "random"
     population: Positive | None = None  # NSGA-II's; None: a quarter of the points, 4 to 50
@@ -127,8 +126,8 @@ class SearchConfig(Section):
     pbt: PopulationSection = PopulationSection()
     resources: ResourceSection = ResourceSection()
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
-    seed: int = 0  # of what draws the points
-    compare: Literal["expansionnet_v2", "meshed_memory", "clustformer"] | None = None  # beside this paper's ablation
+    seed: int = 0  # of the sampler
+    compare: Literal["expansionnet_v2", "meshed_memory", "clustformer"] | None = None  # with this paper's ablation
 
     @field_validator("scheduler", mode="before")
     @classmethod
@@ -145,18 +144,16 @@ class SearchConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> SearchConfig:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name):
-            raise ValueError(f"name {self.name!r} must be letters, digits, '_', '-' and '.', a letter or digit first")
         if bool(self.space) == bool(self.rows):
-            raise ValueError("exactly one of space and rows is needed; rows names points one by one")
+            raise ValueError("exactly one of space and rows is needed; rows lists explicit points")
         if self.rows and self.algorithm != "grid":
-            raise ValueError(f"algorithm {self.algorithm} does not go with rows, which are run one by one; set grid")
+            raise ValueError(f"algorithm {self.algorithm} does not go with rows, which are run in order; set grid")
         known = [SCORE, *COSTS, *self.metrics]
         for name in self.objectives:
             if name not in known:
                 raise ValueError(f"objectives: no trial reports {name!r}; known: {', '.join(dict.fromkeys(known))}")
         if not self.objectives:
-            raise ValueError(f"objectives is empty; name one or more of {', '.join(dict.fromkeys(known))}")
+            raise ValueError(f"objectives is empty; list one or more of {', '.join(dict.fromkeys(known))}")
         for name in self.metrics:
             if name not in METRICS:
                 raise ValueError(f"metrics: {name!r} is unknown; known: {', '.join(METRICS)}")
@@ -167,7 +164,7 @@ class SearchConfig(Section):
             raise ValueError(
                 f"budget.trials = {trials} does not divide by {seeds} seeds; take {max(1, trials // seeds) * seeds}"
             )
-        if self.algorithm not in ("grid",) and trials is None and self.budget.hours is None:
+        if self.algorithm != "grid" and trials is None and self.budget.hours is None:
             raise ValueError(f"algorithm {self.algorithm} needs an end: set budget.trials or budget.hours")
         if self.algorithm == "pbt":
             self._check_population()
@@ -177,22 +174,22 @@ class SearchConfig(Section):
         if self.scheduler is not None:
             raise ValueError("scheduler asha and algorithm pbt exclude each other; leave scheduler out")
         if self.budget.trials is None or self.resources.workers > 1:
-            raise ValueError("algorithm pbt needs budget.trials, its members, and one worker a trial")
+            raise ValueError("algorithm pbt needs budget.trials, its members, and one worker per trial")
         for key in self.space:
-            if key.startswith("model.") and key not in HANDED_OVER:
+            if key.startswith("model.") and key not in WEIGHT_COMPATIBLE:
                 raise ValueError(
-                    f"space.{key}: algorithm pbt hands weights from trial to trial, which fit no other {key}; search "
-                    "it with tpe or nsga2"
+                    f"space.{key}: algorithm pbt copies weights between trials, which needs equal {key}; search it "
+                    "with tpe or nsga2"
                 )
 
     @property
     def main_objective(self) -> str:
-        """The one that orders the leaderboard: CIDEr-D where it is there."""
+        """The objective that orders the leaderboard: CIDEr-D if it is one, else the first."""
         return SCORE if SCORE in self.objectives else next(iter(self.objectives))
 
 
 class Search:
-    """A search that was read and checked: the base's values, dimensions, and points as configurations."""
+    """A parsed search: the base's values, the space, and the configuration of each point."""
 
     def __init__(self, config: SearchConfig, base: dict[str, Any]) -> None:
         self.config = config
@@ -204,14 +201,14 @@ class Search:
 
     @property
     def cost(self) -> str:
-        """The cost that tables and plots show: multiply-accumulates as the paper counts them, where it does."""
+        """The cost in tables and plots: multiply-accumulates, for ExpansionNet v2 as its paper counts them."""
         return "macs" if isinstance(self.base.model, ExpansionNetConfig) else "macs_executed"
 
     def _check_accounting(self) -> None:
         if "macs" in self.config.objectives and self.cost != "macs":
             raise UserError(
                 f"objectives: macs is an accounting of ExpansionNet v2's paper, and the base's model is "
-                f"{self.base.model.name}; name macs_executed, macs_beam_search or another"
+                f"{self.base.model.name}; use macs_executed, macs_beam_search or another"
             )
 
     def _stages(self) -> tuple[str, ...]:
@@ -224,7 +221,7 @@ class Search:
         for stage in self.base.stages:
             if stage.objective == "cross_entropy" and not stage.train_backbone:
                 return (stage.name,)
-        raise UserError("the base configuration has no cross-entropy stage on frozen features; name trial.stages")
+        raise UserError("the base configuration has no cross-entropy stage on frozen features; set trial.stages")
 
     def changes(self, point: Mapping[str, Any]) -> dict[str, Any]:
         """{configuration key: value} of a point."""
@@ -241,9 +238,9 @@ class Search:
     def trial_config(
         self, point: Mapping[str, Any], seed: int, weights: str | None = None, member: int | None = None
     ) -> RunConfig:
-        """What a trial at a point trains; `weights` is the file that the backbone starts from, if not the base's.
+        """The configuration of a trial; `weights` is the backbone's initial file, if not the base's.
 
-        Members of a population have runs of their own, also where their points are the same.
+        `member` is the number of a population's member. It enters the name, so that equal points have separate runs.
         """
         values = self.run_values(point)
         trial, resources = self.config.trial, self.config.resources
@@ -272,40 +269,44 @@ class Search:
         return self.space.points()
 
     def num_trials(self) -> int | None:
-        """How many trainings are asked for; None: as many as the hours allow."""
-        seeds, asked = len(self.config.seeds), self.config.budget.trials
+        """The number of trainings; None: as many as budget.hours allows."""
+        seeds, budget = len(self.config.seeds), self.config.budget.trials
         size = self.space.size
         if math.isinf(size) or self.config.algorithm == "pbt":
-            return asked
-        return min(int(size) * seeds, asked) if asked is not None else int(size) * seeds
+            return budget
+        return min(int(size) * seeds, budget) if budget is not None else int(size) * seeds
 
     def total_epochs(self) -> float:
-        """Epochs that a trial trains over all its stages, at the space's first point."""
+        """Epochs of a trial over all its stages, at the space's first point."""
         return sum(stage.epochs for stage in self.trial_config(self.space.first(), self.config.seeds[0]).stages)
 
     def identity(self, *others: str) -> str:
-        """name-hash of the search, its base and `others` (data, code, backbone). The budget and the machine do not
-        enter: a search goes on with more of either."""
+        """name-hash of the search, its base and `others` (data, code, backbone).
+
+        The budget and the resources do not enter, so that a search resumes with other ones.
+        """
         body = self.config.model_dump(mode="json", exclude={"budget", "resources", "base", "set", "storage"})
-        told = json.dumps([body, config_identity(self.base), *others], sort_keys=True, default=str)
-        return f"{self.config.name}-{hashlib.sha256(told.encode()).hexdigest()[:10]}"
+        text = json.dumps([body, config_identity(self.base), *others], sort_keys=True, default=str)
+        return f"{self.config.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
     def check(self) -> None:
-        """Builds the configuration and, on the meta device, the model of each choice; UserError names what is refused.
+        """Builds the configuration and, on the meta device, the model of each choice; UserError names the refused one.
 
-        In a finite space of up to 1,000 points every combination is tried, in others every choice beside the first
-        ones of the other dimensions, and both ends of a range.
+        Every choice, and both ends of every range, is combined with the first choices of the other dimensions. For a
+        finite space of up to 1,000 points the configurations of all points are built as well.
         """
         for key in self.space.keys:
             self._check_key(key)
         if self.config.algorithm == "grid" and math.isinf(self.space.size):
-            raise UserError("algorithm grid: the space has no end; give its ranges a step, or take random or tpe")
+            raise UserError("algorithm grid: the space is infinite; give its ranges a step, or use random or tpe")
         if self.config.algorithm == "pbt" and len(self.stages) > 1:
-            raise UserError(f"algorithm pbt needs one stage a trial, found {', '.join(self.stages)}; set trial.stages")
+            raise UserError(
+                f"algorithm pbt needs one stage per trial, found {', '.join(self.stages)}; set trial.stages"
+            )
         frozen = [self.base.stage(name).train_backbone for name in self.stages]
         if any(before and not after for before, after in itertools.pairwise(frozen)):
             raise UserError(
-                f"trial.stages: {', '.join(self.stages)} need features anew after the backbone was trained, and a "
+                f"trial.stages: {', '.join(self.stages)} need new features after the backbone was trained, and a "
                 "search extracts them once; end with the stage that trains it"
             )
         first = self.space.first()
@@ -313,7 +314,7 @@ class Search:
             build_on_meta(self.trial_config(first, self.config.seeds[0]))
         except ValueError as error:
             if not self.space.dimensions or len(self.space.keys) > 1:
-                self._check_choices(first)  # names the choice when it is one's fault
+                self._check_choices(first)  # names the choice if a single one is refused
             raise UserError(f"{self.space.describe(first)} is refused: {error}") from error
         self._check_choices(first)
         settings = self.config.scheduler
@@ -322,9 +323,9 @@ class Search:
                 f"scheduler.grace_epochs = {settings.grace_epochs:g} is more than the {self.total_epochs():g} epochs "
                 "of a trial; lower it or raise trial.epochs"
             )
-        if self.space.size <= MOST_CHECKED:
+        if self.space.size <= MAX_CHECKED_POINTS:
             for point in self.points():
-                self._try(point, self.space.describe(point), model=False)
+                self._build(point, self.space.describe(point), model=False)
 
     def _check_key(self, key: str) -> None:
         section = key.split(".")[0]
@@ -347,12 +348,12 @@ class Search:
         for dimension in self.space.dimensions:
             for choice in dimension.ends():
                 name = f"space.{dimension.key}: the choice {dimension.show(choice)}"
-                self._try({**first, dimension.key: choice}, name, model=True)
+                self._build({**first, dimension.key: choice}, name, model=True)
 
-    def _try(self, point: Mapping[str, Any], name: str, *, model: bool) -> None:
+    def _build(self, point: Mapping[str, Any], name: str, *, model: bool) -> None:
         try:
             config = self.trial_config(point, self.config.seeds[0])
-            parse_config(self.run_values(point))  # what `raycap run` gets in the end
+            parse_config(self.run_values(point))  # the configuration of best.yaml
             if model:
                 build_on_meta(config)
         except (ValueError, RuntimeError) as error:
@@ -360,7 +361,7 @@ class Search:
 
 
 def build_on_meta(config: RunConfig) -> None:
-    """The configuration's captioner without memory, on sizes that any data have; ValueError for what does not fit."""
+    """Builds the captioner on the meta device for typical data sizes; ValueError for settings that do not fit."""
     from models.config import ModelSizes
     from models.macs import count_parameters
 
@@ -368,7 +369,7 @@ def build_on_meta(config: RunConfig) -> None:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted keys: {a: {b: 1}} and {a.b: 1} are the same."""
+    """Nested mappings as dotted keys: {a: {b: 1}} and {a.b: 1} are equivalent."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict) and value:
@@ -393,19 +394,7 @@ def load_search(path: Path, overrides: Sequence[str] = ()) -> Search:
 
 
 def _row_space(rows: Sequence[Mapping[str, Any]]) -> Space:
-    """Points one by one, as one dimension of named rows."""
+    """Explicit points as one dimension of labelled rows."""
     rows = [flatten(row) for row in rows]
     keys = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
     return Space.of_rows(keys, rows)
-
-
-__all__ = [
-    "COSTS",
-    "SCORE",
-    "Dimension",
-    "GenerateSection",
-    "Search",
-    "SearchConfig",
-    "flatten",
-    "load_search",
-]

@@ -1,7 +1,7 @@
-"""A search on the tracker: the search as a parent run, every trial as a child, fed from the book.
+"""A search on the tracker: the search is a parent run, every trial a child run.
 
-Like the tracker of runs (`pipeline/tracking/mlflow_client.py`, whose connection this uses) it repeats nothing,
-remembers in the search's folder what was sent, and costs a search nothing when it is down.
+Results are sent in the background, once each; log/tracked.json in the search's folder records what was sent. A tracker
+that is down does not delay or fail a search.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.search.spec import SCORE
-from pipeline.search.trials import OVER, Book, TrialRecord
+from pipeline.search.trials import ENDED, TrialLog, TrialRecord
 from pipeline.storage.atomic import read_json, write_json
 from pipeline.tracking.mlflow_client import experiment_of, public_uri, tracking_client, without_secrets
 
@@ -23,10 +23,10 @@ FILES = ("search.html", "pareto.png", "parallel.png", "trials.csv", "trials.parq
 
 
 class SearchTracker:
-    """Sends what is new in the background, whenever a trial is over and at the end."""
+    """Sends new results in the background, after each trial and at the end."""
 
-    def __init__(self, book: Book) -> None:
-        self.book, self.config = book, book.search.base
+    def __init__(self, log: TrialLog) -> None:
+        self.log, self.config = log, log.search.base
         self._wake, self._stop = threading.Event(), threading.Event()
         self._warned = False
         self._thread: threading.Thread | None = None
@@ -40,7 +40,7 @@ class SearchTracker:
         self._wake.set()
 
     def close(self, status: str, files: bool = False) -> bool:
-        """Sends what is left and ends the parent with `status`; False when the tracker does not take it."""
+        """Sends the remaining results and ends the parent run with `status`; False when the tracker fails."""
         self._stop.set()
         self._wake.set()
         if self._thread is not None:
@@ -56,70 +56,70 @@ class SearchTracker:
 
     def _try(self, status: str, files: bool = False) -> bool:
         try:
-            sync_search(self.book, status, files)
-        except Exception as error:  # whatever the tracker does, the search goes on
+            sync_search(self.log, status, files)
+        except Exception as error:  # a failing tracker must not fail the search
             if not self._warned:
                 reason = without_secrets(str(error)).splitlines()[0] if str(error) else type(error).__name__
                 logger.info(
-                    f"tracker: {public_uri(self.config)} does not take everything ({reason}); the book keeps it"
+                    f"tracker: {public_uri(self.config)} cannot be reached ({reason}); results stay in the search's "
+                    "folder and are sent later"
                 )
                 self._warned = True
             return False
         return True
 
 
-UNTOLD = {"set", "storage", "base", "backbone"}  # passwords, and paths of this machine
+NOT_SENT = {"set", "storage", "base", "backbone"}  # they may hold passwords or local paths
 
 
-def sync_search(book: Book, status: str, files: bool = False) -> None:
-    """Creates what runs are missing and sends what was not sent before. Raises what the tracker raises."""
-    config = book.search.base
-    client, path = tracking_client(config), book.folder.path / "log" / "tracked.json"
-    known: dict[str, Any] = read_json(path) if path.is_file() else {}
-    where = public_uri(config)
-    mine = known.setdefault(where, {"parent": None, "trials": {}, "ended": []})
+def sync_search(log: TrialLog, status: str, files: bool = False) -> None:
+    """Creates missing runs and sends results that were not sent before. Raises the tracker's errors."""
+    config, folder = log.search.base, log.folder.path
+    client, path = tracking_client(config), folder / "log" / "tracked.json"
+    sent_by_tracker: dict[str, Any] = read_json(path) if path.is_file() else {}
+    sent = sent_by_tracker.setdefault(public_uri(config), {"parent": None, "trials": {}, "ended": []})
     experiment = experiment_of(client, config)
-    if mine["parent"] is None:
-        tags = {"mlflow.runName": book.folder.path.name, "raycap.search": book.folder.path.name}
-        mine["parent"] = client.create_run(experiment, tags=tags).info.run_id
-        write_json(path, known)
-        for key, value in book.search.config.model_dump(mode="json", exclude=UNTOLD).items():
-            client.log_param(mine["parent"], key, str(value)[:500])
-    for record in list(book.records):
+    if sent["parent"] is None:
+        tags = {"mlflow.runName": folder.name, "raycap.search": folder.name}
+        sent["parent"] = client.create_run(experiment, tags=tags).info.run_id
+        write_json(path, sent_by_tracker)
+        for key, value in log.search.config.model_dump(mode="json", exclude=NOT_SENT).items():
+            client.log_param(sent["parent"], key, str(value)[:500])
+    for record in list(log.records):
         number = str(record.number)
-        if number in mine["ended"]:
+        if number in sent["ended"]:
             continue
-        if number not in mine["trials"]:
-            mine["trials"][number] = _create_trial(client, experiment, book, record, mine["parent"])
-            write_json(path, known)
-        if record.state in OVER:
-            _send_trial(client, book, record, mine["trials"][number])
-            mine["ended"].append(number)
-            write_json(path, known)
+        if number not in sent["trials"]:
+            sent["trials"][number] = _create_trial(client, experiment, log, record, sent["parent"])
+            write_json(path, sent_by_tracker)
+        if record.state in ENDED:
+            _send_trial(client, record, sent["trials"][number])
+            sent["ended"].append(number)
+            write_json(path, sent_by_tracker)
     if files:
-        for file in [*FILES, *(found.name for found in sorted(book.folder.path.glob("front-*.yaml")))]:
-            if (book.folder.path / file).is_file():
-                client.log_artifact(mine["parent"], str(book.folder.path / file))
+        for file in [*FILES, *(path.name for path in sorted(folder.glob("front-*.yaml")))]:
+            if (folder / file).is_file():
+                client.log_artifact(sent["parent"], str(folder / file))
     if status == "RUNNING":
-        client.update_run(mine["parent"], status=status)
+        client.update_run(sent["parent"], status=status)
     else:
-        client.set_terminated(mine["parent"], status)
+        client.set_terminated(sent["parent"], status)
 
 
-def _create_trial(client: Any, experiment: str, book: Book, record: TrialRecord, parent: str) -> str:
+def _create_trial(client: Any, experiment: str, log: TrialLog, record: TrialRecord, parent: str) -> str:
     name = f"trial-{record.number}"
     query = f"tags.`mlflow.parentRunId` = '{parent}' and tags.`mlflow.runName` = '{name}'"
-    found = client.search_runs([experiment], query)  # made by a driver that was killed before it could note it
-    if found:
-        return str(found[0].info.run_id)
-    tags = {"mlflow.runName": name, "mlflow.parentRunId": parent, "raycap.search": book.folder.path.name}
+    runs = client.search_runs([experiment], query)  # created by a driver that was killed before it recorded the id
+    if runs:
+        return str(runs[0].info.run_id)
+    tags = {"mlflow.runName": name, "mlflow.parentRunId": parent, "raycap.search": log.folder.path.name}
     run_id = str(client.create_run(experiment, tags=tags).info.run_id)
-    for key, value in {**book.search.changes(record.point), "seed": record.seed}.items():
+    for key, value in {**log.search.changes(record.point), "seed": record.seed}.items():
         client.log_param(run_id, key, str(value)[:500])
     return run_id
 
 
-def _send_trial(client: Any, book: Book, record: TrialRecord, run_id: str) -> None:
+def _send_trial(client: Any, record: TrialRecord, run_id: str) -> None:
     for step, (_, score) in enumerate(record.reports):
         client.log_metric(run_id, "validation_CIDEr-D", score, step=step)
     for name in dict.fromkeys([SCORE, *record.scores, *record.costs]):

@@ -1,44 +1,59 @@
-"""The book of a search: which trial runs next and what became of each, one file a trial, so that a kill loses nothing.
+"""The log of a search: every trial in a file of its own, rewritten at each event, so that a killed search can resume.
 
-    searches/<name>-<hash>/  plan.json  what every trial needs to know
-                             trials/<number>.json  a trial, from its start on; rewritten when something happens to it
+    searches/<name>-<hash>/  plan.json              what every trial needs to know
+                             trials/<number>.json   one trial, from its start on
 
-A trial is one point with one seed. Trials that a killed search left behind run first when it goes on.
+A trial is one point with one seed. A resumed search first runs the unfinished trials.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.search.samplers import Proposal, Proposals, name_of
+from pipeline.search.samplers import Proposal, Sampler, point_key
 from pipeline.search.spec import COSTS, SCORE, Search, SearchConfig
 from pipeline.storage.atomic import read_json, write_json
 
-State = Literal["running", "finished", "stopped", "failed"]
-OVER: tuple[State, ...] = ("finished", "stopped", "failed")
+TrialState = Literal["running", "finished", "stopped", "failed"]
+ENDED: tuple[TrialState, ...] = ("finished", "stopped", "failed")
+Reports = list[tuple[float, float]]  # (epoch, best validation CIDEr-D so far)
+
+
+@dataclass(frozen=True)
+class TrialOutcome:
+    """The end of a trial. Fields that are None leave the record as it is."""
+
+    state: TrialState
+    reason: str | None = None
+    run: str | None = None
+    reports: Reports | None = None
+    scores: dict[str, float] | None = None
+    costs: dict[str, float] | None = None
+    seconds: float | None = None
 
 
 @dataclass
 class TrialRecord:
-    """A trial as the search knows it. `reports` are (epoch, best validation CIDEr-D so far)."""
+    """A trial as its file stores it."""
 
     number: int
     point: dict[str, Any]
     seed: int
-    attributes: dict[str, Any] = field(default_factory=dict)
-    state: State = "running"
+    attributes: dict[str, Any] = field(default_factory=dict)  # the sampler's
+    state: TrialState = "running"
     reason: str = ""
     run: str = ""  # the folder of its run
-    reports: list[tuple[float, float]] = field(default_factory=list)
+    reports: Reports = field(default_factory=list)
     scores: dict[str, float] = field(default_factory=dict)
     costs: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0  # of training, over all attempts
     attempts: int = 0
-    took_over: list[tuple[float, int]] = field(default_factory=list)  # (epoch, the member whose weights it took)
+    took_over: list[tuple[float, int]] = field(default_factory=list)  # (epoch, the member whose weights were copied)
 
     @property
     def score(self) -> float | None:
@@ -49,10 +64,22 @@ class TrialRecord:
         return self.reports[-1][0] if self.reports else 0.0
 
     def value(self, objective: str) -> float | None:
-        """An objective's value, None where the trial has none."""
+        """The value of an objective, metric or cost; None when the trial has none."""
         if objective == SCORE:
             return self.score
         return (self.costs if objective in COSTS else self.scores).get(objective)
+
+
+@dataclass(frozen=True)
+class SearchPlan:
+    """plan.json: what a trial's process needs besides its point and seed."""
+
+    search: dict[str, Any]  # of SearchConfig
+    base: dict[str, Any]  # of the base configuration, without the tracker
+    weights: str | None  # the backbone as runs store it
+    start: str | None  # the same weights under timm's names
+    store: str | None  # the feature store; None when trials work on images
+    excluded: list[str]  # content keys of images without features
 
 
 @dataclass(frozen=True)
@@ -62,141 +89,149 @@ class SearchFolder:
     path: Path
 
     @property
-    def plan(self) -> dict[str, Any]:
-        """What `write_plan` wrote."""
-        values: dict[str, Any] = read_json(self.path / "plan.json")
-        return values
+    def handovers(self) -> Path:
+        """Copies of the states of a population's members, one folder per member, named by its number."""
+        return self.path / "log" / "handover"
+
+    @property
+    def plan(self) -> SearchPlan:
+        return SearchPlan(**read_json(self.path / "plan.json"))
 
     def write_plan(
-        self, search: Search, weights: Path | None, start: Path | None, store: str | None, bad: list[str]
+        self, search: Search, weights: Path | None, start: Path | None, store: str | None, excluded: list[str]
     ) -> None:
-        """`weights` is the backbone's file as runs keep it, `start` the same in timm's names; None without one."""
-        write_json(
-            self.path / "plan.json",
-            {
-                "search": search.config.model_dump(mode="json", exclude={"set"}),  # it is in the base already
-                # without the tracker, whose address may hold a password
-                "base": {key: value for key, value in search.values.items() if key != "tracking"},
-                "weights": None if weights is None else str(weights),
-                "start": None if start is None else str(start),
-                "store": store,
-                "excluded": bad,
-            },
+        """Writes plan.json; the arguments are those of SearchPlan."""
+        plan = SearchPlan(
+            search=search.config.model_dump(mode="json", exclude={"set"}),  # `set` is already applied to the base
+            base={key: value for key, value in search.values.items() if key != "tracking"},  # its URI may hold secrets
+            weights=None if weights is None else str(weights),
+            start=None if start is None else str(start),
+            store=store,
+            excluded=excluded,
         )
+        write_json(self.path / "plan.json", dataclasses.asdict(plan))
 
     def search(self) -> Search:
         plan = self.plan
-        return Search(SearchConfig.model_validate(plan["search"]), plan["base"])
+        return Search(SearchConfig.model_validate(plan.search), plan.base)
 
     def records(self) -> list[TrialRecord]:
-        """All trials in the order of their numbers."""
-        found = [TrialRecord(**read_json(path)) for path in sorted((self.path / "trials").glob("[0-9]*.json"))]
-        for record in found:
+        """All trials, ordered by number."""
+        records = [TrialRecord(**read_json(path)) for path in sorted((self.path / "trials").glob("[0-9]*.json"))]
+        for record in records:
             record.reports = [(epoch, score) for epoch, score in record.reports]
             record.took_over = [(epoch, donor) for epoch, donor in record.took_over]
-        return found
+        return records
 
     def write(self, record: TrialRecord) -> None:
         write_json(self.path / "trials" / f"{record.number:05}.json", dataclasses.asdict(record))
 
     def reopen_failed(self) -> int:
-        """Failed trials are left in the middle again, with what they had; returns how many there were."""
+        """Marks failed trials as unfinished, so that they run again; returns their number."""
         failed = [record for record in self.records() if record.state == "failed"]
         for record in failed:
             self.write(dataclasses.replace(record, state="running", reason=""))
         return len(failed)
 
 
-class Book:
-    """What the driver of a search asks: the next trial, and notes what happens."""
+class TrialLog:
+    """Gives the driver of a search the next trial and records what happens to each."""
 
-    def __init__(self, folder: SearchFolder, search: Search, proposals: Proposals) -> None:
-        self.folder, self.search, self.proposals = folder, search, proposals
+    def __init__(self, folder: SearchFolder, search: Search, sampler: Sampler) -> None:
+        self.folder, self.search, self.sampler = folder, search, sampler
         self.records = folder.records()
-        self.asked = search.num_trials()
-        self.left_behind = [record for record in self.records if record.state not in OVER]
-        self.exhausted = False
-        self._seeds: list[tuple[Proposal, int]] = []  # seeds of the newest point that did not begin yet
-        self._recall()
+        self.num_trials = search.num_trials()  # None: until the time is over
+        self.unfinished = [record for record in self.records if record.state not in ENDED]
+        self.exhausted = False  # the sampler has no more points
+        self._pending: list[tuple[Proposal, int]] = []  # points with a seed that has not started
+        self._restore_sampler()
 
-    def _recall(self) -> None:
-        """Tells the sampler what was tried before, point by point in the order of their beginning."""
+    @property
+    def _seeds(self) -> tuple[int, ...]:
+        """The seeds of every point. Members of a population differ by their points and share the first seed."""
+        seeds = self.search.config.seeds
+        return seeds[:1] if self.search.config.algorithm == "pbt" else seeds
+
+    def _restore_sampler(self) -> None:
+        """Gives the sampler the results of an earlier process, point by point in the order of their start."""
         for records in self.by_point().values():
-            first = records[0]
-            proposal = Proposal(first.point, first.attributes)
-            missing = [seed for seed in self.search.config.seeds if seed not in [r.seed for r in records]]
-            self._seeds += [(proposal, seed) for seed in missing if self.search.config.algorithm != "pbt"]
-            over = not missing and all(record.state in OVER for record in records)
-            self.proposals.known(proposal, self._values(records) if over else None, over)
+            proposal = Proposal(records[0].point, records[0].attributes)
+            started = {record.seed for record in records}
+            missing = [seed for seed in self._seeds if seed not in started]
+            self._pending += [(proposal, seed) for seed in missing]
+            ended = not missing and all(record.state in ENDED for record in records)
+            self.sampler.restore(proposal, self._means(records) if ended else None, ended)
 
     def by_point(self) -> dict[str, list[TrialRecord]]:
-        """Trials of the same point, which differ in their seeds; members of a population are each a point."""
-        grouped: dict[str, list[TrialRecord]] = {}
+        """Trials of the same point, which differ in their seeds. Each member of a population is a group of its own."""
+        groups: dict[str, list[TrialRecord]] = {}
         for record in self.records:
-            alone = f"{record.number} " if self.search.config.algorithm == "pbt" else ""
-            grouped.setdefault(alone + name_of(record.point), []).append(record)
-        return grouped
+            member = f"{record.number} " if self.search.config.algorithm == "pbt" else ""
+            groups.setdefault(member + point_key(record.point), []).append(record)
+        return groups
 
     @property
     def remaining(self) -> float:
-        """Trials that were asked for and did not begin; infinite when only time ends the search."""
-        return float("inf") if self.asked is None else max(0, self.asked - len(self.records))
+        """The number of trials that have not started; infinite when only time ends the search."""
+        return math.inf if self.num_trials is None else max(0, self.num_trials - len(self.records))
 
     def next(self) -> TrialRecord | None:
-        """The next trial, noted as begun; None when there is none."""
-        if self.left_behind:
-            record = self.left_behind.pop(0)
+        """The next trial, recorded as started; None when there are no more."""
+        if self.unfinished:
+            record = self.unfinished.pop(0)
             record.attempts += 1
             self.folder.write(record)
             return record
         if self.remaining <= 0 or self.exhausted:
             return None
-        if not self._seeds:
-            proposal = self.proposals.next()
+        if not self._pending:
+            proposal = self.sampler.ask()
             if proposal is None:
                 self.exhausted = True
                 return None
-            seeds = self.search.config.seeds
-            if self.search.config.algorithm == "pbt":  # members differ by what they were drawn
-                seeds = seeds[:1]
-            self._seeds = [(proposal, seed) for seed in seeds]
-        proposal, seed = self._seeds.pop(0)
+            self._pending = [(proposal, seed) for seed in self._seeds]
+        proposal, seed = self._pending.pop(0)
         number = 1 + max((record.number for record in self.records), default=0)
         record = TrialRecord(number, dict(proposal.point), seed, dict(proposal.attributes), attempts=1)
         self.records.append(record)
         self.folder.write(record)
         return record
 
-    def reported(self, record: TrialRecord, result: Mapping[str, Any]) -> None:
-        """A validation of a trial that goes on."""
-        record.reports = [*((e, s) for e, s in record.reports if e < result["epoch"]), (result["epoch"], result[SCORE])]
+    def report(self, record: TrialRecord, result: Mapping[str, Any]) -> None:
+        """Records a validation. Earlier reports of the same or a later epoch are replaced."""
+        earlier = [(epoch, score) for epoch, score in record.reports if epoch < result["epoch"]]
+        record.reports = [*earlier, (result["epoch"], result[SCORE])]
         record.run, record.costs = result["run"], {**record.costs, **result["costs"]}
         self.folder.write(record)
 
-    def over(self, record: TrialRecord, outcome: Mapping[str, Any]) -> None:
-        """The end of a trial: finished, stopped or failed. With a point's last seed the sampler is told."""
-        for key, value in outcome.items():
-            setattr(record, key, value)
+    def end(self, record: TrialRecord, outcome: TrialOutcome) -> None:
+        """Records the end of a trial. The last seed of a point gives the sampler the point's result."""
+        for key, value in vars(outcome).items():
+            if value is not None:
+                setattr(record, key, value)
         self.folder.write(record)
-        mine = next(records for records in self.by_point().values() if any(each is record for each in records))
-        seeds = 1 if self.search.config.algorithm == "pbt" else len(self.search.config.seeds)
-        if len(mine) == seeds and all(each.state in OVER for each in mine):
-            self.proposals.tell(record.point, self._values(mine))
+        group = next(records for records in self.by_point().values() if any(each is record for each in records))
+        if len(group) == len(self._seeds) and all(each.state in ENDED for each in group):
+            self.sampler.tell(record.point, self._means(group))
 
-    def _values(self, records: Sequence[TrialRecord]) -> list[float] | None:
-        """Means over the seeds that did not fail, one an objective; a stopped trial counts with what it had."""
-        found = []
+    def _means(self, records: Sequence[TrialRecord]) -> list[float] | None:
+        """Means over the seeds that did not fail, one per objective; stopped trials count with their last values.
+
+        None when an objective has no value.
+        """
+        means = []
         for objective in self.search.config.objectives:
             values = [
                 v for record in records if record.state != "failed" and (v := record.value(objective)) is not None
             ]
             if not values:
                 return None
-            found.append(sum(values) / len(values))
-        return found
+            means.append(sum(values) / len(values))
+        return means
 
-    def states(self) -> dict[str, int]:
-        counts = dict.fromkeys(("finished", "stopped", "failed", "running"), 0)
+    def states(self) -> dict[TrialState, int]:
+        """The number of trials in each state."""
+        counts: dict[TrialState, int] = {"finished": 0, "stopped": 0, "failed": 0, "running": 0}
         for record in self.records:
             counts[record.state] += 1
         return counts

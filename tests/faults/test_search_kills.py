@@ -1,6 +1,6 @@
-"""A search killed with kill -9 at random moments, and a trial's process killed: what is over is not run again.
+"""A search killed with kill -9 at random moments, and a trial's process killed: ended trials are not run again.
 
-A long proof (`make proof`); `tests/unit/test_search_book.py` and `tests/integration/test_tune.py` hold the short ones.
+Long tests (`make proof`); `tests/unit/search/test_trials.py` and `tests/integration/test_tune.py` are the short ones.
 """
 
 from __future__ import annotations
@@ -17,52 +17,53 @@ import psutil
 import pytest
 
 from tests.support.runs import output_of, start_raycap
-from tests.unit.search.test_spec import N_E, G, written
+from tests.support.searches import N_E, G, write_search
 
-ASKED = 12
+NUM_TRIALS = 12
 
 
 def search(folder: Path) -> Path:
     space = {G: {"generate": {"groups": [1, 2, 3], "smallest": 4, "largest": 16}}, N_E: [1, 2, 4]}
     trial = {"epochs": 40, "set": {"stages.xe_frozen.validate_every_epochs": 10}}
-    return written(folder, space=space, algorithm="nsga2", population=4, budget={"trials": ASKED}, trial=trial)
+    budget = {"trials": NUM_TRIALS}
+    return write_search(folder, space=space, algorithm="nsga2", population=4, budget=budget, trial=trial)
 
 
-def ledger(folder: Path) -> dict[str, dict[str, Any]]:
-    found = {}
+def records_of(folder: Path) -> dict[str, dict[str, Any]]:
+    records = {}
     for path in sorted(folder.glob("storage/searches/*/trials/*.json")):
-        found[path.name] = json.loads(path.read_text()) | {"written": path.stat().st_mtime_ns}
-    return found
+        records[path.name] = json.loads(path.read_text()) | {"written": path.stat().st_mtime_ns}
+    return records
 
 
-def over(folder: Path) -> dict[str, dict[str, Any]]:
-    return {name: record for name, record in ledger(folder).items() if record["state"] != "running"}
+def ended(folder: Path) -> dict[str, dict[str, Any]]:
+    return {name: record for name, record in records_of(folder).items() if record["state"] != "running"}
 
 
 @pytest.mark.proof
 @pytest.mark.ray
-def test_a_search_killed_at_random_ends_with_what_was_asked(tmp_path: Path) -> None:
+def test_a_search_killed_at_random_runs_all_its_trials(tmp_path: Path) -> None:
     generator, path = random.Random(0), search(tmp_path)
     before: dict[str, dict[str, Any]] = {}
     for _ in range(3):
         process, known = start_raycap("tune", str(path)), len(before)
         deadline = time.monotonic() + 200
-        while len(over(tmp_path)) < known + 2:
+        while len(ended(tmp_path)) < known + 2:
             assert process.poll() is None and time.monotonic() < deadline, output_of(process)
             time.sleep(0.1)
         time.sleep(generator.uniform(0, 2))
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
-        before = over(tmp_path)
-        assert len(before) < ASKED
+        before = ended(tmp_path)
+        assert len(before) < NUM_TRIALS
         time.sleep(2)
     process = start_raycap("tune", str(path))
     output = output_of(process)
     assert process.returncode == 0, output
-    after = ledger(tmp_path)
-    assert len(after) == ASKED and {record["state"] for record in after.values()} == {"finished"}
-    assert all(after[name] == record for name, record in before.items()), "what was over was not run again"
-    assert len({str(record["point"]) for record in after.values()}) == ASKED
+    after = records_of(tmp_path)
+    assert len(after) == NUM_TRIALS and {record["state"] for record in after.values()} == {"finished"}
+    assert all(after[name] == record for name, record in before.items()), "an ended trial was run again"
+    assert len({str(record["point"]) for record in after.values()}) == NUM_TRIALS
     assert sum(record["attempts"] > 1 for record in after.values()) > 0
 
 
@@ -75,14 +76,14 @@ def test_a_trial_whose_process_is_killed_is_recorded(tmp_path: Path) -> None:
     while victim is None:
         assert process.poll() is None and time.monotonic() < deadline, output_of(process)
         time.sleep(0.1)
-        if len(over(tmp_path)) >= 2:
+        if len(ended(tmp_path)) >= 2:
             below = psutil.Process(process.pid).children(recursive=True)
             names = [(each, " ".join(each.cmdline())) for each in below if each.is_running()]
             victim = next((each for each, name in names if "train_trial" in name or "ImplicitFunc" in name), None)
     victim.kill()
     output = output_of(process)
     assert process.returncode == 0, output
-    states = [record["state"] for record in ledger(tmp_path).values()]
-    assert states.count("failed") == 1 and states.count("finished") == ASKED - 1
-    (failed,) = [record for record in ledger(tmp_path).values() if record["state"] == "failed"]
+    states = [record["state"] for record in records_of(tmp_path).values()]
+    assert states.count("failed") == 1 and states.count("finished") == NUM_TRIALS - 1
+    (failed,) = [record for record in records_of(tmp_path).values() if record["state"] == "failed"]
     assert "its process died" in failed["reason"] and "1 of 12 trials failed" in output

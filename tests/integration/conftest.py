@@ -1,4 +1,4 @@
-"""The worlds of the retraining tests, on disk and on S3."""
+"""Fixtures of the retraining tests, on disk and on S3."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 
 from tests.support.retrain_world import World
 
-# For tests of what differs on S3 (conditional writes, the lease, listings); the others go there by `make proof` only.
+# For tests of what differs on S3 (conditional writes, lease, listings); the others use S3 in `make proof` only.
 ON_DISK_AND_S3 = pytest.mark.parametrize("world", ["disk", "s3"], indirect=True)
 
 
 @pytest.fixture(params=["disk", pytest.param("s3", marks=pytest.mark.proof)])
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
-    """A data set that can grow, and no champion yet."""
+    """A data set, and no champion yet."""
     world = World(tmp_path, request.getfixturevalue("s3") if request.param == "s3" else None)
     world.begin()
     return world

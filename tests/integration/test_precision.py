@@ -17,6 +17,7 @@ from models.base import Features
 from models.captioner import Captioner
 from models.decoding import beam_search
 from pipeline.captioning.bundle import load_bundle
+from pipeline.config.load import read_values
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_demos_captions_in_bfloat16(tmp_path: Path) -> None:
     """The test split: captions equal in 95 % of the images, every logit within 3e-2 of its row's largest."""
     config = tmp_path / "demo.yaml"
-    values = yaml.safe_load((ROOT / "configs" / "demo.yaml").read_text()) | {"storage": str(tmp_path / "results")}
+    values = read_values(ROOT / "configs" / "demo.yaml") | {"storage": str(tmp_path / "results")}
     config.write_text(yaml.safe_dump(values))
     subprocess.run([sys.executable, "-m", "jobs", "run", str(config)], cwd=ROOT, check=True)
     (folder,) = (tmp_path / "results" / "models" / "demo").iterdir()

@@ -123,7 +123,7 @@ def test_a_trial_of_a_search_over_memory_slots(tmp_path: Path) -> None:
     from jobs.tune.features import extract_once, find_backbone
     from pipeline.data.loading import find_data
     from pipeline.search.spec import Search, SearchConfig
-    from pipeline.search.trial import run_trial
+    from pipeline.search.trial import TrialTask, run_trial
     from pipeline.search.trials import SearchFolder
 
     values = small_config(tmp_path, model=SMALL_MODEL | MESHED_MEMORY)
@@ -140,8 +140,8 @@ def test_a_trial_of_a_search_over_memory_slots(tmp_path: Path) -> None:
     folder = SearchFolder(tmp_path / "search")
     folder.path.mkdir()
     folder.write_plan(search, None, None, store, bad)
-    outcomes = [run_trial(folder, point, 0, lambda values: None) for point in search.points()]
-    assert [outcome["state"] for outcome in outcomes] == ["finished", "finished"], outcomes
-    costs = [outcome["costs"] for outcome in outcomes]
+    outcomes = [run_trial(TrialTask(folder, point, 0), lambda values: None) for point in search.points()]
+    assert [outcome.state for outcome in outcomes] == ["finished", "finished"], outcomes
+    costs = [outcome.costs or {} for outcome in outcomes]
     assert "macs" not in costs[0] and costs[0]["macs_executed"] < costs[1]["macs_executed"]
     assert costs[0]["parameters"] < costs[1]["parameters"] and costs[0]["latency_ms"] > 0

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from pipeline.config.load import read_values
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import read_journal
 from pipeline.runs.prepare import prepare
@@ -150,7 +151,7 @@ def test_the_demo_on_s3_on_a_bad_day_scores_as_on_disk(url: str, tmp_path: Path)
     scores = []
     for name, storage in (("s3", {"uri": "s3://data/demo", "endpoint_url": url}), ("disk", str(tmp_path / "disk"))):
         config = tmp_path / f"{name}.yaml"
-        values = yaml.safe_load((ROOT / "configs" / "demo.yaml").read_text()) | {"storage": storage}
+        values = read_values(ROOT / "configs" / "demo.yaml") | {"storage": storage}
         config.write_text(yaml.safe_dump(values))
         scores.append(run_with_own_cache(config, tmp_path / name).partition("BLEU-1")[2].partition("report")[0])
     assert scores[0] == scores[1] and "main object" in scores[0]

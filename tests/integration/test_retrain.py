@@ -1,4 +1,4 @@
-"""What a retraining decides from its data: promoted, kept out, nothing new, bad data; the champion stays whole."""
+"""Decisions of a retraining: promoted, kept, nothing new, bad data. The champion stays intact in all cases."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ def test_without_new_data_nothing_is_done_and_no_image_is_read(world: World, mon
     assert not work.trained and not [name for name in reads if name.endswith((".png", "dataset.json"))]
     after = world.files()
     changed = {name for name in after if after[name] != before.get(name)}
-    assert changed == {"retrain/world/lease.json", "retrain/world/champion.json"}, "only who may write was written"
+    assert changed == {"retrain/world/lease.json", "retrain/world/champion.json"}, (
+        "only the lease and its token were written"
+    )
     sound(world, 1)
 
 
-def test_files_that_no_annotation_names_are_nothing_new(world: World) -> None:
+def test_files_without_annotations_are_not_new_data(world: World) -> None:
     first(world)
     (world.data / "images/README.txt").write_bytes(b"not in the data set")
     work = Colors()
@@ -61,7 +63,7 @@ def test_new_data_that_helps_is_promoted(world: World) -> None:
     assert code == 0 and "nothing new" in said and len(work.trained) == 1
 
 
-def test_new_data_that_harms_is_kept_out_and_why_is_written(world: World) -> None:
+def test_a_worse_model_is_not_promoted_and_the_reason_is_recorded(world: World) -> None:
     world.add("train", 16, range(8))
     first(world)
     champion = world.store.read().champion
@@ -73,10 +75,10 @@ def test_new_data_that_harms_is_kept_out_and_why_is_written(world: World) -> Non
     assert state.champion == champion and not state.before and state.challenger == record["run"]
     assert record["difference"]["high"] < 0 and "the champion stays" in record["reason"]
     code, said = world.call()
-    assert code == 0 and "nothing new since decision 2" in said, "the same data is not tried again"
+    assert code == 0 and "nothing new since decision 2" in said, "the same data was tried again"
 
 
-def test_a_gain_below_the_margin_is_kept_out(world: World) -> None:
+def test_a_gain_below_the_margin_is_not_promoted(world: World) -> None:
     first(world)
     world.section["margin"] = 50.0
     world.add("train", 20, range(3, 8))
@@ -84,7 +86,7 @@ def test_a_gain_below_the_margin_is_kept_out(world: World) -> None:
     sound(world, 2)
 
 
-def test_corrupt_new_images_stop_it_and_everything_stays(world: World) -> None:
+def test_corrupt_new_images_change_nothing(world: World) -> None:
     first(world)
     before, entries = world.files(), list(world.entries)
     world.add("train", 3, range(3), corrupt=True)
@@ -98,12 +100,12 @@ def test_corrupt_new_images_stop_it_and_everything_stays(world: World) -> None:
     touched = {name for name in after.keys() | before.keys() if after.get(name) != before.get(name)}
     assert touched == {"retrain/world/lease.json", "retrain/world/champion.json"}
     world.entries = entries
-    world.add("train", 20, range(3, 8))  # in the same places, whole
+    world.add("train", 20, range(3, 8))  # valid files at the same paths
     assert "decision  promoted" in world.call()[1]
     sound(world, 2)
 
 
-def test_annotations_that_are_broken_are_bad_data_where_they_once_were_not(world: World) -> None:
+def test_broken_annotations_are_bad_data_after_a_first_success(world: World) -> None:
     (world.data / "dataset.json").write_bytes(b"{")
     with pytest.raises(UserError, match="not valid JSON"):
         world.call()
@@ -125,21 +127,21 @@ def test_the_held_out_split_is_fixed_at_its_first_use(world: World) -> None:
         if entry["cocoid"] == ids[0]:
             entry["sentences"] = [{"raw": "Somebody has changed this."}]
     world.annotate()
-    seen: list[Any] = []
+    parts: list[Any] = []
 
     class Watched(Colors):
         def caption(self, bundle: Any, files: Any, part: Any, config: Any) -> dict[int, str]:
-            seen.append(part)
+            parts.append(part)
             return super().caption(bundle, files, part, config)
 
     assert "decision  promoted" in world.call(Watched())[1]
-    assert len(seen) == 2 and all(part.column("image_id") == ids for part in seen)
-    assert seen[0].column("captions")[0][0] != "Somebody has changed this."
+    assert len(parts) == 2 and all(part.column("image_id") == ids for part in parts)
+    assert parts[0].column("captions")[0][0] != "Somebody has changed this."
     assert world.store.read().held_out == record
     sound(world, 2)
 
 
-def test_held_out_images_that_come_into_training_are_refused(world: World) -> None:
+def test_held_out_images_in_training_are_refused(world: World) -> None:
     first(world)
     for entry in world.entries:
         if entry["split"] == "test" and entry["cocoid"] % 8 == 0:
@@ -151,7 +153,7 @@ def test_held_out_images_that_come_into_training_are_refused(world: World) -> No
     sound(world, 1)
 
 
-def test_data_that_changes_meanwhile_waits_for_the_next_call(world: World) -> None:
+def test_data_that_changes_during_training_waits_for_the_next_call(world: World) -> None:
     first(world)
     world.add("train", 20, range(3, 8))
 
@@ -178,7 +180,7 @@ def test_data_that_changes_meanwhile_waits_for_the_next_call(world: World) -> No
         lambda body: body.update(decided=[]),
     ],
 )
-def test_what_does_not_fit_together_is_found(tmp_path: Path, spoil: Any) -> None:
+def test_verify_finds_contradictions(tmp_path: Path, spoil: Any) -> None:
     world = World(tmp_path)
     world.begin()
     first(world)
@@ -189,7 +191,7 @@ def test_what_does_not_fit_together_is_found(tmp_path: Path, spoil: Any) -> None
     assert world.store.verify()
 
 
-def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_input_is_one_sentence_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     world = World(tmp_path)
     world.begin()
 

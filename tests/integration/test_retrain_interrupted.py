@@ -1,4 +1,4 @@
-"""Retrainings that are killed, sleep or meet another one: the lease lets one decide, and what it decides is whole."""
+"""Killed, suspended and concurrent retrainings: only the lease holder decides, and every decision is complete."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = ("step 1/5", "step 2/5", "step 3/5", "step 4/5", "step 5/5")
 
 
 @ON_DISK_AND_S3
-def test_two_at_once_are_one(world: World) -> None:
+def test_of_two_concurrent_calls_one_does_nothing(world: World) -> None:
     first(world)
     world.add("train", 20, range(3, 8))
     said: list[tuple[int, str]] = []
@@ -50,11 +50,11 @@ def test_two_at_once_are_one(world: World) -> None:
 
 
 class Killed(BaseException):
-    """In place of kill -9: nothing is given back."""
+    """Stands for kill -9: the lease is not released."""
 
 
 def writes_of(monkeypatch: pytest.MonkeyPatch, at: int, happen: Any) -> list[str]:
-    """Counts this process's writes to retrain/ and to champions; before number `at` something happens."""
+    """Records this process's writes to retrain/ and champions; calls `happen` before write number `at`."""
     done: list[str] = []
     active = threading.local()
 
@@ -78,8 +78,8 @@ def writes_of(monkeypatch: pytest.MonkeyPatch, at: int, happen: Any) -> list[str
     return done
 
 
-# How many writes a retraining has at least: lease, token, (a bundle's two files), snapshot, record, page, pointer. The
-# lease is renewed now and then.
+# The minimum number of writes: lease, token, (two files of a bundle), snapshot, record, page, champion.json. Renewals
+# of the lease add some.
 WRITES = {"promoted": 8, "kept": 6}
 
 
@@ -87,9 +87,11 @@ WRITES = {"promoted": 8, "kept": 6}
 def ahead(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[str, Iterator[World]]:
-    """The verdict to come, and a world with a champion and new data, as often as it is asked for."""
+    """The expected verdict, and an iterator over equal worlds with a champion and new data."""
     where, verdict = request.param
-    monkeypatch.setattr(retrain_module, "decision_page", lambda *arguments: "a page")  # it takes longer than the rest
+    monkeypatch.setattr(
+        retrain_module, "decision_page", lambda *arguments: "a page"
+    )  # rendering takes longer than all other steps
     world = World(tmp_path, request.getfixturevalue("s3") if where == "s3" else None)
     world.begin()
     if verdict == "kept":
@@ -110,9 +112,7 @@ def ahead(
     return verdict, worlds()
 
 
-def test_killed_before_any_of_its_writes_the_next_call_ends_it(
-    ahead: tuple[str, Iterator[World]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_before_each_write(ahead: tuple[str, Iterator[World]], monkeypatch: pytest.MonkeyPatch) -> None:
     verdict, worlds = ahead
 
     def die() -> None:
@@ -120,7 +120,9 @@ def test_killed_before_any_of_its_writes_the_next_call_ends_it(
 
     for at, world in enumerate(worlds, 1):
         with monkeypatch.context() as patch:
-            patch.setattr(Lease, "__exit__", lambda self, *_: self._stop.set())  # the killed give nothing back
+            patch.setattr(
+                Lease, "__exit__", lambda self, *_: self._stop.set()
+            )  # a killed process does not release the lease
             done = writes_of(patch, at, die)
             killed = False
             try:
@@ -133,19 +135,17 @@ def test_killed_before_any_of_its_writes_the_next_call_ends_it(
         code, said = world.call()
         assert code == 0 and ("nothing new" if decided else f"decision  {verdict}") in said, said
         sound(world, 2)
-        assert not world.store.orphans(), "the next holder removes what the killed left"
+        assert not world.store.orphans(), "the next holder removes the killed process's files"
         if not killed:
             assert at > WRITES[verdict]
             return
 
 
-def test_the_late_cannot_write_once_the_lease_has_moved_on(
-    ahead: tuple[str, Iterator[World]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before each write of a retraining it sleeps so long that another one does all the work."""
+def test_suspended_before_each_write(ahead: tuple[str, Iterator[World]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before each write in turn, a retraining is suspended while another one runs to its end."""
     verdict, worlds = ahead
     monkeypatch.setattr(Lease, "_renew_repeatedly", lambda self: None)
-    next(worlds)  # its first write takes the lease: nobody is late yet
+    next(worlds)  # its first write takes the lease, which cannot be late
     for at, world in enumerate(worlds, 2):
         other: list[tuple[int, str]] = []
 
@@ -158,18 +158,20 @@ def test_the_late_cannot_write_once_the_lease_has_moved_on(
             done = writes_of(patch, at, sleep)
             code, said = world.call()
         sound(world, 2)
-        if f"decision  {verdict}" in said:  # it was over, and slept before it gave the lease back, if at all
+        if f"decision  {verdict}" in said:  # suspended after its last write, if at all
             assert at > WRITES[verdict] and code == 0 and (not other or "nothing new" in other[0][1])
             return
         assert other[0][0] == 0 and f"decision  {verdict}" in other[0][1]
         assert code == 1 and "nothing was promoted" in said and "decision  " not in said, (done[-1], said)
-        assert world.last()["token"] == 3 and world.store.read().token == 3, "the late one's token is 2"
+        assert world.last()["token"] == 3 and world.store.read().token == 3, "the suspended one has token 2"
         assert "nothing new" in world.call()[1] and not world.store.orphans()
 
 
 @ON_DISK_AND_S3
-def test_who_sleeps_between_asking_and_writing_is_fenced_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one finds bad data and decides nothing: its token alone keeps the late one from the champion's file."""
+def test_a_process_suspended_between_check_and_write_is_fenced_out(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other process finds bad data and decides nothing; its token alone fences out the suspended one."""
     first(world)
     world.add("train", 20, range(3, 8))
     monkeypatch.setattr(Lease, "_renew_repeatedly", lambda self: None)
@@ -183,7 +185,7 @@ def test_who_sleeps_between_asking_and_writing_is_fenced_out(world: World, monke
                 world.add("train", 3, range(3), corrupt=True)
                 code, said = world.call()
                 assert code == 1 and "bad data" in said
-                monkeypatch.setattr(Lease, "check", lambda self: None)  # it asked before it slept
+                monkeypatch.setattr(Lease, "check", lambda self: None)  # it was checked before the suspension
             return super().caption(*arguments)
 
     code, said = world.call(Late())
@@ -197,7 +199,7 @@ def child(world: World, *options: str) -> subprocess.Popen[str]:
 
 
 def test_a_process_killed_at_each_step_and_called_again(world: World) -> None:
-    """kill -9 of a process of its own at one step after the other; each call follows one that was killed."""
+    """A process is killed with kill -9 at each step in turn; each call follows a killed one."""
     first(world)
     world.section["lease_seconds"] = 1
     world.add("train", 20, range(3, 8))
@@ -206,7 +208,7 @@ def test_a_process_killed_at_each_step_and_called_again(world: World) -> None:
         said, _ = process.communicate(timeout=120)
         assert process.returncode == -signal.SIGKILL and step in said, said
         sound(world, 1)
-        time.sleep(1.1)  # until then it is said who holds the lease
+        time.sleep(1.1)  # until the lease has expired
     code, said = world.call()
     assert code == 0 and "decision  promoted" in said, said
     sound(world, 2)
@@ -214,8 +216,8 @@ def test_a_process_killed_at_each_step_and_called_again(world: World) -> None:
 
 
 @ON_DISK_AND_S3
-def test_a_process_that_wakes_up_late_promotes_nothing(world: World) -> None:
-    """SIGSTOP in the middle of the comparison, as a machine that is suspended; another one decides meanwhile."""
+def test_a_process_resumed_too_late_promotes_nothing(world: World) -> None:
+    """SIGSTOP during the comparison, as on a suspended machine; another process decides meanwhile."""
     first(world)
     world.section["lease_seconds"] = 1
     world.add("train", 20, range(3, 8))

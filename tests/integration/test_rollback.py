@@ -1,4 +1,4 @@
-"""The champion's place given back to the one before, also under a retraining that is on its way."""
+"""Rollback to the previous champion, also during a retraining."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.integration.conftest import ON_DISK_AND_S3
 from tests.support.retrain_world import Colors, World, first, sound
 
 
-def test_a_rollback_gives_the_place_back(world: World) -> None:
+def test_a_rollback_restores_the_previous_champion(world: World) -> None:
     first(world)
     with pytest.raises(UserError, match="no champion before the present one"):
         rollback(world.config)
@@ -25,8 +25,8 @@ def test_a_rollback_gives_the_place_back(world: World) -> None:
     assert state.champion == champion and state.before == () and state.challenger == promoted.run_id
     assert world.last()["decision"] == "rolled back" and world.last()["champion_before"] == promoted.model_dump()
     sound(world, 3)
-    assert not world.store.orphans(), "what was champion stays"
-    assert "nothing new since decision 3" in world.call()[1], "it is not trained and promoted again at once"
+    assert not world.store.orphans(), "former champions are kept"
+    assert "nothing new since decision 3" in world.call()[1], "the rolled-back model was promoted again"
     world.add("train", 20, range(3, 8))
     work = Colors()
     assert "decision  promoted" in world.call(work)[1] and work.trained[0] == f"{world.storage}/{champion.bundle}"
@@ -34,7 +34,7 @@ def test_a_rollback_gives_the_place_back(world: World) -> None:
 
 
 @ON_DISK_AND_S3
-def test_a_rollback_goes_before_a_retraining_under_way(world: World) -> None:
+def test_a_rollback_fences_out_a_running_retraining(world: World) -> None:
     first(world)
     world.add("train", 20, range(3, 8))
     world.call()
@@ -52,7 +52,7 @@ def test_a_rollback_goes_before_a_retraining_under_way(world: World) -> None:
     sound(world, 3)
 
 
-def test_a_damaged_champion_is_neither_trained_from_nor_rolled_back_to(world: World) -> None:
+def test_a_damaged_champion_is_refused(world: World) -> None:
     first(world)
     state = world.store.read()
     assert state.champion is not None

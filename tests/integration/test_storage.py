@@ -1,4 +1,4 @@
-"""S3 on a bad day: refused requests and cut connections are not seen by whoever reads and writes."""
+"""S3 on a bad day: refused requests and cut connections are invisible to readers and writers."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_storage_that_cannot_be_reached_is_named() -> None:
             request()
 
 
-def test_a_remote_store_is_staged_within_its_bound(options: StorageOptions, tmp_path: Path) -> None:
+def test_a_remote_store_is_cached_within_its_limit(options: StorageOptions, tmp_path: Path) -> None:
     folder, rng = StoragePath("s3://data/store", options), np.random.default_rng(0)
     rows = rng.normal(size=(40, 6, 50)).astype(np.float16)
     keys = [f"k{number}" for number in range(40)]
@@ -93,10 +93,10 @@ def test_a_remote_store_is_staged_within_its_bound(options: StorageOptions, tmp_
     assert store.verify() == []
 
 
-def test_a_full_cache_makes_room_among_its_shards_only(
+def test_a_full_cache_removes_only_shards(
     options: StorageOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder of the cache also holds models and the copies of runs."""
+    """The folder of the cache also holds bundles and copies of runs."""
     monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path))
     (tmp_path / "bundles" / "model").mkdir(parents=True)
     for number in range(2):
@@ -107,7 +107,7 @@ def test_a_full_cache_makes_room_among_its_shards_only(
     assert len(list(tmp_path.glob("**/*.npy"))) == 1 and (tmp_path / "bundles" / "model").is_dir()
 
 
-def test_a_staged_shard_is_checked_and_the_oldest_goes_first(options: StorageOptions, tmp_path: Path) -> None:
+def test_a_cached_shard_is_checked_and_the_oldest_is_removed_first(options: StorageOptions, tmp_path: Path) -> None:
     cache = ShardCache(tmp_path / "cache", 250)
     places = []
     for number in range(3):
@@ -121,10 +121,10 @@ def test_a_staged_shard_is_checked_and_the_oldest_goes_first(options: StorageOpt
     assert cache.get(places[0], 251, digests[0]) is None
 
 
-def test_images_are_fetched_once_and_must_be_what_they_were(
+def test_images_are_fetched_once_and_checked_by_digest(
     options: StorageOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What an end-to-end stage reads in every epoch; and images of which a cache can keep one a folder."""
+    """An end-to-end stage reads its images in every epoch, from a cache or, without space in it, from S3."""
     local = write_karpathy(tmp_path / "set", {"train": 6, "val": 1, "test": 1})
     for path in local.rglob("*.*"):
         StoragePath(f"s3://data/epochs/{path.relative_to(local)}", options).write_bytes(path.read_bytes())
@@ -142,7 +142,7 @@ def test_images_are_fetched_once_and_must_be_what_they_were(
         for _ in range(2):
             assert torch.equal(images.load(np.arange(6)).tokens, expected)
         assert sum(path.suffix != ".lock" for path in (tmp_path / str(limit)).glob("*/*")) == left
-    assert len(reads) == 6 + 12, "kept, and not kept"
+    assert len(reads) == 6 + 12, "cached, and not cached"
     StoragePath("s3://data/epochs/images/1.png", options).write_bytes((local / "images" / "0.png").read_bytes())
     with pytest.raises(StorageError, match="1.png: its content does not have the recorded digest"):
         images.load(np.arange(6))

@@ -1,4 +1,4 @@
-"""The tracker follows the champion: aliases and decisions in MLflow; one that is down changes no decision."""
+"""Aliases and decisions in MLflow follow the champion; a tracker that is down does not affect a decision."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.retrain_world import Colors, World
 
 
 class Registered(Colors):
-    """A run of the embedded model is on the tracker, with a version of its model, as `raycap run` leaves it."""
+    """Also registers the run and its model version on the tracker, as `raycap run` does."""
 
     def train(self, config: RunConfig) -> Trained:
         trained = super().train(config)
@@ -79,33 +79,33 @@ def test_aliases_follow_every_decision(world: Tracked) -> None:
     assert world.store.verify() == []
 
 
-def test_a_tracker_that_is_down_is_told_later(world: Tracked, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = f"sqlite:///{world.storage.path / 'mlflow.db'}"
+def test_a_tracker_that_was_down_is_updated_later(world: Tracked, monkeypatch: pytest.MonkeyPatch) -> None:
+    reachable = f"sqlite:///{world.storage.path / 'mlflow.db'}"
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        nowhere = f"http://user:secret@127.0.0.1:{unused.getsockname()[1]}"
+        unreachable = f"http://user:secret@127.0.0.1:{unused.getsockname()[1]}"
 
     class Later(Registered):
-        """Its run was sent by the journal's own way; then the tracker went away."""
+        """The run is sent during training; then the tracker goes down."""
 
         def train(self, config: RunConfig) -> Trained:
             return super().train(
-                config.model_copy(update={"tracking": config.tracking.model_copy(update={"uri": there})})
+                config.model_copy(update={"tracking": config.tracking.model_copy(update={"uri": reachable})})
             )
 
-    world.uri = nowhere
+    world.uri = unreachable
     code, said = world.call(Later())
     assert code == 0 and "decision  first" in said and "could not be updated" in said and "secret" not in said, said
     assert world.store.verify() == [] and world.store.read().number == 1
-    world.uri = there
+    world.uri = reachable
     assert "nothing new" in world.call(Later())[1]
     assert world.aliases() == {"champion": "1"} and world.run_of("1").data.tags["raycap.decision"] == "1"
     pages = (world.storage.path / "mlflow").glob("*/artifacts/decisions/*.html")
-    assert len(list(pages)) == 1, "files lie beside the tracker's database, not where the process runs"
+    assert len(list(pages)) == 1, "artifacts are stored next to the database, not in the working directory"
 
 
-def test_a_run_that_the_tracker_missed_is_sent_when_it_is_champion(tmp_path: Path) -> None:
-    """Its model, too; and it is noted, so that `raycap sync` does not send it again."""
+def test_a_champion_s_run_that_the_tracker_lacks_is_sent(tmp_path: Path) -> None:
+    """With its model; it is marked as sent, so that `raycap sync` does not send it again."""
     config = parse_config(small_config(tmp_path, tracking={"enabled": True}))
     folder = prepare(config)
     bundle = bundle_run(folder)
@@ -116,7 +116,7 @@ def test_a_run_that_the_tracker_missed_is_sent_when_it_is_champion(tmp_path: Pat
     state = ChampionState(champion=BundleRecord(bundle=name, files={}, run_id=folder.run_id))
     store, said = ChampionStore(config.storage_place, config.name), []
     assert _followed(config, store, state, said), said
-    assert not tracking_client(config).search_registered_models(), "a run that is not complete is not sent"
+    assert not tracking_client(config).search_registered_models(), "an incomplete run was sent"
     write_json(folder.path / "COMPLETE.json", {"scores": {"test_CIDEr-D": 0.5}, "tracked": False})
     assert _followed(config, store, state, said), said
     assert tracking_client(config).get_model_version_by_alias(config.name, "champion").tags["test_CIDEr-D"] == "0.5000"

@@ -1,4 +1,4 @@
-"""`raycap tune` as a user meets it: a search with a crash and a lack of memory in it, run again, and bad input."""
+"""`raycap tune` on Ray: failing trials, running a search again, early stopping, populations, and invalid input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from jobs.cli import main
 from pipeline.config.load import load_config
-from tests.unit.search.test_spec import LR, G, written
+from tests.support.searches import LR, G, small_search, write_search
 
 TRIAL = {"epochs": 3, "set": {"stages.xe_frozen.validate_every_epochs": 1}}
 
@@ -22,13 +22,13 @@ def records_of(storage: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.ray
-def test_what_fails_is_recorded_and_the_others_finish(
+def test_failed_trials_are_recorded_and_the_others_finish(
     tmp_path: Path, ray_session: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A rate that makes the loss infinite, and groups that no memory holds, beside two that are fine."""
+    """One trial diverges, one has groups too large for any memory, two are fine."""
     rows = [{G: [4]}, {LR: 1e30}, {G: [4_000_000_000]}, {G: [8]}]
     base_set = {"tracking.enabled": True}
-    path = written(tmp_path, space=None, rows=rows, algorithm="grid", budget={}, trial=TRIAL, set=base_set)
+    path = write_search(tmp_path, space=None, rows=rows, algorithm="grid", budget={}, trial=TRIAL, set=base_set)
     storage = tmp_path / "storage"
     assert main(["tune", str(path)]) == 0
     output = capsys.readouterr().out
@@ -47,7 +47,7 @@ def test_what_fails_is_recorded_and_the_others_finish(
     assert best.model.static_expansion in ((4,), (8,)) and [stage.epochs for stage in best.stages] == [0.7] * 4
     for record in (records[0], records[3]):
         link = Path(record["run"]) / "init" / "backbone.safetensors"
-        assert link.stat().st_nlink >= 3, "the backbone lies on the disk once"
+        assert link.stat().st_nlink >= 3, "the backbone is stored once"
     check_tracker(storage)
 
     before = {path: path.stat().st_mtime_ns for path in folder.glob("trials/*.json")}
@@ -57,7 +57,7 @@ def test_what_fails_is_recorded_and_the_others_finish(
 
 
 def check_tracker(storage: Path) -> None:
-    """The search is a parent, its trials are children, and it has the plots."""
+    """The search is a parent run with the plots, its trials are child runs."""
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{storage / 'mlflow.db'}")
@@ -74,7 +74,7 @@ def check_tracker(storage: Path) -> None:
 def test_when_every_trial_fails_the_exit_code_is_1(
     tmp_path: Path, ray_session: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = written(tmp_path, space=None, rows=[{LR: 1e30}], algorithm="grid", budget={}, trial=TRIAL)
+    path = write_search(tmp_path, space=None, rows=[{LR: 1e30}], algorithm="grid", budget={}, trial=TRIAL)
     assert main(["tune", str(path)]) == 1
     assert "failed       1 of 1 trials failed; trial 1: DivergedError" in capsys.readouterr().out
     assert main(["tune", str(path), "--retry-failed"]) == 1
@@ -85,11 +85,11 @@ def test_when_every_trial_fails_the_exit_code_is_1(
 
 @pytest.mark.ray
 def test_asha_ends_trials_early(tmp_path: Path, ray_session: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """One at a time; the second rate is so high that captions are worse than those of weights as they were drawn."""
+    """One at a time; the second rate makes the captions worse than those of the initial weights."""
     rows = [{LR: 1e-7}, {LR: 3e-2}, {LR: 1e-8}]
     asha = {"name": "asha", "grace_epochs": 1, "reduction": 2}
     changes: dict[str, Any] = {"scheduler": asha, "budget": {"concurrent": 1}, "trial": TRIAL | {"epochs": 4}}
-    assert main(["tune", str(written(tmp_path, space=None, rows=rows, algorithm="grid", **changes))]) == 0
+    assert main(["tune", str(write_search(tmp_path, space=None, rows=rows, algorithm="grid", **changes))]) == 0
     records = records_of(tmp_path / "storage")
     assert [record["state"] for record in records] == ["finished", "stopped", "finished"]
     for record in records:
@@ -100,25 +100,27 @@ def test_asha_ends_trials_early(tmp_path: Path, ray_session: None, capsys: pytes
 
 
 @pytest.mark.ray
-def test_a_population_hands_weights_over(tmp_path: Path, ray_session: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rates that change nothing and rates that spoil the weights: who was spoiled goes on from who was not."""
+def test_members_of_a_population_take_over_weights(
+    tmp_path: Path, ray_session: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two rates change nothing and two destroy the weights; members with the latter continue from the former."""
     space = {LR: {"choices": [1e-9, 1e-8, 1e-1, 3e-2]}}
     changes: dict[str, Any] = {"pbt": {"every_epochs": 1, "quantile": 0.5}, "budget": {"trials": 4}}
-    path = written(tmp_path, space=space, algorithm="pbt", trial=TRIAL | {"epochs": 5}, seed=1, **changes)
+    path = write_search(tmp_path, space=space, algorithm="pbt", trial=TRIAL | {"epochs": 5}, seed=1, **changes)
     assert main(["tune", str(path)]) == 0
     output, records = capsys.readouterr().out, records_of(tmp_path / "storage")
     assert [record["state"] for record in records] == ["finished"] * 4, [record["reason"] for record in records]
     assert all([epoch for epoch, _ in record["reports"]] == [1, 2, 3, 4, 5] for record in records)
     assert len({Path(record["run"]).name for record in records}) == 4
-    took = [record for record in records if record["took_over"]]
-    assert took, "who was spoiled took over"
-    for record in took:
+    changed = [record for record in records if record["took_over"]]
+    assert changed, "a member with destroyed weights takes over others"
+    for record in changed:
         epoch, donor = record["took_over"][-1]
-        assert f"trial {record['number']}  goes on with the weights of trial {donor}" in output
+        assert f"trial {record['number']}  continues with the weights of trial {donor}" in output
         assert donor != record["number"] and 1 <= epoch < 5
 
 
-def test_bad_input_exits_2_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_input_exits_2_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for changes, found in (
         ({"resources": {"cpus": 1000}}, "a trial asks for 1 workers x 1000 cpus = 1000, and this machine has"),
         ({"space": {"model.num_heads": [2, 3]}}, "the choice 3 is refused"),
@@ -126,7 +128,7 @@ def test_bad_input_exits_2_before_anything_starts(tmp_path: Path, capsys: pytest
         ({"objectives": {"CIDEr": "max"}}, "no trial reports 'CIDEr'"),
         ({"backbone": {"weights": "/nowhere.pth"}}, "/nowhere.pth is no file"),
     ):
-        assert main(["tune", str(written(tmp_path, **changes))]) == 2
+        assert main(["tune", str(write_search(tmp_path, **changes))]) == 2
         message = capsys.readouterr().err.strip()
         assert message.startswith("raycap: ") and "\n" not in message and found in message
     assert not (tmp_path / "storage" / "searches").exists() and not (tmp_path / "storage" / "runs").exists()
@@ -137,12 +139,12 @@ def test_an_objective_that_needs_java_is_refused_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["tune", str(written(tmp_path, objectives={"METEOR": "max"}, metrics=["METEOR"]))]) == 2
+    assert main(["tune", str(write_search(tmp_path, objectives={"METEOR": "max"}, metrics=["METEOR"]))]) == 2
     assert "the objective METEOR cannot be computed here: java not found" in capsys.readouterr().err
 
 
-def test_seconds_of_a_trial_are_those_of_all_its_attempts(tmp_path: Path) -> None:
-    """Two attempts of 5 and 3 s with a night between them, and a second stage of 2 s."""
+def test_seconds_of_a_trial_add_up_over_its_attempts(tmp_path: Path) -> None:
+    """Two attempts of 5 and 3 s with a long pause between them, and a second stage of 2 s."""
     from pipeline.runs.folder import RunFolder
     from pipeline.search.trial import trained_seconds
 
@@ -155,9 +157,8 @@ def test_seconds_of_a_trial_are_those_of_all_its_attempts(tmp_path: Path) -> Non
     assert trained_seconds(run) == 10.0
 
 
-def test_what_runs_at_once_is_what_the_cluster_can_place(tmp_path: Path) -> None:
-    from jobs.tune.command import concurrency
-    from tests.unit.search.test_spec import small_search
+def test_concurrency_is_what_the_cluster_can_place(tmp_path: Path) -> None:
+    from jobs.tune.adapter import concurrency
 
     search = small_search(tmp_path, resources={"workers": 2, "cpus": 1.5, "gpus": 0.5}, set={"stages.xe_frozen.lr": 1})
     assert concurrency(search, {"CPU": 16, "GPU": 3}) == 3
@@ -165,7 +166,7 @@ def test_what_runs_at_once_is_what_the_cluster_can_place(tmp_path: Path) -> None
     assert concurrency(small_search(tmp_path, budget={"trials": 4, "concurrent": 2}), {"CPU": 64}) == 2
 
 
-def test_memory_that_does_not_suffice_is_said_first() -> None:
+def test_running_out_of_memory_is_named_first() -> None:
     from pipeline.search.trial import reason_of
 
     assert reason_of(MemoryError()) == "out of memory: MemoryError"

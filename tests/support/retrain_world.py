@@ -1,7 +1,7 @@
-"""A retraining without Ray and torch: colored pictures, and a "model" that remembers one caption a color.
+"""A retraining without Ray and torch: colored images, and a "model" that stores one caption per color.
 
 python -m tests.support.retrain_world CONFIG [--die TEXT] [--stop TEXT]    `raycap retrain` with it;
-kill -9 (or SIGSTOP) of itself at the first printed line that begins with TEXT
+with kill -9 (or SIGSTOP) of the process at the first log line that starts with TEXT
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def caption_of(color: int) -> str:
 
 
 class World:
-    """A data set that grows and a storage, both on disk or both on S3."""
+    """A growing data set and a storage, both on disk or both on S3."""
 
     def __init__(self, folder: Path, url: str | None = None, **retrain_section: Any) -> None:
         self.folder, self.section = folder, {"lease_seconds": 30} | retrain_section
@@ -52,9 +52,10 @@ class World:
         home = str(folder) if url is None else f"s3://data/{folder.name}"
         self.data, self.storage = StoragePath(f"{home}/set", self.options), StoragePath(f"{home}/results", self.options)
         self.entries: list[dict[str, Any]] = []
+        self.open_calls: list[list[str]] = []  # the messages of calls that have not returned, the innermost last
 
     def add(self, split: str, count: int, colors: range, wrong: bool = False, corrupt: bool = False) -> None:
-        """Pictures of these colors in turn; `wrong`: with the next color's caption."""
+        """Adds images of these colors in turn; with `wrong` each has the next color's caption."""
         for number in range(count):
             color, name = colors[number % len(colors)], f"{len(self.entries):04d}.png"
             body = b"not a picture" if corrupt else picture(color, len(self.entries))
@@ -69,7 +70,7 @@ class World:
         (self.data / "dataset.json").write_bytes(json.dumps({"images": self.entries}).encode())
 
     def begin(self) -> None:
-        """A data set whose training split does not know all colors that are held out."""
+        """A data set whose held-out split has colors that the training split lacks."""
         self.add("train", 12, range(3))
         self.add("val", 4, range(4))
         self.add("test", 16, range(8))
@@ -94,25 +95,31 @@ class World:
         return ChampionStore(self.storage, "world")
 
     def call(self, work: Colors | None = None) -> tuple[int, str]:
-        """`raycap retrain`; its exit code and what it said."""
-        said: list[str] = []
-        with on_message(said.append):
-            code = retrain(self.config, work or Colors())
-        return code, "\n".join(said)
+        """`raycap retrain`; its exit code and its log, without the log of a call made during it."""
+        messages: list[str] = []
+        self.open_calls.append(messages)
+        try:
+            with on_message(lambda text: messages.append(text) if self.open_calls[-1] is messages else None):
+                code = retrain(self.config, work or Colors())
+        finally:
+            self.open_calls = [each for each in self.open_calls if each is not messages]
+        return code, "\n".join(messages)
 
     def last(self) -> dict[str, Any]:
         """The last decision."""
         return next(self.store.decisions(self.store.read()))[1].model_dump(exclude_unset=True)
 
     def files(self) -> dict[str, str]:
-        """Everything in the storage that a retraining may change, by tag."""
-        own = self.storage.list()
-        wanted = [name for name in own if name.startswith(("retrain/", "models/")) and not name.endswith(".lock")]
-        return {name: own[name].tag for name in wanted}
+        """The tags of all files that a retraining may change."""
+        return {
+            name: entry.tag
+            for name, entry in self.storage.list().items()
+            if name.startswith(("retrain/", "models/")) and not name.endswith(".lock")
+        }
 
 
 def sound(world: World, number: int) -> None:
-    """The champion's file, all bundles and decisions are as they should be, and nothing else lies about."""
+    """champion.json, all bundles and all decisions are consistent, and the last decision has this number."""
     assert world.store.verify() == []
     assert world.store.read().number == number
 
@@ -138,7 +145,7 @@ def color_in(data: bytes) -> int:
 
 
 class Colors:
-    """What Ray would do: the model is each color's most frequent caption."""
+    """Replaces training and captioning on Ray; the model is the most frequent caption of each color."""
 
     def __init__(self) -> None:
         self.trained: list[str | None] = []  # what each training started from
@@ -173,11 +180,11 @@ class Colors:
         folder = fetched(bundle)
         assert bundle_digests(folder, tuple(files)) == files
         learned = json.loads((folder / "model.safetensors").read_text())
-        found = {}
+        captions = {}
         for image, uri in zip(part.column("image_id"), part.column("uri"), strict=True):
             color = color_in(StoragePath(uri, config.storage.options).read_bytes())
-            found[image] = learned.get(str(color), "Something unknown.")
-        return found
+            captions[image] = learned.get(str(color), "Something unknown.")
+        return captions
 
 
 def main() -> int:

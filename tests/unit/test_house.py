@@ -35,7 +35,7 @@ HOMES = {
     "timm": {"models/backbone.py"},
     "ray.train": {"pipeline/runtime/context.py", "jobs/train.py"},
     "ray.data": {"pipeline/features/extraction.py", "pipeline/captioning/ray_data.py"},
-    "ray.tune": {"jobs/tune/schedulers.py", "jobs/tune/command.py"},
+    "ray.tune": {"jobs/tune/adapter.py", "jobs/tune/schedulers.py", "jobs/tune/workers.py"},
     "optuna": {"pipeline/search/samplers.py"},
     "matplotlib": {"pipeline/search/plots.py", "pipeline/reports/curves.py"},
     "mlflow": {"pipeline/tracking/mlflow_client.py"},

@@ -124,7 +124,20 @@ def test_a_configuration_from_elsewhere_travels_with_its_base(tmp_path: Path) ->
     files, path = package_files(search, ROOT)
     assert path == "submitted/mine/search.yaml" and files["submitted/shared/base.yaml"] == base
     files, path = package_files(ROOT / "configs" / "search_demo.yaml", ROOT)
+    assert {"configs/recipes/search_demo.yaml", "configs/demo.yaml", "configs/recipes/four_stages.yaml"} <= files.keys()
     assert path == "configs/search_demo.yaml" and not any(name.startswith("submitted") for name in files)
+
+
+def test_a_configuration_from_elsewhere_travels_with_what_it_extends(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipes" / "small.yaml"
+    recipe.parent.mkdir()
+    recipe.write_text(yaml.safe_dump(small_config("/shared/storage")) + "init_from: ${BUNDLE}\n")
+    config = tmp_path / "run.yaml"
+    config.write_text("extends: recipes/small.yaml\nname: mine\n")
+    files, path = package_files(config, ROOT)
+    assert path == "submitted/run.yaml" and files["submitted/recipes/small.yaml"] == recipe
+    with pytest.raises(UserError, match=r"small.yaml needs the environment variable BUNDLE on the cluster"):
+        check_texts(config, [], [])
 
 
 def test_the_entry_point_is_the_same_command_and_names_missing_secrets() -> None:
@@ -179,7 +192,7 @@ def test_texts_that_travel_hold_no_password_and_name_every_variable(tmp_path: Pa
         ([f"--set=a=https://me:{SECRET}@host"], "name: a\n"),
     ):
         config.write_text(text)
-        with pytest.raises(UserError, match="holds a password") as refused:
+        with pytest.raises(UserError, match="contains a password") as refused:
             check_texts(config, arguments, [])
         assert SECRET not in str(refused.value)
 

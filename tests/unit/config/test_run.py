@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.config.load import dump_config, load_config, parse_config
+from pipeline.config.load import dump_config, load_config, parse_config, read_values
 from pipeline.config.run import RunConfig, total_steps
 from pipeline.errors import UserError
 from pipeline.runs.identity import config_identity
@@ -157,7 +157,7 @@ def test_durations_are_converted_once() -> None:
 
 
 def test_elastic_workers_need_a_batch_that_every_count_divides() -> None:
-    data = yaml.safe_load((ROOT / "configs" / "demo.yaml").read_text())
+    data = read_values(ROOT / "configs" / "demo.yaml")
     data["workers"] |= {"num_workers": 3, "min_workers": 2}
     for stage in data["stages"]:
         stage["batch_size"] = 12

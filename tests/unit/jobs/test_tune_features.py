@@ -1,4 +1,4 @@
-"""Whose features trials read: the base's backbone, a finished run's, a stand-in's, or a file's."""
+"""The backbone of a search: the base's, a finished run's, a stand-in's, or a file's."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pipeline.runs.folder import RunFolder
 from pipeline.runs.prepare import prepare
 from pipeline.search.spec import Search
 from tests.support.logs import on_message
-from tests.unit.search.test_spec import small_search
+from tests.support.searches import small_search
 
 
 def pretend_training(run: RunFolder, stages: list[str]) -> None:
-    """Ends stages with a backbone whose last norm counts them."""
+    """Marks stages as done; the last norm's bias of each one's backbone is its number."""
     tensors = load_file(run.path / "init" / "backbone.safetensors")
     for number, stage in enumerate(stages, 1):
         best = run.stage(stage) / "best-1"
@@ -31,67 +31,68 @@ def pretend_training(run: RunFolder, stages: list[str]) -> None:
         finish_stage(run.stage(stage), StageResult(steps=1, best_step=1, best_score=1.0, kept=True, ended_early=""))
 
 
-def found(search: Search) -> tuple[Backbone, list[str]]:
-    """The backbone as a trial's configuration makes it, and what was said."""
-    said: list[str] = []
-    with on_message(said.append):
+def backbone_of(search: Search) -> tuple[Backbone, list[str]]:
+    """The backbone that a trial's configuration builds, and the log messages."""
+    messages: list[str] = []
+    with on_message(messages.append):
         dataset, _ = find_data(search.base)
         source = find_backbone(search, dataset, None)
     config = search.trial_config(search.space.first(), 5, str(source.start))
     backbone = Backbone(config.backbone)
-    kept = load_file(source.weights)
-    assert all(torch.equal(kept[name], tensor) for name, tensor in backbone.state_dict().items())
-    return backbone, said
+    stored = load_file(source.weights)
+    assert all(torch.equal(stored[name], tensor) for name, tensor in backbone.state_dict().items())
+    return backbone, messages
 
 
-def test_the_bases_own_backbone_is_the_same_for_every_seed(tmp_path: Path) -> None:
+def test_the_base_backbone_is_the_same_for_every_seed(tmp_path: Path) -> None:
     search = small_search(tmp_path)
-    backbone, _ = found(search)
+    backbone, _ = backbone_of(search)
     run = prepare(search.base)
     initial = load_file(run.path / "init" / "backbone.safetensors")
     assert torch.equal(
         initial["swin.layers.0.blocks.0.mlp.fc1.weight"], backbone.swin.layers[0].blocks[0].mlp.fc1.weight
     )
-    again, _ = found(search)
+    again, _ = backbone_of(search)
     assert torch.equal(again.swin.norm.weight, backbone.swin.norm.weight)
 
 
-def test_a_finished_runs_backbone_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only when every stage that trains it is over; else a stand-in is trained."""
+def test_a_finished_run_gives_the_backbone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only if every stage that trains it has ended; otherwise a stand-in is trained."""
     search = small_search(tmp_path, backbone={"weights": "run", "set": {"stages.xe_finetune.epochs": 2}})
     run = prepare(search.base)
     trained = [stage.name for stage in search.base.stages if stage.train_backbone]
     pretend_training(run, trained[:1])
 
-    asked = []
+    trained_stages = []
 
     def train(config, address):  # type: ignore[no-untyped-def]
-        asked.append([(stage.name, stage.epochs) for stage in config.stages])
+        trained_stages.append([(stage.name, stage.epochs) for stage in config.stages])
         stand_in = prepare(config)
         pretend_training(stand_in, ["xe_frozen", "xe_finetune"])
         return stand_in
 
     monkeypatch.setattr("jobs.run.train", train)
-    backbone, said = found(search)
-    assert asked == [[("xe_frozen", 0.7), ("xe_finetune", 2.0)]] and "a stand-in is trained now" in said[-1]
+    backbone, messages = backbone_of(search)
+    assert trained_stages == [[("xe_frozen", 0.7), ("xe_finetune", 2.0)]]
+    assert "a stand-in is trained now" in messages[-1]
     assert backbone.swin.norm.bias[0] == 2
-    _, said = found(search)
-    assert len(asked) == 1 and "a stand-in is there" in said[-1]
+    _, messages = backbone_of(search)
+    assert len(trained_stages) == 1 and "a stand-in exists" in messages[-1]
 
     (run.stage(trained[0]) / "DONE.json").unlink()
     for path in run.stage(trained[0]).glob("best-*/*"):
         path.unlink()
     (run.stage(trained[0]) / "best-1").rmdir()
     pretend_training(run, trained)
-    backbone, said = found(search)
-    assert f"as the run {run.run_id} ended with it" in said[-1] and backbone.swin.norm.bias[0] == len(trained)
+    backbone, messages = backbone_of(search)
+    assert f"from the finished run {run.run_id}" in messages[-1] and backbone.swin.norm.bias[0] == len(trained)
 
 
-def test_backbones_that_cannot_be(tmp_path: Path) -> None:
+def test_invalid_backbones_are_refused(tmp_path: Path) -> None:
     for section, words in (
         ({"weights": "run", "stages": ["nothere"]}, "has no 'nothere'"),
         ({"weights": "run", "stages": ["xe_frozen"]}, "none of xe_frozen trains the backbone"),
         ({"weights": str(tmp_path / "absent.pth")}, "is no file"),
     ):
         with pytest.raises(UserError, match=words):
-            found(small_search(tmp_path, backbone=section))
+            backbone_of(small_search(tmp_path, backbone=section))

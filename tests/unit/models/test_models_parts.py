@@ -17,7 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from jobs.bench.models import ModelsReport, bench_models, measure
 from jobs.import_ import import_checkpoint
-from models import macs_attention as flops_attention
 from models.backbone import Backbone, load_swin, read_tensors, set_drop_path
 from models.base import CaptionModel, Features, Memory, ModelConfig, ModelSizes
 from models.captioner import Captioner
@@ -26,7 +25,7 @@ from models.convert import PUBLISHED_GROUPS, Inferred, backbone_config, complete
 from models.decoding import beam_search
 from models.expansionnet import ExpansionNet
 from models.layers import MASKED_SCORE, attend, kept_for_steps
-from models.macs import TABLE_6_SIZES, cost, decoder_macs, encoder_macs, search_macs
+from models.macs import TABLE_6_SIZES, cost
 from models.registry import build_model
 from pipeline.captioning.bundle import load_bundle, save_bundle
 from pipeline.captioning.upstream import read_expansionnet_vocabulary
@@ -417,11 +416,11 @@ def test_the_executed_products_are_those_that_torch_counts(mixers: dict[str, Any
         )  # two images, two operations a multiply-accumulate
 
     macs, memory = counted(lambda: model.encode(Features(features)))
-    assert macs == encoder_macs(config, sizes, 9)
+    assert macs == model.macs(9).encoder
     macs, _ = counted(lambda: model.decode(memory, torch.zeros(2, 7, dtype=torch.int64)))
-    assert macs == decoder_macs(config, sizes, 9, 7)
+    assert macs == model.macs(9).decoder(7)
     macs, _ = counted(lambda: beam_search(model, memory, beam_size=3, max_length=9))
-    assert macs == search_macs(config, sizes, 9, 3, 8)
+    assert macs == model.macs(9).search(3, 8)
 
 
 @torch.no_grad()
@@ -457,12 +456,12 @@ def same_products(config: ModelConfig) -> None:
     features = torch.randn(2, 9, 40)
     memory = model.encode(Features(features))
     runs: list[tuple[Any, float]] = [
-        (lambda: model.encode(Features(features)), flops_attention.encoder_macs(config, sizes, 9)),
+        (lambda: model.encode(Features(features)), model.macs(9).encoder),
         (
             lambda: model.decode(memory, torch.zeros(2, 7, dtype=torch.int64)),
-            flops_attention.decoder_macs(config, sizes, 9, 7),
+            model.macs(9).decoder(7),
         ),
-        (lambda: eight_steps(model, memory, beams=3), flops_attention.search_macs(config, sizes, 9, 3, 8)),
+        (lambda: eight_steps(model, memory, beams=3), model.macs(9).search(3, 8)),
     ]
     for run, expected in runs:
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

@@ -1,4 +1,4 @@
-"""What has changed below the data's root, by names, sizes and tags alone."""
+"""Changes below the data root, detected by names, sizes and tags alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.config.load import parse_config
 from pipeline.data.dataset import SCHEMA, Dataset
-from pipeline.retrain.data_listing import LISTING, compare, list_data, new_keys, with_keys
+from pipeline.retrain.data_listing import LISTING, Change, compare, list_data, new_keys, with_keys
 from pipeline.storage.path import StoragePath
 from pipeline.storage.tables import from_bytes, to_bytes
 from tests.conftest import small_config
@@ -33,17 +33,18 @@ def test_changes_are_counted_without_reading_a_file(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(StoragePath, "read_bytes", lambda self: pytest.fail(f"{self} was read"))
     before = listed(root, tmp_path / "results")
     assert before.num_rows == 9_001 and before.schema == LISTING
-    assert compare(before, None) == (9_001, 0, 0) and compare(before, before) == (0, 0, 0)
+    assert compare(before, None) == Change(added=9_001, changed=0, gone=0)
+    assert compare(before, before) == Change(added=0, changed=0, gone=0)
     (root / "images/7.png").write_text("longer than it was")
     os.utime(root / "images/8.png", ns=(1, 1))
     (root / "images/9.png").unlink()
     write(root, ["images/new.png", "images/.new.png.tmp", ".cache/x"])
     now = listed(root, tmp_path / "results")
-    assert compare(now, from_bytes(to_bytes(before), LISTING)) == (1, 2, 1)
+    assert compare(now, from_bytes(to_bytes(before), LISTING)) == Change(added=1, changed=2, gone=1)
     assert str(compare(now, before)) == "1 new, 2 changed, 1 gone"
 
 
-def test_what_raycap_writes_below_the_root_is_no_data(tmp_path: Path) -> None:
+def test_results_below_the_data_root_are_not_listed(tmp_path: Path) -> None:
     write(tmp_path, ["a.png", "results/runs/b.png", "results-of-others/c.png"])
     names = listed(tmp_path, tmp_path / "results")["name"].to_pylist()
     assert sorted(names) == ["a.png", "results-of-others/c.png"]

@@ -1,4 +1,4 @@
-"""A search's points beside the ablations that the papers of the other two systems print."""
+"""A search's points next to the ablation tables of the other two systems' papers."""
 
 from __future__ import annotations
 
@@ -11,38 +11,37 @@ from pipeline.search.plots import pareto_plot
 from pipeline.search.report import comparisons
 from pipeline.search.results import PointResult, front, leaderboard, point_results, trial_line
 from pipeline.search.spec import Search, load_search
+from pipeline.search.trials import TrialOutcome
 from tests.conftest import small_config
-from tests.unit.search.test_spec import written
-from tests.unit.search.test_trials import open_book, run_book
+from tests.support.searches import open_log, run_log, write_search
 
 SIZES = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 2}
 METRICS = ["BLEU-4", "CIDEr-D", "SPICE"]
 
 
 def results_of(tmp_path: Path, model: dict[str, Any], scores: list[float], **changes: Any) -> tuple[Search, Any]:
-    """A search over a system whose trials had these scores, one after the other, at growing costs."""
+    """A search over a system, and its results: trial n has the n-th score and n million multiply-accumulates."""
     settings: dict[str, Any] = {"algorithm": "grid", "budget": {}, "space": None, "compare": model["name"]}
     settings |= {"objectives": {"CIDEr-D": "max", "macs_executed": "min"}, "metrics": METRICS}
-    path = written(tmp_path, **(settings | changes))
+    path = write_search(tmp_path, **(settings | changes))
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(small_config(tmp_path / "storage", model=SIZES | model)))
     search = load_search(path)
-    book, given = open_book(search, tmp_path / "search"), iter(enumerate(scores))
+    log, numbered_scores = open_log(search, tmp_path / "search"), iter(enumerate(scores, 1))
 
-    def outcome(changes: dict[str, Any], seed: int) -> dict[str, Any]:
-        number, score = next(given)
-        told = {"CIDEr-D": score, "BLEU-4": score / 4}
-        return {
-            "state": "finished",
-            "reports": [(1.0, score)],
-            "scores": told,
-            "costs": {"macs_executed": 1e6 * (number + 1), "parameters": 2e3},
-        }
+    def outcome(changes: dict[str, Any], seed: int) -> TrialOutcome:
+        number, score = next(numbered_scores)
+        return TrialOutcome(
+            "finished",
+            reports=[(1.0, score)],
+            scores={"CIDEr-D": score, "BLEU-4": score / 4},
+            costs={"macs_executed": 1e6 * number, "parameters": 2e3},
+        )
 
-    assert run_book(book, outcome) == len(scores)
-    return search, point_results(book)
+    assert run_log(log, outcome) == len(scores)
+    return search, point_results(log)
 
 
-def test_memory_slots_beside_table_6(tmp_path: Path) -> None:
+def test_memory_slots_next_to_table_6(tmp_path: Path) -> None:
     space = {"model.num_memory_slots": [0, 20, 30]}
     search, results = results_of(tmp_path, {"name": "meshed_memory"}, [1.0, 1.5, 0.5], space=space)
     ((title, note, columns, rows),) = comparisons(search, results)  # one slot count of the paper's layers: no Table 7
@@ -64,7 +63,7 @@ def test_costs_are_shown_as_executed_where_no_paper_counts_them(tmp_path: Path) 
     assert "MMACs executed" in names and "MMACs" not in names and rows[0][1][names.index("MMACs executed")] == "2.0"
     assert "2.0 MMACs executed" in trial_line(search, results[0].records[0], 2)
     axes = pareto_plot(search, results, front(results, search.config.objectives)).axes
-    assert len(axes) == 1 and axes[0].get_xlabel() == "MMACs executed an image"
+    assert len(axes) == 1 and axes[0].get_xlabel() == "MMACs executed per image"
 
 
 def test_rows_of_clustformer_are_found_by_all_their_settings(tmp_path: Path) -> None:
@@ -78,8 +77,8 @@ def test_rows_of_clustformer_are_found_by_all_their_settings(tmp_path: Path) -> 
     search, results = results_of(tmp_path, {"name": "clustformer"}, [1.0, 1.2, 1.1, 1.9, 1.4], rows=rows)
     ((title, _, columns, table),) = comparisons(search, results)
     assert "Table 1 (Ada-ClustFormer)" in title
-    found = {label: row[columns.index("CIDEr-D")] for label, row in table}
-    assert found == {
+    scores = {label: row[columns.index("CIDEr-D")] for label, row in table}
+    assert scores == {
         "base": "1.0000",
         "decoder only": "",
         "encoder 2-D only": "",

@@ -1,4 +1,4 @@
-"""Searches: the space, what is refused before anything starts, and points as configurations."""
+"""Searches: the space, configurations refused before anything starts, and points as configurations."""
 
 from __future__ import annotations
 
@@ -16,28 +16,9 @@ from pipeline.search.space import GenerateSection, SpaceSection, show_value, spa
 from pipeline.search.spec import Search, SearchConfig, flatten, load_search
 from pipeline.search.trials import SearchFolder
 from tests.conftest import ROOT, small_config
+from tests.support.searches import LR, N_E, G, small_search, write_search
 
 SHIPPED = sorted((ROOT / "configs").glob("search_*.yaml"))
-G, N_E, LR = "model.static_expansion", "model.dynamic_expansion", "stages.xe_frozen.lr"
-SPACE = {G: {"generate": {"groups": [1, 2], "smallest": 4, "largest": 8}}, N_E: [2, 4]}
-
-
-def search_values(tmp_path: Path, **changes: Any) -> dict[str, Any]:
-    """A small search over a shrunken demo, as plain values; its base lies beside it."""
-    base = tmp_path / "base.yaml"
-    base.write_text(yaml.safe_dump(small_config(tmp_path / "storage")))
-    values: dict[str, Any] = {"name": "small", "base": "base.yaml", "space": SPACE, "budget": {"trials": 4}}
-    return {key: value for key, value in (values | changes).items() if value is not None}
-
-
-def written(tmp_path: Path, **changes: Any) -> Path:
-    path = tmp_path / "search.yaml"
-    path.write_text(yaml.safe_dump(search_values(tmp_path, **changes), sort_keys=False))
-    return path
-
-
-def small_search(tmp_path: Path, **changes: Any) -> Search:
-    return load_search(written(tmp_path, **changes))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
@@ -50,14 +31,14 @@ def test_every_shipped_search_loads(path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_ablation_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The 12 rows are Table I's in their order; a trial is the recipe's first stage, validated with beam 3."""
+    """The 12 rows are those of Table I, in order; a trial is the recipe's first stage, validated with beam 3."""
     from pipeline.scoring.published import ABLATION
 
     monkeypatch.setenv("RAYCAP_COCO", "/somewhere")
     search = load_search(ROOT / "configs" / "search_table1.yaml")
     configs = [search.trial_config(point, 0) for point in search.points()]
-    found = [(config.model.static_expansion, config.model.dynamic_expansion) for config in configs]
-    assert found == [(row.static_expansion, row.dynamic_expansion) for row in ABLATION]
+    settings = [(config.model.static_expansion, config.model.dynamic_expansion) for config in configs]
+    assert settings == [(row.static_expansion, row.dynamic_expansion) for row in ABLATION]
     assert {(c.evaluation.beam_size, c.stages[0].epochs, len(c.stages), c.stages[0].lr) for c in configs} == {
         (3, 8, 1, 2e-4)
     }
@@ -72,7 +53,7 @@ def test_the_ablation_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_other_ablations_are_the_papers(name: str, title: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The points are the printed rows in their order; each trains the whole recipe on a model that can be built."""
+    """The points are the printed rows, in order; each trains the whole recipe."""
     from pipeline.scoring.published import TABLES
 
     for variable in ("RAYCAP_COCO", "RAYCAP_REGIONS"):
@@ -109,7 +90,7 @@ def test_printed_rows_are_those_of_the_paper_tables(shared: Path) -> None:
 
 def test_the_accounting_of_another_paper_is_refused(tmp_path: Path) -> None:
     base = small_config(tmp_path / "storage", model={"name": "meshed_memory", "d_model": 16, "num_heads": 2})
-    path = written(tmp_path, space={"model.num_memory_slots": [0, 2]})
+    path = write_search(tmp_path, space={"model.num_memory_slots": [0, 2]})
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
     with pytest.raises(UserError, match="objectives: macs is an accounting of ExpansionNet v2's paper"):
         load_search(path)
@@ -117,10 +98,10 @@ def test_the_accounting_of_another_paper_is_refused(tmp_path: Path) -> None:
 
 def test_groups_by_rule() -> None:
     both = GenerateSection(groups=(1, 3), smallest=16, largest=64, spacing=("doubling", "equal"))
-    assert both.made() == [[16], [32], [64], [16, 32, 64], [16] * 3, [32] * 3, [64] * 3]
+    assert both.generated() == [[16], [32], [64], [16, 32, 64], [16] * 3, [32] * 3, [64] * 3]
     paper = GenerateSection(groups=(5,), smallest=32, largest=512)
-    assert paper.made() == [[32, 64, 128, 256, 512]]
-    assert GenerateSection(groups=(2,), smallest=3, largest=12).made() == [[3, 6], [6, 12]]
+    assert paper.generated() == [[32, 64, 128, 256, 512]]
+    assert GenerateSection(groups=(2,), smallest=3, largest=12).generated() == [[3, 6], [6, 12]]
 
 
 def test_points_and_labels() -> None:
@@ -143,18 +124,18 @@ def test_points_and_labels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "found"),
+    ("changes", "expected"),
     [
         ({"space": {"model.d_modle": [1, 2]}}, ["unknown key model.d_modle", "did you mean d_model"]),
         ({"space": {"stages.nothere.lr": [1, 2]}}, ["'nothere' is none of xe_frozen"]),
         ({"space": {"model.num_heads": [2, 3]}}, ["space.model.num_heads: the choice 3", "d_model = 16 does not"]),
         ({"space": {G: [[4], []]}}, ["the choice ", "empty list"]),
         ({"space": {G: {"groups": {"fine": [4], "bad": [0]}}}}, ["space.model.static_expansion", "greater than 0"]),
-        ({"space": {G: {"generate": {"groups": [3], "smallest": 8, "largest": 16}}}}, ["no 3 groups lie between"]),
+        ({"space": {G: {"generate": {"groups": [3], "smallest": 8, "largest": 16}}}}, ["no 3 groups fit between"]),
         ({"space": {N_E: {"low": 8, "high": 2}}}, ["low = 8 must be below high = 2"]),
         ({"space": {N_E: {"low": 2}}}, ["exactly one of a list of choices, groups, generate, or low and high"]),
         ({"space": {N_E: {"low": 2, "hihg": 4}}}, ["unknown key space.model.dynamic_expansion.hihg", "high"]),
-        ({"space": {N_E: [2, 2]}}, ["the choice 2 stands there twice"]),
+        ({"space": {N_E: [2, 2]}}, ["the choice 2 occurs twice"]),
         ({"space": {"seed": [1, 2]}}, ["space.seed cannot be searched", "seeds"]),
         ({"space": {"backbone.image_size": [32, 64]}}, ["space.backbone.image_size cannot", "extracted once"]),
         ({"space": {"stages.scst_frozen.lr": [1.0, 2.0]}}, ["no trial runs the stage scst_frozen", "trial.stages"]),
@@ -163,15 +144,15 @@ def test_points_and_labels() -> None:
         ({"objectives": {"CIDEr-D": "up"}}, ["objectives.CIDEr-D = 'up'"]),
         ({"metrics": ["BLEU-5"]}, ["'BLEU-5' is unknown", "BLEU-4"]),
         ({"trial": {"stages": ["xe"]}}, ["the base configuration has no 'xe'", "xe_frozen"]),
-        ({"trial": {"stages": ["xe_finetune", "scst_frozen"]}}, ["need features anew", "extracts them once"]),
+        ({"trial": {"stages": ["xe_finetune", "scst_frozen"]}}, ["need new features", "extracts them once"]),
         ({"trial": {"set": {"evaluation": {"beam": 3}}}}, ["unknown key evaluation.beam"]),
         ({"budget": {"trials": 5}, "seeds": [0, 1]}, ["budget.trials = 5 does not divide by 2 seeds", "take 4"]),
         ({"budget": {}, "algorithm": "tpe"}, ["algorithm tpe needs an end"]),
-        ({"algorithm": "pbt"}, ["space.model.static_expansion", "hands weights"]),
+        ({"algorithm": "pbt"}, ["space.model.static_expansion", "copies weights"]),
         ({"scheduler": {"name": "asha", "grace_epochs": 9}}, ["grace_epochs = 9 is more than the 0.7 epochs"]),
         ({"trial": {"set": {"model.dropout": 0.2}}, "space": {"model.dropout": [0.1, 0.3]}}, ["trial.set gives"]),
         ({"trial": {"epochs": 2}, "space": {"stages.xe_frozen.epochs": [1, 2]}}, ["trial.epochs gives all trials"]),
-        ({"space": {"model.dropout": {"low": 0.1, "high": 0.3}}, "algorithm": "grid"}, ["the space has no end"]),
+        ({"space": {"model.dropout": {"low": 0.1, "high": 0.3}}, "algorithm": "grid"}, ["the space is infinite"]),
         ({"bse": "x"}, ["unknown key bse", "did you mean base"]),
         ({"base": "absent.yaml"}, ["absent.yaml does not exist"]),
         ({"set": {"model.d_model": 15}}, ["model.d_model = 15 does not divide"]),
@@ -181,16 +162,16 @@ def test_points_and_labels() -> None:
         ({"rows": [{G: [4]}, {G: [0]}], "space": None, "algorithm": "grid"}, ["the choice G 0", "1 or more"]),
     ],
 )  # fmt: skip
-def test_mistakes_are_one_sentence(tmp_path: Path, changes: dict[str, Any], found: list[str]) -> None:
+def test_errors_are_one_sentence(tmp_path: Path, changes: dict[str, Any], expected: list[str]) -> None:
     with pytest.raises(UserError) as error:
         small_search(tmp_path, **changes)
-    for part in found:
+    for part in expected:
         assert part in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_combinations_that_the_model_refuses_are_found_before_anything_starts(tmp_path: Path) -> None:
-    """Each choice is fine beside the first ones, 12 with 8 heads is not."""
+    """Each choice is valid with the first ones; d_model 12 with 8 heads is not."""
     with pytest.raises(UserError, match=r"d_model 12, num_heads 8 is refused: .*12 does not divide"):
         small_search(tmp_path, space={"model.d_model": [16, 12], "model.num_heads": [2, 8]})
 
@@ -209,8 +190,8 @@ def test_a_point_is_the_base_with_its_changes(tmp_path: Path) -> None:
     assert ready.backbone == search.base.backbone
 
 
-def test_identity_is_of_what_decides_the_results(tmp_path: Path) -> None:
-    """More trials or a larger machine: the same search goes on. Longer trials: another one."""
+def test_identity_covers_settings_that_affect_results(tmp_path: Path) -> None:
+    """A larger budget or machine resumes the same search; longer trials are another search."""
     one = small_search(tmp_path)
     assert small_search(tmp_path, budget={"trials": 6, "hours": 1}, resources={"cpus": 2}).identity(
         "x"
@@ -220,7 +201,7 @@ def test_identity_is_of_what_decides_the_results(tmp_path: Path) -> None:
     assert one.identity("y") != one.identity("x")
 
 
-def test_how_many_trials_are_asked_for(tmp_path: Path) -> None:
+def test_number_of_trials(tmp_path: Path) -> None:
     assert small_search(tmp_path).num_trials() == 4
     assert small_search(tmp_path, algorithm="grid", budget={}, seeds=[0, 1]).num_trials() == 12  # 3 groups x 2 x seeds
     assert small_search(tmp_path, budget={"trials": 50}).num_trials() == 6  # there are no more points
@@ -232,7 +213,7 @@ def test_nested_and_dotted_keys_are_the_same() -> None:
 
 
 def test_a_search_is_read_back_from_its_plan(tmp_path: Path) -> None:
-    """What a trial's process opens is what the driver checked."""
+    """A trial's process reads the search that the driver checked."""
     search = small_search(tmp_path, trial={"epochs": 2}, scheduler="asha")
     again = Search(parse_section(SearchConfig, search.config.model_dump(mode="json")), copy.deepcopy(search.values))
     assert again.config == search.config and again.identity() == search.identity()
@@ -247,7 +228,7 @@ def test_a_plan_holds_no_password(tmp_path: Path) -> None:
     assert folder.search().space.keys == search.space.keys
 
 
-def test_nested_rows_change_only_what_they_name(tmp_path: Path) -> None:
+def test_nested_rows_change_only_their_keys(tmp_path: Path) -> None:
     search = small_search(
         tmp_path, space=None, rows=[{"model": {"static_expansion": [4]}}], algorithm="grid", budget={}
     )

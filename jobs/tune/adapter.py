@@ -1,0 +1,306 @@
+"""Runs the trials of a search on Ray Tune, which places them, reuses their processes and stops them early.
+
+Ray Tune keeps no state of the search. The adapter takes trials from the search's log and writes their results to it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jobs.tune.schedulers import Population, TakeOver, make_scheduler
+from pipeline.search.results import live_table, trial_line
+from pipeline.search.spec import SCORE, Search
+from pipeline.search.trials import ENDED, TrialLog, TrialOutcome, TrialRecord
+
+logger = logging.getLogger(__name__)
+
+
+TABLE_EVERY_S = 30.0
+RAY_TUNE_SETTINGS = {
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    "TUNE_GLOBAL_CHECKPOINT_S": "1000000000",  # a search resumes from its log instead
+    "TUNE_FUNCTION_THREAD_TIMEOUT_S": "20",
+    "TUNE_WARN_THRESHOLD_S": "60",
+    "RAY_AIR_NEW_OUTPUT": "0",
+}
+
+
+def concurrency(search: Search, resources: Mapping[str, float]) -> int:
+    """The number of concurrent trials: as many as the cluster can place, at most budget.concurrent."""
+    per_trial = search.config.resources
+    fits = math.floor(resources.get("CPU", 0) / (per_trial.cpus * per_trial.workers) + 1e-9)
+    if per_trial.gpus:
+        fits = min(fits, math.floor(resources.get("GPU", 0) / (per_trial.gpus * per_trial.workers) + 1e-9))
+    return max(1, min(fits, search.config.budget.concurrent or fits))
+
+
+def run_trials(log: TrialLog, on_end: Callable[[], None]) -> None:
+    """Runs Ray Tune until no trial is left or the time is over. `on_end` is called after the end of each trial."""
+    for key, value in RAY_TUNE_SETTINGS.items():
+        os.environ.setdefault(key, value)
+    import ray
+
+    for name in ("ray.tune", "ray.train"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    search, scratch = log.search, log.folder.path / "log" / "ray"
+    hours, per_trial = search.config.budget.hours, search.config.resources
+    concurrent = concurrency(search, ray.cluster_resources())
+    logger.info(
+        f"resources {concurrent} trials at a time, {per_trial.workers} x {per_trial.cpus:g} CPU, "
+        f"{per_trial.gpus:g} GPU each"
+    )
+    shutil.rmtree(log.folder.handovers, ignore_errors=True)  # left by a killed search
+    adapter = TuneAdapter(log, on_end, None if hours is None else time.monotonic() + 3600 * hours)
+    if search.config.algorithm == "pbt":
+        adapter.start_population()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _tuner(adapter, concurrent, scratch).fit()
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(log.folder.handovers, ignore_errors=True)
+        if adapter.error is not None:
+            raise adapter.error
+
+
+def _tuner(adapter: TuneAdapter, concurrent: int, scratch: Path) -> Any:
+    from ray import tune
+
+    from jobs.tune.workers import train_trial
+
+    search = adapter.log.search
+    hours, per_trial = search.config.budget.hours, search.config.resources
+    bundle = {"CPU": per_trial.cpus, "GPU": per_trial.gpus}
+    if per_trial.workers > 1:
+        bundle = {"memory": 2.0**20}  # Ray Train places the workers
+    resources = tune.PlacementGroupFactory([{key: value for key, value in bundle.items() if value}])
+    return tune.Tuner(
+        tune.with_resources(train_trial, resources),
+        tune_config=tune.TuneConfig(
+            search_alg=_searcher(adapter),
+            scheduler=make_scheduler(search, adapter.log.records, adapter.population),
+            num_samples=-1,
+            max_concurrent_trials=concurrent,
+            time_budget_s=None if hours is None else 3600 * hours,
+            reuse_actors=True,
+        ),
+        run_config=tune.RunConfig(
+            name=f"search-{uuid.uuid4().hex[:8]}",
+            storage_path=str(scratch),
+            callbacks=[_callback(adapter)],
+            failure_config=tune.FailureConfig(max_failures=0),
+            verbose=0,
+        ),
+    )
+
+
+class TuneAdapter:
+    """Between Ray Tune and the log: hands out trials, records their results and logs their progress.
+
+    Ray Tune's trials are not the search's: each turn of a population's member is a new one.
+    """
+
+    def __init__(self, log: TrialLog, on_end: Callable[[], None], deadline: float | None) -> None:
+        self.log, self.on_end, self.deadline = log, on_end, deadline
+        self.population: Population | None = None
+        self.error: BaseException | None = None
+        self._records: dict[str, TrialRecord] = {}  # by Ray Tune's trial id
+        self._take_overs: dict[str, TakeOver] = {}  # by Ray Tune's trial id, until its first report
+        self._last_table = time.monotonic()
+
+    @contextmanager
+    def keeping_errors(self) -> Iterator[None]:
+        """Keeps an error of ours, to raise it unchanged after Ray Tune, which would wrap it, has ended."""
+        try:
+            yield
+        except Exception as error:
+            self.error = error
+            raise
+
+    def start_population(self) -> None:
+        """Starts all remaining trials as members of a population."""
+        while (record := self.log.next()) is not None:
+            self._log_start(record)
+        self.population = Population(self.log.search, self.log.records, self.log.folder.handovers)
+
+    @property
+    def time_is_over(self) -> bool:
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    @property
+    def may_continue(self) -> bool:
+        """Whether a running member of a population may have another turn."""
+        return self.population is not None and self.population.running > 0 and not self.time_is_over
+
+    def next_trial(self, trial_id: str) -> dict[str, Any] | None:
+        """The configuration of the next trial; None when there is none now."""
+        if self.time_is_over:
+            return None
+        if self.population is not None:
+            return self._next_turn(trial_id, self.population)
+        record = self.log.next()
+        if record is None:
+            return None
+        self._log_start(record)
+        self._records[trial_id] = record
+        return self._trial_config(record)
+
+    def _next_turn(self, trial_id: str, population: Population) -> dict[str, Any] | None:
+        turn = population.next()
+        if turn is None:
+            return None
+        number, take_over = turn
+        record = next(each for each in self.log.records if each.number == number)
+        self._records[trial_id] = record
+        config = self._trial_config(record)
+        if take_over is not None:
+            self._take_overs[trial_id] = take_over
+            config |= {"point": take_over.point, "handover": take_over.handover}
+        return config
+
+    def _trial_config(self, record: TrialRecord) -> dict[str, Any]:
+        return {
+            "folder": str(self.log.folder.path),
+            "number": record.number,
+            "point": record.point,
+            "seed": record.seed,
+            "handover": None,
+        }
+
+    def on_result(self, trial_id: str, result: Mapping[str, Any]) -> None:
+        record = self._records[trial_id]
+        take_over = self._take_overs.pop(trial_id, None)
+        if take_over is not None:
+            record.point = take_over.point
+            record.took_over.append((take_over.epoch, take_over.donor))
+            logger.info(f"trial {record.number}  continues with the weights of trial {take_over.donor}")
+        if result.get("outcome"):
+            outcome = dict(result["outcome"])
+            if outcome["reports"] is not None:
+                outcome["reports"] = [tuple(report) for report in outcome["reports"]]
+            outcome["seconds"] += record.seconds
+            self._end(record, TrialOutcome(**outcome))
+        elif SCORE in result:
+            self.log.report(record, result)
+            self._log_progress(record)
+
+    def on_stop(self, trial_id: str, seconds: float) -> None:
+        """Ray Tune stopped a trial: the scheduler did, the time is over, or it had already ended."""
+        record = self._records[trial_id]
+        if record.state in ENDED or self.time_is_over:
+            return
+        if self.population is None:
+            self._end(record, TrialOutcome("stopped", seconds=record.seconds + seconds))
+        else:
+            record.seconds += seconds
+            self.population.pause(record.number)
+
+    def on_error(self, trial_id: str, reason: str) -> None:
+        record = self._records[trial_id]
+        if record.state not in ENDED:
+            self._end(record, TrialOutcome("failed", reason))
+
+    def _end(self, record: TrialRecord, outcome: TrialOutcome) -> None:
+        self.log.end(record, outcome)
+        if self.population is not None:
+            self.population.end(record.number)
+        self._log_progress(record)
+        self.on_end()
+
+    def _log_start(self, record: TrialRecord) -> None:
+        verb = f"resumes from epoch {record.epoch:g}" if record.attempts > 1 else "starts"
+        seed = f", seed {record.seed}" if len(self.log.search.config.seeds) > 1 else ""
+        total = f"/{self.log.num_trials}" if self.log.num_trials is not None else ""
+        point = self.log.search.space.describe(record.point)
+        logger.info(f"trial {record.number}{total}  {verb}  ({point}{seed})")
+
+    def _log_progress(self, record: TrialRecord) -> None:
+        logger.info(trial_line(self.log.search, record, self.log.num_trials))
+        if time.monotonic() - self._last_table > TABLE_EVERY_S:
+            self._last_table = time.monotonic()
+            logger.info("\n" + live_table(self.log) + "\n")
+
+
+def _searcher(adapter: TuneAdapter) -> Any:
+    from ray.tune.search import Searcher
+
+    class LogSearcher(Searcher):
+        """Suggests the trials of the log. The callback records their results."""
+
+        def suggest(self, trial_id: str) -> Any:
+            with adapter.keeping_errors():
+                config = adapter.next_trial(trial_id)
+                if config is None and adapter.may_continue:
+                    return None
+            return config or Searcher.FINISHED
+
+        def set_search_properties(self, *_: Any, **__: Any) -> bool:
+            return True
+
+        def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
+            pass
+
+        def save(self, checkpoint_path: str) -> None:
+            Path(checkpoint_path).touch()
+
+        def restore(self, checkpoint_path: str) -> None:
+            pass
+
+        def __reduce__(self) -> Any:  # Ray Tune pickles the searcher to restore it, which is never needed
+            return (object, ())
+
+    return LogSearcher()
+
+
+def _callback(adapter: TuneAdapter) -> Any:
+    from ray.tune import Callback
+
+    class LogCallback(Callback):
+        def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: dict[str, Any], **_: Any) -> None:
+            with adapter.keeping_errors():
+                adapter.on_result(trial.trial_id, result)
+
+        def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
+            with adapter.keeping_errors():
+                adapter.on_stop(trial.trial_id, (trial.last_result or {}).get("time_total_s", 0.0))
+
+        def on_trial_error(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
+            with adapter.keeping_errors():
+                adapter.on_error(trial.trial_id, _failure_reason(trial))
+
+        def __reduce__(self) -> Any:
+            return (object, ())
+
+    return LogCallback()
+
+
+def _failure_reason(trial: Any) -> str:
+    """Why Ray Tune counts a trial as failed, in one line.
+
+    Reads the driver's copy of the trial's error files: Ray's getters read the storage, which gets the files later.
+    """
+    import ray
+
+    error: Any = None
+    if trial.pickled_error_file and Path(trial.pickled_error_file).is_file():
+        error = ray.cloudpickle.loads(Path(trial.pickled_error_file).read_bytes())
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        return "out of memory: Ray ended its process because the node's memory was full"
+    if isinstance(error, ray.exceptions.RayActorError):
+        return "its process died (killed, or out of memory): " + " ".join(str(error).split())[:300]
+    if error is None and trial.error_file and Path(trial.error_file).is_file():
+        error = Path(trial.error_file).read_text()
+    return " ".join(str(error or "Ray Tune gives no reason").split())[-500:]

@@ -1,0 +1,211 @@
+"""Reading configurations: what one extends, what is refused, and old keys that are answered with their new names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from jobs.import_ import import_checkpoint
+from models.base import ModelSizes
+from models.captioner import Captioner
+from models.config import MODEL_CONFIGS, ExpansionNetConfig
+from models.registry import build_model
+from pipeline.captioning.bundle import load_bundle, save_bundle
+from pipeline.config.load import load_config, merge, parse_given, read_file, read_values, referenced_files
+from pipeline.config.renamed import RENAMED_KEYS, RENAMED_VALUES, new_key
+from pipeline.config.run import RunConfig
+from pipeline.data.vocabulary import Vocabulary
+from pipeline.errors import UserError
+from pipeline.search.spec import load_search
+from tests.conftest import ROOT, small_config
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_a_file_overrides_what_it_extends(tmp_path: Path) -> None:
+    write(tmp_path / "recipes" / "stages.yaml", "stages: [{name: a, lr: 1, scst: {x: 1, y: 2}}, {name: b, lr: 2}]")
+    write(
+        tmp_path / "first.yaml",
+        "{extends: recipes/stages.yaml, name: first, data: {root: r, splits: [a, b]}, model: {name: m, width: 3}}",
+    )
+    last = write(
+        tmp_path / "last.yaml",
+        "{extends: first.yaml, name: last, data: {splits: [c]}, model: {width: null},"
+        " stages: [{name: c}, {name: a, scst: {y: 3}}]}",
+    )
+    assert read_file(last) == {
+        "name": "last",
+        "data": {"root": "r", "splits": ["c"]},
+        "model": {"name": "m", "width": None},
+        "stages": [{"name": "a", "lr": 1, "scst": {"x": 1, "y": 3}}, {"name": "b", "lr": 2}, {"name": "c"}],
+    }
+    assert read_values(last, ["stages.a.lr=7"])["stages"][0]["lr"] == 7
+    assert referenced_files(last) == [last, tmp_path / "first.yaml", tmp_path / "recipes" / "stages.yaml"]
+
+
+def test_a_section_with_another_name_replaces_the_extended_one() -> None:
+    base = {"model": {"name": "expansionnet_v2", "dynamic_expansion": 8}, "optimizer": {"eps": 1}}
+    other = {"model": {"name": "clustformer", "sampling": 1}, "optimizer": {"name": "adam"}}
+    assert merge(base, other) == {
+        "model": {"name": "clustformer", "sampling": 1},
+        "optimizer": {"eps": 1, "name": "adam"},
+    }
+    assert base["model"] == {"name": "expansionnet_v2", "dynamic_expansion": 8}, "merge leaves its arguments alone"
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"a.yaml": "extends: b.yaml"}, r"a.yaml: extends names b.yaml, and .*b.yaml does not exist; give the path"),
+        ({"a.yaml": "extends: a.yaml"}, r"extends forms a circle: .*a.yaml -> .*a.yaml; remove"),
+        (
+            {"a.yaml": "extends: sub/b.yaml", "sub/b.yaml": "extends: ../a.yaml"},
+            r"a.yaml -> .*b.yaml -> .*a.yaml; remove one",
+        ),
+        ({"a.yaml": "extends: ../b.yaml", "../b.yaml": "x: 1"}, r"extends names ../b.yaml, which is outside of"),
+        ({"a.yaml": "extends: /etc/hostname"}, "extends names /etc/hostname, which is outside of"),
+        ({"a.yaml": "extends: [b.yaml, c.yaml]"}, r"extends must be the path of one YAML file, found \['b.yaml'"),
+        ({"a.yaml": "extends: b.yaml", "b.yaml": "[1]"}, "b.yaml must hold a mapping of keys, found list"),
+    ],
+)
+def test_what_cannot_be_extended_is_answered_in_one_sentence(
+    tmp_path: Path, files: dict[str, str], message: str
+) -> None:
+    folder = tmp_path / "configs"
+    for name, text in files.items():
+        write(folder / name, text)
+    with pytest.raises(UserError, match=message) as error:
+        read_values(folder / "a.yaml")
+    assert "\n" not in str(error.value)
+
+
+def test_a_link_does_not_lead_out_of_the_folder(tmp_path: Path) -> None:
+    secret = write(tmp_path / "secret.yaml", "password: x")
+    config = write(tmp_path / "configs" / "a.yaml", "extends: b.yaml")
+    (config.parent / "b.yaml").symlink_to(secret)
+    with pytest.raises(UserError, match="which is outside of"):
+        read_values(config)
+
+
+def test_a_base_is_relative_to_the_file_that_names_it(tmp_path: Path) -> None:
+    search = write(tmp_path / "search.yaml", "extends: recipes/search.yaml\nname: s")
+    write(tmp_path / "recipes" / "search.yaml", "base: ../run.yaml\nseed: 1")
+    run = write(tmp_path / "run.yaml", "extends: recipes/run.yaml\nname: r")
+    write(tmp_path / "recipes" / "run.yaml", "seed: 2")
+    assert read_values(search) == {"base": "run.yaml", "seed": 1, "name": "s"}
+    names = ["search.yaml", "recipes/search.yaml", "run.yaml", "recipes/run.yaml"]
+    assert referenced_files(search) == [tmp_path / name for name in names]
+    assert run.is_file()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "recipes").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_recipe_is_extended(path: Path) -> None:
+    assert path.read_text().startswith("# ")
+    assert any(path in referenced_files(config) for config in (ROOT / "configs").glob("*.yaml"))
+
+
+def location(key: str, stage: str) -> str:
+    """A key of the table of renamed keys as a user wrote it."""
+    return key.replace("stages.", f"stages.{stage}.", 1)
+
+
+def old_value(key: str) -> Any:
+    return {"data.more_words": "words.txt", "model.heads": [2, 4]}.get(key, 1)
+
+
+def base_for(key: str, folder: Path) -> dict[str, Any]:
+    """Values of a small run whose model has the renamed key."""
+    values = small_config(folder / "storage")
+    if key == "model.memory_slots":
+        values["model"] = {"name": "meshed_memory", "d_model": 16, "num_heads": 2}
+    return values
+
+
+@pytest.mark.parametrize("key", RENAMED_KEYS)
+def test_old_keys_are_refused_with_their_new_names(key: str, tmp_path: Path) -> None:
+    old, new = key.split(".")[-1], RENAMED_KEYS[key]
+    stage = "scst_frozen" if "scst" in key else "xe_frozen"
+    dotted, message = location(key, stage), f"`{old}` is now `{new}`"
+    config = write(tmp_path / "run.yaml", yaml.safe_dump(base_for(key, tmp_path)))
+    load_config(config)
+    with pytest.raises(UserError, match=message) as error:
+        load_config(config, [f"{dotted}=1"])
+    assert str(error.value).startswith(dotted) and "\n" not in str(error.value)
+    search: dict[str, Any] = {"name": "s", "base": "run.yaml", "objectives": {"CIDEr-D": "max"}, "algorithm": "grid"}
+    space: dict[str, Any] = {"space": {f"stages.{stage}.lr": [1e-3, 1e-4]}, "trial": {"stages": [stage]}}
+    places = [space | {"set": {dotted: 1}}, space | {"trial": {"stages": [stage], "set": {dotted: 1}}}]
+    if key.split(".")[0] in ("model", "stages"):
+        places.append({"space": {dotted: [1, 2]}, "trial": {"stages": [stage]}})
+        places.append({"rows": [{dotted: 1}, {dotted: 2}], "trial": {"stages": [stage]}})
+    for place in places:
+        write(tmp_path / "search.yaml", yaml.safe_dump(search | place))
+        with pytest.raises(UserError, match=message):
+            load_search(tmp_path / "search.yaml")
+
+
+@pytest.mark.parametrize("key", [key for key in RENAMED_KEYS if key.startswith("model.")])
+def test_old_keys_of_imports_and_bundles_are_refused(key: str, tmp_path: Path) -> None:
+    old, new = key.split(".")[-1], RENAMED_KEYS[key]
+    source = "meshed_memory" if key == "model.memory_slots" else "expansionnet_v2"
+    files = {name: write(tmp_path / name, "") for name in ("checkpoint", "tokens")}
+    config = write(tmp_path / "import.yaml", f"model: {{{old}: 4}}\n")
+    for given in ({"config": config}, {"overrides": [f"{key}=4"]}):
+        with pytest.raises(UserError, match=f"{key}: `{old}` is now `{new}`"):
+            import_checkpoint(source, **files, out=tmp_path / "out", **given)  # type: ignore[arg-type]
+    words = Vocabulary(("EOS", "PAD", "SOS", "UNK"))
+    with torch.device("cpu"):
+        model = build_model(
+            MODEL_CONFIGS[source](d_model=8, d_ff=8, num_heads=2),  # type: ignore[call-arg]
+            ModelSizes(6, 4, 12, sos=words.sos, eos=words.eos, pad=words.pad),
+        )
+    save_bundle(tmp_path / "bundle", Captioner(model), words, name="b", info={})
+    path = tmp_path / "bundle" / "config.yaml"
+    path.write_text(path.read_text().replace(f"  {new}: ", f"  {old}: "))
+    with pytest.raises(ValueError, match=f"config.yaml: {key}: `{old}` is now `{new}`"):
+        load_bundle(tmp_path / "bundle")
+
+
+@pytest.mark.parametrize(("key", "old"), RENAMED_VALUES)
+def test_old_values_are_refused_with_their_new_ones(key: str, old: str) -> None:
+    with pytest.raises(UserError, match=f"{key}: `{old}` is now `{RENAMED_VALUES[key, old]}`"):
+        load_config(ROOT / "configs" / "demo_clustformer_regions.yaml", [f"{key}={old}"])
+
+
+def test_the_new_names_exist() -> None:
+    """Every row of the table leads from a key that no section has to one that a section has."""
+    with_regions = load_config(ROOT / "configs" / "demo_clustformer_regions.yaml", ["stages.scst.scst.num_samples=5"])
+    keys = keys_of(with_regions) | {f"model.{name}" for kind in MODEL_CONFIGS.values() for name in vars(kind())}
+    for old, new in RENAMED_KEYS.items():
+        assert old not in keys and f"{old.rpartition('.')[0]}.{new}" in keys
+    assert new_key(("stages", 1, "scst", "max_fall")) == "max_cider_drop" and new_key(("stages", "lr")) is None
+
+
+def keys_of(config: RunConfig) -> set[str]:
+    def walk(value: Any, prefix: str) -> set[str]:
+        if isinstance(value, dict):
+            return set().union(*({f"{prefix}{key}"} | walk(item, f"{prefix}{key}.") for key, item in value.items()))
+        if isinstance(value, list):
+            return set().union(*(walk(item, prefix) for item in value))
+        return set()
+
+    return walk(config.model_dump(mode="json"), "")
+
+
+def test_given_values_are_checked_one_by_one() -> None:
+    given = parse_given(ExpansionNetConfig, {"static_expansion": [4, 8], "d_model": 7}, "model")
+    assert given == {"static_expansion": (4, 8), "d_model": 7}, "whether 8 heads divide a width of 7 is not checked"
+    for values, message in (
+        ({"head": 4}, "unknown key model.head: did you mean num_heads"),
+        ({"num_heads": "four"}, "model.num_heads = 'four'"),
+        ([1], "model"),
+    ):
+        with pytest.raises(UserError, match=message):
+            parse_given(ExpansionNetConfig, values, "model")  # type: ignore[arg-type]

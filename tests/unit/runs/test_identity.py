@@ -1,0 +1,101 @@
+"""The identity of a run: every key counts as its mark says."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from models.config import Identity
+from pipeline.config.load import load_config
+from pipeline.config.run import RunConfig
+from pipeline.config.sections import SYNTHETIC
+from pipeline.runs import identity
+from pipeline.runs.identity import config_identity, identity_marks
+from tests.conftest import ROOT
+
+Place = tuple[str | int, ...]
+Marks = tuple[Identity | None, ...]
+
+
+def keys(value: Any, place: Place = (), marks: Marks = ()) -> Iterator[tuple[Place, Marks]]:
+    """Every key below a section that holds no section itself, with its mark after those of the sections around it."""
+    if isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+        for index, item in enumerate(value):
+            yield from keys(item, (*place, index), marks)
+    elif isinstance(value, BaseModel) or is_dataclass(value):
+        for name, mark in identity_marks(type(value)).items():
+            yield from keys(getattr(value, name), (*place, name), (*marks, mark))
+    else:
+        yield place, marks
+
+
+def changed(config: RunConfig, place: Place, value: Any) -> RunConfig:
+    """A copy with another value at one place, which no validator looks at."""
+    config = copy.deepcopy(config)
+    node: Any = config
+    for part in place[:-1]:
+        node = node[part] if isinstance(part, int) else getattr(node, part)
+    object.__setattr__(node, str(place[-1]), value)
+    return config
+
+
+def regions_run() -> RunConfig:
+    overrides = ["stages.scst.scst.num_samples=5", "stages.xe.plateau.factor=0.5"]
+    return load_config(ROOT / "configs" / "demo_meshed_memory_regions.yaml", overrides)
+
+
+def backbone_run() -> RunConfig:
+    return load_config(ROOT / "configs" / "demo.yaml", ["stages.xe_frozen.plateau.factor=0.5"])
+
+
+@pytest.mark.parametrize("make", [backbone_run, regions_run])
+def test_each_key_counts_as_its_mark_says(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "fetched", lambda bundle: bundle)
+    monkeypatch.setattr(identity, "bundle_digests", lambda bundle, names: {"uri": bundle.uri})
+    monkeypatch.setattr(identity, "ends_digest", str)
+    config = make()
+    before, counted = config_identity(config), {True: 0, False: 0}
+    assert config_identity(make()) == before
+    ignored = {Identity.IGNORED, Identity.WITH_REGIONS if config.features.hdf5 is None else Identity.WITH_BACKBONE}
+    for place, marks in keys(config):
+        counts = not ignored & set(marks)
+        counted[counts] += 1
+        assert (config_identity(changed(config, place, "changed")) != before) == counts, place
+    assert min(counted.values()) > 20
+
+
+def test_the_walk_reaches_every_key() -> None:
+    """As many keys as the stored configuration has, and both kinds of section."""
+    config = backbone_run()
+    places = {place for place, _ in keys(config)}
+
+    def leaves(value: Any) -> int:
+        if isinstance(value, dict) and value:
+            return sum(map(leaves, value.values()))
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return sum(map(leaves, value))
+        return 1
+
+    assert len(places) == leaves(config.model_dump(mode="json"))
+    assert {("model", "d_model"), ("stages", 1, "schedule", "decay"), ("data", "synthetic", "seed")} <= places
+
+
+def test_a_file_counts_by_its_content_and_not_by_its_place(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("one", "copy", "other")]
+    for file, text in zip(files, ("words", "words", "others"), strict=True):
+        file.write_text(text)
+    count = {Identity.FILE: 0, Identity.LARGE_FILE: 0}
+    for config in (backbone_run(), regions_run()):
+        for place, marks in keys(config):
+            if marks[-1] in count and (place[0] != "backbone" or config.features.hdf5 is None):
+                count[marks[-1]] += 1
+                one, copied, other = (config_identity(changed(config, place, str(file))) for file in files)
+                assert one == copied != other, place
+    assert count == {Identity.FILE: 7, Identity.LARGE_FILE: 2}
+    assert config_identity(changed(regions_run(), ("features", "hdf5"), SYNTHETIC)) == config_identity(regions_run())
