@@ -229,7 +229,7 @@ class Evaluation:
             score_rows=rows + published_table(columns, config, result.split, part.column("uri")),
             stages=[],
             images=with_maps(images, MapInputs(model, config, self.store, part), label),
-            facts={"models": ", ".join(label.split("+")), "images": f"{result.split} {len(part)}"},
+            metadata={"models": ", ".join(label.split("+")), "images": f"{result.split} {len(part)}"},
         )
         path = self.folder / f"report-{result.split}.html"
         write_report(path, report)

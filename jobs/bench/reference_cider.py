@@ -1,6 +1,6 @@
-"""CIDEr-D as its definition reads, with dictionaries of words: the second implementation for tests and the bench.
+"""CIDEr-D written like its definition, with dictionaries of words: the second implementation for tests and benchmarks.
 
-Slow and plain on purpose; `pipeline.training.reward` must equal it.
+It is simple and slow; `pipeline.scoring.cider` must equal it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ class PlainCiderD:
 
     def score(self, caption: Caption, references: Sequence[Caption]) -> float:
         """CIDEr-D x 10: clipped tf-idf cosine over n = 1..4, a Gaussian penalty on the length (sigma 6)."""
-        own, total = self._vector(caption), 0.0
+        vectors, total = self._vectors(caption), 0.0
         for reference in references:
-            delta = max(len(caption) - 1, 0) - max(len(reference) - 1, 0)  # in bigrams, as the reference scorer counts
-            for mine, theirs in zip(own, self._vector(reference), strict=True):
-                dot = sum(min(value, theirs.get(gram, 0.0)) * theirs.get(gram, 0.0) for gram, value in mine.items())
+            delta = max(len(caption) - 1, 0) - max(len(reference) - 1, 0)  # in bigrams, as in coco-caption
+            for ours, theirs in zip(vectors, self._vectors(reference), strict=True):
+                dot = sum(min(value, theirs.get(gram, 0.0)) * theirs.get(gram, 0.0) for gram, value in ours.items())
                 if dot:
-                    total += dot / norm(mine) / norm(theirs) * math.exp(-(delta**2) / 72)
+                    total += dot / norm(ours) / norm(theirs) * math.exp(-(delta**2) / 72)
         return 10 * total / 4 / len(references)
 
-    def _vector(self, words: Caption) -> list[dict[Gram, float]]:
+    def _vectors(self, words: Caption) -> list[dict[Gram, float]]:
+        """tf-idf weights of the n-grams, one dictionary for each n."""
         parts: list[dict[Gram, float]] = [{}, {}, {}, {}]
         for gram, count in grams(words).items():
             parts[len(gram) - 1][gram] = count * (self.documents - math.log(max(1, self.frequency[gram])))

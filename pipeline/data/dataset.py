@@ -98,6 +98,7 @@ class Dataset:
         return digest.hexdigest()
 
     def save(self, path: Path) -> None:
+        """Writes an Arrow file atomically."""
         with (
             atomic_path(path) as temporary,
             pa.OSFile(str(temporary), "wb") as sink,

@@ -1,7 +1,7 @@
-"""Geometry of the report's charts: scales, ticks, smoothing and SVG paths, from plain numbers.
+"""Geometry of the report's interactive charts: scales, ticks, smoothing and SVG paths.
 
-Everything is in percent of the plot's box (x to the right, y downwards), so that the page can stretch the lines and
-keep text and stroke widths as they are.
+Coordinates are in percent of the plot's box (x to the right, y downwards), so that the page can stretch the lines
+without stretching text and strokes.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 Series = Sequence[tuple[int, float]]
 
-SMOOTH_ABOVE = 50  # values of a stage from which on a running mean may be drawn over the faint raw line
-NOISY_ABOVE = 4.0  # and it is drawn where the line's ups and downs add up to more than so many times its range
-DOTS_UP_TO = 30  # values of a stage up to which each is marked by a dot
-MOST_POINTS = 240  # values a line is thinned to: more than a chart has pixels to show
-LOG_ABOVE = 100.0  # highest / lowest from which on the scale is logarithmic
-PADDING = 0.06  # of the value range, above and below
+SMOOTH_ABOVE = 50  # a series with more values than this may get a running mean over its raw line
+NOISY_ABOVE = 4.0  # it gets one when its total variation is more than this many times its range
+DOTS_UP_TO = 30  # a series with at most this many values shows each as a dot
+MAX_POINTS = 240  # points of a line, more than a chart has pixels for
+LOG_ABOVE = 100.0  # ratio of the highest to the lowest value above which the scale is logarithmic
+PADDING = 0.06  # share of the value range that is added above and below
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Band:
-    """One stage of an overview: where it lies (percent), its name, its last step."""
+    """One stage of an overview: its position in percent, its name, its range of steps."""
 
     left: float
     width: float
@@ -39,7 +39,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Plot:
-    """A chart ready to be drawn. `points` are (x, y, "step 1,200", value) for hovering and keys, in drawing order."""
+    """A chart ready for the template. `points` are (x, y, "step 1,200", value), which pointer and keys select."""
 
     name: str
     line: str
@@ -55,7 +55,7 @@ class Plot:
 
 
 def number(value: float) -> str:
-    """Three or four significant digits, without an exponent where that reads well: 0.0015, 12,345, 2e-5."""
+    """Three or four significant digits, with an exponent for very small and large values: 0.0015, 12,345, 2e-5."""
     size = abs(value)
     if value == 0:
         return "0"
@@ -73,7 +73,7 @@ def stage_plot(name: str, series: Series) -> Plot | None:
 
 
 def overview_plot(name: str, stages: Sequence[tuple[str, Series]]) -> Plot | None:
-    """One metric over all stages, each of the same width: a short fine-tuning would vanish beside a long stage."""
+    """One metric over all stages, each of the same width, so that a short fine-tuning remains visible."""
     return _plot(name, stages)
 
 
@@ -92,7 +92,7 @@ def _plot(name: str, stages: Sequence[tuple[str, Series]]) -> Plot | None:
         left, inner = index * width, width
         if len(finite) > 1:
             bands.append(Band(left, width, stage, f"{series[0][0]:,} to {series[-1][0]:,}"))
-            left, inner = left + 0.04 * width, 0.92 * width  # a gap, so that no line seems to cross stages
+            left, inner = left + 0.04 * width, 0.92 * width  # a gap between stages
         window = max(5, len(series) // 16) | 1 if is_noisy(series) else 1
         windows.append(window)
         smooth = thin(running_mean(series, window))
@@ -122,16 +122,16 @@ def _plot(name: str, stages: Sequence[tuple[str, Series]]) -> Plot | None:
 
 
 def is_noisy(series: Series) -> bool:
-    """Whether a running mean helps: long, and up and down all the time. A learning rate's steps stay sharp."""
+    """Whether to smooth a series: it is long and goes up and down. A learning rate's steps are not smoothed."""
     if len(series) <= SMOOTH_ABOVE:
         return False
     values = [value for _, value in series]
-    travel = sum(abs(after - before) for before, after in itertools.pairwise(values))
-    return travel > NOISY_ABOVE * (max(values) - min(values))
+    variation = sum(abs(after - before) for before, after in itertools.pairwise(values))
+    return variation > NOISY_ABOVE * (max(values) - min(values))
 
 
 def running_mean(series: Series, window: int) -> list[tuple[int, float]]:
-    """Mean over `window` values (odd) around each; at the ends over those of them that there are."""
+    """Mean over the `window` (odd) values around each one; at the ends over fewer."""
     if window <= 1:
         return list(series)
     sums = [0.0]
@@ -144,21 +144,21 @@ def running_mean(series: Series, window: int) -> list[tuple[int, float]]:
     return result
 
 
-def thin(series: Series, most: int = MOST_POINTS) -> list[tuple[int, float]]:
-    """At most `most` values: of equal runs the lowest and the highest (spikes stay), and always first and last."""
-    if len(series) <= most:
+def thin(series: Series, limit: int = MAX_POINTS) -> list[tuple[int, float]]:
+    """At most `limit` values: the first, the last, and the lowest and highest of equal runs, so that spikes remain."""
+    if len(series) <= limit:
         return list(series)
-    runs = (most - 2) // 2
-    kept = {0, len(series) - 1}
+    runs = (limit - 2) // 2
+    positions = {0, len(series) - 1}
     for run in range(runs):
         members = range(run * len(series) // runs, (run + 1) * len(series) // runs)
-        kept.add(min(members, key=lambda index: series[index][1]))
-        kept.add(max(members, key=lambda index: series[index][1]))
-    return [series[index] for index in sorted(kept)]
+        positions.add(min(members, key=lambda index: series[index][1]))
+        positions.add(max(members, key=lambda index: series[index][1]))
+    return [series[index] for index in sorted(positions)]
 
 
 class _Scale:
-    """Values to percent from the top; logarithmic where they span more than two orders of magnitude."""
+    """Values to percent from the top; logarithmic when they span more than two orders of magnitude."""
 
     def __init__(self, low: float, high: float) -> None:
         self.log = low > 0 and high / low >= LOG_ABOVE
@@ -166,9 +166,9 @@ class _Scale:
         if self.log:
             low, high = math.log10(low), math.log10(high)
         margin = (high - low) * PADDING or abs(low) * 0.1 or 1.0
-        # A scale that would start close to zero starts at zero: the height of the line then means its value.
-        floor = not self.log and 0 <= low <= 0.25 * high
-        self.low, self.high = (0.0 if floor else low - margin), high + margin
+        # A scale that would start close to zero starts at zero, so that heights are proportional to values.
+        from_zero = not self.log and 0 <= low <= 0.25 * high
+        self.low, self.high = (0.0 if from_zero else low - margin), high + margin
 
     def at(self, value: float) -> float:
         value = math.log10(value) if self.log else value
@@ -184,7 +184,7 @@ class _Scale:
 
 
 def nice_values(low: float, high: float, about: int) -> list[float]:
-    """Round values (1, 2, 2.5 or 5 times a power of ten apart) inside [low, high], `about` in number."""
+    """About `about` round values in [low, high], at distances of 1, 2, 2.5 or 5 times a power of ten."""
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
     apart = next((factor * power for factor in (1, 2, 2.5, 5) if factor * power >= rough), 10 * power)
@@ -200,7 +200,7 @@ def _step_ticks(first: int, last: int) -> list[Tick]:
 
 
 def _place(points: Series, scale: _Scale, left: float, width: float, series: Series) -> list[tuple[float, float]]:
-    """Points in percent of the box, the whole series filling `width`; a lone step stands in the middle."""
+    """Points in percent of the box; the series fills `width`, and a single step is in the middle."""
     first, span = series[0][0], series[-1][0] - series[0][0]
     return [
         (round(left + width * ((step - first) / span if span else 0.5), 2), round(scale.at(value), 2))
@@ -209,7 +209,7 @@ def _place(points: Series, scale: _Scale, left: float, width: float, series: Ser
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:
-    """SVG path data; a single point becomes a short dash, so that it is seen."""
+    """SVG path data; a single point becomes a short, visible dash."""
     if len(points) == 1:
         x, y = points[0]
         points = [(x - 0.5, y), (x + 0.5, y)]
@@ -237,13 +237,13 @@ class Histogram:
 
 
 def bin_width(highest: float) -> float:
-    """A round width with which 24 bins at most reach `highest`."""
+    """A round width with which at most 24 bins cover 0 to `highest`."""
     widths = (0.01, 0.02, 0.05, 0.1, 0.2, 0.25, 0.5, 1.0)
     return next((width for width in widths if highest / width < 24), highest / 20)
 
 
 def histogram(name: str, scores: Sequence[float], highest: float) -> Histogram:
-    """Counts of scores from 0 to `highest` (shared by several histograms, so that they can be compared)."""
+    """Counts of scores from 0 to `highest`, which is the same for histograms that are compared."""
     width = bin_width(highest)
     bins = max(1, math.floor(highest / width + 1e-9) + 1)
     counts = [0] * bins

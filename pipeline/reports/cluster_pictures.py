@@ -1,7 +1,7 @@
-"""Cluster pictures of Ada-ClustFormer: for each layer, patches and words colored by cluster (its paper's Figure 5).
+"""Cluster pictures of Ada-ClustFormer: patches and words of each layer, colored by cluster (its paper's Figure 5).
 
-`models/cluster_groups.py` says what a cluster is. A cluster keeps, where it can, the color of the largest part that it
-was made of in the layer below, and never has the color of one that it touches.
+`models/cluster_groups.py` defines clusters. A cluster gets the color of its largest part in the layer below if no
+adjacent cluster has that color; adjacent clusters never share a color while there are enough colors.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ VEIL = 0.55
 
 @dataclass(frozen=True)
 class LayerColors:
-    """One layer: the color number (into COLORS) of each grid cell (rows, columns) and of each word, where it has them.
+    """One layer: the index into COLORS of each grid cell (rows, columns) and of each word, or None.
 
-    `image_layer` and `word_layer` are the layers' numbers, 0 for none; the counts are of clusters.
+    image_layer, word_layer: numbers of the encoder and decoder layer, 0 for none. num_cells, num_words: numbers of
+    clusters of patches and of words.
     """
 
     image_layer: int
@@ -50,7 +51,7 @@ def _counted(count: int, name: str) -> str:
 
 
 def layer_colors(clusters: Clusters) -> list[LayerColors]:
-    """Every layer that has clusters of patches or of words; image tokens that are no grid have no cells."""
+    """Every layer with clusters of patches or of words; there are no cells when image tokens do not form a grid."""
     cells: dict[int, tuple[np.ndarray, int]] = {}
     words: dict[int, tuple[np.ndarray, int]] = {}
     if clusters.grid is not None:
@@ -58,45 +59,47 @@ def layer_colors(clusters: Clusters) -> list[LayerColors]:
         cells = dict(zip(clusters.encoder_layers, _colored(grids), strict=True))
     lines = [labels[None] for labels in clusters.words.numpy()]
     words = dict(zip(clusters.decoder_layers, _colored(lines), strict=True))
-    found = []
+    layers = []
     for number in sorted(cells.keys() | words.keys()):
-        grid, count = cells.get(number, (None, 0))
-        line, phrases = words.get(number, (None, 0))
-        own = None if line is None else line[0]
-        found.append(LayerColors(number * (number in cells), number * (number in words), grid, own, count, phrases))
-    return found
+        grid, num_cells = cells.get(number, (None, 0))
+        line, num_words = words.get(number, (None, 0))
+        word_colors = None if line is None else line[0]
+        image_layer, word_layer = number if number in cells else 0, number if number in words else 0
+        layers.append(LayerColors(image_layer, word_layer, grid, word_colors, num_cells, num_words))
+    return layers
 
 
 def _colored(layers: Sequence[np.ndarray]) -> list[tuple[np.ndarray, int]]:
-    """Color numbers of labels (rows, columns), layer by layer from below, and how many clusters each has."""
+    """Colors of labels (rows, columns), from the lowest layer up, and the number of clusters of each layer."""
     done: list[tuple[np.ndarray, int]] = []
     for labels in layers:
-        beside = _neighbors(labels)
+        neighbors = _neighbors(labels)
         sizes = Counter(labels.ravel().tolist())
         colors: dict[int, int] = {}
         for label, _ in sizes.most_common():
-            taken = {colors[other] for other in beside.get(label, ()) if other in colors}
+            taken = {colors[other] for other in neighbors.get(label, ()) if other in colors}
             parts = Counter(done[-1][0][labels == label].tolist()) if done else Counter()
-            wanted = [color for color, _ in parts.most_common()] or [label % len(COLORS)]
-            choices = [*wanted, *((label + step) % len(COLORS) for step in range(len(COLORS)))]
-            colors[label] = next((color for color in choices if color not in taken), wanted[0])
+            preferred = [color for color, _ in parts.most_common()] or [label % len(COLORS)]
+            choices = [*preferred, *((label + step) % len(COLORS) for step in range(len(COLORS)))]
+            colors[label] = next((color for color in choices if color not in taken), preferred[0])
         painted = np.vectorize(colors.get, otypes=[np.int64])(labels) if labels.size else labels
         done.append((painted, len(sizes)))
     return done
 
 
 def _neighbors(labels: np.ndarray) -> dict[int, set[int]]:
-    found: dict[int, set[int]] = {}
+    """The labels next to each label, horizontally or vertically."""
+    neighbors: dict[int, set[int]] = {}
     for one, other in ((labels[:, 1:], labels[:, :-1]), (labels[1:], labels[:-1])):
         for a, b in zip(one.ravel().tolist(), other.ravel().tolist(), strict=True):
             if a != b:
-                found.setdefault(a, set()).add(b)
-                found.setdefault(b, set()).add(a)
-    return found
+                neighbors.setdefault(a, set()).add(b)
+                neighbors.setdefault(b, set()).add(a)
+    return neighbors
 
 
 def cluster_picture(image: Image.Image, words: Sequence[str], clusters: Clusters) -> Image.Image:
-    """One tile a layer: the image under its clusters' colors, the caption's words on theirs."""
+    """One tile per layer: the image and the caption's words in the colors of their clusters."""
     layers = layer_colors(clusters)
     font, small = ImageFont.load_default(18), ImageFont.load_default(15)
     lines = _wrapped(words, font)
@@ -114,7 +117,7 @@ def cluster_picture(image: Image.Image, words: Sequence[str], clusters: Clusters
 
 
 def veiled(image: Image.Image, cells: np.ndarray | None) -> Image.Image:
-    """The image, SIDE x SIDE, under the colors of its cells, with lines between clusters; bare where all are one."""
+    """The image, SIDE x SIDE, blended with its cells' colors, with lines between clusters; unchanged for one color."""
     picture = image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC)
     if cells is None or (cells == cells.flat[0]).all():
         return picture
@@ -133,14 +136,14 @@ def veiled(image: Image.Image, cells: np.ndarray | None) -> Image.Image:
 
 
 def _wrapped(words: Sequence[str], font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> list[int]:
-    """The line that each word stands on, no line wider than a tile."""
+    """The number of the line for each word, so that no line is wider than a tile."""
     lines, line, used = [], 0, 0.0
     for word in words:
-        wide = font.getlength(word) + 10
-        if used and used + wide > SIDE:
+        width = font.getlength(word) + 10
+        if used and used + width > SIDE:
             line, used = line + 1, 0.0
         lines.append(line)
-        used += wide
+        used += width
     return lines
 
 
@@ -152,22 +155,22 @@ def _write_words(
     at: tuple[float, float],
     font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
 ) -> None:
-    """Words on their clusters' colors; words of one cluster touch."""
-    left, now = 0.0, 0
+    """Writes words on their clusters' colors, without a gap between words of one cluster."""
+    left, previous_line = 0.0, 0
     for number, (word, line) in enumerate(zip(words, lines, strict=True)):
-        if line != now:
-            left, now = 0.0, line
-        wide, y = font.getlength(word) + 10, at[1] + line * LINE
+        if line != previous_line:
+            left, previous_line = 0.0, line
+        width, y = font.getlength(word) + 10, at[1] + line * LINE
         color = None if colors is None else COLORS[colors[number]]
         joined = number and line == lines[number - 1] and colors is not None and colors[number] == colors[number - 1]
         if color is not None:
-            draw.rectangle((at[0] + left - (1 if joined else -1), y, at[0] + left + wide - 1, y + LINE - 4), color)
+            draw.rectangle((at[0] + left - (1 if joined else -1), y, at[0] + left + width - 1, y + LINE - 4), color)
         draw.text((at[0] + left + 5, y + 2), word, ink_on(color), font)
-        left += wide
+        left += width
 
 
 def ink_on(color: str | None) -> str:
-    """Black or white, whichever is read better on a color (WCAG's relative luminance)."""
+    """Black or white, whichever has more contrast on a color (WCAG's relative luminance)."""
     if color is None:
         return "black"
     red, green, blue = ((value / 255) ** 2.2 for value in _rgb(color))
@@ -179,7 +182,7 @@ def _rgb(color: str) -> tuple[int, ...]:
 
 
 def color_table() -> Iterable[tuple[str, str]]:
-    """(color, ink) of each color number, for pages that draw the clusters themselves."""
+    """(color, ink) of each color, for pages that draw clusters in the browser."""
     return [(color, ink_on(color)) for color in COLORS]
 
 

@@ -1,4 +1,4 @@
-"""The training curves of a run as pictures, for the tracker: one PNG a metric over all stages."""
+"""The training curves of a run as pictures for the tracker: one PNG per metric over all stages."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ CURVES = {
 
 
 def write_curves(entries: list[dict[str, Any]], folder: Path) -> list[Path]:
-    """Draws what a journal has into `folder`, stages one after the other; metrics that it lacks get no picture."""
+    """Writes a picture of each metric in a run's journal to `folder`, and returns the pictures' paths."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    begins = _begins(entries)
+    first_steps = _first_steps(entries)
     written = []
     for (kind, key), title in CURVES.items():
         figure = Figure(figsize=(8, 3.2), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots()
-        for stage, begin in begins.items():
+        for stage, first_step in first_steps.items():
             points = [
-                (begin + entry["step"], entry[key])
+                (first_step + entry["step"], entry[key])
                 for entry in entries
                 if entry["stage"] == stage and entry["kind"] == kind and key in entry
             ]
@@ -43,13 +43,13 @@ def write_curves(entries: list[dict[str, Any]], folder: Path) -> list[Path]:
     return written
 
 
-def _begins(entries: list[dict[str, Any]]) -> dict[str, int]:
-    """How many steps were made before each stage."""
+def _first_steps(entries: list[dict[str, Any]]) -> dict[str, int]:
+    """Number of steps before each stage."""
     lengths: dict[str, int] = {}
     for entry in entries:
         lengths[entry["stage"]] = max(lengths.get(entry["stage"], 0), entry["step"])
-    begins, total = {}, 0
+    first_steps, total = {}, 0
     for stage, length in lengths.items():
-        begins[stage] = total
+        first_steps[stage] = total
         total += length
-    return begins
+    return first_steps

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file with scores, training curves and a gallery, which loads nothing from anywhere."""
+"""The report of a run: one self-contained HTML file with scores, training curves and a gallery of captions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from PIL import Image
 
 from pipeline.data.images import BadImage, decode_image
 from pipeline.data.vocabulary import tokenize
-from pipeline.reports import charts as plots
+from pipeline.reports.charts import Histogram, Plot, histogram, overview_plot, stage_plot
 from pipeline.reports.cluster_pictures import LayerColors, color_table
 from pipeline.reports.text_table import UNAVAILABLE
 from pipeline.storage.atomic import write_text
@@ -28,7 +28,7 @@ from pipeline.storage.path import StoragePath
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 MAX_PIXELS = 200_000_000
 JPEG_QUALITY = 82
-SMALL = 128  # pictures below this many pixels are kept as they are and enlarged without blur
+SMALL = 128  # pictures below this size in pixels are enlarged without interpolation
 MAX_IMAGES = 200  # pictures on a page
 SCORE_NAME = "CIDEr-D"
 
@@ -37,11 +37,10 @@ SCORE_NAME = "CIDEr-D"
 class ReportImage:
     """One picture of the gallery.
 
-    `path` is the picture's file (on S3 a StoragePath) or its bytes; `score` its own CIDEr-D (None where there is none);
-    `alternatives` are other captions by name, for example those of earlier stages or of another model. `attention`
-    (words, N) is where the model looked for each word of the caption, over a square grid of N image tokens;
-    `attribution` (words, N) what each token added to the word's log-probability; `clusters` a model's clusters of
-    patches and words, layer by layer.
+    path: the picture's file (on S3 a StoragePath) or its bytes. score: its CIDEr-D, or None. alternatives: other
+    captions by name, for example of earlier stages or of another model. attention (words, N): the attention of each
+    word of the caption over a square grid of N image tokens. attribution (words, N): the contribution of each token to
+    the word's log-probability. clusters: a model's clusters of patches and words, layer by layer.
     """
 
     image_id: int | str
@@ -58,7 +57,7 @@ class ReportImage:
 
 @dataclass(frozen=True)
 class ReportStage:
-    """One training stage: `curves` by metric as (global step, value), `summary` as short facts by name."""
+    """One training stage: `curves` by metric as (global step, value), `summary` as short texts by name."""
 
     name: str
     curves: dict[str, list[tuple[int, float]]]
@@ -67,11 +66,11 @@ class ReportStage:
 
 @dataclass(frozen=True)
 class Report:
-    """What the page shows.
+    """The content of the page.
 
-    `score_rows` are (label, one cell a column). What follows a newline in a label stands under it in small type
-    ("ExpansionNet v2, single model\\nnot comparable: other data"). A cell that starts with "unavailable" is
-    explained under the table.
+    score_rows: (label, one cell per column). The part of a label after a newline is a note in small type
+    ("ExpansionNet v2, single model\\nnot comparable: other data"). A cell that starts with "unavailable" is explained
+    below the table. metadata: what the page lists about the run, by name.
     """
 
     title: str
@@ -81,40 +80,63 @@ class Report:
     score_rows: list[tuple[str, list[str]]]
     stages: list[ReportStage]
     images: list[ReportImage]
-    facts: dict[str, str]
+    metadata: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Thumbnail:
+    """A JPEG as a data URI with its size, or the problem why there is none."""
+
+    uri: str
+    width: int
+    height: int
+    problem: str = ""
+
+    @property
+    def small(self) -> bool:
+        return max(self.width, self.height) < SMALL
+
+
+@dataclass(frozen=True)
+class Card:
+    """What the template shows of one picture; `position` is that in the shuffled order."""
+
+    image: ReportImage
+    score: float | None
+    thumbnail: Thumbnail
+    length: int
+    difference: float
+    position: int
+    attention: str
+    attribution: str
+    clusters: list[dict[str, Any]]
 
 
 def write_report(path: Path, report: Report, *, max_images: int = MAX_IMAGES, thumbnail: int = 256) -> None:
-    """Writes the page to `path`, whole or not at all; what was there before stays until then.
+    """Writes the page to `path`; an existing page is replaced only by a complete one.
 
-    With more than `max_images` pictures the gallery holds a third each of the worst, the best and a random draw,
-    and says so. `thumbnail` is the longer side of a picture in pixels. A picture that cannot be read gets a
-    placeholder with the reason. Raises ValueError when a score row has not one cell a column.
+    With more than `max_images` pictures the gallery holds the worst, the best and random ones, a third each, and says
+    so. thumbnail: the longer side of a picture in pixels. A picture that cannot be read gets a placeholder with the
+    reason. Raises ValueError when a score row does not have one cell per column.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
     _check(report)
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATE.parent),
-        autoescape=True,  # captions are other people's text
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    chosen, drawn = choose_images(report.images, max_images, seed=report.run_id)
+    chosen, counts = choose_images(report.images, max_images, seed=report.run_id)
     cards = _cards(chosen, thumbnail, seed=report.run_id)
-    html = environment.get_template(TEMPLATE.name).render(
+    score_rows, reasons = _score_rows(report)
+    html = render_template(
+        TEMPLATE,
         report=report,
         score_name=SCORE_NAME,
-        table=_score_table(report),
+        score_rows=score_rows,
+        reasons=reasons,
         overviews=_overviews(report.stages),
         stages=[(stage, _stage_plots(stage)) for stage in report.stages],
         histograms=_histograms(report.images),
         cards=cards,
-        shape=_shape(cards),
+        shape=_aspect_ratio(cards),
         splits=sorted({image.split for image in chosen}),
         has_alternatives=any(image.alternatives for image in chosen),
-        drawn=drawn,
+        counts=counts,
         total=len(report.images),
         cluster_colors=color_table(),
         top=max((score for image in chosen if (score := _score(image)) is not None), default=None),
@@ -122,12 +144,26 @@ def write_report(path: Path, report: Report, *, max_images: int = MAX_IMAGES, th
     write_text(path, _with_script_digest(html))
 
 
+def render_template(path: Path, **values: Any) -> str:
+    """The text of an HTML template with escaped values. Raises jinja2.UndefinedError for a missing one."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(path.parent),
+        autoescape=True,  # captions and names are untrusted text
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(path.name).render(**values)
+
+
 def _check(report: Report) -> None:
     for label, cells in report.score_rows:
         if len(cells) != len(report.score_columns):
             raise ValueError(
                 f"the score row {label!r} has {len(cells)} cells, but there are {len(report.score_columns)} columns "
-                f"({', '.join(report.score_columns)}); give one cell a column"
+                f"({', '.join(report.score_columns)}); give one cell per column"
             )
 
 
@@ -138,9 +174,9 @@ def _score(image: ReportImage) -> float | None:
 def choose_images(
     images: Sequence[ReportImage], max_images: int, *, seed: str
 ) -> tuple[list[ReportImage], dict[str, int]]:
-    """The gallery's pictures in the given order, and how many are there as worst, best and random ({} for all).
+    """The gallery's pictures in the given order, and how many of them are worst, best and random ({} for all).
 
-    The random draw depends on `seed` only. Pictures without a score can only be drawn at random.
+    The random choice depends on `seed` only. Pictures without a score can only be among the random ones.
     """
     if len(images) <= max_images:
         return list(images), {}
@@ -155,85 +191,94 @@ def choose_images(
     return chosen, {"worst": len(worst), "best": len(best), "random": len(at_random)}
 
 
-def _score_table(report: Report) -> dict[str, Any]:
-    """Rows with label, note and cells; reasons of unavailable cells collected as numbered notes."""
+@dataclass(frozen=True)
+class ScoreCell:
+    """A cell of the score table; `mark` is the number of its reason when the score is unavailable, else 0."""
+
+    text: str
+    mark: int
+
+
+@dataclass(frozen=True)
+class ScoreRow:
+    name: str
+    note: str
+    cells: list[ScoreCell]
+
+
+def _score_rows(report: Report) -> tuple[list[ScoreRow], list[str]]:
+    """The rows of the score table, and the distinct reasons of unavailable cells in the order of their numbers."""
     reasons: list[str] = []
     rows = []
-    for label, cells in report.score_rows:
+    for label, texts in report.score_rows:
         name, _, note = label.partition("\n")
-        shown = []
-        for cell in cells:
+        cells = []
+        for text in texts:
             mark = 0
-            if cell.startswith(UNAVAILABLE):
-                reason = cell.removeprefix(UNAVAILABLE).lstrip(" :") or "no reason given"
+            if text.startswith(UNAVAILABLE):
+                reason = text.removeprefix(UNAVAILABLE).lstrip(" :") or "no reason given"
                 if reason not in reasons:
                     reasons.append(reason)
                 mark = reasons.index(reason) + 1
-            shown.append({"text": cell, "mark": mark})
-        rows.append({"name": name, "note": note, "cells": shown})
-    return {"columns": report.score_columns, "rows": rows, "reasons": reasons}
+            cells.append(ScoreCell(text, mark))
+        rows.append(ScoreRow(name, note, cells))
+    return rows, reasons
 
 
-def _stage_plots(stage: ReportStage) -> list[plots.Plot]:
-    drawn = (plots.stage_plot(name, series) for name, series in stage.curves.items())
-    return [plot for plot in drawn if plot is not None]
+def _stage_plots(stage: ReportStage) -> list[Plot]:
+    return [plot for name, series in stage.curves.items() if (plot := stage_plot(name, series)) is not None]
 
 
-def _overviews(stages: Sequence[ReportStage]) -> list[plots.Plot]:
-    """CIDEr metrics that several stages have, each over the whole run: does the next stage improve on the last?"""
+def _overviews(stages: Sequence[ReportStage]) -> list[Plot]:
+    """CIDEr metrics that several stages have, each over the whole run, to compare stages."""
     names = dict.fromkeys(name for stage in stages for name in stage.curves if "cider" in name.lower())
-    drawn = []
+    overviews = []
     for name in names:
-        having = [(stage.name, stage.curves[name]) for stage in stages if name in stage.curves]
-        plot = plots.overview_plot(name, having)
+        series = [(stage.name, stage.curves[name]) for stage in stages if name in stage.curves]
+        plot = overview_plot(name, series)
         if plot is not None and plot.bands:
-            drawn.append(plot)
-    return drawn
+            overviews.append(plot)
+    return overviews
 
 
-def _histograms(images: Sequence[ReportImage]) -> list[plots.Histogram]:
-    """One a split, on one scale."""
+def _histograms(images: Sequence[ReportImage]) -> list[Histogram]:
+    """One histogram per split, all on the same scale."""
     by_split: dict[str, list[float]] = {}
     for image in images:
         if (score := _score(image)) is not None:
             by_split.setdefault(image.split, []).append(score)
     highest = max((score for scores in by_split.values() for score in scores), default=0.0)
-    return [plots.histogram(split, scores, max(highest, 0.01)) for split, scores in by_split.items()]
+    return [histogram(split, scores, max(highest, 0.01)) for split, scores in by_split.items()]
 
 
-def _cards(images: Sequence[ReportImage], thumbnail: int, *, seed: str) -> list[dict[str, Any]]:
-    """What the template shows of each picture, worst first."""
+def _cards(images: Sequence[ReportImage], size: int, *, seed: str) -> list[Card]:
+    """A card per picture, those with the lowest scores first."""
     shuffled = random.Random(seed).sample(range(len(images)), len(images))
-    with ThreadPoolExecutor(8) as pool:  # on S3 a request waits most of its time
-        thumbnails = list(pool.map(lambda image: _thumbnail(image.path, thumbnail), images))
+    with ThreadPoolExecutor(8) as pool:  # on S3 requests spend most of their time waiting
+        thumbnails = list(pool.map(lambda image: _thumbnail(image.path, size), images))
     cards = []
-    for image, place, (uri, width, height, problem) in zip(images, shuffled, thumbnails, strict=True):
+    for image, position, thumbnail in zip(images, shuffled, thumbnails, strict=True):
         words = tokenize(image.caption)
         cards.append(
-            {
-                "image": image,
-                "score": _score(image),
-                "uri": uri,
-                "width": width,
-                "height": height,
-                "small": max(width, height) < SMALL,
-                "problem": problem,
-                "alt": image.references[0] if image.references else image.caption,
-                "length": len(words),
-                "difference": max((_difference(words, tokenize(o)) for o in image.alternatives.values()), default=0.0),
-                "place": place,
-                "attention": _heat(image, image.attention),
-                "attribution": _heat(image, image.attribution),
-                "clusters": _cluster_layers(image),
-            }
+            Card(
+                image=image,
+                score=_score(image),
+                thumbnail=thumbnail,
+                length=len(words),
+                difference=max((_difference(words, tokenize(o)) for o in image.alternatives.values()), default=0.0),
+                position=position,
+                attention=_encode_maps(image, image.attention),
+                attribution=_encode_maps(image, image.attribution),
+                clusters=_cluster_layers(image),
+            )
         )
-    return sorted(cards, key=lambda card: (card["score"] is None, card["score"]))
+    return sorted(cards, key=lambda card: (card.score is None, card.score or 0.0))
 
 
-def _heat(image: ReportImage, maps: np.ndarray | None) -> str:
-    """The maps of a picture as base64, a byte a cell, each stretched from its least to its greatest; "" for none.
+def _encode_maps(image: ReportImage, maps: np.ndarray | None) -> str:
+    """The maps (words, N) as base64, one byte per cell, each map scaled from its minimum to its maximum.
 
-    Only where there is one map a word and they lie on a square grid.
+    "" without maps, and for maps that are not one square grid per word.
     """
     if maps is None or len(maps) != len(image.caption.split()) or math.isqrt(maps.shape[1]) ** 2 != maps.shape[1]:
         return ""
@@ -243,7 +288,7 @@ def _heat(image: ReportImage, maps: np.ndarray | None) -> str:
 
 
 def _cluster_layers(image: ReportImage) -> list[dict[str, Any]]:
-    """Each layer's title, and its color numbers as hexadecimal digits: cells row by row, and words."""
+    """For the page's script: each layer's title, and the colors of cells (row by row) and words as hex digits."""
     return [
         {
             "title": layer.title,
@@ -255,38 +300,38 @@ def _cluster_layers(image: ReportImage) -> list[dict[str, Any]]:
     ]
 
 
-def _shape(cards: Sequence[dict[str, Any]]) -> float:
-    """Width by height of the gallery's cells: the pictures' median, from square to 4:3, so that most fill theirs."""
-    ratios = [card["width"] / card["height"] for card in cards if card["uri"]]
+def _aspect_ratio(cards: Sequence[Card]) -> float:
+    """Width by height of the gallery's cells: the median of the pictures, between 1 and 4:3."""
+    ratios = [card.thumbnail.width / card.thumbnail.height for card in cards if card.thumbnail.uri]
     return round(min(4 / 3, max(1.0, statistics.median(ratios))), 3) if ratios else 1.0
 
 
 def _difference(words: Sequence[str], others: Sequence[str]) -> float:
-    """Share of the two captions' distinct words that only one of them has: 0 for the same words, 1 for none shared."""
+    """Share of the distinct words of both captions that only one has: 0 for equal sets of words, 1 for disjoint."""
     both = set(words) | set(others)
     return len(set(words) ^ set(others)) / len(both) if both else 0.0
 
 
-def _thumbnail(path: StoragePath | Path | bytes, size: int) -> tuple[str, int, int, str]:
-    """(data URI, width, height, problem): a JPEG of `size` pixels at most on its longer side."""
+def _thumbnail(path: StoragePath | Path | bytes, size: int) -> Thumbnail:
+    """A JPEG with at most `size` pixels on its longer side."""
     try:
         data = path if isinstance(path, bytes) else path.read_bytes()
         picture = decode_image(data, MAX_PIXELS)
     except BadImage as error:
-        return "", size, size, str(error)
+        return Thumbnail("", size, size, str(error))
     except OSError as error:
-        return "", size, size, error.strerror or "cannot be read"
+        return Thumbnail("", size, size, error.strerror or "cannot be read")
     picture.thumbnail((size, size), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
-    # Small drawn scenes are all edges: color at full resolution there, at half for photographs.
+    # Small synthetic pictures consist of edges: they keep the full color resolution, photographs half of it.
     small = max(picture.size) < SMALL
     picture.save(buffer, "JPEG", quality=97 if small else JPEG_QUALITY, subsampling=0 if small else 2, optimize=True)
     uri = "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
-    return uri, *picture.size, ""
+    return Thumbnail(uri, *picture.size)
 
 
 def _with_script_digest(html: str) -> str:
-    """Lets the page run its own script and nothing else, should escaping ever fail: see the policy in the template."""
+    """Fills in the script's digest in the page's security policy, which then permits no other script."""
     script = html.split("<script>", 1)[1].split("</script>", 1)[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     return html.replace("SCRIPT_DIGEST", digest, 1)

@@ -30,7 +30,7 @@ def decision_page(
         score_rows=_score_rows(decision),
         stages=[],
         images=[] if part is None else _images(config, part, captions or {}, scores or {}),
-        facts=_metadata(decision),
+        metadata=_metadata(decision),
     )
     with tempfile.TemporaryDirectory(prefix="raycap-") as scratch:
         path = Path(scratch) / "page.html"

@@ -107,7 +107,7 @@ def make_report(
         score_rows=rows,
         stages=[_stage(folder, stage.name, scores.validation_by_stage) for stage in config.stages],
         images=images,
-        facts={
+        metadata={
             "images": ", ".join(f"{split} {count}" for split, count in metadata.splits.items()),
             "model": f"{config.model.name}, {metadata.parameters['model']:,} parameters",
             "features": feature_source(config).describe(metadata.num_tokens, metadata.parameters["backbone"]),

@@ -1,4 +1,4 @@
-"""Whether one model's captions are better than another's on the same images: a paired bootstrap."""
+"""Paired bootstrap: is one model better than another on the same images?"""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-RESAMPLES, CONFIDENCE, CHUNK = 10_000, 0.95, 256
+RESAMPLES, CONFIDENCE = 10_000, 0.95
+CHUNK = 256  # resamples in memory at a time
 
 
 class Difference(NamedTuple):
-    """The mean of a - b over the images, its interval, and the share of resamples in which a is better."""
+    """The mean of a - b over the images, its confidence interval, and the share of resamples in which a is better."""
 
     mean: float
     low: float
@@ -30,21 +31,21 @@ def paired_difference(
     confidence: float = CONFIDENCE,
     seed: int = 0,
 ) -> Difference:
-    """Percentile bootstrap of the mean difference of per-image scores (Koehn 2004: images drawn with replacement).
+    """Percentile bootstrap of the mean difference of per-image scores (Koehn 2004: images sampled with replacement).
 
-    Scores that are a mean over images (CIDEr-D, ROUGE-L, SPICE) are compared by it exactly as they are reported; BLEU
-    is not such a mean. Memory: 256 resamples at a time. Raises ValueError for lists of other lengths or none.
+    Exact for scores that are a mean over images (CIDEr-D, ROUGE-L, SPICE), which BLEU is not. Raises ValueError for
+    empty lists and lists of different lengths.
     """
     if len(a) != len(b) or not len(a):
-        raise ValueError(f"{len(a)} and {len(b)} scores; give one of each model for every image")
-    gaps = np.asarray(a, np.float64) - np.asarray(b, np.float64)
+        raise ValueError(f"{len(a)} and {len(b)} scores; give one score of each model for every image")
+    differences = np.asarray(a, np.float64) - np.asarray(b, np.float64)
     generator = np.random.default_rng(seed)
     means = np.concatenate(
         [
-            gaps[generator.integers(0, len(gaps), (min(CHUNK, resamples - start), len(gaps)))].mean(1)
+            differences[generator.integers(0, len(a), (min(CHUNK, resamples - start), len(a)))].mean(1)
             for start in range(0, resamples, CHUNK)
         ]
     )
     tail = (1 - confidence) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
-    return Difference(float(gaps.mean()), float(low), float(high), float((means > 0).mean()))
+    return Difference(float(differences.mean()), float(low), float(high), float((means > 0).mean()))

@@ -1,6 +1,6 @@
-"""Java programs that answer: started with a heap that fits, talked to line by line, ended whatever happens.
+"""Java subprocesses: started with a heap that fits the free memory, used through pipes, always ended.
 
-Nothing here waits for ever: every call has a deadline, and a program that failed is started once more.
+Every call has a deadline, and a program that failed is started once more.
 """
 
 from __future__ import annotations
@@ -19,48 +19,55 @@ from typing import TypeVar
 
 import psutil
 
-SILENCE_S = 60.0  # METEOR answers within milliseconds once its tables are read (5 s on 2 cores)
+SILENCE_S = 60.0  # longest wait for a line; METEOR answers within milliseconds after 5 s of loading tables
 
 T = TypeVar("T")
 
 
 class JavaError(Exception):
-    """Why a Java scorer gave no score, in words."""
+    """A Java program gave no result; the message is the reason."""
 
 
 def java_version() -> str:
-    """The first line of `java -version`. Raises JavaError where java is not there or does not start."""
-    java = shutil.which("java")
-    if java is None:
-        raise JavaError("java not found on the PATH; install a Java runtime (version 8 or later)")
+    """The first line of `java -version`. Raises JavaError when java is missing or does not start."""
+    java = _find_java()
     try:
         done = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise JavaError(f"{java} does not start: {error}") from error
     if done.returncode:
         raise JavaError(f"{java} -version ends with exit code {done.returncode}")
-    return (done.stderr or done.stdout).strip().splitlines()[0] if (done.stderr or done.stdout).strip() else "java"
+    lines = (done.stderr or done.stdout).strip().splitlines()
+    return lines[0] if lines else "java"
 
 
 def java_command(heap_mb: tuple[int, int], *options: str) -> list[str]:
-    """`java` from the PATH with a heap of half the free memory, between the two bounds (MB). Raises JavaError."""
-    java = shutil.which("java")
-    if java is None:
-        raise JavaError("java not found on the PATH; install a Java runtime (version 8 or later)")
-    fewest, most = heap_mb
+    """The start of a command: java with a heap of half the free memory, within (smallest, largest) MB.
+
+    Raises JavaError when java is missing or the free memory is too small.
+    """
+    java = _find_java()
+    smallest, largest = heap_mb
     free = free_memory_mb()
-    if free < fewest * 1.25:
-        raise JavaError(f"it needs a Java heap of {fewest} MB, and only {free:.0f} MB of memory are free")
-    heap = int(min(most, max(fewest, free / 2)))
-    # The encoding is named because the default of Java before version 18 depends on the locale.
+    if free < smallest * 1.25:
+        raise JavaError(f"it needs a Java heap of {smallest} MB, and only {free:.0f} MB of memory are free")
+    heap = int(min(largest, max(smallest, free / 2)))
+    # Before Java 18 the default encoding depends on the locale.
     return [java, f"-Xmx{heap}m", "-Dfile.encoding=UTF-8", *options]
 
 
+def _find_java() -> str:
+    java = shutil.which("java")
+    if java is None:
+        raise JavaError("java not found on the PATH; install a Java runtime (version 8 or later)")
+    return java
+
+
 def free_memory_mb() -> float:
-    """What the machine or the container (cgroup version 2) has left, whichever is less."""
+    """Free memory of the machine or of the container (cgroup version 2), whichever is less."""
     free = psutil.virtual_memory().available
     group = Path("/sys/fs/cgroup")
-    # No such file: not a Linux, or cgroup version 1; "max" is not a number: no limit.
+    # The file is missing on other systems and with cgroup version 1; "max" is not a number and means no limit.
     with contextlib.suppress(OSError, ValueError):
         free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
     return max(free, 0) / 2**20
@@ -68,8 +75,11 @@ def free_memory_mb() -> float:
 
 @contextlib.contextmanager
 def java_process(command: list[str], folder: Path, *, talks: bool) -> Iterator[subprocess.Popen[bytes]]:
-    """A Java process in `folder`, ended when the block ends. What it prints goes to files there, its stdout only
-    where it does not talk to us: an undrained pipe would stop it."""
+    """A Java process in `folder`, killed when the block ends.
+
+    stderr goes to a file in the folder. talks: stdin and stdout are pipes; otherwise stdout goes to a file as well,
+    because a pipe that nobody reads would block the process.
+    """
     with (folder / "stdout.txt").open("wb") as stdout, (folder / "stderr.txt").open("wb") as stderr:
         try:
             process = subprocess.Popen(
@@ -78,7 +88,7 @@ def java_process(command: list[str], folder: Path, *, talks: bool) -> Iterator[s
                 stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if talks else stdout,
                 stderr=stderr,
-                process_group=0,  # a group of its own, to end also what a wrapper script named java has started
+                process_group=0,  # the whole group is killed: java may be a wrapper script with children
             )
         except OSError as error:
             raise JavaError(f"java could not be started: {error}") from error
@@ -90,16 +100,16 @@ def java_process(command: list[str], folder: Path, *, talks: bool) -> Iterator[s
         process.wait()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                # Closing stdin flushes it, and the process that would read is gone.
+                # Closing stdin flushes it, which fails after the process has ended.
                 with contextlib.suppress(OSError):
                     pipe.close()
 
 
 def talk(process: subprocess.Popen[bytes], request: str, on_line: Callable[[str], bool], until: float) -> None:
-    """Writes the request and hands each line of the answer to `on_line` until that returns True.
+    """Writes the request and passes each line of the answer to `on_line` until that returns True.
 
-    Neither a Java that does not read nor one that does not answer can hold us: both pipes are non-blocking. Raises
-    JavaError when an answer does not come within the silence limit or by the time `until`, or never can.
+    Both pipes are non-blocking, so a process that does not read or does not answer cannot block the caller. Raises
+    JavaError when no line comes within SILENCE_S or before the time `until`, and when the process ends early.
     """
     assert process.stdin is not None and process.stdout is not None
     unsent, buffer = memoryview(request.encode()), b""
@@ -108,17 +118,17 @@ def talk(process: subprocess.Popen[bytes], request: str, on_line: Callable[[str]
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         selector.register(process.stdin, selectors.EVENT_WRITE)
-        patience = min(until, time.monotonic() + SILENCE_S)
+        deadline = min(until, time.monotonic() + SILENCE_S)
         while True:
-            ready = selector.select(max(0.0, patience - time.monotonic()))
-            if time.monotonic() > patience:
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            if time.monotonic() > deadline:
                 raise JavaError("java gave no answer within the deadline")
             for key, _ in ready:
                 if key.fileobj is process.stdin:
                     try:
                         unsent = unsent[os.write(key.fd, unsent[:65536]) :]
                     except BrokenPipeError:
-                        unsent = unsent[:0]  # it has ended; reading tells what there is to tell
+                        unsent = unsent[:0]  # the process has ended; the next read raises the reason
                     if not unsent:
                         selector.unregister(process.stdin)
                     continue
@@ -131,11 +141,11 @@ def talk(process: subprocess.Popen[bytes], request: str, on_line: Callable[[str]
                 for line in lines:
                     if on_line(line.decode(errors="replace").strip()):
                         return
-                    patience = min(until, time.monotonic() + SILENCE_S)
+                    deadline = min(until, time.monotonic() + SILENCE_S)
 
 
 def finish(process: subprocess.Popen[bytes], until: float) -> None:
-    """Waits for its end. Raises JavaError when that does not come by the time `until`, or with an exit code not 0."""
+    """Waits for the process. Raises JavaError when it is still running at `until` or its exit code is not 0."""
     try:
         code = process.wait(timeout=max(0.0, until - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -145,7 +155,7 @@ def finish(process: subprocess.Popen[bytes], until: float) -> None:
 
 
 def with_one_restart(attempt: Callable[[Path, float], T], deadline_s: float) -> T:
-    """`attempt(folder, until)` twice at most, both within the deadline: the first may take two thirds of it."""
+    """Calls `attempt(folder, until)` at most twice within the deadline; the first call gets two thirds of it."""
     start = time.monotonic()
     reasons: list[str] = []
     for share in (2 / 3, 1):
@@ -153,7 +163,7 @@ def with_one_restart(attempt: Callable[[Path, float], T], deadline_s: float) -> 
             try:
                 return attempt(Path(name), start + deadline_s * share)
             except JavaError as error:
-                reasons.append(f"{error}{_said(Path(name))}")
+                reasons.append(f"{error}{_stderr_excerpt(Path(name))}")
     again = "the same again" if reasons[0] == reasons[1] else reasons[1]
     raise JavaError(f"{reasons[0]}; after one restart: {again}")
 
@@ -161,13 +171,13 @@ def with_one_restart(attempt: Callable[[Path, float], T], deadline_s: float) -> 
 def _exit_code(process: subprocess.Popen[bytes]) -> str:
     try:
         return f" with exit code {process.wait(timeout=1)}"
-    except subprocess.TimeoutExpired:  # it closed its output and goes on
+    except subprocess.TimeoutExpired:  # it closed its output but is still running
         return ""
 
 
-def _said(folder: Path) -> str:
-    """What java wrote to stderr: the first line that names an error, else the first."""
+def _stderr_excerpt(folder: Path) -> str:
+    """The first line of stderr that names an error, or the first line."""
     with (folder / "stderr.txt").open("rb") as file:
         lines = [line for line in file.read(1 << 20).decode(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "Exception" in line or "Error:" in line or "OutOfMemory" in line]
-    return f"; it said: {(errors or lines)[0].strip()[:300]}" if lines else ""
+    return f"; stderr: {(errors or lines)[0].strip()[:300]}" if lines else ""

@@ -1,8 +1,7 @@
-"""BLEU, ROUGE-L and CIDEr-D with the values of pycocoevalcap 1.2, from sorts and sums over word ids.
+"""BLEU, ROUGE-L and CIDEr-D with the values of pycocoevalcap 1.2, computed by sorts and sums over integers.
 
-A corpus is C captions, each belonging to one image; a word is an integer, and so is an n-gram: (index of its
-(n-1)-gram, last word) is unique as a pair, so ranking those pairs numbers the n-grams exactly, whatever the
-vocabulary's size. Counting, clipping, document frequencies and matching are then sorts and sums over integers.
+A corpus consists of C captions, each of one image. Words are integers, and so are n-grams: the pair (index of the
+(n-1)-gram, last word) is unique, so the ranks of these pairs number n-grams exactly for any vocabulary size.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ import numpy as np
 ORDERS = 4  # BLEU-1..4 and CIDEr-D's n-grams
 _SIGMA = 6.0  # CIDEr-D's Gaussian on the difference of lengths (Vedantam et al. 2015, section 6)
 _BETA = 1.2  # ROUGE-L's weight of recall in coco-caption
-_SMALL, _TINY = 1e-9, 1e-15  # bleu_scorer.py: they keep the quotients defined for captions shorter than n
+_SMALL, _TINY = 1e-9, 1e-15  # as in bleu_scorer.py, for quotients of captions shorter than n
 
 
 @dataclass(frozen=True)
 class Counts:
-    """The n-grams of one order: one row for every distinct n-gram of every caption, sorted by caption."""
+    """The n-grams of one order n: R rows, one per distinct n-gram of each caption, sorted by caption."""
 
     caption: np.ndarray  # (R,) index of the caption
     ngram: np.ndarray  # (R,) index of the n-gram
-    count: np.ndarray  # (R,) uses in that caption
+    count: np.ndarray  # (R,) occurrences in the caption
     size: int  # number of distinct n-grams in the corpus
 
 
@@ -33,7 +32,7 @@ class Counts:
 class Corpus:
     """Predictions and references as word ids: caption i < images is image i's prediction, the others are references.
 
-    words (W,): all captions' word ids, one after the other; lengths (C,); image (C,): which image a caption is of.
+    words (W,): word ids of all captions. lengths (C,): words of each caption. image (C,): the image of each caption.
     """
 
     words: np.ndarray
@@ -43,7 +42,7 @@ class Corpus:
 
     @classmethod
     def build(cls, predictions: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]) -> Corpus:
-        """From tokens: one prediction and one or more references an image. Raises ValueError where they do not pair."""
+        """From tokens of one prediction and one or more references per image. Raises ValueError on a mismatch."""
         if len(predictions) != len(references) or not all(references):
             raise ValueError(
                 f"every image needs one prediction and at least one reference: found {len(predictions)} predictions "
@@ -67,15 +66,15 @@ class Corpus:
         """The counts of order 1 to ORDERS."""
         captions = len(self.lengths)
         caption = np.repeat(np.arange(captions), self.lengths)
-        room = np.repeat(np.cumsum(self.lengths), self.lengths) - np.arange(len(self.words))  # words up to the end
-        start = np.arange(len(self.words))  # where the n-grams of this order begin
-        index = np.zeros(len(self.words), np.int64)  # the (n-1)-gram that begins there
+        remaining = np.repeat(np.cumsum(self.lengths), self.lengths) - np.arange(len(self.words))  # words to the end
+        start = np.arange(len(self.words))  # first words of the n-grams of this order
+        index = np.zeros(len(self.words), np.int64)  # the (n-1)-gram at each start
         num_words = int(self.words.max(initial=0)) + 1
         result = []
         for order in range(1, ORDERS + 1):
-            keep = room[start] >= order
+            keep = remaining[start] >= order
             start, index = start[keep], index[keep]
-            # Exact: an index is below the number of words in the corpus, so the product stays far below 2^63.
+            # An index is below the number of words in the corpus, so the product is far below 2^63.
             distinct, index = np.unique(index * num_words + self.words[start + order - 1], return_inverse=True)
             rows, count = np.unique(caption[start] * (len(distinct) + 1) + index, return_counts=True)
             row_caption, row_ngram = np.divmod(rows, len(distinct) + 1)
@@ -83,20 +82,21 @@ class Corpus:
         return tuple(result)
 
     def match(self, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of references and the prediction's rows of the same image and n-gram: two (M,) indices."""
+        """Rows of references, and for each the prediction's row of the same image and n-gram: two (M,) indices."""
         keys = self.image[counts.caption] * (counts.size + 1) + counts.ngram
-        split = int(np.searchsorted(counts.caption, self.images))  # predictions' rows stand first, and are sorted
-        at = np.searchsorted(keys[:split], keys[split:])
-        found = (
-            np.flatnonzero(keys[:split][np.minimum(at, split - 1)] == keys[split:]) if split else np.zeros(0, np.int64)
-        )
-        return found + split, at[found]
+        split = int(np.searchsorted(counts.caption, self.images))  # the predictions' rows come first, sorted
+        if not split:
+            empty = np.zeros(0, np.int64)
+            return empty, empty
+        row = np.searchsorted(keys[:split], keys[split:])
+        matches = np.flatnonzero(keys[:split][np.minimum(row, split - 1)] == keys[split:])
+        return matches + split, row[matches]
 
 
 def bleu(corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
     """BLEU-1..4 with the closest reference length: corpus values (4,) and per-image values (4, images).
 
-    Source: pycocoevalcap/bleu/bleu_scorer.py (`option="closest"`; equally close lengths: the shorter).
+    Source: pycocoevalcap/bleu/bleu_scorer.py (`option="closest"`, the shorter of equally close lengths).
     """
     images = corpus.images
     length, reference_length = corpus.lengths[:images], corpus.lengths[images:]
@@ -128,9 +128,9 @@ def bleu(corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
 def cider_d(corpus: Corpus) -> np.ndarray:
     """CIDEr-D of each image (images,), n = 1..4, sigma 6, times 10; document frequencies over the images' references.
 
-    Source: pycocoevalcap/cider/cider_scorer.py. An n-gram that no reference holds counts in the prediction's norm
-    with a document frequency of 1; the length in the penalty is the number of bigrams. With one image log(1) = 0
-    makes every weight 0, so the value means nothing there: callers say so instead of printing it.
+    Source: pycocoevalcap/cider/cider_scorer.py. An n-gram that no reference holds counts in the prediction's norm with
+    a document frequency of 1; the length in the penalty is the number of bigrams. With one image every weight is
+    log(1) = 0 and the value has no meaning: callers report it as unavailable.
     """
     images = corpus.images
     log_images = np.log(float(images))
@@ -155,10 +155,10 @@ def cider_d(corpus: Corpus) -> np.ndarray:
 
 
 def rouge_l(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]) -> np.ndarray:
-    """ROUGE-L of each image (images,): the best precision and the best recall of its references, beta 1.2.
+    """ROUGE-L of each image (images,): the best precision and the best recall over its references, beta 1.2.
 
     Source: pycocoevalcap/rouge/rouge.py, where an empty caption is one empty word. The longest common subsequence is
-    found a row at a time in the bits of one integer (Hyyro 2004).
+    computed row by row in the bits of one integer (Hyyro 2004).
     """
     scores = np.zeros(len(predictions))
     for i, (prediction, captions) in enumerate(zip(predictions, references, strict=True)):

@@ -1,16 +1,16 @@
 """The Stanford PTB tokenizer as pycocoevalcap's PTBTokenizer runs it, in Python, with its removal of punctuation.
 
-pycocoevalcap 1.2 runs Stanford CoreNLP 3.4.1 (`PTBTokenizer -preserveLines -lowerCase`) over all captions, one a line,
-and drops the tokens in `PUNCTUATION`. This file does the same without Java. Its rules were found and are tested by
-asking that program; its source was not used.
+pycocoevalcap 1.2 runs Stanford CoreNLP 3.4.1 (`PTBTokenizer -preserveLines -lowerCase`) over all captions, one per
+line, and drops the tokens in `PUNCTUATION`. This file does the same without Java. Its rules were derived from that
+program's output, which the tests compare; its source was not used.
 
-The tokenizer takes, at each place, the longest piece that any rule matches, and of equally long ones the first rule's.
-A rule may look ahead: what it looks at counts for the length, and is read again afterwards. Almost every piece between
-blanks is plain, though: a word, with a comma, a full stop or 's. Those are remembered and take no rule.
+At each position the tokenizer takes the longest match of any rule, and the first rule's among equally long ones. A
+rule may look ahead: the text it looks at counts for the length and is tokenized afterwards. Almost every piece between
+spaces is plain: a word, possibly with a comma, a full stop or 's. Plain pieces are cached and need no rule.
 
 Known differences, none of which occurs in the 242,654 captions of COCO val2014 and Flickr8k: scripts with vowel signs
-(Thai, Devanagari), runs of different curly quotes, letters after a tag or e-mail address; and a carriage return or
-another line separator inside a caption is a blank here, where it shifts all later captions there.
+(Thai, Devanagari), runs of different curly quotes, letters after a tag or e-mail address. A line separator inside a
+caption is a space here; in pycocoevalcap it shifts all later captions.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from functools import lru_cache
 
 SIGNATURE = "stanford-ptb-3.4.1-no-punctuation"
 
-# Source: pycocoevalcap/tokenizer/ptbtokenizer.py. Tokens are compared in lower case, so that brackets (-lrb-) stay.
+# Source: pycocoevalcap/tokenizer/ptbtokenizer.py. Tokens are compared in lower case, so brackets (-lrb-) are kept.
 PUNCTUATION = frozenset(
     ["''", "'", "``", "`", "-LRB-", "-RRB-", "-LCB-", "-RCB-", ".", "?", "!", ",", ":", "-", "--", "...", ";"]
 )
 
-# A full stop belongs to these in any case of letters: first those that may also end a sentence ...
+# A full stop is part of these words in upper and lower case: first those that may also end a sentence ...
 _CLOSING_ABBREVIATIONS = (
     "al ala apr aug bhd blvd bros co corp cos ct dak dec esq est etc ext feb fla fri ga inc ind jan jr jul jun kan ky "
     "ltd mar md mo mon mont neb nev nov oct penn plc rd rt sep seq sq sr sys tel tenn thu tue va vt wed wis wyo"
@@ -35,10 +35,10 @@ _ABBREVIATIONS = (
     "adj adm adv ave cf cie col cpl dept det dr drs ens ft gen gov hon jos lt maj messrs mme mr mrs ms mt pfc ph pres "
     "prof pvt rep rev sen sfc sgt spc st ste vs wm"
 )
-_CAPITALIZED_ABBREVIATIONS = "ark az del ill la mass miss ore pa tex wash"  # ... to these with a capital,
-_CLOSING_NOT_UPPER, _NOT_UPPER = "pte pty", "mfg mtg"  # to these except in capitals,
-_NUMBER_ABBREVIATIONS = "art ca fig figs no nos op pp prop"  # and to these before a number.
-# After a single letter and its full stop these words begin a sentence, so that the full stop is one.
+_CAPITALIZED_ABBREVIATIONS = "ark az del ill la mass miss ore pa tex wash"  # ... of these with a capital,
+_CLOSING_NOT_UPPER, _NOT_UPPER = "pte pty", "mfg mtg"  # of these except in capitals,
+_NUMBER_ABBREVIATIONS = "art ca fig figs no nos op pp prop"  # and of these before a number.
+# After a single letter with a full stop these words start a sentence, so the full stop is a token of its own.
 _SENTENCE_STARTS = (
     "a about according additionally after an as at but earlier he her here however if in it last many more now once "
     "one other our she since so some such that the their then there these they this we what when while yet you"
@@ -65,7 +65,7 @@ def _not_upper(words: str) -> str:
 
 _APOSTROPHE = "(?:['’\u0092]|&apos;)"
 _ANY_QUOTE = "['’‘`\u0091\u0092]"
-# Python's \w takes superscripts and fractions in, and leaves combining accents and soft hyphens out.
+# Python's \w includes superscripts and fractions, and excludes combining accents and soft hyphens.
 _NO_LETTERS = "\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u209c\u2150-\u218f\u2460-\u249b\U00010000-\U0010ffff"
 _MARKS = "\u0300-\u036f\u00ad"
 _DIGIT = "[0-9]"
@@ -78,7 +78,7 @@ _COMPANY = "[A-Z]+(?:(?:[+&]|&amp;)[A-Z]+)+"
 _LABEL = r"[^\s\"<>|.!?(){},\-/_=$'@:;0-9]+"
 _EYE = "[-^x=~<>']"
 
-# (what the token is, what it looks ahead at)
+# (pattern of the token, pattern of the text after it)
 _RULES: tuple[tuple[str, str], ...] = (
     # Two words written as one
     ("(?i:can)", "(?i:not)"),
@@ -103,7 +103,7 @@ _RULES: tuple[tuple[str, str], ...] = (
     ("[’\u0092](?i:[msd]|ll|re|ve)", ""),
     ("[A-Za-z]+", f"{_APOSTROPHE}(?i:[msd]|ll|re|ve)"),
     (f"[yY]{_APOSTROPHE}", "[A-Za-z]"),
-    # Words with an apostrophe of their own
+    # Words that contain an apostrophe
     (f"{_APOSTROPHE}[nN]{_APOSTROPHE}?|[lLdDjJ]{_APOSTROPHE}|(?i:dunkin|somethin|ol){_APOSTROPHE}", ""),
     (f"{_APOSTROPHE}(?:(?i:em|till?|cause)|[2-9]0s)", ""),
     (r"(?i:c'mon|e'er|s'mores|nor'easter|ev'ry|li'l|nat'l|cont'd\.?)", ""),
@@ -152,7 +152,7 @@ _RULES: tuple[tuple[str, str], ...] = (
     (r"\S", ""),
 )
 
-# How some tokens come out, punctuation that `tokenize` then drops included.
+# How some tokens are written, including punctuation that `tokenize` then drops.
 _WRITTEN = (
     dict.fromkeys("“«\u0093", "``")
     | dict.fromkeys('”»\u0094"', "''")
@@ -167,7 +167,7 @@ _WRITTEN = (
 )
 _QUOTES = frozenset("“”«»‘’‹›„‚\u0091\u0092\u0093\u0094'`")
 _DROPPED = PUNCTUATION | {""}
-_BEYOND = "\U00010000"  # symbols from here on (emoji) are dropped, as are marks without a width
+_BEYOND = "\U00010000"  # characters from this one on (emoji) are dropped, as are zero-width marks
 _WITHOUT_WIDTH = frozenset("\u200b\ufeff\u00ad")
 
 
@@ -181,7 +181,7 @@ def _rules() -> tuple[re.Pattern[str], ...]:
 
 @lru_cache(maxsize=1)
 def _plain() -> re.Pattern[str]:
-    """A piece between blanks whose tokens depend on nothing around it: a word with a comma, full stop or 's."""
+    """Matches a piece whose tokens do not depend on its context: a word, possibly with a comma, full stop or 's."""
     stopped = " ".join((_CLOSING_ABBREVIATIONS, _ABBREVIATIONS, _CAPITALIZED_ABBREVIATIONS, _CLOSING_NOT_UPPER))
     stopped = " ".join((stopped, _NOT_UPPER, _NUMBER_ABBREVIATIONS))
     special = rf"(?!{_any_case(_TWO_WORDS)}(?![a-zA-Z])|{_any_case(stopped)}\.)"
@@ -192,7 +192,7 @@ def _plain() -> re.Pattern[str]:
 
 @lru_cache(maxsize=1 << 17)
 def _plain_tokens(piece: str) -> tuple[str, ...] | None:
-    """The tokens of a plain piece; None where the rules must decide."""
+    """The tokens of a plain piece; None for a piece that needs the rules."""
     if piece in (".", ","):
         return ()
     match = _plain().fullmatch(piece)
@@ -203,10 +203,10 @@ def _plain_tokens(piece: str) -> tuple[str, ...] | None:
 
 
 def tokenize(caption: str, following: str = "") -> list[str]:
-    """Lower-case tokens of a caption, without punctuation. A line break in it is a blank.
+    """Lower-case tokens of a caption, without punctuation. A line break counts as a space.
 
-    `following` is the caption on the next line, which the tokenizer can see: "a letter K." keeps its full stop unless
-    "A", "The" or another of some forty words comes next.
+    following: the caption on the next line, which the tokenizer looks at: "a letter K." keeps its full stop unless "A",
+    "The" or another of about forty words follows.
     """
     tokens: list[str] = []
     for piece in caption.split():
@@ -218,7 +218,7 @@ def tokenize(caption: str, following: str = "") -> list[str]:
 
 
 def tokenize_all(captions: Sequence[str]) -> list[list[str]]:
-    """Tokens of captions in the order of a file's lines, as pycocoevalcap tokenizes them all in one go."""
+    """Tokens of captions as the lines of one file, as pycocoevalcap tokenizes them."""
     return [tokenize(caption, following) for caption, following in zip(captions, [*captions[1:], ""], strict=True)]
 
 
@@ -249,7 +249,7 @@ def _apply_rules(caption: str, following: str) -> list[str]:
 
 
 def _write(token: str) -> str:
-    """A token as it comes out: lower case, Treebank brackets, plain apostrophes in contractions."""
+    """The output form of a token: lower case, Treebank brackets, plain apostrophes in contractions."""
     if token in _WRITTEN:
         return _WRITTEN[token]
     token = token.replace("&apos;", "'").replace("&amp;", "&")
@@ -257,7 +257,7 @@ def _write(token: str) -> str:
         return "..." if len(token) > 2 else token
     if len(token) == 2 and _QUOTES.issuperset(token):  # nested
         return "".join(_WRITTEN.get(character, character) for character in token)
-    if len(token) > 1:  # phone numbers and faces hold brackets; blanks inside a token become no-break spaces
+    if len(token) > 1:  # phone numbers and emoticons contain brackets; spaces inside a token become no-break spaces
         token = token.replace("(", "-lrb-").replace(")", "-rrb-").replace(" ", "\u00a0").replace("\u00ad", "")
         if token[0] in "’\u0092nN" and re.fullmatch("[’\u0092](?i:[msd]|ll|re|ve)|[nN][’\u0092][tT]", token):
             token = token.replace("’", "'").replace("\u0092", "'")

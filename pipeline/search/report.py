@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.reports.page import render_template
 from pipeline.search.ablations import ComparisonTable, comparisons
 from pipeline.search.plots import parallel_plot, pareto_plot, png, svg
 from pipeline.search.results import PointResult, Rows, head, leaderboard
@@ -45,18 +46,9 @@ def write_plots(folder: Path, search: Search, results: Sequence[PointResult], on
 
 def write_page(log: TrialLog, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> Path:
     """Writes search.html into the search's folder."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATE.parent),
-        autoescape=True,  # labels and reasons are arbitrary text
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     page = _page(log, results, on_front)
     path = log.folder.path / "search.html"
-    write_text(path, environment.get_template(TEMPLATE.name).render(page=page))
+    write_text(path, render_template(TEMPLATE, page=page))
     return path
 
 

@@ -1,4 +1,4 @@
-"""METEOR and SPICE with a Java that is missing, hangs, dies or talks nonsense: said in words, within the deadline."""
+"""METEOR and SPICE with a Java that is missing, hangs, dies or prints garbage: reported, within the deadline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pipeline.scoring.metrics import Score, score_captions
 REFERENCES = {n: [f"a dog number {n} runs", "the dog is here"] for n in range(20)}
 PREDICTIONS = {n: f"a dog runs {n}" for n in range(20)}
 DEADLINE_S = 2.0
-SLACK_S = 5.0  # for starting processes on a busy machine; what hangs does so for 1000 s
+SLACK_S = 5.0  # for starting processes on a busy machine; programs that hang do so for 1000 s
 
 # A stand-in for the METEOR jar: 23 numbers for every SCORE line, all scores and their mean for EVAL.
 WORKING = """
@@ -51,7 +51,7 @@ def _everything_is_cleaned_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def java(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Puts a Python program in place of java; it finds its starts counted in the file `starts`."""
+    """Puts a Python program in place of java; the file `starts` counts how often it was started."""
 
     def install(program: str) -> None:
         folder = tmp_path / "bin"
@@ -75,7 +75,7 @@ def starts(tmp_path: Path) -> int:
 
 
 def meteor(deadline_s: float = DEADLINE_S) -> Score:
-    """METEOR's score; everything else must have come out, in time."""
+    """METEOR's score; checks that the other metrics have values and that the deadline held."""
     start = time.monotonic()
     scores = score_captions(
         REFERENCES, PREDICTIONS, metrics=["BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D"], java_deadline_s=deadline_s
@@ -83,9 +83,9 @@ def meteor(deadline_s: float = DEADLINE_S) -> Score:
     assert time.monotonic() - start < deadline_s + SLACK_S
     for name in ("BLEU-4", "ROUGE-L", "CIDEr-D"):
         assert scores.by_name[name].value is not None and scores.by_name[name].unavailable is None
-    found = scores.by_name["METEOR"]
-    assert (found.value is None) == (found.unavailable is not None)
-    return found
+    score = scores.by_name["METEOR"]
+    assert (score.value is None) == (score.unavailable is not None)
+    return score
 
 
 def test_no_java_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,8 +97,8 @@ def test_no_java_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_working_stand_in_scores(java, tmp_path: Path) -> None:
     java(WORKING)
-    found = meteor(60)
-    assert found.value == 0.25 and found.per_image == [0.25] * 20 and starts(tmp_path) == 1
+    score = meteor(60)
+    assert score.value == 0.25 and score.per_image == [0.25] * 20 and starts(tmp_path) == 1
 
 
 def test_hangs(java, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_silence_ends_before_a_long_deadline(java, monkeypatch: pytest.MonkeyPat
 
 
 def test_does_not_read(java) -> None:
-    """More text than a pipe holds must not make us wait in a write, also not where a part of it was read."""
+    """A write of more text than a pipe holds must not block, even when part of it was read."""
     java("import sys, time; sys.stdin.buffer.raw.read(8192); time.sleep(1000)")
     long = {n: [text * 1000 for text in texts] for n, texts in REFERENCES.items()}
     start = time.monotonic()
@@ -152,7 +152,7 @@ def test_dies_at_once(java, tmp_path: Path) -> None:
 
 
 def test_dies_in_the_middle_once(java, tmp_path: Path) -> None:
-    """The answers before its death are kept, the rest comes from the restarted one."""
+    """Answers from before the failure are kept; the restarted process gives the others."""
     dying = "if start == 0 and number == 7: sys.exit(1)"
     noting = f"open({str(tmp_path / 'asked')!r}, 'a').write(line)"  # before the answer, after which it may be ended
     loop = f"for number, line in enumerate(sys.stdin):\n    {dying}\n    {noting}"
@@ -161,8 +161,8 @@ def test_dies_in_the_middle_once(java, tmp_path: Path) -> None:
             '["1.0"] * 23', 'line.split("|||")[1].split()[3:4] + ["1.0"] * 22'
         )
     )
-    found = meteor(60)
-    assert found.value == 0.25 and len(found.per_image or []) == 20 and starts(tmp_path) == 2
+    score = meteor(60)
+    assert score.value == 0.25 and len(score.per_image or []) == 20 and starts(tmp_path) == 2
     *asked, evaluation = (tmp_path / "asked").read_text().splitlines()
     assert len(asked) == 20 and len(set(asked)) == 20
     assert [int(part.split()[0]) for part in evaluation.split("|||")[1:]] == list(range(20))
@@ -252,7 +252,7 @@ def test_spice_without_models(java, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("import sys; open(sys.argv[sys.argv.index('-out') + 1], 'w').write('[{}]')", "no readable result"),
     ],
 )
-def test_spice_fails_in_words(java, models: None, tmp_path: Path, program: str, reason: str) -> None:
+def test_spice_failures_are_reported(java, models: None, tmp_path: Path, program: str, reason: str) -> None:
     java(program)
     score, categories = spice(DEADLINE_S if "sleep" in program else 20)
     assert score.value is None and reason in (score.unavailable or "") and categories is None
@@ -281,7 +281,7 @@ def test_spice_reads_scores_and_categories(java, models: None) -> None:
 
 @pytest.mark.parametrize("program", [None, "import time; time.sleep(1000)", "raise SystemExit(1)", "print('?')"])
 def test_the_process_of_raycap_score_ends(java, tmp_path: Path, program: str | None) -> None:
-    """Exit code 0, METEOR and SPICE say why not, everything else is there."""
+    """Exit code 0; METEOR and SPICE are unavailable with a reason, all other scores are present."""
     if program:
         java(program)
     references = {"images": [], "annotations": [{"image_id": n, "caption": REFERENCES[n][0]} for n in REFERENCES]}

@@ -1,4 +1,4 @@
-"""Extraction with Ray Data: every image once, trouble listed, nothing computed twice."""
+"""Extraction with Ray Data: every image once, unusable images listed, nothing computed twice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.logs import on_message
 
 
 @pytest.mark.ray
-def test_features_of_good_images_and_reasons_for_bad_ones(tmp_path: Path, ray_session: None) -> None:
+def test_features_of_usable_images_and_reasons_for_others(tmp_path: Path, ray_session: None) -> None:
     root = write_karpathy(tmp_path / "set", {"train": 20, "val": 4, "test": 4})
     (root / "images" / "3.png").write_bytes((root / "images" / "3.png").read_bytes()[:60])
     (root / "images" / "5.png").write_bytes(b"not a picture")
@@ -45,14 +45,14 @@ def test_features_of_good_images_and_reasons_for_bad_ones(tmp_path: Path, ray_se
     extractor = Extractor(config, tmp_path / "backbone.safetensors", settings, 10**6)
     lines: list[str] = []
     with on_message(lines.append):
-        folder, bad = extract(dataset, tmp_path / "features", extractor, lambda: None)
+        folder, unusable = extract(dataset, tmp_path / "features", extractor, lambda: None)
     keys = dataset.column("key")
-    assert set(bad) == {keys[3], keys[5]} and "not an image" in bad[keys[5]]
+    assert set(unusable) == {keys[3], keys[5]} and "not an image" in unusable[keys[5]]
     listed = pq.read_table(folder / "quarantine.parquet").to_pylist()
     assert {row["uri"] for row in listed} == {str(root / "images" / name) for name in ("3.png", "5.png")}
 
     store = FeatureStore(folder)
-    assert len(store) == 25, "28 images, two bad, two the same"
+    assert len(store) == 25, "28 images, two unusable, two equal"
     transform = ImageTransform(32)
     for row in (0, 6, 7, 27):
         pixels = transform(decode_image((root / "images" / f"{row}.png").read_bytes(), 10**6))
@@ -64,13 +64,13 @@ def test_features_of_good_images_and_reasons_for_bad_ones(tmp_path: Path, ray_se
         pytest.fail("Ray was asked for though nothing is missing")
 
     with on_message(lines.append):
-        again, bad_again = extract(dataset, tmp_path / "features", extractor, refuse)
-    assert again == folder and bad_again == bad
+        again, unusable_again = extract(dataset, tmp_path / "features", extractor, refuse)
+    assert again == folder and unusable_again == unusable
     assert "0 to compute" in lines[-1]
 
 
-def trouble(folder: Path) -> dict[str, str]:
-    """One file of each kind: {name: reason}, empty for what only has to be converted."""
+def write_unusual_images(folder: Path) -> dict[str, str]:
+    """One file of each kind: {name: reason}, with an empty reason for files that can be converted."""
     gray, color = Image.effect_noise((40, 30), 50), Image.effect_noise((40, 30), 50).convert("RGB")
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -85,19 +85,19 @@ def trouble(folder: Path) -> dict[str, str]:
     (folder / "empty.jpg").write_bytes(b"")
     (folder / "text.jpg").write_text("no image")
     Image.new("RGB", (200, 200)).save(folder / "large.png")
-    good = dict.fromkeys(
+    usable = dict.fromkeys(
         ("cmyk.jpg", "palette.png", "alpha.png", "deep.png", "gray.jpg", "turned.jpg", "whole.jpg"), ""
     )
-    bad = {"truncated.jpg": "cannot be decoded", "empty.jpg": "empty file", "text.jpg": "not an image"}
-    return {**good, **bad, "large.png": "more than 20000", "missing.jpg": "cannot be read"}
+    unusable = {"truncated.jpg": "cannot be decoded", "empty.jpg": "empty file", "text.jpg": "not an image"}
+    return {**usable, **unusable, "large.png": "more than 20000", "missing.jpg": "cannot be read"}
 
 
 @pytest.mark.ray
-def test_a_folder_with_every_kind_of_trouble(tmp_path: Path, ray_session: None) -> None:
+def test_a_folder_with_every_kind_of_unusual_image(tmp_path: Path, ray_session: None) -> None:
     root = write_karpathy(tmp_path / "set", {"train": 196, "val": 2, "test": 2})
-    kinds = trouble(root / "images")
+    kinds = write_unusual_images(root / "images")
     data = json.loads((root / "dataset.json").read_text())
-    sentences = [{"raw": "trouble"}]
+    sentences = [{"raw": "unusual"}]
     for number, name in enumerate(kinds):
         data["images"].append({"filename": f"images/{name}", "imgid": number, "split": "train", "sentences": sentences})
     (root / "dataset.json").write_text(json.dumps(data))
@@ -109,24 +109,24 @@ def test_a_folder_with_every_kind_of_trouble(tmp_path: Path, ray_session: None) 
     assert main([*command, "--set", "data.max_bad_fraction=0.03"]) == 0
     (folder,) = (tmp_path / "storage" / "features").iterdir()
     listed = pq.read_table(folder / "quarantine.parquet").to_pylist()
-    found = {Path(row["uri"]).name: row["reason"] for row in listed}
-    bad = {name: reason for name, reason in kinds.items() if reason}
-    assert found.keys() == bad.keys()
-    assert all(reason in found[name] for name, reason in bad.items()), found
+    reasons = {Path(row["uri"]).name: row["reason"] for row in listed}
+    unusable = {name: reason for name, reason in kinds.items() if reason}
+    assert reasons.keys() == unusable.keys()
+    assert all(reason in reasons[name] for name, reason in unusable.items()), reasons
     store = FeatureStore(folder)
     for path in (root / "images").iterdir():
         key = hashlib.sha256(path.read_bytes()).hexdigest()
-        assert (key in store) == (path.name not in bad), path.name
+        assert (key in store) == (path.name not in unusable), path.name
 
-    # A larger limit takes the large image in; a mended file leaves the list.
+    # A larger limit accepts the large image; a repaired file leaves the list.
     (root / "images" / "empty.jpg").write_bytes((root / "images" / "whole.jpg").read_bytes())
     assert main([*command, "--set", "data.max_bad_fraction=0.03", "--set", "data.max_pixels=50000"]) == 0
     listed = pq.read_table(folder / "quarantine.parquet").to_pylist()
-    assert {Path(row["uri"]).name for row in listed} == bad.keys() - {"large.png", "empty.jpg"}
+    assert {Path(row["uri"]).name for row in listed} == unusable.keys() - {"large.png", "empty.jpg"}
 
 
 @pytest.mark.ray
-def test_real_photographs_and_their_gray_ones(shared: Path, tmp_path: Path, ray_session: None) -> None:
+def test_photographs_and_gray_ones_among_them(shared: Path, tmp_path: Path, ray_session: None) -> None:
     """505 rows; gray files give what their RGB conversions give; nothing is computed twice."""
     images = shared / "data" / "coco_subset" / "images"
     gray = ["COCO_val2014_000000007888.jpg", "COCO_val2014_000000431848.jpg"]

@@ -1,4 +1,4 @@
-"""The report in a real headless Chromium: from disk, by mouse and by keyboard, wide and narrow, without an error."""
+"""The report in a headless Chromium: from disk, by mouse and by keyboard, wide and narrow, without errors."""
 
 from __future__ import annotations
 
@@ -36,11 +36,14 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Page, Pa
         score = (index * 7 % NUM_IMAGES) / 20
         split = "novel" if index % 4 == 3 else "test"
         words = len(captions[0].split())
-        maps = np.full((words, 16), 0.05) + 0.5 * np.eye(words, 16) if index == 0 else None  # word k looks at cell k
-        spoke = None if maps is None else maps[:, ::-1]  # word k was made likely by cell 15 - k
+        # The first picture has maps: the attention of word k is to cell k, its attribution to cell 15 - k.
+        maps = np.full((words, 16), 0.05) + 0.5 * np.eye(words, 16) if index == 0 else None
+        shares = None if maps is None else maps[:, ::-1]
         layers = [] if maps is None else [LayerColors(1, 1, np.eye(4, dtype=int), np.arange(words) // 3, 2, 2)]
         others = {"xe_frozen": "a zebra"}
-        images.append(ReportImage(index, picture, captions[0], captions[1:], score, split, others, maps, spoke, layers))
+        images.append(
+            ReportImage(index, picture, captions[0], captions[1:], score, split, others, maps, shares, layers)
+        )
     odd = "<img src=x onerror=\"console.error('escaped')\"> zyzzyva hot-zyzzyva (zyzzyva"
     images.append(ReportImage("odd", b"", odd, [odd], None, "test"))
     curve = [(step, 5 / (1 + step)) for step in range(0, 100, 10)]
@@ -135,7 +138,7 @@ def test_dialog_by_keyboard(page: Page) -> None:
     page.evaluate("document.querySelector('.card .picture').focus()")
     page.press("Enter", 13, "\r")
     assert page.evaluate(OPEN) and page.evaluate(WHERE) == "Picture 1 of 41"
-    text = "document.querySelector('dialog .facts-line span').textContent"
+    text = "document.querySelector('dialog .headline span').textContent"
     page.press("ArrowRight", 39)
     assert page.evaluate(WHERE) == "Picture 2 of 41" and page.evaluate(text).endswith(f" {order[1]}")
     page.press("ArrowLeft", 37)

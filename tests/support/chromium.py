@@ -22,7 +22,8 @@ def find_chromium() -> str | None:
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
-# Scrolls to an element, waits until it rests, and returns its middle; `window.clicked` tells whether a click met it.
+# Scrolls to an element, waits until it is at rest, and returns its middle; `window.clicked` resolves to whether a
+# click hit it.
 _REST = """(async () => {
   const e = document.querySelector(%s);
   let before = "", now = [];
@@ -73,7 +74,7 @@ class Page:
                 return answer["result"]
 
     def _receive(self) -> dict[str, Any]:
-        """The next message; events are noted on the way."""
+        """The next message; adds problems and requests of events."""
         until = time.monotonic() + DEADLINE_S
         while b"\0" not in self._buffer:
             if not select.select([self._read], [], [], max(0.0, until - time.monotonic()))[0]:
@@ -124,10 +125,10 @@ class Page:
         self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def click(self, selector: str) -> None:
-        """A press of the mouse on the middle of the first such element, scrolled into view and at rest.
+        """Clicks the middle of the first matching element, after it is scrolled into view and at rest.
 
-        Pictures that load while the page scrolls move what lies below them: a press that would meet something else is
-        kept from it, and made again.
+        Pictures that load while the page scrolls move the elements below them. A click that would hit another element
+        is suppressed and repeated.
         """
         for _ in range(10):
             x, y = self.evaluate(_REST % json.dumps(selector))
@@ -148,7 +149,7 @@ def chromium_page(program: str, profile: Path) -> Iterator[Page]:
     to_browser, ours_write = os.pipe()
     ours_read, from_browser = os.pipe()
 
-    def pass_pipes() -> None:  # in the child: the two ends on the numbers Chromium expects
+    def pass_pipes() -> None:  # in the child: Chromium expects the pipes at descriptors 3 and 4
         read, write = os.dup(to_browser), os.dup(from_browser)
         os.dup2(read, 3)
         os.dup2(write, 4)

@@ -170,9 +170,9 @@ def test_more_words_join_the_vocabulary(tmp_path: Path) -> None:
 
 def test_filling_needs_given_words() -> None:
     assert set(MODEL_CONFIGS) == {config.name for config in SYSTEMS}
-    own = build_model(MeshedMemoryConfig(**SMALL | {"word_vector_width": None}), SIZES)  # type: ignore[arg-type]
+    trained = build_model(MeshedMemoryConfig(**SMALL | {"word_vector_width": None}), SIZES)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="words of its own"):
-        fill_word_vectors(own, torch.zeros(9, 3), torch.ones(9, dtype=torch.bool))
+        fill_word_vectors(trained, torch.zeros(9, 3), torch.ones(9, dtype=torch.bool))
     model = build_model(SYSTEMS[2], SIZES)
     with pytest.raises(ValueError, match="the model takes"):
         fill_word_vectors(model, torch.zeros(9, 4), torch.ones(9, dtype=torch.bool))

@@ -47,14 +47,14 @@ def test_import_with_lengths_and_boxes(tmp_path: Path, capsys: pytest.CaptureFix
     (folder,) = (tmp_path / "storage" / "features").iterdir()
     store = FeatureStore(folder)
     assert len(store) == 10
-    found = store.gather_regions([f"id-{number}" for number in regions])
-    assert found.boxes is not None and found.features.dtype == np.float16 and found.features.shape == (10, 9, 7)
+    stored = store.gather_regions([f"id-{number}" for number in regions])
+    assert stored.boxes is not None and stored.features.dtype == np.float16 and stored.features.shape == (10, 9, 7)
     for row, (features, boxes) in enumerate(regions.values()):
         count = min(len(features), 9)
-        assert found.lengths[row] == count
-        assert np.array_equal(found.features[row, :count], features[:9].astype(np.float16))
-        assert not found.features[row, count:].any()
-        assert np.allclose(found.boxes[row, :count], boxes[:9])
+        assert stored.lengths[row] == count
+        assert np.array_equal(stored.features[row, :count], features[:9].astype(np.float16))
+        assert not stored.features[row, count:].any()
+        assert np.allclose(stored.boxes[row, :count], boxes[:9])
     capsys.readouterr()
     assert main(["extract", str(config)]) == 0
     assert "10 of 12 images there, 2 to import" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The feature store and image decoding: nothing half-written is ever read; pictures look as a viewer shows them."""
+"""The feature store and image decoding: partial writes are never read; pictures decode as image viewers show them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipeline.features.store import (
 )
 
 
-def test_rows_come_back_in_the_order_asked(tmp_path: Path) -> None:
+def test_rows_follow_the_order_of_the_request(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(10, 3, 4)).astype(np.float16)
     keys = [f"k{number}" for number in range(10)]
@@ -42,12 +42,12 @@ def test_a_shard_without_its_manifest_does_not_exist(tmp_path: Path) -> None:
     killed.unlink()
     (tmp_path / "shards" / "half.tmp").write_bytes(b"half")
     assert len(FeatureStore(tmp_path)) == 1
-    assert remove_orphans(tmp_path) == 0, "young files may belong to a writer that lives"
+    assert remove_orphans(tmp_path) == 0, "young files may belong to a running writer"
     assert remove_orphans(tmp_path, min_age_s=-1) == 2
     assert len(FeatureStore(tmp_path)) == 1 and len(list(tmp_path.glob("shards/*"))) == 1
 
 
-def test_the_key_changes_with_what_changes_features() -> None:
+def test_the_feature_key_changes_with_the_description() -> None:
     base = {"backbone": {"name": "swin"}, "weights": "abc", "compute": "float32"}
     assert feature_key(base) == feature_key(dict(reversed(base.items())))
     assert len({feature_key(base | change) for change in ({}, {"weights": "abd"}, {"compute": "bfloat16"})}) == 3
@@ -59,7 +59,7 @@ def png(image: Image.Image, **options: object) -> bytes:
     return buffer.getvalue()
 
 
-def test_pictures_look_as_a_viewer_shows_them() -> None:
+def test_pictures_decode_as_image_viewers_show_them() -> None:
     gray = Image.new("L", (4, 4), 100)
     assert decode_image(png(gray), 100).getpixel((0, 0)) == (100, 100, 100)
     deep = Image.fromarray(np.full((4, 4), 128 * 257, np.uint16))
@@ -89,7 +89,7 @@ def test_pictures_look_as_a_viewer_shows_them() -> None:
         (png(Image.new("RGB", (50, 50))), "50 x 50 pixels, more than 2000"),
     ],
 )
-def test_trouble_has_a_reason(data: bytes, reason: str) -> None:
+def test_unusable_images_have_a_reason(data: bytes, reason: str) -> None:
     with pytest.raises(BadImage, match=reason):
         decode_image(data, 2000)
 
@@ -108,7 +108,7 @@ def test_a_task_done_twice_writes_the_same_shard(tmp_path: Path) -> None:
     filled(tmp_path)
     store = FeatureStore(tmp_path)
     assert len(store.shards) == 3 and len(store.keys) == len(store) == 12
-    write_shard(tmp_path, keys[2:6], features[2:6])  # another extraction cut its shards elsewhere
+    write_shard(tmp_path, keys[2:6], features[2:6])  # another extraction has other shard boundaries
     store = FeatureStore(tmp_path)
     assert len(store.keys) == 16 and len(store) == 12 and np.array_equal(store.gather(keys), features)
 
@@ -119,10 +119,10 @@ def test_the_index_is_only_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     write_index(tmp_path)
     assert (tmp_path / "index.parquet").is_file()
     write_shard(tmp_path, ["new"], features[:1])
-    assert "new" in FeatureStore(tmp_path), "manifests that the index lacks are read"
+    assert "new" in FeatureStore(tmp_path), "manifests outside of the index are read"
     next(path for path in (tmp_path / "manifest").iterdir() if path.stem == shard_name(keys[:4])).unlink()
     store = FeatureStore(tmp_path)
-    assert keys[0] not in store and keys[4] in store, "what the index has and no manifest does not exist"
+    assert keys[0] not in store and keys[4] in store, "rows of the index without a manifest do not exist"
     assert np.array_equal(store.gather(keys[4:]), features[4:])
 
 
@@ -144,8 +144,9 @@ def test_regions_keep_lengths_and_boxes(tmp_path: Path) -> None:
     features = np.zeros((2, 5, 3), np.float32)
     boxes = np.random.default_rng(0).random((2, 5, 4)).astype(np.float32)
     write_shard(tmp_path, ["a", "b"], features, lengths=[3, 5], boxes=boxes)
-    found = FeatureStore(tmp_path).gather_regions(["b", "a"])
-    assert found.lengths.tolist() == [5, 3] and found.boxes is not None and np.array_equal(found.boxes, boxes[::-1])
+    regions = FeatureStore(tmp_path).gather_regions(["b", "a"])
+    assert regions.lengths.tolist() == [5, 3]
+    assert regions.boxes is not None and np.array_equal(regions.boxes, boxes[::-1])
     keys, grids = filled(tmp_path / "grids")
     grid = FeatureStore(tmp_path / "grids").gather_regions(keys[:2])
     assert grid.lengths.tolist() == [3, 3] and grid.boxes is None and np.array_equal(grid.features, grids[:2])

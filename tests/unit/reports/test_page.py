@@ -1,4 +1,4 @@
-"""The report page: what it shows, what it must not let through, and that it is written whole or not at all."""
+"""The report page: its content, the escaping of untrusted text, and that no partial page is ever written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline.reports import charts as plots
+from pipeline.reports import charts
 from pipeline.reports import page as report
 from pipeline.reports.cluster_pictures import LayerColors
 from pipeline.reports.page import Report, ReportImage, ReportStage, choose_images, write_report
@@ -50,8 +50,8 @@ class Reader(HTMLParser):
         self.text.append(data)
 
     def all(self, tag: str, name: str | None = None) -> list[dict[str, str | None]]:
-        found = [attributes for seen, attributes in self.elements if seen == tag]
-        return [one for one in found if name is None or name in (one.get("class") or "").split()]
+        matches = [attributes for element, attributes in self.elements if element == tag]
+        return [one for one in matches if name is None or name in (one.get("class") or "").split()]
 
 
 def _picture(width: int = 60, height: int = 40, color: tuple[int, int, int] = (200, 30, 30)) -> bytes:
@@ -74,7 +74,7 @@ def _report(**changes: object) -> Report:
         "score_rows": [("test", ["12.3", "45.6"]), ("Paper\nnot comparable: other data", ["41.5", "140.4"])],
         "stages": [ReportStage("xe_frozen", {"loss": [(1, 5.0), (2, 4.0)]}, {"steps": "2"})],
         "images": [_image(1, 0.2), _image(2, 1.4)],
-        "facts": {"commit": "abc"},
+        "metadata": {"commit": "abc"},
         **changes,
     }
     return Report(**given)  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ def _written(folder: Path, page: Report, **options: int) -> tuple[str, Reader]:
     return html, Reader(html)
 
 
-def test_page_holds_scores_curves_pictures_and_facts(tmp_path: Path) -> None:
+def test_page_holds_scores_curves_pictures_and_metadata(tmp_path: Path) -> None:
     html, reader = _written(tmp_path, _report())
     text = " ".join(" ".join(reader.text).split())
     for expected in ("A run", "demo-1234", "Karpathy test, beam 5", "45.6", "140.4", "not comparable: other data"):
@@ -97,7 +97,7 @@ def test_page_holds_scores_curves_pictures_and_facts(tmp_path: Path) -> None:
     assert [card["data-id"] for card in reader.all("li", "card")] == ["1", "2"]
 
 
-def test_page_loads_nothing_from_anywhere(tmp_path: Path) -> None:
+def test_page_loads_no_external_resource(tmp_path: Path) -> None:
     html, reader = _written(tmp_path, _report())
     for _, attributes in reader.elements:
         for name in ("src", "href", "action", "srcset", "data"):
@@ -115,7 +115,7 @@ def test_other_peoples_text_stays_text(tmp_path: Path) -> None:
         score_rows=[(f"{EVIL}\n{EVIL}", [EVIL]), (EVIL, [f"unavailable: {EVIL}"])],
         stages=[stage, stage],
         images=[_image(1, caption=EVIL, references=[EVIL], split=EVIL, alternatives={EVIL: EVIL}), _image(2)],
-        facts={EVIL: EVIL},
+        metadata={EVIL: EVIL},
     )
     html, reader = _written(tmp_path, page)
     assert len(reader.all("script")) == 1
@@ -165,11 +165,11 @@ def test_large_gallery_holds_worst_best_and_random_and_says_so(tmp_path: Path) -
     scores = [index / 100 for index in range(300)]
     random.Random(0).shuffle(scores)
     images = [_image(index, score) for index, score in enumerate(scores)]
-    chosen, drawn = choose_images(images, 30, seed="a")
-    assert drawn == {"worst": 10, "best": 10, "random": 10} and len(chosen) == 30
-    kept = sorted(image.score for image in chosen if image.score is not None)
-    assert kept[:10] == pytest.approx([index / 100 for index in range(10)])
-    assert kept[-10:] == pytest.approx([index / 100 for index in range(290, 300)])
+    chosen, counts = choose_images(images, 30, seed="a")
+    assert counts == {"worst": 10, "best": 10, "random": 10} and len(chosen) == 30
+    scores_shown = sorted(image.score for image in chosen if image.score is not None)
+    assert scores_shown[:10] == pytest.approx([index / 100 for index in range(10)])
+    assert scores_shown[-10:] == pytest.approx([index / 100 for index in range(290, 300)])
     assert len({image.image_id for image in chosen}) == 30
     assert choose_images(images, 30, seed="a")[0] == chosen
     assert choose_images(images, 30, seed="b")[0] != chosen
@@ -183,11 +183,11 @@ def test_large_gallery_holds_worst_best_and_random_and_says_so(tmp_path: Path) -
 
 def test_pictures_without_scores_are_only_drawn_at_random() -> None:
     images = [_image(index, None if index % 2 else float(index)) for index in range(10)]
-    chosen, drawn = choose_images(images, 6, seed="a")
-    assert drawn == {"worst": 2, "best": 2, "random": 2}
+    chosen, counts = choose_images(images, 6, seed="a")
+    assert counts == {"worst": 2, "best": 2, "random": 2}
     assert {image.image_id for image in chosen} >= {0, 2, 6, 8}
-    chosen, drawn = choose_images([_image(index, None) for index in range(10)], 6, seed="a")
-    assert drawn == {"worst": 0, "best": 0, "random": 6} and len(chosen) == 6
+    chosen, counts = choose_images([_image(index, None) for index in range(10)], 6, seed="a")
+    assert counts == {"worst": 0, "best": 0, "random": 6} and len(chosen) == 6
 
 
 def test_unavailable_scores_are_explained_and_never_zero(tmp_path: Path) -> None:
@@ -199,11 +199,11 @@ def test_unavailable_scores_are_explained_and_never_zero(tmp_path: Path) -> None
 
 
 def test_empty_parts_are_left_out(tmp_path: Path) -> None:
-    page = _report(score_columns=[], score_rows=[], stages=[], images=[], facts={})
+    page = _report(score_columns=[], score_rows=[], stages=[], images=[], metadata={})
     _, reader = _written(tmp_path, page)
     assert reader.all("section") == [] and reader.all("li") == []
     _, reader = _written(tmp_path, _report(images=[_image(1, None)], stages=[ReportStage("xe", {"loss": []})]))
-    assert [section["id"] for section in reader.all("section")] == ["scores", "training", "gallery", "facts"]
+    assert [section["id"] for section in reader.all("section")] == ["scores", "training", "gallery", "about"]
     assert any("recorded no values" in text for text in reader.text) and "not scored" in reader.text
 
 
@@ -248,7 +248,7 @@ def test_overview_is_drawn_where_several_stages_validate(tmp_path: Path) -> None
 
 def test_curve_lies_in_its_box_and_reads_back() -> None:
     series = [(step, 5.0 / (1 + step)) for step in range(20)]
-    plot = plots.stage_plot("loss", series)
+    plot = charts.stage_plot("loss", series)
     assert plot is not None
     assert [(point[2], point[3]) for point in plot.points][:2] == [("step 0", "5"), ("step 1", "2.5")]
     assert [point[0] for point in plot.points] == pytest.approx([100 * step / 19 for step in range(20)], abs=0.01)
@@ -260,49 +260,49 @@ def test_curve_lies_in_its_box_and_reads_back() -> None:
 
 
 def test_values_that_are_not_finite_are_counted_not_drawn() -> None:
-    plot = plots.stage_plot("loss", [(0, 1.0), (1, math.nan), (2, math.inf), (3, 2.0)])
+    plot = charts.stage_plot("loss", [(0, 1.0), (1, math.nan), (2, math.inf), (3, 2.0)])
     assert plot is not None and len(plot.points) == 2 and plot.note == "2 of 4 values not finite"
-    assert plots.stage_plot("loss", [(0, math.nan)]) is None
+    assert charts.stage_plot("loss", [(0, math.nan)]) is None
     assert "nan" not in plot.line
 
 
 @pytest.mark.parametrize("series", [[(5, 1.0)], [(5, 0.0), (9, 0.0)], [(0, -3.0), (1, -3.0)], [(0, 1e-12), (1, 1e12)]])
 def test_odd_curves_have_a_scale(series: list[tuple[int, float]]) -> None:
-    plot = plots.stage_plot("x", series)
+    plot = charts.stage_plot("x", series)
     assert plot is not None and plot.y_ticks and plot.line.startswith("M") and len(plot.y_ticks) < 10
     assert all(0 <= y <= 100 for _, y, _, _ in plot.points)
 
 
 def test_log_scale_only_where_values_span_orders_of_magnitude() -> None:
-    wide = plots.stage_plot("grad_norm", [(0, 1000.0), (1, 10.0), (2, 0.1)])
+    wide = charts.stage_plot("grad_norm", [(0, 1000.0), (1, 10.0), (2, 0.1)])
     assert wide is not None and wide.note == "log scale"
     heights = [point[1] for point in wide.points]
     assert heights[1] - heights[0] == pytest.approx(heights[2] - heights[1], abs=0.02)
-    narrow = plots.stage_plot("loss", [(0, 9.0), (1, 1.0)])
+    narrow = charts.stage_plot("loss", [(0, 9.0), (1, 1.0)])
     assert narrow is not None and narrow.note == ""
 
 
 def test_noise_is_smoothed_and_a_schedule_is_not() -> None:
     rng = random.Random(0)
     noisy = [(step, 2 + rng.gauss(0, 0.3)) for step in range(400)]
-    plot = plots.stage_plot("loss", noisy)
+    plot = charts.stage_plot("loss", noisy)
     assert plot is not None and plot.raw and plot.note == "line: mean of 25 values"
-    assert len(plot.points) <= plots.MOST_POINTS
-    steps = plots.stage_plot("lr", [(step, 2e-4 * 0.8 ** (step // 50)) for step in range(400)])
+    assert len(plot.points) <= charts.MAX_POINTS
+    steps = charts.stage_plot("lr", [(step, 2e-4 * 0.8 ** (step // 50)) for step in range(400)])
     assert steps is not None and steps.raw == "" and steps.note == ""
 
 
 def test_running_mean_and_thinning_keep_what_matters() -> None:
     series = [(step, float(step)) for step in range(11)]
-    assert plots.running_mean(series, 3)[5] == (5, 5.0) and plots.running_mean(series, 3)[0] == (0, 0.5)
-    assert plots.running_mean(series, 1) == series
+    assert charts.running_mean(series, 3)[5] == (5, 5.0) and charts.running_mean(series, 3)[0] == (0, 0.5)
+    assert charts.running_mean(series, 1) == series
     spiky = [(step, 100.0 if step == 777 else 1.0) for step in range(2000)]
-    kept = plots.thin(spiky, 50)
-    assert len(kept) <= 50 and (777, 100.0) in kept and kept[0][0] == 0 and kept[-1][0] == 1999
+    thinned = charts.thin(spiky, 50)
+    assert len(thinned) <= 50 and (777, 100.0) in thinned and thinned[0][0] == 0 and thinned[-1][0] == 1999
 
 
 def test_overview_gives_stages_equal_width_in_order() -> None:
-    plot = plots.overview_plot("cider", [("a", [(0, 0.1), (1000, 0.5)]), ("b", [(1010, 0.6), (1020, 0.7)])])
+    plot = charts.overview_plot("cider", [("a", [(0, 0.1), (1000, 0.5)]), ("b", [(1010, 0.6), (1020, 0.7)])])
     assert plot is not None and [(band.left, band.width) for band in plot.bands] == [(0, 50), (50, 50)]
     across = [point[0] for point in plot.points]
     assert across == sorted(across) and across[1] < 50 < across[2]
@@ -322,19 +322,19 @@ def test_overview_gives_stages_equal_width_in_order() -> None:
     ],
 )
 def test_numbers_read_well(value: float, text: str) -> None:
-    assert plots.number(value) == text
+    assert charts.number(value) == text
 
 
 def test_histogram_counts_every_score_once() -> None:
     scores = [0.0, 0.1, 0.3, 0.30000000000000004, 1.0, 2.0]
-    drawn = plots.histogram("test", scores, 2.0)
-    assert sum(one.count for one in drawn.bins) == 6
-    for one in drawn.bins:
-        last = one is drawn.bins[-1]
+    chart = charts.histogram("test", scores, 2.0)
+    assert sum(one.count for one in chart.bins) == 6
+    for one in chart.bins:
+        last = one is chart.bins[-1]
         assert one.count == sum(one.low - 1e-9 <= score and (last or score < one.high - 1e-9) for score in scores)
-    assert max(one.height for one in drawn.bins) == 100 and drawn.median == "0.300" and drawn.count == 6
-    assert len(plots.histogram("test", [0.01, 10.0], 10.0).bins) <= 24
-    assert sum(one.count for one in plots.histogram("test", [0.0], 0.01).bins) == 1
+    assert max(one.height for one in chart.bins) == 100 and chart.median == "0.300" and chart.count == 6
+    assert len(charts.histogram("test", [0.01, 10.0], 10.0).bins) <= 24
+    assert sum(one.count for one in charts.histogram("test", [0.0], 0.01).bins) == 1
 
 
 def test_template_is_packaged() -> None:
@@ -351,9 +351,9 @@ def test_attributions_and_clusters_reach_the_page(tmp_path: Path) -> None:
     write_report(tmp_path / "r.html", Report("t", "r", "p", [], [], [], [shown], {}))
     page = (tmp_path / "r.html").read_text()
     assert page.count("data-attribution=") == page.count("data-attention=") == 1
-    found = re.search(r'data-clusters="([^"]*)"', page)
-    assert found
-    assert json.loads(unescape(found.group(1))) == [
+    match = re.search(r'data-clusters="([^"]*)"', page)
+    assert match
+    assert json.loads(unescape(match.group(1))) == [
         {"title": "layer 1: 3 patch clusters, 1 phrase", "rows": 2, "cells": "0bb2", "words": "33"},
         {"title": "layer 2: 2 phrases", "rows": 0, "cells": "", "words": "10"},
     ]

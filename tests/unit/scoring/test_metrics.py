@@ -30,7 +30,7 @@ PREDICTIONS = {1: "a dog is running", 2: "two cats on a bed", 3: "a bus"}
 
 
 def made_up(images: int, seed: int) -> tuple[dict[int, list[str]], dict[int, str]]:
-    """Captions of few words, so that n-grams repeat and overlap; some empty, some of one word, some in common."""
+    """Captions from few words, so that n-grams repeat and overlap; some are empty, of one word, or shared."""
     source = random.Random(seed)
     words = ["a", "the", "man", "dog", "on", "red", "street", "1 1/2", "it's", "t-shirt", "x"]
 
@@ -51,8 +51,8 @@ def upstream(references: dict[int, list[str]], predictions: dict[int, str]) -> d
     gts = {image: [" ".join(ptb.tokenize(text)) for text in texts] for image, texts in references.items()}
     res = {image: [" ".join(ptb.tokenize(text))] for image, text in predictions.items()}
     values, each = Bleu(4).compute_score(gts, res, verbose=0)
-    found = {name: (values[n], np.array(each[n])) for n, name in enumerate(BLEU)}
-    return found | {"ROUGE-L": Rouge().compute_score(gts, res), "CIDEr-D": Cider().compute_score(gts, res)}
+    bleu = {name: (values[n], np.array(each[n])) for n, name in enumerate(BLEU)}
+    return bleu | {"ROUGE-L": Rouge().compute_score(gts, res), "CIDEr-D": Cider().compute_score(gts, res)}
 
 
 @pytest.mark.parametrize(("images", "seed"), [(2, 0), (3, 1), (40, 2), (400, 3)])
@@ -75,7 +75,7 @@ def test_published_scores() -> None:
         wanted["METEOR"] = 0.195
     scores = score_captions(references, predictions, metrics=tuple(wanted))
     assert len(scores.image_ids) == 1000
-    assert {name: found.value for name, found in scores.by_name.items()} == pytest.approx(wanted, abs=0.001)
+    assert {name: score.value for name, score in scores.by_name.items()} == pytest.approx(wanted, abs=0.001)
     assert scores.extras["references_without_prediction"] == 39_504
     # pycocoevalcap 1.2 itself, with its Java tokenizer
     assert scores.by_name["CIDEr-D"].value == pytest.approx(0.5997905185184199, abs=1e-9)
@@ -86,7 +86,7 @@ def test_published_scores() -> None:
 
 
 def test_ngrams_are_counted_exactly_for_large_vocabularies() -> None:
-    """More words than fit 2^15: an n-gram key that is cut would merge some."""
+    """More than 2^15 words: an n-gram key with too few bits per word would merge n-grams."""
     captions = [[f"w{word}" for word in range(start, start + 7)] for start in range(0, 140_000, 7)]
     references = [[caption, ["nothing", "alike", "at", "all"]] for caption in captions]
     corpus = ngrams.Corpus.build(captions, references)
@@ -136,13 +136,13 @@ def test_empty_captions_match_nothing() -> None:
         ({1: "a"}, "CIDER", ["'CIDER'", "CIDEr-D"]),
     ],
 )
-def test_mistakes_are_told(predictions: dict[Any, str], metric: str, words: list[str]) -> None:
-    with pytest.raises(UserError) as told:
+def test_wrong_input_is_refused(predictions: dict[Any, str], metric: str, words: list[str]) -> None:
+    with pytest.raises(UserError) as error:
         score_captions(REFERENCES, predictions, metrics=[metric])
-    assert all(word in str(told.value) for word in words)
+    assert all(word in str(error.value) for word in words)
 
 
-def test_signature_says_what_scores_depend_on() -> None:
+def test_signature_names_what_scores_depend_on() -> None:
     scores = score_captions(REFERENCES, PREDICTIONS, metrics=WITHOUT_JAVA)
     parts = dict(part.split(":", 1) for part in scores.signature.split("|"))
     assert parts["tok"] == ptb.SIGNATURE and parts["df"] == "corpus(3 images)" and parts["refs"] == "1-2"
@@ -230,7 +230,7 @@ def test_split_of_a_karpathy_file(tmp_path: Path) -> None:
         ({"images": [{"sentences": [], "cocoid": 1}, {"sentences": [], "cocoid": 1}]}, "repeats cocoid 1"),
     ],
 )
-def test_malformed_references_are_told(content: Any, words: str, tmp_path: Path) -> None:
+def test_malformed_references_are_refused(content: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=words):
         read_references(write(tmp_path / "refs.json", content))
 
@@ -247,12 +247,12 @@ def test_malformed_references_are_told(content: Any, words: str, tmp_path: Path)
         (results({1: "a"}) * 2 + results({2: "b"}), r"more than one caption for 1 images \(ids 1\)"),
     ],
 )
-def test_malformed_predictions_are_told(content: Any, words: str, tmp_path: Path) -> None:
+def test_malformed_predictions_are_refused(content: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=words):
         read_predictions(write(tmp_path / "results.json", content))
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist"):
         read_predictions(tmp_path / "nowhere.json")
 
@@ -285,7 +285,7 @@ def test_score_prints_and_writes(files: tuple[Path, Path], capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("options", [{"complete": True}, {"split": "test"}])
-def test_score_wants_every_image_where_told(files: tuple[Path, Path], options: dict[str, Any]) -> None:
+def test_score_needs_every_image_of_a_split_or_with_complete(files: tuple[Path, Path], options: dict[str, Any]) -> None:
     if "split" in options:
         write(files[1], results({1: PREDICTIONS[1]}))
     with pytest.raises(UserError, match=r"1 of \d images .* no prediction .* \(image ids 2\)"):
@@ -306,7 +306,7 @@ def test_score_checks_its_targets_first(files: tuple[Path, Path], options: dict[
         score(*files, **{name: folder / value for name, value in options.items()})  # type: ignore[arg-type]
 
 
-def test_score_of_one_image_says_why_not(files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_score_of_one_image_gives_the_reason(files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     write(files[1], results({1: ""}))
     score(*files, metrics=WITHOUT_JAVA)
     printed = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The Python PTB tokenizer against the Stanford tokenizer's answers: recorded ones, and new ones where java is."""
+"""The Python PTB tokenizer against the Stanford tokenizer: recorded output, and new output where java is installed."""
 
 from __future__ import annotations
 
