@@ -9,11 +9,10 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jobs.caption_tasks import Captioned, SplitTask, caption_on_cluster
 from jobs.cluster import start_ray
-from models.constraints import Machine
 from pipeline.captioning.model_sources import ModelSource, bundle_source
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
@@ -27,6 +26,9 @@ from pipeline.scoring.result_files import write_predictions
 from pipeline.scoring.split_result import SplitResult
 from pipeline.storage.atomic import write_json, write_text
 from pipeline.storage.path import StoragePath, storage_path
+
+if TYPE_CHECKING:
+    from models.constraints import Machine
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jobs.cluster import start_ray
 from jobs.journal_printer import JournalPrinter, format_duration
-from models.constraints import Machine
 from pipeline.config.load import dump_config
 from pipeline.config.run import RunConfig, total_steps
 from pipeline.config.sections import StageSection
@@ -25,7 +25,9 @@ from pipeline.storage.atomic import read_json, write_json, write_text
 from pipeline.storage.path import StoragePath
 from pipeline.tracking.mlflow_client import public_uri
 from pipeline.tracking.run_tracker import Tracker
-from pipeline.training.batches import num_samples
+
+if TYPE_CHECKING:
+    from models.constraints import Machine
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +153,8 @@ class RunDriver:
             logger.warning(f"{len(metadata.unreadable)} images cannot be read and are left out (run.json lists them)")
 
     def _describe(self, stage: StageSection) -> str:
+        from pipeline.training.batches import num_samples
+
         workers = self.config.workers.num_workers
         unit = "pairs" if stage.samples_are_pairs else "images"
         extra = f" x {stage.captions_per_image} captions" if stage.captions_per_image > 1 else ""
