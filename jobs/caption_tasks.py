@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from models.constraints import Machine
 from pipeline.captioning.model_sources import ModelSource
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
@@ -22,6 +21,7 @@ from pipeline.scoring.split_result import Hypothesis
 from pipeline.storage.path import StoragePath
 
 if TYPE_CHECKING:
+    from models.constraints import Machine
     from pipeline.captioning.bundle import Bundle
 
 logger = logging.getLogger(__name__)

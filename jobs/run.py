@@ -27,7 +27,9 @@ from pipeline.storage.atomic import read_json, write_json, write_text
 from pipeline.storage.path import StoragePath
 from pipeline.tracking.mlflow_client import public_uri
 from pipeline.tracking.run_tracker import Tracker
-from pipeline.training.batches import num_samples
+
+if TYPE_CHECKING:
+    from models.constraints import Machine
 
 if TYPE_CHECKING:
     from models.constraints import Machine
@@ -186,6 +188,8 @@ class RunDriver:
             logger.warning(f"{len(metadata.unreadable)} images cannot be read and are left out (run.json lists them)")
 
     def _describe(self, stage: StageSection) -> str:
+        from pipeline.training.batches import num_samples
+
         workers = self.config.workers.num_workers
         unit = "pairs" if stage.samples_are_pairs else "images"
         extra = f" x {stage.captions_per_image} captions" if stage.captions_per_image > 1 else ""

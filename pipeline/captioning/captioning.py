@@ -50,12 +50,12 @@ class Shard:
 
 def caption_images(
     captioner: Captioner, images: Images, vocabulary: Vocabulary, settings: EvaluationSection, context: Context
-) -> dict[int, str]:
+) -> dict[int, Hypothesis]:
     """The best caption of every image by image id, on every rank. A collective: each rank captions its shard."""
     shard = Shard(context.world_rank, context.world_size, context.device)
     hypotheses, _ = caption_split([captioner], [images], CaptionSearch(settings, vocabulary), shard=shard)
-    best = {image: ranked[0].caption for image, ranked in hypotheses.items()}
-    merged = {image: caption for part in gather_objects(context, best) for image, caption in part.items()}
+    best = {image: ranked[0] for image, ranked in hypotheses.items()}
+    merged = {image: hypothesis for part in gather_objects(context, best) for image, hypothesis in part.items()}
     return {int(image): merged[int(image)] for image in images.image_ids}
 
 
@@ -133,17 +133,17 @@ class _BatchCaptioner:
             ]
             captions, satisfied = self._search(memories, [self.constraints.get(image) for image in image_ids])
             alignment = self._alignment(memories, captions)
-        tokens, log_probs = captions.tokens.tolist(), captions.log_probs.sum(-1).tolist()
-        return {
-            image: [
-                Hypothesis(self.search.vocabulary.decode(ids), log_prob, alignment[row] if rank == 0 else None, count)
-                for rank, (ids, log_prob, count) in enumerate(
-                    zip(tokens[row], log_probs[row], satisfied[row], strict=True)
-                )
-                if count is None or count >= 0  # a constrained search may end with fewer captions: -1
-            ]
-            for row, image in enumerate(image_ids)
-        }
+        log_probs = captions.log_probs.sum(-1)
+        hypotheses: Hypotheses = {image: [] for image in image_ids}
+        for row, image in enumerate(image_ids):
+            ranked = zip(captions.tokens[row].tolist(), log_probs[row].tolist(), satisfied[row], strict=True)
+            for rank, (tokens, log_prob, count) in enumerate(ranked):
+                if count is not None and count < 0:  # a constrained search may find fewer captions than asked for
+                    continue
+                caption = self.search.vocabulary.decode(tokens)
+                best_alignment = alignment[row] if rank == 0 else None
+                hypotheses[image].append(Hypothesis(caption, log_prob, best_alignment, count, tuple(tokens)))
+        return hypotheses
 
     def _search(
         self, memories: Sequence[Memory], automata: Sequence[Machine | None]

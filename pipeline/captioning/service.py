@@ -1,7 +1,7 @@
-"""A model bundle behind `predict`: images in, caption and log-probability out; what MLflow's pyfunc loads.
+"""Captions of images by a model bundle, and the pyfunc model that MLflow loads (`predict`).
 
-It imports neither Ray nor MLflow, so that a served model needs only what the bundle needs. What it imports of raycap
-travels with the model (`serving_sources`).
+Imports neither Ray nor MLflow: a served model needs only the packages of its bundle. The modules of raycap that it
+imports are stored with the model (`serving_sources`).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from pipeline.storage.path import storage_path
 from pipeline.version import project_root
 
 MAX_PIXELS = 100_000_000
-BATCH = 16  # images at a time, however many are asked for
+BATCH = 16  # images
 PRECISIONS = ("float32", "bfloat16")
 
 
 class CaptionService:
-    """Captions images with a bundle that has a backbone; ValueError without one, or for bytes that are no image.
+    """Captions images with a bundle. Raises ValueError for a bundle without a backbone.
 
-    precision: float32, or bfloat16 for autocast in `caption`; pictures of a caption are made in float32.
+    precision: float32, or bfloat16 for autocast in `caption`; all other methods compute in float32.
     """
 
     def __init__(
@@ -54,23 +54,23 @@ class CaptionService:
         self.transform, self.precision = bundle.transform, precision
 
     def pixels(self, data: bytes) -> Tensor:
-        """An image file's bytes as the backbone takes them, (3, H, W); BadImage with the reason."""
+        """An image file's normalized pixels (3, H, W). Raises BadImage with the reason."""
         return self.transform(decode_image(data, MAX_PIXELS))
 
     @torch.no_grad()
     def caption(self, pixels: Tensor, num_results: int = 1) -> list[list[tuple[str, float]]]:
-        """The best captions, best first, with their summed log-probabilities, of each of (B, 3, H, W)."""
+        """The best captions of each of the images (B, 3, H, W), best first, with their log-probabilities."""
         with torch.autocast(pixels.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
-            found = self._search(self.bundle.captioner.encode(Features(pixels)), num_results)
-        sums = found.log_probs.sum(-1).tolist()
+            captions = self._search(self.bundle.captioner.encode(Features(pixels)), num_results)
+        log_probs = captions.log_probs.sum(-1).tolist()
         return [
-            [(self.bundle.vocabulary.decode(ids), value) for ids, value in zip(tokens, values, strict=True)]
-            for tokens, values in zip(found.tokens.tolist(), sums, strict=True)
+            [(self.bundle.vocabulary.decode(ids), log_prob) for ids, log_prob in zip(*ranked, strict=True)]
+            for ranked in zip(captions.tokens.tolist(), log_probs, strict=True)
         ]
 
     @torch.no_grad()
     def attention(self, pixels: Tensor, caption: str) -> Tensor:
-        """(words, N): where the last layer looks in one image (3, H, W) for each word of a caption that it gave."""
+        """The last layer's cross-attention (words, N) for each word of a caption of one image (3, H, W)."""
         captioner, words = self.bundle.captioner, caption.split()
         ids = self.bundle.vocabulary.encode(words)
         tokens = torch.tensor([ids], device=pixels.device)
@@ -79,7 +79,7 @@ class CaptionService:
     def attribution(self, pixels: Tensor, caption: str, steps: int | None = None) -> Attribution:
         """What each grid cell of one image (3, H, W) adds to the log-probability of each word of a caption.
 
-        steps: exactly so many; None for as many as its tolerance asks for.
+        steps: number of integration steps; None for as many as the tolerance needs.
         """
         captioner, words = self.bundle.captioner, caption.split()
         ids = torch.tensor(self.bundle.vocabulary.encode(words), device=pixels.device)
@@ -92,7 +92,7 @@ class CaptionService:
 
     @torch.no_grad()
     def clusters(self, pixels: Tensor, caption: str) -> Clusters | None:
-        """The clusters of one image (3, H, W) and a caption's words; None for a model that makes none."""
+        """The clusters of one image (3, H, W) and a caption's words; None for a model without clusters."""
         captioner = self.bundle.captioner
         ids = torch.tensor(self.bundle.vocabulary.encode(caption.split())[:-1], device=pixels.device)
         return find_clusters(captioner.model, captioner.features(Features(pixels[None])), ids)
@@ -108,25 +108,25 @@ class CaptionService:
         )
 
     def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        """pyfunc's method: a table to rows of caption and log_prob (natural logarithm, summed over the tokens).
+        """The pyfunc interface: a caption and log_prob (natural logarithm, summed over the tokens) for each row.
 
-        Its column `image` holds image files' bytes, or base64 of them; its column `uri` local paths or s3:// URIs,
-        read where a row has no `image`. ValueError that names the row when one has neither, or no image is behind it.
+        Column `image` holds the bytes of image files or base64 of them; column `uri` holds local paths or s3:// URIs,
+        which are read for rows without `image`. Raises ValueError naming the row that has neither, or no valid image.
         """
         files = list(_files(model_input))
-        found: list[list[tuple[str, float]]] = []
+        captions: list[list[tuple[str, float]]] = []
         for start in range(0, len(files), BATCH):
             pixels = [self._row(number) for number in enumerate(files[start : start + BATCH], start)]
-            found += self.caption(torch.stack(pixels))
-        return [{"caption": best[0][0], "log_prob": best[0][1]} for best in found]
+            captions += self.caption(torch.stack(pixels))
+        return [{"caption": best[0][0], "log_prob": best[0][1]} for best in captions]
 
     def _row(self, numbered: tuple[int, bytes | str]) -> Tensor:
         number, source = numbered
         try:
             return self.pixels(source if isinstance(source, bytes) else storage_path(_path(source)).read_bytes())
         except (BadImage, OSError, ImportError) as error:
-            named = "" if isinstance(source, bytes) else f" ({source})"
-            raise ValueError(f"row {number}{named}: {error}") from error
+            origin = "" if isinstance(source, bytes) else f" ({source})"
+            raise ValueError(f"row {number}{origin}: {error}") from error
 
 
 def _files(table: Any) -> Iterable[bytes | str]:
@@ -150,7 +150,7 @@ def _files(table: Any) -> Iterable[bytes | str]:
 
 
 def _path(uri: str) -> str:
-    """A local path or s3:// URI; nothing else is fetched for whoever asks a server."""
+    """A local path or s3:// URI. Other schemes are refused: clients must not make a server fetch URLs."""
     scheme, separator, rest = uri.partition("://")
     if separator and scheme not in ("file", "s3"):
         raise BadImage(f"{scheme}:// is not read here; send the file's bytes in column image, or a path or s3:// URI")
@@ -158,21 +158,21 @@ def _path(uri: str) -> str:
 
 
 def serving_sources() -> list[Path]:
-    """The files of raycap that a served model imports, found by their import statements (function bodies too)."""
+    """The files of raycap that a served model imports, by their import statements (in function bodies too)."""
     root = project_root()
-    found: dict[Path, None] = {}
+    sources: set[Path] = set()
     waiting = [Path(__file__).resolve()]
     while waiting:
         path = waiting.pop()
-        if path in found or not path.is_file():
+        if path in sources or not path.is_file():
             continue
-        found[path] = None
+        sources.add(path)
         waiting += [folder / "__init__.py" for folder in path.parents if root in folder.parents]
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module:
                 names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
                 waiting += [root / f"{name.replace('.', '/')}.py" for name in names]
-    return sorted(found)
+    return sorted(sources)
 
 
 def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> CaptionService:

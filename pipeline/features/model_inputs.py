@@ -16,14 +16,14 @@ from pipeline.features.store import FeatureStore
 from pipeline.storage.cache import ImageCache
 from pipeline.storage.path import StorageOptions, StoragePath, is_remote
 
-REMOTE_READS = 8  # at a time and worker: a request waits most of its time
+NUM_REMOTE_THREADS = 8  # per worker: a request waits most of its time
 
 
 class Images:
-    """Model inputs of a data set's images: stored features, or pixels decoded by a pool of threads.
+    """Model inputs of a data set's images: from a feature store, otherwise pixels decoded by a pool of threads.
 
     Decoding and resizing release the interpreter's lock, so that threads suffice and nothing is copied between
-    processes. Images on S3 are read several at a time, and only once where there is a cache.
+    processes. Images on S3 are read in parallel, and only once with a cache.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Images:
         self.store, self.transform, self.max_pixels, self.options = store, transform, max_pixels, options
         self.positions = store.locate(dataset.table["key"]) if store is not None else None
         if any(is_remote(uri) for uri in self.uris):
-            threads = max(threads, REMOTE_READS)
+            threads = max(threads, NUM_REMOTE_THREADS)
         self.pool = ThreadPoolExecutor(max(1, threads)) if store is None else None
 
     def __len__(self) -> int:

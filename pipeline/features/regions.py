@@ -1,7 +1,7 @@
-"""Detector features into the feature store: a run reads them in place of a backbone's (`features.hdf5`).
+"""Region features of a detector (`features.hdf5`), imported into the feature store in place of a backbone's features.
 
-Rows are padded with zeros to `features.max_regions`; the store keeps each one's length and boxes. Images are keyed by
-their id, because the photographs themselves need not be here.
+Rows are padded with zeros to `features.max_regions`; the store holds the length and the boxes of each row. Images are
+keyed by their id, because the image files need not exist.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ logger = logging.getLogger(__name__)
 
 
 def feature_width(dataset: Dataset, config: RunConfig) -> int:
-    """Width of the features, from the first image of the data set that the file has.
+    """Width of the features, from the first image of the data set that is in the file.
 
-    Raises UserError when it has none of them, and where the model needs boxes and the image comes without.
+    Raises UserError when no image is, and when the model needs boxes and the file has none for the image.
     """
-    with opened(region_file(config)) as file:
+    with open_regions(region_file(config)) as file:
         for image_id in dataset.column("image_id"):
-            found = file.get(f"{image_id}_features")
-            if found is not None and found.ndim == 2:
+            features = file.get(f"{image_id}_features")
+            if features is not None and features.ndim == 2:
                 if config.model.needs_boxes:
-                    _refuse_without_boxes(file, [image_id], config)
-                return int(found.shape[1])
+                    _require_boxes(file, [image_id], config)
+                return int(features.shape[1])
     first = dataset.column("image_id")[0]
     raise UserError(
         f"features.hdf5: {config.features.hdf5} has none of the {len(dataset)} images; expected <image id>_features, "
@@ -48,19 +48,19 @@ def feature_width(dataset: Dataset, config: RunConfig) -> int:
 
 
 def missing_regions(dataset: Dataset, config: RunConfig) -> dict[str, str]:
-    """{key: reason} of images (keyed by id) that the file has no features of; UserError as `import_regions`."""
-    with opened(region_file(config)) as file:
-        _refuse(file, dataset.column("image_id"), dataset.column("image_id"), config)
+    """{key: reason} of images (keyed by id) that are not in the file. Raises UserError as `import_regions`."""
+    with open_regions(region_file(config)) as file:
+        _check_file(file, dataset.column("image_id"), dataset.column("image_id"), config)
         rows = zip(dataset.column("key"), dataset.column("image_id"), strict=True)
         return {key: f"the file has no {image}_features" for key, image in rows if f"{image}_features" not in file}
 
 
 def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, dict[str, str]]:
-    """Features of the data set's images (keyed by id) from `features.hdf5`, those that the store lacks only.
+    """Imports those features of the data set's images (keyed by id) that the store lacks.
 
     Returns the store's folder and {key: reason} of images without usable features. Raises UserError when the file is
-    missing or no HDF5, its features have another width than the first, an image has more regions than the maximum, or
-    the model needs boxes and an image comes without. Memory: one shard.
+    missing or not HDF5, when widths differ, when an image has more regions than `features.max_regions`, and when the
+    model needs boxes and an image has none. Memory: one shard.
     """
     settings = config.features
     description = {"source": "hdf5", "file": ends_digest(region_file(config)), "regions": settings.max_regions}
@@ -73,21 +73,21 @@ def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, di
         f"features  {folder.name}: {len(dataset) - len(missing)} of {len(dataset)} images there, "
         f"{len(missing)} to import"
     )
-    bad: dict[str, str] = {}
+    unusable: dict[str, str] = {}
     width = feature_width(dataset, config)
-    with opened(region_file(config)) as file:
-        _refuse(file, dataset.column("image_id"), missing["image_id"].to_pylist(), config)
+    with open_regions(region_file(config)) as file:
+        _check_file(file, dataset.column("image_id"), missing["image_id"].to_pylist(), config)
         for start in range(0, len(missing), settings.rows_per_shard):
-            _import_shard(file, missing.slice(start, settings.rows_per_shard), width, folder, config, bad)
+            unusable |= _import_shard(file, missing.slice(start, settings.rows_per_shard), width, folder, config)
     if len(missing):
         write_index(folder)
-    write_quarantine(folder, dataset, bad, {})
+    write_quarantine(folder, dataset, unusable, {})
     mark_complete(folder, description, len(FeatureStore(folder)))
-    return folder, bad
+    return folder, unusable
 
 
 def region_file(config: RunConfig) -> Path:
-    """The HDF5 file that a configuration names; the embedded data set's is written when it is not there yet."""
+    """The HDF5 file that a configuration names; the synthetic data set's is written when it does not exist yet."""
     if config.features.hdf5 != SYNTHETIC or config.data.synthetic is None:
         return Path(str(config.features.hdf5)).expanduser().absolute()
     from pipeline.data.synthetic_regions import file_name, scene_regions
@@ -98,16 +98,16 @@ def region_file(config: RunConfig) -> Path:
     return path
 
 
-def _refuse(file: Any, image_ids: Sequence[int], new: Sequence[int], config: RunConfig) -> None:
-    """UserError for boxes that the model needs and the file lacks, and, among new images, for too many regions."""
+def _check_file(file: Any, image_ids: Sequence[int], new_ids: Sequence[int], config: RunConfig) -> None:
+    """Raises UserError for missing boxes that the model needs, and for too many regions of a new image."""
     if config.model.needs_boxes:
-        _refuse_without_boxes(file, image_ids, config)
+        _require_boxes(file, image_ids, config)
     if not config.features.truncate_regions:
-        _refuse_too_many(file, new, config)
+        _require_max_regions(file, new_ids, config)
 
 
-def _refuse_without_boxes(file: Any, image_ids: Sequence[int], config: RunConfig) -> None:
-    """An image without features is no matter here: it is quarantined."""
+def _require_boxes(file: Any, image_ids: Sequence[int], config: RunConfig) -> None:
+    """Images without features are not checked: they are quarantined."""
     for image_id in image_ids:
         if f"{image_id}_boxes" not in file and f"{image_id}_features" in file:
             raise UserError(
@@ -116,66 +116,66 @@ def _refuse_without_boxes(file: Any, image_ids: Sequence[int], config: RunConfig
             )
 
 
-def _refuse_too_many(file: Any, image_ids: Sequence[int], config: RunConfig) -> None:
+def _require_max_regions(file: Any, image_ids: Sequence[int], config: RunConfig) -> None:
     limit = config.features.max_regions
     for image_id in image_ids:
-        found = file.get(f"{image_id}_features")
-        if found is not None and found.ndim and found.shape[0] > limit:
+        features = file.get(f"{image_id}_features")
+        if features is not None and features.ndim and features.shape[0] > limit:
             raise UserError(
-                f"features.hdf5: image {image_id} has {found.shape[0]} regions, and features.max_regions is {limit}"
+                f"features.hdf5: image {image_id} has {features.shape[0]} regions, and features.max_regions is {limit}"
                 f"; raise it, or set features.truncate_regions to true to keep the first {limit} (sorted by confidence)"
             )
 
 
-def _import_shard(
-    file: Any, rows: pa.Table, width: int, folder: StoragePath, config: RunConfig, bad: dict[str, str]
-) -> None:
+def _import_shard(file: Any, rows: pa.Table, width: int, folder: StoragePath, config: RunConfig) -> dict[str, str]:
+    """Writes the usable images of `rows` as one shard. Returns {key: reason} of the others."""
     settings = config.features
-    kept: list[tuple[str, np.ndarray, np.ndarray | None]] = []
+    images: dict[str, tuple[np.ndarray, np.ndarray | None]] = {}
+    unusable = {}
     for key, image_id in zip(rows["key"].to_pylist(), rows["image_id"].to_pylist(), strict=True):
         try:
-            kept.append((key, *read_image(file, image_id, settings.max_regions, settings.stored_dtype)))
+            images[key] = read_image(file, image_id, settings.max_regions, settings.stored_dtype)
         except ValueError as error:
-            bad[key] = str(error)
-    if not kept:
-        return
-    for key, features, _ in kept:
+            unusable[key] = str(error)
+    if not images:
+        return unusable
+    padded = np.zeros((len(images), settings.max_regions, width), settings.stored_dtype)
+    boxes = np.zeros((len(images), settings.max_regions, 4), np.float32)
+    for row, (key, (features, corners)) in enumerate(images.items()):
         if features.shape[1] != width:
             raise UserError(
                 f"features.hdf5: {settings.hdf5} holds features of different widths: {width} of the first image, "
                 f"{features.shape[1]} of image {key.removeprefix('id-')}"
             )
-    lengths = [len(features) for _, features, _ in kept]
-    padded = np.zeros((len(kept), settings.max_regions, width), settings.stored_dtype)
-    boxes = np.zeros((len(kept), settings.max_regions, 4), np.float32)
-    for index, (_, features, corners) in enumerate(kept):
-        padded[index, : len(features)] = features
+        padded[row, : len(features)] = features
         if corners is not None:
-            boxes[index, : len(features)] = corners
-    has_boxes = any(corners is not None for _, _, corners in kept)
-    write_shard(folder, [key for key, _, _ in kept], padded, lengths, boxes if has_boxes else None)
+            boxes[row, : len(features)] = corners
+    lengths = [len(features) for features, _ in images.values()]
+    has_boxes = any(corners is not None for _, corners in images.values())
+    write_shard(folder, list(images), padded, lengths, boxes if has_boxes else None)
+    return unusable
 
 
-# Files of detector features, HDF5 (its only home): `<image_id>_features` and `<image_id>_boxes`.
-# The layout that the bottom-up and meshed-memory communities share: features (regions, C), boxes (regions, 4).
+# The layout that bottom-up attention and the Meshed-Memory Transformer use, in HDF5:
+# `<image_id>_features` (regions, C) and `<image_id>_boxes` (regions, 4).
 
-_ENDS = 16 * 2**20  # bytes hashed at each end of a file of many gigabytes
+_DIGEST_BYTES = 16 * 2**20  # at each end of a file
 
 
 def ends_digest(path: Path) -> str:
-    """Size and the first and last bytes: enough to tell files apart, without reading a hundred gigabytes."""
+    """Digest of a file's size and its first and last bytes: detector files have up to hundreds of gigabytes."""
     _require(path)
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
-        digest.update(file.read(_ENDS))
-        file.seek(max(0, size - _ENDS))
-        digest.update(file.read(_ENDS))
+        digest.update(file.read(_DIGEST_BYTES))
+        file.seek(max(0, size - _DIGEST_BYTES))
+        digest.update(file.read(_DIGEST_BYTES))
     return digest.hexdigest()
 
 
 def write_regions(path: Path, images: Iterator[tuple[int, np.ndarray, np.ndarray]]) -> None:
-    """(image id, features (R, C), boxes (R, 4)) as an HDF5 file of the shared layout, whole or not at all."""
+    """Writes (image id, features (R, C), boxes (R, 4)) as an HDF5 file in this layout, atomically."""
     import h5py
 
     with atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
@@ -184,8 +184,8 @@ def write_regions(path: Path, images: Iterator[tuple[int, np.ndarray, np.ndarray
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Any]:
-    """The open HDF5 file. Raises UserError when it is missing or no HDF5."""
+def open_regions(path: Path) -> Iterator[Any]:
+    """The open HDF5 file. Raises UserError when it is missing or not HDF5."""
     import h5py
 
     _require(path)
@@ -198,28 +198,28 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def read_image(file: Any, image_id: int, max_regions: int, dtype: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """Features (R, C) and boxes (R, 4) of one image, at most `max_regions` (files are sorted by confidence).
+    """Features (R, C) and boxes (R, 4) of one image: the first `max_regions`, which are the most confident ones.
 
-    Raises ValueError, its reason in words, for an image without usable features or with boxes that do not fit.
+    Raises ValueError with the reason for an image without usable features or with boxes that do not fit.
     """
-    found = file.get(f"{image_id}_features")
-    if found is None:
+    stored = file.get(f"{image_id}_features")
+    if stored is None:
         raise ValueError(f"the file has no {image_id}_features")
-    if found.ndim != 2 or not found.shape[0] or found.dtype.kind != "f":
-        raise ValueError(f"{image_id}_features has shape {found.shape} and dtype {found.dtype}, not (regions, width)")
+    if stored.ndim != 2 or not stored.shape[0] or stored.dtype.kind != "f":
+        raise ValueError(f"{image_id}_features has shape {stored.shape} and dtype {stored.dtype}, not (regions, width)")
     with np.errstate(over="ignore"):
-        features = found[:max_regions].astype(dtype)
+        features = stored[:max_regions].astype(dtype)
     if not np.isfinite(features).all():
         raise ValueError(f"{image_id}_features is not finite in {dtype}")
-    boxes = file.get(f"{image_id}_boxes")
-    if boxes is None:
+    stored_boxes = file.get(f"{image_id}_boxes")
+    if stored_boxes is None:
         return features, None
-    if boxes.shape != (found.shape[0], 4):
-        raise ValueError(f"{image_id}_boxes has shape {boxes.shape}, not ({found.shape[0]}, 4)")
-    kept = boxes[:max_regions].astype(np.float32)
-    if not np.isfinite(kept).all():
+    if stored_boxes.shape != (stored.shape[0], 4):
+        raise ValueError(f"{image_id}_boxes has shape {stored_boxes.shape}, not ({stored.shape[0]}, 4)")
+    boxes = stored_boxes[:max_regions].astype(np.float32)
+    if not np.isfinite(boxes).all():
         raise ValueError(f"{image_id}_boxes is not finite")
-    return features, kept
+    return features, boxes
 
 
 def _require(path: Path) -> None:

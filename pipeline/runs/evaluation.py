@@ -10,9 +10,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from models.constraints import Machine
 from pipeline.data.dataset import Dataset
 from pipeline.data.synthetic import main_object_accuracy
 from pipeline.runs.folder import RunFolder
@@ -20,6 +19,9 @@ from pipeline.scoring.metrics import RUN_METRICS, score_captions
 from pipeline.scoring.result_files import read_predictions
 from pipeline.scoring.split_result import ConstraintCounts, Hypothesis, SplitResult, mean_alignment
 from pipeline.storage.atomic import write_json
+
+if TYPE_CHECKING:
+    from models.constraints import Machine
 
 logger = logging.getLogger(__name__)
 

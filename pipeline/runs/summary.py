@@ -60,14 +60,17 @@ def published_table(columns: list[str], config: RunConfig, split: str, uris: lis
 
 
 def validation_lines(config: RunConfig, by_stage: Mapping[str, float]) -> Iterator[str]:
-    """Validation CIDEr-D after each stage, and the gain of SCST over cross entropy."""
-    yield "validation CIDEr-D  " + ", ".join(f"{name} {value:.4f}" for name, value in by_stage.items())
+    """Validation CIDEr-D after each stage, and the gain of SCST over cross entropy.
+
+    Computed on PTB tokens, as the score table; during training it is computed on the vocabulary's tokens.
+    """
+    yield "validation CIDEr-D (PTB tokens)  " + ", ".join(f"{name} {value:.4f}" for name, value in by_stage.items())
     objectives = {stage.name: stage.objective for stage in config.stages}
     best = {objectives[name]: value for name, value in sorted(by_stage.items(), key=lambda item: item[1])}
     before, after = best.get("cross_entropy"), best.get("scst")
     if before is not None and after is not None:
         gain = after - before
-        yield f"                    SCST {'gains' if gain >= 0 else 'LOSES'} {abs(gain):.4f} over cross entropy"
+        yield f"{'':33}SCST {'gains' if gain >= 0 else 'LOSES'} {abs(gain):.4f} over cross entropy"
 
 
 def report_images(result: SplitResult, part: Dataset, options: StorageOptions) -> list[ReportImage]:

@@ -12,6 +12,7 @@ from pipeline.scoring.metrics import Scores
 class Hypothesis(NamedTuple):
     """A caption found by beam search.
 
+    tokens: its token ids, with EOS unless it was cut off at the length limit, and padding.
     log_prob: sum of the log-probabilities of its tokens, EOS included.
     alignment: agreement of words and image tokens (`models.alignment`); only for the best caption of a single model.
     num_satisfied: number of its image's constraints that it satisfies; None for an image without constraints.
@@ -21,12 +22,12 @@ class Hypothesis(NamedTuple):
     log_prob: float
     alignment: float | None = None
     num_satisfied: int | None = None
+    tokens: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """One entry of an n-best file; what was not computed is left out."""
-        values = self._asdict()
-        values["held"] = values.pop("num_satisfied")
-        return {key: value for key, value in values.items() if value is not None}
+        values = {"caption": self.caption, "log_prob": self.log_prob, "alignment": self.alignment}
+        return {key: value for key, value in (values | {"held": self.num_satisfied}).items() if value is not None}
 
 
 class ConstraintCounts(NamedTuple):

@@ -34,6 +34,7 @@ from pipeline.runs.folder import RunFolder
 from pipeline.runtime.context import Context, gather_objects
 from pipeline.runtime.cpu import prepare_processor
 from pipeline.runtime.weights import load_weights
+from pipeline.scoring.split_result import Hypothesis
 from pipeline.storage.cache import image_cache
 from pipeline.storage.path import StoragePath
 from pipeline.training.batches import Batch, Batches, CaptionTokens
@@ -245,10 +246,11 @@ class StageRun:
     def _validate(self) -> None:
         begin, progress = time.monotonic(), self.progress
         settings = self.folder.config.evaluation
-        captions = caption_images(self.captioner, self.validation, self.vocabulary, settings, self.context)
-        score = self._score(captions)
+        best = caption_images(self.captioner, self.validation, self.vocabulary, settings, self.context)
+        score = self._score(best)
         if score > progress.best_score:
             progress.best_score, progress.best_step, progress.since_best = score, progress.step, 0
+            captions = {image: hypothesis.caption for image, hypothesis in best.items()}
             self.output.save_best(self.captioner, progress.step, captions)
         else:
             progress.since_best += 1
@@ -259,12 +261,12 @@ class StageRun:
         self.output.save_checkpoint(self.captioner, self.optimizer, progress)
         self.context.report({"stage": self.stage.name, "step": progress.step, "validation_CIDEr-D": score})
 
-    def _score(self, captions: dict[int, str]) -> float:
-        """Mean CIDEr-D of captions by image id, in the field's scale (1.404 for 140.4); the same on every rank."""
-        rows = [self.vocabulary.encode(caption.split()) for caption in captions.values()]
+    def _score(self, best: dict[int, Hypothesis]) -> float:
+        """Mean CIDEr-D of the best captions, in the field's scale (1.404 for 140.4); the same on every rank."""
+        rows = [hypothesis.tokens for hypothesis in best.values()]
         width = max(len(row) for row in rows)
-        tokens = torch.tensor([row + [self.vocabulary.pad] * (width - len(row)) for row in rows])
-        return float(self.validation_reward(tokens, list(captions)).mean())
+        tokens = torch.tensor([[*row, *[self.vocabulary.pad] * (width - len(row))] for row in rows])
+        return float(self.validation_reward(tokens, list(best)).mean())
 
     def _apply_stopping_rules(self, score: float) -> None:
         """Lowers the rate on a plateau; ends the stage when it stops improving or SCST fails. Equal on all ranks."""
