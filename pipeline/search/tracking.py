@@ -1,6 +1,6 @@
 """A search on the tracker: the search as a parent run, every trial as a child, fed from the book.
 
-Like the tracker of runs (`pipeline/tracking/mlflow_client.py`, whose connection this uses) it repeats nothing,
+Like the tracker of runs (`pipeline/tracking/run_sync.py`) it repeats nothing,
 remembers in the search's folder what was sent, and costs a search nothing when it is down.
 """
 
