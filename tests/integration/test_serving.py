@@ -22,7 +22,9 @@ import pytest
 from pipeline.captioning.bundle import load_bundle
 from pipeline.captioning.service import CaptionService
 from pipeline.runs.run_bundle import bundle_run
-from pipeline.tracking.mlflow_client import register_model, sync, tracking_uri
+from pipeline.tracking.mlflow_client import tracking_uri
+from pipeline.tracking.registry import register_model
+from pipeline.tracking.run_sync import sync
 from tests.support.runs import prepare_run
 
 BLOCKED = ("ray", "boto3", "botocore", "jobs", "tests")
