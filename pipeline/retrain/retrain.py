@@ -28,7 +28,7 @@ from pipeline.retrain.decision_page import decision_page
 from pipeline.runs.check import check_data
 from pipeline.scoring.bootstrap import RESAMPLES, Difference, paired_difference
 from pipeline.scoring.metrics import score_captions
-from pipeline.storage.lease import Lease, LeaseHolder, LostLeaseError, take_lease
+from pipeline.storage.lease import Lease, LeaseRecord, LostLeaseError, take_lease
 from pipeline.storage.path import StoragePath
 from pipeline.storage.tables import from_bytes, to_bytes
 
@@ -76,7 +76,7 @@ def retrain(config: RunConfig, work: Work) -> int:
     """
     held_out.held_out_split(config)  # refuse before anything is written
     ledger, lease = _begin(config)
-    if isinstance(lease, LeaseHolder):
+    if isinstance(lease, LeaseRecord):
         logger.info(f"lease     held by {lease}; nothing to do here")
         return 0
     return _while_held(lease, lambda: _Retraining(config, work, ledger, lease).execute(), "promoted")
@@ -94,7 +94,7 @@ def rollback(config: RunConfig) -> int:
     return _while_held(lease, lambda: _Retraining(config, None, ledger, lease).roll_back(), "rolled back")
 
 
-def _begin(config: RunConfig, by_force: bool = False) -> tuple[Ledger, Lease | LeaseHolder]:
+def _begin(config: RunConfig, by_force: bool = False) -> tuple[Ledger, Lease | LeaseRecord]:
     ledger = Ledger(config.storage_place, config.name)
     above = ledger.read().token
     where, seconds = ledger.folder / LEASE, config.retrain.lease_seconds

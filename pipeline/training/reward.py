@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from pipeline.data.vocabulary import EOS, PAD, SOS, Vocabulary
 from pipeline.scoring.cider import CiderD
-from pipeline.storage.atomic import atomic_path
+from pipeline.storage.atomic import atomic_path, file_lock
 
 # Sources that decide what an index holds: a change in one of them builds cached indexes anew.
 INDEX_SOURCES = ("data/vocabulary.py", "scoring/cider.py", "training/reward.py")
@@ -118,9 +117,7 @@ def _cached(folder: Path, digest: str, build: Callable[[], CiderD]) -> CiderD:
     path = folder / f"ciderd-{digest}.safetensors"
     built = None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # falls with the process
+        with file_lock(path.with_suffix(".lock")):
             try:
                 found = CiderD.load(path)
                 os.utime(path)
