@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from pipeline.data.vocabulary import EOS, PAD, SOS, Vocabulary
 from pipeline.scoring.cider import CiderD
-from pipeline.storage.atomic import atomic_path
+from pipeline.storage.atomic import atomic_path, file_lock
 
 # The sources that decide an index's content: after a change in one of them cached indexes are built again.
 INDEX_SOURCES = ("data/vocabulary.py", "scoring/cider.py", "scoring/ngram_keys.py", "training/reward.py")
@@ -117,9 +116,7 @@ def _cached(folder: Path, digest: str, build: Callable[[], CiderD]) -> CiderD:
     path = folder / f"ciderd-{digest}.safetensors"
     built = None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it when the process ends
+        with file_lock(path.with_suffix(".lock")):
             try:
                 cached = CiderD.load(path)
                 os.utime(path)
