@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from models.constraints import Machine
+from models.constraints import ConstraintAutomaton
 from pipeline.captioning.captioning import Hypothesis
 from pipeline.config.sections import WorkersSection
 from pipeline.runs.folder import RunFolder
@@ -14,7 +14,7 @@ def caption_splits(
     splits: tuple[str, ...],
     store: StoragePath,
     excluded: tuple[str, ...],
-    machines: dict[int, Machine],
+    machines: dict[int, ConstraintAutomaton],
 ) -> dict[str, dict[int, Hypothesis]]:
     """{split: {image id: its best caption}} by the run's final weights, from stored features.
 
@@ -40,7 +40,7 @@ def _caption_share(
     excluded: tuple[str, ...],
     rank: int,
     count: int,
-    machines: dict[int, Machine],
+    machines: dict[int, ConstraintAutomaton],
 ) -> dict[str, dict[int, Hypothesis]]:
     from models.captioner import Captioner
     from models.registry import build_model

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.cluster import start_ray
-from models.constraints import Machine
+from models.constraints import ConstraintAutomaton
 from pipeline.captioning.captioning import Hypothesis
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
@@ -112,7 +112,7 @@ def _regions(dataset: Dataset, config: RunConfig) -> tuple[Dataset, str]:
     return dataset.without(sorted(bad)), store.uri
 
 
-def _machines(file: Path, bundle: Path, parts: dict[str, Dataset]) -> dict[int, Machine]:
+def _machines(file: Path, bundle: Path, parts: dict[str, Dataset]) -> dict[int, ConstraintAutomaton]:
     """The constraints of the images in `parts`; UserError where none of them has any."""
     from pipeline.captioning.constraints import build_machines, read_constraints
     from pipeline.data.vocabulary import Vocabulary
@@ -182,7 +182,7 @@ def caption_dataset(
     config: RunConfig,
     features: str | None,
     folder: Path,
-    machines: Mapping[int, Machine] | None = None,
+    machines: Mapping[int, ConstraintAutomaton] | None = None,
 ) -> tuple[dict[int, list[Hypothesis]], dict[int, str]]:
     """Captions by image id from one Ray task a worker, and {image id: reason} of images that cannot be read.
 
@@ -219,7 +219,7 @@ def _share(
     config: RunConfig,
     rank: int,
     count: int,
-    machines: dict[int, Machine],
+    machines: dict[int, ConstraintAutomaton],
 ) -> tuple[dict[int, list[Hypothesis]], dict[int, str]]:
     from pipeline.captioning.bundle import load_bundle
     from pipeline.captioning.captioning import caption_share

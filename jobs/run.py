@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.cluster import start_ray
-from models.constraints import Machine
+from models.constraints import ConstraintAutomaton
 from pipeline.config.run import RunConfig, dump_config, total_steps
 from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
@@ -282,7 +282,7 @@ class _Run:
         folder.push("COMPLETE.json")
         logger.info(table)
 
-    def _machines(self, dataset: Dataset) -> dict[int, Machine]:
+    def _machines(self, dataset: Dataset) -> dict[int, ConstraintAutomaton]:
         """The constraints of test images, where the configuration names a file."""
         from pipeline.captioning.constraints import build_machines, read_constraints
 

@@ -17,14 +17,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from models.base import CaptionModel, Memory, real_tokens
+from models.base import CaptionModel, Memory, valid_tokens
 
 
-def aligned_words(image: Tensor, words: Tensor, real: Tensor | None, counted: Tensor) -> Tensor:
-    """(B, T) True for the words that agree: image (B, N, D), words (B, T, D), real (B, N) or None, counted (B, T)."""
+def aligned_words(image: Tensor, words: Tensor, valid_mask: Tensor | None, counted: Tensor) -> Tensor:
+    """(B, T) True for the words that agree.
+
+    image (B, N, D), words (B, T, D), valid_mask (B, N) or None, counted (B, T) True for the words that count.
+    """
     products = image @ words.mT  # (B, N, T)
-    if real is not None:
-        products = products.masked_fill(~real[:, :, None], -torch.inf)
+    if valid_mask is not None:
+        products = products.masked_fill(~valid_mask[:, :, None], -torch.inf)
     nearest = products.argmax(1)  # (B, T) the image token of each word
     back = products.masked_fill(~counted[:, None], -torch.inf)
     back = back.gather(1, nearest[:, :, None].expand(-1, -1, words.shape[1])).argmax(2)
@@ -40,7 +43,7 @@ def alignment_scores(model: CaptionModel, memory: Memory, tokens: Tensor) -> Ten
     """
     tokens = tokens[:, : model.sizes.max_positions]
     sizes, states = model.sizes, []
-    hook = model.output.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))  # type: ignore[union-attr]
+    hook = model.lm_head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))  # type: ignore[union-attr]
     training = model.training
     model.eval()
     try:
@@ -51,5 +54,5 @@ def alignment_scores(model: CaptionModel, memory: Memory, tokens: Tensor) -> Ten
     ended = (tokens == sizes.eos).cumsum(1) > 0
     counted = ~ended & (tokens != sizes.sos) & (tokens != sizes.pad)
     image = memory.states[:, -1] if memory.states.ndim == 4 else memory.states
-    agree = aligned_words(image.float(), states[0].float(), real_tokens(memory.lengths, image.shape[1]), counted)
+    agree = aligned_words(image.float(), states[0].float(), valid_tokens(memory.lengths, image.shape[1]), counted)
     return agree.sum(1) / counted.sum(1)  # 0 / 0 is NaN

@@ -50,7 +50,7 @@ class Memory:
     """What the encoder leaves for the decoder.
 
     states: (B, N, D), or (B, levels, N, D) where a model keeps every encoder level.
-    lengths: (B,) numbers of real image tokens, or None when all N are real.
+    lengths: (B,) numbers of valid image tokens, or None when all N are valid.
     boxes: (B, N, 4) region boxes, for the models that need them.
     """
 
@@ -76,7 +76,7 @@ class Cache(ABC):
     beams: int
 
     @abstractmethod
-    def widen(self, beams: int) -> Cache:
+    def expand_beams(self, beams: int) -> Cache:
         """`beams` of them continue from the one beam that each image had so far: what all share is computed once.
 
         Raises ValueError when there are more. The old cache must not be used afterwards.
@@ -211,8 +211,8 @@ def check_positions(length: int, max_positions: int) -> None:
         )
 
 
-def real_tokens(lengths: Tensor | None, count: int) -> Tensor | None:
-    """(B, N) True where an image token is real; None when all are."""
+def valid_tokens(lengths: Tensor | None, count: int) -> Tensor | None:
+    """(B, N) True where an image token is valid (not padding); None when all are."""
     if lengths is None:
         return None
     return torch.arange(count, device=lengths.device) < lengths[:, None]

@@ -52,14 +52,14 @@ def sequence_groups(matrix: Tensor, threshold: float = THRESHOLD) -> Tensor:
 
 
 def grid_groups(
-    matrix: Tensor, rows: int, columns: int, real: Tensor | None = None, threshold: float = THRESHOLD
+    matrix: Tensor, rows: int, columns: int, valid_mask: Tensor | None = None, threshold: float = THRESHOLD
 ) -> Tensor:
     """(N,) the group of each cell, from C (N, N), in the order of their first cells.
 
-    real (N,) False at dummies, which are in no group: -1.
+    valid_mask (N,) False at dummies, which are in no group: -1.
     """
     joined = matrix.tolist()
-    there = [True] * (rows * columns) if real is None else real.tolist()
+    there = [True] * (rows * columns) if valid_mask is None else valid_mask.tolist()
     labels, count = [-1] * (rows * columns), 0
     for first in range(rows * columns):
         if labels[first] >= 0 or not there[first]:
@@ -117,8 +117,8 @@ def _image_groups(
                  else sequence_groups(matrices[n - 1], threshold) for n in layers]  # fmt: skip
         return _stacked(found, count), (rows, columns)
     rows = model.config.region_rows if two else 1
-    real, order = arrangement.real[0].cpu(), arrangement.order[0].cpu()
-    found = [grid_groups(matrices[n - 1], rows, len(order) // rows, real, threshold) if two
+    valid_mask, order = arrangement.valid_mask[0].cpu(), arrangement.order[0].cpu()
+    found = [grid_groups(matrices[n - 1], rows, len(order) // rows, valid_mask, threshold) if two
              else sequence_groups(matrices[n - 1], threshold) for n in layers]  # fmt: skip
     return _stacked([labels[order.argsort()][:count] for labels in found], count), None
 

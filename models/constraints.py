@@ -27,15 +27,15 @@ MAX_STATES = 256  # eight constraints of single words; the beams of all states r
 
 
 @dataclass(frozen=True)
-class Machine:
+class ConstraintAutomaton:
     """The finite-state machine of one image's constraints; state 0 is the start.
 
-    held: for each state, how many of the `count` constraints a caption in it holds. `steps[state]` maps the words that
-    matter there to the next state; every other word leads to `rest[state]`.
+    num_satisfied: for each state, how many of the `count` constraints a caption in it satisfies. `steps[state]` maps
+    the words that matter there to the next state; every other word leads to `rest[state]`.
     """
 
     count: int
-    held: tuple[int, ...]
+    num_satisfied: tuple[int, ...]
     steps: tuple[dict[int, int], ...]
     rest: tuple[int, ...]
 
@@ -47,7 +47,7 @@ class Machine:
         return state
 
 
-def build_machine(constraints: Sequence[Constraint], vocabulary_size: int) -> Machine:
+def build_automaton(constraints: Sequence[Constraint], vocabulary_size: int) -> ConstraintAutomaton:
     """The machine that tells which of the constraints (of word ids) a caption holds.
 
     The last words are followed through a tree of all alternatives, from a word that breaks one off to the longest other
@@ -97,21 +97,24 @@ def build_machine(constraints: Sequence[Constraint], vocabulary_size: int) -> Ma
         steps.append(own)
         rest.append(place(held, ()))
     held_counts = tuple(held.bit_count() for held, _ in places)
-    return Machine(len(constraints), held_counts, tuple(steps), tuple(rest))
+    return ConstraintAutomaton(len(constraints), held_counts, tuple(steps), tuple(rest))
 
 
 @dataclass
 class ConstrainedCaptions(Captions):
-    """held: (B, n) int64, how many of its image's constraints a caption holds; -1 for a surplus (score -inf)."""
+    """num_satisfied: (B, n) int64, how many of its image's constraints a caption satisfies.
 
-    held: Tensor
+    -1 where there are fewer captions than asked for (score -inf).
+    """
+
+    num_satisfied: Tensor
 
 
 @torch.no_grad()
 def constrained_beam_search(
     models: Models,
     memories: Memories,
-    machines: Sequence[Machine],
+    machines: Sequence[ConstraintAutomaton],
     *,
     beam_size: int,
     max_length: int,
@@ -121,16 +124,18 @@ def constrained_beam_search(
 ) -> ConstrainedCaptions:
     """The `num_results` best captions of each image that hold its constraints, best first.
 
-    at_least: how many of an image's constraints must hold; None for all. Where a beam holds that many, only such
-    captions are returned; where none does, those that hold the most (`held` says how many). Otherwise as `beam_search`,
-    with `beam_size` beams in every state: the cost grows with the largest machine's states.
-    Raises ValueError unless there is one machine an image and 1 <= num_results <= beam_size.
+    `at_least` is how many of an image's constraints must be satisfied; None for all. If any beam satisfies that many,
+    only such captions are returned; otherwise those that satisfy the most (`num_satisfied` gives the number). For the
+    rest the search is `beam_search` with `beam_size` beams in every state: the cost grows with the number of states of
+    the largest automaton. Raises ValueError unless there is one automaton per image and 1 <= num_results <= beam_size.
     """
     if beam_size < 1 or not 1 <= num_results <= beam_size:
         raise ValueError(
             f"num_results = {num_results} and beam_size = {beam_size}: expected 1 <= num_results <= beam_size"
         )
-    states = max((len(machine.held) for machine in machines), default=1)  # without machines the count is refused below
+    states = max(
+        (len(machine.num_satisfied) for machine in machines), default=1
+    )  # without machines the count is refused below
     decoder = _Decoder(models, memories, states * beam_size, max_length)
     sizes, total, device = decoder.sizes, len(decoder.images), decoder.device
     if len(machines) != total:
@@ -162,7 +167,7 @@ def constrained_beam_search(
     return _best(results, machines, sizes, beam_size, num_results, at_least, length_normalization)
 
 
-def _transitions(machines: Sequence[Machine], states: int, vocabulary: int, device: torch.device) -> Tensor:
+def _transitions(machines: Sequence[ConstraintAutomaton], states: int, vocabulary: int, device: torch.device) -> Tensor:
     """(B, S, V) the next state; -1 in the places of states that a smaller machine does not have."""
     table = torch.full((len(machines), states, vocabulary), -1, dtype=torch.int16)
     for image, machine in enumerate(machines):
@@ -207,7 +212,7 @@ def _extend(
 
 def _best(
     results: _Beams,
-    machines: Sequence[Machine],
+    machines: Sequence[ConstraintAutomaton],
     sizes: ModelSizes,
     beam_size: int,
     num_results: int,
@@ -216,7 +221,9 @@ def _best(
 ) -> ConstrainedCaptions:
     """Of all states' beams, first by whether they hold enough (or by how many they hold), then by score."""
     states = results.scores.shape[1] // beam_size
-    held = torch.tensor([[*m.held, *[-1] * (states - len(m.held))] for m in machines], device=results.scores.device)
+    held = torch.tensor(
+        [[*m.num_satisfied, *[-1] * (states - len(m.num_satisfied))] for m in machines], device=results.scores.device
+    )
     held = held.repeat_interleave(beam_size, 1)
     needed = [m.count if at_least is None else min(at_least, m.count) for m in machines]
     enough = torch.tensor(needed, device=held.device)[:, None]

@@ -30,7 +30,7 @@ _DYNAMIC_MAPS = ("cond_embed", "key_linear", "class_a_embed", "class_b_embed", "
 
 def upstream_names(config: ExpansionNetConfig) -> dict[str, tuple[str, ...]]:
     """Our parameters of an ExpansionNet v2 and the upstream ones whose rows make them up, in order."""
-    names: dict[str, tuple[str, ...]] = {"words.weight": ("out_embedder.embed.weight",)}
+    names: dict[str, tuple[str, ...]] = {"token_embedding.weight": ("out_embedder.embed.weight",)}
     names["positions.weight"] = ("pos_encoder.weight",)
 
     def linear(own: str, *theirs: str) -> None:
@@ -38,12 +38,12 @@ def upstream_names(config: ExpansionNetConfig) -> dict[str, tuple[str, ...]]:
             names[f"{own}.{part}"] = tuple(f"{name}.{part}" for name in theirs)
 
     def expansion(own: str, theirs: str, maps: tuple[str, ...]) -> None:
-        linear(f"{own}.maps", *(f"{theirs}.{name}" for name in maps))
+        linear(f"{own}.in_proj", *(f"{theirs}.{name}" for name in maps))
         names[f"{own}.queries"] = (f"{theirs}.query_exp_vectors.weight",)
         names[f"{own}.biases"] = (f"{theirs}.bias_exp_vectors.weight",)
 
     linear("input", "input_linear")
-    linear("output", "vocab_linear")
+    linear("lm_head", "vocab_linear")
     for side, theirs in (("encoder", "enc"), ("decoder", "dec")):
         linear(f"{side}_sum.map", f"{theirs}_reduce_group")
         linear(f"{side}_sum.norm", f"{theirs}_reduce_norm")
@@ -61,7 +61,7 @@ def upstream_names(config: ExpansionNetConfig) -> dict[str, tuple[str, ...]]:
             linear(f"{own}.{norm}", f"{up}.norm_{number}")
         linear(f"{own}.cross.query", f"{up}.mha.Wq")
         linear(f"{own}.cross.key_value", f"{up}.mha.Wk", f"{up}.mha.Wv")
-        linear(f"{own}.cross.output", f"{up}.mha.out_linear")
+        linear(f"{own}.cross.out_proj", f"{up}.mha.out_linear")
         linear(f"{own}.feed_forward.inner", f"{up}.ff.linear_1")
         linear(f"{own}.feed_forward.outer", f"{up}.ff.linear_2")
     return names

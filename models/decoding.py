@@ -83,7 +83,7 @@ class _Decoder:
         if len(outputs) > 1:
             log_probs = torch.logsumexp(torch.stack(outputs), 0).sub_(math.log(len(outputs)))
         if first:
-            self.caches = [cache.widen(self.beams) for cache in self.caches]
+            self.caches = [cache.expand_beams(self.beams) for cache in self.caches]
             log_probs = log_probs.repeat_interleave(self.beams, 0)
         return log_probs
 

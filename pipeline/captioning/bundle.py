@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from models.captioner import Captioner
     from models.transform import ImageTransform
 
-FORMAT = 1
+FORMAT = 2  # 2: parameters have the names in_proj, out_proj, token_embedding and lm_head
 
 
 @dataclass
@@ -115,6 +115,11 @@ def load_bundle(folder: Path) -> Bundle:
     if version > FORMAT:
         raise ValueError(
             f"{folder} is a bundle of format {version}; this version of raycap reads up to {FORMAT}: update raycap"
+        )
+    if version < FORMAT:
+        raise ValueError(
+            f"{folder} is a bundle of format {version}, whose parameters have other names; this version of raycap "
+            f"reads format {FORMAT}: import or train the model again"
         )
     where = str(folder / "config.yaml")
     vocabulary = _read(folder / "vocabulary.json", Vocabulary.load)

@@ -12,7 +12,7 @@ import torch
 from models.alignment import alignment_scores
 from models.base import Memory
 from models.captioner import Captioner
-from models.constraints import Machine, build_machine, constrained_beam_search
+from models.constraints import ConstraintAutomaton, build_automaton, constrained_beam_search
 from models.decoding import Captions, beam_search
 from pipeline.config.sections import EvaluationSection
 from pipeline.data.images import BadImage
@@ -25,13 +25,13 @@ class Hypothesis(NamedTuple):
     """A caption and the sum of its tokens' log-probabilities, EOS with them.
 
     alignment: of an image's best caption by a single model, how far words and image tokens agree (`models.alignment`).
-    held: how many of its image's constraints it holds; None without constraints.
+    num_satisfied: how many of its image's constraints it holds; None without constraints.
     """
 
     caption: str
     log_prob: float
     alignment: float | None = None
-    held: int | None = None
+    num_satisfied: int | None = None
 
 
 def caption_images(
@@ -54,7 +54,7 @@ def caption_share(
     world_size: int,
     device: torch.device,
     bad: dict[int, str] | None = None,
-    machines: Mapping[int, Machine] | None = None,
+    machines: Mapping[int, ConstraintAutomaton] | None = None,
     align: bool = False,
 ) -> dict[int, list[Hypothesis]]:
     """The `settings.num_results` best captions of every `world_size`-th image from `rank` on; needs no process group.
@@ -104,7 +104,7 @@ def _caption(
     vocabulary: Vocabulary,
     settings: EvaluationSection,
     device: torch.device,
-    machines: Mapping[int, Machine],
+    machines: Mapping[int, ConstraintAutomaton],
     align: bool,
 ) -> dict[int, list[Hypothesis]]:
     ids = [int(images[0].image_ids[row]) for row in rows]
@@ -135,7 +135,7 @@ def _encoded(captioner: Captioner, images: Images, rows: np.ndarray, device: tor
 def _search(
     captioners: Sequence[Captioner],
     memories: Sequence[Memory],
-    machines: Sequence[Machine | None],
+    machines: Sequence[ConstraintAutomaton | None],
     vocabulary: Vocabulary,
     settings: EvaluationSection,
 ) -> tuple[Captions, list[list[int | None]]]:
@@ -145,12 +145,12 @@ def _search(
     if not any(machines):
         found = beam_search(models, memories, beam_size=beam, max_length=longest, num_results=best)
         return found, [[None] * best for _ in machines]
-    none = build_machine([], len(vocabulary))
+    none = build_automaton([], len(vocabulary))
     own_machines = [own or none for own in machines]
     constrained = constrained_beam_search(
         models, memories, own_machines, beam_size=beam, max_length=longest, num_results=best
     )
-    held = constrained.held.tolist()
+    held = constrained.num_satisfied.tolist()
     return constrained, [
         [own if machine is not None or own < 0 else None for own in row]
         for row, machine in zip(held, machines, strict=True)

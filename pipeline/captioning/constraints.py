@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from models.constraints import Machine, build_machine
+from models.constraints import ConstraintAutomaton, build_automaton
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
 
@@ -73,7 +73,7 @@ def unknown_words(alternatives: Iterable[str], vocabulary: Vocabulary) -> list[s
     return [word for word in words if word not in vocabulary.ids]
 
 
-def build_machines(constraints: Constraints, vocabulary: Vocabulary, where: str) -> dict[int, Machine]:
+def build_machines(constraints: Constraints, vocabulary: Vocabulary, where: str) -> dict[int, ConstraintAutomaton]:
     """The machine of each image's constraints. UserError for a word outside the vocabulary, and for too many.
 
     where: the file's name, for the sentence.
@@ -93,7 +93,7 @@ def build_machines(constraints: Constraints, vocabulary: Vocabulary, where: str)
                 raise UserError(f"constraints {where}: image {image} has the constraint {alternatives}, without a word")
             ids.append([tuple(vocabulary.ids[word] for word in words) for words in tokens])
         try:
-            machines[image] = build_machine(ids, len(vocabulary))
+            machines[image] = build_automaton(ids, len(vocabulary))
         except ValueError as error:
             raise UserError(f"constraints {where}: image {image}: {error}") from error
     return machines

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from models.constraints import Machine
+from models.constraints import ConstraintAutomaton
 from pipeline.captioning.captioning import Hypothesis
 from pipeline.captioning.constraints import Held
 from pipeline.data.dataset import Dataset
@@ -46,7 +46,7 @@ def score_file(dataset: Dataset, path: Path, metrics: tuple[str, ...] = METRICS)
 
 def summarize_search(
     best: Mapping[int, Hypothesis],
-    machines: Mapping[int, Machine],
+    machines: Mapping[int, ConstraintAutomaton],
     what: str,
 ) -> dict[str, Any]:
     """What the search itself tells of a split's best captions: "alignment", the mean over images, and "constraints".
@@ -58,7 +58,7 @@ def summarize_search(
     found: dict[str, Any] = {"alignment": sum(aligned) / len(aligned) if aligned else None, "constraints": None}
     if aligned:
         logger.info(f"{what}alignment of words and patches {found['alignment']:.3f}")
-    asked = {image: (best[image].held or 0, machines[image].count) for image in best if image in machines}
+    asked = {image: (best[image].num_satisfied or 0, machines[image].count) for image in best if image in machines}
     if asked:
         held = Held.of(asked.values())
         lacking = [image for image, (own, total) in asked.items() if own < total]

@@ -12,6 +12,7 @@ import torch
 
 from jobs.cli import main
 from jobs.constraints import constraints as make_constraints
+from models.base import Features
 from pipeline.captioning.bundle import load_bundle
 from pipeline.captioning.captioning import caption_share
 from pipeline.captioning.constraints import Held, build_machines, read_constraints, write_constraints
@@ -75,9 +76,9 @@ def test_other_files_are_refused_with_their_line(tmp_path: Path, line: str, word
 def test_a_word_outside_the_vocabulary_is_refused() -> None:
     machines = build_machines({7: (("red cat", "mat"),)}, WORDS, "c.jsonl")
     ids = WORDS.ids
-    assert machines[7].held[machines[7].follow([ids["red"], ids["cat"]])] == 1
-    assert machines[7].held[machines[7].follow([ids["red"], ids["mat"]])] == 1
-    assert machines[7].held[machines[7].follow([ids["red"], ids["sits"], ids["cat"]])] == 0
+    assert machines[7].num_satisfied[machines[7].follow([ids["red"], ids["cat"]])] == 1
+    assert machines[7].num_satisfied[machines[7].follow([ids["red"], ids["mat"]])] == 1
+    assert machines[7].num_satisfied[machines[7].follow([ids["red"], ids["sits"], ids["cat"]])] == 0
     with pytest.raises(UserError, match="image 7 needs the word 'dog', which is not among the model's 11 words"):
         build_machines({7: (("red dog",),)}, WORDS, "c.jsonl")
     with pytest.raises(UserError, match="without a word"):
@@ -186,8 +187,8 @@ class FewImages(Images):
         self.features, self.image_ids = features, np.arange(len(features)) + 1
         self.uris = [""] * len(features)
 
-    def load(self, rows: np.ndarray) -> torch.Tensor:
-        return self.features[rows]
+    def load(self, rows: np.ndarray) -> Features:
+        return Features(self.features[rows])
 
 
 def test_captions_hold_their_constraints_and_others_are_as_before(tmp_path: Path) -> None:
@@ -201,10 +202,10 @@ def test_captions_hold_their_constraints_and_others_are_as_before(tmp_path: Path
     found = caption_share([bundle.captioner], [images], WORDS, settings, 0, 1, device, None, machines, True)
     for image in (1, 3, 4):
         assert found[image][0].caption == plain[image][0].caption
-        assert found[image][0].held is None
-    assert all(own.held == 2 and "mat" in own.caption.split() for own in found[2])
+        assert found[image][0].num_satisfied is None
+    assert all(own.num_satisfied == 2 and "mat" in own.caption.split() for own in found[2])
     assert all("red cat" in own.caption or "sits" in own.caption for own in found[2])
-    assert all(own.held == 1 and "the" in own.caption.split() for own in found[5])
+    assert all(own.num_satisfied == 1 and "the" in own.caption.split() for own in found[5])
     assert all(own[0].alignment is not None and own[1].alignment is None for own in found.values())
     said: list[str] = []
     best = {image: own[0] for image, own in found.items()}

@@ -261,17 +261,17 @@ def test_regions_are_arranged_by_their_boxes(seed: int, count: int, rows: int) -
     x = torch.randn(3, count, 2)
     for image in range(3):
         expected = literal_arrangement(boxes[image, : lengths[image]], rows, columns)
-        assert found.real[image].tolist() == [region is not None for region in expected]
+        assert found.valid_mask[image].tolist() == [region is not None for region in expected]
         for cell, region in enumerate(expected):
             if region is not None:
                 assert int(found.order[image, cell]) == region
         sequence = found.row_by_row()
         assert sequence.order[image, : lengths[image]].tolist() == [r for r in expected if r is not None]
-        assert int(sequence.real[image].sum()) == lengths[image]
+        assert int(sequence.valid_mask[image].sum()) == lengths[image]
     assert torch.equal(found.undo(found.apply(x), count), x)
     assert torch.equal(found.row_by_row().undo(found.row_by_row().apply(x), count), x)
     without = arrange_regions(boxes, None, rows)
-    assert int(without.real.sum()) == 3 * count
+    assert int(without.valid_mask.sum()) == 3 * count
 
 
 @torch.no_grad()
@@ -281,12 +281,12 @@ def test_dummies_never_enter_between_real_regions() -> None:
         boxes, lengths = torch.rand(2, 13, 4), torch.tensor([count, 13])
         arrangement = arrange_regions(boxes, lengths, 3)
         cells = arrangement.apply(torch.randn(2, 13, 4, dtype=FLOAT64))
-        poisoned = cells.masked_fill(~arrangement.real[:, :, None], torch.nan)
+        poisoned = cells.masked_fill(~arrangement.valid_mask[:, :, None], torch.nan)
         maps = layers(2, 4, 2)
         clean = computed([cells.view(2, 3, 5, 4)] * 2, maps)[-1]
         found = computed([poisoned.view(2, 3, 5, 4)] * 2, maps)[-1]
         for image in range(2):
-            real = arrangement.real[image]
+            real = arrangement.valid_mask[image]
             assert torch.equal(found[image][real][:, real], clean[image][real][:, real])
 
 

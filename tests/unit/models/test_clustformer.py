@@ -93,7 +93,7 @@ def literal_attention(layer: ClusteredAttention, x: Tensor, matrix: Tensor | Non
     """Equation 2 head by head; x (N, D)."""
     count, width = x.shape
     size = width // layer.num_heads
-    q, k, v = layer.maps(x).split(width, -1)
+    q, k, v = layer.in_proj(x).split(width, -1)
     mixed = torch.zeros(count, width, dtype=x.dtype)
     for head in range(layer.num_heads):
         part = slice(head * size, (head + 1) * size)
@@ -107,7 +107,7 @@ def literal_attention(layer: ClusteredAttention, x: Tensor, matrix: Tensor | Non
                 elif layer.reading == "literal":
                     weights = weights.softmax(-1)
             mixed[n, part] = weights @ v[places][:, part]
-    return layer.output(mixed)
+    return layer.out_proj(mixed)
 
 
 class Literal:
@@ -164,7 +164,7 @@ class Literal:
 
     def decode(self, states: Tensor, tokens: Tensor) -> Tensor:
         model, config = self.model, self.config
-        y = model.words.weight[tokens] * config.d_model**0.5 + sinusoids(len(tokens), config.d_model)
+        y = model.token_embedding.weight[tokens] * config.d_model**0.5 + sinusoids(len(tokens), config.d_model)
         seen = torch.ones(len(y), len(y), dtype=torch.bool).tril()
         inputs: list[Tensor] = []
         for layer in model.decoder:
@@ -179,7 +179,7 @@ class Literal:
             y = self.residual(y, layer.cross(asked[None], key, value, None)[0], layer.cross_norm)
             inside = self.layer_inputs(layer, y, layer.feed_forward_norm)
             y = self.residual(y, layer.feed_forward(inside), layer.feed_forward_norm)
-        return model.output(model.decoder_norm(y))
+        return model.lm_head(model.decoder_norm(y))
 
 
 @torch.no_grad()
@@ -308,7 +308,7 @@ def test_gradients_reach_every_parameter() -> None:
         for name, parameter in model.named_parameters():
             gradient = parameter.grad
             assert gradient is not None and bool(gradient.isfinite().all()), name
-            if not name.endswith(("words.weight", "bias")):
+            if not name.endswith(("token_embedding.weight", "bias")):
                 assert bool((gradient != 0).any()), (variant, name)
 
 

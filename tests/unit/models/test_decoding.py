@@ -40,7 +40,7 @@ def tiny(seed: int, vocabulary: int = 4, positions: int = 8, **changes: object) 
     sizes = ModelSizes(5, vocabulary, positions, sos=0, eos=1, pad=2)
     model = build_model(ExpansionNetConfig(**values), sizes).double().eval()  # type: ignore[arg-type]
     with torch.no_grad():
-        model.output.weight.mul_(2)  # type: ignore[union-attr, operator]
+        model.lm_head.weight.mul_(2)  # type: ignore[union-attr, operator]
     return model
 
 
@@ -79,7 +79,7 @@ def follow_steps(model: CaptionModel, memory: Memory, beams: int, steps: int, ge
     history = torch.empty(images * beams, 0, dtype=torch.int64)
     for step in range(steps):
         if step == alone:
-            beams, cache, history = wide, cache.widen(wide), history.repeat_interleave(wide, 0)
+            beams, cache, history = wide, cache.expand_beams(wide), history.repeat_interleave(wide, 0)
         if step == steps // 2 and images > 1:
             kept = torch.randperm(images, generator=generator)[: images - 1]
             memory, cache = memory.select(kept), cache.keep_images(kept)
@@ -214,7 +214,7 @@ def test_an_image_alone_is_decoded_as_in_a_batch() -> None:
     """Images end at different times and leave the batch; what stays must not notice."""
     model = tiny(4, vocabulary=6, positions=12)
     with torch.no_grad():
-        model.output.bias[1] += 1.0  # type: ignore[union-attr, index, operator]
+        model.lm_head.bias[1] += 1.0  # type: ignore[union-attr, index, operator]
     features = features_for(9)
     together = beam_search(model, model.encode(Features(features)), beam_size=3, max_length=12, num_results=3)
     assert len(set(together.lengths.max(1).values.tolist())) > 1
@@ -402,7 +402,7 @@ def test_all_beams_begin_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
         return step(tokens, cache)
 
     monkeypatch.setattr(model, "step", counted)
-    model.output.bias[model.sizes.eos] = -1e4  # type: ignore[operator, union-attr, index]
+    model.lm_head.bias[model.sizes.eos] = -1e4  # type: ignore[operator, union-attr, index]
     beam_search(model, model.encode(Features(torch.randn(2, 5, 7, dtype=torch.float64))), beam_size=4, max_length=5)
     assert rows == [2, 8, 8, 8]
 
@@ -434,8 +434,8 @@ def test_the_residual_dropouts_of_steps_are_those_of_teacher_forcing() -> None:
 @torch.no_grad()
 def test_no_more_words_than_top_k_are_drawn() -> None:
     model = small_model(5)
-    model.output.weight.zero_()  # type: ignore[operator, union-attr]
-    model.output.bias.zero_()  # type: ignore[operator, union-attr]
+    model.lm_head.weight.zero_()  # type: ignore[operator, union-attr]
+    model.lm_head.bias.zero_()  # type: ignore[operator, union-attr]
     memory = model.encode(Features(torch.randn(1, 5, 7, dtype=torch.float64)))
     found = sample(model, memory, num_samples=200, max_length=2, top_k=3)
     assert len(set(found.tokens[0, :, 1].tolist())) == 3
@@ -453,7 +453,7 @@ def test_edges_are_sentences() -> None:
     memory = model.encode(Features(torch.randn(2, 5, 7, dtype=torch.float64)))
     for wide in (model, MaterializedModel(model)):  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="2 beams already"):
-            wide.init_cache(memory, 2).widen(3)
+            wide.init_cache(memory, 2).expand_beams(3)
 
 
 def test_not_a_number_is_drawn_without_an_index_error() -> None:

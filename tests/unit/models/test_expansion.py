@@ -217,7 +217,7 @@ def test_static_dropout_stands_where_the_reference_has_it() -> None:
     ours = layer(x, None)
     on_m, *others = layer.dropout.masks
     on_expanded, on_streams = others[:2], others[2:]
-    key, *values, gate = layer.maps(x).chunk(4, -1)
+    key, *values, gate = layer.in_proj(x).chunk(4, -1)
     m = layer.queries @ key.mT / 6**0.5 * on_m.mT
     streams = []
     for index, signed in enumerate((m, -m)):
@@ -238,7 +238,7 @@ def test_dynamic_dropout_stands_where_the_reference_has_it() -> None:
     ours = layer(x)
     on_m, *others = layer.dropout.masks
     on_expanded, on_streams = others[:2], others[2:]
-    condition, key, *values, gate = layer.maps(x).chunk(5, -1)
+    condition, key, *values, gate = layer.in_proj(x).chunk(5, -1)
     queries = (condition[:, :, None] + layer.queries).flatten(1, 2)
     biases = (condition[:, :, None] + layer.biases).flatten(1, 2)
     m = queries @ key.mT / width**0.5 * on_m.flatten(1, 2)  # (B, s N_E, t)
@@ -286,11 +286,11 @@ def test_initial_weights_are_the_references() -> None:
     bound = (6 / (64 + 64)) ** 0.5
     mixer = model.decoder[0].mixer
     assert isinstance(mixer, DynamicExpansion)
-    for block in mixer.maps.weight.chunk(5):
+    for block in mixer.in_proj.weight.chunk(5):
         assert bound * 0.97 < block.abs().max() <= bound
     vectors = (6 / (50 + 64)) ** 0.5
     assert vectors * 0.95 < model.encoder[0].mixer.queries.abs().max() <= vectors  # type: ignore[union-attr]
-    assert model.words.weight.abs().max() <= (6 / (11 + 64)) ** 0.5
+    assert model.token_embedding.weight.abs().max() <= (6 / (11 + 64)) ** 0.5
     assert bool((model.encoder[0].mixer_norm.weight == 1).all())
 
 

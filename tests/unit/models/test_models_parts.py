@@ -25,7 +25,7 @@ from models.config import BackboneConfig, ClustFormerConfig, ExpansionNetConfig,
 from models.convert import PUBLISHED_GROUPS, Inferred, backbone_config, complete_config, infer_swin
 from models.decoding import beam_search
 from models.expansionnet import ExpansionNet
-from models.layers import MASKED_SCORE, attend, kept_for_steps
+from models.layers import MASKED_SCORE, attend, cached_for_steps
 from models.macs import TABLE_6_SIZES, cost
 from models.registry import build_model
 from pipeline.captioning.bundle import load_bundle, save_bundle
@@ -166,7 +166,8 @@ def test_bundles_that_are_none_are_refused(tmp_path: Path) -> None:
     save_bundle(folder, ours, vocabulary, name="small", info={})
     text = (folder / "config.yaml").read_text()
     for change, words in (
-        (("format: 1", "format: 2"), "format 2; this version of raycap reads up to 1"),
+        (("format: 2", "format: 3"), "format 3; this version of raycap reads up to 2"),
+        (("format: 2", "format: 1"), "format 1, whose parameters have other names; .* reads format 2: import or train"),
         (("d_model: 8", "d_modle: 8"), "model.d_modle is unknown"),
         (("d_model: 8", "d_model: 16"), "this configuration needs"),
         (("num_decoder_layers: 3", "num_decoder_layers: 4"), "lacks 'model.decoder.3"),
@@ -411,7 +412,7 @@ def test_the_executed_products_are_those_that_torch_counts(mixers: dict[str, Any
     sizes = ModelSizes(40, 50, 30, sos=0, eos=1, pad=2)
     model = build_model(config, sizes).eval()
     assert isinstance(model, ExpansionNet)
-    model.output.bias[1] = -1e4
+    model.lm_head.bias[1] = -1e4
     features = torch.randn(2, 9, 40)
 
     def counted(run: Any) -> tuple[float, Any]:
@@ -483,7 +484,7 @@ def eight_steps(model: CaptionModel, memory: Memory, beams: int) -> None:
     """As captions are decoded: all beams of an image begin as one."""
     cache = model.init_cache(memory, 1)
     _, cache = model.step(torch.zeros(2, dtype=torch.int64), cache)
-    cache = cache.widen(beams)
+    cache = cache.expand_beams(beams)
     for _ in range(7):
         _, cache = model.step(torch.zeros(2 * beams, dtype=torch.int64), cache)
 
@@ -526,7 +527,7 @@ def test_attention_of_few_queries_is_torchs(precision: torch.dtype, queries: int
     bias = torch.zeros(2, 1, 1, 11).masked_fill_(torch.rand(2, 1, 1, 11, generator=generator) < 0.3, MASKED_SCORE)
     bias = bias.to(precision)
     exact = F.scaled_dot_product_attention(query.double(), key.double(), value.double(), attn_mask=bias.double())
-    kept = kept_for_steps(key, value)
+    kept = cached_for_steps(key, value)
     assert kept[0].mT.is_contiguous() and kept[1].is_contiguous()
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[precision]
     for pair in ((key, value), kept):
