@@ -122,41 +122,43 @@ class DynamicExpansion(Expansion):
         tokens' own expanded vectors are part of the backward one.
         """
         with full_precision(x):
-            condition, key, value_positive, value_negative, gate = self._project(x).chunk(5, -1)
-            by_condition = torch.bmm(condition, key.mT)  # (B, s, t)
-            by_vector = torch.matmul(key, self.queries.t()).mT  # (B, N_E, t)
-            m = self.dropout(by_condition[:, :, None] + by_vector[:, None])  # (B, s, N_E, t)
-            forward_mask, backward_mask = self._masks(m, valid_mask)
-            forward, backward = dynamic_weights(m, forward_mask, backward_mask, self.epsilon)  # (2, B, s, N_E, t)
-            by_token = backward.sum(3).mT.unbind()  # (B, t, s)
-            offset = torch.matmul(backward.sum(2).mT, self.biases).unbind()  # (B, t, D)
-            rows = backward.flatten(2, 3).mT  # (2, B, t, s N_E)
-            if not self.long_form:
-                rows = self.drop_vectors(rows)
-            columns = forward.flatten(2, 3).unbind()  # (B, s N_E, u)
-            values = (value_positive, value_negative)
-            streams = []
-            for out, tokens, row, column, value in zip(offset, by_token, rows.unbind(), columns, values, strict=True):
-                out = torch.baddbmm(out, tokens, condition)
-                if self.long_form:
-                    expanded = self.dropout(torch.bmm(column, value))  # (B, s N_E, D), before its bias
-                    streams.append(torch.baddbmm(out, row, expanded))
-                else:
-                    streams.append(torch.baddbmm(out, torch.bmm(row, column), value))
-            return gated(gate, self.dropout(streams[0]), self.dropout(streams[1]))
+            return self._expand(self._project(x), valid_mask)
+
+    def _expand(self, projected: Tensor, valid_mask: Tensor | None) -> Tensor:
+        """Equations 1 to 8 from C, K, V1, V2 and the gate, projected (B, L, 5 D); (B, L, D)."""
+        condition, key, value_positive, value_negative, gate = projected.chunk(5, -1)
+        by_condition = torch.bmm(condition, key.mT)  # (B, s, t)
+        by_vector = torch.matmul(key, self.queries.t()).mT  # (B, N_E, t)
+        m = self.dropout(by_condition[:, :, None] + by_vector[:, None])  # (B, s, N_E, t)
+        forward_mask, backward_mask = self._masks(m, valid_mask)
+        forward, backward = dynamic_weights(m, forward_mask, backward_mask, self.epsilon)  # (2, B, s, N_E, t)
+        by_token = backward.sum(3).mT.unbind()  # (B, t, s)
+        offset = torch.matmul(backward.sum(2).mT, self.biases).unbind()  # (B, t, D)
+        rows = backward.flatten(2, 3).mT  # (2, B, t, s N_E)
+        if not self.long_form:
+            rows = self.drop_vectors(rows)
+        columns = forward.flatten(2, 3).unbind()  # (B, s N_E, u)
+        values = (value_positive, value_negative)
+        streams = []
+        for out, tokens, row, column, value in zip(offset, by_token, rows.unbind(), columns, values, strict=True):
+            out = torch.baddbmm(out, tokens, condition)
+            if self.long_form:
+                expanded = self.dropout(torch.bmm(column, value))  # (B, s N_E, D), before its bias
+                streams.append(torch.baddbmm(out, row, expanded))
+            else:
+                streams.append(torch.baddbmm(out, torch.bmm(row, column), value))
+        return gated(gate, self.dropout(streams[0]), self.dropout(streams[1]))
 
     def _project(self, x: Tensor) -> Tensor:
         """C, K, V1, V2 and the gate, side by side: (..., 5 D)."""
         return self.in_proj(x.to(self.in_proj.weight.dtype))
 
     def _masks(self, m: Tensor, valid_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Which t each (s, n) sees and which (s, n) reach each t, as 0 and 1."""
+        """1 where the vectors of s take from token t, and where they give to it; 0 elsewhere. None: no mask."""
         if self.causal:
             length = m.shape[-1]
-            forward_mask = torch.ones(length, length, dtype=m.dtype, device=m.device).tril_()[
-                :, None
-            ]  # (s, 1, t): t <= s
-            return forward_mask, forward_mask.transpose(0, 2)
+            earlier = torch.ones(length, length, dtype=m.dtype, device=m.device).tril_()  # t <= s
+            return earlier[:, None], earlier[:, None].transpose(0, 2)
         if valid_mask is None:
             return None, None
         return valid_mask[:, None, None].to(m.dtype), valid_mask[:, :, None, None].to(m.dtype)  # over t, over s
@@ -171,14 +173,25 @@ class DynamicExpansion(Expansion):
         vectors, width = self.queries.shape
         return 3 * vectors * width + 6 * slots * width + 2 * slots * vectors * length
 
+    def plain_step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
+        """The next token of each beam in evaluation, x (B*K, D) -> (B*K, D), in the form that is easy to check.
+
+        ancestors (B, K, t): the slots that each beam has come through, its new one last. The projections of past tokens
+        are cached; every beam expands its whole path anew, as `forward` does, and the last row is the result.
+        """
+        with full_precision(x):
+            images, beams, length = ancestors.shape
+            (cached,) = slots.append("projected", self._project(x).view(1, images, beams, -1))  # (B, slots, 5 D)
+            path = ancestors.flatten(1)[:, :, None].expand(-1, -1, cached.shape[-1])
+            return self._expand(cached.gather(1, path).view(images * beams, length, -1), None)[:, -1]
+
     def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
-        """The next token of each beam: x (B*K, D) -> (B*K, D). Causal only; without this layer's own dropouts.
+        """`plain_step`, optimized: a step takes time in proportion to the path's length, not to its square.
 
-        ancestors (B, K, t): the slots that each beam has come through, its new one last. All beams of an image share
-        its slots: products run over all slots of the image, then each beam picks (or sets) those of its ancestors.
-
-        A step is many small operations: the streams share them, and so do both directions, what the new vectors take
-        from the past tokens and what the new token takes from the past vectors.
+        Causal only, without this layer's own dropouts. Forward weights of past vectors do not change, so that they are
+        cached too. All beams of an image share its slots: products run over all slots of the image, then each beam
+        picks (or sets) those of its ancestors. A step is many small operations: the streams share them, and so do both
+        directions, what the new vectors take from the past tokens and what the new token takes from the past vectors.
         """
         with full_precision(x):
             images, beams, length = ancestors.shape

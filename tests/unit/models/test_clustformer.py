@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,9 +17,12 @@ from models.config import ClustFormerConfig
 from models.decoding import beam_search
 from models.layers import Dropout, sinusoids
 from models.registry import build_model
-from tests.unit.models.test_clusters import literal_matrices
-from tests.unit.models.test_decoding import follow_steps
-from tests.unit.models.test_expansion import SIZES, exact
+from tests.support.models import (
+    SIZES,
+    exact,
+    follow_steps,
+    literal_matrices,
+)
 
 VARIANTS: tuple[dict[str, Any], ...] = (
     {},
@@ -33,15 +35,6 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"attention": "renormalized", "clustered_encoder_layers": (2,), "clustered_decoder_layers": (2,)},
 )
 REGIONS: dict[str, Any] = {"inputs": "regions", "region_rows": 2, "sampling": 1}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Small tensors: more threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def small_clustformer(seed: int, **changes: Any) -> ClustFormer:

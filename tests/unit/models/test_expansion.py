@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,36 +16,12 @@ from models.expansion_weights import dynamic_weights, static_weights
 from models.expansionnet import ExpansionNet
 from models.layers import Dropout, dropout, set_dropout
 from models.registry import build_model
-
-SIZES = ModelSizes(feature_width=7, vocabulary_size=11, max_positions=12, sos=0, eos=1, pad=2)
-MIXERS = (
-    {"static_expansion": (2, 5, 3), "dynamic_expansion": 3},
-    {"static_expansion": None, "encoder_dynamic_expansion": 2, "dynamic_expansion": None},
-    {"static_expansion": None, "dynamic_expansion": 4},
-    {"static_expansion": (6,), "dynamic_expansion": None},
+from tests.support.models import (
+    MIXERS,
+    SIZES,
+    exact,
+    small_model,
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Small tensors: more threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def small_model(seed: int, **changes: object) -> ExpansionNet:
-    """A float64 model in evaluation."""
-    torch.manual_seed(seed)
-    values = {"d_model": 8, "d_ff": 12, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 2} | changes
-    model = build_model(ExpansionNetConfig(**values), SIZES)  # type: ignore[arg-type]
-    assert isinstance(model, ExpansionNet)
-    return model.double().eval()
-
-
-def exact(ours: Tensor, theirs: Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
 @given(st.integers(0, 10**6), st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 4), st.data())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,8 +16,11 @@ from models.config import MeshedMemoryConfig
 from models.layers import Dropout, sinusoids
 from models.meshed_memory import MeshedMemoryTransformer
 from models.registry import build_model
-from tests.unit.models.test_decoding import follow_steps
-from tests.unit.models.test_expansion import SIZES, exact
+from tests.support.models import (
+    SIZES,
+    exact,
+    follow_steps,
+)
 
 VARIANTS: tuple[dict[str, Any], ...] = (
     {},
@@ -27,15 +29,6 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"gates": "softmax", "num_encoder_layers": 3},
     {"attention": "on_attention", "num_encoder_layers": 1},
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Small tensors: more threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def small_meshed(seed: int, **changes: Any) -> MeshedMemoryTransformer:
