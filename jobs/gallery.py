@@ -67,7 +67,7 @@ def _maps(
     import torch
 
     from models.attention_maps import cross_attention
-    from models.attribution import integrated_gradients
+    from models.attribution import Quadrature, integrated_gradients
     from models.cluster_groups import find_clusters
     from pipeline.captioning.bundle import load_bundle
     from pipeline.reports.cluster_pictures import layer_colors
@@ -93,7 +93,7 @@ def _maps(
             memory = model.encode(features)
         own: dict[str, Any] = {"attention": drawn(cross_attention(model, memory, ids[None])[-1, 0, : len(words)])}
         if (split, image) in attributed and time.monotonic() - begin < SECONDS:
-            spoke = integrated_gradients(model, features, ids, steps=STEPS, most_steps=STEPS)
+            spoke = integrated_gradients(model, features, ids, quadrature=Quadrature.exactly(STEPS))
             own["attribution"] = drawn(spoke.head(len(words)).shares())
         clusters = find_clusters(model, features, ids[: len(words) + 1])
         if clusters is not None:

@@ -3,8 +3,9 @@
 G = D_v D_t^T are the products of the encoder's output and the last decoder states of the caption's words. Word t
 agrees when the image token that it is nearest to, v = argmax G[., t], is nearest to it among the words: argmax G[v, .]
 is t. The score of a caption is the share of its words that agree. The paper counts coincidences of the two maxima and
-normalizes "this number" without a formula; the share of the words is the reading taken. Where it says nothing: a word's
-state is that behind the word itself, not the one that predicted it; SOS, EOS, PAD and padded image tokens do not count.
+normalizes "this number" without a formula; here it is divided by the number of words. The paper
+leaves two things open: a word's state here is that after the word itself, not the one that predicted it; and SOS, EOS,
+PAD and padded image tokens do not count.
 
 It is defined for any model whose image tokens and words have one width; of a model that keeps every encoder level, the
 last. Scores of different widths or data are comparable only with care: a random model does not have 0.

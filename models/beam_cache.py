@@ -1,7 +1,7 @@
 """The decoder's memory between steps: a tree of slots that the beams of an image share.
 
-Each step adds one slot a beam. A beam is the path of slots it came through (`ancestors`), so that choosing beams
-reorders a small table of integers and copies nothing of what a slot holds. Products run over all slots of an image,
+Each step adds one slot per beam. A beam is the path of its slots (`ancestors`), so that choosing beams reorders a small
+table of integers and copies no slot. Products run over all slots of an image,
 which its beams share anyway, and each beam then picks the results of its own path.
 
 Shapes: B images, K beams, t steps so far. Slots are numbered as they were made, those of one step beam by beam.
@@ -20,7 +20,7 @@ FIRST_CAPACITY = 20  # steps, enough for most captions; doubled when they are no
 
 
 class TreeSlots:
-    """What one layer keeps of each token: tensors (G, B, slots, ...) with any leading G."""
+    """The cached tensors of one layer, (G, B, slots, ...) with any leading G."""
 
     def __init__(self, beams: int) -> None:
         self.beams = beams

@@ -1,10 +1,10 @@
 """Clusters that can be shown: groups of patches, regions and words that Ada-ClustFormer's matrices C hold together.
 
-C is soft; its paper's Figure 5 draws hard groups and does not say how. Here, in every layer and on the stacked matrix:
+C is soft; its paper's Figure 5 draws hard groups without saying how. Here, in every layer and on the stacked matrix:
 
-- words stand together in runs from left to right: a run that starts at word s goes on while C[s, k] >= 0.5. C does not
+- words form runs from left to right: a run that starts at word s continues while C[s, k] >= 0.5. C does not
   grow with k for one s, so the run is all that its first word is held together with;
-- cells of a grid (patches, or regions as they are arranged) stand together with the first of them, row by row, in the
+- cells of a grid (patches, or regions as they are arranged) join the first of them, row by row, in the
   same way: those with C[first, k] >= 0.5 that a path of such neighbors, up, down, left or right, leads to. Neighbors
   alone would not do: C is near 1 between most of them, so that a chain of them joins what C holds apart.
 

@@ -13,7 +13,7 @@ bounding box, so that C is symmetric although its top-left corner may be neither
 
 Choices where the paper is open. The product starts at k = i + 1: the factor k = i has no sub-sequence to join.
 Stacking (equation 6) is of the matrices, as written; "conditional" stacks the conditionals in the same way before
-multiplying them, as Tree Transformer does. One C a layer for all heads, equation 3 has no index for them. Down-up
+multiplying them, as Tree Transformer does. One C per layer for all heads, as equation 3 has no index for them. Down-up
 sampling pools means of the members that exist (an odd length has a smaller last group), and repeats each entry.
 """
 
@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-State = tuple[Tensor, ...]  # what a layer hands to the next one's equation 6; empty before the first
+State = tuple[Tensor, ...]  # of equation 6, from one layer to the next; empty before the first
 
 
 def conditional_scores(own: Tensor, context: Tensor, bias: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """Ada-ClustFormer (Hu, Wang, Yang et al. 2022): self-attention inside soft clusters of patches and of words.
 
-Shapes: B images, N image tokens, C feature width (and the clustering matrix), K captions an image, R = B*K rows,
+Shapes: B images, N image tokens, C feature width (and the clustering matrix), K captions per image, R = B*K rows,
 T caption tokens, D width, H heads, V vocabulary. `models/clusters.py` has the clustering matrix itself.
 
 A layer's self-attention weights are multiplied by its clustering matrix, one for all heads and stacked on the layers
-below (equation 6), separately in encoder and decoder; cross-attention has none. The decoder is causal as it stands: C
+below (equation 6), separately in encoder and decoder; cross-attention has none. The decoder is causal: C
 between words j <= t is a function of the words j to t, and a step needs one prefix sum and one row of each layer.
 
 Choices where the paper is open, and why. Where C multiplies: the weights after the softmax, without a second one. The
@@ -145,11 +145,11 @@ class Clustered(nn.Module):
 
 @dataclass
 class Stack:
-    """C on its way up the layers: of the layer just passed, at full size, and what equation 6 adds the next one to."""
+    """C from layer to layer: the last layer's at full size, and the state that equation 6 stacks the next one on."""
 
     matrix: Tensor | None = None  # (B, N, N), or a row (R, t)
     state: State = ()
-    trace: list[Tensor] = field(default_factory=list)  # the matrix of every layer, where somebody asks
+    trace: list[Tensor] = field(default_factory=list)  # the matrix of every layer, if it is recorded
 
 
 class EncoderLayer(Clustered):
@@ -272,7 +272,7 @@ class ClustFormer(CaptionModel):
         self.lm_head = lm_head(config, sizes, self.token_embedding)
 
     def init_weights(self) -> None:
-        """Xavier uniform; the maps of C as `ClusterMaps` says; biases as PyTorch draws them."""
+        """Xavier uniform; the maps of C as in `ClusterMaps`; biases as PyTorch draws them."""
         for module in self.modules():
             if isinstance(module, ClusteredAttention | CrossAttention | FeedForward | ClusterMaps):
                 module.init_weights()
@@ -351,7 +351,7 @@ class ClustFormer(CaptionModel):
         return None, Layout(rows, columns, config.sampling)
 
     def _window(self, layout: Layout, clusters: str, like: Tensor) -> Tensor | None:
-        """(1, N, N), the fixed window that stands in for C; None where C is adaptive or there is none."""
+        """(1, N, N), the fixed window in place of C; None where C is adaptive or there is none."""
         if self.config.window is None or clusters == "none":
             return None
         return window_matrix(layout.rows, layout.columns, self.config.window, like.device)[None]

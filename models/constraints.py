@@ -1,11 +1,11 @@
-"""Constrained beam search (Anderson, Fernando, Johnson, Gould 2017): captions that must hold given words; any model.
+"""Constrained beam search (Anderson, Fernando, Johnson, Gould 2017): captions that must contain given words; any model.
 
-A constraint is a set of alternatives, each one word or several in a row; a caption holds it when it holds one of them.
-The constraints of an image become a finite-state machine. Its states say which of them are held so far and, between the
-words of a longer alternative, how far the last words have come. The search keeps a beam for every state, so that a
+A constraint is a set of alternatives, each one word or several in a row; a caption satisfies it when it contains one
+of them. The constraints of an image become a finite-state automaton. A state records which of them are satisfied and,
+within a longer alternative, how much of it the last words match. The search keeps a beam for every state, so that a
 caption on its way to a rare word is not crowded out by more probable ones that never get there.
 
-Shapes: B images, S states, K beams a state, R = B*S*K rows, T caption tokens, V vocabulary.
+Shapes: B images, S states, K beams per state, R = B*S*K rows, T caption tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_STATES = 256  # eight constraints of single words; the beams of all states r
 
 @dataclass(frozen=True)
 class ConstraintAutomaton:
-    """The finite-state machine of one image's constraints; state 0 is the start.
+    """The finite-state automaton of one image's constraints; state 0 is the start.
 
     num_satisfied: for each state, how many of the `count` constraints a caption in it satisfies; `num_required` of them
     must be. `steps[state]` maps the words that matter there to the next state; every other word leads to `rest[state]`.
@@ -51,7 +51,7 @@ class ConstraintAutomaton:
 def build_automaton(
     constraints: Sequence[Constraint], vocabulary_size: int, at_least: int | None = None
 ) -> ConstraintAutomaton:
-    """The machine that tells which of the constraints (of word ids) a caption holds.
+    """The automaton that tracks which constraints (of word ids) a caption satisfies; `at_least` of them are required.
 
     The last words are followed through a tree of all alternatives, from a word that breaks one off to the longest other
     that may have begun (Aho and Corasick 1975). Raises ValueError for an empty constraint, a word outside the

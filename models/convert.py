@@ -1,7 +1,7 @@
 """Upstream checkpoints as ours: one map of names for each upstream project.
 
 The reference of ExpansionNet v2 keeps each linear map on its own; here the maps of one input are fused into one weight,
-whose row blocks stand in the order of the map below.
+whose row blocks are in the order of the map below.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def join_rows(
 
 @dataclass(frozen=True)
 class Inferred:
-    """What an upstream captioner's tensors say of its configuration; they hold neither the groups nor the heads."""
+    """The configuration that an upstream captioner's tensors imply; they determine neither the groups nor the heads."""
 
     model: dict[str, Any]
     feature_width: int
@@ -187,7 +187,7 @@ def check_given_positions(positions: int, given: Mapping[str, Any]) -> None:
 
 
 def infer_swin(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What a Swin's tensors say of its configuration, as `BackboneConfig` values; both namings.
+    """The configuration that a Swin's tensors imply, as `BackboneConfig` values; for both namings.
 
     The image size is read off the shifted windows' masks where the file has them (the original naming does).
     Raises ValueError for tensors that are no Swin.

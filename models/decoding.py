@@ -1,6 +1,6 @@
 """Decoding as free functions over `init_cache` and `step`: greedy, sampling, beam search; one model or an ensemble.
 
-Shapes: B images, K beams or samples an image, R = B*K rows, T caption tokens, V vocabulary.
+Shapes: B images, K beams or samples per image, R = B*K rows, T caption tokens, V vocabulary.
 
 `models` and `memories` are one model and its memory, or equally long sequences: an ensemble averages probabilities.
 Log-probabilities are float32 (float64 for a float64 model) and outside autocast, whatever the model ran in.
@@ -28,7 +28,7 @@ Memories = Memory | Sequence[Memory]
 class Captions:
     """n captions of each of B images, T the longest of them.
 
-    tokens: (B, n, T) int64 with SOS and, where the caption ended, EOS; PAD behind.
+    tokens: (B, n, T) int64 with SOS and, where the caption ended, EOS; PAD after that.
     log_probs: (B, n, T) float32, each token's own; 0 at SOS and behind the end.
     lengths: (B, n) int64, tokens counting SOS and EOS.
     scores: (B, n) float32, what they are ranked by: the mean log-probability over `lengths`, or the sum.
@@ -41,7 +41,7 @@ class Captions:
 
 
 class Decoder:
-    """One or several models that read the same tokens, for the images that are not finished yet (`images`)."""
+    """One or several models that decode the same tokens, for the images that are not finished yet (`images`)."""
 
     def __init__(self, models: Models, memories: Memories, beams: int, max_length: int) -> None:
         self.models = [models] if isinstance(models, CaptionModel) else list(models)
@@ -65,7 +65,7 @@ class Decoder:
         self.beams = beams
         self.device = memories[0].states.device
         self.images = torch.arange(memories[0].batch_size, device=self.device)
-        # all beams of an image begin alike, so that the first step is made once an image; dropout makes them differ
+        # all beams of an image start alike, so that the first step runs once per image; dropout makes them differ
         self.together = not any(model.training for model in self.models)
         if not len(self.images):
             raise ValueError("a memory of no images; nothing can be decoded")
@@ -128,11 +128,11 @@ def sample(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Captions:
-    """`num_samples` captions an image, each token drawn from softmax(logits / temperature) among the `top_k` best.
+    """`num_samples` captions per image, each token drawn from softmax(logits / temperature) among the `top_k` best.
 
     `max_length` counts SOS and EOS; a caption that has not ended by then has no EOS. (The reference's sampler counts
     without SOS: its 20 is 21 here.) `log_probs` are the model's own, at temperature 1 and without top-k.
-    The draw is one uniform number a row and step from `generator`, so it is reproducible.
+    The draw is one uniform number per row and step from `generator`, so that it is reproducible.
     """
     if num_samples < 1:
         raise ValueError(f"num_samples is {num_samples}; it must be 1 or more")
@@ -151,7 +151,7 @@ def sample(
                 best, words = log_probs.topk(top_k, -1)
                 log_probs = torch.full_like(log_probs, -torch.inf).scatter_(1, words, best)
             log_probs = log_probs.log_softmax(-1)
-        # a number for every row, finished or not: what a row draws does not depend on when others end
+        # one number per row, finished or not: a row's draws do not depend on when others end
         device = log_probs.device if generator is None else generator.device
         uniform = torch.rand(total, dtype=torch.float64, generator=generator, device=device).to(log_probs.device)
         return invert(log_probs.exp(), uniform[rows])
@@ -162,7 +162,7 @@ def sample(
 def invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """The index (R,) where cumulated probabilities (R, V) pass uniform numbers (R,) in [0, 1).
 
-    Sampling by inversion: one random number a row instead of V, which is what torch.multinomial draws. In two levels,
+    Sampling by inversion: one random number per row instead of the V of torch.multinomial. In two levels,
     blocks of words and the words of one block, so that only few numbers are cumulated, in float64.
     """
     count = probabilities.shape[-1]
@@ -183,7 +183,7 @@ def _locate(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     target = uniform * upper[:, -1:]
     # right=True: the first whose cumulated weight is above the target, so never one of weight 0
     place = torch.searchsorted(upper, target, right=True)
-    place.clamp_(max=weights.shape[-1] - 1)  # not numbers, from a model that has diverged, are for its losses to tell
+    place.clamp_(max=weights.shape[-1] - 1)  # NaN from a diverged model must not raise an index error here
     weight = weights.gather(1, place).double()
     within = (target - (upper.gather(1, place) - weight)) / weight
     return place, within.clamp_(0.0, 1.0 - 2.0**-52)
@@ -222,7 +222,7 @@ def _roll_out(decoder: Decoder, max_length: int, choose: Callable[[Tensor, Tenso
 def best_words(log_probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` greatest of (R, V), greatest first, and their words: (R, count) each.
 
-    In two levels, as `invert`: every word stands in a column of `COLUMN_WORDS`, and the best words are in the columns
+    In two levels, as `invert`: every word is in a column of `COLUMN_WORDS`, and the best words are in the columns
     with the greatest maxima. torch.topk over all words takes twice as long on a CPU; among equals it may pick others.
     """
     words = log_probs.shape[-1]

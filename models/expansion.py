@@ -30,7 +30,7 @@ EPSILON = 1e-9  # equation 4's in the reference; it vanishes in float16, hence t
 
 
 def gated(gate: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-    """Equation 8, channel by channel; the gate multiplies the positive stream (specs item 1). All (..., D)."""
+    """Equation 8, all (..., D): the gate has D channels and multiplies the positive stream, as in the reference."""
     return torch.lerp(negative, positive, torch.sigmoid(gate).to(positive.dtype))
 
 
@@ -53,7 +53,7 @@ class Expansion(nn.Module):
         self.queries = nn.Parameter(torch.empty(vectors, d_model))
         self.biases = nn.Parameter(torch.empty(vectors, d_model))
         self.in_proj = nn.Linear(d_model, projections * d_model)  # one product for all linear maps of the input
-        self.dropout = Dropout(dropout)  # of M, of the expanded vectors and of both streams (specs item 3)
+        self.dropout = Dropout(dropout)  # of M, of the expanded vectors and of both streams, as in the reference
         self.factorized_dropout = factorized_dropout
 
     def init_weights(self) -> None:
@@ -83,7 +83,7 @@ class StaticExpansion(Expansion):
     def forward(self, x: Tensor, valid_mask: Tensor | None) -> Tensor:
         """x (B, L, D); valid_mask (B, L) True at valid tokens, or None. -> (B, L, D)."""
         key, value_positive, value_negative, gate = self.in_proj(x).chunk(4, -1)
-        m = torch.matmul(key, self.queries.t())  # (B, L, E): transposed against the paper, so that groups lie together
+        m = torch.matmul(key, self.queries.t())  # (B, L, E), the paper's M transposed: groups are contiguous
         weights = static_weights(self.dropout(m), valid_mask, self.groups, self.epsilon)  # (B, L, E) each
         biases = self.biases.to(value_positive.dtype)
         streams = []
@@ -116,7 +116,7 @@ class DynamicExpansion(Expansion):
         self.vectors = vectors
 
     def forward(self, x: Tensor, valid_mask: Tensor | None = None) -> Tensor:
-        """x (B, L, D) -> (B, L, D). Causal: nothing is masked but the future, padding can only stand behind.
+        """x (B, L, D) -> (B, L, D). Causal: only the future is masked, as padding comes last.
 
         Bidirectional: valid_mask (B, L) True at valid tokens, or None; padding is masked in both normalizations, as the
         tokens' own expanded vectors are part of the backward one.

@@ -1,9 +1,10 @@
 """Forward and backward weights of the expansions (equations 3, 4 and 6) and their gradient, in few passes over memory.
 
-Shapes as in `expansion.py`; where a leading 2 stands it counts the streams, positive and negative.
+Shapes as in `expansion.py`; a leading 2 counts the streams, positive and negative.
 
-Autograd's own graph of these few lines would keep five tensors of the size of M a stream and pass over them some thirty
-times; by hand it is the results and about half of the passes. With y = a r, r = 1 / (sum a + eps), the gradient is
+Autograd's graph of these few lines would keep five tensors of the size of M per stream and pass over them about
+thirty times; the hand-written gradient keeps only the results and needs half of the passes. With y = a r and
+r = 1 / (sum a + eps), the gradient is
 
     da = r (dy - sum(dy y)),   dM = da+ where M > 0, -da- where M < 0.
 
@@ -56,7 +57,7 @@ def _signed_gradient(positive: Tensor, above: Tensor, negative: Tensor, below: T
 
 
 class _StaticWeights(torch.autograd.Function):
-    """Each stream on its own: the tensors are large, and their gradients come separately."""
+    """Each stream separately: the tensors are large, and their gradients arrive separately."""
 
     @staticmethod
     def forward(ctx: Any, m: Tensor, valid_mask: Tensor | None, groups: tuple[int, ...], epsilon: float) -> Any:
@@ -98,7 +99,7 @@ class _StaticWeights(torch.autograd.Function):
 
 
 class _DynamicWeights(torch.autograd.Function):
-    """Both streams in one tensor: the tensors are small, and fewer operations count."""
+    """Both streams in one tensor: the tensors are small, so the number of operations dominates."""
 
     @staticmethod
     def forward(ctx: Any, m: Tensor, forward_mask: Tensor | None, backward_mask: Tensor | None, epsilon: float) -> Any:

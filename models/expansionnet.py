@@ -1,10 +1,11 @@
 """ExpansionNet v2 (Hu, Cavicchioli, Capotondi): an encoder and a decoder whose mixers are configuration.
 
-Shapes: B images, N image tokens, C feature width, K captions an image, R = B*K rows, T caption tokens, D width,
+Shapes: B images, N image tokens, C feature width, K captions per image, R = B*K rows, T caption tokens, D width,
 V vocabulary.
 
 Pre-norm layers, x + dropout(sublayer(norm(x))); after the last layer x + dropout(Linear(all layers' outputs)), then a
-LayerNorm (specs item 2). A decoder row depends only on tokens before it, so PAD behind a caption needs no mask.
+LayerNorm, as in the reference. A decoder row depends only on tokens before it, so PAD after a
+caption needs no mask.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class ExpansionNet(CaptionModel):
         self.lm_head = lm_head(config, sizes, self.token_embedding)
 
     def init_weights(self) -> None:
-        """Xavier uniform for everything with two or more dimensions; biases as PyTorch draws them (specs item 2)."""
+        """As in the reference: Xavier uniform for two or more dimensions; biases as PyTorch draws them."""
         for module in self.modules():
             if isinstance(module, Expansion | SelfAttention | CrossAttention | FeedForward):
                 module.init_weights()
@@ -162,7 +163,7 @@ class ExpansionNet(CaptionModel):
         return Memory(self.encoder_sum(outputs), features.lengths)
 
     def embed(self, tokens: Tensor, position: int) -> Tensor:
-        """Tokens (R, T) that start at `position`. Dropout comes before the scale, the position after (item 2)."""
+        """Tokens (R, T) that start at `position`. As in the reference, dropout comes before the scale."""
         check_positions(position + tokens.shape[1], self.sizes.max_positions)
         words = self.word_dropout(self.token_embedding(tokens)) * math.sqrt(self.config.d_model)
         return words + self.positions.weight[position : position + tokens.shape[1]]
@@ -239,7 +240,7 @@ class ExpansionNet(CaptionModel):
 
 
 # The papers' baseline Transformer: ExpansionNet's skeleton with multi-head self-attention in place of the expansions.
-# It is in no public code (specs item 13), so no parity with anything is claimed.
+# No public code has it, so that no parity is claimed.
 
 
 class Transformer(ExpansionNet):

@@ -1,6 +1,6 @@
 """Layers that the captioners share: dropout, feed-forward, multi-head attention.
 
-Shapes: B images, N image tokens, K captions an image, T caption tokens, D width, H heads.
+Shapes: B images, N image tokens, K captions per image, T caption tokens, D width, H heads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from models.beam_cache import TreeSlots
 
-MASKED_SCORE = -1e4  # the reference's value for masked attention scores (specs item 4); finite also in float16
+MASKED_SCORE = -1e4  # the reference's value for masked attention scores; finite in float16 too
 
 
 def keep_mask(shape: torch.Size, dropped: int, device: torch.device) -> Tensor:
@@ -49,8 +49,8 @@ def dropout(x: Tensor, p: float) -> Tensor:
     """Dropout. On the CPU the mask comes from random bytes, about eight times faster than torch's Bernoulli numbers.
 
     The price: p is rounded to a multiple of 1/256 there (0.3 becomes 77/256 = 0.3008, 0.1 becomes 26/256 = 0.1016; a
-    p above 0 drops at least 1/256), and kept elements are scaled by what was really kept, so that the expectation is
-    exact. Elements are independent. The mask is kept for the gradient as bytes, a quarter of torch's.
+    p above 0 drops at least 1/256). The remaining elements are scaled by the rounded probability, so that the
+    expectation is exact. Elements are independent. The mask is saved for the gradient as bytes, a quarter of torch's.
     """
     if x.device.type != "cpu" or torch.compiler.is_compiling():  # a compiler makes its own masks
         return F.dropout(x, p)
@@ -145,7 +145,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Te
 
 
 def cached_for_steps(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values (..., N, d) laid out as the products of `attend` read them, once for all steps."""
+    """Keys and values (..., N, d) in the memory layout that the products of `attend` read: once for all steps."""
     return key.mT.contiguous().mT, value.contiguous()
 
 
@@ -193,13 +193,13 @@ class CrossAttention(nn.Module):
         self.out_proj.init_weights()
 
     def project(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, H, N, D / H) of image tokens (B, N, D): once an image."""
+        """Keys and values (B, H, N, D / H) of image tokens (B, N, D): once per image."""
         key, value = self.key_value(states).chunk(2, -1)
         return split_heads(key, self.num_heads), split_heads(value, self.num_heads)
 
     def forward(self, x: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
         """x (B*K, T, D) against keys and values of B images; bias (B, 1, 1, N) or None."""
-        # the K captions of an image become one longer query sequence, so that its keys are read once
+        # the K captions of an image form one longer query sequence, so that its keys are read once
         rows, length, width = x.shape
         query = split_heads(self.query(x).view(key.shape[0], -1, width), self.num_heads)
         mixed = attend(query, key, value, bias)
@@ -207,7 +207,7 @@ class CrossAttention(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention, causal or bidirectional: the baseline's mixer, in no public code (specs item 13)."""
+    """Multi-head self-attention, causal or bidirectional: the baseline's mixer. No public code has it."""
 
     def __init__(self, d_model: int, num_heads: int, causal: bool, on_attention: bool = False) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
 """The Meshed-Memory Transformer (Cornia, Stefanini, Baraldi, Cucchiara, CVPR 2020): memory slots and meshed attention.
 
-Shapes: B images, N image tokens, C feature width, K captions an image, R = B*K rows, T caption tokens, D width,
+Shapes: B images, N image tokens, C feature width, K captions per image, R = B*K rows, T caption tokens, D width,
 H heads, L encoder levels that a decoder layer attends to, M memory slots, V vocabulary.
 
 Post-norm layers, LN(x + dropout(sublayer(x))), as the reference has them, also where its paper reads otherwise:
 
-- the AddNorm of equation 9 sits inside each cross-attention, c_i = LN(s + dropout(C(X_i, s))), one module and one norm
+- the AddNorm of equation 9 is inside each cross-attention, c_i = LN(s + dropout(C(X_i, s))), one module and one norm
   for all levels; z = sum of a_i * c_i / sqrt(levels) has no residual and no norm of its own;
 - every weight of two or more dimensions is drawn Xavier-uniform, the memories and the feed-forward's with them (the
   paper: memories normal, feed-forward as He); a memory counts as one map from M * D to D.
@@ -13,7 +13,7 @@ Post-norm layers, LN(x + dropout(sublayer(x))), as the reference has them, also 
 Where this differs from the reference: padded image tokens are masked by their lengths, in the encoder and in
 cross-attention (the reference looks for rows that are exactly 0 after its first LayerNorm, which padding never is: it
 is attended everywhere); new models have sinusoidal positions, as the paper says (the reference draws its frozen table
-at random; an imported checkpoint brings its own); projected keys and values are kept between steps. PAD behind a
+at random; an imported checkpoint brings its own); projected keys and values are kept between steps. PAD after a
 caption needs no mask: a row depends only on the tokens before it.
 
 Where the paper is open: softmax gates are a softmax over the levels for each channel, the scale stays; one-to-one and
@@ -105,7 +105,7 @@ class LevelAttention(CrossAttention):
     """Cross-attention to several encoder levels by one set of maps."""
 
     def project(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, L, H, N, D / H) of image tokens (B, L, N, D): once an image."""
+        """Keys and values (B, L, H, N, D / H) of image tokens (B, L, N, D): once per image."""
         levels = states.shape[1]
         keys, values = super().project(states.flatten(0, 1))
         return keys.unflatten(0, (-1, levels)), values.unflatten(0, (-1, levels))

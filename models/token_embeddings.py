@@ -2,8 +2,8 @@
 
 The latter are the Meshed-Memory paper's for novel objects (its section "Novel object captioning"): word vectors of
 width G are mapped to D before the first decoder layer, and what leaves the last one back to G, where the products with
-all word vectors are the logits. Words that no training caption has can then be said: their vectors lie beside those of
-words that were seen. So that they stay there, the vectors are not trained unless the configuration says so.
+all word vectors are the logits. The model can then produce words of no training caption, as their vectors are near
+those of training words. They remain near because the vectors are fixed, unless the configuration trains them.
 
 Shapes: D width, G width of given vectors, V vocabulary.
 """

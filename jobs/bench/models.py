@@ -138,7 +138,7 @@ def measure(report: ModelsReport, model: ExpansionNet, images: int, repeats: int
 
 
 def compare_forms(model: ExpansionNet, images: int, repeats: int) -> list[Row]:
-    """Times both forms of a model with both expansions; a row a measurement."""
+    """Times both forms of a model with both expansions; one row per measurement."""
     device = model.lm_head.weight.device
     slow = MaterializedModel(model)
     features = Features(torch.randn(images, IMAGE_TOKENS, model.sizes.feature_width, device=device))

@@ -183,7 +183,7 @@ def normalized(x: Tensor) -> Tensor:
 
 
 def test_static_dropout_stands_where_the_reference_has_it() -> None:
-    """On M before ReLU, on the expanded vectors with their bias, on both streams (specs item 3)."""
+    """On M before ReLU, on the expanded vectors with their bias, on both streams, as in the reference."""
     layer = StaticExpansion(6, (3, 2), 0.4, False).double().train()
     layer.init_weights()
     layer.dropout = RecordedDropout()
