@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from models.constraints import ConstraintAutomaton
 from pipeline.captioning.model_sources import ModelSource
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
@@ -21,7 +22,7 @@ from pipeline.scoring.split_result import Hypothesis
 from pipeline.storage.path import StoragePath
 
 if TYPE_CHECKING:
-    from models.constraints import Machine
+    from models.constraints import ConstraintAutomaton
     from pipeline.captioning.bundle import Bundle
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class SplitTask(NamedTuple):
     """The images of a split, and the constraints of those that have any, by image id."""
 
     images: Dataset
-    constraints: Mapping[int, Machine] = {}
+    constraints: Mapping[int, ConstraintAutomaton] = {}
 
 
 class Captioned(NamedTuple):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from jobs.cluster import start_ray
 from jobs.journal_printer import JournalPrinter, format_duration
 from jobs.options import Address, Config, Set
-from models.constraints import Machine
+from models.constraints import ConstraintAutomaton
 from pipeline.config.load import dump_config, load_config
 from pipeline.config.run import RunConfig, total_steps
 from pipeline.config.sections import StageSection
@@ -29,10 +29,10 @@ from pipeline.tracking.mlflow_client import public_uri
 from pipeline.tracking.run_tracker import Tracker
 
 if TYPE_CHECKING:
-    from models.constraints import Machine
+    from models.constraints import ConstraintAutomaton
 
 if TYPE_CHECKING:
-    from models.constraints import Machine
+    from models.constraints import ConstraintAutomaton
 
 logger = logging.getLogger(__name__)
 
@@ -347,7 +347,7 @@ class RunDriver:
         folder.push("COMPLETE.json")
         logger.info(table)
 
-    def _automata(self, dataset: Dataset) -> dict[int, Machine]:
+    def _automata(self, dataset: Dataset) -> dict[int, ConstraintAutomaton]:
         """The constraints of test images, where the configuration names a constraint file."""
         from pipeline.captioning.constraints import load_automata
 

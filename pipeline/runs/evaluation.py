@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from models.constraints import ConstraintAutomaton
 from pipeline.data.dataset import Dataset
 from pipeline.data.synthetic import main_object_accuracy
 from pipeline.runs.folder import RunFolder
@@ -21,7 +22,7 @@ from pipeline.scoring.split_result import ConstraintCounts, Hypothesis, SplitRes
 from pipeline.storage.atomic import write_json
 
 if TYPE_CHECKING:
-    from models.constraints import Machine
+    from models.constraints import ConstraintAutomaton
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class RunScores:
 def split_result(
     split: str,
     best: Mapping[int, Hypothesis],
-    automata: Mapping[int, Machine],
+    automata: Mapping[int, ConstraintAutomaton],
     unreadable: Mapping[int, str],
     label: str,
 ) -> SplitResult:

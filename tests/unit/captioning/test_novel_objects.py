@@ -79,9 +79,9 @@ def test_other_files_are_refused_with_their_line(tmp_path: Path, line: str, word
 def test_a_word_outside_the_vocabulary_is_refused() -> None:
     automata = build_automata({7: (("red cat", "mat"),)}, WORDS, "c.jsonl")
     ids = WORDS.ids
-    assert automata[7].held[automata[7].follow([ids["red"], ids["cat"]])] == 1
-    assert automata[7].held[automata[7].follow([ids["red"], ids["mat"]])] == 1
-    assert automata[7].held[automata[7].follow([ids["red"], ids["sits"], ids["cat"]])] == 0
+    assert automata[7].num_satisfied[automata[7].follow([ids["red"], ids["cat"]])] == 1
+    assert automata[7].num_satisfied[automata[7].follow([ids["red"], ids["mat"]])] == 1
+    assert automata[7].num_satisfied[automata[7].follow([ids["red"], ids["sits"], ids["cat"]])] == 0
     with pytest.raises(UserError, match="image 7 needs the word 'dog', which is not among the model's 11 words"):
         build_automata({7: (("red dog",),)}, WORDS, "c.jsonl")
     with pytest.raises(UserError, match="without a word"):
