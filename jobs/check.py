@@ -1,10 +1,10 @@
-"""`raycap check`: says whether a data set is fit to train on, and what is odd about it."""
+"""`raycap check`: whether a data set is fit to train on, and what is unusual about it."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,8 +16,19 @@ def check(config: RunConfig, json_file: Path | None = None) -> int:
     """Prints the findings, and writes them as JSON on request. Returns 1 when training on the data would be wrong."""
     from pipeline.runs.check import check_data
 
-    found = check_data(config)
-    facts = found.facts
+    result = check_data(config)
+    _print_facts(result.facts)
+    for finding in result.findings:
+        print(f"{finding['kind']:<8} {finding['text']}")
+    print("fit to train on" if result.ok else "NOT fit to train on: see the errors above")
+    if json_file is not None:
+        body = {"ok": result.ok, **result.facts, "findings": result.findings}
+        json_file.write_text(json.dumps(body, indent=1, ensure_ascii=False), encoding="utf-8")
+        print(f"written to {json_file}")
+    return 0 if result.ok else 1
+
+
+def _print_facts(facts: dict[str, Any]) -> None:
     captions, duplicates = facts["captions"], facts["duplicates"]
     print("splits       " + ", ".join(f"{split} {count}" for split, count in facts["splits"].items()))
     print(f"captions     {captions['total']}: {captions['empty']} empty, {captions['huge']} huge, ", end="")
@@ -29,14 +40,6 @@ def check(config: RunConfig, json_file: Path | None = None) -> int:
     print(f"{duplicates['across_splits']} in training and held out, {duplicates['elsewhere']} repeated otherwise")
     print("short side   " + ", ".join(f"{name} px: {count}" for name, count in facts.get("short_side", {}).items()))
     print(f"fingerprint  {facts['fingerprint']}")
-    for finding in found.findings:
-        print(f"{finding['kind']:<8} {finding['text']}")
-    print("fit to train on" if found.ok else "NOT fit to train on: see the errors above")
-    if json_file is not None:
-        body = {"ok": found.ok, **facts, "findings": found.findings}
-        json_file.write_text(json.dumps(body, indent=1, ensure_ascii=False), encoding="utf-8")
-        print(f"written to {json_file}")
-    return 0 if found.ok else 1
 
 
 def command(

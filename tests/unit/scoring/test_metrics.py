@@ -310,4 +310,4 @@ def test_score_of_one_image_says_why_not(files: tuple[Path, Path], capsys: pytes
     write(files[1], results({1: ""}))
     score(*files, metrics=WITHOUT_JAVA)
     printed = capsys.readouterr().out
-    assert "CIDEr-D   unavailable: one image only" in printed and "1 of the captions hold no word" in printed
+    assert "CIDEr-D   unavailable: one image only" in printed and "1 of the captions have no words" in printed
