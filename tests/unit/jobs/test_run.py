@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from jobs.run import _groups, _Printer
+from jobs.run import _groups, _log_file, _Printer
 from pipeline.config.sections import StageSection
+from pipeline.errors import JobFailedError
 from pipeline.runs.folder import RunFolder
 
 TRAIN = {"kind": "train", "total": 40, "loss": 2.5, "gradient_norm": 1.2, "lr": 1e-4, "images_per_s": 99.6}
@@ -123,3 +124,20 @@ def test_steps_move_the_bar(tmp_path: Path) -> None:
         folder.write(kind="event", step=0, time=1.0, text="begins")
         folder.write(step=10, time=2.0, **TRAIN)
     assert shown == [("xe", 10, 40), "closed"]
+
+
+@pytest.mark.parametrize(
+    ("error", "sent"), [(None, True), (JobFailedError("a stage diverged"), True), (OSError("no storage"), False)]
+)
+def test_the_log_file_goes_home_with_the_run(error: Exception | None, sent: bool, tmp_path: Path) -> None:
+    pushed: list[str] = []
+    folder = cast(RunFolder, SimpleNamespace(path=tmp_path, push=pushed.append))
+    try:
+        with _log_file(folder):
+            if error is not None:
+                raise error
+    except (JobFailedError, OSError) as raised:
+        assert raised is error
+    assert pushed == (["log/run.log"] if sent else [])
+    text = (tmp_path / "log" / "run.log").read_text()
+    assert (str(error) in text) == (error is not None)
