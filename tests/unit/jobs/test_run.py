@@ -48,9 +48,9 @@ def stages(pattern: str) -> tuple[StageSection, ...]:
     ],
 )
 def test_a_frozen_stage_after_a_trained_backbone_begins_a_group(pattern: str, groups: list[str]) -> None:
-    found = _groups(stages(pattern))
-    assert ["".join(stage.name[0] for stage in group) for group in found] == groups
-    assert [stage for group in found for stage in group] == list(stages(pattern)), "each stage once, in order"
+    formed = _groups(stages(pattern))
+    assert ["".join(stage.name[0] for stage in group) for group in formed] == groups
+    assert [stage for group in formed for stage in group] == list(stages(pattern)), "each stage once, in order"
 
 
 class Folder:
