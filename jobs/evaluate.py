@@ -16,7 +16,6 @@ import typer
 from jobs.caption_tasks import Captioned, SplitTask, caption_on_cluster
 from jobs.cluster import start_ray
 from jobs.options import Address, Config, Set
-from models.constraints import Machine
 from pipeline.captioning.model_sources import ModelSource, bundle_source
 from pipeline.config.load import load_config
 from pipeline.config.run import RunConfig

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from jobs.cluster import start_ray
 from jobs.journal_printer import JournalPrinter, format_duration
 from jobs.options import Address, Config, Set
-from models.constraints import Machine
 from pipeline.config.load import dump_config, load_config
 from pipeline.config.run import RunConfig, total_steps
 from pipeline.config.sections import StageSection
@@ -27,9 +26,6 @@ from pipeline.storage.atomic import read_json, write_json, write_text
 from pipeline.storage.path import StoragePath
 from pipeline.tracking.mlflow_client import public_uri
 from pipeline.tracking.run_tracker import Tracker
-
-if TYPE_CHECKING:
-    from models.constraints import Machine
 
 if TYPE_CHECKING:
     from models.constraints import Machine
@@ -68,23 +64,8 @@ def run(config: RunConfig, address: str | None = None) -> RunFolder:
 
 
 @contextmanager
-def _log_file(folder: RunFolder) -> Iterator[None]:
-    """Writes log/run.log, and sends it home at the end unless the storage cannot be reached."""
-    try:
-        with log_file(folder.path / "log" / "run.log"):
-            yield
-    except OSError:
-        raise
-    except BaseException:
-        with suppress(OSError):
-            folder.push("log/run.log")
-        raise
-    folder.push("log/run.log")
-
-
-@contextmanager
 def _run_log(folder: RunFolder) -> Iterator[None]:
-    """Writes log/run.log, and sends it home at the end unless the storage cannot be reached."""
+    """Writes log/run.log, and uploads it at the end for a run on S3, unless the storage cannot be reached."""
     try:
         with log_file(folder.path / "log" / "run.log"):
             yield
