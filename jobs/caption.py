@@ -6,12 +6,14 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from jobs.cluster import connect
 from jobs.options import Address
 from pipeline.captioning.bundle import Bundle, fetched, load_bundle
 from pipeline.captioning.model_sources import ModelSource, SentBundle, StoredBundle
@@ -125,7 +127,6 @@ def _signature(model: _Model, options: CaptionOptions) -> dict[str, Any]:
 
 def _caption_here(names: Sequence[str], bundle: Bundle, options: CaptionOptions) -> Iterator[dict[str, Any]]:
     """Captions in this process, batch by batch, in order; threads read and decode the files."""
-    from concurrent.futures import ThreadPoolExecutor
 
     import torch
 
@@ -163,7 +164,6 @@ def _caption_here(names: Sequence[str], bundle: Bundle, options: CaptionOptions)
 
 
 def _caption_on_ray(names: Sequence[str], model: _Model, options: CaptionOptions) -> Iterator[dict[str, Any]]:
-    from jobs.cluster import connect
     from pipeline.captioning.ray_data import caption_stream
 
     joined = connect(options.address)

@@ -12,18 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from models.constraints import ConstraintAutomaton
+from pipeline.captioning.bundle import Bundle
 from pipeline.captioning.model_sources import ModelSource
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
+from pipeline.features.store import open_store
 from pipeline.runs.folder import RunFolder
+from pipeline.runtime.weights import load_weights
 from pipeline.scoring.split_result import Hypothesis
 from pipeline.storage.path import StoragePath
 
 if TYPE_CHECKING:
     from models.constraints import ConstraintAutomaton
-    from pipeline.captioning.bundle import Bundle
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +56,6 @@ class RunModel:
     def load(self) -> Bundle:
         from models.captioner import Captioner
         from models.registry import build_model
-        from pipeline.captioning.bundle import Bundle
-        from pipeline.runtime.weights import load_weights
 
         folder = self.folder.on_worker()
         model = build_model(folder.config.model, folder.sizes)
@@ -110,7 +109,6 @@ def caption_on_cluster(
 def _caption_shard(job: _Job, rank: int) -> dict[str, Captioned]:
     from pipeline.captioning.captioning import CaptionSearch, Shard, caption_split
     from pipeline.features.model_inputs import Images
-    from pipeline.features.store import open_store
     from pipeline.runtime.context import device_for
     from pipeline.runtime.cpu import prepare_processor
 

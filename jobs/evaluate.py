@@ -16,17 +16,20 @@ import typer
 from jobs.caption_tasks import Captioned, SplitTask, caption_on_cluster
 from jobs.cluster import start_ray
 from jobs.options import Address, Config, Set
-from models.constraints import ConstraintAutomaton
+from jobs.score import format_scores
+from pipeline.captioning.bundle import fetched, load_bundle
 from pipeline.captioning.model_sources import ModelSource, bundle_source
 from pipeline.config.load import load_config
 from pipeline.config.run import RunConfig
-from pipeline.data.dataset import Dataset
+from pipeline.data.dataset import Dataset, read_annotations
 from pipeline.data.synthetic import main_object_accuracy
+from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
 from pipeline.features.source import feature_source
 from pipeline.runs.evaluation import split_result
 from pipeline.scoring.bootstrap import paired_difference
 from pipeline.scoring.metrics import COMPARED_BY_IMAGE, score_captions
+from pipeline.scoring.published import published_rows
 from pipeline.scoring.result_files import write_predictions
 from pipeline.scoring.split_result import SplitResult
 from pipeline.storage.atomic import write_json, write_text
@@ -205,8 +208,6 @@ class Evaluation:
         return {image: texts for image, texts in references.items() if texts and image in result.captions}
 
     def _log_scores(self, result: SplitResult) -> None:
-        from jobs.score import format_scores
-        from pipeline.scoring.published import published_rows
 
         assert result.scores is not None
         logger.info(f"\n{result.split}, {len(result.scores.image_ids)} images{format_scores(result.scores)}")
@@ -294,7 +295,6 @@ def compare(result: SplitResult, other: SplitResult) -> dict[str, Any]:
 
 def _data(config: RunConfig, with_keys: bool) -> Dataset:
     """The annotations as they are: an image without a reference can be captioned, though not scored."""
-    from pipeline.data.dataset import read_annotations
     from pipeline.data.loading import data_root, snapshot_of
 
     dataset, _ = read_annotations(config.data, data_root(config), config.storage.options)
@@ -314,7 +314,6 @@ def _part(dataset: Dataset, name: str) -> Dataset:
 def _automata(file: Path, member: Member, parts: Mapping[str, Dataset]) -> dict[int, ConstraintAutomaton]:
     """The constraints of the images in `parts`, for a model's vocabulary. Raises UserError when no image has any."""
     from pipeline.captioning.constraints import load_automata
-    from pipeline.data.vocabulary import Vocabulary
 
     images = {image for part in parts.values() for image in part.column("image_id")}
     automata = load_automata(file, images, Vocabulary.load(member.folder / "vocabulary.json"))
@@ -324,7 +323,6 @@ def _automata(file: Path, member: Member, parts: Mapping[str, Dataset]) -> dict[
 
 
 def _bundle(model: str, option: str, config: RunConfig, store: StoragePath | None) -> Member:
-    from pipeline.captioning.bundle import fetched, load_bundle
 
     location = storage_path(model, config.storage.options)
     if not location.is_remote and not location.path.is_dir():
@@ -344,7 +342,6 @@ def _bundle(model: str, option: str, config: RunConfig, store: StoragePath | Non
 
 def _run_bundle(config: RunConfig, stage_name: str | None) -> Member:
     """The bundle of the configuration's own run, written if it does not exist yet."""
-    from pipeline.captioning.bundle import fetched
     from pipeline.data.loading import find_data
     from pipeline.runs.prepare import open_run
     from pipeline.runs.run_bundle import bundle_place, bundle_run

@@ -22,6 +22,7 @@ from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.features.source import Extracted, feature_source
 from pipeline.features.store import FeatureStore
+from pipeline.runtime.weights import save_weights
 from pipeline.storage.path import StoragePath
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,6 @@ def initial_weights(config: RunConfig, scratch: Path) -> Path:
             path.write_bytes(stored.read_bytes())
         return path
     from pipeline.runs.prepare import initial_backbone
-    from pipeline.runtime.weights import save_weights
 
     save_weights(initial_backbone(config), path)
     if stored.is_remote:

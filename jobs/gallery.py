@@ -12,6 +12,7 @@ import numpy as np
 from pipeline.captioning.model_sources import ModelSource
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
+from pipeline.features.store import open_store
 from pipeline.reports.page import MAX_IMAGES, ReportImage, choose_images
 from pipeline.storage.path import StoragePath, storage_path
 
@@ -163,7 +164,6 @@ def _from_store(
     from pipeline.captioning.service import MAX_PIXELS
     from pipeline.data.images import BadImage, decode_image
     from pipeline.features.model_inputs import Images
-    from pipeline.features.store import open_store
 
     options = config.storage.options
     images = Images(dataset, open_store(store, config.features), None, config.data.max_pixels, 1, options)

@@ -11,6 +11,7 @@ import typer
 
 from jobs.cluster import start_ray
 from jobs.options import Address, Config, Set
+from pipeline.captioning.model_sources import StoredBundle
 from pipeline.config.load import load_config
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
@@ -49,7 +50,6 @@ class RayWork:
     ) -> dict[int, str]:
         """The best caption by image id; images that cannot be read are left out. Each worker fetches the bundle."""
         from jobs.caption_tasks import SplitTask, caption_on_cluster
-        from pipeline.captioning.model_sources import StoredBundle
 
         start_ray(config, self.address)
         models = [StoredBundle(bundle, files)]

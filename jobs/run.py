@@ -13,23 +13,22 @@ from typing import TYPE_CHECKING
 from jobs.cluster import start_ray
 from jobs.journal_printer import JournalPrinter, format_duration
 from jobs.options import Address, Config, Set
-from models.constraints import ConstraintAutomaton
+from pipeline.captioning.model_sources import StoredBundle
 from pipeline.config.load import dump_config, load_config
 from pipeline.config.run import RunConfig, total_steps
 from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.features.source import feature_source
+from pipeline.reports.text_table import format_table
 from pipeline.runs.evaluation import RunScores
 from pipeline.runs.folder import RunFolder, is_alone
 from pipeline.runtime.log import log_file
+from pipeline.scoring.result_files import write_predictions
 from pipeline.storage.atomic import read_json, write_json, write_text
 from pipeline.storage.path import StoragePath
 from pipeline.tracking.mlflow_client import public_uri
 from pipeline.tracking.run_tracker import Tracker
-
-if TYPE_CHECKING:
-    from models.constraints import ConstraintAutomaton
 
 if TYPE_CHECKING:
     from models.constraints import ConstraintAutomaton
@@ -68,23 +67,8 @@ def run(config: RunConfig, address: str | None = None) -> RunFolder:
 
 
 @contextmanager
-def _log_file(folder: RunFolder) -> Iterator[None]:
-    """Writes log/run.log, and sends it home at the end unless the storage cannot be reached."""
-    try:
-        with log_file(folder.path / "log" / "run.log"):
-            yield
-    except OSError:
-        raise
-    except BaseException:
-        with suppress(OSError):
-            folder.push("log/run.log")
-        raise
-    folder.push("log/run.log")
-
-
-@contextmanager
 def _run_log(folder: RunFolder) -> Iterator[None]:
-    """Writes log/run.log, and sends it home at the end unless the storage cannot be reached."""
+    """Writes log/run.log, and uploads it at the end for a run on S3, unless the storage cannot be reached."""
     try:
         with log_file(folder.path / "log" / "run.log"):
             yield
@@ -286,7 +270,6 @@ class RunDriver:
         """Captions the splits with the final weights, writes the captions to predictions/, and scores them."""
         from jobs.caption_tasks import RunModel, SplitTask, caption_on_cluster
         from pipeline.runs.evaluation import score_run, split_result
-        from pipeline.scoring.result_files import write_predictions
 
         self._start_ray()
         logger.info(f"evaluate  {', '.join(splits)} with beam {self.config.evaluation.beam_size}")
@@ -306,7 +289,6 @@ class RunDriver:
 
     def _report(self, dataset: Dataset, scores: RunScores, store: StoragePath) -> None:
         from jobs.gallery import MapInputs, with_maps
-        from pipeline.captioning.model_sources import StoredBundle
         from pipeline.runs.run_bundle import bundle_place
         from pipeline.runs.summary import make_report, report_images
 
@@ -322,7 +304,6 @@ class RunDriver:
 
     def _complete(self, scores: RunScores, store: StoragePath, registered: str | None) -> None:
         """Prints the summary and marks the run as complete."""
-        from pipeline.reports.text_table import format_table
         from pipeline.runs.run_bundle import bundle_place
         from pipeline.runs.summary import score_table, validation_lines
 

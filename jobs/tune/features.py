@@ -16,6 +16,7 @@ from pipeline.features.source import feature_source
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.identity import run_identity
 from pipeline.runtime.log import indented
+from pipeline.runtime.weights import export_backbone, weights_file_digest
 from pipeline.search.spec import Search, flatten
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,6 @@ def _initial_weights(config: RunConfig) -> Path:
 
 
 def _source(weights: Path, base: RunConfig) -> BackboneSource:
-    from pipeline.runtime.weights import export_backbone, weights_file_digest
 
     start = base.storage_path / "backbones" / f"{weights_file_digest(weights)[:20]}-timm.safetensors"
     if not start.is_file():
