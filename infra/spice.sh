@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# SPICE's parser models and, for Java 15 and later, the JavaScript engine that it asks for: fetched by their Maven
-# coordinates, checked, and put where `raycap` looks for them. About 380 MB. Run by `make spice`.
+# Fetches SPICE's parser models and, for Java 15 and later, the JavaScript engine that it needs, by their Maven
+# coordinates; checks them and puts them where `raycap` looks for them. About 380 MB. Run by `make spice`.
 set -euo pipefail
 folder="${RAYCAP_SPICE_MODELS:-${XDG_CACHE_HOME:-$HOME/.cache}/raycap/spice}"
 python="${1:?the Python that has raycap}"

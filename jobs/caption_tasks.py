@@ -1,72 +1,144 @@
-"""Captions of whole splits on the cluster: one task a worker, each with its share of the images."""
+"""Captions of whole splits on the cluster: one Ray task per worker, each with its shard of the images.
+
+Images and constraints travel as tables and objects, models and features by their place in the storage. With the storage
+on S3 the nodes need not share a disk.
+"""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
 from models.constraints import Machine
-from pipeline.captioning.captioning import Hypothesis
-from pipeline.config.sections import WorkersSection
+from pipeline.captioning.model_sources import ModelSource
+from pipeline.config.run import RunConfig
+from pipeline.data.dataset import Dataset
+from pipeline.errors import UserError
 from pipeline.runs.folder import RunFolder
+from pipeline.scoring.split_result import Hypothesis
 from pipeline.storage.path import StoragePath
 
+if TYPE_CHECKING:
+    from pipeline.captioning.bundle import Bundle
 
-def caption_splits(
-    folder: RunFolder,
-    splits: tuple[str, ...],
-    store: StoragePath,
-    excluded: tuple[str, ...],
-    machines: dict[int, Machine],
-) -> dict[str, dict[int, Hypothesis]]:
-    """{split: {image id: its best caption}} by the run's final weights, from stored features.
+logger = logging.getLogger(__name__)
 
-    `machines` are the constraints of test images; the validation split, which training is compared on, has none.
+
+class SplitTask(NamedTuple):
+    """The images of a split, and the constraints of those that have any, by image id."""
+
+    images: Dataset
+    constraints: Mapping[int, Machine] = {}
+
+
+class Captioned(NamedTuple):
+    """Hypotheses by image id, best first, and {image id: reason} of images that cannot be read."""
+
+    hypotheses: dict[int, list[Hypothesis]]
+    unreadable: dict[int, str]
+
+    @property
+    def best(self) -> dict[int, Hypothesis]:
+        return {image: ranked[0] for image, ranked in self.hypotheses.items()}
+
+
+@dataclass(frozen=True)
+class RunModel:
+    """A run's model with its final weights, without its backbone: for captions from stored features."""
+
+    folder: RunFolder
+
+    def load(self) -> Bundle:
+        from models.captioner import Captioner
+        from models.registry import build_model
+        from pipeline.captioning.bundle import Bundle
+        from pipeline.runtime.weights import load_weights
+
+        folder = self.folder.on_worker()
+        model = build_model(folder.config.model, folder.sizes)
+        load_weights(model, folder.weights_before(None, "model"))
+        return Bundle(Captioner(model), folder.vocabulary, None, {})
+
+
+@dataclass(frozen=True)
+class _Job:
+    models: Sequence[ModelSource]
+    splits: Mapping[str, SplitTask]
+    config: RunConfig
+    store: StoragePath | None
+    with_alignment: bool
+    skip_unreadable: bool
+
+
+def caption_on_cluster(
+    models: Sequence[ModelSource],
+    splits: Mapping[str, SplitTask],
+    config: RunConfig,
+    *,
+    store: StoragePath | None = None,
+    with_alignment: bool = True,
+    skip_unreadable: bool = True,
+) -> dict[str, Captioned]:
+    """Captions of each split by a model or an ensemble, in the order of the split's images. Ray must have been started.
+
+    store: the features for models without a backbone. with_alignment, skip_unreadable: as in
+    `pipeline.captioning.captioning.CaptionSearch`.
     """
     import ray
 
-    workers: WorkersSection = folder.config.workers
-    task = ray.remote(_caption_share).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
-    count = workers.num_workers
-    shares = ray.get([task.remote(folder, splits, store, excluded, rank, count, machines) for rank in range(count)])
-    merged: dict[str, dict[int, Hypothesis]] = {split: {} for split in splits}
-    for share in shares:
-        for split, captions in share.items():
-            merged[split].update(captions)
-    return {split: dict(sorted(captions.items())) for split, captions in merged.items()}
+    workers = config.workers
+    task = ray.remote(_caption_shard).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
+    begin = time.monotonic()
+    job = ray.put(_Job(models, splits, config, store, with_alignment, skip_unreadable))
+    shards = ray.get([task.remote(job, rank) for rank in range(workers.num_workers)])
+    captioned = {}
+    for name, split in splits.items():
+        hypotheses = {image: ranked for shard in shards for image, ranked in shard[name].hypotheses.items()}
+        unreadable = {image: reason for shard in shards for image, reason in shard[name].unreadable.items()}
+        order = split.images.column("image_id")
+        captioned[name] = Captioned({image: hypotheses[image] for image in order if image in hypotheses}, unreadable)
+    seconds = time.monotonic() - begin
+    count = sum(len(each.hypotheses) for each in captioned.values())
+    logger.info(f"captions  {count} images in {seconds:.0f} s, {count / seconds:.1f} images/s")
+    return captioned
 
 
-def _caption_share(
-    folder: RunFolder,
-    splits: tuple[str, ...],
-    store: StoragePath,
-    excluded: tuple[str, ...],
-    rank: int,
-    count: int,
-    machines: dict[int, Machine],
-) -> dict[str, dict[int, Hypothesis]]:
-    from models.captioner import Captioner
-    from models.registry import build_model
-    from models.transform import ImageTransform
-    from pipeline.captioning.captioning import caption_share
+def _caption_shard(job: _Job, rank: int) -> dict[str, Captioned]:
+    from pipeline.captioning.captioning import CaptionSearch, Shard, caption_split
     from pipeline.features.model_inputs import Images
     from pipeline.features.store import open_store
     from pipeline.runtime.context import device_for
     from pipeline.runtime.cpu import prepare_processor
-    from pipeline.runtime.weights import load_weights
 
-    folder = folder.on_worker()
-    config = folder.config
-    device = device_for(config.workers.gpus_per_worker)
-    prepare_processor(config.workers.threads_per_worker)
-    model = build_model(config.model, folder.sizes)
-    load_weights(model, folder.weights_before(None, "model"))
-    captioner = Captioner(model).to(device)
-    features, transform = open_store(store, config.features), ImageTransform(config.backbone.image_size)
-    found = {}
-    for split in splits:
-        part = folder.dataset.without(excluded).split(split)
-        images = Images(part, features, transform, config.data.max_pixels, 1)
-        settings = config.evaluation
-        own = {} if split == config.data.val_split else machines
-        words = folder.vocabulary
-        shares = caption_share([captioner], [images], words, settings, rank, count, device, None, own, True)
-        found[split] = {image: hypotheses[0] for image, hypotheses in shares.items()}
-    return found
+    config, threads = job.config, job.config.workers.threads_per_worker
+    shard = Shard(rank, config.workers.num_workers, device_for(config.workers.gpus_per_worker))
+    prepare_processor(threads)
+    bundles = [model.load() for model in job.models]
+    vocabulary = bundles[0].vocabulary
+    if any(bundle.vocabulary.words != vocabulary.words for bundle in bundles):
+        raise UserError("the models of an ensemble must share one vocabulary, word by word; these do not")
+    for bundle in bundles:
+        bundle.captioner.to(shard.device)
+    store = None if job.store is None else open_store(job.store, config.features)
+    search = CaptionSearch(config.evaluation, vocabulary, job.with_alignment, job.skip_unreadable)
+    captioned = {}
+    for name, split in job.splits.items():
+        inputs = [
+            Images(
+                split.images,
+                store if bundle.transform is None else None,
+                bundle.transform,
+                config.data.max_pixels,
+                threads,
+                config.storage.options,
+            )
+            for bundle in bundles
+        ]
+        captioners = [bundle.captioner for bundle in bundles]
+        captioned[name] = Captioned(
+            *caption_split(captioners, inputs, search, shard=shard, constraints=split.constraints)
+        )
+    return captioned

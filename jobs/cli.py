@@ -13,6 +13,7 @@ import typer
 
 from jobs.bench.command import bench
 from jobs.cli_cluster import PASSES_ON, doctor, submit
+from pipeline.config.sections import SEARCH_DEFAULTS
 from pipeline.errors import UserError
 from pipeline.runtime.log import configure_logging
 
@@ -43,7 +44,7 @@ def run(config: Config, set_: Set = None, address: Address = None) -> None:
 
     Example: raycap run configs/demo.yaml --set seed=1
     """
-    from pipeline.config.run import load_config
+    from pipeline.config.load import load_config
 
     parsed = load_config(config, set_ or ())
     from jobs.run import run as run_all
@@ -61,7 +62,7 @@ def check(
 
     Example: raycap check configs/coco_subset.yaml --set data.root=/path/to/folder
     """
-    from pipeline.config.run import load_config
+    from pipeline.config.load import load_config
 
     parsed = load_config(config, set_ or ())
     from jobs.check import check as check_data
@@ -80,7 +81,7 @@ def extract(
 
     Example: raycap extract configs/coco_subset.yaml --set data.root=/path/to/folder --verify
     """
-    from pipeline.config.run import load_config
+    from pipeline.config.load import load_config
 
     parsed = load_config(config, set_ or ())
     from jobs.extract import extract as extract_features
@@ -130,13 +131,13 @@ def evaluate(
 
     Example: raycap evaluate configs/demo.yaml --stage xe_finetune --split test
     """
-    from pipeline.config.run import load_config
+    from pipeline.config.load import load_config
 
     parsed = load_config(config, set_ or ())
+    from jobs.evaluate import EvaluateOptions
     from jobs.evaluate import evaluate as evaluate_splits
 
-    return evaluate_splits(
-        parsed,
+    options = EvaluateOptions(
         splits=split or (),
         models=model or (),
         stage=stage,
@@ -145,8 +146,8 @@ def evaluate(
         constraints=constraints,
         server=server,
         out=out,
-        address=address,
     )
+    return evaluate_splits(parsed, options, address)
 
 
 @app.command()
@@ -200,15 +201,17 @@ def caption(
     model: Annotated[str, typer.Option(help="A model bundle's folder.")],
     json: Annotated[bool, typer.Option("--json", help="JSON lines with log-probabilities in place of text.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write JSON lines there; what is there is not done again.")] = None,
-    beam: Annotated[int, typer.Option(min=1, max=100, help="Beams an image.")] = 5,
-    n_best: Annotated[int, typer.Option(min=1, help="Captions an image, best first.")] = 1,
-    max_length: Annotated[int, typer.Option(min=3, help="Tokens a caption, its begin and end with them.")] = 20,
+    beam: Annotated[int, typer.Option(min=1, max=100, help="Beams per image.")] = SEARCH_DEFAULTS.beam_size,
+    n_best: Annotated[int, typer.Option(min=1, help="Captions per image, best first.")] = SEARCH_DEFAULTS.num_results,
+    max_length: Annotated[
+        int, typer.Option(min=3, help="Tokens per caption with its begin and end.")
+    ] = SEARCH_DEFAULTS.max_length,
     precision: Annotated[
         str,
         typer.Option(
             help="float32, or bfloat16: faster for large models on a processor that has it; a few captions differ."
         ),
-    ] = "float32",
+    ] = SEARCH_DEFAULTS.precision,
     explain: Annotated[
         Path | None, typer.Option(help="Write pictures: where each word looked, what spoke for it.")
     ] = None,
@@ -218,11 +221,10 @@ def caption(
 
     Example: raycap caption photos/ 'more/*.jpg' --model results/models/demo/RUN --json
     """
+    from jobs.caption import CaptionOptions
     from jobs.caption import caption as caption_images
 
-    return caption_images(
-        images,
-        model,
+    options = CaptionOptions(
         json_lines=json,
         out=out,
         beam_size=beam,
@@ -232,6 +234,7 @@ def caption(
         explain=explain,
         address=address,
     )
+    return caption_images(images, model, options)
 
 
 @app.command()
@@ -247,7 +250,7 @@ def retrain(
 
     Example: raycap retrain configs/retrain_demo.yaml
     """
-    from pipeline.config.run import load_config
+    from pipeline.config.load import load_config
 
     parsed = load_config(config, set_ or ())
     from jobs.retrain import retrain as retrain_champion

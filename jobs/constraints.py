@@ -41,7 +41,10 @@ def constraints(
         unsaid = Counter(each.label for own in found.values() for each in own if each.label in unknown)
         excluded |= unknown
     chosen = {
-        image: [(label,) for label in choose_constraints(own, heights, most=most, overlap=overlap, excluded=excluded)]
+        image: [
+            (label,)
+            for label in choose_constraints(own, heights, max_constraints=most, overlap=overlap, excluded=excluded)
+        ]
         for image, own in found.items()
     }
     write_constraints(out, chosen)

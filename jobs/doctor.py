@@ -37,7 +37,7 @@ def doctor(
 
 def _read(path: Path | None, overrides: Sequence[str]) -> RunConfig | None:
     """A run's configuration, or the one that a search starts from."""
-    from pipeline.config.run import parse_config, read_values
+    from pipeline.config.load import parse_config, read_values
 
     if path is None:
         return None

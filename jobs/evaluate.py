@@ -1,4 +1,4 @@
-"""`raycap evaluate`: captions a split on the cluster with one model or an ensemble, keeps them, scores them once."""
+"""`raycap evaluate`: captions splits on the cluster with one model or an ensemble, stores the captions, scores them."""
 
 from __future__ import annotations
 
@@ -7,93 +7,284 @@ import logging
 import time
 import zipfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from jobs.caption_tasks import Captioned, SplitTask, caption_on_cluster
 from jobs.cluster import start_ray
 from models.constraints import Machine
-from pipeline.captioning.captioning import Hypothesis
+from pipeline.captioning.model_sources import ModelSource, bundle_source
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
+from pipeline.data.synthetic import main_object_accuracy
 from pipeline.errors import UserError
-from pipeline.runs.evaluation import summarize_search
-from pipeline.scoring.metrics import Scores
-from pipeline.storage.path import StoragePath, place
+from pipeline.features.source import feature_source
+from pipeline.runs.evaluation import split_result
+from pipeline.scoring.bootstrap import paired_difference
+from pipeline.scoring.metrics import COMPARED_BY_IMAGE, score_captions
+from pipeline.scoring.result_files import write_predictions
+from pipeline.scoring.split_result import SplitResult
+from pipeline.storage.atomic import write_json, write_text
+from pipeline.storage.path import StoragePath, storage_path
 
 logger = logging.getLogger(__name__)
-
 
 ALL = "all"
 
 
-def evaluate(
-    config: RunConfig,
-    *,
-    splits: Sequence[str] = (),
-    models: Sequence[str] = (),
-    stage: str | None = None,
-    compare: str | None = None,
-    features: str | None = None,
-    constraints: Path | None = None,
-    server: str | None = None,
-    out: Path | None = None,
-    address: str | None = None,
-) -> int:
-    """Scores of the configuration's run, or of `models` (bundles; several are an ensemble), on splits of its data.
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """What `raycap evaluate` is asked for.
 
-    splits: those of data.test_splits by default; "all" is the whole data set. stage: the run as it was after it.
-    compare: another bundle's captions beside these. features: a feature store, for bundles without a backbone.
-    constraints: a file of words that captions must hold, in place of the configuration's evaluation.constraints.
-    server: the name in the COCO server's file. Returns 1 when an image could not be read; UserError before anything is
-    computed for what the user can mend.
+    splits: those of data.test_splits by default; "all" is the whole data set.
+    models: bundles, several are an ensemble; the configuration's own run by default.
+    stage: the run as it was after this stage.
+    compare: another bundle, whose captions are shown beside these.
+    features: a feature store, for bundles without a backbone.
+    constraints: a file of words that captions must contain, in place of the configuration's evaluation.constraints.
+    server: the name in the COCO server's file.
+    out: the folder for the results.
+    """
+
+    splits: Sequence[str] = ()
+    models: Sequence[str] = ()
+    stage: str | None = None
+    compare: str | None = None
+    features: str | None = None
+    constraints: Path | None = None
+    server: str | None = None
+    out: Path | None = None
+
+
+def evaluate(config: RunConfig, options: EvaluateOptions, address: str | None = None) -> int:
+    """Captions and scores of splits, written to a folder. Returns the exit code: 1 when an image cannot be read.
+
+    Raises UserError for mistakes of the user before anything is computed.
     """
     begin = time.monotonic()
-    if stage is not None and models:
-        raise UserError("--stage names a stage of the configuration's run; leave --model out, or give its bundle there")
-    if server is not None and not server.replace("-", "").replace("_", "").isalnum():
-        raise UserError(f"--server {server}: letters, digits, - and _ only; it becomes part of a file's name")
-    dataset = _data(config, features is not None)
-    if features is None and config.features.hdf5 is not None:
-        dataset, features = _regions(dataset, config)
-    parts = {name: _part(dataset, name) for name in splits or config.data.test_splits}
-    members = [_bundle(model, "--model", features) for model in models] or [_run_bundle(config, stage)]
-    other = None if compare is None else _bundle(compare, "--compare", features)
-    file = constraints or (None if config.evaluation.constraints is None else Path(config.evaluation.constraints))
-    machines = {} if file is None else _machines(file, members[0], parts)
-    their_machines = {} if file is None or other is None else _machines(file, other, parts)
-    label = "+".join(member.name for member in members)[:120]
-    folder = out or config.working_path / "evaluations" / label
-    folder.mkdir(parents=True, exist_ok=True)
-    logger.info(f"models    {', '.join(map(str, members))}" + (", as an ensemble" if len(members) > 1 else ""))
-    logger.info(f"data      {', '.join(f'{name} {len(part)}' for name, part in parts.items())} images")
+    _check_options(options)
+    evaluation = Evaluation.prepare(config, options)
+    evaluation.folder.mkdir(parents=True, exist_ok=True)
+    evaluation.log_plan()
     start_ray(config, address)
-    result: dict[str, Any] = {"models": [str(member) for member in members], "splits": {}}
-    failed = 0
-    for name, part in parts.items():
-        found, bad = caption_dataset(members, part, config, features, folder, machines)
-        failed += len(bad)
-        entry: dict[str, Any] = {"images": len(found), "unreadable": bad}
-        result["splits"][name] = entry
-        best = _write_captions(folder, name, found, server, part)
-        entry |= summarize_search({image: own[0] for image, own in found.items()}, machines, f"search    {name}: ")
-        others: dict[int, str] = {}
-        if other is not None:
-            compared, _ = caption_dataset([other], part, config, features, folder, their_machines)
-            others = {image: hypotheses[0].caption for image, hypotheses in compared.items()}
-        _score(entry, name, part, best, others, dataset, config)
-        _report(folder, name, entry, part, best, others, config, members, features)
-    from pipeline.runs.folder import write_json
-
-    write_json(folder / "scores.json", result)
-    logger.info(f"scores       {folder / 'scores.json'}")
+    models = [bundle_source(member.location, config) for member in evaluation.members]
+    captioned = evaluation.caption(models, evaluation.automata)
+    others: dict[str, Captioned] = {}
+    if evaluation.other is not None:
+        others = evaluation.caption([bundle_source(evaluation.other.location, config)], evaluation.other_automata)
+    entries = {name: evaluation.finish(name, captioned[name], others.get(name), models[0]) for name in evaluation.parts}
+    result = {"models": [str(member.location) for member in evaluation.members], "splits": entries}
+    write_json(evaluation.folder / "scores.json", result)
+    logger.info(f"scores       {evaluation.folder / 'scores.json'}")
     logger.info(f"finished in {time.monotonic() - begin:.0f} s")
+    failed = sum(len(each.unreadable) for each in captioned.values())
     if failed:
-        logger.info(f"{failed} images could not be read; scores.json says which and why")
+        logger.info(f"{failed} images could not be read; scores.json lists them with the reasons")
     return 1 if failed else 0
 
 
+def _check_options(options: EvaluateOptions) -> None:
+    if options.stage is not None and options.models:
+        raise UserError("--stage names a stage of the configuration's run; leave --model out, or give its bundle there")
+    server = options.server
+    if server is not None and not server.replace("-", "").replace("_", "").isalnum():
+        raise UserError(f"--server {server}: letters, digits, - and _ only; it becomes part of a file's name")
+
+
+class Member(NamedTuple):
+    """A model bundle: where it is for everybody, and a local copy."""
+
+    location: StoragePath
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The models and images of one call; the steps from captions to the report."""
+
+    config: RunConfig
+    options: EvaluateOptions
+    dataset: Dataset
+    parts: Mapping[str, Dataset]
+    members: Sequence[Member]
+    other: Member | None
+    store: StoragePath | None
+    automata: Mapping[int, Machine]
+    other_automata: Mapping[int, Machine]
+
+    @classmethod
+    def prepare(cls, config: RunConfig, options: EvaluateOptions) -> Evaluation:
+        """Finds data, features, models and constraints. Raises UserError."""
+        dataset = _data(config, options.features is not None)
+        if options.features is None:
+            dataset, store = feature_source(config).for_bundles(dataset)
+        else:
+            store = storage_path(options.features, config.storage.options)
+        parts = {name: _part(dataset, name) for name in options.splits or config.data.test_splits}
+        members = [_bundle(model, "--model", config, store) for model in options.models]
+        members = members or [_run_bundle(config, options.stage)]
+        other = None if options.compare is None else _bundle(options.compare, "--compare", config, store)
+        file = options.constraints or config.evaluation.constraints
+        automata = {} if file is None else _automata(Path(file), members[0], parts)
+        other_automata = {} if file is None or other is None else _automata(Path(file), other, parts)
+        return cls(config, options, dataset, parts, members, other, store, automata, other_automata)
+
+    @property
+    def label(self) -> str:
+        return "+".join(member.location.name for member in self.members)[:120]
+
+    @property
+    def folder(self) -> Path:
+        return self.options.out or self.config.working_path / "evaluations" / self.label
+
+    def log_plan(self) -> None:
+        models = ", ".join(str(member.location) for member in self.members)
+        logger.info(f"models    {models}" + (", as an ensemble" if len(self.members) > 1 else ""))
+        logger.info(f"data      {', '.join(f'{name} {len(part)}' for name, part in self.parts.items())} images")
+
+    def caption(self, models: Sequence[ModelSource], automata: Mapping[int, Machine]) -> dict[str, Captioned]:
+        """Captions by split. Ray must have been started."""
+        tasks = {name: SplitTask(part, automata) for name, part in self.parts.items()}
+        return caption_on_cluster(models, tasks, self.config, store=self.store)
+
+    def finish(self, split: str, captioned: Captioned, other: Captioned | None, model: ModelSource) -> dict[str, Any]:
+        """Writes a split's captions, scores and report. Returns its entry in scores.json.
+
+        other: the captions of `--compare`. model: the one whose maps the report shows.
+        """
+        part = self.parts[split]
+        write_captions(self.folder, split, captioned, part, self.options.server)
+        result = split_result(split, captioned.best, self.automata, captioned.unreadable, f"search    {split}: ")
+        result = self._scored(result)
+        if result.scores is None:
+            logger.info(f"{split} has no reference captions: captioned, not scored")
+            return result.to_json()
+        self._log_scores(result)
+        entry, results = result.to_json(), [result]
+        if other is not None:
+            results.append(self._scored_as(result, other))
+            entry["compared"] = compare(result, results[1]) | {"images": len(result.captions)}
+        self._report(results, model)
+        return entry
+
+    def _scored(self, result: SplitResult) -> SplitResult:
+        """With scores where the split has references."""
+        references = self._references(result)
+        if not references:
+            return result
+        train = self.dataset.split(*self.config.data.train_splits)
+        training_captions = [caption for captions in train.column("captions") for caption in captions]
+        captions = {image: result.captions[image] for image in references}
+        scores = score_captions(references, captions, training_captions=training_captions or None)
+        is_synthetic = self.config.data.synthetic is not None
+        return replace(
+            result, scores=scores, main_object=main_object_accuracy(captions, references) if is_synthetic else None
+        )
+
+    def _scored_as(self, result: SplitResult, other: Captioned) -> SplitResult:
+        """The other model's captions, scored on the same images and by the same metrics as a result."""
+        captions = {image: best.caption for image, best in other.best.items()}
+        references = self._references(result)
+        scores = score_captions(
+            references, {image: captions[image] for image in references}, metrics=tuple(result.values)
+        )
+        return SplitResult(f"{result.split}, the other", captions, scores=scores)
+
+    def _references(self, result: SplitResult) -> dict[int, list[str]]:
+        references = self.parts[result.split].references()
+        return {image: texts for image, texts in references.items() if texts and image in result.captions}
+
+    def _log_scores(self, result: SplitResult) -> None:
+        from jobs.score import format_scores
+        from pipeline.scoring.published import published_rows
+
+        assert result.scores is not None
+        logger.info(f"\n{result.split}, {len(result.scores.image_ids)} images{format_scores(result.scores)}")
+        if result.main_object is not None:
+            logger.info(f"  main object named in {result.main_object:.1%} of the captions")
+        config, uris = self.config, self.parts[result.split].column("uri")
+        for row, difference in published_rows(config.model.name, result.split, uris, config.evaluation.beam_size):
+            values = "  ".join(f"{name} {value:.3f}" for name, value in row.scores.items())
+            logger.info(f"  {row.name}: {values}" + (f"  ({difference})" if difference else ""))
+
+    def _report(self, results: Sequence[SplitResult], model: ModelSource) -> None:
+        """report-SPLIT.html of the first result, with the other's scores and captions beside it."""
+        from jobs.gallery import MapInputs, with_maps
+        from pipeline.reports.page import Report, write_report
+        from pipeline.runs.summary import published_table, report_images, score_table
+
+        result, others = results[0], results[1:]
+        config, part, label = self.config, self.parts[result.split], self.label
+        columns, rows = score_table(results, with_alignment=True)
+        images = [
+            replace(image, alternatives={"other": others[0].captions[int(image.image_id)]} if others else {})
+            for image in report_images(result, part, config.storage.options)
+        ]
+        report = Report(
+            title=f"{label} on {result.split}",
+            run_id=label,
+            protocol=f"{config.evaluation.protocol}, {result.signature}",
+            score_columns=columns,
+            score_rows=rows + published_table(columns, config, result.split, part.column("uri")),
+            stages=[],
+            images=with_maps(images, MapInputs(model, config, self.store, part), label),
+            facts={"models": ", ".join(label.split("+")), "images": f"{result.split} {len(part)}"},
+        )
+        path = self.folder / f"report-{result.split}.html"
+        write_report(path, report)
+        logger.info(f"report       {path}")
+
+
+def write_captions(folder: Path, split: str, captioned: Captioned, part: Dataset, server: str | None) -> None:
+    """predictions-SPLIT.json, the n best captions where there are several, and the COCO server's files.
+
+    Raises UserError when the server's file would lack an image.
+    """
+    best = {image: hypothesis.caption for image, hypothesis in captioned.best.items()}
+    predictions = folder / f"predictions-{split}.json"
+    write_predictions(predictions, best)
+    logger.info(f"predictions  {predictions}")
+    if any(len(ranked) > 1 for ranked in captioned.hypotheses.values()):
+        lines = [
+            json.dumps({"image_id": image, "n_best": [each.to_json() for each in ranked]}, ensure_ascii=False)
+            for image, ranked in captioned.hypotheses.items()
+        ]
+        write_text(folder / f"n-best-{split}.jsonl", "\n".join(lines) + "\n")
+        logger.info(f"n best       {folder / f'n-best-{split}.jsonl'}")
+    if server is None:
+        return
+    if len(best) != len(part):
+        raise UserError(
+            f"--server: {len(best)} captions for the {len(part)} images of {split}; the server takes all or none"
+        )
+    name = f"captions_{split}_{server}_results"
+    write_predictions(folder / f"{name}.json", best)
+    with zipfile.ZipFile(folder / f"{name}.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(folder / f"{name}.json", f"{name}.json")
+    logger.info(f"server       {folder / f'{name}.zip'}: {len(best)} rows")
+
+
+def compare(result: SplitResult, other: SplitResult) -> dict[str, Any]:
+    """The other result's scores, and the paired difference of each metric that is a mean over images; also logged."""
+    differences = {}
+    logger.info(f"  {'':<9} {'this':>8} {'other':>8}   difference by image, 95 % interval")
+    assert result.scores is not None and other.scores is not None
+    for name, score in result.scores.by_name.items():
+        theirs = other.scores.by_name[name]
+        if score.value is None or theirs.value is None:
+            continue
+        text = ""
+        if score.per_image is not None and theirs.per_image is not None and name in COMPARED_BY_IMAGE:
+            difference = paired_difference(score.per_image, theirs.per_image)
+            differences[name] = difference._asdict()
+            text = f"{difference}, better in {difference.better:.1%} of resamples"
+        logger.info(f"  {name:<9} {score.value:>8.4f} {theirs.value:>8.4f}   {text}")
+    return other.scores_to_json() | {"differences": differences}
+
+
 def _data(config: RunConfig, with_keys: bool) -> Dataset:
-    """The annotations as they are: an image without a caption can be captioned, if not scored."""
+    """The annotations as they are: an image without a reference can be captioned, though not scored."""
     from pipeline.data.dataset import read_annotations
     from pipeline.data.loading import data_root, snapshot_of
 
@@ -101,302 +292,69 @@ def _data(config: RunConfig, with_keys: bool) -> Dataset:
     return snapshot_of(dataset, config)[0].known() if with_keys else dataset
 
 
-def _regions(dataset: Dataset, config: RunConfig) -> tuple[Dataset, str]:
-    """The images of which features.hdf5 has regions, and the store with them."""
-    from pipeline.features.regions import import_regions
-
-    dataset = dataset.keyed_by_id()
-    store, bad = import_regions(dataset, config)
-    if bad:
-        logger.info(f"features  {len(bad)} images are left out: {store / 'quarantine.parquet'} says why")
-    return dataset.without(sorted(bad)), store.uri
-
-
-def _machines(file: Path, bundle: Path, parts: dict[str, Dataset]) -> dict[int, Machine]:
-    """The constraints of the images in `parts`; UserError where none of them has any."""
-    from pipeline.captioning.constraints import build_machines, read_constraints
-    from pipeline.data.vocabulary import Vocabulary
-
-    images = {image for part in parts.values() for image in part.column("image_id")}
-    own = {image: words for image, words in read_constraints(file).items() if image in images}
-    if not own:
-        raise UserError(f"constraints {file}: none of its images is in {', '.join(parts)}; look at the image ids")
-    return build_machines(own, Vocabulary.load(bundle / "vocabulary.json"), str(file))
-
-
 def _part(dataset: Dataset, name: str) -> Dataset:
     part = dataset.split(name)
     if not len(part) and name == ALL:
         part = dataset
     if not len(part):
-        there = ", ".join(sorted(set(dataset.column("split"))))
-        raise UserError(f"--split {name}: no image is in it; the splits are {there}, and {ALL} for every image")
+        names = ", ".join(sorted(set(dataset.column("split"))))
+        raise UserError(f"--split {name}: no image is in it; the splits are {names}, and {ALL} for every image")
     return part
 
 
-def _bundle(model: str, option: str, features: str | None) -> Path:
-    from pipeline.captioning.bundle import load_bundle
+def _automata(file: Path, member: Member, parts: Mapping[str, Dataset]) -> dict[int, Machine]:
+    """The constraints of the images in `parts`, for a model's vocabulary. Raises UserError when no image has any."""
+    from pipeline.captioning.constraints import load_automata
+    from pipeline.data.vocabulary import Vocabulary
 
-    folder = Path(model).absolute()
-    if not folder.is_dir():
+    images = {image for part in parts.values() for image in part.column("image_id")}
+    automata = load_automata(file, images, Vocabulary.load(member.folder / "vocabulary.json"))
+    if not automata:
+        raise UserError(f"constraints {file}: none of its images is in {', '.join(parts)}; look at the image ids")
+    return automata
+
+
+def _bundle(model: str, option: str, config: RunConfig, store: StoragePath | None) -> Member:
+    from pipeline.captioning.bundle import fetched, load_bundle
+
+    location = storage_path(model, config.storage.options)
+    if not location.is_remote and not location.path.is_dir():
         raise UserError(f"{option} {model}: no such folder; give a model bundle, such as results/models/NAME/RUN")
+    folder = fetched(location)
     try:
         bundle = load_bundle(folder)
     except ValueError as error:
         raise UserError(f"{option}: {error}") from error
-    if bundle.transform is None and features is None:
+    if bundle.transform is None and store is None:
         raise UserError(
             f"{option} {model}: this bundle has no backbone; give its feature store with --features, or its "
             "regions as features.hdf5"
         )
-    return folder
+    return Member(location, folder)
 
 
-def _run_bundle(config: RunConfig, stage: str | None) -> Path:
-    """The bundle of the configuration's own run, written when it is not there yet."""
+def _run_bundle(config: RunConfig, stage_name: str | None) -> Member:
+    """The bundle of the configuration's own run, written if it does not exist yet."""
+    from pipeline.captioning.bundle import fetched
     from pipeline.data.loading import find_data
     from pipeline.runs.prepare import open_run
-    from pipeline.runs.run_bundle import bundle_path, bundle_run
+    from pipeline.runs.run_bundle import bundle_place, bundle_run
 
     dataset, _ = find_data(config)
     folder = open_run(config, dataset.known().fingerprint())
-    chosen = None
-    if stage is not None:
+    stage = None
+    if stage_name is not None:
         names = [each.name for each in config.stages]
-        if stage not in names:
-            raise UserError(f"--stage {stage}: the configuration has the stages {', '.join(names)}")
-        chosen = config.stage(stage)
-    finished = folder.result(stage) if stage is not None else (folder.path / "COMPLETE.json").is_file()
+        if stage_name not in names:
+            raise UserError(f"--stage {stage_name}: the configuration has the stages {', '.join(names)}")
+        stage = config.stage(stage_name)
+    finished = folder.result(stage_name) if stage_name is not None else (folder.path / "COMPLETE.json").is_file()
     if not (folder.path / "run.json").is_file() or not finished:
-        what = f"stage {stage} of" if stage is not None else ""
+        run = f"stage {stage_name} of run" if stage_name is not None else "run"
         raise UserError(
-            f"{what} run {folder.run_id} is not finished in {config.storage.uri}; `raycap run` it, or give --model"
+            f"{run} {folder.run_id} is not finished in {config.storage.uri}; `raycap run` it, or give --model"
         )
-    path = bundle_path(folder, chosen)
-    return path if path.is_dir() else bundle_run(folder, chosen)
-
-
-def caption_dataset(
-    members: Sequence[Path],
-    part: Dataset,
-    config: RunConfig,
-    features: str | None,
-    folder: Path,
-    machines: Mapping[int, Machine] | None = None,
-) -> tuple[dict[int, list[Hypothesis]], dict[int, str]]:
-    """Captions by image id from one Ray task a worker, and {image id: reason} of images that cannot be read.
-
-    Bundles, images and `folder` must be readable from every node. `machines` are the images' constraints.
-    """
-    import ray
-
-    workers = config.workers
-    rows = folder / "images.arrow"
-    part.save(rows)
-    task = ray.remote(_share).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
-    store = None if features is None else place(features, config.storage.options)
-    tasks = [
-        task.remote(list(members), rows, store, config, rank, workers.num_workers, dict(machines or {}))
-        for rank in range(workers.num_workers)
-    ]
-    begin = time.monotonic()
-    found: dict[int, list[Hypothesis]] = {}
-    bad: dict[int, str] = {}
-    for done in tasks:
-        mine, troubled = ray.get(done)
-        found |= mine
-        bad |= troubled
-    seconds = time.monotonic() - begin
-    logger.info(f"captions  {len(found)} images in {seconds:.0f} s, {len(found) / seconds:.1f} images/s")
-    rows.unlink()
-    return {image: found[image] for image in part.column("image_id") if image in found}, bad
-
-
-def _share(
-    members: list[Path],
-    rows: Path,
-    store: StoragePath | None,
-    config: RunConfig,
-    rank: int,
-    count: int,
-    machines: dict[int, Machine],
-) -> tuple[dict[int, list[Hypothesis]], dict[int, str]]:
-    from pipeline.captioning.bundle import load_bundle
-    from pipeline.captioning.captioning import caption_share
-    from pipeline.features.model_inputs import Images
-    from pipeline.features.store import open_store
-    from pipeline.runtime.context import device_for
-    from pipeline.runtime.cpu import prepare_processor
-
-    prepare_processor(config.workers.threads_per_worker)
-    device = device_for(config.workers.gpus_per_worker)
-    bundles, part = [load_bundle(member) for member in members], Dataset.load(rows)
-    for bundle in bundles:
-        bundle.captioner.to(device)
-    images = [
-        Images(
-            part,
-            None if bundle.transform is not None or store is None else open_store(store, config.features),
-            bundle.transform,
-            config.data.max_pixels,
-            config.workers.threads_per_worker,
-            config.storage.options,
-        )
-        for bundle in bundles
-    ]
-    bad: dict[int, str] = {}
-    captioners = [bundle.captioner for bundle in bundles]
-    vocabulary, settings = bundles[0].vocabulary, config.evaluation
-    if any(bundle.vocabulary.words != vocabulary.words for bundle in bundles):
-        raise UserError("the models of an ensemble must share one vocabulary, word by word; these do not")
-    return caption_share(captioners, images, vocabulary, settings, rank, count, device, bad, machines, True), bad
-
-
-def _write_captions(
-    folder: Path,
-    split: str,
-    found: dict[int, list[Hypothesis]],
-    server: str | None,
-    part: Dataset,
-) -> dict[int, str]:
-    """predictions-SPLIT.json, the n best where there are several, the server's files; the best captions."""
-    from pipeline.runs.evaluation import write_predictions
-    from pipeline.runs.folder import write_text
-
-    best = {image: hypotheses[0].caption for image, hypotheses in found.items()}
-    write_predictions(folder / f"predictions-{split}.json", best)
-    logger.info(f"predictions  {folder / f'predictions-{split}.json'}")
-    if any(len(hypotheses) > 1 for hypotheses in found.values()):
-        lines = [
-            json.dumps({"image_id": image, "n_best": [_present(each) for each in hypotheses]}, ensure_ascii=False)
-            for image, hypotheses in found.items()
-        ]
-        write_text(folder / f"n-best-{split}.jsonl", "\n".join(lines) + "\n")
-        logger.info(f"n best       {folder / f'n-best-{split}.jsonl'}")
-    if server is not None:
-        if len(best) != len(part):
-            raise UserError(
-                f"--server: {len(best)} captions for the {len(part)} images of {split}; the server takes all or none"
-            )
-        name = f"captions_{split}_{server}_results"
-        write_predictions(folder / f"{name}.json", best)
-        with zipfile.ZipFile(folder / f"{name}.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.write(folder / f"{name}.json", f"{name}.json")
-        logger.info(f"server       {folder / f'{name}.zip'}: {len(best)} rows")
-    return best
-
-
-def _present(hypothesis: Hypothesis) -> dict[str, Any]:
-    return {key: value for key, value in hypothesis._asdict().items() if value is not None}
-
-
-def _score(
-    entry: dict[str, Any],
-    split: str,
-    part: Dataset,
-    best: dict[int, str],
-    others: dict[int, str],
-    dataset: Dataset,
-    config: RunConfig,
-) -> None:
-    """Scores of one split into its entry; without references there are captions only."""
-    from jobs.score import format_scores
-    from pipeline.data.synthetic import main_object_accuracy
-    from pipeline.scoring.bootstrap import paired_difference
-    from pipeline.scoring.metrics import score_captions
-    from pipeline.scoring.published import published_rows
-
-    references = {image: captions for image, captions in part.references().items() if captions and image in best}
-    if not references:
-        logger.info(f"{split} has no reference captions: captioned, not scored")
-        return
-    seen = [caption for captions in dataset.split(*config.data.train_splits).column("captions") for caption in captions]
-    scores = score_captions(references, {image: best[image] for image in references}, training_captions=seen or None)
-    entry |= _summary(scores)
-    logger.info(f"\n{split}, {len(references)} images{format_scores(scores)}")
-    if config.data.synthetic is not None:
-        entry["main_object"] = main_object_accuracy({image: best[image] for image in references}, references)
-        logger.info(f"  main object named in {entry['main_object']:.1%} of the captions")
-    for row, difference in published_rows(config.model.name, split, part.column("uri"), config.evaluation.beam_size):
-        values = "  ".join(f"{name} {value:.3f}" for name, value in row.scores.items())
-        logger.info(f"  {row.name}: {values}" + (f"  ({difference})" if difference else ""))
-    if not others:
-        return
-    theirs = score_captions(references, {image: others[image] for image in references}, metrics=tuple(scores.by_name))
-    entry["compared"] = _summary(theirs) | {"differences": {}}
-    logger.info(f"  {'':<9} {'this':>8} {'other':>8}   difference by image, 95 % interval")
-    for name, score in scores.by_name.items():
-        other = theirs.by_name[name]
-        if score.value is None or other.value is None:
-            continue
-        text = ""
-        if score.per_image is not None and other.per_image is not None and not name.startswith("BLEU"):
-            gap = paired_difference(score.per_image, other.per_image)
-            entry["compared"]["differences"][name] = gap._asdict()
-            text = f"{gap}, better in {gap.better:.1%} of resamples"
-        logger.info(f"  {name:<9} {score.value:>8.4f} {other.value:>8.4f}   {text}")
-
-
-def _summary(scores: Scores) -> dict[str, Any]:
-    ciderd = scores.by_name.get("CIDEr-D")
-    return {
-        "scores": {name: score.value for name, score in scores.by_name.items()},
-        "unavailable": {name: score.unavailable for name, score in scores.by_name.items() if score.unavailable},
-        "signature": scores.signature,
-        "extras": scores.extras,
-        "main_object": None,
-        "per_image_CIDEr-D": dict(zip(scores.image_ids, (ciderd and ciderd.per_image) or [], strict=False)),
-    }
-
-
-def _report(
-    folder: Path,
-    split: str,
-    entry: dict[str, Any],
-    part: Dataset,
-    best: dict[int, str],
-    others: dict[int, str],
-    config: RunConfig,
-    members: Sequence[Path],
-    features: str | None,
-) -> None:
-    """report-SPLIT.html; the heat maps are those of the first model."""
-    if "scores" not in entry:
-        return
-    from jobs.gallery import with_attention
-    from pipeline.reports.page import Report, ReportImage, write_report
-    from pipeline.runs.summary import published_table, score_table
-
-    table = {"splits": {split: entry, **({f"{split}, the other": entry["compared"]} if others else {})}}
-    if others:
-        entry["compared"]["images"] = entry["images"]
-    columns, rows = score_table(table, align=True)
-    scores = entry["per_image_CIDEr-D"]
-    images = [
-        ReportImage(
-            image,
-            StoragePath(uri, config.storage.options),
-            best[image],
-            captions,
-            scores.get(image),
-            split,
-            {"other": others[image]} if others else {},
-        )
-        for image, uri, captions in zip(*(part.column(name) for name in ("image_id", "uri", "captions")), strict=True)
-        if image in best
-    ]
-    label = "+".join(member.name for member in members)[:120]
-    store = None if features is None else place(features, config.storage.options)
-    images = with_attention(images, members[0], config, label, store, part)
-    report = Report(
-        title=f"{label} on {split}",
-        run_id=label,
-        protocol=f"{config.evaluation.protocol}, {entry['signature']}",
-        score_columns=columns,
-        score_rows=rows + published_table(columns, config, split, part.column("uri")),
-        stages=[],
-        images=images,
-        facts={"models": ", ".join(label.split("+")), "images": f"{split} {len(part)}"},
-    )
-    write_report(folder / f"report-{split}.html", report)
-    logger.info(f"report       {folder / f'report-{split}.html'}")
+    location = bundle_place(folder, stage)
+    if not (location / "config.yaml").exists():
+        bundle_run(folder, stage)
+    return Member(location, fetched(location))

@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 import logging
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,7 +15,7 @@ from jobs.cluster import start_ray
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
-from pipeline.features.extraction import Extractor
+from pipeline.features.source import Extracted, feature_source
 from pipeline.features.store import FeatureStore
 from pipeline.storage.path import StoragePath
 
@@ -34,12 +34,7 @@ def extract(config: RunConfig, address: str | None = None, verify: bool = False)
     dataset = read_data(config)
     logger.info(f"data         {len(dataset)} images in {len(set(dataset.column('split')))} splits")
     dataset, unreadable = snapshot_of(dataset, config)
-    if config.features.hdf5 is not None:
-        from pipeline.features.regions import import_regions
-
-        folder, bad = import_regions(dataset, config)
-    else:
-        folder, bad = _compute(dataset, unreadable, config, address)
+    folder, bad = _extract(dataset, unreadable, config, address)
     store = FeatureStore(folder)
     logger.info(f"store        {folder}: {len(store)} images in {len(store.shards)} shards")
     code = _verdict(dataset, bad, unreadable, config, folder)
@@ -57,17 +52,11 @@ def extract(config: RunConfig, address: str | None = None, verify: bool = False)
     return code
 
 
-def _compute(
-    dataset: Dataset, unreadable: dict[str, str], config: RunConfig, address: str | None
-) -> tuple[StoragePath, dict[str, str]]:
-    from pipeline.features.extraction import extract as extract_features
-
+def _extract(dataset: Dataset, unreadable: dict[str, str], config: RunConfig, address: str | None) -> Extracted:
     _refuse_when_unusable(dataset, unreadable, config)
-    place, backbone = config.storage_place, replace(config.backbone, weights="none")
     with TemporaryDirectory(prefix="raycap-") as scratch:
-        weights = initial_weights(config, Path(scratch))
-        extractor = Extractor(backbone, weights, config.features, config.data.max_pixels, config.storage.options)
-        return extract_features(dataset, place / "features", extractor, lambda: start_ray(config, address), unreadable)
+        weights = initial_weights(config, Path(scratch)) if config.has_backbone else None
+        return feature_source(config).extract(dataset, weights, lambda: start_ray(config, address), unreadable)
 
 
 def initial_weights(config: RunConfig, scratch: Path) -> Path:

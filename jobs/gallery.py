@@ -1,19 +1,19 @@
-"""Heat maps, attributions and clusters for the pictures of a report, computed by one Ray task where the models run."""
+"""Attention, attribution and cluster maps for the pictures of a report, computed by one Ray task."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from pipeline.captioning.model_sources import ModelSource
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.reports.page import MAX_IMAGES, ReportImage, choose_images
-from pipeline.storage.path import StoragePath, place
+from pipeline.storage.path import StoragePath, storage_path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,125 +21,166 @@ if TYPE_CHECKING:
     from models.base import Features
     from pipeline.captioning.bundle import Bundle
 
-ATTRIBUTED = 24  # pictures with attributions: a backward pass for each word and step
-STEPS = 16  # of the integral; the picture does not change with more
-SECONDS = 60.0  # after which no more of them are begun
+MAX_ATTRIBUTIONS = 24  # pictures with attributions, each a backward pass per word and step
+INTEGRATION_STEPS = 16  # more steps do not change the picture
+ATTRIBUTION_BUDGET_S = 60.0  # no attribution is begun later
 
-Key = tuple[str, int | str]  # split and image id
-Asked = tuple[str, int | str, str, str]  # split, image id, URI, caption
+ImageKey = tuple[str, int | str]  # split and image id
 
 
-def with_attention(
-    images: Sequence[ReportImage],
-    bundle: Path,
-    config: RunConfig,
-    seed: str,
-    store: StoragePath | None = None,
-    dataset: Dataset | None = None,
-) -> list[ReportImage]:
-    """The images with the maps of the captions that a bundle gave them; only those that the page will show get theirs.
+class MapRequest(NamedTuple):
+    """A captioned image whose maps are wanted."""
 
-    store and dataset: the features of a bundle without a backbone, and the images with their keys. Attributions are for
-    the `ATTRIBUTED` that a page of so many would show, as far as `SECONDS` reach. Ray must have been started. Files
-    that cannot be read, and models whose image tokens are neither a square grid nor regions with boxes, give no map.
+    split: str
+    image_id: int | str
+    uri: str
+    caption: str
+    with_attribution: bool = False
+
+
+@dataclass(frozen=True)
+class MapInputs:
+    """What maps are computed from. store and dataset (with keys): the features for a model without a backbone."""
+
+    model: ModelSource
+    config: RunConfig
+    store: StoragePath | None = None
+    dataset: Dataset | None = None
+
+
+def with_maps(images: Sequence[ReportImage], inputs: MapInputs, seed: str) -> list[ReportImage]:
+    """The images with the maps of their captions, which `inputs.model` gave; only images that the page shows get maps.
+
+    At most `MAX_ATTRIBUTIONS` of them get an attribution, as far as `ATTRIBUTION_BUDGET_S` allows. Ray must have been
+    started. No maps are computed for files that cannot be read, and for models whose image tokens are neither a square
+    grid nor regions with boxes.
     """
     import ray
 
-    chosen, _ = choose_images(images, MAX_IMAGES, seed=seed)
-    attributed = {(image.split, image.image_id) for image in choose_images(chosen, ATTRIBUTED, seed=seed)[0]}
-    chosen.sort(key=lambda image: (image.split, image.image_id) not in attributed)
-    workers = config.workers
-    task = ray.remote(_maps).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
-    asked = [(image.split, image.image_id, str(image.path), image.caption) for image in chosen]
-    maps = ray.get(task.remote(asked, attributed, bundle, config, store, dataset))
-    return [replace(image, **maps.get((image.split, image.image_id), {})) for image in images]
+    shown, _ = choose_images(images, MAX_IMAGES, seed=seed)
+    attributed = {_key(image) for image in choose_images(shown, MAX_ATTRIBUTIONS, seed=seed)[0]}
+    requests = [
+        MapRequest(image.split, image.image_id, str(image.path), image.caption, _key(image) in attributed)
+        for image in sorted(shown, key=lambda image: _key(image) not in attributed)
+    ]
+    workers = inputs.config.workers
+    task = ray.remote(compute_maps).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
+    maps = ray.get(task.remote(requests, inputs))
+    return [replace(image, **maps.get(_key(image), {})) for image in images]
 
 
-def _maps(
-    asked: list[Asked],
-    attributed: set[Key],
-    bundle: Path,
-    config: RunConfig,
-    store: StoragePath | None,
-    dataset: Dataset | None,
-) -> dict[Key, dict[str, Any]]:
-    """The fields of a `ReportImage` that a model gives, of each image."""
+def _key(image: ReportImage | MapRequest) -> ImageKey:
+    return image.split, image.image_id
+
+
+def compute_maps(requests: Sequence[MapRequest], inputs: MapInputs) -> dict[ImageKey, dict[str, Any]]:
+    """The fields `attention`, `attribution` and `clusters` of a `ReportImage`, where they can be computed."""
     import torch
 
     from models.attention_maps import cross_attention
     from models.attribution import integrated_gradients
     from models.cluster_groups import find_clusters
-    from pipeline.captioning.bundle import load_bundle
     from pipeline.reports.cluster_pictures import layer_colors
-    from pipeline.reports.heat_maps import region_maps
     from pipeline.runtime.context import device_for
     from pipeline.runtime.cpu import prepare_processor
 
-    prepare_processor(config.workers.threads_per_worker)
-    loaded = load_bundle(bundle)
-    device = device_for(config.workers.gpus_per_worker)
-    model, vocabulary = loaded.captioner.to(device).model, loaded.vocabulary
+    workers = inputs.config.workers
+    prepare_processor(workers.threads_per_worker)
+    bundle = inputs.model.load()
+    device = device_for(workers.gpus_per_worker)
+    model = bundle.captioner.to(device).model
     begin = time.monotonic()
-    found: dict[Key, dict[str, Any]] = {}
-    for (split, image, _, caption), features, size in _inputs(asked, loaded, config, store, dataset):
-        words, boxes, features = caption.split(), features.boxes, features.to(device)
-        ids = torch.tensor(vocabulary.encode(words)[: model.sizes.max_positions + 1], device=device)
-
-        def drawn(weights: Tensor, boxes: Tensor | None = boxes, size: tuple[int, int] = size) -> np.ndarray:
-            maps = weights.float().cpu().numpy()
-            return maps if boxes is None else region_maps(maps, boxes[0].numpy(), size)
-
+    maps: dict[ImageKey, dict[str, Any]] = {}
+    for request, image in _loaded_images(requests, bundle, inputs):
+        words = request.caption.split()
+        ids = torch.tensor(bundle.vocabulary.encode(words)[: model.sizes.max_positions + 1], device=device)
+        features = image.features.to(device)
         with torch.no_grad():
             memory = model.encode(features)
-        own: dict[str, Any] = {"attention": drawn(cross_attention(model, memory, ids[None])[-1, 0, : len(words)])}
-        if (split, image) in attributed and time.monotonic() - begin < SECONDS:
-            spoke = integrated_gradients(model, features, ids, steps=STEPS, most_steps=STEPS)
-            own["attribution"] = drawn(spoke.head(len(words)).shares())
+        fields: dict[str, Any] = {
+            "attention": image.paint(cross_attention(model, memory, ids[None])[-1, 0, : len(words)])
+        }
+        if request.with_attribution and time.monotonic() - begin < ATTRIBUTION_BUDGET_S:
+            attribution = integrated_gradients(
+                model, features, ids, steps=INTEGRATION_STEPS, most_steps=INTEGRATION_STEPS
+            )
+            fields["attribution"] = image.paint(attribution.head(len(words)).shares())
         clusters = find_clusters(model, features, ids[: len(words) + 1])
         if clusters is not None:
-            own["clusters"] = layer_colors(clusters)
-        found[(split, image)] = own
-    return found
+            fields["clusters"] = layer_colors(clusters)
+        maps[_key(request)] = fields
+    return maps
 
 
-def _inputs(
-    asked: list[Asked], loaded: Bundle, config: RunConfig, store: StoragePath | None, dataset: Dataset | None
-) -> Iterator[tuple[Asked, Features, tuple[int, int]]]:
-    """Each image's features (1, N, C), and for regions with boxes the picture's width and height."""
+class _LoadedImage(NamedTuple):
+    """Features of one image; for regions with boxes also the picture's width and height."""
+
+    features: Features
+    size: tuple[int, int] = (0, 0)
+
+    def paint(self, weights: Tensor) -> np.ndarray:
+        """(words, N) as it is for a grid; of regions painted by their boxes."""
+        from pipeline.reports.heat_maps import region_maps
+
+        values = weights.float().cpu().numpy()
+        boxes = self.features.boxes
+        return values if boxes is None else region_maps(values, boxes[0].numpy(), self.size)
+
+
+def _loaded_images(
+    requests: Sequence[MapRequest], bundle: Bundle, inputs: MapInputs
+) -> Iterator[tuple[MapRequest, _LoadedImage]]:
+    """The images that can be read, each with its features."""
+    if bundle.transform is not None:
+        yield from _from_files(requests, bundle, inputs)
+    elif inputs.store is not None and inputs.dataset is not None:
+        yield from _from_store(requests, inputs.store, inputs.dataset, inputs.config)
+
+
+def _from_files(
+    requests: Sequence[MapRequest], bundle: Bundle, inputs: MapInputs
+) -> Iterator[tuple[MapRequest, _LoadedImage]]:
     import torch
 
     from models.base import Features
-    from pipeline.captioning.service import MAX_PIXELS, CaptionService
+    from pipeline.captioning.service import CaptionService
+    from pipeline.data.images import BadImage
+
+    service = CaptionService(bundle)
+    device = next(bundle.captioner.parameters()).device
+    for request in requests:
+        try:
+            pixels = service.pixels(storage_path(request.uri, inputs.config.storage.options).read_bytes()).to(device)
+        except (BadImage, OSError):
+            continue
+        with torch.no_grad():
+            features = bundle.captioner.features(Features(pixels[None]))
+        yield request, _LoadedImage(features)
+
+
+def _from_store(
+    requests: Sequence[MapRequest], store: StoragePath, dataset: Dataset, config: RunConfig
+) -> Iterator[tuple[MapRequest, _LoadedImage]]:
+    from models.base import Features
+    from pipeline.captioning.service import MAX_PIXELS
     from pipeline.data.images import BadImage, decode_image
     from pipeline.features.model_inputs import Images
     from pipeline.features.store import open_store
 
-    if loaded.transform is not None:
-        service = CaptionService(loaded)
-        device = next(loaded.captioner.parameters()).device
-        for each in asked:
-            try:
-                pixels = service.pixels(place(each[2], config.storage.options).read_bytes()).to(device)
-            except (BadImage, OSError):
-                continue
-            with torch.no_grad():
-                yield each, loaded.captioner.features(Features(pixels[None])), (0, 0)
-        return
-    if store is None or dataset is None:
-        return
     options = config.storage.options
     images = Images(dataset, open_store(store, config.features), None, config.data.max_pixels, 1, options)
-    rows = {int(image): row for row, image in enumerate(images.image_ids)}
-    for each in asked:
-        row = np.array([rows[int(each[1])]])
+    row_of = {int(image): row for row, image in enumerate(images.image_ids)}
+    for request in requests:
+        row = np.array([row_of[int(request.image_id)]])
         features = images.load(row)
         if features.lengths is None or features.boxes is None:
-            yield each, Features(features.tokens), (0, 0)
+            yield request, _LoadedImage(Features(features.tokens))
             continue
         try:
-            size = decode_image(place(each[2], options).read_bytes(), MAX_PIXELS).size
+            size = decode_image(storage_path(request.uri, options).read_bytes(), MAX_PIXELS).size
         except (BadImage, OSError):
             continue
         count = int(features.lengths[0])
         if count:
-            yield each, Features(features.tokens[:, :count], boxes=features.boxes[:, :count]), size
+            regions = Features(features.tokens[:, :count], boxes=features.boxes[:, :count])
+            yield request, _LoadedImage(regions, size)

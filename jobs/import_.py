@@ -2,35 +2,57 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Any
 
-import yaml
-from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
-from models.config import BackboneConfig, ExpansionNetConfig, MeshedMemoryConfig
+from models.config import BackboneConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig
+from pipeline.config.load import apply_override, expand_variables, parse_given, read_file
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from models.backbone import Backbone
+    from models.base import CaptionModel
     from models.captioner import Captioner
+    from models.convert import Inferred
     from pipeline.data.vocabulary import Vocabulary
 
 SECTIONS = ("model", "backbone")
 
 
-class Order(NamedTuple):
-    """What is to be imported: files, where to, the checked settings of each section, the overrides for a backbone."""
+@dataclass(frozen=True)
+class Order:
+    """What to import: the files, and the checked settings of sections `model` and `backbone` that the user gave."""
 
     checkpoint: Path
     tokens: Path
-    out: Path
-    given: dict[str, dict[str, Any]]
+    settings: dict[str, dict[str, Any]]
     backbone_file: Path | None
-    for_backbone: Sequence[str]
+    backbone_overrides: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Imported:
+    """The imported model, and for the user what is notable about its sizes and which features it takes."""
+
+    captioner: Captioner
+    vocabulary: Vocabulary
+    sizes: str
+    features: str
+
+
+@dataclass(frozen=True)
+class Format:
+    """An upstream project: its name, how its files are read, and the configuration of its model."""
+
+    title: str
+    importer: Callable[[Order], Imported]
+    config: type[ModelConfig]
 
 
 def import_checkpoint(
@@ -45,187 +67,150 @@ def import_checkpoint(
 ) -> None:
     """Writes the bundle `out` from an upstream checkpoint, its vocabulary and, where it has none, a backbone file.
 
-    config: a YAML file whose sections `model` and `backbone` say what the checkpoint does not hold (other sections are
-    left alone); overrides: `model.num_heads=8`. Files are read as tensors and plain values only; nothing in them runs.
+    config: a YAML file whose sections `model` and `backbone` give what the checkpoint does not hold (other sections are
+    ignored); overrides: `model.num_heads=8`. Files are read as tensors and plain values only; nothing in them runs.
     Raises UserError in one sentence for what does not fit; nothing is written then.
     """
     if source not in FORMATS:
         raise UserError(f"--from {source!r} is unknown; known: {', '.join(sorted(FORMATS))}")
-    for path, what in (
-        (checkpoint, "--checkpoint"),
-        (tokens, "--tokens"),
-        (config, "--config"),
-        (backbone, "--backbone"),
-    ):
+    given = {"--checkpoint": checkpoint, "--tokens": tokens, "--config": config, "--backbone": backbone}
+    for option, path in given.items():
         if path is not None and not path.is_file():
-            raise UserError(f"{what} {path} does not exist or is no file")
+            raise UserError(f"{option} {path} does not exist or is not a file")
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; give a folder's name")
     if out.exists() and any(out.iterdir()):
         raise UserError(f"--out {out} exists and is not empty; choose another folder or remove it")
-    given = read_settings(config, overrides, FORMATS[source].config)
-    for_backbone = [override for override in overrides if override.startswith("backbone.")]
+    upstream = FORMATS[source]
+    settings = read_settings(config, overrides, upstream.config)
+    backbone_overrides = [override for override in overrides if override.startswith("backbone.")]
+    print(f"Importing {checkpoint} ({upstream.title}) with the vocabulary {tokens} into {out}", flush=True)
     try:
-        FORMATS[source].importer(Order(checkpoint, tokens, out, given, backbone, for_backbone))
+        imported = upstream.importer(Order(checkpoint, tokens, settings, backbone, backbone_overrides))
+        _save(out, imported, {"imported_from": checkpoint.name, "format": source})
     except UserError:
         raise
     except ValueError as error:
         raise UserError(str(error)) from error
+    model = imported.captioner.model
+    count = sum(parameter.numel() for parameter in model.parameters())
+    print(
+        f"{count:,} parameters without the backbone, {len(imported.vocabulary):,} words, "
+        f"{model.sizes.max_positions} positions, {model.config.num_heads} heads, {imported.sizes}"
+    )
+    print(imported.features)
+    print(f"The bundle: {out}")
 
 
-def read_settings(config: Path | None, overrides: Sequence[str], model: type) -> dict[str, dict[str, Any]]:
-    """The settings of both sections that the user gave, checked; `model` is the system's configuration.
+def read_settings(config: Path | None, overrides: Sequence[str], model: type[ModelConfig]) -> dict[str, dict[str, Any]]:
+    """{section: the settings that the user gave, of the right types}; `model` is the system's configuration.
 
-    Raises UserError naming the key.
+    Whether they fit together is checked once the checkpoint is read. Raises UserError naming the key.
     """
-    given: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
-    if config is not None:
-        try:
-            data = yaml.safe_load(config.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise UserError(f"{config} is not valid YAML: {' '.join(str(error).split())}") from error
-        for name in SECTIONS:
-            section = data.get(name) if isinstance(data, dict) else None
-            if section is not None and not isinstance(section, dict):
-                raise UserError(f"{config}: {name} must hold keys, found {type(section).__name__}")
-            given[name] |= section or {}
+    file = {} if config is None else read_file(config)
+    given: dict[str, Any] = {name: file.get(name) or {} for name in SECTIONS}
     for override in overrides:
-        key, equals, text = override.partition("=")
-        section, dot, name = key.partition(".")
-        if not equals or not dot or section not in SECTIONS:
+        section, dot, _ = override.partition("=")[0].partition(".")
+        if not dot or section not in SECTIONS:
             raise UserError(f"--set {override!r} is not of the form model.key=value or backbone.key=value")
-        try:
-            given[section][name] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise UserError(f"--set {override!r}: {text!r} is not a YAML value") from error
+        apply_override(given, override)
+    given = expand_variables(given)
     kinds = {"model": model, "backbone": BackboneConfig}
-    return {name: _checked(name, kind, given[name]) for name, kind in kinds.items()}
+    return {name: parse_given(kind, given[name], name) for name, kind in kinds.items()}
 
 
-def _checked(section: str, kind: type, values: dict[str, Any]) -> dict[str, Any]:
-    """Only the given values, of the right types; UserError otherwise."""
-    known = sorted(field.name for field in fields(kind))
-    for name in values:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise UserError(f"unknown key {section}.{name}: {hint}known here: {', '.join(known)}")
-    hints, checked = get_type_hints(kind), {}
-    for name, value in values.items():  # one by one: whether they fit together is known once the checkpoint is read
-        try:
-            checked[name] = TypeAdapter(hints[name]).validate_python(value)
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join([section, name, *(str(part) for part in first["loc"])])
-            raise UserError(f"{key}: {first['msg'].removeprefix('Value error, ')}") from error
-    return checked
-
-
-def _import_expansionnet(order: Order) -> None:
+def _import_expansionnet(order: Order) -> Imported:
     from models import convert
-    from models.backbone import Backbone, load_swin, read_tensors
-    from models.base import load_strictly
+    from models.backbone import read_tensors
     from models.captioner import Captioner
-    from models.registry import build_model
     from pipeline.captioning.upstream import read_expansionnet_vocabulary
 
-    checkpoint, tokens, out, given, backbone_file, for_backbone = order
-    print(f"Importing {checkpoint} (ExpansionNet v2) with the vocabulary {tokens} into {out}", flush=True)
-    vocabulary = read_expansionnet_vocabulary(tokens)
-    tensors = read_tensors(checkpoint)
-    swin = {
-        name.removeprefix(convert.SWIN_PREFIX): tensors.pop(name)
-        for name in list(tensors)
-        if name.startswith(convert.SWIN_PREFIX)
-    }
-    if swin and backbone_file is not None:
-        raise UserError(f"{checkpoint} brings its own Swin ({len(swin)} tensors); leave --backbone out")
+    vocabulary = read_expansionnet_vocabulary(order.tokens)
+    tensors = read_tensors(order.checkpoint)
+    swin_names = [name for name in tensors if name.startswith(convert.SWIN_PREFIX)]
+    swin = {name.removeprefix(convert.SWIN_PREFIX): tensors.pop(name) for name in swin_names}
+    if swin and order.backbone_file is not None:
+        raise UserError(f"{order.checkpoint} contains a Swin ({len(swin)} tensors); leave --backbone out")
     inferred = convert.infer_expansionnet(tensors)
-    config = convert.complete_config(inferred, given["model"])
-    words = {"count": len(vocabulary), "sos": vocabulary.sos, "eos": vocabulary.eos, "pad": vocabulary.pad}
-    model = build_model(config, convert.imported_sizes(inferred, words))
-    load_strictly(model, convert.convert_expansionnet(tensors, config), str(checkpoint))
-    backbone = None
-    if backbone_file is not None:
-        swin = read_tensors(backbone_file)
-    if swin:
-        settings = convert.backbone_config(convert.infer_swin(swin), given["backbone"])
-        backbone = Backbone(settings)
-        if backbone.width != inferred.feature_width:
+    config = convert.complete_config(inferred, order.settings["model"])
+    model = _build(order, config, inferred, vocabulary, convert.convert_expansionnet(tensors, config))
+    sizes = f"G = {list(config.static_expansion or ())}, N_E = {config.dynamic_expansion}"
+    if order.backbone_file is not None:
+        swin = read_tensors(order.backbone_file)
+    if not swin:
+        if order.backbone_overrides:
             raise UserError(
-                f"the backbone gives features of width {backbone.width}, the captioner takes {inferred.feature_width}; "
-                f"they do not belong together"
+                f"--set {order.backbone_overrides[0]}: {order.checkpoint} holds no Swin; add --backbone FILE or leave "
+                "it out"
             )
-        load_swin(backbone, swin)
-    elif for_backbone:
-        raise UserError(f"--set {for_backbone[0]}: {checkpoint} holds no Swin; add --backbone FILE or leave it out")
-    info = {"imported_from": checkpoint.name, "format": "expansionnet_v2"}
-    _save(out, Captioner(model, backbone), vocabulary, name=out.name, info=info)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    print(
-        f"{count:,} parameters without the backbone, {len(vocabulary):,} words, {inferred.max_positions} positions, "
-        f"G = {list(config.static_expansion or ())}, N_E = {config.dynamic_expansion}, {config.num_heads} heads"
-    )
-    if backbone is None:
-        print(
-            "No backbone: the bundle captions stored features of width "
-            f"{inferred.feature_width}; raycap caption needs images, so import again with --backbone FILE for it"
+        features = (
+            f"No backbone: the bundle captions stored features of width {inferred.feature_width}; raycap caption needs "
+            "images, so import again with --backbone FILE for it"
         )
-    else:
-        print(f"Backbone: {backbone.config.name} at {backbone.config.image_size} px, {backbone.num_tokens} tokens")
-    print(f"The bundle: {out}")
+        return Imported(Captioner(model, None), vocabulary, sizes, features)
+    backbone = _build_backbone(swin, order.settings["backbone"], inferred.feature_width)
+    features = f"Backbone: {backbone.config.name} at {backbone.config.image_size} px, {backbone.num_tokens} tokens"
+    return Imported(Captioner(model, backbone), vocabulary, sizes, features)
 
 
-def _import_meshed_memory(order: Order) -> None:
+def _import_meshed_memory(order: Order) -> Imported:
     from models import convert_meshed as convert
     from models.backbone import read_tensors
-    from models.base import load_strictly
     from models.captioner import Captioner
-    from models.convert import imported_sizes
-    from models.registry import build_model
     from pipeline.captioning.upstream import read_meshed_vocabulary
 
-    checkpoint, tokens, out, given, backbone_file, for_backbone = order
-    if backbone_file is not None or for_backbone:
+    if order.backbone_file is not None or order.backbone_overrides:
         raise UserError(
-            "the Meshed-Memory Transformer works on region features; leave --backbone out, and what is set for it"
+            "the Meshed-Memory Transformer works on region features; leave --backbone out, and its settings"
         )
-    print(f"Importing {checkpoint} (Meshed-Memory Transformer) with the vocabulary {tokens} into {out}", flush=True)
-    vocabulary = read_meshed_vocabulary(tokens)
-    tensors = read_tensors(checkpoint)
+    vocabulary = read_meshed_vocabulary(order.tokens)
+    tensors = read_tensors(order.checkpoint)
     inferred = convert.infer_meshed_memory(tensors)
-    config = convert.complete_meshed_config(inferred, given["model"])
+    config = convert.complete_meshed_config(inferred, order.settings["model"])
+    model = _build(order, config, inferred, vocabulary, convert.convert_meshed_memory(tensors, config))
+    features = f"No backbone: the bundle captions stored region features of width {inferred.feature_width}"
+    return Imported(Captioner(model), vocabulary, f"{config.num_memory_slots} memory slots", features)
+
+
+def _build(
+    order: Order, config: ModelConfig, inferred: Inferred, vocabulary: Vocabulary, tensors: dict[str, Tensor]
+) -> CaptionModel:
+    """The model with the checkpoint's tensors, which have our names; ValueError where they do not fit."""
+    from models.base import load_strictly
+    from models.convert import imported_sizes
+    from models.registry import build_model
+
     words = {"count": len(vocabulary), "sos": vocabulary.sos, "eos": vocabulary.eos, "pad": vocabulary.pad}
     model = build_model(config, imported_sizes(inferred, words))
-    load_strictly(model, convert.convert_meshed_memory(tensors, config), str(checkpoint))
-    info = {"imported_from": checkpoint.name, "format": "meshed_memory"}
-    _save(out, Captioner(model), vocabulary, name=out.name, info=info)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    print(
-        f"{count:,} parameters, {len(vocabulary):,} words, {inferred.max_positions} positions, "
-        f"{config.num_memory_slots} memory slots, {config.num_heads} heads"
-    )
-    print(f"It captions stored region features of width {inferred.feature_width}, with their lengths; not images")
-    print(f"The bundle: {out}")
+    load_strictly(model, tensors, str(order.checkpoint))
+    return model
 
 
-def _save(out: Path, captioner: Captioner, vocabulary: Vocabulary, *, name: str, info: dict[str, Any]) -> None:
+def _build_backbone(swin: dict[str, Tensor], settings: dict[str, Any], feature_width: int) -> Backbone:
+    """The backbone with a Swin's tensors; UserError where its features do not have the width that the model takes."""
+    from models.backbone import Backbone, load_swin
+    from models.convert import backbone_config, infer_swin
+
+    backbone = Backbone(backbone_config(infer_swin(swin), settings))
+    if backbone.width != feature_width:
+        raise UserError(
+            f"the backbone gives features of width {backbone.width}, the captioner takes {feature_width}; "
+            "they do not belong together"
+        )
+    load_swin(backbone, swin)
+    return backbone
+
+
+def _save(out: Path, imported: Imported, info: dict[str, Any]) -> None:
     from pipeline.captioning.bundle import save_bundle
 
     try:
-        save_bundle(out, captioner, vocabulary, name=name, info=info)
+        save_bundle(out, imported.captioner, imported.vocabulary, name=out.name, info=info)
     except (OSError, SafetensorError) as error:
         raise UserError(f"--out {out} cannot be written: {error}; choose another folder or make room") from error
 
 
-class Format(NamedTuple):
-    """How an upstream project's files are read, and what its model's settings are."""
-
-    importer: Callable[[Order], None]
-    config: type
-
-
 FORMATS = {
-    "expansionnet_v2": Format(_import_expansionnet, ExpansionNetConfig),
-    "meshed_memory": Format(_import_meshed_memory, MeshedMemoryConfig),
+    "expansionnet_v2": Format("ExpansionNet v2", _import_expansionnet, ExpansionNetConfig),
+    "meshed_memory": Format("Meshed-Memory Transformer", _import_meshed_memory, MeshedMemoryConfig),
 }

@@ -1,12 +1,10 @@
-"""`raycap retrain`: what a schedule calls: new data in, a better model out, or nothing changed."""
+"""`raycap retrain`: the command for a schedule. It trains on new data and promotes the model if it is better."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import pyarrow as pa
 
 from jobs.cluster import start_ray
 from pipeline.config.run import RunConfig
@@ -19,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def retrain(config: RunConfig, *, roll_back: bool = False, address: str | None = None) -> int:
-    """One retraining, or a rollback; the exit code. Raises UserError for what the user can mend."""
+    """One retraining, or a rollback. Returns the exit code; raises UserError for mistakes in the configuration."""
     from pipeline.retrain.retrain import retrain as retrain_once
     from pipeline.retrain.retrain import rollback
 
@@ -33,7 +31,7 @@ class RayWork:
     address: str | None
 
     def train(self, config: RunConfig) -> Trained:
-        """The whole of `raycap run`: extraction of what is new, every stage, evaluation, report, registration."""
+        """The same steps as `raycap run`, from the extraction of new images to the registration."""
         from jobs.run import run
         from pipeline.runs.run_bundle import local_bundle
 
@@ -44,38 +42,11 @@ class RayWork:
     def caption(
         self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig
     ) -> dict[int, str]:
-        """One task a worker, on whatever machine; each fetches the bundle itself. What cannot be read is left out."""
-        import ray
+        """The best caption by image id; images that cannot be read are left out. Each worker fetches the bundle."""
+        from jobs.caption_tasks import SplitTask, caption_on_cluster
+        from pipeline.captioning.model_sources import StoredBundle
 
         start_ray(config, self.address)
-        workers = config.workers
-        task = ray.remote(_caption).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
-        count = workers.num_workers
-        tasks = [task.remote(bundle, dict(files), part.table, config, rank, count) for rank in range(count)]
-        return {image: caption for share in ray.get(tasks) for image, caption in share.items()}
-
-
-def _caption(
-    bundle: StoragePath, files: dict[str, str], rows: pa.Table, config: RunConfig, rank: int, count: int
-) -> dict[int, str]:
-    from pipeline.captioning.bundle import bundle_digests, fetched, load_bundle
-    from pipeline.captioning.captioning import caption_share
-    from pipeline.features.model_inputs import Images
-    from pipeline.runtime.context import device_for
-    from pipeline.runtime.cpu import prepare_processor
-
-    workers, part = config.workers, Dataset(rows)
-    prepare_processor(workers.threads_per_worker)
-    device = device_for(workers.gpus_per_worker)
-    folder = fetched(bundle)
-    if bundle_digests(folder, tuple(files)) != files:
-        raise OSError(f"{bundle} is not what it was when it was written; restore it from a copy")
-    loaded = load_bundle(folder)
-    assert loaded.transform is not None  # a run's bundle has its backbone
-    loaded.captioner.to(device)
-    options, threads = config.storage.options, workers.threads_per_worker
-    images = Images(part, None, loaded.transform, config.data.max_pixels, threads, options)
-    bad: dict[int, str] = {}
-    settings = config.evaluation
-    found = caption_share([loaded.captioner], [images], loaded.vocabulary, settings, rank, count, device, bad)
-    return {image: hypotheses[0].caption for image, hypotheses in found.items()}
+        models = [StoredBundle(bundle, files)]
+        captioned = caption_on_cluster(models, {"held out": SplitTask(part)}, config, with_alignment=False)["held out"]
+        return {image: best.caption for image, best in captioned.best.items()}

@@ -1,26 +1,27 @@
-"""`raycap run`: from images to a scored, registered model. What is complete is not done again."""
+"""`raycap run`: from images to a scored, registered model. Finished parts are not repeated."""
 
 from __future__ import annotations
 
 import logging
 import shutil
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from jobs.cluster import start_ray
+from jobs.journal_printer import JournalPrinter, format_duration
 from models.constraints import Machine
-from pipeline.config.run import RunConfig, dump_config, total_steps
+from pipeline.config.load import dump_config
+from pipeline.config.run import RunConfig, total_steps
 from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
-from pipeline.runs.folder import JOURNAL, RunFolder, is_alone, read_json, write_json, write_text
-from pipeline.runs.journal import JOURNAL_EVERY_S, Follower
+from pipeline.features.source import feature_source
+from pipeline.runs.evaluation import RunScores
+from pipeline.runs.folder import RunFolder, is_alone
 from pipeline.runtime.log import log_file
+from pipeline.storage.atomic import read_json, write_json, write_text
 from pipeline.storage.path import StoragePath
 from pipeline.tracking.mlflow_client import public_uri
 from pipeline.tracking.run_tracker import Tracker
@@ -30,50 +31,73 @@ logger = logging.getLogger(__name__)
 
 
 def run(config: RunConfig, address: str | None = None) -> RunFolder:
-    """All of it: checks, features, every stage, evaluation, report, registration. Returns the run's folder.
+    """Checks, features, every stage, evaluation, report and registration. Returns the run's folder.
 
-    Raises UserError for what the user can mend before anything long starts.
+    Raises UserError for mistakes in the configuration before anything long starts.
     """
     from jobs.sync import register
     from pipeline.runs.prepare import prepare
 
     begin = time.monotonic()
     folder = prepare(config)
-    done = folder.path / "COMPLETE.json"
-    if done.is_file():
-        summary = read_json(done)
+    complete = folder.path / "COMPLETE.json"
+    if complete.is_file():
+        summary = read_json(complete)
         if config.tracking.enabled and not summary["tracked"]:
             register(folder, config)
         logger.info(f"{folder.run_id} is complete; nothing to do")
         logger.info(summary["table"])
         return folder
     with alone(folder.path), log_file(folder.path / "log" / "run.log"):
-        job = _Run(config, folder, address)
+        driver = RunDriver(config, folder, address)
         try:
-            job.execute()
+            driver.train()
+            driver.evaluate()
         except BaseException as error:
-            job.tracker.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+            driver.tracker.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
             raise
-        logger.info(f"finished in {_minutes(time.monotonic() - begin)}")
+        logger.info(f"finished in {format_duration(time.monotonic() - begin)}")
     return folder
 
 
 def train(config: RunConfig, address: str | None = None) -> RunFolder:
-    """The stages of a run without evaluation and registration; `run` goes on from there."""
+    """The stages of a run without evaluation and registration; a later `run` continues from there."""
     from pipeline.runs.prepare import prepare
 
     folder = prepare(config)
     if not all(folder.result(stage.name) for stage in config.stages):
         with alone(folder.path):
-            _Run(config, folder, address).train()
+            RunDriver(config, folder, address).train()
     return folder
 
 
-class _Run:
-    """One attempt at a run: the state that its steps share."""
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Raises UserError when another process works on the same run or search."""
+    with is_alone(folder) as first:
+        if not first:
+            raise UserError(f"another process is working on {folder.name}; wait for it or stop it")
+        yield
+
+
+def stage_groups(stages: Sequence[StageSection]) -> list[list[StageSection]]:
+    """Consecutive stages that one fit can run; features are extracted anew between groups.
+
+    A frozen stage that follows one which trains the backbone begins a group, because its features do not exist before.
+    """
+    groups: list[list[StageSection]] = []
+    for stage in stages:
+        if not groups or (not stage.train_backbone and any(earlier.train_backbone for earlier in groups[-1])):
+            groups.append([])
+        groups[-1].append(stage)
+    return groups
+
+
+class RunDriver:
+    """One attempt at a run, from its prepared folder to its summary."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, address: str | None) -> None:
-        # What does not decide the result (workers, tracking...) is as this call says, not as a former one did.
+        # Keys that do not decide the result (workers, tracking...) may differ from those of an earlier attempt.
         if folder.config != config:
             write_text(folder.path / "config.yaml", dump_config(config))
             folder.push("config.yaml")
@@ -81,39 +105,46 @@ class _Run:
         self.config, self.address = config, address
         self.driver_token = self.folder.new_driver_token()
         self.durations: dict[str, float] = {}
-        self.excluded: set[str] = set()
+        self.excluded: set[str] = set()  # content keys of images without features
         self.tracker = Tracker(self.folder, config)
         self.tracker.start()
 
-    def execute(self) -> None:
-        self.train()
-        self._evaluate()
-
     def train(self) -> None:
-        self._print_plan()
+        """Runs the stages that are not finished."""
+        self._log_plan()
         self._check()
-        for group in _groups(self.config.stages):
-            if all(self.folder.result(stage.name) for stage in group):
-                continue
-            store = self._features(group)
-            self._train(group, store)
+        for group in stage_groups(self.config.stages):
+            if not all(self.folder.result(stage.name) for stage in group):
+                self._train(group, self._features_of(group))
 
-    def _print_plan(self) -> None:
+    def evaluate(self) -> None:
+        """Captions and scores all evaluated splits, writes bundle, report and summary, and registers the model."""
+        from pipeline.runs.run_bundle import bundle_run
+
+        folder, data = self.folder, self.config.data
+        splits = tuple(dict.fromkeys((*data.test_splits, data.val_split)))
+        store = self._extract(folder.dataset.split(*splits), None)
+        dataset = folder.dataset.without(sorted(self.excluded))
+        with self._timed("evaluation"):
+            scores = self._score(dataset, splits, store)
+        bundle = bundle_run(folder, scores=scores.flat())
+        with self._timed("report"):
+            self._report(dataset, scores, store)
+            folder.push("predictions", "scores.json", "report.html")
+        with self._timed("registration"):
+            registered = self.tracker.finish(scores.flat(), bundle)
+        self._complete(scores, store, registered)
+
+    def _log_plan(self) -> None:
         folder, config = self.folder, self.config
         metadata = folder.metadata
-        counts = metadata.parameters
         logger.info(f"run       {folder.run_id}  in {folder.path}")
         logger.info(
             f"data      {', '.join(f'{split} {count}' for split, count in metadata.splits.items())} images; "
             f"{metadata.sizes.vocabulary_size} words"
         )
-        source = (
-            f"{config.backbone.name} at {config.backbone.image_size} px, {counts['backbone']:,} parameters, "
-            f"{metadata.num_tokens} tokens"
-        )
-        if config.features.hdf5 is not None:
-            source = f"regions of {config.features.hdf5}, at most {metadata.num_tokens}"
-        logger.info(f"model     {config.model.name}, {counts['model']:,} parameters; {source}")
+        source = feature_source(config).describe(metadata.num_tokens, metadata.parameters["backbone"])
+        logger.info(f"model     {config.model.name}, {metadata.parameters['model']:,} parameters; {source}")
         for number, stage in enumerate(config.stages, 1):
             logger.info(f"stage {number}   {self._describe(stage)}")
         if metadata.unreadable:
@@ -135,13 +166,12 @@ class _Run:
         )
 
     def _check(self) -> None:
-        """Disk, Java, and one step of every stage at its real batch size on a worker."""
+        """Disk, constraints, Java, and one step of every stage at its real batch size on a worker."""
         self._check_disk()
-        self._machines(self.folder.dataset)  # refused now, not after the training
+        self._automata(self.folder.dataset)  # a word outside the vocabulary is refused now, not after the training
         if shutil.which("java") is None:
             logger.info("check     java is not on the PATH: METEOR will be reported as unavailable")
-        pending = [stage for stage in self.config.stages if self.folder.result(stage.name) is None]
-        if not self.config.workers.dry_run or not pending or any(self.folder.path.glob("stages/*/step-*")):
+        if not self.config.workers.dry_run or not self._pending or any(self.folder.path.glob("stages/*/step-*")):
             return
         import ray
 
@@ -157,12 +187,13 @@ class _Run:
                 logger.info(f"check     one step of {result.stage}: {result.seconds:.1f} s, {result.memory_mb:.0f} MiB")
 
     def _check_disk(self) -> None:
-        metadata = self.folder.metadata
-        width = 2 if self.config.features.stored_dtype == "float16" else 4
-        pending = [stage for stage in self.config.stages if self.folder.result(stage.name) is None]
-        stores = sum(not stage.train_backbone for stage in pending[:1]) + sum(stage.train_backbone for stage in pending)
-        stores = 0 if self.folder.home else stores  # on S3 features go there
-        features = len(self.folder.dataset) * metadata.num_tokens * metadata.sizes.feature_width * width * stores
+        metadata, pending = self.folder.metadata, self._pending
+        bytes_per_value = 2 if self.config.features.stored_dtype == "float16" else 4
+        num_stores = sum(not stage.train_backbone for stage in pending[:1])
+        num_stores += sum(stage.train_backbone for stage in pending)
+        num_stores = 0 if self.folder.home else num_stores  # a storage on S3 holds them
+        values = len(self.folder.dataset) * metadata.num_tokens * metadata.sizes.feature_width
+        features = values * bytes_per_value * num_stores
         weights = 6 * 4 * sum(metadata.parameters.values())
         free = shutil.disk_usage(self.folder.path).free
         if features + weights > free:
@@ -173,47 +204,33 @@ class _Run:
             )
         logger.info(f"check     disk: {free / 2**30:.0f} GiB free, about {(features + weights) / 2**30:.1f} GiB needed")
 
+    @property
+    def _pending(self) -> list[StageSection]:
+        return [stage for stage in self.config.stages if self.folder.result(stage.name) is None]
+
     def _start_ray(self) -> None:
         with self._timed("starting ray"):
             start_ray(self.config, self.address)
 
-    def _features(self, group: list[StageSection]) -> StoragePath | None:
-        """The store for a group's frozen stages: all images that training and validation read."""
+    def _features_of(self, group: list[StageSection]) -> StoragePath | None:
+        """The store for a group's frozen stages: all images of training and validation. None without such a stage."""
         frozen = [stage for stage in group if not stage.train_backbone]
         if not frozen:
             return None
         data = self.config.data
-        part = self.folder.dataset.split(*data.train_splits, data.val_split)
-        return self._extract(part, frozen[0])
+        return self._extract(self.folder.dataset.split(*data.train_splits, data.val_split), frozen[0])
 
-    def _extract(self, part: Dataset, before: StageSection | None) -> StoragePath:
-        """Features as a stage (None: the evaluation) reads them."""
+    def _extract(self, part: Dataset, stage: StageSection | None) -> StoragePath:
+        """The store with the features of a part of the data that a stage (None: the evaluation) reads."""
+        weights = self.folder.weights_before(stage, "backbone") if self.config.has_backbone else None
         with self._timed("features"):
-            store, bad = self._stored(part, before)
-        if len(bad) > self.config.data.max_bad_fraction * len(part):
-            reason = next(iter(bad.values()))
-            raise UserError(
-                f"{len(bad)} of {len(part)} images give no features, more than data.max_bad_fraction = "
-                f"{self.config.data.max_bad_fraction}; {store / 'quarantine.parquet'} lists them (first: {reason})"
-            )
-        if bad:
-            logger.info(f"features  {len(bad)} images in quarantine: {store / 'quarantine.parquet'}")
-        self.excluded |= bad.keys()
-        return store
-
-    def _stored(self, part: Dataset, before: StageSection | None) -> tuple[StoragePath, dict[str, str]]:
-        """The store, and {key: reason} of images that gave no features."""
-        if self.config.features.hdf5 is not None:
-            from pipeline.features.regions import import_regions
-
-            return import_regions(part, self.config)
-        from pipeline.features.extraction import Extractor, extract
-
-        backbone = replace(self.config.backbone, weights="none")
-        weights = self.folder.weights_before(before, "backbone")
-        options = self.config.storage.options
-        extractor = Extractor(backbone, weights, self.config.features, self.config.data.max_pixels, options)
-        return extract(part, self.config.storage_place / "features", extractor, self._start_ray)
+            extracted = feature_source(self.config).extract(part, weights, self._start_ray)
+        extracted.require_enough(len(part), self.config)
+        if extracted.missing:
+            quarantine = extracted.store / "quarantine.parquet"
+            logger.info(f"features  {len(extracted.missing)} images in quarantine: {quarantine}")
+        self.excluded |= extracted.missing.keys()
+        return extracted.store
 
     def _train(self, group: list[StageSection], store: StoragePath | None) -> None:
         from jobs.train import fit
@@ -222,90 +239,92 @@ class _Run:
         self._start_ray()
         names = tuple(stage.name for stage in group)
         job = StageJob(self.folder, names, store, tuple(sorted(self.excluded)), self.driver_token)
-        with self._timed(" + ".join(names)), _Printer(self.folder):
+        with self._timed(" + ".join(names)), JournalPrinter(self.folder):
             fit(job, self.config)
         self.folder.pull("stages")
 
-    def _evaluate(self) -> None:
-        from jobs.caption_tasks import caption_splits
-        from jobs.gallery import with_attention
-        from pipeline.runs.evaluation import evaluate_run, flat_scores, summarize_search, write_predictions
-        from pipeline.runs.run_bundle import bundle_place, bundle_run
-        from pipeline.runs.summary import format_table, make_report, report_images, score_table
+    def _score(self, dataset: Dataset, splits: Sequence[str], store: StoragePath) -> RunScores:
+        """Captions the splits with the final weights, writes the captions to predictions/, and scores them."""
+        from jobs.caption_tasks import RunModel, SplitTask, caption_on_cluster
+        from pipeline.runs.evaluation import score_run, split_result
+        from pipeline.scoring.result_files import write_predictions
 
-        folder, config = self.folder, self.config
-        splits = (*config.data.test_splits, config.data.val_split)
-        store = self._extract(folder.dataset.split(*splits), None)
-        dataset = folder.dataset.without(sorted(self.excluded))
-        with self._timed("evaluation"):
-            self._start_ray()
-            logger.info(f"evaluate  {', '.join(splits)} with beam {config.evaluation.beam_size}")
-            machines, searched = self._machines(dataset), {}
-            excluded = tuple(sorted(self.excluded))
-            for split, found in caption_splits(folder, splits, store, excluded, machines).items():
-                captions = {image: each.caption for image, each in found.items()}
-                write_predictions(folder.path / "predictions" / f"{split}.json", captions)
-                own = machines if split != config.data.val_split else {}
-                searched[split] = summarize_search(found, own, f"evaluate  {split}: ")
-            write_json(folder.path / "predictions" / "_search.json", searched)
-            result = evaluate_run(folder, dataset)
-        bundle = bundle_run(folder, scores=flat_scores(result))
-        shown = bundle_place(folder)
-        with self._timed("report"):
-            shown_images = report_images(folder, dataset, result)
-            images = with_attention(shown_images, bundle, config, folder.run_id, store, dataset)
-            make_report(folder, dataset, result, self.durations, images)
-            folder.push("predictions", "scores.json", "report.html")
-        with self._timed("registration"):
-            registered = self.tracker.finish(flat_scores(result), bundle)
+        self._start_ray()
+        logger.info(f"evaluate  {', '.join(splits)} with beam {self.config.evaluation.beam_size}")
+        automata = self._automata(dataset)
+        tasks = {
+            # training is compared on the validation split, so that its captions have no constraints
+            split: SplitTask(dataset.split(split), {} if split == self.config.data.val_split else automata)
+            for split in splits
+        }
+        captioned = caption_on_cluster([RunModel(self.folder)], tasks, self.config, store=store, skip_unreadable=False)
+        results = []
+        for split, task in tasks.items():
+            best = dict(sorted(captioned[split].best.items()))
+            results.append(split_result(split, best, task.constraints, {}, f"evaluate  {split}: "))
+            write_predictions(self.folder.path / "predictions" / f"{split}.json", results[-1].captions)
+        return score_run(self.folder, dataset, results)
+
+    def _report(self, dataset: Dataset, scores: RunScores, store: StoragePath) -> None:
+        from jobs.gallery import MapInputs, with_maps
+        from pipeline.captioning.model_sources import StoredBundle
+        from pipeline.runs.run_bundle import bundle_place
+        from pipeline.runs.summary import make_report, report_images
+
+        config, by_split = self.config, {result.split: result for result in scores.splits}
+        images = [
+            image
+            for split in config.data.test_splits
+            for image in report_images(by_split[split], dataset.split(split), config.storage.options)
+        ]
+        inputs = MapInputs(StoredBundle(bundle_place(self.folder)), config, store, dataset)
+        images = with_maps(images, inputs, self.folder.run_id)
+        make_report(self.folder, dataset, scores, self.durations, images)
+
+    def _complete(self, scores: RunScores, store: StoragePath, registered: str | None) -> None:
+        """Prints the summary and marks the run as complete."""
+        from pipeline.reports.text_table import format_table
+        from pipeline.runs.run_bundle import bundle_place
+        from pipeline.runs.summary import score_table, validation_lines
+
+        folder, bundle = self.folder, bundle_place(self.folder)
         table = "\n".join(
             [
                 "",
-                format_table(*score_table(result)),
+                format_table(*score_table(scores.splits)),
                 "",
-                *self._verdicts(result),
+                *validation_lines(self.config, scores.validation_by_stage),
                 "",
                 f"report       {folder.root / 'report.html'}",
                 f"predictions  {folder.root / 'predictions'}",
-                f"model        {shown}",
+                f"model        {bundle}",
                 f"tracking     {self._tracking(registered)}",
                 f"features     {store}",
                 f"times        {', '.join(f'{name} {seconds:.0f} s' for name, seconds in self.durations.items())}",
             ]
         )
-        complete = {"table": table, "durations": self.durations, "bundle": str(shown), "scores": flat_scores(result)}
+        complete = {"table": table, "durations": self.durations, "bundle": str(bundle), "scores": scores.flat()}
         write_json(folder.path / "COMPLETE.json", {**complete, "tracked": registered is not None})
         folder.push("COMPLETE.json")
         logger.info(table)
 
-    def _machines(self, dataset: Dataset) -> dict[int, Machine]:
-        """The constraints of test images, where the configuration names a file."""
-        from pipeline.captioning.constraints import build_machines, read_constraints
+    def _automata(self, dataset: Dataset) -> dict[int, Machine]:
+        """The constraints of test images, where the configuration names a constraint file."""
+        from pipeline.captioning.constraints import load_automata
 
         file = self.config.evaluation.constraints
         if file is None:
             return {}
-        images = set(dataset.split(*self.config.data.test_splits).column("image_id"))
-        own = {image: words for image, words in read_constraints(Path(file)).items() if image in images}
-        return build_machines(own, self.folder.vocabulary, file)
-
-    def _verdicts(self, result: dict[str, Any]) -> Iterator[str]:
-        by_stage = result["validation_by_stage"]
-        yield "validation CIDEr-D  " + ", ".join(f"{name} {value:.4f}" for name, value in by_stage.items())
-        kinds = {stage.name: stage.objective for stage in self.config.stages}
-        best = {kinds[name]: value for name, value in sorted(by_stage.items(), key=lambda item: item[1])}
-        before, after = best.get("cross_entropy"), best.get("scst")
-        if before is not None and after is not None:
-            gain = after - before
-            yield f"                    SCST {'gains' if gain >= 0 else 'LOSES'} {abs(gain):.4f} over cross entropy"
+        images = dataset.split(*self.config.data.test_splits).column("image_id")
+        return load_automata(Path(file), images, self.folder.vocabulary)
 
     def _tracking(self, registered: str | None) -> str:
         if not self.config.tracking.enabled:
             return "off"
-        where = public_uri(self.config)
+        tracker = public_uri(self.config)
         if registered:
-            return f"{where}, model {registered}"
-        return f"{where} did not take everything; {self.tracker.remedy} sends the rest"
+            return f"{tracker}, model {registered}"
+        return f"{tracker} did not take everything; {self.tracker.remedy} sends the rest"
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -314,87 +333,3 @@ class _Run:
             yield
         finally:
             self.durations[name] = self.durations.get(name, 0.0) + time.monotonic() - begin
-
-
-class _Printer:
-    """Prints journal entries while a fit is under way."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self.folder, self.follower, self._pulled = folder, Follower(folder.journal), time.monotonic()
-        self.start: dict[str, tuple[int, float]] = {}
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="printer", daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self._pull()
-        self._print()
-
-    def _follow(self) -> None:
-        while not self._stop.wait(0.5):
-            if time.monotonic() - self._pulled > JOURNAL_EVERY_S:
-                self._pull()
-            self._print()
-
-    def _pull(self) -> None:
-        with suppress(OSError):  # a storage that fails for a while delays what is printed, and nothing else
-            self.folder.pull(JOURNAL)
-        self._pulled = time.monotonic()
-
-    def _print(self) -> None:
-        for entry in self.follower.new():
-            logger.info(self._line(entry))
-
-    def _line(self, entry: dict[str, Any]) -> str:
-        stage, step = entry["stage"], entry["step"]
-        if entry["kind"] in ("event", "done", "reward"):
-            self.start[stage] = (step, entry["time"])
-            return f"{stage}  {entry['text']}"
-        if entry["kind"] == "validation":
-            score = f"validation CIDEr-D {entry['CIDEr-D']:.4f} (best {entry['best']:.4f})"
-            return f"{stage}  step {step}: {score}, {entry['seconds']:.1f} s"
-        first, since = self.start.get(stage, (0, entry["time"]))
-        rate = (step - first) / max(entry["time"] - since, 1e-3)
-        left = (entry["total"] - step) / rate if rate > 0 else 0.0
-        parts = [f"{stage}  {step}/{entry['total']}", f"loss {entry['loss']:.4f}"]
-        if "reward" in entry:
-            parts += [f"reward {entry['reward']:.3f}", f"length {entry['length']:.1f}"]
-        parts += [
-            f"grad {entry['gradient_norm']:.2f}",
-            f"lr {entry['lr']:.2e}",
-            f"{entry['images_per_s']:.0f} images/s",
-            f"data wait {100 * entry['data_wait']:.0f} %",
-            f"{entry['memory_mb']:.0f} MiB",
-            f"{_minutes(left)} left",
-        ]
-        return "  ".join(parts)
-
-
-def _groups(stages: tuple[StageSection, ...]) -> list[list[StageSection]]:
-    """Consecutive stages that one fit can run: features are extracted anew only between groups.
-
-    A frozen stage after one that trained the backbone begins a group, because its features are not there yet.
-    """
-    groups: list[list[StageSection]] = []
-    for stage in stages:
-        if not groups or (not stage.train_backbone and any(earlier.train_backbone for earlier in groups[-1])):
-            groups.append([])
-        groups[-1].append(stage)
-    return groups
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Refuses a second process on the same run or search."""
-    with is_alone(folder) as first:
-        if not first:
-            raise UserError(f"another process is working on {folder.name}; wait for it or stop it")
-        yield
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"

@@ -9,6 +9,7 @@ from pathlib import Path
 from pipeline.errors import UserError
 from pipeline.scoring.metrics import METRICS, Scores, score_captions
 from pipeline.scoring.result_files import read_predictions, read_references, shorten
+from pipeline.storage.atomic import atomic_path, write_text
 
 
 def score(
@@ -88,9 +89,7 @@ def write_scores(path: Path, scores: Scores) -> None:
         "signature": scores.signature,
         "extras": scores.extras,
     }
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def write_per_image(path: Path, scores: Scores, captions: Sequence[str]) -> None:
@@ -102,12 +101,11 @@ def write_per_image(path: Path, scores: Scores, captions: Sequence[str]) -> None
     columns = {name: found.per_image for name, found in scores.by_name.items() if found.per_image is not None}
     ids = scores.image_ids if len({type(image) for image in scores.image_ids}) == 1 else map(str, scores.image_ids)
     table = pa.table({"image_id": list(ids), "caption": list(captions), **columns})
-    temporary = path.with_name(f".{path.name}.tmp")
-    if path.suffix == ".csv":
-        pyarrow.csv.write_csv(table, temporary)
-    else:
-        pyarrow.parquet.write_table(table, temporary)
-    temporary.replace(path)
+    with atomic_path(path) as temporary:
+        if path.suffix == ".csv":
+            pyarrow.csv.write_csv(table, temporary)
+        else:
+            pyarrow.parquet.write_table(table, temporary)
 
 
 def _check_targets(json_file: Path | None, per_image: Path | None) -> None:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.cluster.jobs_api import OVER, JobsServer, UnreachableError
+from pipeline.cluster.jobs_api import FINAL_STATES, JobsServer, UnreachableError
 from pipeline.cluster.packaging import pack
 from pipeline.cluster.submission import (
     Submission,
@@ -28,7 +28,8 @@ from pipeline.cluster.submission import (
     secret_names,
     variables,
 )
-from pipeline.config.run import RunConfig, load_config
+from pipeline.config.load import load_config
+from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
 from pipeline.version import project_root
 
@@ -72,7 +73,7 @@ def submit(
         package = pack(files, Path(scratch) / "code.zip")
         job = Submission(command, path, job.arguments, given, named, job.requirements)
         logger.info(f"code      {package.describe()}")
-        logger.info("          sent" if server.send(package) else "          the cluster has it already")
+        logger.info("          sent" if server.upload(package) else "          the cluster has it already")
         job_id = _new_id(parsed.name)
         server.submit(job_id, job.entrypoint, job.runtime_env(f"gcs://{package.name}"), job.metadata)
     logger.info(f"job       {job_id}: raycap {command} {path}")
@@ -152,7 +153,7 @@ def _log_versions(server: JobsServer) -> None:
     logger.info(f"cluster   {server.address}, Ray {there}")
     if here != there:
         logger.warning(f"this machine has Ray {here}; the job uses the cluster's, which may not fit this code")
-    if server.token_sent and server.is_open:
+    if server.token_sent and server.is_unencrypted:
         logger.warning("the token goes over http, where it can be read on the way; use https or a tunnel")
 
 
@@ -198,7 +199,7 @@ class _Follower:
                     continue
                 await self._print()
                 info = await asyncio.to_thread(self.server.job, self.job_id)
-                if info["status"] in OVER:
+                if info["status"] in FINAL_STATES:
                     return info
             except UnreachableError as error:
                 self._lost(error)
@@ -208,7 +209,7 @@ class _Follower:
         """The log's tail begins at the beginning each time: what was printed before is skipped."""
         seen = 0
         async for text in self.server.tail(self.job_id):
-            if not text and (await asyncio.to_thread(self.server.job, self.job_id))["status"] in OVER:
+            if not text and (await asyncio.to_thread(self.server.job, self.job_id))["status"] in FINAL_STATES:
                 text = await asyncio.to_thread(self.server.logs, self.job_id)
                 self.write(text[self.printed :])  # the connection is dead: the rest of the log by another way
                 self.printed = len(text)
@@ -304,12 +305,12 @@ def stop(job_id: str, address: str, patience_s: float = 60.0) -> int:
     """Stops a job and waits until it is over: Ray kills it when it does not end by itself within some seconds."""
     server = JobsServer(address)
     info = server.job(job_id)
-    if info["status"] in OVER:
+    if info["status"] in FINAL_STATES:
         logger.info(f"job       {job_id} was over already: {info['status']}")
         return 0
     server.stop(job_id)
     until = time.monotonic() + patience_s
-    while (info := server.job(job_id))["status"] not in OVER:
+    while (info := server.job(job_id))["status"] not in FINAL_STATES:
         if time.monotonic() > until:
             raise UnreachableError(f"{job_id} is still {info['status']} after {patience_s:.0f} s; ask again later")
         time.sleep(0.5)

@@ -6,9 +6,11 @@ import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pipeline.config.run import RunConfig, load_config, parse_config, read_values
+from pipeline.config.load import load_config, parse_config, read_values
+from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
-from pipeline.runs.folder import RunFolder, is_alone, read_json
+from pipeline.runs.folder import RunFolder, is_alone
+from pipeline.storage.atomic import read_json
 from pipeline.storage.path import StoragePath
 from pipeline.tracking.mlflow_client import public_uri
 from pipeline.tracking.run_sync import known_trackers, stored_ending

@@ -9,7 +9,6 @@ Shapes: B images, K beams, t steps so far. Slots are numbered as they were made,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +26,6 @@ class TreeSlots:
         self.beams = beams
         self.count = 0  # slots so far, those of the step in progress included
         self.kept: dict[str, Tensor] = {}
-        self.maps: dict[str, Callable[[Tensor], Tensor]] = {}
 
     def room(self, name: str, shape: tuple[int, ...], like: Tensor, length: int | None = None) -> tuple[Tensor, Tensor]:
         """Where the step in progress writes, and all slots with it: (G, B, K, ...) and (G, B, slots, ...).
@@ -48,12 +46,6 @@ class TreeSlots:
         place, used = self.room(name, tuple(new.shape), new)
         place.copy_(new)
         return used
-
-    def once(self, name: str, make: Callable[[], Callable[[Tensor], Tensor]]) -> Callable[[Tensor], Tensor]:
-        """A map that depends on the layer alone, made at the first step."""
-        if name not in self.maps:
-            self.maps[name] = make()
-        return self.maps[name]
 
     def _grown(self, old: Tensor | None, shape: tuple[int, ...], like: Tensor, length: int | None) -> Tensor:
         whole = [*shape[:2], _capacity(self.count, self.beams), *shape[3:]]

@@ -57,7 +57,6 @@ from models.layers import (
     split_heads,
     xavier_blocks_,
 )
-from models.packed import Linear
 from models.token_embeddings import word_embedding, word_output
 
 
@@ -68,8 +67,8 @@ class ClusteredAttention(nn.Module):
         super().__init__()
         self.num_heads = config.num_heads
         self.reading = config.attention
-        self.maps = Linear(config.d_model, 3 * config.d_model)
-        self.output = Linear(config.d_model, config.d_model)
+        self.maps = nn.Linear(config.d_model, 3 * config.d_model)
+        self.output = nn.Linear(config.d_model, config.d_model)
         self.dropout = Dropout(config.dropout)
 
     def init_weights(self) -> None:

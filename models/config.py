@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from enum import Enum
+from typing import Annotated, ClassVar, Literal
+
+
+class Identity(Enum):
+    """How a configuration key enters the identity of a run (`pipeline.runs.identity`); without a mark by its value."""
+
+    IGNORED = "not at all: it decides where, when and with which resources the result is computed"
+    WITH_BACKBONE = "by its value where features come from a backbone"
+    WITH_REGIONS = "by its value where features come from a detector"
+    FILE = "by the content of the file that it names"
+    LARGE_FILE = "by the size and both ends of the file that it names"
+    BUNDLE = "by the weights and the vocabulary of the bundle that it names"
 
 
 @dataclass(frozen=True)
@@ -27,7 +39,7 @@ class ModelConfig:
     num_decoder_layers: int = 3
     dropout: float = 0.1
     max_positions: int | None = None  # None: the longest training caption with SOS and EOS
-    word_vectors: str | None = None
+    word_vectors: Annotated[str | None, Identity.FILE] = None
     word_vector_width: int | None = None
     train_word_vectors: bool = False
 
@@ -197,6 +209,8 @@ MODEL_CONFIGS: dict[str, type[ModelConfig]] = {
 class ModelSizes:
     """What the data decide: widths and the ids of the special tokens. Raises ValueError for ids outside."""
 
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # for pydantic
+
     feature_width: int
     vocabulary_size: int
     max_positions: int
@@ -227,7 +241,7 @@ class BackboneConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # for pydantic
 
     name: str = "swin_large_patch4_window12_384"
-    weights: str = "none"
+    weights: Annotated[str, Identity.FILE] = "none"
     image_size: int = 384
     embed_dim: int | None = None
     depths: tuple[int, ...] | None = None

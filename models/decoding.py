@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from models.base import Cache, CaptionModel, Memory, ModelSizes, check_positions
-from models.packed import PackedMaps
 
 COLUMN_WORDS = 20  # as many words share a column in `best_words`
 
@@ -71,7 +70,6 @@ class _Decoder:
             raise ValueError("a memory of no images; nothing can be decoded")
         own = 1 if self.together else beams
         self.caches: list[Cache] = [m.init_cache(memory, own) for m, memory in zip(self.models, memories, strict=True)]
-        self.maps = PackedMaps()
 
     def step(self, tokens: Tensor) -> Tensor:
         """Log-probabilities (R, V) of the next token; of an ensemble, of the models' mean probability."""
@@ -79,8 +77,7 @@ class _Decoder:
         tokens = tokens[:: self.beams] if first else tokens
         outputs = []
         for index, model in enumerate(self.models):
-            with self.maps.used():
-                logits, self.caches[index] = model.step(tokens, self.caches[index])
+            logits, self.caches[index] = model.step(tokens, self.caches[index])
             outputs.append(logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)))
         log_probs = outputs[0]
         if len(outputs) > 1:

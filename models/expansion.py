@@ -20,13 +20,11 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.beam_cache import TreeSlots
 from models.expansion_weights import dynamic_weights, inverse, signed_parts, static_weights, total
 from models.layers import Dropout, xavier_blocks_
-from models.packed import packed_map
 
 EPSILON = 1e-9  # equation 4's in the reference; it vanishes in float16, hence the float32 sums
 
@@ -165,14 +163,11 @@ class DynamicExpansion(Expansion):
         A step is many small operations: the streams share them, and so do both directions, what the new vectors take
         from the past tokens and what the new token takes from the past vectors.
         """
-        device, rough = x.device.type, None
-        if torch.is_autocast_enabled(device) and self.maps.weight.dtype == torch.float32:
-            rough = torch.get_autocast_dtype(device)
         with full_precision(x):
             images, beams, length = ancestors.shape
             where = ancestors.expand(2, -1, -1, -1)  # (2, B, K, t)
             place, kept = slots.room("maps", (4, images, beams, x.shape[-1]), self.maps.weight)
-            gate = self._step_maps(x, slots, place, rough)  # fills C, K, V1, V2
+            gate = self._step_maps(x, place)  # fills C, K, V1, V2
             m = self._step_products(place, kept, slots, where)
             parts = signed_parts(m)  # (2, 2, B, K, N_E, t): streams, directions
             sums = total(parts, -1)
@@ -185,25 +180,11 @@ class DynamicExpansion(Expansion):
             backward = parts[:, 1] * scale  # (2, B, K, N_E, s)
             return self._step_streams(by_vector, backward, columns, kept, gate, where)
 
-    def _step_maps(self, x: Tensor, slots: TreeSlots, place: Tensor, rough: torch.dtype | None) -> Tensor:
-        """C, K, V1 and V2 of the new tokens into their place (4, B, K, D); returns the gate (B*K, D).
-
-        With a `rough` type, autocast's, only C and K, whose products have a sign to keep, are exact. Most of a step's
-        time for the maps goes into reading their weights.
-        """
-        width, rows = place.shape[-1], place.shape[1:3]
-        weight, bias = self.maps.weight, self.maps.bias
-        x = x.to(weight.dtype)
-        if rough is None:
-            maps = self.maps(x).view(*rows, 5, width)
-            place.copy_(maps[:, :, :4].permute(2, 0, 1, 3))
-            return maps[:, :, 4].flatten(0, 1)
-        sign = 2 * width
-        values_and_gate = slots.once("values and gate", lambda: packed_map(weight[sign:], bias[sign:], rough))
-        place[:2].copy_(F.linear(x, weight[:sign], bias[:sign]).view(*rows, 2, width).permute(2, 0, 1, 3))
-        rest = values_and_gate(x).view(*rows, 3, width)
-        place[2:].copy_(rest[:, :, :2].permute(2, 0, 1, 3))
-        return rest[:, :, 2].flatten(0, 1)
+    def _step_maps(self, x: Tensor, place: Tensor) -> Tensor:
+        """C, K, V1 and V2 of the new tokens into their place (4, B, K, D); returns the gate (B*K, D)."""
+        maps = self._maps(x).view(*place.shape[1:3], 5, -1)
+        place.copy_(maps[:, :, :4].permute(2, 0, 1, 3))
+        return maps[:, :, 4].flatten(0, 1)
 
     def _step_products(self, new: Tensor, kept: Tensor, slots: TreeSlots, where: Tensor) -> Tensor:
         """M of the new vectors over their path's tokens, and of the path's vectors over the new token.

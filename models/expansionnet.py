@@ -40,7 +40,6 @@ from models.layers import (
     padding_bias,
     xavier_blocks_,
 )
-from models.packed import Linear
 from models.token_embeddings import word_embedding, word_output
 
 
@@ -104,7 +103,7 @@ class LayerSum(nn.Module):
 
     def __init__(self, d_model: int, layers: int, dropout: float) -> None:
         super().__init__()
-        self.map = Linear(layers * d_model, d_model)
+        self.map = nn.Linear(layers * d_model, d_model)
         self.norm = nn.LayerNorm(d_model)
         self.dropout = Dropout(dropout)
 

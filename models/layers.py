@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.beam_cache import TreeSlots
-from models.packed import Linear
 
 MASKED_SCORE = -1e4  # the reference's value for masked attention scores (specs item 4); finite also in float16
 
@@ -99,8 +98,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, d_model: int, d_ff: int, dropout: float) -> None:
         super().__init__()
-        self.inner = Linear(d_model, d_ff)
-        self.outer = Linear(d_ff, d_model)
+        self.inner = nn.Linear(d_model, d_ff)
+        self.outer = nn.Linear(d_ff, d_model)
         self.dropout = Dropout(dropout)
 
     def init_weights(self) -> None:
@@ -162,13 +161,13 @@ class AttentionOutput(nn.Module):
     The latter is (W_i [v, q] + b_i) * sigmoid(W_g [v, q] + b_g) with v what the heads gave and q the queries' input.
     """
 
-    output: Linear
+    output: nn.Linear
     on_attention: bool
 
     def make_output(self, d_model: int, on_attention: bool) -> None:
         """Called last of a layer's maps, whose order decides what a seed draws."""
         self.on_attention = on_attention
-        self.output = Linear(2 * d_model, 2 * d_model) if on_attention else Linear(d_model, d_model)
+        self.output = nn.Linear(2 * d_model, 2 * d_model) if on_attention else nn.Linear(d_model, d_model)
 
     def init_output(self) -> None:
         xavier_blocks_(self.output.weight, 2 if self.on_attention else 1)
@@ -186,8 +185,8 @@ class CrossAttention(AttentionOutput):
     def __init__(self, d_model: int, num_heads: int, on_attention: bool = False) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.query = Linear(d_model, d_model)
-        self.key_value = Linear(d_model, 2 * d_model)
+        self.query = nn.Linear(d_model, d_model)
+        self.key_value = nn.Linear(d_model, 2 * d_model)
         self.make_output(d_model, on_attention)
 
     def init_weights(self) -> None:
@@ -216,7 +215,7 @@ class SelfAttention(AttentionOutput):
         super().__init__()
         self.num_heads = num_heads
         self.causal = causal
-        self.maps = Linear(d_model, 3 * d_model)
+        self.maps = nn.Linear(d_model, 3 * d_model)
         self.make_output(d_model, on_attention)
 
     def init_weights(self) -> None:

@@ -56,7 +56,6 @@ from models.layers import (
     sinusoids,
     split_heads,
 )
-from models.packed import Linear
 from models.token_embeddings import word_embedding, word_output
 
 
@@ -132,7 +131,7 @@ class MeshedAttention(nn.Module):
         gated = config.connection == "meshed"
         self.gates = cast(
             Sequence[nn.Linear],
-            nn.ModuleList(Linear(2 * config.d_model, config.d_model) for _ in range(levels * gated)),
+            nn.ModuleList(nn.Linear(2 * config.d_model, config.d_model) for _ in range(levels * gated)),
         )
 
     def forward(self, s: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:

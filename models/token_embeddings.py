@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from models.base import CaptionModel
 from models.config import ModelConfig, ModelSizes
-from models.packed import Linear
 
 
 class WordVectors(nn.Embedding):
@@ -25,13 +24,13 @@ class WordVectors(nn.Embedding):
     def __init__(self, count: int, width: int, d_model: int, trained: bool) -> None:
         super().__init__(count, width)
         self.weight.requires_grad_(trained)
-        self.to_model = Linear(width, d_model)
+        self.to_model = nn.Linear(width, d_model)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.to_model(super().forward(tokens))
 
 
-class TiedOutput(Linear):
+class TiedOutput(nn.Linear):
     """A linear map from D to G, then the products with all word vectors: (..., D) to logits (..., V)."""
 
     def __init__(self, words: WordVectors, d_model: int) -> None:
@@ -53,7 +52,7 @@ def word_output(config: ModelConfig, sizes: ModelSizes, words: nn.Embedding, bia
     """States (..., D) to logits (..., V); tied to the words where they are given vectors."""
     if isinstance(words, WordVectors):
         return TiedOutput(words, config.d_model)
-    return Linear(config.d_model, sizes.vocabulary_size, bias=bias)
+    return nn.Linear(config.d_model, sizes.vocabulary_size, bias=bias)
 
 
 def word_macs(config: ModelConfig, sizes: ModelSizes) -> float:

@@ -1,4 +1,4 @@
-"""Which commit this code is: what git says of the checkout, or what was written beside the code when it was packed."""
+"""The commit of this code: from git in a checkout, from a file in a package for a cluster."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-COMMIT_FILE = "COMMIT"  # in a package for a cluster, which has no .git
+COMMIT_FILE = "COMMIT"  # written into packages, which have no .git
 
 
 def project_root() -> Path:
@@ -16,10 +16,10 @@ def project_root() -> Path:
 
 def commit() -> str:
     """The commit's short hash, with `-dirty` when files differ from it; `unknown` without git and without the file."""
-    here = project_root()
+    root = project_root()
     git = shutil.which("git")
-    if git is not None and (here / ".git").exists():
-        command = [git, "-C", str(here), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+    if git is not None and (root / ".git").exists():
+        command = [git, "-C", str(root), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
         return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
-    written = here / COMMIT_FILE
-    return written.read_text(encoding="utf-8").strip() if written.is_file() else "unknown"
+    path = root / COMMIT_FILE
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else "unknown"

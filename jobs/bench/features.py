@@ -41,7 +41,7 @@ def bench_extract(images: Path | None, count: int, image_size: int, batch_size: 
     import ray
 
     from jobs.cluster import start_ray
-    from pipeline.config.run import load_config
+    from pipeline.config.load import load_config
     from pipeline.features.extraction import Extractor, resolve_dtype
     from pipeline.runs.prepare import initial_backbone
     from pipeline.runtime.weights import save_weights
@@ -101,9 +101,9 @@ def _plain_loop(extractor: Any, dtype: str, table: pa.Table) -> float:
     """Images/s of a loop that decodes, resizes and computes one batch after the other in its one thread."""
     from pipeline.data.images import decode_image
     from pipeline.features.extraction import ShardWriter
-    from pipeline.storage.path import place
+    from pipeline.storage.path import storage_path
 
-    writer = ShardWriter(place(extractor.weights.parent / "plain"), extractor, dtype)
+    writer = ShardWriter(storage_path(extractor.weights.parent / "plain"), extractor, dtype)
 
     def one(part: list[str]) -> None:
         decoded = [writer.transform.resize(decode_image(Path(u).read_bytes(), extractor.max_pixels)) for u in part]
@@ -124,9 +124,9 @@ def _plain_loop(extractor: Any, dtype: str, table: pa.Table) -> float:
 def _ray_data(table: pa.Table, folder: Path, extractor: Any) -> float:
     from pipeline.features.extraction import compute
     from pipeline.features.store import FeatureStore
-    from pipeline.storage.path import place
+    from pipeline.storage.path import storage_path
 
-    for _ in compute(table, place(folder), extractor):
+    for _ in compute(table, storage_path(folder), extractor):
         pass
     assert len(FeatureStore(folder)) == len(table), "Ray Data lost images"
     ends = sorted(path.stat().st_mtime_ns for path in (folder / "manifest").iterdir())
@@ -236,7 +236,7 @@ def _plan(scratch: Path) -> dict[str, float]:
     from pipeline.data.content_keys import take_snapshot
     from pipeline.data.dataset import read_annotations
     from pipeline.features.extraction import plan_extraction
-    from pipeline.storage.path import place
+    from pipeline.storage.path import storage_path
 
     times = [time.monotonic()]
     section = DataSection(root=str(scratch), annotations="table.parquet", images="images")
@@ -244,7 +244,7 @@ def _plan(scratch: Path) -> dict[str, float]:
     times.append(time.monotonic())
     dataset, troubles = take_snapshot(dataset, scratch / "manifest.parquet")
     times.append(time.monotonic())
-    plan = plan_extraction(dataset, place(scratch / "store"), 10**8)
+    plan = plan_extraction(dataset, storage_path(scratch / "store"), 10**8)
     times.append(time.monotonic())
     assert not troubles
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -28,7 +28,7 @@ def bench_ray(pairs: int = 4) -> None:
     worker, float32. Both run the same loop on the same run, and write the same journal, from which the times are taken.
     """
     from jobs.cluster import start_ray
-    from pipeline.config.run import parse_config
+    from pipeline.config.load import parse_config
     from pipeline.runs.prepare import prepare
 
     with tempfile.TemporaryDirectory(prefix="raycap-bench-") as scratch:

@@ -38,7 +38,7 @@ def bench_tracker(rounds: int = 6, threads: int | None = None) -> None:
     """
     from jobs.cluster import start_ray
     from jobs.train import fit
-    from pipeline.config.run import parse_config
+    from pipeline.config.load import parse_config
     from pipeline.runs.prepare import prepare
     from pipeline.training.loop import StageJob
 

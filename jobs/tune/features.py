@@ -8,14 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.config.run import RunConfig, parse_config, set_value
+from pipeline.config.load import parse_config, set_value
+from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
+from pipeline.features.source import feature_source
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.identity import run_identity
 from pipeline.runtime.log import indented
 from pipeline.search.spec import Search, flatten
-from pipeline.storage.path import StoragePath
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ def find_backbone(search: Search, dataset: Dataset, address: str | None) -> Back
     None where features come from a file.
     """
     section, base = search.config.backbone, search.base
-    if base.features.hdf5 is not None:
+    if not base.has_backbone:
         if section.weights != "base":
             raise UserError(
                 f"backbone.weights is {section.weights}, and {search.config.base} has region features from "
@@ -120,25 +121,10 @@ def extract_once(
 
     None when every stage of a trial works on images. UserError when too many images give none.
     """
-    from pipeline.features.extraction import Extractor, extract
-
     config = search.base
     if all(config.stage(name).train_backbone for name in search.stages):
         return None, []
     part = dataset.split(*config.data.train_splits, config.data.val_split)
-    store: StoragePath | Path
-    if source is None:
-        from pipeline.features.regions import import_regions
-
-        store, bad = import_regions(part, config)
-    else:
-        backbone = replace(config.backbone, weights="none")
-        extractor = Extractor(backbone, source.weights, config.features, config.data.max_pixels, config.storage.options)
-        store, bad = extract(part, config.storage_path / "features", extractor, start_ray)
-    if len(bad) > config.data.max_bad_fraction * len(part):
-        reason = next(iter(bad.values()))
-        raise UserError(
-            f"{len(bad)} of {len(part)} images give no features, more than data.max_bad_fraction = "
-            f"{config.data.max_bad_fraction}; {store / 'quarantine.parquet'} lists them (first: {reason})"
-        )
-    return str(store), sorted(bad)
+    extracted = feature_source(config).extract(part, None if source is None else source.weights, start_ray)
+    extracted.require_enough(len(part), config)
+    return str(extracted.store), sorted(extracted.missing)

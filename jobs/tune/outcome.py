@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from pipeline.runs.summary import format_table
+from pipeline.reports.text_table import format_table
 from pipeline.search.report import comparisons, importances, write_page, write_plots
 from pipeline.search.results import (
     front,

@@ -2,26 +2,27 @@
 
 model.safetensors    tensors under "model." and "backbone."
 config.yaml          format, name, model, backbone (or null), sizes, info
-vocabulary.json      the words
+vocabulary.json      the words in the order of their ids
 preprocessing.json   the image transform, or null for a model of stored features
-card.md              what a reader should know
+card.md              a summary for people
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from models.config import BackboneConfig, ModelSizes
+from pipeline.config.load import parse_model, parse_section
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
+from pipeline.storage.atomic import atomic_folder
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from models.transform import ImageTransform
 
 FORMAT = 1
+REQUIRED_FILES = ("config.yaml", "model.safetensors", "vocabulary.json")
+WEIGHING = ("model.safetensors", "vocabulary.json")  # the files that decide captions, apart from the settings
 
 
 @dataclass
@@ -46,9 +49,10 @@ class Bundle:
 def save_bundle(
     folder: Path, captioner: Captioner, vocabulary: Vocabulary, *, name: str, info: Mapping[str, Any]
 ) -> None:
-    """Writes the bundle beside `folder` under a temporary name, then renames; an older bundle goes only after that.
+    """Writes the bundle whole or not at all; an older one in `folder` is removed only after that.
 
     `info` (scores, run id, versions: JSON values) is stored in config.yaml and shown on the card.
+    Raises ValueError if the vocabulary has another size than the model's.
     """
     from safetensors.torch import save_file
 
@@ -59,20 +63,17 @@ def save_bundle(
         raise ValueError(
             f"the vocabulary has {len(vocabulary)} words, the model {model.sizes.vocabulary_size}; they must be equal"
         )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        temporary.chmod(0o755)
+    with atomic_folder(folder) as temporary:
         tensors = {key: value.detach().cpu().contiguous() for key, value in captioner.state_dict().items()}
         save_file(tensors, temporary / "model.safetensors")
         backbone_config = None
         if backbone is not None:
-            # the weights travel in the bundle: where they first came from must not be needed again
+            # model.safetensors has the weights: the file that they came from must not be needed again
             backbone_config = asdict(backbone.config) | {"weights": "none"}
         config = {
             "format": FORMAT,
             "name": name,
-            "model": asdict(model.config) | {"word_vectors": None},  # the vectors travel in the bundle too
+            "model": asdict(model.config) | {"word_vectors": None},  # also in model.safetensors
             "backbone": backbone_config,
             "sizes": asdict(model.sizes),
             "info": dict(info),
@@ -83,75 +84,65 @@ def save_bundle(
         transform = None if backbone is None else ImageTransform(backbone.config.image_size).describe()
         (temporary / "preprocessing.json").write_text(json.dumps(transform, indent=2), encoding="utf-8")
         (temporary / "card.md").write_text(_card(name, captioner, vocabulary, info), encoding="utf-8")
-        _replace_folder(temporary, folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def load_bundle(folder: Path) -> Bundle:
     """Reads a bundle; the captioner is in evaluation mode, on the CPU.
 
-    Raises ValueError for a folder that is no bundle, for a newer format, and for parts that do not fit each other.
+    Raises ValueError for a folder that is not a bundle, for a newer format, and for parts that do not fit together.
     """
     from safetensors.torch import load_file
 
     from models.backbone import Backbone
-    from models.base import ModelSizes, load_strictly
+    from models.base import load_strictly
     from models.captioner import Captioner
-    from models.config import MODEL_CONFIGS, BackboneConfig
     from models.registry import build_model
     from models.transform import ImageTransform
 
-    missing = [
-        part for part in ("config.yaml", "model.safetensors", "vocabulary.json") if not (folder / part).is_file()
-    ]
+    missing = [name for name in REQUIRED_FILES if not (folder / name).is_file()]
     if missing:
         raise ValueError(f"{folder} is not a model bundle: it lacks {', '.join(missing)}")
-    config = _read(folder / "config.yaml", lambda path: yaml.safe_load(path.read_text(encoding="utf-8")))
-    version = config.get("format") if isinstance(config, dict) else None
-    if not isinstance(version, int) or version < 1:
-        raise ValueError(f"{folder / 'config.yaml'} is not a bundle's: it has no format number")
-    if version > FORMAT:
-        raise ValueError(
-            f"{folder} is a bundle of format {version}; this version of raycap reads up to {FORMAT}: update raycap"
-        )
-    where = str(folder / "config.yaml")
+    config = _read_config(folder)
     vocabulary = _read(folder / "vocabulary.json", Vocabulary.load)
-    model_section = config.get("model")
-    system = model_section.get("name") if isinstance(model_section, dict) else None
-    if system not in MODEL_CONFIGS:
-        raise ValueError(
-            f"{where}: model.name is {system!r}, which is unknown; known: {', '.join(sorted(MODEL_CONFIGS))}"
-        )
-    model_config = _section(MODEL_CONFIGS[str(system)], config, "model", where)
-    sizes = _section(ModelSizes, config, "sizes", where)
     try:
-        model = build_model(model_config, sizes)
-    except TypeError as error:
-        raise ValueError(f"{where}: sections 'model' and 'sizes' make no model: {error}") from error
-    if len(vocabulary) != model.sizes.vocabulary_size:
+        model_config = parse_model(config.get("model"))
+        sizes = parse_section(ModelSizes, config.get("sizes"), "sizes")
+        settings = config.get("backbone")
+        backbone_config = None if settings is None else parse_section(BackboneConfig, settings, "backbone")
+    except UserError as error:
+        raise ValueError(f"{folder / 'config.yaml'}: {error}") from error
+    if len(vocabulary) != sizes.vocabulary_size:
         raise ValueError(
-            f"{folder}: vocabulary.json has {len(vocabulary)} words, config.yaml says {model.sizes.vocabulary_size}"
+            f"{folder}: vocabulary.json has {len(vocabulary)} words, config.yaml says {sizes.vocabulary_size}"
         )
     backbone = transform = None
-    if config.get("backbone") is not None:
-        try:
-            backbone = Backbone(_section(BackboneConfig, config, "backbone", where))
-        except TypeError as error:
-            raise ValueError(f"{where}: section 'backbone' makes no backbone: {error}") from error
-        transform = ImageTransform(backbone.config.image_size)
+    if backbone_config is not None:
+        backbone, transform = Backbone(backbone_config), ImageTransform(backbone_config.image_size)
         recorded = _read(folder / "preprocessing.json", lambda path: json.loads(path.read_text(encoding="utf-8")))
         if recorded != transform.describe():
             raise ValueError(f"{folder / 'preprocessing.json'} describes a transform that this version does not have")
-    captioner = Captioner(model, backbone)
+    captioner = Captioner(build_model(model_config, sizes), backbone)
     weights = folder / "model.safetensors"
     load_strictly(captioner, _read(weights, load_file), str(weights))
     return Bundle(captioner.eval(), vocabulary, transform, config)
 
 
+def _read_config(folder: Path) -> dict[str, Any]:
+    """config.yaml of a format that this version reads; ValueError for another content."""
+    path = folder / "config.yaml"
+    config = _read(path, lambda path: yaml.safe_load(path.read_text(encoding="utf-8")))
+    version = config.get("format") if isinstance(config, dict) else None
+    if not isinstance(version, int) or version < 1:
+        raise ValueError(f"{path} does not belong to a bundle: it has no format number")
+    if version > FORMAT:
+        raise ValueError(
+            f"{folder} is a bundle of format {version}; this version of raycap reads up to {FORMAT}: update raycap"
+        )
+    return dict(config)
+
+
 def _read(path: Path, parse: Callable[[Path], Any]) -> Any:
-    """A part of a bundle; ValueError naming the file where it is missing, damaged or not to be understood."""
+    """A part of a bundle; ValueError naming the file that is missing, damaged or of another content."""
     from safetensors import SafetensorError
 
     try:
@@ -161,43 +152,13 @@ def _read(path: Path, parse: Callable[[Path], Any]) -> Any:
         raise ValueError(f"{path} cannot be read: {reason}") from error
 
 
-def _section(kind: type, config: Mapping[str, Any], key: str, where: str) -> Any:
-    """A section of config.yaml as its dataclass; lists become tuples, unknown keys are refused."""
-    values = config.get(key)
-    if not isinstance(values, dict):
-        raise ValueError(f"{where} has no section {key!r}")
-    known = {field.name for field in fields(kind)}
-    unknown = sorted(values.keys() - known)
-    if unknown:
-        raise ValueError(f"{where}: {key}.{unknown[0]} is unknown; known: {', '.join(sorted(known))}")
-    try:
-        return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
-    except TypeError as error:
-        raise ValueError(f"{where}: section {key!r} lacks a value, or one is of another type: {error}") from error
-
-
 def _plain(value: Any) -> Any:
-    """Tuples as lists and mappings as dicts, for YAML's safe form."""
+    """Tuples as lists and mappings as dicts, which YAML's safe dumper takes."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value
-
-
-def _replace_folder(temporary: Path, folder: Path) -> None:
-    if not folder.exists():
-        temporary.rename(folder)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
-    folder.rename(old / "bundle")
-    try:
-        temporary.rename(folder)
-    except BaseException:
-        (old / "bundle").rename(folder)
-        raise
-    finally:
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def _card(name: str, captioner: Captioner, vocabulary: Vocabulary, info: Mapping[str, Any]) -> str:
@@ -224,13 +185,8 @@ def _card(name: str, captioner: Captioner, vocabulary: Vocabulary, info: Mapping
     return "\n".join(lines) + "\n"
 
 
-# A model bundle's files, wherever they lie: their digests, and a local copy of one on S3. No torch here.
-
-WEIGHING = ("model.safetensors", "vocabulary.json")  # what decides the captions of a bundle, its settings apart
-
-
 def fetched(bundle: StoragePath) -> Path:
-    """A bundle as a local folder: itself, or this machine's copy of what lies on S3, brought up to date."""
+    """A bundle as a local folder: the folder itself, or this machine's copy of one on S3, updated first."""
     if not bundle.is_remote:
         return bundle.path
     copy = cache_folder() / "bundles" / hashlib.sha256(bundle.uri.encode()).hexdigest()[:20]
@@ -239,13 +195,13 @@ def fetched(bundle: StoragePath) -> Path:
 
 
 def bundle_digests(folder: Path, names: Sequence[str] = ()) -> dict[str, str]:
-    """sha256 by file of a local bundle, of all its files without `names`. UserError where one is not there."""
+    """{file: sha256} of a local bundle, of all its files without `names`. UserError where one is missing."""
     wanted = names or sorted(path.name for path in folder.glob("*") if path.is_file() and path.name[0] != ".")
-    found = {}
+    digests = {}
     for name in wanted or WEIGHING:
         try:
             with (folder / name).open("rb") as file:
-                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+                digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
         except FileNotFoundError as error:
-            raise UserError(f"{folder} is not a model bundle: {name} is not there; give the folder of one") from error
-    return found
+            raise UserError(f"{folder} is not a model bundle: it lacks {name}; give the folder of a bundle") from error
+    return digests

@@ -1,10 +1,11 @@
-"""Captions for many images with a trained captioner or several: batched beam search, sharded over workers."""
+"""Captions of many images by one model or an ensemble: batched beam search over each worker's share of the images."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,63 +20,70 @@ from pipeline.data.images import BadImage
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.features.model_inputs import Images
 from pipeline.runtime.context import Context, gather_objects
+from pipeline.scoring.split_result import Hypothesis
+
+Hypotheses = dict[int, list[Hypothesis]]  # by image id, best first
 
 
-class Hypothesis(NamedTuple):
-    """A caption and the sum of its tokens' log-probabilities, EOS with them.
+@dataclass(frozen=True)
+class CaptionSearch:
+    """How captions are searched for.
 
-    alignment: of an image's best caption by a single model, how far words and image tokens agree (`models.alignment`).
-    held: how many of its image's constraints it holds; None without constraints.
+    with_alignment: compute the alignment of each best caption, which takes one more decoder pass per batch.
+    skip_unreadable: report images that cannot be read; otherwise the first of them raises BadImage or OSError.
     """
 
-    caption: str
-    log_prob: float
-    alignment: float | None = None
-    held: int | None = None
+    settings: EvaluationSection
+    vocabulary: Vocabulary
+    with_alignment: bool = False
+    skip_unreadable: bool = False
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One worker's share of the images: every `world_size`-th image from number `rank` on, captioned on `device`."""
+
+    rank: int
+    world_size: int
+    device: torch.device
 
 
 def caption_images(
     captioner: Captioner, images: Images, vocabulary: Vocabulary, settings: EvaluationSection, context: Context
 ) -> dict[int, str]:
-    """The best caption of every image by its id, on every rank. Each rank computes its share (a collective)."""
-    rank, count = context.world_rank, context.world_size
-    mine = caption_share([captioner], [images], vocabulary, settings, rank, count, context.device)
-    best = {image: found[0].caption for image, found in mine.items()}
-    merged = {image: caption for share in gather_objects(context, best) for image, caption in share.items()}
+    """The best caption of every image by image id, on every rank. A collective: each rank captions its shard."""
+    shard = Shard(context.world_rank, context.world_size, context.device)
+    hypotheses, _ = caption_split([captioner], [images], CaptionSearch(settings, vocabulary), shard=shard)
+    best = {image: ranked[0].caption for image, ranked in hypotheses.items()}
+    merged = {image: caption for part in gather_objects(context, best) for image, caption in part.items()}
     return {int(image): merged[int(image)] for image in images.image_ids}
 
 
-def caption_share(
-    captioners: Sequence[Captioner],
-    images: Sequence[Images],
-    vocabulary: Vocabulary,
-    settings: EvaluationSection,
-    rank: int,
-    world_size: int,
-    device: torch.device,
-    bad: dict[int, str] | None = None,
-    machines: Mapping[int, Machine] | None = None,
-    align: bool = False,
-) -> dict[int, list[Hypothesis]]:
-    """The `settings.num_results` best captions of every `world_size`-th image from `rank` on; needs no process group.
+def caption_split(
+    models: Sequence[Captioner],
+    inputs: Sequence[Images],
+    search: CaptionSearch,
+    *,
+    shard: Shard,
+    constraints: Mapping[int, Machine] | None = None,
+) -> tuple[Hypotheses, dict[int, str]]:
+    """The `search.settings.num_results` best captions of each image of the shard, and {image id: reason} of the rest.
 
-    Several captioners are an ensemble; `images` gives each its own inputs of the same images, in one order. The batch
-    is halved, down to one image, when memory runs out. An image that cannot be read raises, or goes into `bad` with the
-    reason where that is given. `machines` are the constraints of the images that have any, by image id. align:
-    compute each best caption's alignment, by one more pass.
+    Several models are an ensemble; `inputs` holds each model's inputs of the same images in the same order.
+    `constraints` are those of the images that have any, by image id. The batch size is halved, down to one image, when
+    the GPU's memory runs out. Needs no process group.
     """
-    rows = np.arange(len(images[0]))[rank::world_size]
-    training = [captioner.training for captioner in captioners]
-    for captioner in captioners:
-        captioner.eval()
-    mine: dict[int, list[Hypothesis]] = {}
-    alone: set[int] = set()
-    start, size = 0, settings.batch_size
-    try:
+    batch_captioner = _BatchCaptioner(models, inputs, search, shard.device, constraints or {})
+    rows = np.arange(len(inputs[0]))[shard.rank :: shard.world_size]
+    hypotheses: Hypotheses = {}
+    unreadable: dict[int, str] = {}
+    one_by_one: set[int] = set()
+    start, size = 0, search.settings.batch_size
+    with _evaluation_mode(models):
         while start < len(rows):
-            part = rows[start : start + (1 if start in alone else size)]
+            batch = rows[start : start + (1 if start in one_by_one else size)]
             try:
-                mine.update(_caption(captioners, images, part, vocabulary, settings, device, machines or {}, align))
+                hypotheses |= batch_captioner(batch)
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()
                 if size == 1:
@@ -83,75 +91,91 @@ def caption_share(
                 size //= 2
                 continue
             except (BadImage, OSError) as error:
-                if bad is None:
+                if not search.skip_unreadable:
                     raise
-                if len(part) > 1:  # one by one, to find out which
-                    alone |= set(range(start, start + len(part)))
+                if len(batch) > 1:  # repeat image by image, to find the unreadable one
+                    one_by_one |= set(range(start, start + len(batch)))
                     continue
-                bad[int(images[0].image_ids[part[0]])] = str(error)
-            start += len(part)
+                unreadable[int(inputs[0].image_ids[batch[0]])] = str(error)
+            start += len(batch)
+    return hypotheses, unreadable
+
+
+@contextmanager
+def _evaluation_mode(models: Sequence[Captioner]) -> Iterator[None]:
+    training = [model.training for model in models]
+    for model in models:
+        model.eval()
+    try:
+        yield
     finally:
-        for captioner, before in zip(captioners, training, strict=True):
-            captioner.train(before)
-    return mine
+        for model, was_training in zip(models, training, strict=True):
+            model.train(was_training)
 
 
-@torch.no_grad()  # in inference mode autocast would convert every weight anew at every use
-def _caption(
-    captioners: Sequence[Captioner],
-    images: Sequence[Images],
-    rows: np.ndarray,
-    vocabulary: Vocabulary,
-    settings: EvaluationSection,
-    device: torch.device,
-    machines: Mapping[int, Machine],
-    align: bool,
-) -> dict[int, list[Hypothesis]]:
-    ids = [int(images[0].image_ids[row]) for row in rows]
-    with torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bfloat16"):
-        memories = [_encoded(captioner, own, rows, device) for captioner, own in zip(captioners, images, strict=True)]
-        found, held = _search(captioners, memories, [machines.get(image) for image in ids], vocabulary, settings)
-        alignment: list[float | None] = [None] * len(ids)
-        if align and len(captioners) == 1:
-            values = alignment_scores(captioners[0].model, memories[0], found.tokens[:, 0]).tolist()
-            alignment = [None if math.isnan(value) else value for value in values]
-    sums = found.log_probs.sum(-1).tolist()
-    return {
-        image: [
-            Hypothesis(vocabulary.decode(tokens), value, alignment[number] if not place else None, own)
-            for place, (tokens, value, own) in enumerate(zip(*columns, strict=True))
-            if own is None or own >= 0
-        ]
-        for number, (image, columns) in enumerate(
-            zip(ids, zip(found.tokens.tolist(), sums, held, strict=True), strict=True)
+@dataclass(frozen=True)
+class _BatchCaptioner:
+    """Captions one batch of rows."""
+
+    models: Sequence[Captioner]
+    inputs: Sequence[Images]
+    search: CaptionSearch
+    device: torch.device
+    constraints: Mapping[int, Machine]
+
+    @torch.no_grad()  # in inference mode autocast would convert every weight anew at every use
+    def __call__(self, rows: np.ndarray) -> Hypotheses:
+        image_ids = [int(self.inputs[0].image_ids[row]) for row in rows]
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.search.settings.precision == "bfloat16"):
+            memories = [
+                model.encode(images.load(rows).to(self.device))
+                for model, images in zip(self.models, self.inputs, strict=True)
+            ]
+            captions, satisfied = self._search(memories, [self.constraints.get(image) for image in image_ids])
+            alignment = self._alignment(memories, captions)
+        tokens, log_probs = captions.tokens.tolist(), captions.log_probs.sum(-1).tolist()
+        return {
+            image: [
+                Hypothesis(self.search.vocabulary.decode(ids), log_prob, alignment[row] if rank == 0 else None, count)
+                for rank, (ids, log_prob, count) in enumerate(
+                    zip(tokens[row], log_probs[row], satisfied[row], strict=True)
+                )
+                if count is None or count >= 0  # a constrained search may end with fewer captions: -1
+            ]
+            for row, image in enumerate(image_ids)
+        }
+
+    def _search(
+        self, memories: Sequence[Memory], automata: Sequence[Machine | None]
+    ) -> tuple[Captions, list[list[int | None]]]:
+        """The best captions, and how many constraints each satisfies: None for an image without constraints."""
+        models = [model.model for model in self.models]
+        settings = self.search.settings
+        beam_size, max_length, num_results = settings.beam_size, settings.max_length, settings.num_results
+        if not any(automata):
+            captions = beam_search(
+                models, memories, beam_size=beam_size, max_length=max_length, num_results=num_results
+            )
+            return captions, [[None] * num_results for _ in automata]
+        unconstrained = build_machine([], len(self.search.vocabulary))
+        constrained = constrained_beam_search(
+            models,
+            memories,
+            [automaton or unconstrained for automaton in automata],
+            beam_size=beam_size,
+            max_length=max_length,
+            num_results=num_results,
         )
-    }
+        satisfied = constrained.held.tolist()
+        return constrained, [
+            [count if automaton is not None or count < 0 else None for count in row]
+            for row, automaton in zip(satisfied, automata, strict=True)
+        ]
 
-
-def _encoded(captioner: Captioner, images: Images, rows: np.ndarray, device: torch.device) -> Memory:
-    return captioner.encode(images.load(rows).to(device))
-
-
-def _search(
-    captioners: Sequence[Captioner],
-    memories: Sequence[Memory],
-    machines: Sequence[Machine | None],
-    vocabulary: Vocabulary,
-    settings: EvaluationSection,
-) -> tuple[Captions, list[list[int | None]]]:
-    """The best captions, and how many constraints each holds: None for those of an image without any."""
-    models = [captioner.model for captioner in captioners]
-    beam, longest, best = settings.beam_size, settings.max_length, settings.num_results
-    if not any(machines):
-        found = beam_search(models, memories, beam_size=beam, max_length=longest, num_results=best)
-        return found, [[None] * best for _ in machines]
-    none = build_machine([], len(vocabulary))
-    own_machines = [own or none for own in machines]
-    constrained = constrained_beam_search(
-        models, memories, own_machines, beam_size=beam, max_length=longest, num_results=best
-    )
-    held = constrained.held.tolist()
-    return constrained, [
-        [own if machine is not None or own < 0 else None for own in row]
-        for row, machine in zip(held, machines, strict=True)
-    ]
+    def _alignment(self, memories: Sequence[Memory], captions: Captions) -> list[float | None]:
+        """Of each image's best caption; None for an ensemble and where it is not defined."""
+        best = captions.tokens[:, 0]
+        if not self.search.with_alignment or len(self.models) > 1:
+            return [None] * len(best)
+        values = alignment_scores(self.models[0].model, memories[0], best).tolist()
+        return [None if math.isnan(value) else value for value in values]

@@ -1,16 +1,16 @@
 """Constraints from detections, as the Meshed-Memory paper makes them for nocaps (appendix A.4, after the nocaps paper).
 
-Of an image's detections: classes that are parts or seldom named are left out; of two boxes that overlap (intersection
-over union 0.85 or more) the class that stands higher in the hierarchy goes, as "mammal" beside "dog"; the three most
-confident classes become constraints, by their own names only, without plurals or other forms.
+Classes that are parts of things or are seldom named are excluded. Of two boxes that overlap (intersection over union
+0.85 or more) the one with the more general class is dropped, such as "mammal" beside "dog". The names of the three most
+confident classes become constraints, without plurals or other forms.
 
-Choices where the papers are open: a class is higher when there are more levels below it; of two equally high ones both
-stay; of several boxes of one class the most confident counts.
+The papers leave three points open. Here a class is more general when more levels of the hierarchy are below it; two
+classes of the same level both stay; of several boxes of one class the most confident counts.
 
 Detections are JSON in COCO's form, as nocaps publishes them ({"categories": [{"id", "name"}], "annotations":
 [{"image_id", "category_id", "score", "bbox": [x, y, width, height]}]}), or JSON lines {"image_id", "label", "score",
-"box": [x0, y0, x1, y1]}. The hierarchy is Open Images' JSON, {"LabelName", "Subcategory": [...]}, with names as the
-detections have them, or with its codes ("/m/0bt9lr") and a CSV of code and name.
+"box": [x0, y0, x1, y1]}. The hierarchy is Open Images' JSON, {"LabelName", "Subcategory": [...]}, with the class names
+of the detections, or with codes ("/m/0bt9lr") and a CSV file of code and name.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 
 from pipeline.errors import UserError
 
-OVERLAP = 0.85
-MOST = 3
+OVERLAP = 0.85  # intersection over union
+MAX_CONSTRAINTS = 3  # per image
 
-# The 39 classes of Open Images that the nocaps paper leaves out: parts, and what people seldom say or COCO covers well.
+# The 39 classes of Open Images that the nocaps paper excludes: parts, classes seldom named, classes that COCO covers.
 EXCLUDED = frozenset(
     [
         *(f"human {part}" for part in ("arm", "beard", "body", "ear", "eye", "face", "foot", "hair", "hand", "head")),
@@ -40,7 +40,7 @@ EXCLUDED = frozenset(
 
 
 class Detection(NamedTuple):
-    """A class by its name in lower case, its confidence, and its box's corners x0, y0, x1, y1."""
+    """A detected box: the name of its class in lower case, its confidence, and its corners x0, y0, x1, y1."""
 
     label: str
     score: float
@@ -48,22 +48,22 @@ class Detection(NamedTuple):
 
 
 def read_detections(path: Path) -> dict[int, list[Detection]]:
-    """Detections by image id, in the file's order; UserError for what is not one of the two forms."""
-    found: dict[int, list[Detection]] = {}
+    """Detections by image id, in the order of the file. Raises UserError for a file in neither of the two formats."""
+    detections: dict[int, list[Detection]] = {}
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"detections {path} cannot be read as text: {error}") from error
     try:
         for image, detection in _rows(text):
-            found.setdefault(image, []).append(detection)
+            detections.setdefault(image, []).append(detection)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise UserError(
             f"detections {path} are neither COCO's JSON (categories, annotations with image_id, category_id, score, "
             f"bbox) nor JSON lines with image_id, label, score, box: {reason}"
         ) from error
-    return found
+    return detections
 
 
 def _rows(text: str) -> Iterator[tuple[int, Detection]]:
@@ -91,15 +91,15 @@ def _rows(text: str) -> Iterator[tuple[int, Detection]]:
 
 
 def read_hierarchy(path: Path, names: Path | None = None) -> dict[str, int]:
-    """{class in lower case: levels below it, 0 for a leaf}; a class that stands twice has its highest place.
+    """{class in lower case: number of levels below it, 0 for a leaf}; the larger one for a class that occurs twice.
 
-    names: a CSV of code and name, where the hierarchy has codes. UserError for other files.
+    names: a CSV file of code and name, for a hierarchy of codes. Raises UserError for a malformed file.
     """
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-        known = _class_names(names) if names is not None else {}
+        name_of = _class_names(names) if names is not None else {}
         heights: dict[str, int] = {}
-        _height(tree, known, heights)
+        _height(tree, name_of, heights)
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise UserError(
             f'hierarchy {path}: not Open Images\' JSON of {{"LabelName": ..., "Subcategory": [...]}} '
@@ -130,26 +130,26 @@ def choose_constraints(
     detections: Iterable[Detection],
     hierarchy: Mapping[str, int],
     *,
-    most: int = MOST,
+    max_constraints: int = MAX_CONSTRAINTS,
     overlap: float = OVERLAP,
     excluded: Collection[str] = EXCLUDED,
 ) -> list[str]:
-    """The names of an image's constraints, most confident first; classes that the hierarchy lacks count as leaves."""
-    kept = [each for each in detections if each.label not in excluded]
+    """The classes that become an image's constraints, most confident first; unknown classes count as leaves."""
+    candidates = [each for each in detections if each.label not in excluded]
 
-    def hidden(one: Detection) -> bool:
+    def is_too_general(one: Detection) -> bool:
         height = hierarchy.get(one.label, 0)
         return any(
             height > hierarchy.get(other.label, 0) and intersection_over_union(one.box, other.box) >= overlap
-            for other in kept
+            for other in candidates
         )
 
-    ranked = sorted((each for each in kept if not hidden(each)), key=lambda each: -each.score)
-    return list(dict.fromkeys(each.label for each in ranked))[:most]
+    ranked = sorted((each for each in candidates if not is_too_general(each)), key=lambda each: -each.score)
+    return list(dict.fromkeys(each.label for each in ranked))[:max_constraints]
 
 
 def intersection_over_union(one: Sequence[float], other: Sequence[float]) -> float:
-    """Of two boxes' areas; 0 where they do not meet."""
+    """Intersection over union of two boxes; 0 where they do not meet."""
     width = min(one[2], other[2]) - max(one[0], other[0])
     height = min(one[3], other[3]) - max(one[1], other[1])
     if width <= 0 or height <= 0:

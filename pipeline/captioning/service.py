@@ -22,8 +22,9 @@ from models.base import Features, Memory
 from models.cluster_groups import Clusters, find_clusters
 from models.decoding import Captions, beam_search
 from pipeline.captioning.bundle import Bundle, load_bundle
+from pipeline.config.sections import SEARCH_DEFAULTS
 from pipeline.data.images import BadImage, decode_image
-from pipeline.storage.path import place
+from pipeline.storage.path import storage_path
 from pipeline.version import project_root
 
 MAX_PIXELS = 100_000_000
@@ -37,7 +38,14 @@ class CaptionService:
     precision: float32, or bfloat16 for autocast in `caption`; pictures of a caption are made in float32.
     """
 
-    def __init__(self, bundle: Bundle, *, beam_size: int = 5, max_length: int = 20, precision: str = "float32") -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        *,
+        beam_size: int = SEARCH_DEFAULTS.beam_size,
+        max_length: int = SEARCH_DEFAULTS.max_length,
+        precision: str = SEARCH_DEFAULTS.precision,
+    ) -> None:
         if precision not in PRECISIONS:
             raise ValueError(f"precision is {precision!r}; expected {' or '.join(PRECISIONS)}")
         if bundle.transform is None:
@@ -115,7 +123,7 @@ class CaptionService:
     def _row(self, numbered: tuple[int, bytes | str]) -> Tensor:
         number, source = numbered
         try:
-            return self.pixels(source if isinstance(source, bytes) else place(_path(source)).read_bytes())
+            return self.pixels(source if isinstance(source, bytes) else storage_path(_path(source)).read_bytes())
         except (BadImage, OSError, ImportError) as error:
             named = "" if isinstance(source, bytes) else f" ({source})"
             raise ValueError(f"row {number}{named}: {error}") from error

@@ -1,4 +1,4 @@
-"""Files of upstream projects that are not tensors: their vocabularies, which come as pickles."""
+"""Vocabularies of upstream projects, which are pickles: read as plain values, nothing in them runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_BYTES = 64 * 2**20  # the published vocabulary has 0.24 MB
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Reads dict, list, str and int and nothing else: a pickle that names any class or function is refused unread."""
+    """Reads dict, list, str and int only: a pickle that names a class or function is refused before it is looked up."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
@@ -49,14 +49,14 @@ def _unpickled(path: Path, unpickler: type[PlainUnpickler]) -> Any:
 
 
 def _check_plain(content: Any, path: Path) -> None:
-    pending, seen = [content], set()
+    pending, visited = [content], set()
     while pending:
         value = pending.pop()
-        if type(value) in (str, int) or id(value) in seen:
+        if type(value) in (str, int) or id(value) in visited:
             if type(value) is str and not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
                 raise ValueError(f"{path} is refused: {value!r} is no text (half of a surrogate pair)")
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         if type(value) is dict:
             pending += [*value.keys(), *value.values()]
         elif type(value) is list:
@@ -68,9 +68,9 @@ def _check_plain(content: Any, path: Path) -> None:
 
 
 class _WordTableUnpickler(PlainUnpickler):
-    """Also knows the four names of a torchtext-like vocabulary, for each of which an inert stand-in is built.
+    """Also accepts the four names of a torchtext-like vocabulary, in whose places it builds inert stand-ins.
 
-    The stand-ins are made anew for each file: what a file does to them ends with it.
+    Each file gets new stand-ins, so that what one file does to them does not reach the next.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -80,7 +80,7 @@ class _WordTableUnpickler(PlainUnpickler):
             """The vocabulary: its attributes are set, as data, from the file."""
 
         class Lookup(dict):
-            """A dict that takes and forgets the factory of a defaultdict, and fills from another dict as a Counter."""
+            """A dict that ignores the factory of a defaultdict, and copies another dict as a Counter does."""
 
             def __init__(self, content: Any = None) -> None:
                 super().__init__(content if type(content) is dict else {})
@@ -112,24 +112,19 @@ _MESHED_SPECIALS = {"<unk>": "UNK", "<pad>": "PAD", "<bos>": "SOS", "<eos>": "EO
 def read_meshed_vocabulary(path: Path) -> Vocabulary:
     """The vocabulary pickle of the Meshed-Memory Transformer's reference, or our own form where the name is `*.json`.
 
-    The pickle holds an object with `itos` and `stoi` and names four classes and functions, which are recognized and
-    never looked up: nothing in the file runs. Its <unk>, <pad>, <bos> and <eos> become ours and keep their ids.
+    The pickle holds an object with `itos` and `stoi`. It names four classes and functions, which are not looked up:
+    nothing in the file runs. <unk>, <pad>, <bos> and <eos> get our names and keep their ids.
     Raises ValueError for another content, and where the two tables contradict each other.
     """
     if path.suffix == ".json":
         return Vocabulary.load(path)
     content = _unpickled(path, _WordTableUnpickler)
     _check_plain(content, path)
-    words, ids = content.get("itos"), content.get("stoi")
-    if not isinstance(words, list) or not isinstance(ids, dict) or not all(isinstance(word, str) for word in words):
-        raise ValueError(f"{path} is no vocabulary of a Meshed-Memory Transformer: expected 'itos' and 'stoi'")
-    wrong = [index for index, word in enumerate(words) if ids.get(word) != index]
-    if wrong:
-        raise ValueError(f"{path}: its two tables contradict each other: word {wrong[0]} is {words[wrong[0]]!r} in one")
+    words = _checked_words(content, "itos", "stoi", path, "vocabulary of a Meshed-Memory Transformer")
     missing = [special for special in _MESHED_SPECIALS if special not in words]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}; it must hold {', '.join(_MESHED_SPECIALS)}")
-    return Vocabulary(tuple(_MESHED_SPECIALS.get(word, str(word)) for word in words), "spacy")
+    return Vocabulary(tuple(_MESHED_SPECIALS.get(word, word) for word in words), "spacy")
 
 
 def read_expansionnet_vocabulary(path: Path) -> Vocabulary:
@@ -138,16 +133,11 @@ def read_expansionnet_vocabulary(path: Path) -> Vocabulary:
     Raises ValueError for another content, and where the two tables contradict each other.
     """
     content = read_plain_pickle(path)
-    words = content.get("idx2word_list") if isinstance(content, dict) else None
-    ids = content.get("word2idx_dict") if isinstance(content, dict) else None
-    if not isinstance(words, list) or not isinstance(ids, dict) or not all(isinstance(word, str) for word in words):
+    words = _checked_words(content, "idx2word_list", "word2idx_dict", path, "ExpansionNet v2 vocabulary")
+    if len(content["word2idx_dict"]) != len(words):
         raise ValueError(
-            f"{path} is no ExpansionNet v2 vocabulary: expected a dict with 'idx2word_list' and 'word2idx_dict'"
+            f"{path}: its two tables contradict each other: {len(words)} words, {len(content['word2idx_dict'])} ids"
         )
-    wrong = [index for index, word in enumerate(words) if ids.get(word) != index]
-    if wrong or len(ids) != len(words):
-        where = f"word {wrong[0]} is {words[wrong[0]]!r} in one and not in the other" if wrong else "sizes differ"
-        raise ValueError(f"{path}: its two tables contradict each other ({len(words)} and {len(ids)} words): {where}")
     vocabulary = Vocabulary(tuple(words))
     if content.get("sos_str") != "SOS" or content.get("eos_str") != "EOS":
         raise ValueError(
@@ -155,3 +145,20 @@ def read_expansionnet_vocabulary(path: Path) -> Vocabulary:
             f"expected 'SOS' and 'EOS'"
         )
     return vocabulary
+
+
+def _checked_words(content: Any, words_key: str, ids_key: str, path: Path, what: str) -> list[str]:
+    """The words of a vocabulary in the order of their ids. ValueError unless the table of ids agrees with them.
+
+    The table may hold more: a defaultdict of upstream gains an entry by each look-up of an unknown word.
+    """
+    words = content.get(words_key) if isinstance(content, dict) else None
+    ids = content.get(ids_key) if isinstance(content, dict) else None
+    if not isinstance(words, list) or not isinstance(ids, dict) or not all(isinstance(word, str) for word in words):
+        raise ValueError(f"{path} is no {what}: expected {words_key!r} and {ids_key!r}")
+    different = [index for index, word in enumerate(words) if ids.get(word) != index]
+    if different:
+        raise ValueError(
+            f"{path}: its two tables contradict each other: word {different[0]} is {words[different[0]]!r} in one only"
+        )
+    return words

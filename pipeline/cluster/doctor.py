@@ -1,7 +1,7 @@
-"""What this machine, or a cluster, can and cannot do: one small check each, with the remedy where something is amiss.
+"""Checks of this machine and of a cluster, each with a remedy where it finds a problem.
 
-A check never raises: what it finds is a Finding. `fail` means that a configuration cannot run; `warn` that a part of
-it will be missing, slower or delayed.
+A check returns a Finding and never raises. `fail` means that a configuration cannot run, `warn` that a part of it will
+be missing, slower or delayed.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from pipeline.cluster.jobs_api import JobsServer, UnreachableError, find_token
 from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
 from pipeline.scoring.java import JavaError, free_memory_mb, java_version
-from pipeline.scoring.metrics import spice_models
+from pipeline.scoring.java_metrics import spice_models
 from pipeline.storage.cache import cache_folder
-from pipeline.storage.path import StorageError, StoragePath, is_remote, try_rights
+from pipeline.storage.path import StorageError, StoragePath, is_remote, storage_path, try_rights
 
-LEAST_DISK_GIB, ENOUGH_DISK_GIB = 1, 10
-LEAST_MEMORY_GIB, ENOUGH_MEMORY_GIB = 1, 4  # Ray and one worker; SPICE's heap beside them
+MIN_DISK_GIB, ENOUGH_DISK_GIB = 1, 10
+MIN_MEMORY_GIB, ENOUGH_MEMORY_GIB = 1, 4  # Ray and one worker; with SPICE's heap in addition
 WORKER_GIB = 0.75  # a worker process before its model: torch, Ray and their libraries
-SHM_GIB = 0.5  # what Ray's object store takes here
+SHM_GIB = 0.5  # the size of the object store that raycap starts Ray with
 TRACKER_S = 5.0
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found."""
+    """The result of one check."""
 
     name: str
     level: Literal["ok", "warn", "fail"]
@@ -54,7 +54,7 @@ def python() -> Finding:
 
 
 def torch_pair() -> Finding:
-    """torch and torchvision from different places do not work together, which shows only when torchvision is used."""
+    """torch and torchvision from different builds fail together, but only when an operator of torchvision is called."""
     try:
         torch, vision = importlib.import_module("torch"), importlib.import_module("torchvision")
         vision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
@@ -85,7 +85,7 @@ def bfloat16(config: RunConfig | None) -> Finding:
 
 
 def gpus(config: RunConfig | None, elsewhere: bool) -> Finding:
-    """GPUs that torch sees, against what the workers ask for; `elsewhere` is a cluster whose nodes have them."""
+    """GPUs that torch sees, against those of the configuration; `elsewhere`: on a cluster, whose nodes have them."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -93,12 +93,12 @@ def gpus(config: RunConfig | None, elsewhere: bool) -> Finding:
     wanted = gpus_wanted(config)
     if wanted > count and not elsewhere:
         return Finding(
-            "gpus", "fail", f"{wanted:g} are asked for and torch sees {count}",
+            "gpus", "fail", f"the configuration uses {wanted:g}, torch sees {count}",
             "set workers.gpus_per_worker and features.gpus_per_actor to 0, join a cluster, or check the driver",
         )  # fmt: skip
     if wanted > count:
-        return Finding("gpus", "ok", f"{count} here; the {wanted:g} that are asked for must be on the cluster's nodes")
-    return Finding("gpus", "ok", f"{count}: {names}" if count else "none here, none asked for")
+        return Finding("gpus", "ok", f"{count} here; the configuration uses {wanted:g} on the cluster's nodes")
+    return Finding("gpus", "ok", f"{count}: {names}" if count else "none here, none needed")
 
 
 def gpus_wanted(config: RunConfig | None) -> float:
@@ -112,42 +112,42 @@ def java() -> Finding:
     try:
         return Finding("java", "ok", java_version())
     except JavaError as error:
-        return Finding("java", "warn", f"METEOR and SPICE will be reported as unavailable: {error}")
+        return Finding("java", "warn", f"METEOR and SPICE will be unavailable: {error}")
 
 
 def spice() -> Finding:
     try:
         return Finding("spice", "ok", f"models in {spice_models()}")
     except JavaError as error:
-        return Finding("spice", "warn", f"SPICE will be reported as unavailable: {error}")
+        return Finding("spice", "warn", f"SPICE will be unavailable: {error}")
 
 
 def disk(folder: Path, name: str, remedy: str) -> Finding:
     """Free space where a folder is or will be."""
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(there).free / 2**30
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free / 2**30
     text = f"{free:.1f} GiB free for {folder}"
-    if free < LEAST_DISK_GIB:
-        return Finding(name, "fail", text, remedy)
-    return Finding(name, "ok" if free >= ENOUGH_DISK_GIB else "warn", text, "" if free >= ENOUGH_DISK_GIB else remedy)
+    if free >= ENOUGH_DISK_GIB:
+        return Finding(name, "ok", text)
+    return Finding(name, "warn" if free >= MIN_DISK_GIB else "fail", text, remedy)
 
 
 def memory(config: RunConfig | None, elsewhere: bool) -> Finding:
     free = free_memory_mb() / 2**10
     workers = 0 if config is None or elsewhere else config.workers.num_workers
-    least = LEAST_MEMORY_GIB + WORKER_GIB * workers
+    needed = MIN_MEMORY_GIB + WORKER_GIB * workers
     text = f"{free:.1f} GiB free"
-    if free < least:
+    if free < needed:
         return Finding(
-            "memory", "fail", f"{text}, {workers} workers and Ray need {least:.1f}", "take fewer workers or free some"
+            "memory", "fail", f"{text}, {workers} workers and Ray need {needed:.1f}", "use fewer workers or free memory"
         )
     if free < ENOUGH_MEMORY_GIB:
-        return Finding("memory", "warn", text, f"SPICE needs {ENOUGH_MEMORY_GIB} GiB beside the rest")
+        return Finding("memory", "warn", text, f"SPICE needs {ENOUGH_MEMORY_GIB} GiB in addition")
     return Finding("memory", "ok", text)
 
 
 def shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
-    """Ray's object store lies there; without room it moves to /tmp, which is slower."""
+    """The memory of Ray's object store; when it is full, Ray uses /tmp, which is slower."""
     if not folder.is_dir():
         return Finding("shm", "ok", f"no {folder} on this system")
     free = shutil.disk_usage(folder).free / 2**30
@@ -158,63 +158,61 @@ def shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
     return Finding("shm", "ok", f"{free:.1f} GiB free in {folder}")
 
 
-def storage(place: StoragePath) -> Finding:
-    """Whether results can be written: a conditional write, tried and removed."""
+def storage(folder: StoragePath) -> Finding:
+    """Whether results can be written: by a conditional write, which is removed again."""
     try:
-        try_rights(place)
+        try_rights(folder)
     except StorageError as error:
         remedy = (
             "check the bucket's policy, the credentials and storage.endpoint_url"
-            if place.is_remote
-            else "mend the folder's rights or set another storage"
+            if folder.is_remote
+            else "correct the folder's permissions or set another storage"
         )
         return Finding("storage", "fail", str(error), remedy)
-    return Finding("storage", "ok", f"{place}: conditional write, read, list and delete work")
+    return Finding("storage", "ok", f"{folder}: conditional write, read, list and delete work")
 
 
 def data(config: RunConfig) -> Finding:
-    """Whether the data set's folder can be reached; what is in it is for `raycap check` to say."""
+    """Whether the data set's folder can be reached; `raycap check` reads what it holds."""
     section = config.data
     if section.root is None:
-        return Finding("data", "ok", "drawn, not read")
-    root = StoragePath(section.root, config.storage.options)
-    if not root.is_remote:
-        root = StoragePath(str(Path(section.root).expanduser().absolute()), config.storage.options)
+        return Finding("data", "ok", "synthetic data set")
+    root = storage_path(section.root, config.storage.options)
     names = [source.annotations for source in section.sources] or [section.annotations]
     try:
         missing = [name for name in names if not (root / name).exists()]
     except OSError as error:
         return Finding("data", "fail", str(error), "check data.root and the credentials")
     if missing:
-        return Finding("data", "fail", f"{root / missing[0]} is not there", "check data.root and data.annotations")
-    return Finding("data", "ok", f"{root / names[0]} is there")
+        return Finding("data", "fail", f"{root / missing[0]} does not exist", "check data.root and data.annotations")
+    return Finding("data", "ok", f"{root / names[0]} exists")
 
 
 def tracker(config: RunConfig) -> Finding:
-    """Whether the tracker answers; a run goes on without it and sends what it missed."""
+    """Whether the tracker answers; a run continues without it and sends what it missed."""
     from pipeline.tracking.mlflow_client import public_uri, tracking_client
 
     if not config.tracking.enabled:
         return Finding("tracker", "ok", "off")
-    where, later = (
-        public_uri(config),
-        "training goes on without it; check tracking.uri, then `raycap sync` sends the rest",
-    )
+    where = public_uri(config)
     parts = urllib.parse.urlsplit(config.tracking.uri or "")
     if parts.scheme not in ("http", "https"):
-        return Finding("tracker", "ok", f"{where}: a file, made when it is first used" if not parts.hostname else where)
+        return Finding("tracker", "ok", where if parts.hostname else f"{where}: a file, created when it is first used")
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)
         socket.create_connection((parts.hostname or "", port), TRACKER_S).close()
         tracking_client(config).search_experiments(max_results=1)
     except Exception as error:  # whatever the tracker answers
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return Finding("tracker", "warn", f"{where} does not answer: {reason}", later)
+        return Finding(
+            "tracker", "warn", f"{where} does not answer: {reason}",
+            "training continues without it; check tracking.uri, then `raycap sync` sends the rest",
+        )  # fmt: skip
     return Finding("tracker", "ok", f"{where} answers")
 
 
 def ray_here() -> Finding:
-    """Ray as it is installed here, with what the jobs server needs."""
+    """The installed Ray, with what its jobs server needs."""
     try:
         version = importlib.metadata.version("ray")
         importlib.import_module("aiohttp")
@@ -224,7 +222,7 @@ def ray_here() -> Finding:
 
 
 def token_here() -> Finding:
-    """A token for clusters that ask for one, and whether its file is for its owner only."""
+    """A token for clusters that ask for one, and whether only its owner can read its file."""
     try:
         token, origin = find_token()
     except UserError as error:
@@ -238,27 +236,27 @@ def token_here() -> Finding:
 
 
 def ray_there(address: str) -> Finding:
-    """The cluster's jobs server: reached, the token taken, and Ray's version the one that the code runs with here."""
+    """Whether the cluster's jobs server answers, accepts the token, and has the Ray version installed here."""
     try:
         server = JobsServer(address)
-        there = str(server.version()["ray_version"])
+        remote = str(server.version()["ray_version"])
     except UserError as error:
         return Finding("cluster", "fail", str(error))
     except UnreachableError as error:
         return Finding(
             "cluster", "fail", str(error), "check the address, the network and that the head runs a dashboard"
         )
-    here = importlib.metadata.version("ray")
-    text = f"{server.address}, Ray {there}, {'token taken' if server.token_sent else 'no token asked for'}"
-    if there.split(".")[:2] != here.split(".")[:2]:
-        return Finding("cluster", "fail", f"{text}; here Ray {here}", f"give the cluster an image with Ray {here}")
-    if there != here:
-        return Finding("cluster", "warn", f"{text}; here Ray {here}", "use one version at both ends")
+    local = importlib.metadata.version("ray")
+    text = f"{server.address}, Ray {remote}, {'token accepted' if server.token_sent else 'no token needed'}"
+    if remote.split(".")[:2] != local.split(".")[:2]:
+        return Finding("cluster", "fail", f"{text}; here Ray {local}", f"give the cluster an image with Ray {local}")
+    if remote != local:
+        return Finding("cluster", "warn", f"{text}; here Ray {local}", "use the same version on both")
     return Finding("cluster", "ok", text)
 
 
 def resources_there(address: str, config: RunConfig | None) -> Finding:
-    """What the cluster's living nodes have, against what the workers ask for; a cluster may grow."""
+    """The resources of the cluster's live nodes, against those of the configuration; a cluster may grow."""
     try:
         nodes = JobsServer(address).nodes()
     except (UserError, UnreachableError, FileNotFoundError) as error:
@@ -269,25 +267,25 @@ def resources_there(address: str, config: RunConfig | None) -> Finding:
     wanted = 0 if config is None else math.ceil(config.workers.num_workers * config.workers.cpus_per_worker)
     if wanted > cpus or gpus_wanted(config) > cards:
         asked = f"{wanted} CPUs and {gpus_wanted(config):g} GPUs"
-        return Finding("nodes", "warn", f"{text}, {asked} are asked for", "the job waits until the cluster has grown")
+        return Finding("nodes", "warn", f"{text}; the job needs {asked}", "it waits until the cluster has grown")
     return Finding("nodes", "ok", text)
 
 
 def examine(config: RunConfig | None, address: str | None) -> Iterator[Finding]:
-    """All checks, one after another. With an address the compute is the cluster's, without it this machine's."""
+    """All checks, one after another; with an address, computing happens on that cluster, not on this machine."""
     elsewhere = address is not None or "RAY_ADDRESS" in os.environ
     checks: list[Callable[[], Finding]] = [
         *(python, torch_pair, lambda: bfloat16(config), lambda: gpus(config, elsewhere), java, spice),
-        lambda: disk(cache_folder(), "cache", "free some, or set RAYCAP_CACHE to a folder on another disk"),
+        lambda: disk(cache_folder(), "cache", "free space, or set RAYCAP_CACHE to a folder on another disk"),
         *(lambda: memory(config, elsewhere), shared_memory, ray_here, token_here),
     ]
     if address is not None:
         checks += [lambda: ray_there(address), lambda: resources_there(address, config)]
     if config is not None:
-        given = config
-        if not is_remote(given.storage.uri):
-            checks.append(lambda: disk(given.working_path, "disk", "free some, or set another storage"))
-        checks += [lambda: storage(given.storage_place), lambda: data(given), lambda: tracker(given)]
+        run = config
+        if not is_remote(run.storage.uri):
+            checks.append(lambda: disk(run.working_path, "disk", "free space, or set another storage"))
+        checks += [lambda: storage(run.storage_place), lambda: data(run), lambda: tracker(run)]
     for check in checks:
         yield check()
 

@@ -1,8 +1,8 @@
-"""Ray's jobs server over HTTP: a deadline on every request, and each refusal as one sentence.
+"""Ray's jobs server over HTTP: a deadline for every request, and one sentence per refusal.
 
-The documented REST interface (/api/version, /api/packages, /api/jobs) in place of Ray's client, which waits without
-end for a server that does not answer. A token comes from where Ray takes it: RAY_AUTH_TOKEN, the file that
-RAY_AUTH_TOKEN_PATH names, or ~/.ray/auth_token; RAY_AUTH_MODE=disabled sends none.
+This uses the documented REST interface (/api/version, /api/packages, /api/jobs) because Ray's JobSubmissionClient sets
+no timeouts, sends its token to every server, and reads it once per process. The token is taken from where Ray looks for
+it: RAY_AUTH_TOKEN, the file named by RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token; RAY_AUTH_MODE=disabled sends none.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pipeline.cluster.packaging import Package
 from pipeline.errors import UserError
 
 REQUEST_S, UPLOAD_S = 30.0, 600.0
-SILENCE_S = 20.0  # how long a log may be silent before the server is asked whether it lives
-OVER = ("SUCCEEDED", "FAILED", "STOPPED")
+SILENCE_S = 20.0  # how long a log may be silent before the server is checked
+FINAL_STATES = ("SUCCEEDED", "FAILED", "STOPPED")
 
 
 class UnreachableError(OSError):
-    """The server could not be reached, or failed in a way that may pass."""
+    """The server could not be reached, or failed in a way that may be temporary."""
 
 
 class JobsServer:
@@ -39,35 +39,35 @@ class JobsServer:
         parts = urllib.parse.urlsplit(address)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(
-                f"--address {address} is not a dashboard's address; give the one that Ray's head shows, "
+                f"--address {address} is not a dashboard's address; give the address that Ray's head prints, "
                 "for example http://head:8265"
             )
         if parts.password:
-            raise UserError("--address holds a password; set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to its file")
+            raise UserError("--address contains a password; set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to its file")
         self.address = address.rstrip("/")
-        self.is_open = (
+        self.is_unencrypted = (
             parts.scheme == "http"
             and parts.hostname not in ("localhost", "::1")
             and not parts.hostname.startswith("127.")
         )
         self.token, self.token_from = find_token()
-        self.token_sent = False  # only to a server that asks for one
+        self.token_sent = False  # it is sent only to a server that asks for one
 
     def version(self) -> dict[str, Any]:
-        """Ray's version on the head, among others. UserError without a token that it takes."""
-        found: dict[str, Any] = self._request("GET", "/api/version")
-        if "ray_version" not in found:
+        """The head's versions, among them `ray_version`. UserError when the server refuses the token."""
+        versions: dict[str, Any] = self._request("GET", "/api/version")
+        if "ray_version" not in versions:
             raise UserError(f"{self.address} answers, but is not a Ray dashboard; give the head's dashboard address")
-        return found
+        return versions
 
     def nodes(self) -> list[dict[str, Any]]:
         """The cluster's nodes, each with state and resources_total."""
         answer = self._request("GET", "/api/v0/nodes?detail=1&limit=1000")
-        found: list[dict[str, Any]] = answer.get("data", {}).get("result", {}).get("result", [])
-        return found
+        nodes: list[dict[str, Any]] = answer.get("data", {}).get("result", {}).get("result", [])
+        return nodes
 
-    def send(self, package: Package) -> bool:
-        """Brings a package to the cluster; False when it was there already."""
+    def upload(self, package: Package) -> bool:
+        """Uploads a package to the cluster; False when the cluster has it already."""
         path = f"/api/packages/gcs/{package.name}"
         try:
             self._request("GET", path)
@@ -77,45 +77,43 @@ class JobsServer:
             return True
 
     def submit(self, job_id: str, entrypoint: str, runtime_env: dict[str, Any], metadata: dict[str, str]) -> None:
-        """Starts a job under an id of ours: a request that is repeated after a cut connection starts it once."""
+        """Starts a job under an id chosen here, so that a request repeated after a cut connection starts only one."""
         body = {"submission_id": job_id, "entrypoint": entrypoint, "runtime_env": runtime_env, "metadata": metadata}
         for attempt in range(3):
             try:
                 self._request("POST", "/api/jobs/", json.dumps(body).encode(), UPLOAD_S)
                 return
             except UnreachableError:
-                if self._is_there(job_id):
+                if self._exists(job_id):
                     return
                 if attempt == 2:
                     raise
 
     def job(self, job_id: str) -> dict[str, Any]:
-        """What the server knows of a job: status, message, driver_exit_code. UserError when there is none."""
+        """A job's record: status, message, driver_exit_code. UserError when there is no such job."""
         try:
-            found: dict[str, Any] = self._request("GET", f"/api/jobs/{urllib.parse.quote(job_id, safe='')}")
-            return found
+            record: dict[str, Any] = self._request("GET", _job_path(job_id))
+            return record
         except FileNotFoundError:
-            raise UserError(
-                f"{self.address} knows no job {job_id}; look its id up in the cluster's dashboard"
-            ) from None
+            raise UserError(f"{self.address} has no job {job_id}; look up its id in the cluster's dashboard") from None
 
     def logs(self, job_id: str) -> str:
-        """All that a job has printed so far."""
-        return str(self._request("GET", f"/api/jobs/{urllib.parse.quote(job_id, safe='')}/logs").get("logs", ""))
+        """The output of a job so far."""
+        return str(self._request("GET", f"{_job_path(job_id)}/logs").get("logs", ""))
 
     def stop(self, job_id: str) -> bool:
-        """Asks a job to end; False when it was over already."""
-        return bool(self._request("POST", f"/api/jobs/{urllib.parse.quote(job_id, safe='')}/stop", b"").get("stopped"))
+        """Requests that a job end; False when it had ended already."""
+        return bool(self._request("POST", f"{_job_path(job_id)}/stop", b"").get("stopped"))
 
     async def tail(self, job_id: str) -> AsyncIterator[str]:
-        """A job's log from its beginning, piece by piece, until the job is over. UnreachableError when it is cut.
+        """A job's log from its beginning, piece by piece, until the job ends. UnreachableError when it is cut.
 
-        An empty piece after each SILENCE_S without one: Ray's server answers no ping, so the caller asks otherwise
-        whether it lives.
+        After each SILENCE_S without output an empty piece is yielded, because Ray's server answers no ping: the caller
+        checks the server by another request.
         """
         import aiohttp
 
-        url = f"{self.address}/api/jobs/{urllib.parse.quote(job_id, safe='')}/logs/tail"
+        url = f"{self.address}{_job_path(job_id)}/logs/tail"
         timeout = aiohttp.ClientTimeout(total=None, connect=REQUEST_S, sock_connect=REQUEST_S)
         try:
             async with (
@@ -129,7 +127,7 @@ class JobsServer:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise UnreachableError(f"{self.address}: {error or type(error).__name__}") from error
 
-    def _is_there(self, job_id: str) -> bool:
+    def _exists(self, job_id: str) -> bool:
         try:
             self.job(job_id)
         except (UserError, UnreachableError):
@@ -169,13 +167,17 @@ class JobsServer:
             )
         if code == 403:
             return UserError(
-                f"{self.address} refuses the token from {self.token_from}; take the one that its head was started with"
+                f"{self.address} refuses the token from {self.token_from}; use the token that its head was started with"
             )
         if code == 404:
             return FileNotFoundError(2, last, self.address)
         if code in (400, 413):
             return UserError(f"{self.address} refuses the request: {last}")
         return UnreachableError(f"{self.address} failed with status {code}: {last}")
+
+
+def _job_path(job_id: str) -> str:
+    return f"/api/jobs/{urllib.parse.quote(job_id, safe='')}"
 
 
 async def _pieces(socket: Any) -> AsyncIterator[str]:
@@ -194,7 +196,7 @@ async def _pieces(socket: Any) -> AsyncIterator[str]:
 
 
 def find_token() -> tuple[str | None, str]:
-    """A token and where it was found, where Ray looks for it; it is never printed."""
+    """The token and its source, in Ray's order of sources; the token is never printed."""
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         return None, "nowhere (RAY_AUTH_MODE is not token)"
     if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():

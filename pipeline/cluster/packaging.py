@@ -1,8 +1,8 @@
-"""The code as one archive: what a job on a cluster needs of this checkout, and nothing else.
+"""The code of this checkout as one archive for a job on a cluster.
 
-What `.gitignore` and `.rayignore` name stays here, and so do data, results, environments, caches and files that hold
-secrets by their name. The archive of the same files is the same bytes, so that a cluster that has it is not sent it
-again.
+Left out is what `.gitignore` and `.rayignore` name, and also data, results, environments, caches, and files whose names
+suggest secrets. Equal files give an archive of equal bytes, so that a cluster receives it only once. Ray's own
+packaging (`working_dir` of a runtime environment) has no such list, and its parts are not public.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import os
 import shutil
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +19,8 @@ from pathspec import GitIgnoreSpec
 
 from pipeline.errors import UserError
 
-LIMIT_BYTES = 100 * 2**20  # what Ray's jobs server takes (ray 2.60, DASHBOARD_CLIENT_MAX_SIZE)
-LARGEST = 5
+LIMIT_BYTES = 100 * 2**20  # the largest request of Ray's jobs server (ray 2.60, DASHBOARD_CLIENT_MAX_SIZE)
+NUM_LARGEST = 5  # files that a message names
 IGNORE_FILES = (".gitignore", ".rayignore")
 ALWAYS_LEFT_OUT = (
     *(".git", ".hg", ".venv", "venv/", "__pycache__", "*.py[co]", "*.egg-info", "node_modules", ".ipynb_checkpoints"),
@@ -28,13 +28,13 @@ ALWAYS_LEFT_OUT = (
     *("/data/", "/results/", "/mlruns/", "/build/", "/dist/", "mlflow.db"),
     *(".env", ".env.*", "*.pem", "*.key", ".netrc", ".pgpass", ".aws/", ".ssh/", "auth_token"),
 )
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # the first time that a zip can hold
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time in a zip file
 _CHUNK = 2**20
 
 
 @dataclass(frozen=True)
 class Package:
-    """An archive that was written: `size` of it, `content` of what is in it (bytes), and the largest files."""
+    """An archive: its `size` and that of its `content` unpacked, in bytes, and its largest files."""
 
     path: Path
     files: int
@@ -45,31 +45,28 @@ class Package:
 
     @property
     def name(self) -> str:
-        """What Ray's package store calls it: the same files have the same name."""
+        """Its name in Ray's package store; equal files have equal names."""
         return f"_ray_pkg_{self.sha1}.zip"
 
     def describe(self) -> str:
         return (
             f"{self.files} files, {mebibytes(self.content)}, {mebibytes(self.size)} packed; "
-            f"the largest: {_list(self.largest)}"
+            f"the largest: {_listed(self.largest)}"
         )
 
 
 def find_files(root: Path, left_out: Iterable[Path] = ()) -> dict[str, Path]:
-    """Files below `root` that belong to a package, by their path in it; `left_out` are folders or files to skip.
+    """Files below `root` that belong into a package, by their path in it, without the folders and files `left_out`.
 
-    Links are followed only to files inside `root`: a package holds nothing from elsewhere.
+    Links are followed only to files inside `root`, so that a package holds nothing from outside.
     """
     root = root.resolve()
     skipped = {path.resolve() for path in left_out}
-    found: dict[str, Path] = {}
-    _walk(root, root, [(root, GitIgnoreSpec.from_lines(ALWAYS_LEFT_OUT))], skipped, found)
-    return dict(sorted(found.items()))
+    paths = _walk(root, root, [(root, GitIgnoreSpec.from_lines(ALWAYS_LEFT_OUT))], skipped)
+    return {path.relative_to(root).as_posix(): path for path in sorted(paths)}
 
 
-def _walk(
-    folder: Path, root: Path, specs: list[tuple[Path, GitIgnoreSpec]], skipped: set[Path], found: dict[str, Path]
-) -> None:
+def _walk(folder: Path, root: Path, specs: list[tuple[Path, GitIgnoreSpec]], skipped: set[Path]) -> Iterator[Path]:
     specs = specs + [
         (folder, GitIgnoreSpec.from_lines((folder / name).read_text(encoding="utf-8").splitlines()))
         for name in IGNORE_FILES
@@ -82,9 +79,9 @@ def _walk(
             if path.resolve() in skipped or _is_ignored(path, is_folder, specs):
                 continue
             if is_folder:
-                _walk(path, root, specs, skipped, found)
+                yield from _walk(path, root, specs, skipped)
             elif entry.is_file() and path.resolve().is_relative_to(root):
-                found[path.relative_to(root).as_posix()] = path
+                yield path
 
 
 def _is_ignored(path: Path, is_folder: bool, specs: list[tuple[Path, GitIgnoreSpec]]) -> bool:
@@ -92,12 +89,12 @@ def _is_ignored(path: Path, is_folder: bool, specs: list[tuple[Path, GitIgnoreSp
 
 
 def pack(files: Mapping[str, Path | bytes], target: Path, limit: int = LIMIT_BYTES) -> Package:
-    """Writes the archive `target`; values are files or contents.
+    """Writes the archive `target` of files or contents by their path in it.
 
-    Raises UserError, with the largest files, as soon as the archive is above `limit` bytes; nothing is left then.
+    Raises UserError naming the largest files as soon as the archive exceeds `limit` bytes, and removes it.
     """
     sizes = {name: len(value) if isinstance(value, bytes) else value.stat().st_size for name, value in files.items()}
-    largest = tuple(sorted(sizes.items(), key=lambda item: (-item[1], item[0]))[:LARGEST])
+    largest = tuple(sorted(sizes.items(), key=lambda item: (-item[1], item[0]))[:NUM_LARGEST])
     try:
         with target.open("wb") as file:
             with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -109,8 +106,8 @@ def pack(files: Mapping[str, Path | bytes], target: Path, limit: int = LIMIT_BYT
         if size > limit:
             raise UserError(
                 f"the code to send ({len(files)} files, {mebibytes(sum(sizes.values()))}) packs to more than the "
-                f"{mebibytes(limit)} that Ray's jobs server takes; name in .rayignore what a job does not need; "
-                f"the largest files: {_list(largest)}"
+                f"{mebibytes(limit)} that Ray's jobs server accepts; list in .rayignore what a job does not need; "
+                f"the largest files: {_listed(largest)}"
             )
     except BaseException:
         target.unlink(missing_ok=True)
@@ -121,7 +118,7 @@ def pack(files: Mapping[str, Path | bytes], target: Path, limit: int = LIMIT_BYT
 
 
 def _add(archive: zipfile.ZipFile, name: str, value: Path | bytes) -> None:
-    """One file, without what changes from one packing to the next."""
+    """Adds one file, without its times, which would change the archive's digest."""
     info = zipfile.ZipInfo(name, _EPOCH)
     info.compress_type = zipfile.ZIP_DEFLATED
     executable = isinstance(value, Path) and os.access(value, os.X_OK)
@@ -138,5 +135,5 @@ def mebibytes(size: int) -> str:
     return f"{size / 2**20:.1f} MiB" if size >= 2**20 / 10 else f"{size / 2**10:.0f} KiB"
 
 
-def _list(largest: Iterable[tuple[str, int]]) -> str:
+def _listed(largest: Iterable[tuple[str, int]]) -> str:
     return ", ".join(f"{name} ({mebibytes(size)})" for name, size in largest)

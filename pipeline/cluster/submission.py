@@ -1,8 +1,8 @@
-"""A submission: what a job on a cluster is given, decided and checked here before anything is sent.
+"""A job for a cluster: its command, files and environment, checked before anything is sent.
 
-What a cluster shows to everyone who may see its dashboard's API (the entry point, metadata, the runtime environment
-with the values of its variables) holds no secret: secrets are named, and the cluster's own environment has them (a
-Kubernetes secret, an instance's role). The job says at once which of them is not there.
+Everyone who reaches the dashboard's API can read a job's entry point, metadata and runtime environment with the values
+of its variables. So none of them holds a secret: secrets are passed by name, and the cluster's own environment has
+their values (a Kubernetes secret, an instance's role). A job without one of them stops at once and names it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pipeline.errors import UserError
 from pipeline.storage.path import is_remote
 from pipeline.version import COMMIT_FILE, commit
 
-OWN = ("models", "pipeline", "jobs")
+SOURCE_FOLDERS = ("models", "pipeline", "jobs")
 LOCK = "requirements.lock"
-ELSEWHERE = "submitted"  # where files from outside the code lie in the package
+OUTSIDE_FOLDER = "submitted"  # of the package, for files from outside the code
 _SECRET_NAME = re.compile(
     r"(PASS(WORD|WD)?|SECRET|TOKEN|CREDENTIALS?|API_?KEY|ACCESS_KEY|PRIVATE_KEY)(_|$)", re.IGNORECASE
 )
 _PASSWORD_IN_URL = re.compile(r"://[^/\s:@]*:(?!\$\{)[^/\s@]+@")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_CLUSTERS_OWN = ("ray",)  # of the lock's lines: a job's Ray must be its cluster's
+_FROM_CLUSTER = ("ray",)  # packages of the lock that a job takes from its cluster
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,17 @@ class Submission:
 
     @property
     def entrypoint(self) -> str:
-        """The shell command that Ray runs in the unpacked package. `exec`: Ray's signal reaches raycap itself."""
+        """The shell command that Ray runs in the unpacked package; with `exec`, so that Ray's signal reaches raycap."""
         words = ["python", "-m", "jobs", self.command, self.config, *self.arguments]
-        return " && ".join([*map(_must_be_there, self.secrets), f"exec {shlex.join(words)}"])
+        return " && ".join([*map(_required, self.secrets), f"exec {shlex.join(words)}"])
 
     def runtime_env(self, package_uri: str) -> dict[str, Any]:
-        """Ray's description of the job's environment; nothing in it is secret."""
+        """Ray's description of the job's environment, without secrets."""
         environment: dict[str, Any] = {"working_dir": package_uri}
         if self.variables:
             environment["env_vars"] = dict(self.variables)
         if self.requirements:
-            # pip, not uv: what the cluster's Python has already is then not fetched again.
+            # pip, not uv, because it reuses what the cluster's Python has already
             environment["pip"] = {"packages": list(self.requirements), "pip_check": False}
         return environment
 
@@ -66,31 +66,32 @@ class Submission:
         return {"raycap.command": f"{self.command} {self.config}", "raycap.commit": commit()}
 
 
-def _must_be_there(name: str) -> str:
+def _required(name: str) -> str:
+    """Shell code that stops with a message when an environment variable is not set."""
     return f': "${{{name}:?is not set on the cluster: give its nodes this variable, for example from a secret}}"'
 
 
 def package_files(config: Path, root: Path, left_out: Iterable[Path] = ()) -> tuple[dict[str, Path | bytes], str]:
-    """What to pack, by its path in the package, and the configuration's path there.
+    """The files to pack, by their path in the package, and the configuration's path there.
 
-    All of a checkout; of an installed raycap only its own packages. A configuration from outside travels too, with
-    the one that its `base` names.
+    They are all files of a checkout, or the packages of an installed raycap. A configuration from outside is added,
+    with the one that its `base` names.
     """
     files: dict[str, Path | bytes] = {}
     if (root / "pyproject.toml").is_file():
         files.update(find_files(root, left_out))
     else:
-        for name in OWN:
+        for name in SOURCE_FOLDERS:
             files.update({f"{name}/{path}": source for path, source in find_files(root / name).items()})
     files[COMMIT_FILE] = commit().encode()
-    wanted = [path.resolve() for path in _with_base(config)]
+    configs = [path.resolve() for path in _with_base(config)]
     known = {source.resolve(): name for name, source in files.items() if isinstance(source, Path)}
-    if not all(path in known for path in wanted):
-        above = Path(os.path.commonpath([path.parent for path in wanted]))
-        for path in wanted:
-            known[path] = f"{ELSEWHERE}/{path.relative_to(above).as_posix()}"
+    if not all(path in known for path in configs):
+        above = Path(os.path.commonpath([path.parent for path in configs]))
+        for path in configs:
+            known[path] = f"{OUTSIDE_FOLDER}/{path.relative_to(above).as_posix()}"
             files[known[path]] = path
-    return files, known[wanted[0]]
+    return files, known[configs[0]]
 
 
 def _with_base(config: Path) -> list[Path]:
@@ -101,11 +102,11 @@ def _with_base(config: Path) -> list[Path]:
 
 
 def variables(given: Sequence[str]) -> dict[str, str]:
-    """`NAME` (with its value here) or `NAME=VALUE`, for variables that anyone may see.
+    """Parses `NAME` (its value is taken from the environment) and `NAME=VALUE`, for variables that anyone may see.
 
-    Raises UserError for what is not set, and for names and values that look like secrets: those go by reference.
+    Raises UserError for variables that are not set, and for names and values that look like secrets.
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for text in given:
         name, separator, value = text.partition("=")
         _check_name(name, "--env")
@@ -115,37 +116,35 @@ def variables(given: Sequence[str]) -> dict[str, str]:
             value = os.environ[name]
         if _SECRET_NAME.search(name) or _PASSWORD_IN_URL.search(value):
             raise UserError(
-                f"--env {name} looks like a secret, and what is sent so can be read by all who see the dashboard; "
-                f"give the cluster's nodes the variable and name it with --secret {name}"
+                f"--env {name} looks like a secret, and everyone who sees the dashboard can read its value; "
+                f"set the variable on the cluster's nodes and name it with --secret {name}"
             )
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 def secret_names(given: Sequence[str]) -> tuple[str, ...]:
-    """Names only; UserError when a value was given with one."""
+    """Checks names of secrets; UserError for one with a value."""
     for text in given:
         if "=" in text:
-            raise UserError(
-                f"--secret takes a name alone, and {text.partition('=')[0]} came with a value; leave it out"
-            )
+            raise UserError(f"--secret takes only a name, but {text.partition('=')[0]} has a value; leave it out")
         _check_name(text, "--secret")
     return tuple(dict.fromkeys(given))
 
 
 def _check_name(name: str, option: str) -> None:
     if not _NAME.fullmatch(name):
-        raise UserError(f"{option} {name!r} is not a variable's name; letters, digits and _ make one")
+        raise UserError(f"{option} {name!r} is not a variable name; use letters, digits and _")
 
 
 def check_texts(config: Path, arguments: Sequence[str], known: Iterable[str]) -> None:
-    """UserError for a password in what travels, and for a `${VARIABLE}` that the job would not have."""
+    """UserError for a password in what is sent, and for a `${VARIABLE}` that the job would not have."""
     texts = [(str(path), _without_comments(path.read_text(encoding="utf-8"))) for path in _with_base(config)]
     texts += [("an argument", argument) for argument in arguments]
     for where, text in texts:
         if _PASSWORD_IN_URL.search(text):
             raise UserError(
-                f"{where} holds a password in an address, which others could read on the cluster; "
+                f"{where} contains a password in an address, which others could read on the cluster; "
                 "write it as ${NAME} and give --secret NAME"
             )
         for name in re.findall(r"\$\{(\w+)\}", text):
@@ -161,33 +160,33 @@ def _without_comments(text: str) -> str:
 
 
 def check_places(config: RunConfig) -> list[str]:
-    """Warnings about paths of this machine.
+    """Warnings about local paths, which must exist on every node.
 
-    UserError for relative ones: data do not travel, and results would vanish with the job.
+    UserError for relative ones: data are not sent with a job, and its results would be lost with its folder.
     """
-    named = {
+    paths = {
         "storage": config.storage.uri,
         "data.root": config.data.root,
         "features.hdf5": config.features.hdf5,
         "backbone.weights": None if config.backbone.weights in ("none", "pretrained") else config.backbone.weights,
     }
     warnings = []
-    for key, where in named.items():
+    for key, where in paths.items():
         if where is None or is_remote(where):
             continue
         if not Path(where).expanduser().is_absolute():
             raise UserError(
-                f"{key} = {where} lies below the folder that a command starts in and on a cluster goes with the job; "
+                f"{key} = {where} is relative to a job's folder, which a cluster removes with the job; "
                 f"give --set {key}=s3://bucket/prefix, or the absolute path of a folder that all nodes share"
             )
-        warnings.append(f"{key} = {where}: every node of the cluster must see the same there")
+        warnings.append(f"{key} = {where}: every node of the cluster must see the same files in this folder")
     return warnings
 
 
 def requirements(root: Path) -> tuple[str, ...]:
-    """The lock's lines for a runtime environment, without Ray, which is the cluster's. UserError without a lock."""
+    """The lock's lines for a runtime environment, without Ray, which the cluster has. UserError without a lock."""
     lock = root / LOCK
     if not lock.is_file():
-        raise UserError(f"--with-dependencies needs {lock}, which is not there; submit from a checkout of raycap")
+        raise UserError(f"--with-dependencies needs {lock}, which does not exist; submit from a checkout of raycap")
     lines = [line.strip() for line in lock.read_text(encoding="utf-8").splitlines()]
-    return tuple(line for line in lines if line and re.split(r"[=\[ ]", line)[0] not in _CLUSTERS_OWN)
+    return tuple(line for line in lines if line and re.split(r"[=\[ ]", line)[0] not in _FROM_CLUSTER)

@@ -1,4 +1,4 @@
-"""The sections of a run's YAML, typed and frozen; which keys there are, and what fits together within one of them."""
+"""The sections of a run's YAML: their keys, types and defaults, and the checks within one section."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig
+from models.config import ClustFormerConfig, ExpansionNetConfig, Identity, MeshedMemoryConfig
+from pipeline.config.renamed import refuse_renamed_value
 from pipeline.errors import UserError
 from pipeline.storage.path import StorageOptions
 
 Positive = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-EMBEDDED = "embedded"  # as features.hdf5: the regions that come with the embedded data set
-
+SYNTHETIC = "synthetic"  # as features.hdf5: the regions of the synthetic data set
 
 # Of every 30 images in order 24 are train, 2 val, 3 test and 1 novel: 1,500 give 1,200, 100, 150 and 50.
 SPLIT_CYCLE = ("train",) * 24 + ("val",) * 2 + ("test",) * 3 + ("novel",)
@@ -29,7 +32,7 @@ class StorageSection(Section):
     """Where everything is written. In a YAML, `storage: results` is short for `storage: {uri: results}`."""
 
     uri: str = "results"
-    endpoint_url: str | None = None  # an S3-compatible server's; None: AWS's, or AWS_ENDPOINT_URL
+    endpoint_url: str | None = None  # of an S3-compatible server; None: AWS, or AWS_ENDPOINT_URL
     region: str | None = None
 
     @model_validator(mode="after")
@@ -50,13 +53,13 @@ class SourceSection(Section):
     """One annotation file of a data set that has several."""
 
     annotations: str
-    images: str = "."  # the folder that its file names start from, relative to data.root, or an s3:// prefix
-    split: str | None = None  # for images that neither the file nor a split list assigns
+    images: str = "."  # the folder of its images, relative to data.root, or an s3:// prefix
+    split: str | None = None  # of images that neither the file nor a split list assigns
 
 
 @dataclass(frozen=True)
 class SceneConfig:
-    """`image_size` in pixels. Raises UserError for a set too small to fill its splits or too small to see."""
+    """The synthetic data set; `image_size` in pixels. Raises UserError for too few or too small images."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
     num_images: int = 1500
@@ -66,43 +69,43 @@ class SceneConfig:
     def __post_init__(self) -> None:
         if self.num_images < len(SPLIT_CYCLE):
             raise UserError(
-                f"num_images is {self.num_images}, but the embedded data set deals its images out in rounds of "
-                f"{len(SPLIT_CYCLE)} so that no split is empty; set num_images to {len(SPLIT_CYCLE)} or more"
+                f"num_images is {self.num_images}, but only {len(SPLIT_CYCLE)} images of the synthetic data set fill "
+                f"all of its splits; set num_images to {len(SPLIT_CYCLE)} or more"
             )
         if self.image_size < 32:
             raise UserError(
-                f"image_size is {self.image_size}, but below 32 pixels the small shapes cannot be told apart; "
+                f"image_size is {self.image_size}, but below 32 pixels the small shapes look alike; "
                 "set image_size to 32 or more"
             )
 
 
 class DataSection(Section):
-    """Where images and captions are. `synthetic` draws the embedded data set instead of reading `root`."""
+    """Where images and captions are. `synthetic` generates the synthetic data set instead of reading `root`."""
 
     synthetic: SceneConfig | None = None
-    root: str | None = None  # a folder or an s3:// prefix
+    # a folder or an s3:// prefix; the data's content counts for the run's identity, wherever it is
+    root: Annotated[str | None, Identity.IGNORED] = None
     format: Literal["auto", "karpathy", "coco", "nocaps", "table"] = "auto"
     annotations: str = "dataset.json"
-    images: str = "."  # the folder that the annotations' filepath/filename start from, or an s3:// prefix
+    images: str = "."  # the folder of the annotations' filepath/filename, or an s3:// prefix
     split: str | None = None
     sources: tuple[SourceSection, ...] = ()  # instead of annotations, images and split
-    split_lists: dict[str, str] = {}  # {split: file with an image name a line}, relative to data.root
+    split_lists: dict[str, str] = {}  # {split: file with one image name per line}, relative to data.root
     tokenizer: Literal["expansionnet", "spacy"] = "expansionnet"
     vocabulary_splits: tuple[str, ...] | None = None  # None: train_splits
     train_splits: tuple[str, ...] = ("train", "restval")
     val_split: str = "val"
     test_splits: tuple[str, ...] = ("test",)
     min_count: Positive = 5
-    extra_vocabulary: str | None = (
-        None  # a file of words, one or several a line, for the vocabulary besides the captions'
-    )
+    # a file of words that join the vocabulary besides those of the captions
+    extra_vocabulary: Annotated[str | None, Identity.FILE] = None
     max_bad_fraction: Fraction = 0.01
     max_pixels: Positive = 100_000_000
 
     @model_validator(mode="after")
     def _one_source(self) -> DataSection:
         if self.sources and ({"annotations", "images", "split"} & self.model_fields_set):
-            raise ValueError("data.sources stands instead of data.annotations, data.images and data.split; give one")
+            raise ValueError("data.sources replaces data.annotations, data.images and data.split; give one of them")
         if (self.synthetic is None) == (self.root is None):
             raise ValueError(
                 "exactly one of data.synthetic and data.root is needed; give the data set's folder as data.root"
@@ -113,18 +116,27 @@ class DataSection(Section):
 class FeatureSection(Section):
     """Extraction and the feature store."""
 
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    compute_dtype: Annotated[Literal["auto", "float32", "bfloat16"], Identity.WITH_BACKBONE] = "auto"
     stored_dtype: Literal["float16", "float32"] = "float16"
-    batch_size: Positive = 16
-    rows_per_shard: Positive = 256
-    num_actors: Positive = 1
-    gpus_per_actor: float = 0
-    threads_per_actor: Positive = 1
-    max_images_for_tasks: Annotated[int, Field(ge=0)] = 2048  # up to here an actor's start costs more than it saves
-    hdf5: str | None = None  # region features in place of a backbone's (pipeline/features/regions.py), or EMBEDDED
-    max_regions: Positive = 100
-    truncate_regions: bool = False  # keep the first max_regions of an image with more, instead of refusing it
-    cache_gib: Annotated[float, Field(gt=0)] = 50  # local copies of shards, and as many of images, on S3
+    batch_size: Annotated[Positive, Identity.IGNORED] = 16
+    rows_per_shard: Annotated[Positive, Identity.IGNORED] = 256
+    num_actors: Annotated[Positive, Identity.IGNORED] = 1
+    gpus_per_actor: Annotated[float, Identity.IGNORED] = 0
+    threads_per_actor: Annotated[Positive, Identity.IGNORED] = 1
+    # up to this many images are extracted by tasks: starting actors would take longer than they save
+    max_images_for_tasks: Annotated[NonNegative, Identity.IGNORED] = 2048
+    # a detector's region features in place of a backbone (`pipeline.features.regions`): a file's path, or SYNTHETIC
+    hdf5: Annotated[str | None, Identity.LARGE_FILE] = None
+    max_regions: Annotated[Positive, Identity.WITH_REGIONS] = 100
+    # true: keep the first max_regions of an image that has more; false: refuse it
+    truncate_regions: Annotated[bool, Identity.WITH_REGIONS] = False
+    # GiB of local copies of shards that are on S3, and as much again of images
+    cache_gib: Annotated[PositiveFloat, Identity.IGNORED] = 50
+
+    @model_validator(mode="after")
+    def _current_names(self) -> FeatureSection:
+        refuse_renamed_value("features.hdf5", self.hdf5)
+        return self
 
 
 class ScheduleSection(Section):
@@ -134,18 +146,18 @@ class ScheduleSection(Section):
     warmup_iterations: Positive = 1
     decay: Annotated[float, Field(gt=0, le=1)] = 1.0
     decay_every_epochs: Positive = 1
-    min_lr: Annotated[float, Field(ge=0)] = 5e-7
+    min_lr: NonNegativeFloat = 5e-7
 
 
 class OptimizerSection(Section):
     name: Literal["radam", "adam", "adamw"] = "radam"
     betas: tuple[Fraction, Fraction] = (0.9, 0.98)
-    eps: Annotated[float, Field(gt=0)] = 1e-9
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    eps: PositiveFloat = 1e-9
+    weight_decay: NonNegativeFloat = 0.0
 
 
 class PlateauSection(Section):
-    """Multiplies the rate by `factor` after `patience` validations in a row that did not beat the best."""
+    """Multiplies the learning rate by `factor` after `patience` validations in a row below or at the best."""
 
     factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
     patience: Positive = 3
@@ -154,51 +166,51 @@ class PlateauSection(Section):
 class ScstSection(Section):
     """Self-critical sequence training: what is sampled, the baseline, and the EOS rule.
 
-    The meshed-memory recipe is sampler: beam, baseline: mean, eos_in_reward: false, document_frequency: captions,
-    sampling_dropout: true, fixed_length: 20. (sampling_dropout: with the captioner's dropout, but for that inside a
-    dynamic expansion.)
+    The recipe of the Meshed-Memory Transformer is sampler: beam, baseline: mean, eos_in_reward: false,
+    document_frequency: captions, sampling_dropout: true, fixed_length: 20.
     """
 
     num_samples: Annotated[int, Field(ge=2)] = 5
     max_length: Annotated[int, Field(ge=3)] = 20
     sampler: Literal["multinomial", "beam"] = "multinomial"
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: PositiveFloat = 1.0
     baseline: Literal["leave_one_out", "mean", "greedy"] = "leave_one_out"
     eos_in_reward: bool = True
-    eos_in_loss: bool = True  # its log-probability carries the gradient too
-    fixed_length: Positive | None = None  # divide each caption's log-probability by this number, whatever its length
+    eos_in_loss: bool = True  # whether the log-probability of EOS is part of the loss
+    fixed_length: Positive | None = None  # divide each caption's summed log-probability by this number
     document_frequency: Literal["images", "captions"] = "images"
-    sampling_dropout: bool = False
-    max_cider_drop: Fraction = (
-        0.3  # the stage ends when validation CIDEr-D falls below (1 - max_cider_drop) of the run's best
-    )
+    sampling_dropout: bool = False  # sample with the captioner's dropout, apart from that inside a dynamic expansion
+    max_cider_drop: Fraction = 0.3  # ends the stage when validation CIDEr-D is below (1 - max_cider_drop) x the best
 
 
 class StageSection(Section):
-    """One training stage. `batch_size` is global and counts images (pairs with captions_per_image 1)."""
+    """One training stage.
+
+    `batch_size` is the total of all workers. It counts images, or pairs of image and caption with captions_per_image 1.
+    """
 
     name: str
     objective: Literal["cross_entropy", "scst"]
     train_backbone: bool = False
-    epochs: Annotated[float, Field(gt=0)]
+    epochs: PositiveFloat
     batch_size: Positive
     captions_per_image: Positive = 1
-    lr: Annotated[float, Field(gt=0)]
+    lr: PositiveFloat
     schedule: ScheduleSection = ScheduleSection()
     optimizer: OptimizerSection = OptimizerSection()
     label_smoothing: Fraction = 0.1
-    dropout: Fraction | None = None
+    dropout: Fraction | None = None  # None: the model's
     drop_path: Fraction | None = None  # None: the backbone's
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = None
+    max_grad_norm: PositiveFloat | None = None
     precision: Literal["float32", "bfloat16", "float64"] = "float32"
     scst: ScstSection | None = None
-    validate_every_epochs: Annotated[float, Field(gt=0)] = 1.0
-    patience: Positive | None = None  # validations in a row below the best that end the stage
+    validate_every_epochs: PositiveFloat = 1.0
+    patience: Positive | None = None  # end the stage after this many validations in a row below or at the best
     plateau: PlateauSection | None = None
-    checkpoint_every_steps: Positive = 500
-    checkpoint_every_minutes: Annotated[float, Field(gt=0)] = 10
+    checkpoint_every_steps: Annotated[Positive, Identity.IGNORED] = 500
+    checkpoint_every_minutes: Annotated[PositiveFloat, Identity.IGNORED] = 10
     gradient_accumulation_steps: Positive = 1
-    keep_if_better: bool = False  # keep the stage before unless this one's validation CIDEr-D is higher
+    keep_if_better: bool = False  # keep this stage's weights only if its validation CIDEr-D is above the previous one's
 
     @model_validator(mode="after")
     def _consistent(self) -> StageSection:
@@ -219,22 +231,22 @@ class StageSection(Section):
 
 
 class WorkersSection(Section):
-    """Who trains: data-parallel workers on the Ray cluster. Changing it does not make another run."""
+    """The data-parallel training workers on the Ray cluster."""
 
     num_workers: Positive = 1
-    min_workers: Positive | None = None  # train on with this many when nodes go away, on num_workers when they are back
-    gpus_per_worker: Annotated[float, Field(ge=0)] = 0
-    cpus_per_worker: Annotated[float, Field(gt=0)] = 1
+    min_workers: Positive | None = None  # train with at least this many while nodes are missing; None: num_workers
+    gpus_per_worker: NonNegativeFloat = 0
+    cpus_per_worker: PositiveFloat = 1
     threads_per_worker: Positive = 1
-    num_decode_threads: Annotated[int, Field(ge=0)] = 0
-    max_failures: Annotated[int, Field(ge=0)] = 3
+    num_decode_threads: NonNegative = 0
+    max_failures: NonNegative = 3
     log_every_steps: Positive = 20
     dry_run: bool = True
-    compile: bool = False  # torch.compile; needs a C++ compiler on CPUs. Rounds in another order, so not bit-identical
+    compile: bool = False  # torch.compile: needs a C++ compiler on CPUs, and its results differ in the last bits
 
     @property
     def counts(self) -> range:
-        """How many workers may train at a time."""
+        """The numbers of workers that may train."""
         return range(self.min_workers or self.num_workers, self.num_workers + 1)
 
     @model_validator(mode="after")
@@ -245,20 +257,21 @@ class WorkersSection(Section):
 
 
 class EvaluationSection(Section):
+    """Beam search. `raycap caption` and served models have the same defaults."""
+
     beam_size: Positive = 5
-    max_length: Annotated[int, Field(ge=3)] = 20
-    num_results: Positive = 1  # captions kept for each image, at most beam_size
-    batch_size: Positive = 32
+    max_length: Annotated[int, Field(ge=3)] = 20  # tokens with SOS and EOS
+    num_results: Positive = 1  # captions per image, at most beam_size
+    batch_size: Annotated[Positive, Identity.IGNORED] = 32
     precision: Literal["float32", "bfloat16"] = "float32"  # bfloat16: autocast, faster where the processor has it
-    constraints: str | None = (
-        None  # a file of words that captions must hold; `pipeline.captioning.constraints` has its form
-    )
+    # a file of words that captions must contain (`pipeline.captioning.constraints` describes its format)
+    constraints: Annotated[str | None, Identity.FILE] = None
 
     @property
     def protocol(self) -> str:
-        """How captions were found, as reports say it."""
-        rough = "" if self.precision == "float32" else f", {self.precision}"
-        return f"beam {self.beam_size}, at most {self.max_length} tokens{rough}"
+        """The settings of the beam search, for reports."""
+        precision = "" if self.precision == "float32" else f", {self.precision}"
+        return f"beam {self.beam_size}, at most {self.max_length} tokens{precision}"
 
     @model_validator(mode="after")
     def _fits_the_beam(self) -> EvaluationSection:
@@ -267,8 +280,11 @@ class EvaluationSection(Section):
         return self
 
 
+SEARCH_DEFAULTS = EvaluationSection()
+
+
 class TrackingSection(Section):
-    """MLflow. Without `uri`: a SQLite file under the storage."""
+    """MLflow. Without `uri`: a SQLite file in the storage."""
 
     enabled: bool = True
     uri: str | None = None
@@ -279,21 +295,21 @@ class TrackingSection(Section):
 class RetrainSection(Section):
     """`raycap retrain`: on which images a new model is compared with the champion, and by how much it must be better.
 
-    It is promoted when the lower end of the bootstrap interval of its CIDEr-D's difference lies above `margin`.
+    It is promoted if the lower end of the bootstrap interval of the difference in CIDEr-D is above `margin`.
     """
 
     split: str | None = None  # fixed at its first use; None: the first of data.test_splits
-    margin: Annotated[float, Field(ge=0)] = 0.0  # CIDEr-D, in the field's scale (1.404)
+    margin: NonNegativeFloat = 0.0  # CIDEr-D, where published scores are near 1.4
     confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95  # of the two-sided interval
-    lease_seconds: Annotated[float, Field(gt=0)] = 120  # a retraining that was killed keeps others out for so long
+    lease_seconds: PositiveFloat = 120  # how long a killed retraining still blocks the next one
 
 
 def _system(model: Any) -> str:
-    """Which system's keys a section `model` has; without a name the first one's."""
+    """The system that a section `model` names; without a name expansionnet_v2."""
     return str(model.get("name", "expansionnet_v2") if isinstance(model, dict) else getattr(model, "name", ""))
 
 
-# each system has its own keys; those of another are refused as unknown
+# Each system has its own keys; those of another system are refused as unknown.
 ModelSection = Annotated[
     Annotated[ExpansionNetConfig, Tag("expansionnet_v2")]
     | Annotated[ExpansionNetConfig, Tag("transformer")]

@@ -1,4 +1,4 @@
-"""Which image files a user means: files, folders, globs and s3:// prefixes."""
+"""Image files from command-line arguments: files, folders, globs and s3:// prefixes."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.errors import UserError
-from pipeline.storage.path import StorageOptions, StoragePath, join, place
+from pipeline.storage.path import StorageOptions, StoragePath, join, storage_path
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".jp2", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
 
 def find_images(arguments: Sequence[str], options: StorageOptions = StorageOptions()) -> list[str]:
-    """Paths and URIs in the order given, each once; of folders and prefixes all files with an image's ending, sorted.
+    """Paths and URIs in the given order, each once.
 
-    Raises UserError for a file or folder that is not there, and for a folder, prefix or pattern without an image. One
-    listing a folder or prefix.
+    A folder or prefix stands for all files in it with an image's ending, sorted, from one listing. Raises UserError for
+    a missing file or folder, and for a folder, prefix or pattern without an image.
     """
-    found: dict[str, None] = {}
+    images: dict[str, None] = {}
     for argument in arguments:
         names = _remote(argument, options) if argument.startswith("s3://") else _local(argument)
         if not names:
             raise UserError(f"{argument}: no image found there; the endings are {', '.join(SUFFIXES)}")
-        found |= dict.fromkeys(names)
-    return list(found)
+        images |= dict.fromkeys(names)
+    return list(images)
 
 
 def _local(argument: str) -> list[str]:
@@ -40,7 +40,7 @@ def _local(argument: str) -> list[str]:
 
 
 def _remote(argument: str, options: StorageOptions) -> list[str]:
-    here: StoragePath = place(argument, options)
+    prefix: StoragePath = storage_path(argument, options)
     if Path(argument).suffix.lower() in SUFFIXES:
-        return [here.uri]  # one object; whether it is there shows when it is read
-    return [join(here.uri, name) for name in sorted(here.list()) if Path(name).suffix.lower() in SUFFIXES]
+        return [prefix.uri]  # one object; reading it raises when it is missing
+    return [join(prefix.uri, name) for name in sorted(prefix.list()) if Path(name).suffix.lower() in SUFFIXES]

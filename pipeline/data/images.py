@@ -1,6 +1,6 @@
-"""Image files to RGB pixels, as a viewer shows them; every failure has a reason in words.
+"""Image files to RGB pixels, as an image viewer shows them; every failure has a reason.
 
-No torch here: Ray's decoding tasks import this module, and start the faster for it.
+This module does not import torch, so that Ray's decoding tasks start fast.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from PIL import Image, ImageOps
 from models.transform import ImageTransform
 from pipeline.storage.path import StorageOptions, StoragePath, is_remote
 
-UNREADABLE = "cannot be read"  # begins a reason that may pass: such an image is tried again by the next extraction
+UNREADABLE = "cannot be read"  # starts the reason of a temporary failure, which the next extraction tries again
 
 
 class BadImage(Exception):
-    """An image that cannot be used; the message is the reason that the quarantine lists."""
+    """An image that cannot be used; the message is the reason listed in the quarantine."""
 
 
 def decode_image(data: bytes, max_pixels: int) -> Image.Image:
@@ -48,9 +48,7 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode in ("I;16", "I;16L", "I;16B", "I;16N", "I"):
-        return _from_16_bit(image)
-    if image.mode == "F":
+    if image.mode in ("I;16", "I;16L", "I;16B", "I;16N", "I", "F"):
         return _from_16_bit(image)
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         layer = image.convert("RGBA")
@@ -69,9 +67,10 @@ def _from_16_bit(image: Image.Image) -> Image.Image:
 def decode_batch(
     batch: dict[str, np.ndarray], image_size: int, max_pixels: int, options: StorageOptions = StorageOptions()
 ) -> dict[str, Any]:
-    """Columns key, uri to key, pixels (B, H, W, 3) uint8 resized, reason; a troubled image is black with its reason.
+    """Columns key and uri to columns key, pixels (B, H, W, 3) uint8, resized, and reason.
 
-    `key` is the sha256 of the bytes that are expected behind `uri`; a file that changed since is no longer that image.
+    The reason is "" for a decoded image; an image that cannot be used is black. `key` is the expected sha256 of the
+    file: one that has changed since is an image that cannot be read.
     """
     transform = ImageTransform(image_size)
     pixels = np.zeros((len(batch["key"]), image_size, image_size, 3), np.uint8)
@@ -89,7 +88,7 @@ def decode_batch(
         return ""
 
     if any(is_remote(str(uri)) for uri in batch["uri"]):
-        with ThreadPoolExecutor(8) as pool:  # a request waits most of its time
+        with ThreadPoolExecutor(8) as pool:  # requests spend most of their time waiting
             reasons = list(pool.map(decode, range(len(pixels))))
     else:
         reasons = [decode(index) for index in range(len(pixels))]

@@ -1,6 +1,6 @@
-"""The images and captions that a configuration names: the embedded set drawn, annotations read, content keys found.
+"""The images and captions of a configuration: annotations, the synthetic data set, content keys.
 
-No torch here: `check`, and an extraction with nothing to do, are over before it would be imported.
+This module does not import torch, which would take longer than `check` or an extraction with nothing to do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pipeline.data.content_keys import take_snapshot
 from pipeline.data.dataset import Dataset, build_vocabulary, read_dataset
 from pipeline.data.synthetic import MARKER, write_dataset
 from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import place
+from pipeline.storage.path import storage_path
 
 logger = logging.getLogger(__name__)
 
@@ -23,43 +23,42 @@ logger = logging.getLogger(__name__)
 def find_data(config: RunConfig) -> tuple[Dataset, dict[str, str]]:
     """The data set with content keys, and {path: reason} of images that cannot be read."""
     dataset = read_data(config)
-    build_vocabulary(dataset, config.data)  # refuse an empty one before reading images
+    build_vocabulary(dataset, config.data)  # raises UserError for an empty one before images are read
     return snapshot_of(dataset, config)
 
 
 def read_data(config: RunConfig) -> Dataset:
-    """The annotations, fit to train on; the embedded data set is drawn when it is not there yet."""
-    data = config.data
-    return read_dataset(data, data_root(config), config.storage.options)
+    """The data set without content keys, checked for training; a missing synthetic data set is written first."""
+    return read_dataset(config.data, data_root(config), config.storage.options)
 
 
 def data_root(config: RunConfig) -> str:
-    """The folder or s3:// prefix of the data set; the embedded one is drawn when it is not there yet."""
+    """The folder or s3:// prefix of the data set; a missing synthetic data set is written first."""
     data = config.data
     if data.synthetic is not None:
         digest = hashlib.sha256(json.dumps(asdict(data.synthetic), sort_keys=True).encode()).hexdigest()[:10]
-        name = f"data/scenes-{digest}"
+        name = f"data/synthetic-{digest}"
         root, home = config.working_path / name, config.home(name)
         if home is not None and (home / MARKER).exists():
             return home.uri
         if not root.is_dir():
-            logger.info(f"drawing {data.synthetic.num_images} scenes into {home or root}")
+            logger.info(f"writing the synthetic data set, {data.synthetic.num_images} images, to {home or root}")
         write_dataset(root, data.synthetic)
         if home is not None:
             Mirror(home, root).push()
             return home.uri
         return str(root)
-    return place(str(data.root)).uri
+    return storage_path(str(data.root)).uri
 
 
 def snapshot_of(dataset: Dataset, config: RunConfig) -> tuple[Dataset, dict[str, str]]:
-    """Content keys from the storage's manifest for this data set, which is brought up to date.
+    """The data set with content keys, and {URI: reason} of unreadable images; updates the data set's manifest.
 
-    Where features come from a file, images are keyed by their id: the photographs themselves need not be here.
+    With region features from a file the images need not exist, and their ids are the content keys.
     """
-    if config.features.hdf5 is not None:
+    if not config.has_backbone:
         return dataset.keyed_by_id(), {}
-    root = "" if config.data.root is None else place(config.data.root).uri
-    named = f"{root} {config.data.model_dump_json(include={'images', 'sources', 'synthetic'})}"
-    name = hashlib.sha256(named.encode()).hexdigest()[:16]
+    root = "" if config.data.root is None else storage_path(config.data.root).uri
+    source = f"{root} {config.data.model_dump_json(include={'images', 'sources', 'synthetic'})}"
+    name = hashlib.sha256(source.encode()).hexdigest()[:16]
     return take_snapshot(dataset, config.storage_place / f"manifests/{name}.parquet", config.storage.options)

@@ -1,9 +1,9 @@
-"""The embedded data set: drawn scenes of colored shapes, captioned, in Karpathy layout like COCO.
+"""The synthetic data set: pictures of colored shapes with captions, in Karpathy layout like COCO.
 
-One or two shapes a picture. The main object is the larger one, and every caption names it first: with equal sizes
-"a circle left of a square" and "a square right of a circle" would be equally true and the target a coin toss.
-Size, position and relation words all follow from the drawn geometry. Everything about image i is a function of
-(seed, i), so a smaller data set is the beginning of a larger one.
+A picture shows one or two shapes. The main object is the larger one, and every caption names it first: with equal
+sizes, "a circle left of a square" and "a square right of a circle" would both be correct and the target arbitrary.
+Size, position and relation words follow from the geometry. Image i depends only on (seed, i), so a smaller data set is
+the beginning of a larger one.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import secrets
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ from PIL import Image, ImageDraw
 from pipeline.config.sections import SPLIT_CYCLE, SceneConfig
 from pipeline.data.vocabulary import tokenize
 from pipeline.errors import UserError
+from pipeline.storage.atomic import atomic_folder
 
 COLORS: dict[str, tuple[int, int, int]] = {
     "red": (214, 30, 38),
@@ -34,17 +33,17 @@ COLORS: dict[str, tuple[int, int, int]] = {
     "black": (24, 24, 28),
 }
 SHAPES = ("circle", "square", "triangle", "star", "cross")
-# One combination for every shape, five different colors: training still shows each color and each shape often.
+# The combinations of the split "novel", one for every shape, in five colors. Training has each color and shape often.
 NOVEL = (("red", "star"), ("yellow", "circle"), ("green", "cross"), ("blue", "triangle"), ("purple", "square"))
-# None of these words is in COLORS, so that a background named first is not taken for an object's color.
+# None of these words is in COLORS: `main_object` reads the first word of COLORS as an object's color.
 BACKGROUNDS = {"white": (252, 252, 250), "gray": (208, 210, 214), "pink": (252, 218, 224), "cream": (246, 236, 204)}
 
-# Half the width of an object as a share of the image; the gaps between classes make the larger one evident.
+# Half the width of an object as a share of the image. The gaps between classes make clear which object is larger.
 EXTENTS = {"large": (0.26, 0.285), "medium": (0.155, 0.17), "small": (0.09, 0.105)}
 SIZE_WORDS = {"large": ("large", "big"), "medium": ("medium",), "small": ("small", "little")}
 SIZE_PAIRS = (("large", "medium"), ("large", "small"))
 
-# What the main object is to the second one, and what the second is to the main one.
+# Words for the main object's relation to the second one, and for the second one's to the main object.
 RELATION_WORDS = {
     "left": (("left of", "to the left of"), ("to its right", "on the right")),
     "right": (("right of", "to the right of"), ("to its left", "on the left")),
@@ -83,7 +82,7 @@ SINGLE_TEMPLATES = (
 CAPTIONS_PER_IMAGE = 5
 SINGLE_SHARE = 0.25
 SUPERSAMPLING = 4
-# Part of the marker: raise it when drawing or captions change, so that an old folder is not taken for a new one.
+# Part of the marker file. Raise it when pictures or captions change, so that folders of an older version are refused.
 FORMAT_VERSION = 1
 MARKER = "COMPLETE"
 
@@ -103,7 +102,7 @@ class SceneObject:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows. `second` and `relation` (main to second) are None where the main object is alone."""
+    """The content of a picture. `second` and `relation` (main to second) are None when the main object is alone."""
 
     split: str
     background: str
@@ -123,7 +122,7 @@ def make_scene(seed: int, index: int) -> tuple[Scene, list[str]]:
     if rng.random() < SINGLE_SHARE:
         scene = _single(rng, split, background, main)
     else:
-        # Another color than the main one's, so that two objects never run together.
+        # A color other than the main object's keeps the two objects distinct.
         second = rng.choice([pair for pair in known if pair[0] != main[0]])
         scene = _pair(rng, split, background, main, second)
     return scene, _captions(rng, scene)
@@ -133,10 +132,10 @@ def _single(rng: random.Random, split: str, background: str, main: tuple[str, st
     size = rng.choice(("large", "medium"))
     extent = rng.uniform(*EXTENTS[size])
     position, (dx, dy) = rng.choice(list(POSITIONS.items()))
-    reach = 0.97 - extent - 0.5  # the center's way from the middle to where the object touches the edge
+    reach = 0.97 - extent - 0.5  # distance of the center from the middle at which the object touches the edge
     x, y = (0.5 + d * rng.uniform(0.75, 1.0) * reach if d else 0.5 + rng.uniform(-0.06, 0.06) for d in (dx, dy))
-    drawn = SceneObject(*main, size, x, y, extent, rng.uniform(-8, 8))
-    return Scene(split, background, drawn, None, None, position)
+    only = SceneObject(*main, size, x, y, extent, rng.uniform(-8, 8))
+    return Scene(split, background, only, None, None, position)
 
 
 def _pair(rng: random.Random, split: str, background: str, main: tuple[str, str], second: tuple[str, str]) -> Scene:
@@ -147,30 +146,37 @@ def _pair(rng: random.Random, split: str, background: str, main: tuple[str, str]
         center = [rng.uniform(0.03 + extents[0], 0.97 - extents[0]) for _ in range(2)]
         centers = [center, list(center)]
     else:
-        # Along the relation's axis the objects share what room is left; across it they differ by half the
-        # distance at most, so that "left of" is never half "above".
-        room = 0.94 - 2 * sum(extents)
-        gap = rng.uniform(0.03, max(0.03, 0.6 * room))
-        distance = sum(extents) + gap
-        start = 0.03 + rng.uniform(0, max(0.0, room - gap))
-        axis = 0 if STEP[relation][0] else 1
-        first = 0 if STEP[relation][axis] < 0 else 1  # which of (main, second) has the smaller coordinate
-        centers = [[0.0, 0.0], [0.0, 0.0]]
-        centers[first][axis] = start + extents[first]
-        centers[1 - first][axis] = start + extents[first] + distance
-        across = rng.uniform(0.03 + extents[0], 0.97 - extents[0])
-        low, high = 0.03 + extents[1], 0.97 - extents[1]
-        centers[0][1 - axis] = across
-        centers[1][1 - axis] = min(high, max(low, across + rng.uniform(-0.4, 0.4) * distance))
-    drawn = [
+        centers = _side_by_side(rng, relation, extents)
+    objects = [
         SceneObject(*pair, size, center[0], center[1], extent, rng.uniform(-8, 8))
         for pair, size, center, extent in zip((main, second), sizes, centers, extents, strict=True)
     ]
-    return Scene(split, background, drawn[0], drawn[1], relation, None)
+    return Scene(split, background, objects[0], objects[1], relation, None)
+
+
+def _side_by_side(rng: random.Random, relation: str, extents: Sequence[float]) -> list[list[float]]:
+    """Centers of the main and the second object, apart along the relation's axis.
+
+    Across that axis they differ by at most 0.4 of their distance, so that "left of" is never also "above".
+    """
+    room = 0.94 - 2 * sum(extents)
+    gap = rng.uniform(0.03, max(0.03, 0.6 * room))
+    distance = sum(extents) + gap
+    start = 0.03 + rng.uniform(0, max(0.0, room - gap))
+    axis = 0 if STEP[relation][0] else 1
+    first = 0 if STEP[relation][axis] < 0 else 1  # which of (main, second) has the smaller coordinate
+    centers = [[0.0, 0.0], [0.0, 0.0]]
+    centers[first][axis] = start + extents[first]
+    centers[1 - first][axis] = start + extents[first] + distance
+    across = rng.uniform(0.03 + extents[0], 0.97 - extents[0])
+    low, high = 0.03 + extents[1], 0.97 - extents[1]
+    centers[0][1 - axis] = across
+    centers[1][1 - axis] = min(high, max(low, across + rng.uniform(-0.4, 0.4) * distance))
+    return centers
 
 
 def _captions(rng: random.Random, scene: Scene) -> list[str]:
-    """Five captions of five different templates."""
+    """Five captions from five different templates."""
     templates = SINGLE_TEMPLATES if scene.second is None else PAIR_TEMPLATES
     captions = []
     for template in rng.sample(templates, CAPTIONS_PER_IMAGE):
@@ -191,8 +197,8 @@ def _captions(rng: random.Random, scene: Scene) -> list[str]:
     return captions
 
 
-def _name(rng: random.Random, drawn: SceneObject) -> str:
-    return _article(f"{rng.choice(SIZE_WORDS[drawn.size])} {drawn.color} {drawn.shape}")
+def _name(rng: random.Random, item: SceneObject) -> str:
+    return _article(f"{rng.choice(SIZE_WORDS[item.size])} {item.color} {item.shape}")
 
 
 def _article(noun: str) -> str:
@@ -200,91 +206,86 @@ def _article(noun: str) -> str:
 
 
 def draw_scene(scene: Scene, image_size: int) -> Image.Image:
-    """The picture (RGB, `image_size` square), drawn four times as large and averaged down for smooth edges."""
+    """The picture (RGB, `image_size` square), supersampled four times for smooth edges."""
     size = image_size * SUPERSAMPLING
     image = Image.new("RGB", (size, size), BACKGROUNDS[scene.background])
     canvas = ImageDraw.Draw(image)
-    for drawn in (scene.main, scene.second):  # the main object first: a smaller one inside it lies on top
-        if drawn is not None:
-            canvas.polygon([(x * size, y * size) for x, y in _outline(drawn)], fill=COLORS[drawn.color])
+    for item in (scene.main, scene.second):  # the second object may be inside the main one, and covers it
+        if item is not None:
+            canvas.polygon([(x * size, y * size) for x, y in _outline(item)], fill=COLORS[item.color])
     return image.reduce(SUPERSAMPLING)
 
 
-def _outline(drawn: SceneObject) -> list[tuple[float, float]]:
-    """The shape's corners as shares of the image, turned by its angle, within `extent` of its center on each axis."""
-    if drawn.shape == "circle":
+def _outline(item: SceneObject) -> list[tuple[float, float]]:
+    """The shape's corners as shares of the image, rotated by its angle, within `extent` of its center on each axis."""
+    if item.shape == "circle":
         corners = _radial([0.94] * 72)
-    elif drawn.shape == "square":
+    elif item.shape == "square":
         corners = [(-0.86, -0.86), (0.86, -0.86), (0.86, 0.86), (-0.86, 0.86)]
-    elif drawn.shape == "triangle":
+    elif item.shape == "triangle":
         corners = [(0.0, -0.95), (0.98, 0.8), (-0.98, 0.8)]
-    elif drawn.shape == "star":
+    elif item.shape == "star":
         corners = _radial([1.0, 0.42] * 5)
     else:
         a, b = 0.32, 0.95  # half the width of an arm, and its length from the center
         corners = [(-a, -b), (a, -b), (a, -a), (b, -a), (b, a), (a, a)]
         corners += [(-x, -y) for x, y in corners]
-    cos, sin = math.cos(math.radians(drawn.angle)), math.sin(math.radians(drawn.angle))
+    cos, sin = math.cos(math.radians(item.angle)), math.sin(math.radians(item.angle))
     return [
-        (drawn.x + drawn.extent * (x * cos - y * sin), drawn.y + drawn.extent * (x * sin + y * cos)) for x, y in corners
+        (item.x + item.extent * (x * cos - y * sin), item.y + item.extent * (x * sin + y * cos)) for x, y in corners
     ]
 
 
 def _radial(radii: Sequence[float]) -> list[tuple[float, float]]:
-    """Corners at equal angles from the top on, at the given distances."""
+    """Corners at equal angles, starting at the top, at the given distances from the center."""
     turn = 2 * math.pi / len(radii)
     return [(r * math.sin(i * turn), -r * math.cos(i * turn)) for i, r in enumerate(radii)]
 
 
 def write_dataset(folder: Path, config: SceneConfig) -> None:
-    """Writes `dataset.json` (Karpathy's form) and `images/*.png` into `folder`, whole or not at all.
+    """Writes `dataset.json` (Karpathy's layout) and `images/*.png` into `folder`, all of it or nothing.
 
-    A complete folder of the same configuration is left as it is. Raises UserError when the folder holds anything
-    else: nothing that is there is ever overwritten.
+    A complete folder of the same configuration is left unchanged. Raises UserError when the folder holds anything
+    else; existing files are never overwritten.
     """
     marker = json.dumps({"format": FORMAT_VERSION, **asdict(config)})
     if _is_complete(folder, marker):
         return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.partial-{secrets.token_hex(6)}")
     try:
-        (partial / "images").mkdir(parents=True)
-        images = [_write_image(partial, config, index) for index in range(config.num_images)]
-        (partial / "dataset.json").write_text(json.dumps({"dataset": "raycap-scenes", "images": images}), "utf-8")
-        (partial / MARKER).write_text(marker, "utf-8")
-        try:
-            partial.rename(folder)  # onto nothing or an empty folder; refuses one with content
-        except OSError:
-            if not _is_complete(folder, marker):  # otherwise another process was faster with the same files
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        with atomic_folder(folder, replace=False, durable=False) as partial:
+            (partial / "images").mkdir()
+            images = [_write_image(partial, config, index) for index in range(config.num_images)]
+            (partial / "dataset.json").write_text(json.dumps({"dataset": "raycap-scenes", "images": images}), "utf-8")
+            (partial / MARKER).write_text(marker, "utf-8")
+    except OSError:
+        if not _is_complete(folder, marker):  # otherwise another process has just written the same files
+            raise
 
 
 def _is_complete(folder: Path, marker: str) -> bool:
     if not folder.exists():
         return False
     if not folder.is_dir():
-        raise UserError(f"{folder} is a file, but the embedded data set needs a folder; name another place for it")
-    found = folder / MARKER
-    if not found.is_file():
+        raise UserError(f"{folder} is a file, but the synthetic data set needs a folder; give another path for it")
+    marker_file = folder / MARKER
+    if not marker_file.is_file():
         if any(folder.iterdir()):
             raise UserError(
-                f"{folder} holds files but no {MARKER} marker, so it is not an embedded data set; "
-                "name an empty or new folder for it"
+                f"{folder} holds files but no {MARKER} marker, so it is not a synthetic data set; "
+                "give an empty or new folder for it"
             )
         return False
-    text = found.read_text("utf-8")
+    text = marker_file.read_text("utf-8")
     if text != marker:
         raise UserError(
-            f"{folder} holds an embedded data set of another configuration ({text} instead of {marker}); "
-            "name another folder, or delete this one"
+            f"{folder} holds a synthetic data set of another configuration ({text} instead of {marker}); "
+            "give another folder, or delete this one"
         )
     return True
 
 
 def _write_image(folder: Path, config: SceneConfig, index: int) -> dict[str, Any]:
-    """Draws and saves one picture; returns its entry of the Karpathy file."""
+    """Draws and saves one picture; returns its entry for the Karpathy file."""
     scene, captions = make_scene(config.seed, index)
     filename = f"scene_{index:06d}.png"
     draw_scene(scene, config.image_size).save(folder / "images" / filename)
@@ -304,7 +305,7 @@ def _write_image(folder: Path, config: SceneConfig, index: int) -> dict[str, Any
 
 
 def main_object(caption: str) -> tuple[str, str] | None:
-    """(color, shape) of the first object a caption names; None when it names no shape, or one without a color."""
+    """(color, shape) of the first object in a caption; None without a shape, or when its color is missing."""
     color = None
     for token in tokenize(caption):
         if token in COLORS:
@@ -314,11 +315,11 @@ def main_object(caption: str) -> tuple[str, str] | None:
     return None
 
 
-def main_object_accuracy(predictions: Mapping[int, str], references: Mapping[int, Sequence[str]]) -> float:
-    """Share of images whose predicted caption names the main object's color and shape, both as the references do.
+def main_object_accuracy(predictions: Mapping[Any, str], references: Mapping[Any, Sequence[str]]) -> float:
+    """Share of images whose predicted caption names the color and the shape of the references' main object.
 
-    Raises ValueError when the two do not cover the same images, are empty, or references name no or several main
-    objects (they are then not the embedded data set's).
+    Raises ValueError when the two do not cover the same images, when they are empty, or when an image's references do
+    not name exactly one main object, as outside of the synthetic data set.
     """
     if not references or predictions.keys() != references.keys():
         raise ValueError(
@@ -331,7 +332,7 @@ def main_object_accuracy(predictions: Mapping[int, str], references: Mapping[int
         if len(expected) != 1 or None in expected:
             raise ValueError(
                 f"the references of image {image_id} name {len(expected - {None})} main objects instead of one; "
-                "this score is defined for the embedded data set only"
+                "this score is defined for the synthetic data set only"
             )
         correct += main_object(predictions[image_id]) in expected
     return correct / len(references)

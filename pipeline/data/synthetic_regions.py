@@ -1,8 +1,8 @@
-"""Regions of the embedded data set: what a detector would say of each drawn shape, and of the picture as a whole.
+"""Regions of the synthetic data set: simulated detector features of each shape and of the whole picture.
 
-A region is a shape's box, or the whole picture's, with the evidence for each color, shape and background (1 for the
-right one, 0 for the others, with noise) and its place and size, as detectors that captioning uses append them. Boxes
-are corners x0 y0 x1 y1 in pixels. Regions stand in the order of confidence, which here is their size.
+A region is the box of a shape or of the picture. Its features are the evidence for each color, shape and background (1
+for the right one, 0 for the others, plus noise), then position and size, as bottom-up features have them. Boxes are
+corners x0 y0 x1 y1 in pixels. Regions are sorted by size, in place of a detector's confidence.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import numpy as np
 from pipeline.config.sections import SceneConfig
 from pipeline.data.synthetic import BACKGROUNDS, COLORS, SHAPES, Scene, SceneObject, make_scene
 
-NOISE = 0.2  # standard deviation of the evidence; the wrong color wins once in about a thousand shapes
-JITTER = 0.01  # of a box's corners, as a share of the picture
-MOST = 3  # two shapes and the picture
+NOISE = 0.2  # standard deviation of the evidence; a wrong color has the most evidence once in about 1,000 shapes
+JITTER = 0.01  # standard deviation of a box's corners, as a share of the picture
+MAX_REGIONS = 3  # two shapes and the picture
 WIDTH = len(COLORS) + len(SHAPES) + len(BACKGROUNDS) + 6  # and x0 y0 x1 y1, width, height as shares
 
 
 def file_name(config: SceneConfig) -> str:
-    """Named by what is drawn and by the form of the features."""
-    told = json.dumps([asdict(config), NOISE, JITTER, WIDTH], sort_keys=True)
-    return f"scene-regions-{hashlib.sha256(told.encode()).hexdigest()[:10]}.hdf5"
+    """A name with a hash of everything that determines the file's content."""
+    settings = json.dumps([asdict(config), NOISE, JITTER, WIDTH], sort_keys=True)
+    return f"synthetic-regions-{hashlib.sha256(settings.encode()).hexdigest()[:10]}.hdf5"
 
 
 def scene_regions(config: SceneConfig) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """(image id, features (R, WIDTH), boxes (R, 4)) of every scene, float32; ids as `write_dataset` has them."""
+    """(image id, features (R, WIDTH), boxes (R, 4)) of every scene, float32; ids as in `write_dataset`."""
     for index in range(config.num_images):
         scene, _ = make_scene(config.seed, index)
         yield index + 1, *regions_of(scene, np.random.default_rng([config.seed, index]), config.image_size)
@@ -57,10 +57,10 @@ def _corners(shape: SceneObject) -> tuple[float, float, float, float]:
 def _evidence(background: str, shape: SceneObject | None) -> np.ndarray:
     """One-hot color and shape of an object; one-hot background of the whole picture."""
     if shape is None:
-        found = [np.zeros(len(COLORS) + len(SHAPES)), _one_hot(background, list(BACKGROUNDS))]
+        parts = [np.zeros(len(COLORS) + len(SHAPES)), _one_hot(background, list(BACKGROUNDS))]
     else:
-        found = [_one_hot(shape.color, list(COLORS)), _one_hot(shape.shape, list(SHAPES)), np.zeros(len(BACKGROUNDS))]
-    return np.concatenate(found)
+        parts = [_one_hot(shape.color, list(COLORS)), _one_hot(shape.shape, list(SHAPES)), np.zeros(len(BACKGROUNDS))]
+    return np.concatenate(parts)
 
 
 def _one_hot(name: str, names: list[str]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Words: the tokenisation of captions, the vocabulary, and ids to text and back."""
+"""Tokenization of captions, and the vocabulary: words to ids and back."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from pathlib import Path
 PAD, SOS, EOS, UNK = "PAD", "SOS", "EOS", "UNK"
 SPECIALS = (PAD, SOS, EOS, UNK)
 
-# Every character that is not a letter, digit, underscore or blank stands alone; these are then dropped.
+# Every character other than letters, digits, underscores and spaces is a token of its own; these are dropped.
 _DROPPED = frozenset(".,?!:;-'`")
 _TOKEN = re.compile(r"\w+|[^\w ]")
 
 
 def tokenize(caption: str) -> list[str]:
-    """Tokens of a raw caption, as ExpansionNet v2's reference makes them for its vocabulary.
+    """Tokens of a raw caption, as in ExpansionNet v2's published code.
 
-    Lower case, trailing white space cut, every character outside [letters, digits, underscore] a token of its own,
-    and ``. , ? ! : ; - ' ` `` dropped. An interior newline is a token (the published vocabulary's first word).
+    Lower case without trailing white space; every character other than letters, digits and underscores is a token, of
+    which ``. , ? ! : ; - ' ` `` are dropped. An interior newline is a token (the published vocabulary's first word).
     """
     return [token for token in _TOKEN.findall(caption.lower().rstrip()) if token not in _DROPPED]
 
 
-# What spaCy's English tokenizer splits off, as far as captions use it: contractions ("do n't"), the genitive ("man
-# 's"), hyphens between letters, numbers with their points, and every other punctuation mark by itself.
+# The rules of spaCy's English tokenizer that captions need: contractions ("do n't"), the genitive ("man 's"), hyphens
+# between letters, numbers with decimal points, and every other punctuation mark by itself.
 _SPACY_SUFFIX = re.compile(r"(?<=\w)(?=n't\b|'(?:s|m|d|ll|re|ve)\b)")
 _SPACY = re.compile(r"n't\b|'(?:s|m|d|ll|re|ve)\b|\d+(?:[.,]\d+)*|\w+|[^\w\s]")
 _SPACY_CONTRACTED = {"cannot": ("can", "not"), "gonna": ("gon", "na"), "gotta": ("got", "ta")}
 
 
 def tokenize_like_spacy(caption: str) -> list[str]:
-    """Lower-case tokens as spaCy splits English, those of punctuation alone dropped (meshed-memory's vocabulary).
+    """Lower-case tokens as spaCy splits English, without punctuation (the meshed-memory transformer's vocabulary).
 
-    A stand-in of a few rules: rare abbreviations ("u.s.", "a.m.") and emoticons come out differently.
+    An approximation by a few rules: rare abbreviations ("u.s.", "a.m.") and emoticons differ.
     """
     tokens: list[str] = []
     for piece in _SPACY_SUFFIX.sub(" ", caption.lower()).split():
@@ -50,9 +50,9 @@ TOKENIZERS = {"expansionnet": tokenize, "spacy": tokenize_like_spacy}
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Words by id, and the tokenizer that made them. The four specials are words like the others: PAD SOS EOS UNK.
+    """Words by id, and the name of their tokenizer. The specials PAD, SOS, EOS and UNK are among the words.
 
-    Raises ValueError when a special is missing, a word stands twice, or the tokenizer is unknown.
+    Raises ValueError when a special is missing, a word occurs twice, or the tokenizer is unknown.
     """
 
     words: tuple[str, ...]
@@ -62,8 +62,8 @@ class Vocabulary:
     def __post_init__(self) -> None:
         ids = {word: index for index, word in enumerate(self.words)}
         if len(ids) != len(self.words):
-            twice = [word for word, count in Counter(self.words).items() if count > 1]
-            raise ValueError(f"the vocabulary holds {twice[0]!r} more than once; every word must stand once")
+            repeated = [word for word, count in Counter(self.words).items() if count > 1]
+            raise ValueError(f"the vocabulary holds {repeated[0]!r} more than once; every word must occur once")
         if self.tokenizer not in TOKENIZERS:
             raise ValueError(f"the vocabulary's tokenizer is {self.tokenizer!r}; known: {', '.join(TOKENIZERS)}")
         missing = [special for special in SPECIALS if special not in ids]
@@ -92,9 +92,9 @@ class Vocabulary:
 
     @classmethod
     def build(cls, captions: Iterable[Sequence[str]], min_count: int, tokenizer: str = "expansionnet") -> Vocabulary:
-        """Words with `min_count` or more uses and the specials, sorted together by code point (the reference's order).
+        """Words with `min_count` or more uses and the specials, sorted by code point (the published code's order).
 
-        Streams over the captions; memory grows with distinct words only. Raises ValueError when no word is left.
+        Memory grows with the number of distinct words only. Raises ValueError when no word remains.
         """
         counts: Counter[str] = Counter()
         for tokens in captions:
@@ -108,16 +108,16 @@ class Vocabulary:
         return cls(tuple(sorted(words | set(SPECIALS))), tokenizer)
 
     def tokenize(self, caption: str) -> list[str]:
-        """A raw caption's tokens, as this vocabulary's words were made."""
+        """Tokens of a raw caption, by this vocabulary's tokenizer."""
         return TOKENIZERS[self.tokenizer](caption)
 
     def encode(self, tokens: Sequence[str]) -> list[int]:
-        """Ids with SOS in front and EOS behind; unknown words become UNK."""
+        """Ids of SOS, the tokens (UNK for unknown ones) and EOS."""
         unk = self.unk
         return [self.sos, *(self.ids.get(token, unk) for token in tokens), self.eos]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The caption's text: up to the first EOS, without specials other than UNK."""
+        """The caption's text up to the first EOS, without PAD and SOS."""
         words = []
         for index in ids:
             if index == self.eos:

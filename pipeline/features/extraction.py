@@ -1,10 +1,10 @@
-"""Extraction: images to features in the store, with Ray Data (its only home).
+"""Extraction of features into the store, with Ray Data (used only here).
 
-A manifest of (key, URI) -> bytes, decoded and resized in CPU tasks -> an actor pool with the backbone, which writes
-shards itself; only keys and reasons travel back, so that features never enter the object store.
+A table of content keys and URIs is read, decoded and resized in CPU tasks; a pool of actors with the backbone computes
+features and writes shards. Actors return only keys and reasons, so features never enter Ray's object store.
 
-A job of few images does all of that in one task after the other instead: Ray keeps a task's process, so that what it
-has imported is there for the next extraction, while an actor's ends with it.
+For few images the same tasks also run the backbone. Ray keeps a task's process for the next extraction, with the
+modules it has imported, whereas an actor's process ends with the actor.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ from pipeline.features.store import (
     write_index,
     write_shard,
 )
-from pipeline.storage.path import StorageOptions, StoragePath, place
+from pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from pipeline.storage.tables import read_table, write_table
 
 logger = logging.getLogger(__name__)
 
 
-ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}  # from an actor's start: Ray's own threads make others before ours is there
+ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}  # set before the actor starts, because Ray's threads create arenas early
 QUARANTINE = pa.schema([("uri", pa.string()), ("key", pa.string()), ("reason", pa.string())])
 
 
 @dataclass(frozen=True)
 class Extractor:
-    """What makes features: a backbone, the file with its weights, and the numeric settings."""
+    """What determines features: a backbone, the file with its weights, and the numeric settings."""
 
     backbone: BackboneConfig
-    weights: Path  # safetensors with the backbone's state
+    weights: Path  # safetensors file of the backbone's state
     settings: FeatureSection
     max_pixels: int
     options: StorageOptions = StorageOptions()
 
     def describe(self) -> dict[str, Any]:
-        """Everything that changes a feature; `compute: auto` is resolved here so that machines never mix precisions."""
+        """Everything that changes a feature; `compute_dtype: auto` is resolved, so that a store has one precision."""
         from pipeline.runtime.weights import weights_file_digest
 
         architecture = {
@@ -75,18 +75,18 @@ class Extractor:
 
 
 class Plan(NamedTuple):
-    """What an extraction has to do; `missing` has columns key and uri, each key once."""
+    """The images of an extraction."""
 
-    wanted: int  # different images in the data set
-    missing: pa.Table
-    bad: dict[str, str]  # {key: reason} of images that are known to give no features
+    num_images: int  # distinct images in the data set
+    missing: pa.Table  # columns key and uri of images to compute, each content key once
+    unusable: dict[str, str]  # {content key: reason} of images known to give no features
 
 
 def resolve_dtype(name: str) -> str:
-    """`auto` is bfloat16 where the processor has it in hardware (CUDA from Ampere on, AVX512-BF16), else float32."""
+    """The dtype of `auto`: bfloat16 with hardware support (CUDA since Ampere, AVX512-BF16), else float32."""
     if name != "auto":
         return name
-    if sys.platform == "linux" and not Path("/dev/nvidiactl").exists():  # without torch, whose import takes seconds
+    if sys.platform == "linux" and not Path("/dev/nvidiactl").exists():  # avoids importing torch, which takes seconds
         return "bfloat16" if "avx512_bf16" in Path("/proc/cpuinfo").read_text() else "float32"
     import torch
 
@@ -96,23 +96,23 @@ def resolve_dtype(name: str) -> str:
 
 
 def plan_extraction(dataset: Dataset, folder: StoragePath, max_pixels: int) -> Plan:
-    """Which images of a data set (with content keys) a store lacks. Reads manifests only; a second a million images."""
+    """The images of a data set (with content keys) that a store lacks; about 1 s per million images."""
     table = dataset.known().table.select(["key", "uri"])
     keys = pc.unique(table["key"])
     unique = table.take(pc.index_in(keys, value_set=table["key"])) if len(keys) < len(table) else table
-    bad = {
+    quarantined = {
         row["key"]: row["reason"]
         for row in _read_quarantine(folder)
         if row["key"]
         and not row["reason"].startswith(UNREADABLE)
-        # too large under another limit may be fine under this one
+        # an image too large for another limit may be within this one
         and ("pixels, more than" not in row["reason"] or row["reason"].endswith(f" {max_pixels}"))
     }
-    there = pa.array(FeatureStore(folder).contains(unique["key"]))
-    known_bad = pc.is_in(unique["key"], value_set=pa.array(list(bad), pa.string()))
-    missing = unique.filter(pc.invert(pc.or_(pa.chunked_array([there]), known_bad)))
-    mine = set(unique["key"].filter(known_bad).to_pylist())
-    return Plan(len(unique), missing, {key: reason for key, reason in bad.items() if key in mine})
+    stored = pa.chunked_array([pa.array(FeatureStore(folder).contains(unique["key"]))])
+    is_unusable = pc.is_in(unique["key"], value_set=pa.array(list(quarantined), pa.string()))
+    missing = unique.filter(pc.invert(pc.or_(stored, is_unusable)))
+    unusable = set(unique["key"].filter(is_unusable).to_pylist())
+    return Plan(len(unique), missing, {key: reason for key, reason in quarantined.items() if key in unusable})
 
 
 def extract(
@@ -122,24 +122,24 @@ def extract(
     start_ray: Callable[[], None],
     unreadable: dict[str, str] | None = None,
 ) -> tuple[StoragePath, dict[str, str]]:
-    """Features of every image of the data set, computed only where the store lacks them.
+    """Computes the features that the store lacks, for every image of the data set.
 
     Identical images are computed once. Returns the store's folder and {content key: reason} of images that cannot be
-    decoded; both they and `unreadable` ({URI: reason}, from the snapshot) are listed in `quarantine.parquet`. Ray is
-    started (`start_ray`) only when there is something to compute. Cost: keys and URIs of the data set in the driver.
+    decoded. Those and `unreadable` ({URI: reason}, from the content keys) are listed in `quarantine.parquet`. Calls
+    `start_ray` only when there is something to compute. Memory: keys and URIs of the data set in the driver.
     """
     description = extractor.describe()
-    folder = place(features) / feature_key(description)
+    folder = storage_path(features) / feature_key(description)
     remove_orphans(folder)
-    wanted, missing, bad = plan_extraction(dataset, folder, extractor.max_pixels)
+    total, missing, unusable = plan_extraction(dataset, folder, extractor.max_pixels)
     count = len(missing)
-    logger.info(f"features  {folder.name}: {wanted - count} of {wanted} images there, {count} to compute")
+    logger.info(f"features  {folder.name}: {total - count} of {total} images there, {count} to compute")
     if count:
         start_ray()
         begin = last = time.monotonic()
         done = 0
         for keys, reasons in compute(missing, folder, extractor):
-            bad |= {str(key): str(reason) for key, reason in zip(keys, reasons, strict=True) if reason}
+            unusable |= {str(key): str(reason) for key, reason in zip(keys, reasons, strict=True) if reason}
             done += len(keys)
             now = time.monotonic()
             if now - last > 5 or done == count:
@@ -149,15 +149,15 @@ def extract(
                 )
                 last = now
         if done != count:
-            raise RuntimeError(f"Ray Data gave back {done} of {count} images; run the extraction again")
+            raise RuntimeError(f"Ray Data returned {done} of {count} images; run the extraction again")
         write_index(folder)
-    write_quarantine(folder, dataset, bad, unreadable or {})
+    write_quarantine(folder, dataset, unusable, unreadable or {})
     mark_complete(folder, description, len(FeatureStore(folder)))
-    return folder, bad
+    return folder, unusable
 
 
 def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Runs Ray Data over `missing` (key, uri); gives (keys, reasons) as shards are finished."""
+    """Runs Ray Data over `missing` (key, uri); yields (content keys, reasons) as shards are finished."""
     import ray
     import ray.data
     from ray.data import ActorPoolStrategy, DataContext, TaskPoolStrategy
@@ -170,14 +170,15 @@ def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Ite
         "max_pixels": extractor.max_pixels,
         "options": extractor.options,
     }
+    weights = ray.put(extractor.weights.read_bytes()) if folder.is_remote else None  # the file is local to the driver
     arguments = {
         "folder": folder,
         "extractor": extractor,
         "dtype": resolve_dtype(settings.compute_dtype),
-        "weights": ray.put(extractor.weights.read_bytes()) if folder.is_remote else None,  # the file is the driver's
+        "weights": weights,
     }
     few = count <= settings.max_images_for_tasks and not settings.gpus_per_actor
-    # Blocks small enough that decoding spreads; for few images a block is a task and a shard.
+    # Blocks are small enough to spread the decoding; for few images each block is one task and one shard.
     step = settings.rows_per_shard if few else max(1, min(settings.rows_per_shard, -(-count // 8)))
     source = ray.data.from_arrow([missing.slice(start, step).combine_chunks() for start in range(0, count, step)])
     if few:
@@ -193,7 +194,7 @@ def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Ite
             decode_batch,  # type: ignore[arg-type]
             fn_kwargs=decoding,
             batch_size=None,
-            num_cpus=0.4,  # not what the actors ask for: equal demands would fuse decoding into the actors
+            num_cpus=0.4,  # different from the actors': Ray Data would fuse decoding into actors with equal resources
         )
         computed = decoded.map_batches(
             ShardWriter,
@@ -216,15 +217,15 @@ def _decode_and_compute(
 
 @lru_cache(maxsize=1)
 def _writer(**arguments: Any) -> ShardWriter:
-    """Made once in a process for all tasks of one extraction; the next one's takes its place."""
+    """One writer per process for all tasks of an extraction; the next extraction's replaces it."""
     return ShardWriter(**arguments)
 
 
 class ShardWriter:
-    """Pixels to features, written to a shard."""
+    """Computes features of pixels and writes them to a shard."""
 
     def __init__(self, folder: StoragePath, extractor: Extractor, dtype: str, weights: Any = None) -> None:
-        """`weights`: a reference to the bytes of `extractor.weights` in Ray's object store; None: the file is here."""
+        """weights: a reference to the bytes of `extractor.weights` in Ray's object store; None for a local file."""
         import torch
 
         from pipeline.runtime.cpu import computing_thread
@@ -234,9 +235,9 @@ class ShardWriter:
         self.dtype = getattr(torch, dtype)
         self.transform = ImageTransform(extractor.backbone.image_size)
         self.thread = computing_thread(extractor.settings.threads_per_actor)
-        self.backbone = self.thread.submit(self._loaded, extractor, weights).result()
+        self.backbone = self.thread.submit(self._load, extractor, weights).result()
 
-    def _loaded(self, extractor: Extractor, weights: Any) -> Any:
+    def _load(self, extractor: Extractor, weights: Any) -> Any:
         import ray
 
         from models.backbone import Backbone
@@ -248,22 +249,22 @@ class ShardWriter:
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         reasons = batch["reason"].astype(object)
-        good = np.flatnonzero(reasons == "")
-        keys = [str(key) for key in batch["key"][good]]
-        if keys and not has_shard(self.folder, keys):  # a task that is repeated may have written before it died
-            features = self.thread.submit(self.features, batch["pixels"][good]).result()
+        decoded = np.flatnonzero(reasons == "")
+        keys = [str(key) for key in batch["key"][decoded]]
+        if keys and not has_shard(self.folder, keys):  # a repeated task may have written the shard before it died
+            features = self.thread.submit(self.features, batch["pixels"][decoded]).result()
             finite = np.isfinite(features).all(axis=(1, 2))
-            reasons[good[~finite]] = f"its features are not finite in {self.settings.stored_dtype}"
+            reasons[decoded[~finite]] = f"its features are not finite in {self.settings.stored_dtype}"
             if finite.any():
-                keys = [key for key, fine in zip(keys, finite, strict=True) if fine]
+                keys = [key for key, is_finite in zip(keys, finite, strict=True) if is_finite]
                 write_shard(self.folder, keys, features[finite])
         return {"key": batch["key"], "reason": reasons.astype(str)}
 
     def features(self, pixels: np.ndarray) -> np.ndarray:
         """(B, H, W, 3) uint8 to (B, N, C) in the stored dtype.
 
-        The last batch is filled up with black, because kernels are chosen by a batch's size: an image's features are
-        then the same bits whatever was left to do beside it.
+        The last batch is padded with black images: the batch size selects kernels, and with one size an image's
+        features have the same bits whatever else is in its batch.
         """
         import torch
 
@@ -272,11 +273,11 @@ class ShardWriter:
         with torch.no_grad(), torch.autocast(self.device.type, self.dtype, self.dtype != torch.float32):
             for start in range(0, len(pixels), size):
                 part = pixels[start : start + size]
-                full = np.zeros((size, *pixels.shape[1:]), np.uint8)
-                full[: len(part)] = part
-                images = self.transform.normalize(torch.from_numpy(full).to(self.device))
+                padded = np.zeros((size, *pixels.shape[1:]), np.uint8)
+                padded[: len(part)] = part
+                images = self.transform.normalize(torch.from_numpy(padded).to(self.device))
                 features = self.backbone(images)[: len(part)].float().cpu().numpy()
-                with np.errstate(over="ignore"):  # what does not fit is quarantined by the caller
+                with np.errstate(over="ignore"):  # the caller quarantines images with an overflow
                     parts.append(features.astype(self.settings.stored_dtype))
         return np.concatenate(parts)
 
@@ -288,14 +289,20 @@ def _read_quarantine(folder: StoragePath) -> list[dict[str, Any]]:
         return []
 
 
-def write_quarantine(folder: StoragePath, dataset: Dataset, bad: dict[str, str], unreadable: dict[str, str]) -> None:
-    """Adds this extraction's troubled images to the list; those of other data sets stay, what was mended goes."""
+def write_quarantine(
+    folder: StoragePath, dataset: Dataset, unusable: dict[str, str], unreadable: dict[str, str]
+) -> None:
+    """Lists `unusable` ({content key: reason}) and `unreadable` ({URI: reason}) in place of the data set's images.
+
+    Images of other data sets remain in the list.
+    """
     before = _read_quarantine(folder)
-    troubled = dataset.table.filter(pc.is_in(dataset.table["key"], value_set=pa.array(list(bad), pa.string())))
-    mine = pc.is_in(pa.array([row["uri"] for row in before], pa.string()), value_set=dataset.table["uri"]).to_pylist()
-    rows = {row["uri"]: row for row, seen in zip(before, mine, strict=True) if not seen}
-    for row in troubled.select(["uri", "key"]).to_pylist():
-        rows[row["uri"]] = {"uri": row["uri"], "key": row["key"], "reason": bad[row["key"]]}
+    listed = pa.array([row["uri"] for row in before], pa.string())
+    in_dataset = pc.is_in(listed, value_set=dataset.table["uri"]).to_pylist()
+    rows = {row["uri"]: row for row, replaced in zip(before, in_dataset, strict=True) if not replaced}
+    table = dataset.table.filter(pc.is_in(dataset.table["key"], value_set=pa.array(list(unusable), pa.string())))
+    for row in table.select(["uri", "key"]).to_pylist():
+        rows[row["uri"]] = {"uri": row["uri"], "key": row["key"], "reason": unusable[row["key"]]}
     for uri, reason in unreadable.items():
         rows[uri] = {"uri": uri, "key": None, "reason": f"{UNREADABLE}: {reason}"}
     after = sorted(rows.values(), key=lambda row: row["uri"])

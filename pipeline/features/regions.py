@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,11 +17,12 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.config.run import RunConfig, needs_boxes
-from pipeline.config.sections import EMBEDDED
+from pipeline.config.sections import SYNTHETIC
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.features.extraction import write_quarantine
 from pipeline.features.store import FeatureStore, feature_key, mark_complete, remove_orphans, write_index, write_shard
+from pipeline.storage.atomic import atomic_path
 from pipeline.storage.path import StoragePath
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, di
 
 def region_file(config: RunConfig) -> Path:
     """The HDF5 file that a configuration names; the embedded data set's is written when it is not there yet."""
-    if config.features.hdf5 != EMBEDDED or config.data.synthetic is None:
+    if config.features.hdf5 != SYNTHETIC or config.data.synthetic is None:
         return Path(str(config.features.hdf5)).expanduser().absolute()
     from pipeline.data.synthetic_regions import file_name, scene_regions
 
@@ -178,12 +178,9 @@ def write_regions(path: Path, images: Iterator[tuple[int, np.ndarray, np.ndarray
     """(image id, features (R, C), boxes (R, 4)) as an HDF5 file of the shared layout, whole or not at all."""
     import h5py
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with h5py.File(temporary, "w") as file:
+    with atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
         for image_id, features, boxes in images:
             file[f"{image_id}_features"], file[f"{image_id}_boxes"] = features, boxes
-    temporary.replace(path)
 
 
 @contextmanager

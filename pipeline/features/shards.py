@@ -1,7 +1,7 @@
-"""Rows out of fixed-stride shards: through memory maps of local files, or ranges of remote ones too large to stage.
+"""Rows of fixed-stride shards: from memory maps of local files, or from ranges of remote files too large to stage.
 
-Rows are asked for in the order of the disk, and the kernel is told of all of them before the first is copied:
-cold, that is the difference between one request at a time and the disk's full queue.
+Rows are read in their order on disk, after the kernel has been advised of all of them. With a cold cache this keeps
+the disk's queue full instead of waiting for one read at a time.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import io
 import mmap
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,27 +20,37 @@ from pipeline.storage.cache import ShardCache
 from pipeline.storage.path import StoragePath
 
 MAX_OPEN = 400  # each map holds a file descriptor; the usual limit is 1,024
-_HEADER = 128  # what numpy writes before the data of a small-dimensional array, padded to 64 bytes
+_HEADER_BYTES = 256  # more than numpy writes before the data of an array of few dimensions
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """What the manifest holds about a shard: its name, the digest and size of its file, the digest of its boxes."""
+
+    shard: str
+    sha256: str
+    bytes: int
+    boxes_sha256: str | None
 
 
 class _Shard:
-    """One shard: shape, dtype and either a map or the place that ranges come from."""
+    """One shard: shape, dtype, and a memory map of the local file or the remote path to read ranges from."""
 
-    def __init__(self, place: StoragePath, local: Path | None) -> None:
-        self.place = place
+    def __init__(self, path: StoragePath, local: Path | None) -> None:
+        self.path = path
         self.map: mmap.mmap | None = None
         if local is not None:
             with local.open("rb") as file:
                 self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self.map.madvise(mmap.MADV_RANDOM)  # else each touch reads megabytes around it
-            header = self.map[: 2 * _HEADER]
+            self.map.madvise(mmap.MADV_RANDOM)  # otherwise each access reads megabytes ahead
+            header = self.map[:_HEADER_BYTES]
         else:
-            header = place.read_range(0, 2 * _HEADER)
+            header = path.read_range(0, _HEADER_BYTES)
         self.shape, self.dtype, self.start = read_header(header)
         self.stride = int(np.prod(self.shape[1:])) * self.dtype.itemsize
 
-    def expect(self, row: int) -> None:
-        """Tells the kernel that a row will be read."""
+    def prefetch(self, row: int) -> None:
+        """Advises the kernel that a row will be read."""
         if self.map is not None:
             first = self.start + row * self.stride
             page = first - first % mmap.PAGESIZE
@@ -48,7 +59,7 @@ class _Shard:
     def row(self, row: int) -> np.ndarray:
         first = self.start + row * self.stride
         if self.map is None:
-            flat = np.frombuffer(self.place.read_range(first, self.stride), self.dtype)
+            flat = np.frombuffer(self.path.read_range(first, self.stride), self.dtype)
         else:
             flat = np.frombuffer(self.map, self.dtype, self.stride // self.dtype.itemsize, first)
         return flat.reshape(self.shape[1:])
@@ -67,17 +78,17 @@ def read_header(data: bytes) -> tuple[tuple[int, ...], np.dtype, int]:
 
 
 class ShardMaps:
-    """The shards of a store, opened when first touched, the longest unused closed first."""
+    """The shards of a store, opened at first use; of more than MAX_OPEN the least recently used is closed."""
 
-    def __init__(self, folder: StoragePath, names: list[str], facts: dict[str, Any], staged: ShardCache | None) -> None:
-        self.folder, self.names, self.facts, self.staged = folder, names, facts, staged
-        if staged is not None:  # a store above the cache's limit would evict its own shards: the rest is read in ranges
-            self._fits = np.cumsum([facts[name]["bytes"] for name in names]) <= staged.limit
+    def __init__(self, folder: StoragePath, infos: Sequence[ShardInfo], cache: ShardCache | None) -> None:
+        self.folder, self.infos, self.cache = folder, infos, cache
+        if cache is not None:  # shards beyond the cache's limit would evict others: they are read in ranges
+            self._fits = np.cumsum([info.bytes for info in infos]) <= cache.limit
         self._open: OrderedDict[int, _Shard] = OrderedDict()
         self._boxes: dict[int, np.ndarray] = {}
 
     def read(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """(len(rows), N, C): row `rows[i]` of shard number `shards[i]`."""
+        """(len(rows), N, C): row `rows[i]` of shard number `shards[i]`, read in the order of the disk."""
         order = np.lexsort((rows, shards))
         if not len(order):
             return np.empty((0, 0, 0), np.float16)
@@ -85,7 +96,7 @@ class ShardMaps:
         first = self._shard(int(shards[order[0]]))
         result = np.empty((len(rows), *first.shape[1:]), first.dtype)
         for index in order:
-            self._shard(int(shards[index])).expect(int(rows[index]))
+            self._shard(int(shards[index])).prefetch(int(rows[index]))
 
         def copy(index: int) -> None:
             result[index] = self._shard(int(shards[index])).row(int(rows[index]))
@@ -100,21 +111,20 @@ class ShardMaps:
         return result
 
     def _stage(self, numbers: np.ndarray) -> None:
-        """Fetches what is not here yet, several shards at a time."""
-        if self.staged is not None:
+        """Copies missing shards to the cache, several at a time."""
+        if self.cache is not None:
             new = [int(number) for number in numbers if int(number) not in self._open]
             if len(new) > 1:
                 with ThreadPoolExecutor(4) as pool:
                     list(pool.map(self._local, new))
 
     def _local(self, number: int) -> Path | None:
-        name = self.names[number]
-        place = self.folder / f"{name}.npy"
-        if self.staged is None:
-            return place.path
-        if not self._fits[number]:
-            return None
-        return self.staged.get(place, self.facts[name]["bytes"], self.facts[name]["sha256"])
+        """The local file of a shard; None for a remote one that does not fit the cache."""
+        info = self.infos[number]
+        path = self.folder / f"{info.shard}.npy"
+        if self.cache is None:
+            return path.path
+        return self.cache.get(path, info.bytes, info.sha256) if self._fits[number] else None
 
     def read_boxes(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """(len(rows), N, 4) float32."""
@@ -122,22 +132,22 @@ class ShardMaps:
 
     def _boxes_of(self, number: int) -> np.ndarray:
         if number not in self._boxes:
-            name = self.names[number]
-            if self.facts[name]["boxes_sha256"]:
-                data = (self.folder / f"{name}.boxes.npy").read_bytes()
+            info = self.infos[number]
+            if info.boxes_sha256:
+                data = (self.folder / f"{info.shard}.boxes.npy").read_bytes()
                 self._boxes[number] = np.load(io.BytesIO(data), allow_pickle=False)
-            else:  # a file may have boxes for some images only
+            else:  # a detector's file may have boxes for some images only
                 rows, regions = self._shard(number).shape[:2]
                 self._boxes[number] = np.zeros((rows, regions, 4), np.float32)
         return self._boxes[number]
 
     def _shard(self, number: int) -> _Shard:
-        found = self._open.get(number)
-        if found is None:
-            place = self.folder / f"{self.names[number]}.npy"
-            found = self._open[number] = _Shard(place, self._local(number))
+        shard = self._open.get(number)
+        if shard is None:
+            path = self.folder / f"{self.infos[number].shard}.npy"
+            shard = self._open[number] = _Shard(path, self._local(number))
             if len(self._open) > MAX_OPEN:
-                self._open.popitem(last=False)  # its memory lives until the last row that is copied from it is
+                self._open.popitem(last=False)  # unmapped once no array refers to it
         else:
             self._open.move_to_end(number)
-        return found
+        return shard

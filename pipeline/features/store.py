@@ -1,15 +1,15 @@
-"""The feature store: fixed-stride shards of features, found by image content, read through memory maps.
+"""The feature store: fixed-stride shards of features, addressed by content key, read through memory maps.
 
     features/<feature_key>/shards/<name>.npy        (rows, N, C), one dtype
                            shards/<name>.boxes.npy  (rows, N, 4) float32, only for regions
-                           manifest/<name>.parquet  key, shard, row, digests, length; written after its shard is whole
-                           index.parquet            all manifests in one file, to open a large store fast; a cache
-                           quarantine.parquet       images that gave no features, with the reason
-                           COMPLETE                 JSON: rows, and everything that made them
+                           manifest/<name>.parquet  key, shard, row, digests, length; written after its shard
+                           index.parquet            all manifests in one file, a cache for opening a large store
+                           quarantine.parquet       images without features, with the reason
+                           COMPLETE                 JSON: number of rows, and the description of the extraction
 
-A shard without its manifest does not exist for readers: a writer that died left it, and a later extraction removes
-it. A shard's name is a hash of its keys, so that a task done twice writes the same file twice, and two extractions at
-once cannot damage each other. The folder is local or on S3; remote shards are staged to a bounded local cache.
+Readers ignore a shard without a manifest: its writer died, and a later extraction removes it. A shard's name is a hash
+of its content keys, so a repeated task writes the same file again, and concurrent extractions cannot damage each other.
+The folder is local or on S3; remote shards are staged to a bounded local cache.
 """
 
 from __future__ import annotations
@@ -21,40 +21,41 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.config.sections import FeatureSection
-from pipeline.features.shards import ShardMaps
+from pipeline.features.shards import ShardInfo, ShardMaps
 from pipeline.storage.cache import ShardCache, cache_folder
-from pipeline.storage.path import StoragePath, place
+from pipeline.storage.path import StoragePath, storage_path
 from pipeline.storage.tables import read_table, write_table
 
 MANIFEST = pa.schema(
     [
-        ("key", pa.string()),
+        ("key", pa.string()),  # content key of the image
         ("shard", pa.string()),
         ("row", pa.int32()),
-        ("sha256", pa.string()),  # of the shard's file
-        ("bytes", pa.int64()),  # its size
-        ("length", pa.int32()),  # regions in the row; null where every token counts (grids)
-        ("boxes_sha256", pa.string()),  # of the boxes' file; null without boxes
+        ("sha256", pa.string()),  # of the shard file
+        ("bytes", pa.int64()),  # size of the shard file
+        ("length", pa.int32()),  # number of regions in the row; null for grids, where every token counts
+        ("boxes_sha256", pa.string()),  # of the file of boxes; null without boxes
     ]
 )
 INDEX = "index.parquet"
-MAX_LOOSE_PARTS = 16  # manifests outside of the index from which on it is written anew
+MAX_LOOSE_PARTS = 16  # the index is rewritten when more manifests than this are not in it
 CACHE_BYTES = 50 * 2**30
+ContentKeys: TypeAlias = Sequence[str] | pa.Array | pa.ChunkedArray
 
 
 class Regions(NamedTuple):
-    """Features of detected regions: rows are padded with zeros behind `lengths`."""
+    """Features of detected regions; rows are padded with zeros after their `lengths`."""
 
     features: np.ndarray  # (B, N, C)
     lengths: np.ndarray  # (B,) int64
-    boxes: np.ndarray | None  # (B, N, 4) float32, as the detector gave them
+    boxes: np.ndarray | None  # (B, N, 4) float32, unchanged from the detector
 
 
 def feature_key(description: dict[str, Any]) -> str:
@@ -62,27 +63,28 @@ def feature_key(description: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:20]
 
 
-def shard_name(keys: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(keys).encode()).hexdigest()[:32]
+def shard_name(content_keys: Sequence[str]) -> str:
+    """Name of the shard with these rows: a hash of their content keys."""
+    return hashlib.sha256("\n".join(content_keys).encode()).hexdigest()[:32]
 
 
-def has_shard(folder: StoragePath | Path, keys: Sequence[str]) -> bool:
-    """Whether exactly these rows were written already (a task that is repeated asks before it computes)."""
-    return (place(folder) / f"manifest/{shard_name(keys)}.parquet").exists()
+def has_shard(folder: StoragePath | Path, content_keys: Sequence[str]) -> bool:
+    """Whether a shard with exactly these rows exists (a repeated task asks before it computes)."""
+    return (storage_path(folder) / f"manifest/{shard_name(content_keys)}.parquet").exists()
 
 
 def write_shard(
     folder: StoragePath | Path,
-    keys: Sequence[str],
+    content_keys: Sequence[str],
     features: np.ndarray,
     lengths: Sequence[int] | None = None,
     boxes: np.ndarray | None = None,
 ) -> None:
-    """Adds `features` (rows, N, C) of the images `keys`: shard first, then the manifest that makes it exist.
+    """Writes `features` (rows, N, C) of the images with these content keys: the shard, then its manifest.
 
-    For regions `lengths` (rows,) and, if there are any, `boxes` (rows, N, 4).
+    lengths (rows,), boxes (rows, N, 4): for regions.
     """
-    root, name, count = place(folder), shard_name(keys), len(keys)
+    root, name, count = storage_path(folder), shard_name(content_keys), len(content_keys)
     body, boxes_digest = _npy(features), None
     (root / f"shards/{name}.npy").write_bytes(body)
     if boxes is not None:
@@ -90,7 +92,7 @@ def write_shard(
         boxes_digest = hashlib.sha256(boxes_body).hexdigest()
         (root / f"shards/{name}.boxes.npy").write_bytes(boxes_body)
     rows = {
-        "key": list(keys),
+        "key": list(content_keys),
         "shard": [name] * count,
         "row": range(count),
         "sha256": [hashlib.sha256(body).hexdigest()] * count,
@@ -108,16 +110,16 @@ def _npy(array: np.ndarray) -> memoryview:
 
 
 class FeatureStore:
-    """Read access to a store as it is at this moment.
+    """Read access to the rows that a store has when it is opened.
 
-    Opening reads the index and the manifests that it lacks: about 0.3 s for a million rows. Shards are mapped (and,
-    from S3, staged) when they are first touched.
+    Opening reads the index and the manifests that are not in it: about 0.3 s for a million rows. Shards are mapped
+    (and, from S3, staged) at first use.
     """
 
     def __init__(
         self, folder: StoragePath | Path | str, cache: Path | None = None, cache_bytes: int = CACHE_BYTES
     ) -> None:
-        self.folder = place(folder)
+        self.folder = storage_path(folder)
         table = _read_manifest(self.folder)
         self.keys: pa.Array = table["key"].combine_chunks()
         encoded = table["shard"].combine_chunks().dictionary_encode()
@@ -125,98 +127,102 @@ class FeatureStore:
         self._shard = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int32)
         self._row = table["row"].to_numpy()
         self._length = pc.fill_null(table["length"], -1).to_numpy()
-        first = np.unique(self._shard, return_index=True)[1]
-        facts = table.select(["sha256", "bytes", "boxes_sha256"]).take(pa.array(first)).to_pylist()
-        self.facts = dict(zip(self.shards, facts, strict=True))
+        first_rows = pa.array(np.unique(self._shard, return_index=True)[1])
+        columns = table.select(["shard", "sha256", "bytes", "boxes_sha256"])
+        self._infos = [ShardInfo(**row) for row in columns.take(first_rows).to_pylist()]
         self._positions: dict[str, int] = {}
-        staged = ShardCache(cache or cache_folder() / "shards", cache_bytes) if self.folder.is_remote else None
-        self._maps = ShardMaps(self.folder / "shards", self.shards, self.facts, staged)
+        shard_cache = ShardCache(cache or cache_folder() / "shards", cache_bytes) if self.folder.is_remote else None
+        self._maps = ShardMaps(self.folder / "shards", self._infos, shard_cache)
 
     def __len__(self) -> int:
-        """Images in the store."""
+        """Number of images in the store."""
         return int(pc.count_distinct(self.keys).as_py()) if len(self.keys) else 0
 
-    def __contains__(self, key: str) -> bool:
-        return bool(self.contains([key])[0])
+    def __contains__(self, content_key: str) -> bool:
+        return bool(self.contains([content_key])[0])
 
-    def contains(self, keys: Sequence[str] | pa.Array) -> np.ndarray:
-        """Boolean (len(keys),). Cost: one hash table over the store's keys a call."""
-        wanted = keys if isinstance(keys, pa.Array | pa.ChunkedArray) else pa.array(keys, pa.string())
-        return pc.is_in(wanted, value_set=self.keys).to_numpy(zero_copy_only=False)
+    def contains(self, content_keys: ContentKeys) -> np.ndarray:
+        """Boolean (len(content_keys),). Cost per call: one hash table over the store's keys."""
+        return pc.is_in(_as_array(content_keys), value_set=self.keys).to_numpy(zero_copy_only=False)
 
-    def locate(self, keys: Sequence[str] | pa.Array) -> np.ndarray:
-        """Positions (len(keys),) int64 for `gather_at`, for whoever asks for the same images often.
+    def locate(self, content_keys: ContentKeys) -> np.ndarray:
+        """Positions (len(content_keys),) int64 for `gather_at`, for repeated access to the same images.
 
-        Raises KeyError naming the first key that is not here. Cost: one hash table over the store's keys a call.
+        Raises KeyError naming the first key that the store lacks. Cost per call: one hash table over the store's keys.
         """
-        wanted = keys if isinstance(keys, pa.Array | pa.ChunkedArray) else pa.array(keys, pa.string())
-        found = pc.index_in(wanted, value_set=self.keys)
-        if found.null_count:
-            key = wanted.filter(pc.is_null(found))[0].as_py()
-            raise KeyError(f"features of image {key} are not in {self.folder}; run the extraction again")
-        return found.to_numpy(zero_copy_only=False).astype(np.int64)
+        requested = _as_array(content_keys)
+        positions = pc.index_in(requested, value_set=self.keys)
+        if positions.null_count:
+            missing = requested.filter(pc.is_null(positions))[0].as_py()
+            raise KeyError(f"features of image {missing} are not in {self.folder}; run the extraction again")
+        return positions.to_numpy(zero_copy_only=False).astype(np.int64)
 
-    def gather(self, keys: Sequence[str]) -> np.ndarray:
-        """Features (len(keys), N, C) of images in the order asked. Raises KeyError naming a key that is not here."""
+    def gather(self, content_keys: Sequence[str]) -> np.ndarray:
+        """Features (len(content_keys), N, C) in the order of the keys. Raises KeyError for a key that is missing."""
         if not self._positions and len(self.keys):
-            self._positions = {key: at for at, key in reversed(list(enumerate(self.keys.to_pylist())))}
-        positions = [self._positions.get(key, -1) for key in keys]
-        return self.gather_at(np.array(positions, np.int64) if -1 not in positions else self.locate(keys))
+            self._positions = {key: position for position, key in reversed(list(enumerate(self.keys.to_pylist())))}
+        positions = [self._positions.get(key, -1) for key in content_keys]
+        return self.gather_at(np.array(positions, np.int64) if -1 not in positions else self.locate(content_keys))
 
     def gather_at(self, positions: np.ndarray) -> np.ndarray:
-        """As `gather`, from positions that `locate` gave. Rows are read in the order of the disk, ahead of the copy."""
+        """As `gather`, with positions from `locate`."""
         return self._maps.read(self._shard[positions], self._row[positions])
 
-    def gather_regions(self, keys: Sequence[str]) -> Regions:
+    def gather_regions(self, content_keys: Sequence[str]) -> Regions:
         """Features with lengths and boxes; a grid's rows have their full length and no boxes."""
-        positions = self.locate(keys)
+        positions = self.locate(content_keys)
         features = self.gather_at(positions)
         lengths, boxes = self.regions_at(positions)
-        return Regions(features, np.full(len(keys), features.shape[1]) if lengths is None else lengths, boxes)
+        return Regions(features, np.full(len(positions), features.shape[1]) if lengths is None else lengths, boxes)
 
     def regions_at(self, positions: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Lengths (len(positions),) int64 and boxes (len(positions), N, 4) of regions; None where there are none."""
+        """Lengths (len(positions),) int64 and boxes (len(positions), N, 4) of regions; None when there are none."""
         lengths = self._length[positions].astype(np.int64)
         if (lengths < 0).any():
             return None, None
         boxes = None
-        if any(self.facts[self.shards[shard]]["boxes_sha256"] for shard in np.unique(self._shard[positions])):
+        if any(self._infos[shard].boxes_sha256 for shard in np.unique(self._shard[positions])):
             boxes = self._maps.read_boxes(self._shard[positions], self._row[positions])
         return lengths, boxes
 
     def verify(self) -> list[str]:
-        """Reads everything back; a sentence for each shard that is damaged. Cost: one read of the whole store."""
+        """Reads the whole store; returns one sentence for each damaged shard."""
         rows = np.bincount(self._shard, minlength=len(self.shards))
         with ThreadPoolExecutor(4) as pool:  # hashing and reading release the interpreter's lock
-            troubles = pool.map(self._damage, self.shards, rows)
-        return [trouble for trouble in troubles if trouble]
+            errors = pool.map(self._damage, self._infos, rows)
+        return [error for error in errors if error]
 
-    def _damage(self, name: str, rows: int) -> str:
-        remedy = f"delete manifest/{name}.parquet and {INDEX} in {self.folder} and extract again"
-        facts = self.facts[name]
-        files = {f"shards/{name}.npy": facts["sha256"]}
-        if facts["boxes_sha256"]:
-            files[f"shards/{name}.boxes.npy"] = facts["boxes_sha256"]
+    def _damage(self, info: ShardInfo, rows: int) -> str:
+        remedy = f"delete manifest/{info.shard}.parquet and {INDEX} in {self.folder} and extract again"
+        files = {f"shards/{info.shard}.npy": info.sha256}
+        if info.boxes_sha256:
+            files[f"shards/{info.shard}.boxes.npy"] = info.boxes_sha256
         for relative, digest in files.items():
             try:
                 data = (self.folder / relative).read_bytes()
             except FileNotFoundError:
                 return f"{relative} is missing; {remedy}"
             if hashlib.sha256(data).hexdigest() != digest:
-                return f"{relative} does not have the digest that its manifest names; {remedy}"
+                return f"{relative} does not have the digest in its manifest; {remedy}"
             array = np.load(io.BytesIO(data), allow_pickle=False)
             if len(array) != rows or not np.isfinite(array.sum(dtype=np.float64)):
                 return f"{relative} has {len(array)} rows for {rows} images, or values that are not finite; {remedy}"
         return ""
 
 
+def _as_array(content_keys: ContentKeys) -> pa.Array | pa.ChunkedArray:
+    if isinstance(content_keys, pa.Array | pa.ChunkedArray):
+        return content_keys
+    return pa.array(content_keys, pa.string())
+
+
 def open_store(folder: StoragePath | Path, settings: FeatureSection) -> FeatureStore:
-    """A store with the local cache that a configuration allows."""
+    """A store with a local cache of the configured size."""
     return FeatureStore(folder, cache_bytes=int(settings.cache_gib * 2**30))
 
 
 def _read_manifest(folder: StoragePath) -> pa.Table:
-    """All rows of the store: the index, less shards whose manifest is gone, and the manifests that it lacks."""
+    """All rows of the store: the index less shards without a manifest, and the manifests that are not in it."""
     for attempt in range(3):
         parts = {name.removesuffix(".parquet") for name in (folder / "manifest").list() if name.endswith(".parquet")}
         try:
@@ -231,14 +237,14 @@ def _read_manifest(folder: StoragePath) -> pa.Table:
                 read = pool.map(lambda name: read_table(folder / f"manifest/{name}.parquet", MANIFEST), loose)
                 return pa.concat_tables([index, *read])
         except FileNotFoundError:
-            if attempt == 2:  # somebody removes manifests while they are read
+            if attempt == 2:  # another process removes manifests while they are read
                 raise
     raise AssertionError("unreachable")
 
 
 def write_index(folder: StoragePath | Path) -> None:
-    """Brings the index up to date when many manifests are not in it. It is a cache: losing it costs time only."""
-    root = place(folder)
+    """Rewrites the index when many manifests are not in it. It is a cache: without it, opening takes longer."""
+    root = storage_path(folder)
     parts = sum(name.endswith(".parquet") for name in (root / "manifest").list())
     try:
         indexed = len(pc.unique(read_table(root / INDEX, MANIFEST)["shard"]))
@@ -249,12 +255,12 @@ def write_index(folder: StoragePath | Path) -> None:
 
 
 def remove_orphans(folder: StoragePath | Path, min_age_s: float = 3600) -> int:
-    """Removes what local writers that died left behind. Returns how many files.
+    """Removes files that local writers left when they died; returns how many.
 
-    A file younger than `min_age_s` may be another extraction's shard on its way to its manifest, and stays. On S3 no
-    partial object exists; a shard without its manifest is taken over by the task that is repeated.
+    A file younger than `min_age_s` is kept: it may be the shard of a running extraction that has no manifest yet. On S3
+    there are no partial objects, and a repeated task reuses a shard without a manifest.
     """
-    root = place(folder)
+    root = storage_path(folder)
     if root.is_remote:
         return 0
     named = {path.stem for path in (root.path / "manifest").glob("*.parquet")}
@@ -271,8 +277,8 @@ def remove_orphans(folder: StoragePath | Path, min_age_s: float = 3600) -> int:
 
 
 def mark_complete(folder: StoragePath | Path, description: dict[str, Any], rows: int) -> None:
-    """The marker that says what the store holds and how it was made; left alone when it says so already."""
-    marker = place(folder) / "COMPLETE"
+    """Writes the marker file with the number of rows and the description, if it differs."""
+    marker = storage_path(folder) / "COMPLETE"
     text = json.dumps({"rows": rows, **description}, indent=1, sort_keys=True).encode()
     if not marker.exists() or marker.read_bytes() != text:
         marker.write_bytes(text)

@@ -7,7 +7,6 @@ import hashlib
 import io
 import math
 import random
-import secrets
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,8 @@ from pipeline.data.images import BadImage, decode_image
 from pipeline.data.vocabulary import tokenize
 from pipeline.reports import charts as plots
 from pipeline.reports.cluster_pictures import LayerColors, color_table
+from pipeline.reports.text_table import UNAVAILABLE
+from pipeline.storage.atomic import write_text
 from pipeline.storage.path import StoragePath
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
@@ -30,7 +31,6 @@ JPEG_QUALITY = 82
 SMALL = 128  # pictures below this many pixels are kept as they are and enlarged without blur
 MAX_IMAGES = 200  # pictures on a page
 SCORE_NAME = "CIDEr-D"
-UNAVAILABLE = "unavailable"
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def write_report(path: Path, report: Report, *, max_images: int = MAX_IMAGES, th
         cluster_colors=color_table(),
         top=max((score for image in chosen if (score := _score(image)) is not None), default=None),
     )
-    _write_atomically(path, _with_script_digest(html))
+    write_text(path, _with_script_digest(html))
 
 
 def _check(report: Report) -> None:
@@ -290,13 +290,3 @@ def _with_script_digest(html: str) -> str:
     script = html.split("<script>", 1)[1].split("</script>", 1)[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     return html.replace("SCRIPT_DIGEST", digest, 1)
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(6)}")
-    try:
-        partial.write_text(text, "utf-8", newline="\n")  # the script's digest is over these very bytes
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -1,14 +1,14 @@
-"""Who is champion: one small file in storage, written conditionally, and everything that it points to.
+"""The champion of a configuration: one small file, replaced by conditional writes, and the files it references.
 
-    retrain/NAME/champion.json          the truth: the champion, those before it, the last decision and snapshot
-                 lease.json             who may write (`pipeline.storage.lease`)
-                 decisions/NUMBER-tTOKEN.json, .html   one record a decision; each names the one before by digest
-                 snapshots/tTOKEN.parquet              what the data prefix held (`pipeline.retrain.data_listing`)
-                 held-out/tTOKEN.parquet               the fixed split (`pipeline.retrain.held_out`)
-    models/NAME/champion-tTOKEN/        a champion's bundle, a copy that nobody changes any more
+    retrain/NAME/champion.json          the state: the champion, its predecessors, the last decision and data listing
+                 lease.json             the lease of the only process that may write (`pipeline.storage.lease`)
+                 decisions/NUMBER-tTOKEN.json, .html   one record per decision, linked to the previous one by digest
+                 snapshots/tTOKEN.parquet              listing of the data folder (`pipeline.retrain.data_listing`)
+                 held-out/tTOKEN.parquet               the fixed held-out split (`pipeline.retrain.held_out`)
+    models/NAME/champion-tTOKEN/        an immutable copy of a champion's bundle
 
-All but the first two are written under the fencing token of their writer, before champion.json names them: what it
-does not name does not count, and the next holder of the lease removes it.
+All files but the first two have their writer's fencing token in their name and are written before champion.json
+references them. Files that champion.json does not reference are garbage, and the next lease holder deletes them.
 """
 
 from __future__ import annotations
@@ -34,34 +34,101 @@ _TOKEN = re.compile(r"[/-]t(\d{6,})(?=[./])")
 
 
 class FileRecord(Section):
-    """A file below retrain/NAME, with its digest."""
+    """A file below retrain/NAME and its digest."""
 
     name: str
     sha256: str
 
 
 class BundleRecord(Section):
-    """A model bundle: its folder below the storage, sha256 by file, and the run that made it."""
+    """A model bundle: its folder below the storage, sha256 by file, and the run that produced it."""
 
     bundle: str
     files: dict[str, str]
     run_id: str
 
 
-class State(Section):
-    """champion.json. `before`: former champions that a rollback can go back to, the newest last."""
+class FileCounts(Section):
+    """Counts of files that differ between two listings of the data."""
+
+    added: int
+    changed: int
+    gone: int
+
+
+class DataRecord(Section):
+    """The data that a challenger was trained on."""
+
+    root: str
+    files: FileCounts
+    new_images: int
+    images: int
+    fingerprint: str | None
+
+
+class HeldOutRecord(FileRecord):
+    """The held-out split of a comparison: its file, the images that exist now, and the number that no longer do."""
+
+    images: int
+    missing: int
+
+
+class ScoreRecord(Section):
+    """CIDEr-D on the held-out split; `champion` is None for the first model."""
+
+    champion: float | None
+    challenger: float
+
+
+class DifferenceRecord(Section):
+    """Challenger minus champion (`pipeline.scoring.bootstrap.Difference`)."""
+
+    mean: float
+    low: float
+    high: float
+    better: float
+
+
+class Decision(Section):
+    """A file below decisions/. A rollback sets none of the fields from `challenger` on."""
+
+    format: Literal[1]
+    name: str
+    number: int
+    token: int
+    time: str
+    decision: Literal["first", "promoted", "kept", "rolled back"]
+    reason: str
+    champion: BundleRecord
+    champion_before: BundleRecord | None
+    snapshot: FileRecord
+    previous: FileRecord | None
+    run: str
+    challenger: BundleRecord | None = None
+    data: DataRecord | None = None
+    held_out: HeldOutRecord | None = None
+    scores: ScoreRecord | None = None
+    difference: DifferenceRecord | None = None
+    asked: dict[str, Any] | None = None  # the retrain section and the number of bootstrap resamples
+
+    def to_json(self) -> bytes:
+        return json.dumps(self.model_dump(exclude_unset=True), indent=1, ensure_ascii=False).encode()
+
+
+class ChampionState(Section):
+    """The content of champion.json. `before` holds the former champions that a rollback can restore, newest last."""
 
     format: Literal[1] = 1
-    token: int = 0  # of the last writer; a smaller one is too late
+    token: int = 0  # of the last writer; writers with a smaller one are refused
     nonce: str = ""
     number: int = 0  # of the last decision
-    decided: tuple[int, ...] = ()  # the tokens of all decisions: files with another one do not count
+    decided: tuple[int, ...] = ()  # the tokens of all decisions; files with another token are garbage
     decision: FileRecord | None = None
     champion: BundleRecord | None = None
     before: tuple[BundleRecord, ...] = ()
-    challenger: str | None = None  # the run whose model was last kept out, or rolled back
+    challenger: str | None = None  # the run whose model was last rejected or rolled back
     snapshot: FileRecord | None = None
-    fingerprint: str | None = None  # of the data that was last trained on
+    fingerprint: str | None = None  # of the data of the last training
     held_out: FileRecord | None = None
 
     @property
@@ -69,34 +136,34 @@ class State(Section):
         return (*self.before, *([self.champion] if self.champion else []))
 
 
-class Ledger:
-    """The champion's file and what it names, below one storage, for one configuration's name."""
+class ChampionStore:
+    """champion.json and the files it references, for one configuration name in one storage."""
 
     def __init__(self, storage: StoragePath, name: str) -> None:
         self.storage, self.name = storage, name
         self.folder = storage / f"retrain/{name}"
         self._tag: str | None = None
 
-    def read(self) -> State:
-        """The state now; an empty one before the first retraining. UserError for a file that is none."""
+    def read(self) -> ChampionState:
+        """The current state; an empty one before the first retraining. UserError for an invalid file."""
         try:
             data, self._tag = (self.folder / POINTER).read_tagged()
         except FileNotFoundError:
             self._tag = None
-            return State()
+            return ChampionState()
         try:
-            return State.model_validate_json(data)
+            return ChampionState.model_validate_json(data)
         except ValidationError as error:
             first = error.errors()[0]
             raise UserError(
                 f"{self.folder / POINTER} is not a champion's file ({'.'.join(map(str, first['loc']))}: {first['msg']})"
-                "; restore it, or remove it to begin anew"
+                "; restore it from a copy, or remove it to start over"
             ) from error
 
-    def fence(self, lease: Lease) -> State:
-        """Makes the lease's token the last writer's: from now on nobody with a smaller one can commit.
+    def fence(self, lease: Lease) -> ChampionState:
+        """Records the lease's token as the last writer's, so that no writer with a smaller one can commit.
 
-        Raises LostLeaseError when a larger one is there already.
+        Raises LostLeaseError when the file already has a larger token.
         """
         while True:
             state = self.read()
@@ -107,124 +174,133 @@ class Ledger:
             except ConflictError:
                 continue
 
-    def commit(self, state: State, lease: Lease) -> None:
-        """Replaces the state that `fence` returned; LostLeaseError when anybody has written since."""
+    def commit(self, state: ChampionState, lease: Lease) -> None:
+        """Replaces the state that `fence` returned; LostLeaseError when another process has written since."""
         lease.check()
         try:
             self._write(state)
         except ConflictError as error:
             raise LostLeaseError(f"{self.folder / POINTER} has been written since; nothing was changed") from error
 
-    def _write(self, state: State) -> State:
+    def _write(self, state: ChampionState) -> ChampionState:
         state = state.model_copy(update={"nonce": uuid.uuid4().hex})
         self._tag = (self.folder / POINTER).write_if(state.model_dump_json(indent=1).encode(), self._tag)
         return state
 
-    def put(self, name: str, data: bytes, lease: Lease) -> FileRecord:
-        """Writes a file below retrain/NAME whose name holds the lease's token."""
+    def write_file(self, name: str, data: bytes, lease: Lease) -> FileRecord:
+        """Writes a file below retrain/NAME; `name` contains the lease's token."""
         lease.check()
         (self.folder / name).write_bytes(data)
-        return FileRecord(name=name, sha256=hashlib.sha256(data).hexdigest())
+        return FileRecord(name=name, sha256=_sha256(data))
 
-    def get(self, record: FileRecord) -> bytes:
-        """A file that the state names; OSError when it is not what was written."""
+    def read_file(self, record: FileRecord) -> bytes:
+        """The content of a referenced file; OSError when its digest differs from the recorded one."""
         data = (self.folder / record.name).read_bytes()
-        if hashlib.sha256(data).hexdigest() != record.sha256:
-            raise OSError(f"{self.folder / record.name} does not have the digest that {POINTER} names")
+        if _sha256(data) != record.sha256:
+            raise OSError(f"{self.folder / record.name} does not have the digest recorded for it; restore it")
         return data
 
-    def put_bundle(self, folder: Path, record: BundleRecord, lease: Lease) -> BundleRecord:
-        """Copies a local bundle to where nobody changes it; OSError when it is not what `record` says."""
+    def copy_bundle(self, folder: Path, record: BundleRecord, lease: Lease) -> BundleRecord:
+        """Copies a local bundle to the champion's folder; OSError when a file's digest differs from `record`'s."""
         target = f"models/{self.name}/champion-t{lease.token:06d}"
         for name, digest in record.files.items():
             data = (folder / name).read_bytes()
-            if hashlib.sha256(data).hexdigest() != digest:
+            if _sha256(data) != digest:
                 raise OSError(f"{folder / name} has changed since it was scored; run the retraining again")
             lease.check()
             (self.storage / target / name).write_bytes(data)
         return BundleRecord(bundle=target, files=record.files, run_id=record.run_id)
 
     def damage(self, record: BundleRecord) -> Iterator[str]:
-        """A sentence for each file of a bundle that is missing or not what it was."""
+        """One sentence for each file of a bundle that is missing or changed."""
         for name, digest in record.files.items():
-            where = self.storage / record.bundle / name
+            path = self.storage / record.bundle / name
             try:
-                data = where.read_bytes()
+                data = path.read_bytes()
             except FileNotFoundError:
-                yield f"{where} is missing"
+                yield f"{path} is missing"
                 continue
-            if hashlib.sha256(data).hexdigest() != digest:
-                yield f"{where} does not have the digest of when it became champion"
+            if _sha256(data) != digest:
+                yield f"{path} does not have the digest of when it became champion"
 
-    def decision(self, record: FileRecord) -> dict[str, Any]:
-        return dict(json.loads(self.get(record)))
+    def decision(self, record: FileRecord) -> Decision:
+        return Decision.model_validate_json(self.read_file(record))
 
-    def decisions(self, state: State) -> Iterator[tuple[FileRecord, dict[str, Any]]]:
-        """The decisions with their files, the last first. OSError for one that is missing or changed."""
-        at = state.decision
-        while at is not None:
-            body = self.decision(at)
-            yield at, body
-            at = FileRecord(**body["previous"]) if body["previous"] else None
+    def decisions(self, state: ChampionState) -> Iterator[tuple[FileRecord, Decision]]:
+        """The decisions and their files, newest first. OSError for a file that is missing or changed."""
+        record = state.decision
+        while record is not None:
+            decision = self.decision(record)
+            yield record, decision
+            record = decision.previous
 
-    def leftovers(self) -> dict[StoragePath, int]:
-        """Files of writers that were killed or came too late, by their token. Cost: two listings."""
+    def orphans(self) -> dict[StoragePath, int]:
+        """Files that killed or fenced-out writers left behind, with their tokens. Cost: two listings."""
         decided = {*self.read().decided}
         models = self.storage / f"models/{self.name}"
-        named = [self.folder / name for name in self.folder.list() if not _hidden(name)]
-        named += [models / name for name in models.list() if name.startswith("champion-t")]
-        tokens = {where: _TOKEN.findall(where.uri.removeprefix(self.storage.uri)) for where in named}
-        return {where: int(found[-1]) for where, found in tokens.items() if found and int(found[-1]) not in decided}
+        candidates = [self.folder / name for name in self.folder.list() if not _hidden(name)]
+        candidates += [models / name for name in models.list() if name.startswith("champion-t")]
+        tokens = {path: _TOKEN.findall(path.uri.removeprefix(self.storage.uri)) for path in candidates}
+        return {path: int(each[-1]) for path, each in tokens.items() if each and int(each[-1]) not in decided}
 
-    def clean(self, lease: Lease) -> None:
-        """Removes the leftovers of holders before this one."""
-        for where, token in self.leftovers().items():
+    def remove_orphans(self, lease: Lease) -> None:
+        """Deletes the orphans of earlier lease holders."""
+        for path, token in self.orphans().items():
             if token < lease.token:
                 lease.check()
-                where.delete()
+                path.delete()
 
     def verify(self) -> list[str]:
-        """Everything that is wrong; cost: one read of every champion's bundle and of all records.
+        """One sentence per error; reads every champion's bundle and all records once.
 
-        The champion, and all that a rollback can go back to, are whole; the decisions lead from the first to the last
-        without a gap and end with this champion; every file that they name is what was written.
+        Checks that the champion and all bundles a rollback can restore are intact, that the decisions form a complete
+        chain which ends with this champion, and that every referenced file has its recorded digest.
         """
         try:
             state = self.read()
         except UserError as error:
             return [str(error)]
-        wrong = [sentence for bundle in state.bundles for sentence in self.damage(bundle)]
+        errors = [sentence for bundle in state.bundles for sentence in self.damage(bundle)]
         try:
-            bodies = [body for _, body in self.decisions(state)][::-1]
-            for record in (state.snapshot, state.held_out):
+            decisions = [decision for _, decision in self.decisions(state)][::-1]
+            for record in (state.snapshot, state.held_out, *(decision.snapshot for decision in decisions)):
                 if record:
-                    self.get(record)
-            for body in bodies:
-                self.get(FileRecord(**body["snapshot"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            return [*wrong, f"{type(error).__name__}: {error}"]
-        if [body["number"] for body in bodies] != list(range(1, state.number + 1)):
-            wrong.append(f"the decisions are {[body['number'] for body in bodies]}, the last is {state.number}")
-        champions: list[Any] = []
-        for body in bodies:
-            if body["decision"] in ("first", "promoted"):
-                champions.append(body["champion"])
-            elif body["decision"] == "rolled back":
-                champions.pop()
-            if not champions or body["champion"] != champions[-1]:
-                wrong.append(f"decision {body['number']} does not follow from those before it")
-                break
-        if champions != [bundle.model_dump() for bundle in state.bundles]:
-            wrong.append("the champions of the decisions are not those of champion.json")
-        tokens = tuple(body["token"] for body in bodies)
-        if tokens != state.decided or list(tokens) != sorted({*tokens}) or max((0, *tokens)) > state.token:
-            wrong.append(f"the decisions' tokens {tokens} are not those of champion.json, or do not grow")
-        return wrong
+                    self.read_file(record)
+        except (OSError, ValueError) as error:
+            return [*errors, f"{type(error).__name__}: {error}"]
+        return errors + _chain_errors(state, decisions)
+
+
+def _chain_errors(state: ChampionState, decisions: list[Decision]) -> list[str]:
+    """Contradictions between champion.json and the chain of decisions, oldest first."""
+    errors = []
+    numbers = [decision.number for decision in decisions]
+    if numbers != list(range(1, state.number + 1)):
+        errors.append(f"the decisions are {numbers}, the last is {state.number}")
+    champions: list[BundleRecord] = []
+    for decision in decisions:
+        if decision.decision in ("first", "promoted"):
+            champions.append(decision.champion)
+        elif decision.decision == "rolled back":
+            champions.pop()
+        if not champions or decision.champion != champions[-1]:
+            errors.append(f"decision {decision.number} contradicts the decisions before it")
+            break
+    if tuple(champions) != state.bundles:
+        errors.append("the champions of the decisions are not those of champion.json")
+    tokens = tuple(decision.token for decision in decisions)
+    if tokens != state.decided or list(tokens) != sorted({*tokens}) or max((0, *tokens)) > state.token:
+        errors.append(f"the decisions' tokens {tokens} are not those of champion.json, or not increasing")
+    return errors
 
 
 def bundle_record(folder: Path, run_id: str, name: str) -> BundleRecord:
-    """What a local bundle is now."""
+    """The record of a local bundle with the current digests of its files."""
     return BundleRecord(bundle=name, files=bundle_digests(folder), run_id=run_id)
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _hidden(name: str) -> bool:

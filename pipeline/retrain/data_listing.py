@@ -1,15 +1,15 @@
-"""What the data's folder or prefix holds, and what has changed there since the last retraining.
+"""A listing of the data folder or prefix, and the files that changed since the previous listing.
 
-One listing: names, sizes and tags (on S3 ETags), not a byte of an image. Chunk by chunk into Arrow, about 150 bytes a
-file; compared by one hash table over the names.
+A listing holds names, sizes and tags (ETags on S3); no file is read. It is built in chunks as an Arrow table of about
+150 bytes per file. Two listings are compared through one hash table of the names.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -19,7 +19,7 @@ from pipeline.storage.path import Entry, StoragePath, is_remote, join
 
 LISTING = pa.schema(
     [
-        ("name", pa.string()),  # below the data's root; the URI of what lies elsewhere
+        ("name", pa.string()),  # relative to the data root; a URI for files outside of it
         ("size", pa.int64()),
         ("tag", pa.string()),  # modification time in ns, or the ETag
         ("key", pa.string()),  # sha256 of an image's content; null for other files
@@ -40,33 +40,32 @@ class Change(NamedTuple):
 
 
 def list_data(config: RunConfig, root: str) -> pa.Table:
-    """Every file below the data's root, and below image prefixes elsewhere; without keys.
+    """Every file below the data root and below image prefixes outside of it, without content keys.
 
-    Hidden files and what raycap itself writes below the root do not count.
+    Hidden files and raycap's own results below the root are skipped.
     """
-    own = f"{config.storage_place.uri.rstrip('/')}/"
-    drawn = config.data.synthetic is not None
+    results = f"{config.storage_place.uri.rstrip('/')}/" if config.data.synthetic is None else None
     chunks = []
-    for name, entry in _chunked(_walk(config, root, own if not drawn else "")):
-        sizes, tags = [each.size for each in entry], [each.tag for each in entry]
-        chunks.append(pa.record_batch([name, sizes, tags, pa.nulls(len(name), pa.string())], schema=LISTING))
+    for names, entries in _chunked(_walk(config, root, results)):
+        sizes, tags = [entry.size for entry in entries], [entry.tag for entry in entries]
+        chunks.append(pa.record_batch([names, sizes, tags, pa.nulls(len(names), pa.string())], schema=LISTING))
     return pa.Table.from_batches(chunks, LISTING)
 
 
 def compare(now: pa.Table, before: pa.Table | None) -> Change:
-    """What is new in a listing; everything, without one before."""
+    """Counts of differing files; without a previous listing every file is new."""
     if before is None:
         return Change(now.num_rows, 0, 0)
-    at = pc.index_in(now["name"], value_set=before["name"])
-    known = before.take(at)
-    same = pc.and_(pc.equal(known["size"], now["size"]), pc.equal(known["tag"], now["tag"]))
-    added = at.null_count
+    rows = pc.index_in(now["name"], value_set=before["name"])
+    previous = before.take(rows)
+    same = pc.and_(pc.equal(previous["size"], now["size"]), pc.equal(previous["tag"], now["tag"]))
+    added = rows.null_count
     changed = now.num_rows - added - int(pc.sum(pc.fill_null(same, False)).as_py() or 0)
     return Change(added, changed, before.num_rows - (now.num_rows - added))
 
 
 def with_keys(listing: pa.Table, dataset: Dataset, root: str) -> pa.Table:
-    """The listing with the content keys of the data set's images, so that a later one knows them again."""
+    """The listing with the content keys of the data set's images, by which a later retraining recognizes them."""
     prefix = f"{root.rstrip('/')}/"
     uris = dataset.table["uri"]
     inside = pc.starts_with(uris, prefix)
@@ -76,32 +75,25 @@ def with_keys(listing: pa.Table, dataset: Dataset, root: str) -> pa.Table:
 
 
 def new_keys(dataset: Dataset, before: pa.Table | None) -> int:
-    """Images of the data set whose content the listing before does not have."""
+    """The number of images whose content is not in the previous listing."""
     if before is None:
         return len(dataset)
     known = pc.is_in(dataset.table["key"], value_set=before["key"].drop_null())
-    return len(dataset) - int(np.count_nonzero(known.to_numpy(zero_copy_only=False)))
+    return len(dataset) - int(pc.sum(known).as_py() or 0)
 
 
-def _walk(config: RunConfig, root: str, own: str) -> Iterator[tuple[str, Entry]]:
-    elsewhere = {config.data.images, *(source.images for source in config.data.sources)}
-    for place in [root, *sorted(prefix for prefix in elsewhere if is_remote(prefix))]:
-        if place != root and f"{place}/".startswith(f"{root.rstrip('/')}/"):
+def _walk(config: RunConfig, root: str, results: str | None) -> Iterator[tuple[str, Entry]]:
+    image_prefixes = {config.data.images, *(source.images for source in config.data.sources)}
+    for prefix in [root, *sorted(prefix for prefix in image_prefixes if is_remote(prefix))]:
+        if prefix != root and f"{prefix}/".startswith(f"{root.rstrip('/')}/"):
             continue
-        for name, entry in StoragePath(place, config.storage.options).walk():
-            uri = join(place, name)
+        for name, entry in StoragePath(prefix, config.storage.options).walk():
+            uri = join(prefix, name)
             hidden = name.startswith(".") or "/." in name
-            if not hidden and not (own and uri.startswith(own)):
-                yield (name if place == root else uri), entry
+            if not hidden and not (results and uri.startswith(results)):
+                yield (name if prefix == root else uri), entry
 
 
 def _chunked(entries: Iterator[tuple[str, Entry]]) -> Iterator[tuple[list[str], list[Entry]]]:
-    names: list[str] = []
-    found: list[Entry] = []
-    for name, entry in entries:
-        names.append(name)
-        found.append(entry)
-        if len(names) == _CHUNK:
-            yield names, found
-            names, found = [], []
-    yield names, found
+    while chunk := list(itertools.islice(entries, _CHUNK)):
+        yield [name for name, _ in chunk], [entry for _, entry in chunk]

@@ -1,6 +1,6 @@
-"""The held-out split on which models are compared: fixed at its first use, the same images and references ever after.
+"""The held-out split on which models are compared. Its first use fixes its images and references for good.
 
-Images are known by their content, wherever they lie later; their references are those of the first time.
+Images are identified by content, so that moved files still match.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pipeline.storage.tables import from_bytes, to_bytes
 
 
 class HeldOut(NamedTuple):
-    """The images that can be captioned now, how many are gone, and how many a model is now trained on."""
+    """The images that still exist, and two counts: images that no longer do, and images now used for training."""
 
     part: Dataset
     missing: int
@@ -24,15 +24,15 @@ class HeldOut(NamedTuple):
 
 
 def held_out_split(config: RunConfig) -> str:
-    """The name of the split; UserError for one that training uses."""
+    """The name of the split; UserError for a training split."""
     name = config.retrain.split or next(iter(config.data.test_splits), config.data.val_split)
     if name in config.data.train_splits:
-        raise UserError(f"retrain.split = {name} is one of data.train_splits; name a split that training never sees")
+        raise UserError(f"retrain.split = {name} is one of data.train_splits; name a split that training does not use")
     return name
 
 
 def choose(dataset: Dataset, config: RunConfig) -> Dataset:
-    """The split as it is now; UserError when it has fewer than two images that can be read and are captioned."""
+    """The current images of the split; UserError for fewer than two readable images with captions."""
     name = held_out_split(config)
     part = dataset.split(name).known()
     if len(part) < 2:
@@ -51,14 +51,12 @@ def decode(data: bytes) -> Dataset:
 
 
 def locate(fixed: Dataset, dataset: Dataset, config: RunConfig) -> HeldOut:
-    """The fixed split's images where they lie now, with the ids and references of their first use."""
-    known = dataset.known()
-    at = pc.index_in(fixed.table["key"], value_set=known.table["key"])
-    there = pc.is_valid(at)
-    uris = known.table["uri"].take(at)
-    index = SCHEMA.get_field_index("uri")
-    part = Dataset(fixed.table.set_column(index, "uri", uris).filter(there))
+    """The fixed split's images at their current locations, with the ids and references of their first use."""
+    current = dataset.known()
+    rows = pc.index_in(fixed.table["key"], value_set=current.table["key"])
+    uris = current.table["uri"].take(rows)
+    part = Dataset(fixed.table.set_column(SCHEMA.get_field_index("uri"), "uri", uris).filter(pc.is_valid(rows)))
     data = config.data
-    learned = known.split(*{*data.train_splits, data.val_split} - {held_out_split(config)})
-    leaked = pc.sum(pc.is_in(fixed.table["key"], value_set=pc.unique(learned.table["key"]))).as_py() or 0
+    training = current.split(*{*data.train_splits, data.val_split} - {held_out_split(config)})
+    leaked = pc.sum(pc.is_in(fixed.table["key"], value_set=pc.unique(training.table["key"]))).as_py() or 0
     return HeldOut(part, len(fixed) - len(part), int(leaked))

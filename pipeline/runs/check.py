@@ -80,7 +80,7 @@ def check_data(config: RunConfig, checked_keys: pa.Array | None = None) -> Findi
     if checked_keys is not None:
         known = pc.is_in(dataset.table["key"], value_set=checked_keys)
         unchecked = Dataset(dataset.table.filter(pc.invert(known)))
-    if config.features.hdf5 is None:
+    if config.has_backbone:
         undecodable, sizes = _decode_all(unchecked, config)
     else:  # the images themselves are not needed
         undecodable, sizes = missing_regions(unchecked, config), np.empty((0, 2), np.int64)

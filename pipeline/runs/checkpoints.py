@@ -10,7 +10,6 @@ No random state is stored: every random draw is seeded by (seed, stage, step, ra
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +21,7 @@ import torch
 
 from models.captioner import Captioner
 from pipeline.runtime.weights import save_weights
+from pipeline.storage.atomic import atomic_folder, read_json, write_json
 
 KEEP = 2
 
@@ -81,11 +81,10 @@ class CheckpointWriter:
 
     def _write(self, state: dict[str, Any], record: dict[str, Any]) -> None:
         target = self.folder / f"step-{record['step']}"
-        temporary = _fresh(self.folder / f".{target.name}.tmp")
-        torch.save(state, temporary / "state.pt")
-        (temporary / "progress.json").write_text(json.dumps(record))
-        self.allowed()
-        _publish(temporary, target)
+        with atomic_folder(target) as temporary:
+            torch.save(state, temporary / "state.pt")
+            (temporary / "progress.json").write_text(json.dumps(record))
+            self.allowed()
         for _, old in _numbered(self.folder, "step-")[:-KEEP]:
             shutil.rmtree(old, ignore_errors=True)
         _keep_best(self.folder, record["best_step"])  # only now does a checkpoint on disk refer to it
@@ -109,7 +108,7 @@ def load_checkpoint(
     if not checkpoints:
         return None
     _, newest = checkpoints[-1]
-    record = json.loads((newest / "progress.json").read_text())
+    record = read_json(newest / "progress.json")
     if record.pop("identity") != identity:
         raise ValueError(f"checkpoint {newest} belongs to another run; remove the folder or give the run another name")
     state = torch.load(newest / "state.pt", map_location="cpu", weights_only=True)
@@ -120,12 +119,10 @@ def load_checkpoint(
 
 def save_best(folder: Path, captioner: Captioner, step: int) -> None:
     """Writes the best weights so far; `CheckpointWriter` removes older ones once a checkpoint refers to these."""
-    target = folder / f"best-{step}"
-    temporary = _fresh(folder / f".{target.name}.tmp")
-    save_weights(captioner.model, temporary / "model.safetensors")
-    if captioner.backbone is not None:
-        save_weights(captioner.backbone, temporary / "backbone.safetensors")
-    _publish(temporary, target)
+    with atomic_folder(folder / f"best-{step}") as temporary:
+        save_weights(captioner.model, temporary / "model.safetensors")
+        if captioner.backbone is not None:
+            save_weights(captioner.backbone, temporary / "backbone.safetensors")
 
 
 def _keep_best(folder: Path, step: int) -> None:
@@ -138,9 +135,7 @@ def _keep_best(folder: Path, step: int) -> None:
 def finish_stage(folder: Path, result: StageResult) -> None:
     """Marks a stage as finished and removes its checkpoints, which are not needed any more."""
     _keep_best(folder, result.best_step)
-    temporary = folder / ".DONE.tmp"
-    temporary.write_text(json.dumps(asdict(result), indent=1))
-    temporary.replace(folder / "DONE.json")
+    write_json(folder / "DONE.json", asdict(result))
     for old in (*folder.glob("step-*"), *folder.glob(".*.tmp")):
         shutil.rmtree(old, ignore_errors=True)
 
@@ -148,26 +143,8 @@ def finish_stage(folder: Path, result: StageResult) -> None:
 def stage_result(folder: Path) -> StageResult | None:
     """The result that `finish_stage` wrote; None while the stage is not finished."""
     path = folder / "DONE.json"
-    return StageResult(**json.loads(path.read_text())) if path.is_file() else None
+    return StageResult(**read_json(path)) if path.is_file() else None
 
 
 def _numbered(folder: Path, prefix: str) -> list[tuple[int, Path]]:
     return sorted((int(path.name.removeprefix(prefix)), path) for path in folder.glob(f"{prefix}*"))
-
-
-def _fresh(folder: Path) -> Path:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return folder
-
-
-def _publish(temporary: Path, target: Path) -> None:
-    for path in (*temporary.iterdir(), temporary):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-    before = _fresh(target.with_name(f".{target.name}.old"))
-    if target.exists():  # a resumed stage reaches the same step again, with equal content
-        target.rename(before / target.name)
-    temporary.rename(target)
-    shutil.rmtree(before)

@@ -1,122 +1,92 @@
-"""Scores of a run: from predictions files to score tables, the report and the summary.
+"""Scores of a run: from the captions of its splits to score tables, the report and the summary.
 
-Every number printed at a run's end is computed from a predictions file (COCO's result format) that stays in the run's
-folder, so that anyone can compute it again with `raycap score`.
+The captions of every split are also written to the run's folder in COCO's result format, so that anyone can compute
+the printed numbers again with `raycap score`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from models.constraints import Machine
-from pipeline.captioning.captioning import Hypothesis
-from pipeline.captioning.constraints import Held
 from pipeline.data.dataset import Dataset
 from pipeline.data.synthetic import main_object_accuracy
-from pipeline.runs.folder import RunFolder, read_json, write_json
-from pipeline.scoring.metrics import Scores, score_captions
+from pipeline.runs.folder import RunFolder
+from pipeline.scoring.metrics import RUN_METRICS, score_captions
+from pipeline.scoring.result_files import read_predictions
+from pipeline.scoring.split_result import ConstraintCounts, Hypothesis, SplitResult, mean_alignment
+from pipeline.storage.atomic import write_json
 
 logger = logging.getLogger(__name__)
 
 
-METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D")
+@dataclass(frozen=True)
+class RunScores:
+    """The results of a run's splits, and validation CIDEr-D after each stage by the stage's name."""
+
+    splits: tuple[SplitResult, ...]
+    validation_by_stage: Mapping[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of scores.json."""
+        return {
+            "splits": {result.split: result.to_json() for result in self.splits},
+            "validation_by_stage": dict(self.validation_by_stage),
+        }
+
+    def flat(self) -> dict[str, float]:
+        """{"test_CIDEr-D": ...}: the scores as the tracker and the model registry store them."""
+        return {name: value for result in self.splits for name, value in result.flat().items()}
 
 
-def write_predictions(path: Path, captions: dict[int, str]) -> None:
-    """COCO's result format."""
-    write_json(path, [{"image_id": image, "caption": caption} for image, caption in captions.items()])
-
-
-def read_predictions(path: Path) -> dict[int, str]:
-    return {row["image_id"]: row["caption"] for row in read_json(path)}
-
-
-def score_split(folder: RunFolder, dataset: Dataset, split: str, metrics: tuple[str, ...] = METRICS) -> Scores:
-    """Scores of predictions/<split>.json against the split's references."""
-    return score_file(dataset.split(split), folder.path / "predictions" / f"{split}.json", metrics)
-
-
-def score_file(dataset: Dataset, path: Path, metrics: tuple[str, ...] = METRICS) -> Scores:
-    return score_captions(dataset.references(), read_predictions(path), metrics=metrics)
-
-
-def summarize_search(
+def split_result(
+    split: str,
     best: Mapping[int, Hypothesis],
-    machines: Mapping[int, Machine],
-    what: str,
-) -> dict[str, Any]:
-    """What the search itself tells of a split's best captions: "alignment", the mean over images, and "constraints".
-
-    Both are said. Alignment is None where no caption has one, constraints where no image has any; else how many hold
-    theirs, and the images whose caption does not hold all.
-    """
-    aligned = [each.alignment for each in best.values() if each.alignment is not None]
-    found: dict[str, Any] = {"alignment": sum(aligned) / len(aligned) if aligned else None, "constraints": None}
-    if aligned:
-        logger.info(f"{what}alignment of words and patches {found['alignment']:.3f}")
-    asked = {image: (best[image].held or 0, machines[image].count) for image in best if image in machines}
-    if asked:
-        held = Held.of(asked.values())
-        lacking = [image for image, (own, total) in asked.items() if own < total]
-        found["constraints"] = {**held._asdict(), "not_held": lacking}
-        logger.info(f"{what}{held}")
-    return found
+    automata: Mapping[int, Machine],
+    unreadable: Mapping[int, str],
+    label: str,
+) -> SplitResult:
+    """A split's best captions with what the search reports about them, which is also logged after `label`."""
+    alignment = mean_alignment(best.values())
+    if alignment is not None:
+        logger.info(f"{label}alignment of words and patches {alignment:.3f}")
+    satisfied = {image: (best[image].num_satisfied or 0, automata[image].count) for image in best if image in automata}
+    counts = ConstraintCounts.tally(satisfied) if satisfied else None
+    if counts is not None:
+        logger.info(f"{label}{counts}")
+    captions = {image: hypothesis.caption for image, hypothesis in best.items()}
+    return SplitResult(split, captions, unreadable, alignment, counts)
 
 
-def validation_by_stage(folder: RunFolder, dataset: Dataset) -> dict[str, float]:
-    """CIDEr-D on the validation split after each stage, from the predictions that the stage kept with its best."""
-    validation = dataset.split(folder.config.data.val_split)
-    found = {}
+def score_run(folder: RunFolder, dataset: Dataset, results: Sequence[SplitResult]) -> RunScores:
+    """Scores the splits of a run and writes scores.json."""
+
+    def score(result: SplitResult) -> SplitResult:
+        references = dataset.split(result.split).references()
+        scores = score_captions(references, result.captions, metrics=RUN_METRICS)
+        is_synthetic = folder.config.data.synthetic is not None
+        accuracy = main_object_accuracy(result.captions, references) if is_synthetic else None
+        return replace(result, scores=scores, main_object=accuracy)
+
+    with ThreadPoolExecutor() as pool:  # most of the time is Java's, in its own processes
+        run_scores = RunScores(tuple(pool.map(score, results)), _validation_by_stage(folder, dataset))
+    write_json(folder.path / "scores.json", run_scores.to_json())
+    return run_scores
+
+
+def _validation_by_stage(folder: RunFolder, dataset: Dataset) -> dict[str, float]:
+    """CIDEr-D on the validation split after each stage, from the captions of its best weights."""
+    references = dataset.split(folder.config.data.val_split).references()
+    values = {}
     for stage in folder.config.stages:
         path = folder.stage(stage.name) / "predictions-val.json"
         if path.is_file():
-            score = score_file(validation, path, ("CIDEr-D",)).by_name["CIDEr-D"].value
-            if score is not None:
-                found[stage.name] = score
-    return found
-
-
-def main_objects(folder: RunFolder, dataset: Dataset, split: str) -> float | None:
-    """Share of images whose main object's color and shape the caption names; only for the embedded data set."""
-    if folder.config.data.synthetic is None:
-        return None
-    predictions = read_predictions(folder.path / "predictions" / f"{split}.json")
-    return main_object_accuracy(predictions, dataset.split(split).references())
-
-
-def evaluate_run(folder: RunFolder, dataset: Dataset) -> dict[str, Any]:
-    """All scores of a run, written to scores.json: by split and metric, and validation CIDEr-D by stage."""
-    splits: dict[str, Any] = {}
-    path = folder.path / "predictions" / "_search.json"
-    searched = read_json(path) if path.is_file() else {}
-    names = (*folder.config.data.test_splits, folder.config.data.val_split)
-    with ThreadPoolExecutor() as pool:  # most of the time is Java's, in its own processes
-        found = list(pool.map(lambda split: score_split(folder, dataset, split), names))
-    for split, scores in zip(names, found, strict=True):
-        splits[split] = {
-            "images": len(scores.image_ids),
-            "scores": {name: score.value for name, score in scores.by_name.items()},
-            "unavailable": {name: score.unavailable for name, score in scores.by_name.items() if score.unavailable},
-            "signature": scores.signature,
-            "extras": scores.extras,
-            "main_object": main_objects(folder, dataset, split),
-            "alignment": searched.get(split, {}).get("alignment"),
-            "constraints": searched.get(split, {}).get("constraints"),
-            "per_image_CIDEr-D": dict(zip(scores.image_ids, scores.by_name["CIDEr-D"].per_image or [], strict=False)),
-        }
-    result = {"splits": splits, "validation_by_stage": validation_by_stage(folder, dataset)}
-    write_json(folder.path / "scores.json", result)
-    return result
-
-
-def flat_scores(result: dict[str, Any]) -> dict[str, float]:
-    """{"test_CIDEr-D": ...}: what the tracker and the model registry keep."""
-    flat: dict[str, float] = {}
-    for split, entry in result["splits"].items():
-        values = entry["scores"] | {"main_object": entry["main_object"], "alignment": entry.get("alignment")}
-        flat |= {f"{split}_{name}": value for name, value in values.items() if value is not None}
-    return flat
+            scores = score_captions(references, read_predictions(path), metrics=("CIDEr-D",))
+            value = scores.by_name["CIDEr-D"].value
+            if value is not None:
+                values[stage.name] = value
+    return values

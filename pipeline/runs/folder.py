@@ -10,8 +10,6 @@ runs/<run_id>/  config.yaml run.json data.arrow vocabulary.json init/ stages/<st
 from __future__ import annotations
 
 import fcntl
-import json
-import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
@@ -22,33 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from models.config import ModelSizes
-from pipeline.config.run import RunConfig, parse_config
+from pipeline.config.load import parse_config
+from pipeline.config.run import RunConfig
 from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.runs.checkpoints import StageResult, stage_result
+from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import StoragePath, place
+from pipeline.storage.path import StoragePath, storage_path
 
 JOURNAL = "log/metrics.jsonl"
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes JSON atomically."""
-    write_text(path, json.dumps(value, indent=1, ensure_ascii=False))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes text atomically: under a temporary name of this process, then renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
-
-
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 @contextmanager
@@ -128,7 +111,7 @@ class RunFolder:
     @property
     def root(self) -> StoragePath:
         """The run's location as every machine sees it."""
-        return self.home or place(self.path)
+        return self.home or storage_path(self.path)
 
     @property
     def run_id(self) -> str:

@@ -1,17 +1,22 @@
-"""The identity of a run: the hash of what decides its result, in its configuration, its data and the code."""
+"""The identity of a run: a hash of its configuration, its data and the code, as far as they decide its result."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
+from pydantic import BaseModel
+
+from models.config import Identity
 from pipeline.captioning.bundle import WEIGHING, bundle_digests, fetched
 from pipeline.config.run import RunConfig
-from pipeline.config.sections import EMBEDDED
+from pipeline.config.sections import SYNTHETIC
 from pipeline.features.regions import ends_digest
-from pipeline.storage.path import place
+from pipeline.storage.path import storage_path
 from pipeline.version import project_root
 
 # A change in one of these folders makes other runs; a change elsewhere (reports, tracking, storage) does not.
@@ -29,13 +34,13 @@ RESULT_ROOMS = (
 
 
 def run_identity(config: RunConfig, fingerprint: str) -> str:
-    """name-hash of configuration, data and code: equal inputs are the same run, others are another."""
+    """name-hash of configuration, data and code: equal inputs give the same run."""
     digest = hashlib.sha256(f"{config_identity(config)} {fingerprint} {code_digest()}".encode()).hexdigest()
     return f"{config.name}-{digest[:10]}"
 
 
 def code_digest() -> str:
-    """Hash of the sources that decide a result, those of RESULT_ROOMS."""
+    """Hash of the source files in RESULT_ROOMS."""
     digest = hashlib.sha256()
     for room in RESULT_ROOMS:
         for path in sorted((project_root() / room).rglob("*.py")):
@@ -44,37 +49,56 @@ def code_digest() -> str:
 
 
 def config_identity(config: RunConfig) -> str:
-    """Hash of what decides the result, not of where and with what it is computed.
+    """Hash of the keys that decide the result, as they are marked on their fields (`models.config.Identity`).
 
-    Left out: storage, tracking, workers, the size of pieces, how often a checkpoint is written. The data's
-    content is hashed apart, wherever it lies; files that are named (weights, word vectors, more words,
-    constraints) and `init_from` count by their content.
+    The data set counts by its content, which `run_identity` adds as a fingerprint. UserError for a missing bundle or
+    HDF5 file.
     """
-    body = config.model_dump(mode="json", exclude={"storage", "tracking", "workers", "retrain"})
-    body["data"]["root"] = None
-    regions = config.features.hdf5
-    kept = ("stored_dtype", "max_regions", "truncate_regions") if regions else ("compute_dtype", "stored_dtype")
-    body["features"] = {key: body["features"][key] for key in kept}
-    if regions:
-        body["features"]["hdf5"] = regions if regions == EMBEDDED else ends_digest(Path(regions).expanduser())
-        body.pop("backbone")
-    body["evaluation"].pop("batch_size")
-    for stage in body["stages"]:
-        stage.pop("checkpoint_every_steps")
-        stage.pop("checkpoint_every_minutes")
-    for section, key in (
-        ("backbone", "weights"), ("model", "word_vectors"), ("data", "extra_vocabulary"), ("evaluation", "constraints"),
-    ):  # fmt: skip
-        file = Path(body.get(section, {}).get(key) or "none").expanduser()
-        if str(file) not in ("none", "pretrained") and file.is_file():
-            body[section][key] = _digest(file, file.stat().st_size, file.stat().st_mtime_ns)
-    if config.init_from is not None:
-        body["init_from"] = bundle_digests(fetched(place(config.init_from, config.storage.options)), WEIGHING)
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(_counted(config, config), sort_keys=True).encode()).hexdigest()
+
+
+def _counted(value: Any, config: RunConfig) -> Any:
+    """A section, or a value in one, as plain values without the keys that do not count."""
+    if isinstance(value, BaseModel) or is_dataclass(value):
+        marks = identity_marks(type(value))
+        keys = [key for key, mark in marks.items() if _counts(mark, config)]
+        return {key: _counted(_marked(getattr(value, key), marks[key], config), config) for key in keys}
+    if isinstance(value, tuple):
+        return [_counted(item, config) for item in value]
+    return value
+
+
+def identity_marks(section: Any) -> dict[str, Identity | None]:
+    """The mark of each key of a section, a pydantic model or a dataclass; None for a key without a mark."""
+    names = list(section.model_fields) if issubclass(section, BaseModel) else [field.name for field in fields(section)]
+    hints = get_type_hints(section, include_extras=True)
+    marks = {name: [each for each in get_args(hints[name]) if isinstance(each, Identity)] for name in names}
+    return {name: found[0] if found else None for name, found in marks.items()}
+
+
+def _counts(mark: Identity | None, config: RunConfig) -> bool:
+    if mark is Identity.WITH_BACKBONE:
+        return config.has_backbone
+    if mark is Identity.WITH_REGIONS:
+        return not config.has_backbone
+    return mark is not Identity.IGNORED
+
+
+def _marked(value: Any, mark: Identity | None, config: RunConfig) -> Any:
+    """The value of a key, or a digest of the file or bundle that it names."""
+    if mark is Identity.FILE and value is not None:
+        file = Path(value).expanduser()
+        if value not in ("none", "pretrained") and file.is_file():
+            return _digest(file, file.stat().st_size, file.stat().st_mtime_ns)
+    if mark is Identity.LARGE_FILE and value not in (None, SYNTHETIC):
+        return ends_digest(Path(value).expanduser())
+    if mark is Identity.BUNDLE and value is not None:
+        return bundle_digests(fetched(storage_path(value, config.storage.options)), WEIGHING)
+    return value
 
 
 @lru_cache
 def _digest(path: Path, size: int, changed_ns: int) -> str:
-    """Of a file as it is now: word vectors are gigabytes, and a run's identity is asked for often."""
+    """sha256 of a file; cached, because word vectors are gigabytes and the identity is needed often."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

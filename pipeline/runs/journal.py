@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pipeline.storage.atomic import write_text
+
 JOURNAL_EVERY_S = 3.0  # for a run on S3: seconds between two uploads of the journal, and between two downloads
 
 Entry = dict[str, Any]
@@ -25,11 +27,8 @@ class Journal:
     """Appends entries; opening it for a stage at a step removes that stage's later entries, which will be repeated."""
 
     def __init__(self, path: Path, stage: str, step: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         entries = [entry for entry in read_journal(path) if entry["stage"] != stage or entry["step"] <= step]
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-        temporary.replace(path)
+        write_text(path, "".join(json.dumps(entry) + "\n" for entry in entries))
         self.path, self.stage = path, stage
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:

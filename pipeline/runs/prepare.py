@@ -19,17 +19,19 @@ from models.base import CaptionModel
 from models.config import ModelSizes
 from models.registry import build_model
 from models.token_embeddings import fill_word_vectors
-from pipeline.config.run import RunConfig, dump_config
+from pipeline.config.load import dump_config
+from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset, build_vocabulary, longest_caption
 from pipeline.data.loading import find_data
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.data.word_vectors import describe_missing, read_word_vectors
 from pipeline.errors import UserError
 from pipeline.features.regions import feature_width
-from pipeline.runs.folder import RunFolder, RunMetadata, is_alone, write_text
+from pipeline.runs.folder import RunFolder, RunMetadata, is_alone
 from pipeline.runs.identity import code_digest, run_identity
 from pipeline.runs.warm_start import WarmStart, warm_start, without_download
 from pipeline.runtime.weights import save_weights
+from pipeline.storage.atomic import write_text
 from pipeline.version import commit
 
 logger = logging.getLogger(__name__)
@@ -126,7 +128,7 @@ def _initial_state(config: RunConfig, dataset: Dataset) -> _InitialState:
     vocabulary = start.extend_vocabulary(vocabulary) if start else vocabulary
     max_positions = _max_positions(config, dataset, start)
     backbone = None
-    if config.features.hdf5 is None:
+    if config.has_backbone:
         backbone = initial_backbone(without_download(config) if start else config)
         width, num_tokens = backbone.width, backbone.num_tokens
     else:

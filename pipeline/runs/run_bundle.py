@@ -17,7 +17,7 @@ from pipeline.config.sections import StageSection
 from pipeline.runs.folder import RunFolder
 from pipeline.runtime.weights import load_weights
 from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import StoragePath, place
+from pipeline.storage.path import StoragePath, storage_path
 
 
 def bundle_path(folder: RunFolder, stage: StageSection | None = None) -> Path:
@@ -29,7 +29,7 @@ def bundle_path(folder: RunFolder, stage: StageSection | None = None) -> Path:
 def bundle_place(folder: RunFolder, stage: StageSection | None = None) -> StoragePath:
     """The bundle's location as every machine sees it."""
     path = bundle_path(folder, stage)
-    return folder.config.home(path.relative_to(folder.config.working_path).as_posix()) or place(path)
+    return folder.config.home(path.relative_to(folder.config.working_path).as_posix()) or storage_path(path)
 
 
 def local_bundle(folder: RunFolder) -> Path:
@@ -46,7 +46,7 @@ def bundle_run(folder: RunFolder, stage: StageSection | None = None, scores: Map
     model = build_model(config.model, folder.sizes)
     backbone: Backbone | None = None
     parts: list[tuple[nn.Module, str]] = [(model, "model")]
-    if config.features.hdf5 is None:
+    if config.has_backbone:
         backbone = Backbone(replace(config.backbone, weights="none"))
         parts.append((backbone, "backbone"))
     for module, part in parts:

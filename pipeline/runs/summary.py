@@ -1,18 +1,20 @@
-"""What a run shows at its end: the table on the terminal, and what the report page is made of."""
+"""The summary of a run: the score table for the terminal, and the report page."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
+from pipeline.features.source import feature_source
 from pipeline.reports.page import Report, ReportImage, ReportStage, write_report
-from pipeline.runs.evaluation import read_predictions
-from pipeline.runs.folder import RunFolder, RunMetadata
+from pipeline.runs.evaluation import RunScores
+from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import read_journal
+from pipeline.scoring.metrics import Score
 from pipeline.scoring.published import published_rows
-from pipeline.storage.path import StoragePath
+from pipeline.scoring.split_result import SplitResult
+from pipeline.storage.path import StorageOptions, StoragePath
 
 CURVES = {
     "loss": "loss",
@@ -23,28 +25,31 @@ CURVES = {
 }
 
 
-def score_table(result: dict[str, Any], align: bool = False) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """Columns and one row a split; a score that is not there says why. align: with the alignment score."""
-    first = next(iter(result["splits"].values()))
-    columns = list(first["scores"])
-    accuracy = any(entry["main_object"] is not None for entry in result["splits"].values())
-    alignment = align and any(entry.get("alignment") is not None for entry in result["splits"].values())
+def score_table(
+    results: Sequence[SplitResult], with_alignment: bool = False
+) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Columns, and one row per split; the cell of an unavailable score gives the reason."""
+    columns = list(results[0].values)
+    with_main_object = any(result.main_object is not None for result in results)
+    with_alignment = with_alignment and any(result.alignment is not None for result in results)
     rows = []
-    for split, entry in result["splits"].items():
-        cells = [
-            f"{value:.3f}" if value is not None else f"unavailable: {entry['unavailable'].get(name, 'not computed')}"
-            for name, value in entry["scores"].items()
-        ]
-        if accuracy:
-            cells.append("" if entry["main_object"] is None else f"{100 * entry['main_object']:.1f} %")
-        if alignment:
-            cells.append("" if entry.get("alignment") is None else f"{entry['alignment']:.3f}")
-        rows.append((f"{split} ({entry['images']} images)", cells))
-    return columns + ["main object"] * accuracy + ["alignment"] * alignment, rows
+    for result in results:
+        cells = [_cell(result, name) for name in columns]
+        if with_main_object:
+            cells.append("" if result.main_object is None else f"{100 * result.main_object:.1f} %")
+        if with_alignment:
+            cells.append("" if result.alignment is None else f"{result.alignment:.3f}")
+        rows.append((f"{result.split} ({len(result.captions)} images)", cells))
+    return columns + ["main object"] * with_main_object + ["alignment"] * with_alignment, rows
+
+
+def _cell(result: SplitResult, name: str) -> str:
+    score = result.scores.by_name[name] if result.scores else Score()
+    return f"{score.value:.3f}" if score.value is not None else f"unavailable: {score.unavailable or 'not computed'}"
 
 
 def published_table(columns: list[str], config: RunConfig, split: str, uris: list[str]) -> list[tuple[str, list[str]]]:
-    """The papers' rows for the same system and split, under the columns of ours; the label says what differs."""
+    """The papers' rows for the same system and split, in our columns; the label names differences in protocol."""
     return [
         (
             f"{row.name}\n{difference or row.protocol}",
@@ -54,98 +59,65 @@ def published_table(columns: list[str], config: RunConfig, split: str, uris: lis
     ]
 
 
-def format_table(columns: list[str], rows: list[tuple[str, list[str]]]) -> str:
-    """Plain text; cells that explain an absence are cut to a word, their reasons follow below."""
-    notes = []
-    body = []
-    for label, cells in rows:
-        short = []
-        for name, cell in zip(columns, cells, strict=True):
-            if cell.startswith("unavailable"):
-                notes.append(f"{name} {cell}")
-                cell = "-"
-            short.append(cell)
-        body.append([label, *short])
-    table = [["", *columns], *body]
-    widths = [max(len(row[index]) for row in table) for index in range(len(table[0]))]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in table
-    ]
-    return "\n".join([*lines, *dict.fromkeys(notes)])
+def validation_lines(config: RunConfig, by_stage: Mapping[str, float]) -> Iterator[str]:
+    """Validation CIDEr-D after each stage, and the gain of SCST over cross entropy."""
+    yield "validation CIDEr-D  " + ", ".join(f"{name} {value:.4f}" for name, value in by_stage.items())
+    objectives = {stage.name: stage.objective for stage in config.stages}
+    best = {objectives[name]: value for name, value in sorted(by_stage.items(), key=lambda item: item[1])}
+    before, after = best.get("cross_entropy"), best.get("scst")
+    if before is not None and after is not None:
+        gain = after - before
+        yield f"                    SCST {'gains' if gain >= 0 else 'LOSES'} {abs(gain):.4f} over cross entropy"
 
 
-def report_images(folder: RunFolder, dataset: Dataset, result: dict[str, Any]) -> list[ReportImage]:
-    """The test splits' images with captions, references and scores."""
-    splits = folder.config.data.test_splits
+def report_images(result: SplitResult, part: Dataset, options: StorageOptions) -> list[ReportImage]:
+    """The captioned images of a split with captions, references and scores."""
+    scores = result.cider_by_image
+    rows = zip(part.column("image_id"), part.column("uri"), part.column("captions"), strict=True)
     return [
-        image
-        for split in splits
-        for image in _images(folder, dataset.split(split), split, result["splits"][split]["per_image_CIDEr-D"])
+        ReportImage(
+            image_id=image,
+            path=StoragePath(uri, options),
+            caption=result.captions[image],
+            references=references,
+            score=scores.get(image),
+            split=result.split,
+        )
+        for image, uri, references in rows
+        if image in result.captions
     ]
 
 
 def make_report(
-    folder: RunFolder,
-    dataset: Dataset,
-    result: dict[str, Any],
-    durations: dict[str, float],
-    images: list[ReportImage],
-) -> Path:
+    folder: RunFolder, dataset: Dataset, scores: RunScores, durations: Mapping[str, float], images: list[ReportImage]
+) -> None:
     """Writes report.html of a finished run."""
     config, metadata = folder.config, folder.metadata
-    columns, rows = score_table(result, align=True)
+    columns, rows = score_table(scores.splits, with_alignment=True)
     for split in config.data.test_splits:
         rows += published_table(columns, config, split, dataset.split(split).column("uri"))
-    stages = [_stage(folder, stage.name, result["validation_by_stage"]) for stage in config.stages]
-    first = next(iter(result["splits"].values()))
     report = Report(
         title=config.name,
         run_id=folder.run_id,
-        protocol=f"{', '.join(config.data.test_splits)}: {config.evaluation.protocol}, {first['signature']}",
+        protocol=f"{', '.join(config.data.test_splits)}: {config.evaluation.protocol}, {scores.splits[0].signature}",
         score_columns=columns,
         score_rows=rows,
-        stages=stages,
+        stages=[_stage(folder, stage.name, scores.validation_by_stage) for stage in config.stages],
         images=images,
         facts={
             "images": ", ".join(f"{split} {count}" for split, count in metadata.splits.items()),
             "model": f"{config.model.name}, {metadata.parameters['model']:,} parameters",
-            "features": _features(config, metadata),
+            "features": feature_source(config).describe(metadata.num_tokens, metadata.parameters["backbone"]),
             "durations": ", ".join(f"{name} {seconds:.0f} s" for name, seconds in durations.items()),
             "commit": metadata.commit,
             "data fingerprint": metadata.data_fingerprint[:16],
             "versions": ", ".join(f"{name} {version}" for name, version in metadata.versions.items()),
         },
     )
-    path = folder.path / "report.html"
-    write_report(path, report)
-    return path
+    write_report(folder.path / "report.html", report)
 
 
-def _features(config: RunConfig, metadata: RunMetadata) -> str:
-    if config.features.hdf5 is not None:
-        return f"regions of {config.features.hdf5}, at most {metadata.num_tokens}"
-    count = metadata.parameters["backbone"]
-    return f"{config.backbone.name}, {config.backbone.image_size} px, {count:,} parameters"
-
-
-def _images(folder: RunFolder, part: Dataset, split: str, scores: dict[int, float]) -> list[ReportImage]:
-    predictions = read_predictions(folder.path / "predictions" / f"{split}.json")
-    rows = zip(part.column("image_id"), part.column("uri"), part.column("captions"), strict=True)
-    return [
-        ReportImage(
-            image_id=image,
-            path=StoragePath(uri, folder.config.storage.options),
-            caption=predictions[image],
-            references=captions,
-            score=scores.get(image),
-            split=split,
-        )
-        for image, uri, captions in rows
-    ]
-
-
-def _stage(folder: RunFolder, name: str, validation: dict[str, float]) -> ReportStage:
+def _stage(folder: RunFolder, name: str, validation: Mapping[str, float]) -> ReportStage:
     entries = [entry for entry in read_journal(folder.journal) if entry["stage"] == name]
     curves: dict[str, list[tuple[int, float]]] = {}
     for key, label in CURVES.items():

@@ -13,7 +13,7 @@ from pipeline.captioning.bundle import Bundle, fetched, load_bundle
 from pipeline.config.run import RunConfig
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
-from pipeline.storage.path import place
+from pipeline.storage.path import storage_path
 
 MAY_DIFFER = {"dropout", "expansion_dropout", "max_positions"}  # keys of a model that no weight depends on
 
@@ -72,7 +72,7 @@ def warm_start(config: RunConfig) -> WarmStart | None:
     """The bundle that `init_from` names; None without `init_from`. UserError when it is not a bundle."""
     if config.init_from is None:
         return None
-    where = place(config.init_from, config.storage.options)
+    where = storage_path(config.init_from, config.storage.options)
     try:
         return WarmStart(where.uri, load_bundle(fetched(where)))
     except ValueError as error:

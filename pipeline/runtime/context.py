@@ -1,7 +1,7 @@
-"""What the loop knows of the world around it: rank, world size, device, and how to report.
+"""The training loop's environment: rank, world size, device, and how to report metrics.
 
-The loop never imports Ray. `LocalContext` is one process (tests, a machine without Ray, trial steps); `RayContext`
-wraps a Ray Train worker.
+The loop never imports Ray. `LocalContext` is a single process (tests, a machine without Ray, the dry run); `RayContext`
+is a worker of Ray Train.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ class Context(Protocol):
     device: torch.device
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """Tells the driver; a barrier: every rank calls it, equally often."""
+        """Sends metrics to the driver. A barrier: every rank must call it equally often."""
         ...
 
 
 def device_for(gpus: float) -> torch.device:
-    """Where a process computes that was promised `gpus` GPUs: the configuration decides, not what happens to be there.
+    """The device of a process that was assigned `gpus` GPUs: the configuration decides, not the machine.
 
-    Raises RuntimeError when GPUs were promised and none can be seen.
+    Raises RuntimeError when GPUs were assigned and torch finds none.
     """
     if not gpus:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise RuntimeError(
-            f"{gpus} GPUs were asked for and torch sees none; set gpus_per_worker to 0 or check the driver"
+            f"the configuration assigns {gpus} GPUs, but torch sees none; set gpus_per_worker to 0 or check the driver"
         )
     return torch.device("cuda")
 
 
 class LocalContext:
-    """One process, no cluster."""
+    """A single process without a cluster."""
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.world_rank, self.world_size = 0, 1
@@ -51,7 +51,7 @@ class LocalContext:
 
 
 class RayContext:
-    """A worker of Ray Train; its process group is there already."""
+    """A worker of Ray Train, which has set up its process group."""
 
     def __init__(self) -> None:
         import ray.train
@@ -69,7 +69,7 @@ class RayContext:
 
 
 def gather_objects(context: Context, value: Any) -> list[Any]:
-    """Every rank's value, on every rank, in the order of ranks. A collective: all ranks call it."""
+    """Every rank's value in the order of ranks, on every rank. A collective: all ranks must call it."""
     if context.world_size == 1:
         return [value]
     values: list[Any] = [None] * context.world_size

@@ -1,4 +1,4 @@
-"""The processor that torch computes on: its threads and how memory is kept between steps."""
+"""The CPU that torch computes on: its threads, and freed memory that the process keeps between steps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # mallopt's names for
 
 
 def prepare_processor(threads: int | None = None) -> None:
-    """Sets torch's threads (None: torch's choice) and keeps freed memory in the process.
+    """Sets the number of torch's threads (None: torch's default) and keeps freed memory in the process.
 
-    Every step allocates the same large tensors again. glibc gives each one back to the system and the system hands out
-    pages of zeros one by one, which was a fifth of a beam search and a tenth of a training step. The price: a process
-    holds on to the most that it ever needed. Without glibc nothing happens.
+    Every step allocates the same large tensors again. By default glibc returns each one to the system, which then
+    provides zeroed pages one by one: a fifth of the time of a beam search, a tenth of a training step. In exchange a
+    process keeps its peak memory until it ends. Without glibc the memory settings have no effect.
     """
     if threads is not None:
         torch.set_num_threads(threads)
@@ -23,23 +23,23 @@ def prepare_processor(threads: int | None = None) -> None:
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, 1 << 30)
         mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
-        mallopt(_ARENA_MAX, 1)  # later threads share the one arena that can keep large tensors
+        mallopt(_ARENA_MAX, 1)  # all threads share the one arena that can keep large tensors
 
 
 def computing_thread(threads: int | None = None) -> ThreadPoolExecutor:
-    """One thread for all of a process's computing, drawing and loading weights included.
+    """One thread for all computing of a process, including weight initialization and loading.
 
-    For processes whose own calls come from changing threads, as in Ray's actors. Each thread that computes gets a team
-    of OpenMP threads that stays; with more of them in a process than it has cores, they no longer wait at work but
-    sleep between any two operations, which took a third of a Swin's time. A thread that was there before
-    `prepare_processor` also keeps an arena of its own, which gives large tensors back to the system at once.
+    For processes that are called from changing threads, such as Ray's actors. Each thread that computes gets its own
+    permanent team of OpenMP threads. When a process has more of these than cores, they sleep between any two
+    operations instead of spinning, which took a third of the time of a Swin backbone. A thread older than
+    `prepare_processor` also has its own arena, which returns large tensors to the system at once.
     """
     prepare_processor(threads)
     return ThreadPoolExecutor(1, initializer=prepare_processor, initargs=(threads,))
 
 
 def memory_mb(device: torch.device) -> float:
-    """MiB: the process's resident set on a CPU, the most that tensors took on a GPU."""
+    """MiB: the resident set of the process on a CPU, the peak of allocated tensors on a GPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
     import psutil

@@ -1,27 +1,25 @@
-"""How busy this machine is, under the names that MLflow's own system metrics have."""
+"""How busy this machine is, under the names of MLflow's system metrics.
+
+MLflow's own monitor sends to the tracker from the process it watches. Here a training worker only writes its journal,
+which the driver forwards, so the values are read directly: by psutil and, for GPUs, by NVML through torch.
+"""
 
 from __future__ import annotations
 
-import contextlib
 from functools import cache
-from typing import Any
 
 import torch
 
 MEGABYTE = 1e6
 
 
-def machine_use(device: torch.device) -> dict[str, float]:
-    """Processor (percent since the last call), memory, disk, network since the first call, and the GPUs if any.
-
-    GPU memory is the whole card's, other processes included; how busy a GPU is needs the package nvidia-ml-py.
-    """
+def system_metrics(device: torch.device) -> dict[str, float]:
+    """CPU (percent since the last call), memory, disk, network since the first call, and on CUDA the visible GPUs."""
     import psutil
 
     memory, disk = psutil.virtual_memory(), psutil.disk_usage("/")
-    received, sent = _network(psutil)
-    received_before, sent_before = _network_before()
-    use = {
+    (received, sent), (received_before, sent_before) = _network(), _network_at_first_call()
+    metrics = {
         "cpu_utilization_percentage": psutil.cpu_percent(),
         "system_memory_usage_megabytes": memory.used / MEGABYTE,
         "system_memory_usage_percentage": memory.percent,
@@ -30,21 +28,35 @@ def machine_use(device: torch.device) -> dict[str, float]:
         "network_receive_megabytes": (received - received_before) / MEGABYTE,
         "network_transmit_megabytes": (sent - sent_before) / MEGABYTE,
     }
-    for index in range(torch.cuda.device_count() if device.type == "cuda" else 0):
-        free, total = torch.cuda.mem_get_info(index)
-        use[f"gpu_{index}_memory_usage_megabytes"] = (total - free) / MEGABYTE
-        with contextlib.suppress(Exception):  # torch asks nvidia-ml-py, which need not be there
-            use[f"gpu_{index}_utilization_percentage"] = torch.cuda.utilization(index)
-    return {f"system/{key}": round(float(value), 1) for key, value in use.items()}
+    if device.type == "cuda":
+        metrics |= _gpu_metrics(device)
+    return {f"system/{name}": round(float(value), 1) for name, value in metrics.items()}
 
 
-def _network(psutil: Any) -> tuple[int, int]:
+def _gpu_metrics(device: torch.device) -> dict[str, float]:
+    """Memory (of all processes) and utilization of every visible GPU.
+
+    NVML opens no CUDA context, which `torch.cuda.mem_get_info` does on each GPU that it is asked about. Without NVML
+    only the memory of this process's own GPU is reported, where a context exists.
+    """
+    metrics: dict[str, float] = {}
+    try:
+        for index in range(torch.cuda.device_count()):
+            metrics[f"gpu_{index}_memory_usage_megabytes"] = torch.cuda.device_memory_used(index) / MEGABYTE
+            metrics[f"gpu_{index}_utilization_percentage"] = torch.cuda.utilization(index)
+    except Exception:  # whatever NVML or a missing nvidia-ml-py raises
+        free, total = torch.cuda.mem_get_info(device)
+        metrics[f"gpu_{device.index or 0}_memory_usage_megabytes"] = (total - free) / MEGABYTE
+    return metrics
+
+
+def _network() -> tuple[int, int]:
+    import psutil
+
     counters = psutil.net_io_counters()
     return (counters.bytes_recv, counters.bytes_sent) if counters else (0, 0)
 
 
 @cache
-def _network_before() -> tuple[int, int]:
-    import psutil
-
-    return _network(psutil)
+def _network_at_first_call() -> tuple[int, int]:
+    return _network()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from pipeline.storage.atomic import atomic_path
 
 if TYPE_CHECKING:  # a digest needs no torch, whose import takes seconds
     import torch
@@ -14,45 +15,42 @@ if TYPE_CHECKING:  # a digest needs no torch, whose import takes seconds
 
 
 def save_weights(module: nn.Module, path: Path) -> None:
-    """The module's state as one safetensors file, under a temporary name until it is whole."""
+    """The module's state as one safetensors file, whole or not at all."""
     from safetensors.torch import save_file
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}, temporary)
-    temporary.replace(path)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
+    with atomic_path(path) as temporary:
+        save_file(tensors, temporary)
 
 
 def load_weights(module: nn.Module, path: Path, data: bytes | None = None) -> None:
-    """Fills `module`; ValueError naming file and keys when they do not fit one to one. `data`: the file's, if here."""
+    """Loads a file (or its content `data`) into `module`; ValueError naming keys that do not match one to one."""
     from safetensors.torch import load, load_file
 
     tensors: dict[str, torch.Tensor] = load_file(path) if data is None else load(data)
-    own = module.state_dict()
-    missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
-    if missing or extra:
-        raise ValueError(f"{path} does not fit: missing {missing[:3] or 'none'}, not known {extra[:3] or 'none'}")
+    expected = module.state_dict()
+    missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+    if missing or unknown:
+        raise ValueError(f"{path} does not fit: missing {missing[:3] or 'none'}, unknown {unknown[:3] or 'none'}")
     for name, tensor in tensors.items():
-        if own[name].shape != tensor.shape:
+        if expected[name].shape != tensor.shape:
             raise ValueError(
-                f"{path}: {name} has shape {tuple(tensor.shape)}, the model wants {tuple(own[name].shape)}"
+                f"{path}: {name} has shape {tuple(tensor.shape)}, the model expects {tuple(expected[name].shape)}"
             )
     module.load_state_dict(tensors)
 
 
 def export_backbone(source: Path, target: Path) -> None:
-    """A backbone's file as runs keep it under timm's own names, which `backbone.weights` takes."""
+    """Writes a run's backbone file with timm's parameter names, for the key `backbone.weights`."""
     from safetensors.torch import load_file, save_file
 
     tensors = {name.removeprefix("swin."): tensor for name, tensor in load_file(source).items()}
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    save_file(tensors, temporary)
-    temporary.replace(target)
+    with atomic_path(target) as temporary:
+        save_file(tensors, temporary)
 
 
 def weights_file_digest(path: Path) -> str:
-    """sha256 of the file (safetensors files of equal tensors are equal)."""
+    """sha256 of the file; safetensors files of equal tensors are equal."""
     status = path.stat()
     return _digest(str(path), status.st_size, status.st_mtime_ns)
 

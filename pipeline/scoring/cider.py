@@ -1,60 +1,56 @@
-"""CIDEr-D over integer n-gram keys: no Java, no strings, on the CPU or a GPU.
+"""CIDEr-D over integer n-gram keys, in batches, on a CPU or a GPU.
 
-CIDEr-D (Vedantam et al. 2015, the variant with clipping and a length penalty; n = 1..4, sigma = 6, times 10), equal to
-the reference's Python scorer. Words are ids; an n-gram is one int64 that is unique over all n. The index over the
-references is a handful of tensors: built once, kept as one safetensors file, mapped by whoever needs it. Scoring is
-comparisons, look-ups and segment sums over whole batches where the index lies, in a fixed order: equal inputs give
-equal bits on one machine.
+CIDEr-D (Vedantam et al. 2015, section 6; n = 1..4, sigma = 6, times 10), equal to coco-caption's Python scorer. Words
+are ids, and an n-gram is one int64 key that is unique over all n. The index of the references is a set of tensors,
+saved as one safetensors file that processes map and share. Scoring consists of comparisons, look-ups and segment sums
+in a fixed order, so equal inputs give equal bits on one machine.
+
+Shapes: I images, C reference captions, V distinct n-grams of the references, P distinct (image, n-gram) pairs,
+M (reference, n-gram) entries, R scored captions, T words.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-N_MAX = 4
+from pipeline.scoring.ngram_keys import (
+    N_MAX,
+    Grams,
+    HashTable,
+    NgramKeys,
+    Ragged,
+    by_length,
+    index_type,
+    run_starts,
+    take,
+)
+
 SIGMA = 6.0
-_WORD_BITS = 15
-_MAX_WORDS = (1 << _WORD_BITS) - 1
-_PAIRS = 1 << 20  # pairs of positions compared at a time, which stay in a processor's cache
-_ROWS = 256  # captions at a time
-
-
-class _Grams(NamedTuple):
-    """Distinct n-grams of captions: caption number, column (see `_NgramKeys.count`), key, how often; by caption."""
-
-    caption: Tensor
-    column: Tensor
-    key: Tensor
-    times: Tensor
 
 
 class CiderD:
-    """Scores captions (word ids) of images against references, with document frequencies over the images.
+    """Scores captions (word ids) of images against their references, with document frequencies over the images.
 
-    Made by `CiderD.build`; an image is known by its place among the references. About 5 kB an image with five
-    references, wherever it lies (`to`); processes that `load` one file share its pages.
+    Built by `CiderD.build`; an image is identified by its position among the references. The index takes about 5 kB per
+    image with five references. Processes that `load` the same file share its memory pages. `metadata` holds JSON
+    values, stored with the index.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        self._tensors, self.facts = dict(tensors), dict(facts)
-        self.num_images = int(facts["num_images"])
-        self._log_documents = float(facts["log_documents"])
-        self._size = int(facts["size"])
-        self._vocabulary = _Table.of(self._tensors, "vocabulary")
-        self._places = _Table.of(self._tensors, "places")
-        prefixes = [_Table.of(self._tensors, f"prefix{order}") for order in range(1, N_MAX) if facts["wide"]]
-        self._keys = _NgramKeys(int(facts["num_words"]), prefixes if facts["wide"] else None)
+    def __init__(self, index: _Index, metadata: Mapping[str, Any]) -> None:
+        self.metadata = dict(metadata)
+        self.num_images = len(index.num_references)
+        self._index = index
+        self._log_documents = float(metadata["log_documents"])
+        self._keys = NgramKeys(int(metadata["num_words"]), index.prefixes)
 
     @classmethod
     def build(
@@ -66,323 +62,208 @@ class CiderD:
     ) -> CiderD:
         """The index of each image's reference captions, given as word-id sequences.
 
-        `num_words` is above every id that captions may hold, where that is more than the references hold;
-        `caption_documents` counts every caption as a document, as the meshed-memory transformer's reward does. Costs
-        a few sorts of all reference n-grams.
+        num_words: a number above every id that scored captions may hold, where that is more than the references hold.
+        caption_documents: count every caption as a document, as the meshed-memory transformer's reward does. Cost: a
+        few sorts of all reference n-grams.
         """
-        captions = _Ragged.of([caption for image in references for caption in image])
-        counts = np.array([len(image) for image in references], np.int64)
+        captions = Ragged.of([caption for image in references for caption in image])
+        num_references = np.array([len(image) for image in references], np.int64)
         num_words = max(num_words, int(captions.words.max(initial=0)) + 1)
-        keys = _NgramKeys.build(num_words, captions)
-        rows, found = [np.zeros(0, np.int64)], []
-        for part, words, lengths in captions.batches():
-            found.append(keys.count(words, lengths))
-            rows.append(part[found[-1].caption.numpy()])
-        caption = np.concatenate(rows)
-        none = torch.zeros(0, dtype=torch.long)
-        key = torch.cat([none, *(grams.key for grams in found)]).numpy()
-        count = torch.cat([none, *(grams.times for grams in found)]).numpy()
-        order = torch.cat([none, *(grams.column for grams in found)]).numpy() % N_MAX
+        keys = NgramKeys.build(num_words, captions)
+        entries = _Entries.count(keys, captions)
+        ngrams, ngram = HashTable.number(entries.key)
+        postings = _Postings.build(entries.caption, ngram, num_references, max(len(ngrams), 1))
 
-        # Entries sorted by (image, n-gram, reference): all references of an image that hold an n-gram lie together.
-        by_key = np.argsort(key)
-        firsts = _beginnings(key[by_key])
-        vocabulary, number = _Table.build(key[by_key[firsts]])
-        place_of, size = np.empty_like(number), max(len(number), 1)
-        place_of[number] = np.arange(len(number))
-        dense = np.empty_like(key)
-        dense[by_key] = np.repeat(place_of, np.diff(firsts, append=len(key)))
-        image = np.repeat(np.arange(len(counts)), counts)
-        nth = np.arange(len(captions)) - np.repeat(np.cumsum(counts) - counts, counts)  # of its image's references
-        place, most = image[caption] * size + dense, int(counts.max(initial=1))
-        by_place = np.argsort(place * most + nth[caption])
-        ordered = place[by_place]
-        starts = _beginnings(ordered)
-        places, number = _Table.build(ordered[starts])
-
-        # Document frequency: the number of images in whose references an n-gram stands.
-        documents = dense if caption_documents else ordered[starts] % size
-        frequency = np.bincount(documents, minlength=size)
+        # Document frequency: the number of images (or of captions) whose references hold an n-gram.
+        frequency = np.bincount(ngram if caption_documents else postings.ngram, minlength=postings.num_ngrams)
         log_documents = math.log(max(len(captions) if caption_documents else len(references), 1))
         idf = log_documents - np.log(np.maximum(frequency, 1))
-        weight = count * idf[dense]
-        norm = np.sqrt(np.bincount(caption * N_MAX + order, weights=weight**2, minlength=len(captions) * N_MAX))
-        tensors = {
-            "num_references": torch.from_numpy(counts),
-            "length": torch.from_numpy(np.maximum(captions.lengths - 1.0, 0.0)),
-            "norm": torch.from_numpy(norm),
-            "idf": torch.from_numpy(idf),
-            "starts": torch.from_numpy(starts[number].astype(_smallest(len(place)))),
-            "counts": torch.from_numpy(np.diff(starts, append=len(place))[number].astype(np.int32)),
-            "entry_reference": torch.from_numpy(caption[by_place].astype(np.int32)),
-            "entry_weight": torch.from_numpy(weight[by_place]),
-            **vocabulary.named("vocabulary"),
-            **places.named("places"),
-        }
-        for length, table in enumerate(keys.prefixes or (), 1):
-            tensors |= table.named(f"prefix{length}")
-        facts = {
-            "num_images": len(references),
-            "num_words": num_words,
-            "size": size,
-            "log_documents": log_documents,
-            "wide": keys.prefixes is not None,
-        }
-        return cls(tensors, facts)
+        weight = entries.times * idf[ngram]
+        norm_slot = entries.caption * N_MAX + entries.order
+        index = _Index(
+            num_references=torch.from_numpy(num_references),
+            length=torch.from_numpy(np.maximum(captions.lengths - 1.0, 0.0)),
+            norm=torch.from_numpy(np.sqrt(np.bincount(norm_slot, weight**2, minlength=len(captions) * N_MAX))),
+            idf=torch.from_numpy(idf),
+            starts=torch.from_numpy(postings.starts),
+            counts=torch.from_numpy(postings.counts),
+            entry_reference=torch.from_numpy(entries.caption[postings.order].astype(np.int32)),
+            entry_weight=torch.from_numpy(weight[postings.order]),
+            ngrams=ngrams,
+            pairs=postings.table,
+            prefixes=keys.prefixes,
+        )
+        return cls(index, {"num_words": num_words, "log_documents": log_documents})
 
     def to(self, device: torch.device | str) -> CiderD:
         """The same index on a device."""
-        return CiderD({name: tensor.to(device) for name, tensor in self._tensors.items()}, self.facts)
+        return CiderD(self._index.map(lambda tensor: tensor.to(device)), self.metadata)
 
-    def save(self, path: Path, facts: Mapping[str, Any]) -> None:
-        """One safetensors file, on disk when this returns; `facts` (JSON values) come back in `facts`. OSError."""
+    def save(self, path: Path) -> None:
+        """Writes one safetensors file. Raises OSError."""
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         try:
-            save_file(self._tensors, path, {"facts": json.dumps({**self.facts, **facts})})
-        except SafetensorError as error:  # a full disk, for one
+            save_file(self._index.tensors(), path, {"metadata": json.dumps(self.metadata)})
+        except SafetensorError as error:  # for example a full disk
             raise OSError(f"{path} cannot be written: {error}") from error
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
 
     @classmethod
     def load(cls, path: Path) -> CiderD:
-        """What `save` wrote, mapped and not read; ValueError when the file is not whole."""
+        """Memory-maps what `save` wrote. Raises ValueError when the file is incomplete."""
         from safetensors import SafetensorError, safe_open
 
         try:
             with safe_open(path, "pt") as file:
                 names = file.keys()
-                return cls({name: file.get_tensor(name) for name in names}, json.loads(file.metadata()["facts"]))
+                index = _Index.of({name: file.get_tensor(name) for name in names})
+                return cls(index, json.loads(file.metadata()["metadata"]))
         except (SafetensorError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a CIDEr-D index: {error}") from error
 
     def score(self, captions: Tensor, lengths: Tensor, images: Tensor) -> Tensor:
         """CIDEr-D x 10 of each caption, float64 (R,).
 
-        captions (R, T) word ids, of which the first lengths (R,) count; images (R,) places of the references; all
-        where the index lies. An n-gram that no reference has counts in the caption's norm with document frequency 1.
-        Captions of like length are scored together, in parts that bound the memory.
+        captions (R, T): word ids, of which the first lengths (R,) count. images (R,): positions among the references.
+        All three on the index's device. An n-gram that no reference holds counts in the caption's norm with document
+        frequency 1. Captions of similar length are scored together, in parts of bounded memory.
         """
         scores = lengths.new_zeros(len(lengths), dtype=torch.float64)
-        for part, width in _of_like_length(lengths):
+        for part, width in by_length(lengths):
             scores[part] = self._score(captions[part, :width], lengths[part], images[part])
         return scores
 
     def _score(self, captions: Tensor, lengths: Tensor, images: Tensor) -> Tensor:
-        tensors = self._tensors
+        index = self._index
         grams = self._keys.count(captions, lengths)
-        position, seen = self._vocabulary.find(grams.key)
-        weight = grams.times * torch.where(seen, _at(tensors["idf"], position.where(seen, 0)), self._log_documents)
+        ngram, known = index.ngrams.find(grams.key)
+        weight = grams.times * torch.where(known, take(index.idf, ngram.where(known, 0)), self._log_documents)
         squares = captions.new_zeros((len(captions), captions.shape[1] * N_MAX), dtype=torch.float64)
         squares[grams.caption, grams.column] = weight.square()
         norm = squares.view(len(captions), -1, N_MAX).sum(1).sqrt()  # (R, n)
 
-        # Each caption n-gram that some reference of its image holds, widened to one row a reference that holds it.
-        gram = seen.nonzero().squeeze(1)
-        place, here = self._places.find(_at(images, _at(grams.caption, gram)) * self._size + _at(position, gram))
-        gram, place = gram[here], place[here]
-        starts, counts = _at(tensors["starts"], place).long(), _at(tensors["counts"], place).long()
+        # Each caption n-gram that some reference of its image holds, repeated for every reference that holds it.
+        gram = known.nonzero().squeeze(1)
+        pair_key = take(images, take(grams.caption, gram)) * index.num_ngrams + take(ngram, gram)
+        pair, matches = index.pairs.find(pair_key)
+        gram, pair = gram[matches], pair[matches]
+        starts, counts = take(index.starts, pair).long(), take(index.counts, pair).long()
         row = gram.repeat_interleave(counts)
         first = counts.cumsum(0) - counts
         entry = torch.arange(len(row), device=row.device) + (starts - first).repeat_interleave(counts)
 
-        theirs = _at(tensors["entry_weight"], entry)
-        product = torch.minimum(_at(weight, row), theirs) * theirs
-        reference = _at(tensors["entry_reference"], entry).long()
-        caption, order = _at(grams.caption, row), _at(grams.column, row) % N_MAX
-        bottom = _at(norm.flatten(), caption * N_MAX + order) * _at(tensors["norm"], reference * N_MAX + order)
-        delta = (_at(lengths, caption) - 1).clamp(min=0) - _at(tensors["length"], reference)
-        value = product / torch.where(bottom > 0, bottom, 1.0) * torch.exp(-delta.square() / (2 * SIGMA**2))
+        reference_weight = take(index.entry_weight, entry)
+        product = torch.minimum(take(weight, row), reference_weight) * reference_weight
+        reference = take(index.entry_reference, entry).long()
+        caption, order = take(grams.caption, row), take(grams.column, row) % N_MAX
+        norms = take(norm.flatten(), caption * N_MAX + order) * take(index.norm, reference * N_MAX + order)
+        delta = (take(lengths, caption) - 1).clamp(min=0) - take(index.length, reference)
+        value = product / torch.where(norms > 0, norms, 1.0) * torch.exp(-delta.square() / (2 * SIGMA**2))
         matched = torch.segment_reduce(
             value, "sum", lengths=torch.bincount(caption, minlength=len(captions)), initial=0
         )
-        return matched / N_MAX / tensors["num_references"][images].clamp(min=1) * 10.0
-
-
-class _NgramKeys:
-    """n-grams as int64 keys, exact for any number of words.
-
-    Below 2^15 words an n-gram is its words, 15 bits each, counted from 1: keys of different n differ. With more, a
-    key is (number of the (n-1)-gram, word, n): the number is the prefix's place among those of the references
-    (`prefixes`), or one beyond them that holds within one call of `count`, which is as far as unseen n-grams are
-    compared.
-    """
-
-    def __init__(self, num_words: int, prefixes: list[_Table] | None) -> None:
-        self.num_words, self.prefixes = num_words, prefixes
-
-    @classmethod
-    def build(cls, num_words: int, captions: _Ragged) -> _NgramKeys:
-        keys = cls(num_words, None)
-        if num_words <= _MAX_WORDS:
-            return keys
-        keys.prefixes = []
-        for order in range(1, N_MAX):  # the (order + 1)-grams are numbered by the prefixes found before
-            last = [torch.zeros(0, dtype=torch.long)]
-            for _, words, lengths in captions.batches():
-                grams = keys.count(words, lengths, longest=order)
-                last.append(grams.key[grams.column % N_MAX == order - 1])
-            keys.prefixes.append(_Table.build(_distinct(torch.cat(last).numpy()))[0])
-        return keys
-
-    def count(self, words: Tensor, lengths: Tensor, longest: int = N_MAX) -> _Grams:
-        """The distinct n-grams of captions (R, T) of `lengths` (R,), n up to `longest`; column = start * 4 + n - 1.
-
-        Positions are compared with each other, which for captions costs less than sorting them.
-        """
-        width = words.shape[1]
-        inside = torch.arange(width, device=words.device) < lengths[:, None]
-        if bool((words.ge(self.num_words) & inside).any()):
-            most = int(words.masked_fill(~inside, 0).max())
-            raise ValueError(f"word id {most} is not below num_words = {self.num_words}; name more words")
-        # Captions last: neighbors in memory are compared side by side. What stands behind a caption is only itself.
-        own = words.where(inside, -1 - torch.arange(width, device=words.device)).t().int().contiguous()  # (T, R)
-        same_word = own[:, None] == own[None]  # (T, T, R)
-        same, before = same_word, torch.ones_like(same_word[:, :, :1]).squeeze(2).tril(-1).unsqueeze(2)
-        key, grams = torch.zeros_like(words), []
-        for order in range(min(longest, width)):
-            if order:  # the n-grams at i and j are equal when the (n-1)-grams are, and the words after them
-                same = same[:-1, :-1] & same_word[order:, order:]
-            starts = width - order
-            key = self._extend(key[:, :starts], words[:, order:], inside[:, order:], order)
-            earlier = (same & before[:starts, :starts]).sum(1, dtype=torch.int32)
-            first = (inside[:, order:] & (earlier == 0).t()).flatten().nonzero().squeeze(1)
-            times = same.sum(1, dtype=torch.int32).t().flatten()
-            key_, times_ = _at(key.flatten(), first), _at(times, first)
-            grams.append((first // starts, first % starts * N_MAX + order, key_, times_))
-        if not grams:
-            none = words.new_zeros(0)
-            return _Grams(none, none, none, none.double())
-        caption, column, key, times = (torch.cat(part) for part in zip(*grams, strict=True))
-        by_caption = caption.argsort(stable=True)
-        key, times = _at(key, by_caption), _at(times.double(), by_caption)
-        return _Grams(_at(caption, by_caption), _at(column, by_caption), key, times)
-
-    def _extend(self, prefix: Tensor, words: Tensor, inside: Tensor, order: int) -> Tensor:
-        """Keys of the (order + 1)-grams from those of their first `order` words and the word after them."""
-        last = words + 1
-        if self.prefixes is None:
-            return (prefix << _WORD_BITS) | last
-        if order == 0:
-            return last << 2
-        table = self.prefixes[order - 1]
-        number, seen = table.find(prefix[inside])
-        _, unseen = torch.unique(prefix[inside][~seen], return_inverse=True)
-        number[~seen] = len(table) + unseen
-        key = torch.zeros_like(prefix)
-        key[inside] = ((number << 30 | last[inside]) << 2) | order
-        return key
+        return matched / N_MAX / index.num_references[images].clamp(min=1) * 10.0
 
 
 @dataclass(frozen=True)
-class _Table:
-    """Distinct int64 keys in the order of their hash buckets, up to a key a bucket; a place is one in `keys`.
+class _Index:
+    """The tensors of an index. Entries are sorted by (image, n-gram, reference); `starts`, `counts` give each pair's.
 
-    A look-up costs two memory accesses where a binary search in millions of keys costs twenty.
+    `prefixes` are the tables of the references' 1-, 2- and 3-grams; empty below 2^15 words (see `NgramKeys`).
     """
 
-    keys: Tensor  # one longer than there are keys: the last is a stop, never a match
-    start: Tensor
+    num_references: Tensor  # (I,) int64
+    length: Tensor  # (C,) float64, number of bigrams
+    norm: Tensor  # (C * 4,) float64, of each caption's weights of order n
+    idf: Tensor  # (V,) float64
+    starts: Tensor  # (P,) first entry of a pair
+    counts: Tensor  # (P,) number of entries of a pair
+    entry_reference: Tensor  # (M,) int32, the caption
+    entry_weight: Tensor  # (M,) float64, tf-idf
+    ngrams: HashTable  # keys of the V n-grams
+    pairs: HashTable  # image * num_ngrams + n-gram, of the P pairs
+    prefixes: tuple[HashTable, ...]
+
+    @property
+    def num_ngrams(self) -> int:
+        return max(len(self.ngrams), 1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by name, those of tables as "name.keys" and "name.start"."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        tables = {"ngrams": self.ngrams, "pairs": self.pairs}
+        tables |= {f"prefix{order}": table for order, table in enumerate(self.prefixes, 1)}
+        for name, table in tables.items():
+            tensors |= {f"{name}.keys": table.keys, f"{name}.start": table.start}
+        return tensors
 
     @classmethod
-    def build(cls, keys: np.ndarray) -> tuple[_Table, np.ndarray]:
-        """The table, and for each place the number of its key among those given."""
-        bits = max(1, len(keys).bit_length())
-        own = torch.from_numpy(keys)
-        buckets = _buckets(own, bits).numpy().astype(_smallest(1 << bits))
-        number = np.argsort(buckets)
-        start = np.zeros((1 << bits) + 1, _smallest(len(keys)))
-        np.cumsum(np.bincount(buckets, minlength=1 << bits), out=start[1:])
-        ordered = torch.cat([own[torch.from_numpy(number)], own.new_zeros(1)])
-        return cls(ordered, torch.from_numpy(start)), number
+    def of(cls, tensors: Mapping[str, Tensor]) -> _Index:
+        """From what `tensors` gave. Raises KeyError for a missing one."""
 
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], name: str) -> _Table:
-        return cls(tensors[f"{name}.keys"], tensors[f"{name}.start"])
+        def table(name: str) -> HashTable:
+            return HashTable(tensors[f"{name}.keys"], tensors[f"{name}.start"])
 
-    def named(self, name: str) -> dict[str, Tensor]:
-        return {f"{name}.keys": self.keys, f"{name}.start": self.start}
+        plain = {name: tensor for name, tensor in tensors.items() if "." not in name}
+        orders = range(1, N_MAX) if "prefix1.keys" in tensors else ()
+        prefixes = tuple(table(f"prefix{order}") for order in orders)
+        return cls(**plain, ngrams=table("ngrams"), pairs=table("pairs"), prefixes=prefixes)
 
-    def __len__(self) -> int:
-        return len(self.keys) - 1
-
-    def find(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """For each value (n,) its place, and whether it is there; the place means nothing where it is not."""
-        buckets = _buckets(values, (len(self.start) - 1).bit_length() - 1)
-        place, end = _at(self.start, buckets).long(), _at(self.start, buckets + 1).long()
-        found = (_at(self.keys, place) == values) & (place < end)
-        open_ = (~found & (place + 1 < end)).nonzero().squeeze(1)
-        while len(open_):
-            next_ = _at(place, open_) + 1
-            place[open_] = next_
-            hit = _at(self.keys, next_) == _at(values, open_)
-            found[open_[hit]] = True
-            open_ = open_[~hit & (next_ + 1 < _at(end, open_))]
-        return place, found
-
-
-def _buckets(keys: Tensor, bits: int) -> Tensor:
-    mixed = (
-        keys * -7046029254386353131
-    )  # Fibonacci hashing (2^64 / the golden ratio, as int64): the high bits are mixed
-    return (mixed >> (64 - bits)) & ((1 << bits) - 1)
-
-
-def _at(values: Tensor, index: Tensor) -> Tensor:
-    """values[index], along the first dimension; on a CPU several times faster than saying so."""
-    return values.index_select(0, index)
-
-
-def _smallest(limit: int) -> Any:
-    """The integer type for values up to `limit`: look-ups wait for memory, and half the bytes are half the wait."""
-    return np.int32 if limit < 1 << 31 else np.int64
-
-
-def _distinct(values: np.ndarray) -> np.ndarray:
-    ordered = np.sort(values)
-    return ordered[_beginnings(ordered)]
-
-
-def _beginnings(ordered: np.ndarray) -> np.ndarray:
-    """Where a new value begins in sorted ones."""
-    new = np.ones(len(ordered), bool)
-    np.not_equal(ordered[1:], ordered[:-1], out=new[1:])
-    return np.flatnonzero(new)
-
-
-def _of_like_length(lengths: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """(rows, longest length) of parts of a batch that together waste little when padded and fit in memory."""
-    order = lengths.argsort(stable=True)
-    ordered = lengths[order].tolist()
-    end = len(ordered)
-    while end:
-        start = max(0, end - _ROWS, end - max(1, _PAIRS // max(ordered[end - 1], 1) ** 2))
-        yield order[start:end], ordered[end - 1]
-        end = start
+    def map(self, change: Callable[[Tensor], Tensor]) -> _Index:
+        """The index with every tensor changed."""
+        return _Index.of({name: change(tensor) for name, tensor in self.tensors().items()})
 
 
 @dataclass(frozen=True)
-class _Ragged:
-    """Captions one after the other: their words, and the length of each."""
+class _Entries:
+    """The distinct n-grams of every reference caption, M rows."""
 
-    words: np.ndarray
-    lengths: np.ndarray
+    caption: np.ndarray  # number of the caption
+    order: np.ndarray  # n - 1
+    key: np.ndarray
+    times: np.ndarray  # float64, uses in the caption
 
     @classmethod
-    def of(cls, captions: Sequence[Sequence[int]]) -> _Ragged:
-        lengths = np.array([len(caption) for caption in captions], np.int64)
-        return cls(np.fromiter(itertools.chain.from_iterable(captions), np.int64, int(lengths.sum())), lengths)
+    def count(cls, keys: NgramKeys, captions: Ragged) -> _Entries:
+        empty = torch.zeros(0, dtype=torch.long)
+        rows, parts = [np.zeros(0, np.int64)], [Grams(empty, empty, empty, empty.double())]
+        for numbers, words, lengths in captions.batches():
+            parts.append(keys.count(words, lengths))
+            rows.append(numbers[parts[-1].caption.numpy()])
+        _, column, key, times = (torch.cat(columns).numpy() for columns in zip(*parts, strict=True))
+        return cls(np.concatenate(rows), column % N_MAX, key, times)
 
-    def __len__(self) -> int:
-        return len(self.lengths)
 
-    def batches(self) -> Iterator[tuple[np.ndarray, Tensor, Tensor]]:
-        """(numbers of the captions, their words padded (R, T), lengths (R,)), captions of like length together."""
-        firsts = np.cumsum(self.lengths) - self.lengths
-        for part, width in _of_like_length(torch.from_numpy(self.lengths)):
-            rows = part.numpy()
-            places = firsts[rows, None] + np.arange(width)
-            words = self.words[np.minimum(places, max(len(self.words) - 1, 0))] if width else places
-            yield rows, torch.from_numpy(words), torch.from_numpy(self.lengths[rows])
+@dataclass(frozen=True)
+class _Postings:
+    """Entries sorted by (image, n-gram, reference): all references of an image that hold an n-gram are adjacent."""
+
+    order: np.ndarray  # (M,) sorts the entries
+    table: HashTable  # of the pairs' keys; `starts` and `counts` are in its order
+    starts: np.ndarray  # (P,)
+    counts: np.ndarray  # (P,)
+    ngram: np.ndarray  # (P,) the n-gram of each pair, in sorted order
+    num_ngrams: int
+
+    @classmethod
+    def build(cls, caption: np.ndarray, ngram: np.ndarray, num_references: np.ndarray, num_ngrams: int) -> _Postings:
+        """caption, ngram (M,): an entry's caption and the number of its n-gram, below `num_ngrams`."""
+        image = np.repeat(np.arange(len(num_references)), num_references)
+        first_reference = np.repeat(np.cumsum(num_references) - num_references, num_references)
+        reference = np.arange(len(image)) - first_reference  # a caption's number among its image's references
+        pair = image[caption] * num_ngrams + ngram
+        order = np.argsort(pair * int(num_references.max(initial=1)) + reference[caption])
+        pairs = pair[order]
+        starts = run_starts(pairs)
+        table, number = HashTable.build(pairs[starts])
+        counts = np.diff(starts, append=len(pairs))
+        return cls(
+            order=order,
+            table=table,
+            starts=starts[number].astype(index_type(len(pairs))),
+            counts=counts[number].astype(np.int32),
+            ngram=pairs[starts] % num_ngrams,
+            num_ngrams=num_ngrams,
+        )

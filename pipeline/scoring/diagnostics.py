@@ -1,4 +1,4 @@
-"""What the usual metrics do not show about captions: broken endings, repetition, lengths, words, memorized captions."""
+"""Properties of captions that metrics do not show: broken endings, repetition, lengths, words, memorized captions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.scoring import ptb
 
 # Words that cannot end an English caption: articles, possessives, conjunctions, copulas, and prepositions that need an
-# object. Those that often close a clause ("the shelf it stands on") are left out.
+# object. Prepositions that often close a clause ("the shelf it stands on") are not in the list.
 _OPEN_ENDINGS = (
     "a an the his her its their my your our this these those some and or but while as that which who with of for at "
     "from into onto to by is are was were be being has have near beside between behind above next"
@@ -18,16 +18,16 @@ _OPEN_ENDINGS = (
 OPEN_ENDINGS = frozenset(_OPEN_ENDINGS.split())
 
 
-def describe(captions: Sequence[Sequence[str]], training_captions: Iterable[str] | None = None) -> dict[str, Any]:
+def caption_stats(captions: Sequence[Sequence[str]], training_captions: Iterable[str] | None = None) -> dict[str, Any]:
     """Shares (0 to 1) and counts over tokenized captions.
 
-    empty: share without a word; broken_endings: share that ends in a word which needs another behind it;
-    doubled_words: share with a word directly repeated; repeated_ngrams: by n, share that holds an n-gram twice;
-    lengths: {words: captions}; mean_length; distinct_words; seen_in_training (only with raw `training_captions`): share
-    that is the same, word for word, as one of them.
+    empty: share without a word. broken_endings: share whose last word needs another one after it. doubled_words: share
+    with a word directly repeated. repeated_ngrams: for each n, the share with some n-gram twice. lengths: number of
+    captions by number of words. mean_length: in words. distinct_words: a count. seen_in_training (only with raw
+    `training_captions`): share that equals one of them word for word.
     """
     total = max(len(captions), 1)
-    result: dict[str, Any] = {
+    stats: dict[str, Any] = {
         "empty": sum(not tokens for tokens in captions) / total,
         "broken_endings": sum(bool(tokens) and tokens[-1] in OPEN_ENDINGS for tokens in captions) / total,
         "doubled_words": sum(any(a == b for a, b in pairwise(tokens)) for tokens in captions) / total,
@@ -37,9 +37,9 @@ def describe(captions: Sequence[Sequence[str]], training_captions: Iterable[str]
         "distinct_words": len({word for tokens in captions for word in tokens}),
     }
     if training_captions is not None:
-        seen = {tuple(ptb.tokenize(caption)) for caption in training_captions}
-        result["seen_in_training"] = sum(tuple(tokens) in seen for tokens in captions) / total
-    return result
+        known = {tuple(ptb.tokenize(caption)) for caption in training_captions}
+        stats["seen_in_training"] = sum(tuple(tokens) in known for tokens in captions) / total
+    return stats
 
 
 def _repeats(tokens: Sequence[str], order: int) -> bool:

@@ -1,116 +1,49 @@
-"""Scores that papers print for the systems here, and whether a score of ours may stand beside them.
+"""Scores that papers print for the systems here, and whether a score of ours can be compared with them.
 
-Values as printed, over 100, on the 5,000 test images of Karpathy's split of COCO or on nocaps's validation set;
-their CIDEr is CIDEr-D with the document frequencies of the scored split.
+All values are over 100 as printed (CIDEr-D 131.2 is 1.312), on the 5,000 test images of Karpathy's split of COCO after
+SCST with beam 5, unless a row says otherwise. The papers' CIDEr is CIDEr-D with the document frequencies of the scored
+split.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 COCO_TEST = 5_000
-_COLUMNS = ("BLEU-1", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D", "SPICE")
-
-
-@dataclass(frozen=True)
-class Published:
-    """One printed row; `protocol` is what the paper says about the decoding."""
-
-    model: str
-    name: str
-    scores: dict[str, float]
-    split: str = "test"
-    ensemble: bool = False
-    protocol: str = "beam 5"
-
-
-@dataclass(frozen=True)
-class AblationRow:
-    """A row of ExpansionNet v2's ablation: encoder G and decoder N_E (None: attention), its printed scores over 100
-    (Table I: first cross-entropy stage, Karpathy validation, beam 3) and multiply-accumulates (Table VI)."""
-
-    static_expansion: tuple[int, ...] | None
-    dynamic_expansion: int | None
-    values: tuple[float, ...]
-    macs: float  # of 5,000 images and a caption each, the captioner alone
-
-    @property
-    def scores(self) -> dict[str, float]:
-        return dict(zip(ABLATION_COLUMNS, self.values, strict=True))
-
-
 ABLATION_COLUMNS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D", "SPICE")
-ABLATION = (
-    AblationRow(None, None, (0.753, 0.592, 0.454, 0.346, 0.284, 0.570, 1.158, 0.216), 9.28e12),
-    AblationRow((16,), None, (0.764, 0.606, 0.466, 0.355, 0.286, 0.572, 1.178, 0.219), 9.62e12),
-    AblationRow((32,), None, (0.759, 0.599, 0.461, 0.352, 0.289, 0.571, 1.179, 0.223), 9.70e12),
-    AblationRow((64,), None, (0.763, 0.604, 0.464, 0.355, 0.288, 0.571, 1.177, 0.220), 9.88e12),
-    AblationRow(None, 4, (0.772, 0.614, 0.474, 0.362, 0.289, 0.577, 1.197, 0.223), 9.40e12),
-    AblationRow(None, 8, (0.769, 0.615, 0.479, 0.371, 0.291, 0.578, 1.208, 0.223), 9.43e12),
-    AblationRow(None, 16, (0.767, 0.614, 0.478, 0.368, 0.290, 0.577, 1.212, 0.222), 9.48e12),
-    AblationRow((64,), 16, (0.774, 0.619, 0.482, 0.373, 0.292, 0.580, 1.222, 0.223), 10.08e12),
-    AblationRow((128,) * 5, 16, (0.778, 0.623, 0.483, 0.372, 0.293, 0.583, 1.228, 0.225), 13.26e12),
-    AblationRow((256,) * 5, 16, (0.774, 0.620, 0.482, 0.372, 0.292, 0.580, 1.225, 0.222), 16.80e12),
-    AblationRow((512,) * 5, 16, (0.773, 0.617, 0.479, 0.370, 0.293, 0.580, 1.227, 0.224), 23.88e12),
-    AblationRow((32, 64, 128, 256, 512), 16, (0.776, 0.620, 0.482, 0.372, 0.294, 0.581, 1.235, 0.225), 15.21e12),
-)
-
-
-def _row(model: str, name: str, values: Sequence[float], ensemble: bool = False) -> Published:
-    return Published(model, name, dict(zip(_COLUMNS, values, strict=True)), ensemble=ensemble)
-
-
-ROWS = (
-    _row("expansionnet_v2", "ExpansionNet v2, cross entropy (paper)", (0.781, 0.381, 0.301, 0.589, 1.282, 0.235)),
-    _row("expansionnet_v2", "ExpansionNet v2, SCST (paper)", (0.828, 0.415, 0.303, 0.605, 1.404, 0.245)),
-    _row(
-        "expansionnet_v2", "ExpansionNet v2, ensemble, SCST (paper)", (0.835, 0.427, 0.306, 0.611, 1.437, 0.247), True
-    ),
-    _row("meshed_memory", "Meshed-Memory Transformer, SCST (paper)", (0.808, 0.391, 0.292, 0.586, 1.312, 0.226)),
-    *(
-        Published("expansionnet_v2", f"ExpansionNet v2, {name} (paper)", scores, split, protocol="beam 3, XE")
-        for split, name, scores in (
-            ("in-domain", "nocaps in-domain", {"CIDEr-D": 0.838, "SPICE": 0.126}),
-            ("near-domain", "nocaps near-domain", {"CIDEr-D": 0.792, "SPICE": 0.124}),
-            ("out-domain", "nocaps out-of-domain", {"CIDEr-D": 0.540, "SPICE": 0.093}),
-            ("all", "nocaps all", {"CIDEr-D": 0.729, "SPICE": 0.114}),
-        )
-    ),
-)
-
-
-def published_rows(model: str, split: str, uris: Sequence[str], beam_size: int) -> list[tuple[Published, str]]:
-    """The printed rows of a system on a split, each with the reason why ours cannot be compared ("" when it can)."""
-    found = []
-    for row in ROWS:
-        if row.model == model and row.split == split:
-            found.append((row, _difference(row, uris, beam_size)))
-    return found
-
-
-def _difference(row: Published, uris: Sequence[str], beam_size: int) -> str:
-    if row.split == "test":
-        coco = sum(uri.rsplit("/", 1)[-1].startswith("COCO_val2014_") for uri in uris)
-        if coco < len(uris) or len(uris) != COCO_TEST:
-            ours = f"{coco} of ours are COCO's" if coco < len(uris) else f"ours has {len(uris):,}"
-            return f"not comparable: printed for the {COCO_TEST:,} images of Karpathy's COCO test split, {ours}"
-    asked = int(row.protocol.split()[1].rstrip(","))
-    return "" if asked == beam_size else f"not comparable: printed for beam {asked}, ours is {beam_size}"
-
-
-# The ablations that the papers of the Meshed-Memory Transformer and of Ada-ClustFormer print, row by row.
-# Karpathy test, after SCST, beam 5; scores over 100 (CIDEr-D 131.2 is 1.312). A row's settings are ours.
+_SIX = ("BLEU-1", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D", "SPICE")
+_FIVE = _SIX[1:]
 
 
 @dataclass(frozen=True)
 class PrintedRow:
-    """A row: its name, what it sets in the section `model`, and its scores."""
+    """A row of a paper's table: its name, its scores, what it sets in the section `model`, and how it was decoded."""
 
     name: str
-    settings: dict[str, Any]
     scores: dict[str, float]
+    settings: dict[str, Any] = field(default_factory=dict)
+    split: str = "test"
+    beam_size: int = 5
+    protocol: str = "beam 5"
+
+
+@dataclass(frozen=True)
+class AblationRow(PrintedRow):
+    """A row of ExpansionNet v2's ablation: encoder G, decoder N_E (None: attention) and multiply-accumulates."""
+
+    macs: float = 0.0  # of 5,000 images with one caption each, the captioner alone
+
+    @property
+    def static_expansion(self) -> tuple[int, ...] | None:
+        groups: tuple[int, ...] | None = self.settings["static_expansion"]
+        return groups
+
+    @property
+    def dynamic_expansion(self) -> int | None:
+        vectors: int | None = self.settings["dynamic_expansion"]
+        return vectors
 
 
 @dataclass(frozen=True)
@@ -124,16 +57,88 @@ class PrintedTable:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys of the section `model` that tell its rows apart; each row sets all of them."""
+        """The keys of the section `model` that distinguish its rows; each row sets all of them."""
         return tuple(self.rows[0].settings)
 
 
-_SIX = ("BLEU-1", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D", "SPICE")
-_FIVE = _SIX[1:]
+def _row(name: str, columns: Sequence[str], values: Sequence[float], **settings: Any) -> PrintedRow:
+    return PrintedRow(name, dict(zip(columns, values, strict=True)), settings)
 
 
-def _printed_row(name: str, settings: dict[str, Any], columns: Sequence[str], values: Sequence[float]) -> PrintedRow:
-    return PrintedRow(name, settings, dict(zip(columns, values, strict=True)))
+# ---- Final scores
+
+
+def _nocaps(split: str, name: str, cider: float, spice: float) -> PrintedRow:
+    scores = {"CIDEr-D": cider, "SPICE": spice}
+    return PrintedRow(f"ExpansionNet v2, nocaps {name} (paper)", scores, {}, split, 3, "beam 3, XE")
+
+
+# by model.name
+ROWS: dict[str, tuple[PrintedRow, ...]] = {
+    "expansionnet_v2": (
+        _row("ExpansionNet v2, cross entropy (paper)", _SIX, (0.781, 0.381, 0.301, 0.589, 1.282, 0.235)),
+        _row("ExpansionNet v2, SCST (paper)", _SIX, (0.828, 0.415, 0.303, 0.605, 1.404, 0.245)),
+        _row("ExpansionNet v2, ensemble, SCST (paper)", _SIX, (0.835, 0.427, 0.306, 0.611, 1.437, 0.247)),
+        _nocaps("in-domain", "in-domain", 0.838, 0.126),
+        _nocaps("near-domain", "near-domain", 0.792, 0.124),
+        _nocaps("out-domain", "out-of-domain", 0.540, 0.093),
+        _nocaps("all", "all", 0.729, 0.114),
+    ),
+    "meshed_memory": (
+        _row("Meshed-Memory Transformer, SCST (paper)", _SIX, (0.808, 0.391, 0.292, 0.586, 1.312, 0.226)),
+    ),
+}
+
+
+def published_rows(model: str, split: str, uris: Sequence[str], beam_size: int) -> list[tuple[PrintedRow, str]]:
+    """The printed rows of a system on a split, each with the reason why ours cannot be compared ("" when it can)."""
+    return [(row, _difference(row, uris, beam_size)) for row in ROWS.get(model, ()) if row.split == split]
+
+
+def _difference(row: PrintedRow, uris: Sequence[str], beam_size: int) -> str:
+    if row.split == "test":
+        coco = sum(uri.rsplit("/", 1)[-1].startswith("COCO_val2014_") for uri in uris)
+        if coco < len(uris) or len(uris) != COCO_TEST:
+            ours = f"{coco} of ours are COCO's" if coco < len(uris) else f"ours has {len(uris):,}"
+            return f"not comparable: printed for the {COCO_TEST:,} images of Karpathy's COCO test split, {ours}"
+    if row.beam_size != beam_size:
+        return f"not comparable: printed for beam {row.beam_size}, ours is {beam_size}"
+    return ""
+
+
+# ---- ExpansionNet v2: Table I (first cross-entropy stage, Karpathy validation, beam 3) with the costs of Table VI
+
+
+def _ablation(groups: tuple[int, ...] | None, vectors: int | None, values: Sequence[float], macs: float) -> AblationRow:
+    settings = {"static_expansion": groups, "dynamic_expansion": vectors}
+    return AblationRow(
+        f"G {groups}, N_E {vectors}",
+        dict(zip(ABLATION_COLUMNS, values, strict=True)),
+        settings,
+        "validation",
+        3,
+        "beam 3, XE",
+        macs,
+    )
+
+
+ABLATION = (
+    _ablation(None, None, (0.753, 0.592, 0.454, 0.346, 0.284, 0.570, 1.158, 0.216), 9.28e12),
+    _ablation((16,), None, (0.764, 0.606, 0.466, 0.355, 0.286, 0.572, 1.178, 0.219), 9.62e12),
+    _ablation((32,), None, (0.759, 0.599, 0.461, 0.352, 0.289, 0.571, 1.179, 0.223), 9.70e12),
+    _ablation((64,), None, (0.763, 0.604, 0.464, 0.355, 0.288, 0.571, 1.177, 0.220), 9.88e12),
+    _ablation(None, 4, (0.772, 0.614, 0.474, 0.362, 0.289, 0.577, 1.197, 0.223), 9.40e12),
+    _ablation(None, 8, (0.769, 0.615, 0.479, 0.371, 0.291, 0.578, 1.208, 0.223), 9.43e12),
+    _ablation(None, 16, (0.767, 0.614, 0.478, 0.368, 0.290, 0.577, 1.212, 0.222), 9.48e12),
+    _ablation((64,), 16, (0.774, 0.619, 0.482, 0.373, 0.292, 0.580, 1.222, 0.223), 10.08e12),
+    _ablation((128,) * 5, 16, (0.778, 0.623, 0.483, 0.372, 0.293, 0.583, 1.228, 0.225), 13.26e12),
+    _ablation((256,) * 5, 16, (0.774, 0.620, 0.482, 0.372, 0.292, 0.580, 1.225, 0.222), 16.80e12),
+    _ablation((512,) * 5, 16, (0.773, 0.617, 0.479, 0.370, 0.293, 0.580, 1.227, 0.224), 23.88e12),
+    _ablation((32, 64, 128, 256, 512), 16, (0.776, 0.620, 0.482, 0.372, 0.294, 0.581, 1.235, 0.225), 15.21e12),
+)
+
+
+# ---- Meshed-Memory Transformer
 
 
 def _meshed(
@@ -141,7 +146,7 @@ def _meshed(
 ) -> PrintedRow:
     settings = {"num_memory_slots": slots, "connection": connection, "gates": gates, "num_encoder_layers": layers}
     settings |= {"num_decoder_layers": layers, "attention": "on_attention" if aoa else "dot_product"}
-    return _printed_row(name, settings, ("CIDEr-D",), (score,))
+    return _row(name, ("CIDEr-D",), (score,), **settings)
 
 
 _MESHED = (
@@ -164,7 +169,7 @@ _MESHED = (
         "Table 6, memory slots (Meshed-Memory Transformer)",
         _SIX,
         tuple(
-            _printed_row(f"{slots} slots", {"num_memory_slots": slots}, _SIX, values)
+            _row(f"{slots} slots", _SIX, values, num_memory_slots=slots)
             for slots, values in (
                 (0, (0.804, 0.383, 0.290, 0.582, 1.294, 0.226)),
                 (20, (0.807, 0.389, 0.290, 0.584, 1.299, 0.227)),
@@ -178,7 +183,7 @@ _MESHED = (
         "Table 7, layers (Meshed-Memory Transformer)",
         _SIX,
         tuple(
-            _printed_row(f"{layers} layers", {"num_encoder_layers": layers, "num_decoder_layers": layers}, _SIX, values)
+            _row(f"{layers} layers", _SIX, values, num_encoder_layers=layers, num_decoder_layers=layers)
             for layers, values in (
                 (2, (0.805, 0.386, 0.290, 0.584, 1.285, 0.228)),
                 (3, (0.808, 0.391, 0.292, 0.586, 1.312, 0.226)),
@@ -187,6 +192,9 @@ _MESHED = (
         ),
     ),
 )
+
+
+# ---- Ada-ClustFormer
 
 
 def _clustered(
@@ -199,7 +207,7 @@ def _clustered(
     window: int | None = None,
 ) -> PrintedRow:
     settings = {"encoder_clusters": encoder, "decoder_clusters": decoder, "stacking": stacking}
-    return _printed_row(name, settings | {"sampling": sampling, "window": window}, _FIVE, values)
+    return _row(name, _FIVE, values, **settings, sampling=sampling, window=window)
 
 
 _CLUSTFORMER = (
@@ -219,7 +227,7 @@ _CLUSTFORMER = (
     ),
 )
 
-# by what a search's `compare` names
+# by the value of a search's key `compare`
 TABLES: dict[str, tuple[PrintedTable, ...]] = {"meshed_memory": _MESHED, "clustformer": _CLUSTFORMER}
 NOTE = (
     "Means of the validation captions beside the paper's (Karpathy test after SCST, beam 5); +/- is the difference to "

@@ -1,4 +1,4 @@
-"""Caption files of others: COCO annotations, Karpathy files and COCO result files, as they are or gzipped."""
+"""Caption files: COCO annotations, Karpathy files and COCO result files, plain or gzipped."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import gzip
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserError
+from pipeline.storage.path import storage_path
 
 ImageId = int | str
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file, gzipped or not (told by its first bytes, not by its name). Raises UserError."""
+    """A JSON file, gzipped or not, recognized by its first bytes. Raises UserError."""
     if not path.is_file():
         raise UserError(f"file {path} does not exist; give a JSON file, gzipped or not")
     data = path.read_bytes()
@@ -32,10 +33,10 @@ def read_json(path: Path) -> Any:
 
 
 def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[str]]:
-    """Raw captions by image id, in the file's order of images; only the `split`'s where one is named.
+    """Raw captions by image id, in the file's order of images; only those of `split` when it is given.
 
-    COCO annotations (`images` and `annotations` with image_id and caption) have no splits. In Karpathy's layout
-    (`images` with `sentences`) an image's id is its cocoid, where the file has none its imgid. Images without a
+    COCO annotations (`images`, and `annotations` with image_id and caption) have no splits. In Karpathy's layout
+    (`images` with `sentences`) an image's id is its cocoid, or its imgid in a file without cocoids. Images without a
     caption are left out. Raises UserError.
     """
     data = read_json(path)
@@ -48,10 +49,10 @@ def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[
     elif isinstance(images, list) and images and isinstance(images[0], dict) and "sentences" in images[0]:
         references = _karpathy(path, images, split)
     else:
-        found = f"an object with {', '.join(map(repr, content)) or 'no keys'}" if content else type(data).__name__
+        layout = f"an object with {', '.join(map(repr, content)) or 'no keys'}" if content else type(data).__name__
         raise UserError(
             f"{path} holds no reference captions: expected COCO's 'annotations' or Karpathy's 'images' with "
-            f"'sentences', found {found}"
+            f"'sentences', found {layout}"
         )
     if not any(references.values()):
         raise UserError(f"{path} holds no reference captions: its lists are empty; give a file with captions")
@@ -71,15 +72,15 @@ def _coco(path: Path, images: list[Any], annotations: list[Any]) -> dict[ImageId
 def _karpathy(path: Path, images: list[Any], split: str | None) -> dict[ImageId, list[str]]:
     splits = Counter(image.get("split") for image in images if isinstance(image, dict))
     if split is not None and split not in splits:
-        found = ", ".join(f"{name} ({count} images)" for name, count in splits.items())
-        raise UserError(f"{path} has no images in split {split!r}; it has {found}")
-    key = "cocoid" if all(isinstance(image, dict) and "cocoid" in image for image in images) else "imgid"
+        known = ", ".join(f"{name} ({count} images)" for name, count in splits.items())
+        raise UserError(f"{path} has no images in split {split!r}; it has {known}")
+    id_key = "cocoid" if all(isinstance(image, dict) and "cocoid" in image for image in images) else "imgid"
     references: dict[ImageId, list[str]] = {}
     for number, image in enumerate(images):
         where = f"{path}: images[{number}]"
-        image_id = _image_id(image, key, where)
+        image_id = _image_id(image, id_key, where)
         if image_id in references:
-            raise UserError(f"{where} repeats {key} {image_id}; every image must stand once")
+            raise UserError(f"{where} repeats {id_key} {image_id}; every image must occur once")
         if split is not None and image.get("split") != split:
             continue
         sentences = image.get("sentences")
@@ -89,46 +90,53 @@ def _karpathy(path: Path, images: list[Any], split: str | None) -> dict[ImageId,
     return references
 
 
+def write_predictions(path: Path, captions: Mapping[int, str]) -> None:
+    """Captions by image id as a COCO result file, a list of {"image_id", "caption"}."""
+    rows = [{"image_id": image, "caption": caption} for image, caption in captions.items()]
+    storage_path(path).write_bytes(json.dumps(rows, indent=1, ensure_ascii=False).encode())
+
+
 def read_predictions(path: Path) -> dict[ImageId, str]:
-    """Raw caption by image id from a COCO result file, a list of {"image_id", "caption"}. Raises UserError."""
+    """Raw caption by image id from a COCO result file. Raises UserError."""
     data = read_json(path)
     if not isinstance(data, list) or not data:
-        found = "an empty list" if data == [] else f"a JSON {type(data).__name__}"
+        content = "an empty list" if data == [] else f"a JSON {type(data).__name__}"
         raise UserError(
-            f"{path} is no result file: expected a list of objects with image_id and caption, found {found}"
+            f"{path} is no result file: expected a list of objects with image_id and caption, found {content}"
         )
     rows = []
     for number, row in enumerate(data):
         where = f"{path}: entry {number}"
         rows.append((_image_id(row, "image_id", where), _text(row, "caption", where)))
-    twice = [image for image, count in Counter(image for image, _ in rows).items() if count > 1]
-    if twice:
+    repeated = [image for image, count in Counter(image for image, _ in rows).items() if count > 1]
+    if repeated:
         raise UserError(
-            f"{path} holds more than one caption for {len(twice)} images (ids {shorten(twice)}); keep one an image"
+            f"{path} holds more than one caption for {len(repeated)} images (ids {shorten(repeated)}); keep one per "
+            "image"
         )
     return dict(rows)
 
 
-def shorten(ids: Iterable[ImageId], most: int = 10) -> str:
-    """A list for a message: the first few and how many more."""
+def shorten(ids: Iterable[ImageId], limit: int = 10) -> str:
+    """A list for a message: the first `limit` ids and how many more there are."""
     names = [str(image) for image in ids]
-    return ", ".join(names) if len(names) <= most else f"{', '.join(names[:most])} and {len(names) - most} more"
+    return ", ".join(names) if len(names) <= limit else f"{', '.join(names[:limit])} and {len(names) - limit} more"
 
 
 def _image_id(row: Any, key: str, where: str) -> ImageId:
     value = row.get(key) if isinstance(row, dict) else None
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise UserError(f"{where} has no {key} that is a number or text: found {_shown(row)}")
+        raise UserError(f"{where} has no {key} that is a number or text: found {_excerpt(row)}")
     return value
 
 
 def _text(row: Any, key: str, where: str) -> str:
     value = row.get(key) if isinstance(row, dict) else None
     if not isinstance(value, str):
-        raise UserError(f"{where} has no {key} that is text: found {_shown(row)}")
+        raise UserError(f"{where} has no {key} that is text: found {_excerpt(row)}")
     return value
 
 
-def _shown(row: Any) -> str:
+def _excerpt(row: Any) -> str:
     text = json.dumps(row)
     return text if len(text) <= 100 else f"{text[:100]}..."

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.runs.folder import write_text
 from pipeline.scoring.published import ABLATION_COLUMNS
 from pipeline.search import ablations as ablation
 from pipeline.search import plots as search_plots
@@ -16,7 +15,7 @@ from pipeline.search.samplers import IMPORTANCE_FEWEST, importance
 from pipeline.search.space import short
 from pipeline.search.spec import Search
 from pipeline.search.trials import Book, SearchFolder, TrialRecord
-from pipeline.storage.path import place
+from pipeline.storage.atomic import write_bytes, write_text
 
 TEMPLATE = Path(__file__).with_name("search.html.jinja")
 Rows = list[tuple[str, list[str]]]
@@ -43,8 +42,8 @@ class SearchPage:
 
 def write_plots(folder: Path, search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> None:
     """pareto.png and parallel.png."""
-    place(folder / "pareto.png").write_bytes(search_plots.png(search_plots.pareto_plot(search, results, on_front)))
-    place(folder / "parallel.png").write_bytes(search_plots.png(search_plots.parallel_plot(search, results)))
+    write_bytes(folder / "pareto.png", search_plots.png(search_plots.pareto_plot(search, results, on_front)))
+    write_bytes(folder / "parallel.png", search_plots.png(search_plots.parallel_plot(search, results)))
 
 
 def write_page(book: Book, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,13 +12,13 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
-from pipeline.config.run import RunConfig, dump_config, parse_config
-from pipeline.runs.folder import write_text
-from pipeline.runs.summary import format_table
+from pipeline.config.load import dump_config, parse_config
+from pipeline.config.run import RunConfig
+from pipeline.reports.text_table import format_table
 from pipeline.search.space import short, show_value
 from pipeline.search.spec import COSTS, SCORE, Search
 from pipeline.search.trials import OVER, Book, TrialRecord, minutes
-from pipeline.storage.path import place
+from pipeline.storage.atomic import atomic_path, write_text
 
 UNITS = {"macs": 1e6, "macs_executed": 1e6, "macs_beam_search": 1e6, "parameters": 1e3}
 HEADS = {
@@ -211,12 +210,10 @@ def write_tables(folder: Path, book: Book, on_front: Sequence[PointResult]) -> N
             }
         )
     table = pa.Table.from_pylist(rows)
-    data = io.BytesIO()
-    pyarrow.parquet.write_table(table, data)
-    place(folder / "trials.parquet").write_bytes(data.getvalue())
-    text = io.BytesIO()
-    pyarrow.csv.write_csv(table, text)
-    place(folder / "trials.csv").write_bytes(text.getvalue())
+    with atomic_path(folder / "trials.parquet") as path:
+        pyarrow.parquet.write_table(table, path)
+    with atomic_path(folder / "trials.csv") as path:
+        pyarrow.csv.write_csv(table, path)
 
 
 def _is_number(value: Any) -> bool:

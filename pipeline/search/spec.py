@@ -18,7 +18,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from models.config import ExpansionNetConfig
-from pipeline.config.run import RunConfig, parse_config, parse_section, read_values, set_value
+from pipeline.config.load import parse_config, parse_section, read_values, set_value
+from pipeline.config.run import RunConfig
 from pipeline.config.sections import Positive, Section
 from pipeline.errors import UserError
 from pipeline.runs.identity import config_identity

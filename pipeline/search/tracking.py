@@ -11,9 +11,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from pipeline.runs.folder import read_json, write_json
 from pipeline.search.spec import SCORE
 from pipeline.search.trials import OVER, Book, TrialRecord
+from pipeline.storage.atomic import read_json, write_json
 from pipeline.tracking.mlflow_client import experiment_of, public_uri, tracking_client, without_secrets
 
 logger = logging.getLogger(__name__)

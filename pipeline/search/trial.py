@@ -27,16 +27,17 @@ from models.registry import build_model
 from pipeline.config.run import RunConfig, needs_boxes, total_steps
 from pipeline.data.dataset import Dataset
 from pipeline.data.loading import find_data
-from pipeline.runs.evaluation import read_predictions
-from pipeline.runs.folder import RunFolder, read_json, write_json
+from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import read_journal
 from pipeline.runs.prepare import prepare
 from pipeline.runtime.context import Context, LocalContext, device_for
 from pipeline.runtime.weights import load_weights, weights_file_digest
 from pipeline.scoring.metrics import score_captions
+from pipeline.scoring.result_files import read_predictions
 from pipeline.search.spec import SCORE, Search
 from pipeline.search.trials import SearchFolder
-from pipeline.storage.path import place
+from pipeline.storage.atomic import atomic_path, read_json, write_json
+from pipeline.storage.path import storage_path
 from pipeline.training.batches import num_samples
 from pipeline.training.loop import StageJob, train_stages
 
@@ -134,7 +135,7 @@ def _run_trial(
         take_over(run, parent)
     costs = costs_of(run)
     names = tuple(stage.name for stage in config.stages)
-    store = place(plan["store"]) if plan["store"] else None
+    store = storage_path(plan["store"]) if plan["store"] else None
     if any(run.result(name) is None for name in names):
         job = StageJob(run, names, store, tuple(plan["excluded"]), run.new_driver_token())
         train(job, config, TrialContext(run, report, costs))
@@ -213,11 +214,8 @@ def share_file(path: Path, source: Path) -> None:
     """One file on disk in place of two with the same content; where the file system has no links, they stay two."""
     if path.samefile(source) or weights_file_digest(path) != weights_file_digest(source):
         return
-    temporary = path.with_name(f".{path.name}.link")
-    with suppress(OSError):
-        temporary.unlink(missing_ok=True)
+    with suppress(OSError), atomic_path(path, durable=False) as temporary:
         os.link(source, temporary)
-        temporary.replace(path)
 
 
 def epoch_of(run: RunFolder, name: str, step: int) -> tuple[float, bool]:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.runs.folder import read_json, write_json
 from pipeline.search.samplers import Proposal, Proposals, name_of
 from pipeline.search.spec import COSTS, SCORE, Search, SearchConfig
+from pipeline.storage.atomic import read_json, write_json
 
 State = Literal["running", "finished", "stopped", "failed"]
 OVER: tuple[State, ...] = ("finished", "stopped", "failed")

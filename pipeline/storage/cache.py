@@ -1,7 +1,7 @@
-"""Bounded caches of remote shards and images on the local disk: each fetched once a machine, checked by digest.
+"""Caches of remote shards and images on the local disk, of bounded size: each is fetched once and checked by digest.
 
-Processes on one machine share it under one file lock. When it is full the shards that were not asked for the longest
-go first; a process that still maps one keeps reading it, because a removed file lives until its last reader lets go.
+All processes of a machine share a cache under file locks. A full cache removes the files that were used least recently;
+a process that has mapped such a file keeps reading it, because the system frees a removed file after its last reader.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from pipeline.storage.atomic import write_bytes
 from pipeline.storage.path import StorageError, StoragePath
 
 CACHE_VARIABLE = "RAYCAP_CACHE"
+NUM_FILE_LOCKS = 16  # shared by all files, by a hash of their names
+NUM_IMAGE_FOLDERS = 256
 
 
 def cache_folder() -> Path:
@@ -30,86 +33,85 @@ class ShardCache:
         self.folder, self.limit = folder, limit
 
     def get(self, source: StoragePath, size: int, sha256: str) -> Path | None:
-        """The local copy of `source`, fetched when it is not here; None when it alone is above the limit.
+        """The local copy of `source`, fetched if it is not cached; None when it exceeds the limit by itself.
 
-        Raises StorageError when what arrives is not what the manifest promised, also the second time.
+        Raises StorageError when the content does not have the digest, also after a second download.
         """
         if size > self.limit:
             return None
         path = self.folder / f"{sha256}{Path(source.name).suffix}"
-        if self._touch(path):
+        if _touch(path):
             return path
-        with self._alone(path.name):
-            if self._touch(path):
-                return path
-            self._keep(path, _fetch(source, sha256))
+        with self._lock(int(hashlib.sha256(path.name.encode()).hexdigest()[:8], 16) % NUM_FILE_LOCKS):
+            if not _touch(path):
+                self._add(path, _fetch(source, sha256))
         return path
 
     def read(self, source: StoragePath, sha256: str) -> bytes:
-        """The content of a small file, from the local copy if there is one; what is above the limit is not kept."""
+        """The content of a small file, from the local copy if there is one; files above the limit are not cached."""
         path = self.folder / sha256
-        if self._touch(path):
-            with suppress(FileNotFoundError):  # it had to go in between
+        if _touch(path):
+            with suppress(FileNotFoundError):  # removed since then, to free space
                 return path.read_bytes()
         data = _fetch(source, sha256)
         if len(data) <= self.limit:
-            self._keep(path, data)
+            self._add(path, data)
         return data
 
-    def _keep(self, path: Path, data: bytes) -> None:
-        with self._alone("room"):
-            self._make_room(len(data))
-            temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-            temporary.write_bytes(data)
-            temporary.replace(path)
+    def _add(self, path: Path, data: bytes) -> None:
+        with self._lock(NUM_FILE_LOCKS):
+            self._free(len(data))
+            write_bytes(path, data, durable=False)
 
-    def _touch(self, path: Path) -> bool:
-        try:
-            os.utime(path)
-        except FileNotFoundError:
-            return False
-        return True
-
-    def _make_room(self, wanted: int) -> None:
+    def _free(self, num_bytes: int) -> None:
+        """Removes the files used least recently until `num_bytes` more are within the limit."""
         files = []
         for path in self.folder.iterdir():
-            if path.suffix not in (".lock",):
+            if path.suffix != ".lock":
                 status = path.stat()
                 files.append((status.st_mtime_ns, status.st_size, path))
         total = sum(size for _, size, _ in files)
         for _, size, path in sorted(files):
-            if total + wanted <= self.limit:
+            if total + num_bytes <= self.limit:
                 return
             path.unlink(missing_ok=True)
             total -= size
 
     @contextmanager
-    def _alone(self, name: str) -> Iterator[None]:
-        """One process at a time; the lock falls with the process."""
+    def _lock(self, number: int) -> Iterator[None]:
+        """One process at a time; the lock is released with the process that holds it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        number = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) % 16 if name != "room" else 16
         with (self.folder / f"{number}.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
 
 class ImageCache:
-    """Local copies of remote images, at most `limit` bytes, by content: an end-to-end stage reads them every epoch.
+    """Local copies of remote images by content, at most `limit` bytes: an end-to-end stage reads them every epoch.
 
-    They lie in 256 folders with a share of the limit each, because making room looks at a whole folder.
+    They are divided among folders with an equal share of the limit, because freeing space lists a whole folder.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
-        self.folder, self.limit = folder, limit // 256
+        self.folder, self.limit = folder, limit // NUM_IMAGE_FOLDERS
 
-    def read(self, source: StoragePath, key: str) -> bytes:
-        """The image file; StorageError when it is no longer the one whose digest is `key`."""
-        return ShardCache(self.folder / key[:2], self.limit).read(source, key)
+    def read(self, source: StoragePath, sha256: str) -> bytes:
+        """The image file; StorageError when its content no longer has the digest."""
+        return ShardCache(self.folder / sha256[:2], self.limit).read(source, sha256)
 
 
 def image_cache(gibibytes: float) -> ImageCache:
-    """This machine's."""
+    """This machine's cache of images."""
     return ImageCache(cache_folder() / "images", int(gibibytes * 2**30))
+
+
+def _touch(path: Path) -> bool:
+    """Marks a file as used; False when it does not exist."""
+    try:
+        os.utime(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _fetch(source: StoragePath, sha256: str) -> bytes:
@@ -117,4 +119,4 @@ def _fetch(source: StoragePath, sha256: str) -> bytes:
         data = source.read_bytes()
         if hashlib.sha256(data).hexdigest() == sha256:
             return data
-    raise StorageError(f"{source}: its content does not have the digest that was noted; was it replaced meanwhile?")
+    raise StorageError(f"{source}: its content does not have the recorded digest; was it replaced meanwhile?")

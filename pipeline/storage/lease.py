@@ -1,10 +1,10 @@
-"""A lease in storage: one retraining at a time, whatever machines they are on, and a token that fences out the late.
+"""A lease in storage: one retraining at a time on any machine, with a token that fences out late writers.
 
     lease.json   {"token", "nonce", "holder", "until"}
 
-It is taken, renewed and given back by conditional writes. Clocks only decide how long others wait for a holder that is
-gone; who may write is decided by the token, which grows with every holder: whoever wakes up after the lease has moved
-on finds another token and stops. The file is never removed, so that tokens never repeat.
+It is taken, renewed and returned by conditional writes. Clocks decide only how long others wait for a holder that has
+died. The token decides who may write: it grows with every holder, so that a process which continues after losing the
+lease finds a larger token and stops. The file is never removed, so that no token is used twice.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any, NamedTuple
 from pipeline.errors import UserError
 from pipeline.storage.path import ConflictError, StoragePath
 
-RENEWALS = 3  # in the time that a lease lasts
+RENEWALS = 3  # per duration of a lease
 
 
 class LostLeaseError(RuntimeError):
-    """The lease has moved on to somebody else: this process may write nothing more."""
+    """Another process holds the lease: this one may not write any more."""
 
 
-class Held(NamedTuple):
-    """Somebody else's lease: who has it, and until when (Unix seconds) if it is not renewed."""
+class LeaseHolder(NamedTuple):
+    """The process that holds a lease, and when the lease expires (Unix seconds) unless it is renewed."""
 
     holder: str
     until: float
@@ -39,7 +39,7 @@ class Held(NamedTuple):
 
 
 class Lease:
-    """A lease that this process holds; as a context it is renewed in the background and given back at the end."""
+    """A lease that this process holds; as a context it is renewed in the background and returned at the end."""
 
     def __init__(
         self, where: StoragePath, record: dict[str, Any], tag: str, seconds: float, now: Callable[[], float]
@@ -47,22 +47,22 @@ class Lease:
         self.where, self.seconds, self.now = where, seconds, now
         self._record, self._tag = record, tag
         self._lock, self._stop = threading.Lock(), threading.Event()
-        self._thread = threading.Thread(target=self._renew_on, name="lease", daemon=True)
+        self._thread = threading.Thread(target=self._renew_repeatedly, name="lease", daemon=True)
 
     @property
     def token(self) -> int:
-        """Larger than that of everybody who held this lease before."""
+        """Larger than the token of every earlier holder."""
         return int(self._record["token"])
 
     def check(self) -> None:
-        """Raises LostLeaseError unless the lease is this process's now; one that ran out unclaimed is renewed."""
+        """Raises LostLeaseError unless this process holds the lease; one that expired unclaimed is renewed."""
         with self._lock:
-            there, tag = _read(self.where)
-            if there is None or tag is None or there["nonce"] != self._record["nonce"]:
-                holder = "nobody" if there is None else f"{there['holder']} (token {there['token']})"
-                raise LostLeaseError(f"the lease {self.where} has moved on to {holder}; token {self.token} is too late")
-            self._record, self._tag = there, tag
-            if there["until"] < self.now() + self.seconds * (1 - 1 / RENEWALS):
+            stored, tag = _read(self.where)
+            if stored is None or tag is None or stored["nonce"] != self._record["nonce"]:
+                holder = "nobody" if stored is None else f"{stored['holder']} (token {stored['token']})"
+                raise LostLeaseError(f"the lease {self.where} has passed to {holder}; token {self.token} is too late")
+            self._record, self._tag = stored, tag
+            if stored["until"] < self.now() + self.seconds * (1 - 1 / RENEWALS):
                 self._write(self.now() + self.seconds)
 
     def __enter__(self) -> Lease:
@@ -75,40 +75,42 @@ class Lease:
         try:
             with self._lock:
                 self._write(0.0)
-        except (LostLeaseError, OSError):  # then it runs out by itself, or is somebody else's
+        except (LostLeaseError, OSError):  # it expires by itself, or another process holds it
             pass
 
-    def _renew_on(self) -> None:
+    def _renew_repeatedly(self) -> None:
         while not self._stop.wait(self.seconds / RENEWALS):
             try:
                 self.check()
             except LostLeaseError:
-                return  # the next write finds out too
+                return  # the next `check` raises too
             except OSError:
-                continue  # a storage that fails for a while: until the lease runs out it may be tried again
+                continue  # storage fails for a while: renewal is possible until the lease expires
 
     def _write(self, until: float) -> None:
         record = self._record | {"until": until}
         try:
             self._tag = self.where.write_if(_body(record), self._tag)
         except ConflictError as error:
-            raise LostLeaseError(f"the lease {self.where} has moved on; token {self.token} is too late") from error
+            raise LostLeaseError(
+                f"the lease {self.where} has passed to another process; token {self.token} is too late"
+            ) from error
         self._record = record
 
 
 def take_lease(
     where: StoragePath, seconds: float, *, above: int = 0, by_force: bool = False, now: Callable[[], float] = time.time
-) -> Lease | Held:
-    """The lease, or who else has it. Its token is larger than `above` and than any before.
+) -> Lease | LeaseHolder:
+    """The lease, or its present holder. Its token is larger than `above` and than every earlier token.
 
-    `by_force` takes it from whoever has it, who then cannot write any more. Raises UserError for a file that is no
+    `by_force` takes it from its holder, who then cannot write any more. Raises UserError for a file that is not a
     lease, and StorageError.
     """
-    there, tag = _read(where)
-    if there is not None and there["until"] > now() and not by_force:
-        return Held(there["holder"], there["until"])
+    stored, tag = _read(where)
+    if stored is not None and stored["until"] > now() and not by_force:
+        return LeaseHolder(stored["holder"], stored["until"])
     record = {
-        "token": max(above, there["token"] if there else 0) + 1,
+        "token": max(above, stored["token"] if stored else 0) + 1,
         "nonce": uuid.uuid4().hex,
         "holder": f"process {os.getpid()} on {platform.node()}",
         "until": now() + seconds,
@@ -116,7 +118,7 @@ def take_lease(
     try:
         tag = where.write_if(_body(record), tag)
     except ConflictError:
-        return take_lease(where, seconds, above=above, by_force=by_force, now=now)  # somebody was faster: who?
+        return take_lease(where, seconds, above=above, by_force=by_force, now=now)  # another process was faster
     return Lease(where, record, tag, seconds, now)
 
 
@@ -131,9 +133,9 @@ def _read(where: StoragePath) -> tuple[dict[str, Any] | None, str | None]:
         return None, None
     try:
         record = json.loads(data)
-        kinds: dict[str, Any] = {"token": int, "nonce": str, "holder": str, "until": (int, float)}
-        if all(isinstance(record[name], kind) for name, kind in kinds.items()):
+        types: dict[str, Any] = {"token": int, "nonce": str, "holder": str, "until": (int, float)}
+        if all(isinstance(record[name], kind) for name, kind in types.items()):
             return record, tag
     except (ValueError, KeyError, TypeError):
         pass
-    raise UserError(f"{where} is not a lease of raycap's; remove it when no retraining is under way")
+    raise UserError(f"{where} is not a lease of raycap; remove it when no retraining is running")

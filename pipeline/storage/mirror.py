@@ -1,15 +1,14 @@
-"""A folder on S3 and its local copy: what lies on S3 is the truth, the copy is what programs open.
+"""A folder on S3 and its local copy: the objects on S3 are the truth, programs open the copy.
 
 Each part of a folder has one writer at a time (the driver, or rank 0 of a stage), which pushes it; the others pull.
-A folder is whole when its marker is there: markers go up last and go away first, so that nobody meets half a
-checkpoint. One listing a push or pull, and a transfer for each file that changed, several at a time.
+A marker file shows that a folder is complete: markers are uploaded last and removed first, so that nobody sees half a
+checkpoint. A push or pull costs one listing and one transfer per changed file, several at a time.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
-import mmap
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,54 +17,62 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pipeline.storage.path import PART_BYTES, Entry, StorageError, StoragePath
+from pipeline.storage.atomic import atomic_path, write_text
+from pipeline.storage.path import Entry, StoragePath
 
 MARKERS = ("progress.json", "run.json", "DONE.json", "COMPLETE.json", "COMPLETE")
 TRANSFERS = 8
 
+# Of each file that was transferred: [tag on S3, [size, modification time] of the copy].
+Record = dict[str, list[Any]]
+
 
 @dataclass(frozen=True)
 class Mirror:
-    """`local` follows `home`; a file beside it remembers which state of each object it holds."""
+    """`local` follows `home`; a file beside it records which state of each object it holds."""
 
     home: StoragePath
     local: Path
 
     def pull(self, under: str = "") -> None:
-        """Makes the copy below `under` (a folder; a file, known by its suffix; "" for all) equal to what lies on S3.
+        """Makes the copy below `under` (a folder; a file, recognized by its suffix; "" for all) equal to S3.
 
-        Checkpoints without their marker are left where they are. Raises StorageError after the last retry.
+        Checkpoints without their marker are skipped. Raises StorageError after the last attempt.
         """
         with self._record() as record:
-            there = _whole(self._listed(under))
-            wanted = [name for name, entry in there.items() if not self._holds(record, name, entry)]
+            remote = _complete(self._listed(under))
+            outdated = [name for name, entry in remote.items() if not self._is_current(record, name, entry)]
             with ThreadPoolExecutor(TRANSFERS) as pool:
-                for name, state in zip(wanted, pool.map(self._fetch, wanted, map(there.get, wanted)), strict=True):
+                for name, state in zip(outdated, pool.map(self._fetch, outdated), strict=True):
                     record[name] = state
-            for name in self._own(under).keys() - there.keys():
+            for name in self._local_files(under).keys() - remote.keys():
                 (self.local / name).unlink(missing_ok=True)
                 record.pop(name, None)
-            self._drop_empty(under)
+            self._remove_empty_folders(under)
 
     def push(self, under: str = "", allowed: Callable[[], None] = lambda: None) -> None:
-        """Makes what lies on S3 below `under` equal to the copy: markers up last, and away first.
+        """Makes S3 below `under` equal to the copy: markers are uploaded last and removed first.
 
-        Only what this copy has sent or fetched goes away: what somebody else has written since then stays. `allowed`
-        (the fence) is asked before markers go up and before anything goes away.
+        Only objects that this copy has sent or fetched are removed: what another writer has written since then stays.
+        `allowed` (the fence) is called before markers are uploaded and anything is removed.
         """
         with self._record() as record:
-            own, there = self._own(under), self._listed(under)
-            gone = [name for name in there if name not in own and record.get(name, [""])[0] == there[name].tag]
-            changed = [name for name, state in own.items() if not self._sent(record, name, state, there.get(name))]
+            files, remote = self._local_files(under), self._listed(under)
+            removed = [name for name in remote if name not in files and record.get(name, [""])[0] == remote[name].tag]
+            changed = [
+                name
+                for name, state in files.items()
+                if name not in remote or record.get(name) != [remote[name].tag, state]
+            ]
             with ThreadPoolExecutor(TRANSFERS) as pool:
                 for markers in (False, True):
                     if markers:
                         allowed()
-                    names = [name for name in changed if _marks(name) is markers]
+                    names = [name for name in changed if _is_marker(name) is markers]
                     for name, state in zip(names, pool.map(self._send, names), strict=True):
                         if state is not None:
                             record[name] = state
-            for name in sorted(gone, key=lambda name: not _marks(name)):
+            for name in sorted(removed, key=lambda name: not _is_marker(name)):
                 (self.home / name).delete()
                 record.pop(name, None)
 
@@ -79,53 +86,38 @@ class Mirror:
         prefix = f"{under}/" if under else ""
         return {prefix + name: entry for name, entry in (self.home / under if under else self.home).list().items()}
 
-    def _own(self, under: str) -> dict[str, list[int]]:
-        """[size, mtime] of the copy's files below `under`."""
+    def _local_files(self, under: str) -> dict[str, list[int]]:
+        """[size, modification time] of the copy's files below `under`."""
         start = self.local / under
-        found = {}
-        for path in [start] if start.is_file() else _files(start):
+        states = {}
+        for path in [start] if start.is_file() else _visible_files(start):
             with suppress(FileNotFoundError):  # renamed or removed since it was listed
-                found[path.relative_to(self.local).as_posix()] = _state(path)
-        return found
+                states[path.relative_to(self.local).as_posix()] = _state(path)
+        return states
 
-    def _holds(self, record: dict[str, Any], name: str, entry: Entry) -> bool:
-        known = record.get(name)
+    def _is_current(self, record: Record, name: str, entry: Entry) -> bool:
         try:
-            return known is not None and known[0] == entry.tag and known[1] == _state(self.local / name)
+            return record.get(name) == [entry.tag, _state(self.local / name)]
         except FileNotFoundError:
             return False
 
-    def _sent(self, record: dict[str, Any], name: str, state: list[int], entry: Entry | None) -> bool:
-        known = record.get(name)
-        return known is not None and entry is not None and known == [entry.tag, state]
-
-    def _fetch(self, name: str, entry: Entry) -> list[Any]:
+    def _fetch(self, name: str) -> list[Any]:
         path = self.local / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        for _ in range(5):
-            with temporary.open("wb") as file:
-                for start in range(0, entry.size, PART_BYTES):
-                    file.write((self.home / name).read_range(start, min(PART_BYTES, entry.size - start)))
-            now = (self.home / name).stat()
-            if now == entry:
-                temporary.replace(path)
-                return [entry.tag, _state(path)]
-            entry = now  # written anew while it was read, as logs are
-        temporary.unlink()
-        raise StorageError(f"{self.home / name} changes all the time; is another run writing it?")
+        with atomic_path(path, durable=False) as temporary:
+            entry = (self.home / name).download(temporary)
+        return [entry.tag, _state(path)]
 
     def _send(self, name: str) -> list[Any] | None:
         path = self.local / name
         try:
             state = _state(path)
-            with path.open("rb") as file:
-                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if state[0] else b""
+            return [(self.home / name).upload(path), state]
         except FileNotFoundError:
-            return None  # went away meanwhile; the next push sees to it
-        return [(self.home / name).write_bytes(memoryview(data)), state]
+            if path.exists():
+                raise  # the bucket is missing
+            return None  # removed since it was listed; the next push removes the object
 
-    def _drop_empty(self, under: str) -> None:
+    def _remove_empty_folders(self, under: str) -> None:
         for folder, _, _ in os.walk(self.local / under, topdown=False):
             if not Path(folder).name.startswith("."):
                 with suppress(OSError):  # not empty
@@ -133,8 +125,8 @@ class Mirror:
         self.local.mkdir(parents=True, exist_ok=True)
 
     @contextmanager
-    def _record(self) -> Iterator[dict[str, Any]]:
-        """What is known of each file, one process of a machine at a time; kept also when a transfer fails."""
+    def _record(self) -> Iterator[Record]:
+        """The record, for one process of a machine at a time; it is saved also when a transfer fails."""
         self.local.mkdir(parents=True, exist_ok=True)
         path = self.local.with_name(f".{self.local.name}.mirror.json")
         with path.with_suffix(".lock").open("w") as lock:
@@ -146,13 +138,11 @@ class Mirror:
             try:
                 yield record
             finally:
-                temporary = path.with_suffix(".tmp")
-                temporary.write_text(json.dumps(record))
-                temporary.replace(path)
+                write_text(path, json.dumps(record), durable=False)
 
 
-def _files(start: Path) -> Iterator[Path]:
-    """Files below a folder; hidden ones and hidden folders are unfinished, or nobody else's business."""
+def _visible_files(start: Path) -> Iterator[Path]:
+    """Files below a folder; hidden files and folders are unfinished or local."""
     for folder, folders, names in os.walk(start):
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (Path(folder) / name for name in names if not name.startswith("."))
@@ -163,16 +153,16 @@ def _state(path: Path) -> list[int]:
     return [status.st_size, status.st_mtime_ns]
 
 
-def _marks(name: str) -> bool:
+def _is_marker(name: str) -> bool:
     return name.rsplit("/", 1)[-1] in MARKERS
 
 
-def _whole(there: dict[str, Entry]) -> dict[str, Entry]:
-    """Without the files of checkpoints (step-<n>/) whose marker is not there: their writer was killed."""
-    finished = {str(PurePosixPath(name).parent) for name in there if _marks(name)}
-    whole = {}
-    for name, entry in there.items():
+def _complete(entries: dict[str, Entry]) -> dict[str, Entry]:
+    """Without the files of checkpoints (step-<n>/) that have no marker: their writer was killed."""
+    marked = {str(PurePosixPath(name).parent) for name in entries if _is_marker(name)}
+    complete = {}
+    for name, entry in entries.items():
         folder = PurePosixPath(name).parent
-        if not folder.name.startswith("step-") or str(folder) in finished:
-            whole[name] = entry
-    return whole
+        if not folder.name.startswith("step-") or str(folder) in marked:
+            complete[name] = entry
+    return complete

@@ -21,7 +21,7 @@ from pipeline.tracking.mlflow_client import tracking_client, tracking_uri
 from pipeline.tracking.run_sync import parent_run
 from pipeline.version import project_root
 
-SERVING_PACKAGES = ("mlflow", "numpy", "pillow", "pyyaml", "safetensors", "timm", "torch", "torchvision")
+SERVING_PACKAGES = ("mlflow", "numpy", "pillow", "pydantic", "pyyaml", "safetensors", "timm", "torch", "torchvision")
 
 
 def register_model(folder: RunFolder, config: RunConfig, bundle: Path, scores: dict[str, float]) -> str:

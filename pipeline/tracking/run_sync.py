@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.run import RunConfig
-from pipeline.runs.folder import RunFolder, read_json, write_json
+from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import Entry, read_journal
+from pipeline.storage.atomic import read_json, write_json
 from pipeline.tracking.mlflow_client import bounded_client, experiment_of, get_or_create_run, log_params, public_uri
 
 METRICS_PER_REQUEST = 500  # the server accepts 1000

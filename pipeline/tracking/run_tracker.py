@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.config.run import RunConfig
-from pipeline.runs.folder import RunFolder, read_json, write_json
+from pipeline.runs.folder import RunFolder
+from pipeline.storage.atomic import read_json, write_json
 from pipeline.tracking.mlflow_client import ClientStopped, bounded_client, public_uri, reason_of
 from pipeline.tracking.registry import register_model
 from pipeline.tracking.run_sync import log_results, store_ending, sync

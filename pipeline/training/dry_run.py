@@ -86,6 +86,6 @@ def _random_features(folder: RunFolder, stage: StageSection, images: int) -> Fea
     if stage.train_backbone:
         return Features(torch.randn(images, 3, config.backbone.image_size, config.backbone.image_size))
     tokens = torch.randn(images, num_tokens, folder.sizes.feature_width)
-    if config.features.hdf5 is None:
+    if config.has_backbone:
         return Features(tokens)
     return Features(tokens, torch.full((images,), num_tokens), torch.rand(images, num_tokens, 4))

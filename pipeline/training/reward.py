@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -15,9 +14,10 @@ from torch import Tensor
 
 from pipeline.data.vocabulary import EOS, PAD, SOS, Vocabulary
 from pipeline.scoring.cider import CiderD
+from pipeline.storage.atomic import atomic_path
 
 # The sources that decide an index's content: after a change in one of them cached indexes are built again.
-INDEX_SOURCES = ("data/vocabulary.py", "scoring/cider.py", "training/reward.py")
+INDEX_SOURCES = ("data/vocabulary.py", "scoring/cider.py", "scoring/ngram_keys.py", "training/reward.py")
 
 MAX_CACHED = 8  # indexes per machine; those used last stay
 
@@ -52,7 +52,7 @@ class CaptionReward:
             scorer = build()
         else:
             scorer = _cached(cache, _digest(references, vocabulary, eos, caption_documents), build)
-        scores = scorer.facts.get("ground_truth")
+        scores = scorer.metadata.get("ground_truth")
         self.ground_truth: tuple[float, float] | None = (scores[0], scores[1]) if scores else None
         self.scorer = scorer.to(device)
         ignored = [vocabulary.ids[special] for special in (PAD, SOS)]
@@ -91,14 +91,14 @@ def _build(
         coded.append(rows)
     scorer = CiderD.build(coded, caption_documents=caption_documents, num_words=len(ids))
     chosen = [captions for captions in coded if len(captions) > 1][:1000]
-    scorer.facts["ground_truth"] = None
+    scorer.metadata["ground_truth"] = None
     if chosen:
         others = CiderD.build([captions[1:] for captions in chosen], num_words=len(ids))
         lengths = torch.tensor([len(captions[0]) for captions in chosen])
         first = torch.tensor([captions[0] + [0] * (int(lengths.max()) - len(captions[0])) for captions in chosen])
         indices = torch.arange(len(chosen))
         scores = [others.score(first, (lengths - cut).clamp(min=0), indices).mean().item() for cut in (0, int(eos))]
-        scorer.facts["ground_truth"] = scores
+        scorer.metadata["ground_truth"] = scores
     return scorer
 
 
@@ -115,7 +115,6 @@ def _digest(references: Mapping[int, Sequence[str]], vocabulary: Vocabulary, eos
 def _cached(folder: Path, digest: str, build: Callable[[], CiderD]) -> CiderD:
     """The index from its file; the first process builds and writes it while the others wait."""
     path = folder / f"ciderd-{digest}.safetensors"
-    temporary = path.with_name(f".{path.name}.tmp")
     built = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -127,13 +126,11 @@ def _cached(folder: Path, digest: str, build: Callable[[], CiderD]) -> CiderD:
                 return cached
             except (FileNotFoundError, ValueError):
                 built = build()
-            built.save(temporary, built.facts)
-            temporary.replace(path)
+            with atomic_path(path) as temporary:
+                built.save(temporary)
             _remove_oldest(folder)
             return CiderD.load(path)
     except OSError:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
         return built or build()
 
 

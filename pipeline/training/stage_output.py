@@ -13,8 +13,9 @@ import torch
 
 from models.captioner import Captioner
 from pipeline.runs.checkpoints import CheckpointWriter, Progress, StageResult, finish_stage, save_best
-from pipeline.runs.folder import JOURNAL, RunFolder, write_json
+from pipeline.runs.folder import JOURNAL, RunFolder
 from pipeline.runs.journal import JOURNAL_EVERY_S, Journal
+from pipeline.storage.atomic import write_json
 
 
 class AbandonedError(RuntimeError):

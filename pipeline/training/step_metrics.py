@@ -9,7 +9,7 @@ import torch
 
 from pipeline.runtime.context import Context, sum_over_ranks
 from pipeline.runtime.cpu import memory_mb
-from pipeline.runtime.system_metrics import machine_use
+from pipeline.runtime.system_metrics import system_metrics
 
 
 class StepMetrics:
@@ -51,7 +51,7 @@ class StepMetrics:
             "images_per_s": batch_size * self.steps / elapsed,
             "data_wait": wait_s / self.context.world_size / elapsed,
             "memory_mb": memory_mb(self.context.device),
-            **machine_use(self.context.device),
+            **system_metrics(self.context.device),
         }
         self.reset()
         return result

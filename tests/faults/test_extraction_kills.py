@@ -20,7 +20,7 @@ import yaml
 from PIL import Image
 
 from pipeline.features.store import FeatureStore
-from pipeline.storage.path import StorageOptions, StoragePath, place
+from pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from tests.conftest import ROOT, small_config
 from tests.support.s3_server import CREDENTIALS, s3_server
 
@@ -57,7 +57,7 @@ class Extraction:
         folder.mkdir()
         self.config, self.log = folder / "run.yaml", folder / "log"
         self.config.write_text(yaml.safe_dump(config))
-        self.storage = place(storage["uri"], StorageOptions(storage.get("endpoint_url")))
+        self.storage = storage_path(storage["uri"], StorageOptions(storage.get("endpoint_url")))
         self.features = self.storage / "features"
 
     def start(self) -> subprocess.Popen[str]:

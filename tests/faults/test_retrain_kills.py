@@ -20,8 +20,8 @@ import yaml
 
 from pipeline.config.sections import SceneConfig
 from pipeline.data.synthetic import write_dataset
-from pipeline.retrain.champion import Ledger
-from pipeline.storage.path import place
+from pipeline.retrain.champion import ChampionStore
+from pipeline.storage.path import storage_path
 from tests.conftest import ROOT
 from tests.support.runs import start_raycap
 
@@ -47,8 +47,8 @@ class Scenes:
         self.config.write_text(yaml.safe_dump(values))
 
     @property
-    def ledger(self) -> Ledger:
-        return Ledger(place(self.folder / "results"), "retrain_demo")
+    def store(self) -> ChampionStore:
+        return ChampionStore(storage_path(self.folder / "results"), "retrain_demo")
 
     def add(self, count: int, shuffled: bool = False) -> None:
         fresh, self.rest = self.rest[:count], self.rest[count:]
@@ -81,10 +81,10 @@ class Scenes:
         return "".join(said)
 
     def sound(self, number: int) -> dict[str, Any]:
-        assert self.ledger.verify() == []
-        state = self.ledger.read()
+        assert self.store.verify() == []
+        state = self.store.read()
         assert state.number == number
-        return next(self.ledger.decisions(state))[1] if number else {}
+        return next(self.store.decisions(state))[1].model_dump(exclude_unset=True) if number else {}
 
 
 @pytest.mark.proof
@@ -98,7 +98,7 @@ def test_retraining_for_real_killed_at_each_step(tmp_path: Path) -> None:
         time.sleep(LEASE_S)
     said = scenes.call()
     assert "is complete; nothing to do" in said, "training was not done again"
-    assert scenes.sound(1)["decision"] == "first" and not scenes.ledger.leftovers()
+    assert scenes.sound(1)["decision"] == "first" and not scenes.store.orphans()
     assert "nothing new since decision 1" in scenes.call()
 
     scenes.add(360)
@@ -120,5 +120,5 @@ def test_retraining_for_real_killed_at_each_step(tmp_path: Path) -> None:
 
     scenes.call("--rollback")
     record = scenes.sound(4)
-    assert record["decision"] == "rolled back" and not scenes.ledger.leftovers()
+    assert record["decision"] == "rolled back" and not scenes.store.orphans()
     assert record["champion"]["bundle"].endswith("champion-t000007")

@@ -12,12 +12,16 @@ import pyarrow as pa
 import pytest
 import yaml
 
-from jobs.evaluate import caption_dataset, evaluate
-from pipeline.config.run import RunConfig, parse_config
+from jobs.caption_tasks import SplitTask, caption_on_cluster
+from jobs.evaluate import EvaluateOptions, evaluate
+from pipeline.captioning.model_sources import StoredBundle
+from pipeline.config.load import parse_config
+from pipeline.config.run import RunConfig
 from pipeline.config.sections import EvaluationSection
 from pipeline.data.dataset import SCHEMA, Dataset
 from pipeline.errors import UserError
 from pipeline.features.store import mark_complete, write_shard
+from pipeline.storage.path import storage_path
 from tests.conftest import small_config, write_karpathy
 from tests.parity.test_expansionnet_v2 import GOLDEN, imported
 from tests.unit.jobs.test_caption import make_bundle
@@ -48,8 +52,8 @@ def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
 ) -> None:
     config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
     other = str(make_bundle(tmp_path / "b", seed=1))
-    assert evaluate(config, models=[model], compare=other, server="raycap", out=tmp_path / "one") == 0
-    assert evaluate(config, models=[model, model], out=tmp_path / "two") == 0
+    assert evaluate(config, EvaluateOptions(models=[model], compare=other, server="raycap", out=tmp_path / "one")) == 0
+    assert evaluate(config, EvaluateOptions(models=[model, model], out=tmp_path / "two")) == 0
     one, two = scores(tmp_path / "one"), scores(tmp_path / "two")
     assert one["scores"] == two["scores"] and one["per_image_CIDEr-D"] == two["per_image_CIDEr-D"]
     predictions = json.loads((tmp_path / "one" / "predictions-test.json").read_text())
@@ -65,11 +69,11 @@ def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
     assert "not comparable" in page and "ExpansionNet v2, SCST (paper)" in page
 
     (tmp_path / "images" / "images" / "7.png").write_bytes(b"")
-    assert evaluate(config, models=[model], out=tmp_path / "three") == 1
+    assert evaluate(config, EvaluateOptions(models=[model], out=tmp_path / "three")) == 1
     three = scores(tmp_path / "three")
     assert three["unreadable"] == {"107": "empty file"} and three["images"] == 4
     with pytest.raises(UserError, match="4 captions for the 5 images"):
-        evaluate(config, models=[model], server="raycap", out=tmp_path / "four")
+        evaluate(config, EvaluateOptions(models=[model], server="raycap", out=tmp_path / "four"))
 
 
 @pytest.mark.ray
@@ -79,7 +83,7 @@ def test_captions_hold_the_constraints_of_a_file(tmp_path: Path, ray_session: No
     file.write_text(
         '{"image_id": 107, "constraints": ["mat", ["the cat", "red"]]}\n{"image_id": 5, "constraints": []}\n'
     )
-    assert evaluate(config, models=[model], constraints=file, out=tmp_path / "out") == 0
+    assert evaluate(config, EvaluateOptions(models=[model], constraints=file, out=tmp_path / "out")) == 0
     entry = scores(tmp_path / "out")
     assert entry["constraints"] == {"images": 1, "all": 1, "some": 0, "none": 0, "not_held": []}
     assert 0 <= entry["alignment"] <= 1
@@ -91,13 +95,13 @@ def test_captions_hold_the_constraints_of_a_file(tmp_path: Path, ray_session: No
     assert "alignment" in page and "data-attribution=" in page
     file.write_text('{"image_id": 107, "constraints": ["zebra"]}\n')
     with pytest.raises(UserError, match="image 107 needs the word 'zebra'"):
-        evaluate(config, models=[model], constraints=file)
+        evaluate(config, EvaluateOptions(models=[model], constraints=file))
     named = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"constraints": str(file)})})
     with pytest.raises(UserError, match="zebra"):
-        evaluate(named, models=[model])
+        evaluate(named, EvaluateOptions(models=[model]))
     file.write_text('{"image_id": 1, "constraints": ["cat"]}\n')
     with pytest.raises(UserError, match="none of its images is in test"):
-        evaluate(config, models=[model], constraints=file)
+        evaluate(config, EvaluateOptions(models=[model], constraints=file))
 
 
 @pytest.mark.ray
@@ -116,8 +120,8 @@ def test_the_golden_ensemble_holds_through_bundles_and_a_store(tmp_path: Path, r
     config = configuration(tmp_path).model_copy(
         update={"evaluation": EvaluationSection(beam_size=3, num_results=3, max_length=recorded["config"]["beam_len"])}
     )
-    members = [tmp_path / name for name in names]
-    found, bad = caption_dataset(members, part, config, str(store), tmp_path)
+    models = [StoredBundle(storage_path(tmp_path / name)) for name in names]
+    found, bad = caption_on_cluster(models, {"test": SplitTask(part)}, config, store=storage_path(store))["test"]
     expected = recorded["ensemble_beam_3"]
     assert not bad and sorted(found) == list(range(len(features)))
     for image, sequences in enumerate(expected["sequences"]):
@@ -137,5 +141,5 @@ def test_the_golden_ensemble_holds_through_bundles_and_a_store(tmp_path: Path, r
 )
 def test_bad_input_is_said_before_ray_starts(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        evaluate(configuration(tmp_path), **options, out=tmp_path / "out")
+        evaluate(configuration(tmp_path), EvaluateOptions(**options, out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()

@@ -127,7 +127,7 @@ def test_a_trial_of_a_search_over_memory_slots(tmp_path: Path) -> None:
     from pipeline.search.trials import SearchFolder
 
     values = small_config(tmp_path, model=SMALL_MODEL | MESHED_MEMORY)
-    values["features"] = {"hdf5": "embedded", "max_regions": 3}
+    values["features"] = {"hdf5": "synthetic", "max_regions": 3}
     del values["backbone"]
     values["stages"] = values["stages"][:1]
     section = {"name": "slots", "base": "base.yaml", "space": {"model.num_memory_slots": [0, 2]}, "algorithm": "grid"}

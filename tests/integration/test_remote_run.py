@@ -75,8 +75,8 @@ def test_markers_go_up_last_and_away_first(url: str, tmp_path: Path, monkeypatch
     copy.push()
     (home / "s/step-9/progress.json").write_bytes(b"of somebody who came later")
     done: list[str] = []
-    put, delete = StoragePath.write_bytes, StoragePath.delete
-    monkeypatch.setattr(StoragePath, "write_bytes", lambda self, data: [done.append(self.uri), put(self, data)][1])
+    upload, delete = StoragePath.upload, StoragePath.delete
+    monkeypatch.setattr(StoragePath, "upload", lambda self, path: [done.append(self.uri), upload(self, path)][1])
     monkeypatch.setattr(StoragePath, "delete", lambda self: [done.append("gone " + self.uri), delete(self)][1])
     (copy.local / "s/step-1/progress.json").unlink()
     (copy.local / "s/step-1/a").unlink()

@@ -43,7 +43,7 @@ def test_files_that_no_annotation_names_are_nothing_new(world: World) -> None:
 @ON_DISK_AND_S3
 def test_new_data_that_helps_is_promoted(world: World) -> None:
     first(world)
-    champion = world.ledger.read().champion
+    champion = world.store.read().champion
     assert champion is not None
     world.add("train", 20, range(3, 8))
     work = Colors()
@@ -51,11 +51,11 @@ def test_new_data_that_helps_is_promoted(world: World) -> None:
     assert code == 0 and "decision  promoted: CIDEr-D" in said and "20 images are new" in said, said
     assert work.trained == [f"{world.storage}/{champion.bundle}"], "from the champion's weights"
     sound(world, 2)
-    state, record = world.ledger.read(), world.last()
+    state, record = world.store.read(), world.last()
     assert state.before == (champion,) and state.champion is not None and state.champion != champion
     assert record["difference"]["low"] > 0 and record["scores"]["challenger"] > record["scores"]["champion"]
     assert record["data"]["new_images"] == 20 and record["data"]["files"] == {"added": 20, "changed": 1, "gone": 0}
-    page = (world.ledger.folder / "decisions/000002-t000002.html").read_bytes().decode()
+    page = (world.store.folder / "decisions/000002-t000002.html").read_bytes().decode()
     assert "promoted" in page and record["reason"] in html.unescape(page) and "data:image" in page
     code, said = world.call(work)
     assert code == 0 and "nothing new" in said and len(work.trained) == 1
@@ -64,12 +64,12 @@ def test_new_data_that_helps_is_promoted(world: World) -> None:
 def test_new_data_that_harms_is_kept_out_and_why_is_written(world: World) -> None:
     world.add("train", 16, range(8))
     first(world)
-    champion = world.ledger.read().champion
+    champion = world.store.read().champion
     world.add("train", 60, range(8), wrong=True)
     code, said = world.call()
-    assert code == 0 and "decision  kept: CIDEr-D" in said and "does not lie above the margin 0" in said, said
+    assert code == 0 and "decision  kept: CIDEr-D" in said and "is not above the margin 0" in said, said
     sound(world, 2)
-    state, record = world.ledger.read(), world.last()
+    state, record = world.store.read(), world.last()
     assert state.champion == champion and not state.before and state.challenger == record["run"]
     assert record["difference"]["high"] < 0 and "the champion stays" in record["reason"]
     code, said = world.call()
@@ -118,7 +118,7 @@ def test_annotations_that_are_broken_are_bad_data_where_they_once_were_not(world
 def test_the_held_out_split_is_fixed_at_its_first_use(world: World) -> None:
     first(world)
     ids = [entry["cocoid"] for entry in world.entries if entry["split"] == "test"]
-    record = world.ledger.read().held_out
+    record = world.store.read().held_out
     world.add("test", 10, range(8), wrong=True)
     world.add("train", 20, range(3, 8))
     for entry in world.entries:
@@ -135,7 +135,7 @@ def test_the_held_out_split_is_fixed_at_its_first_use(world: World) -> None:
     assert "decision  promoted" in world.call(Watched())[1]
     assert len(seen) == 2 and all(part.column("image_id") == ids for part in seen)
     assert seen[0].column("captions")[0][0] != "Somebody has changed this."
-    assert world.ledger.read().held_out == record
+    assert world.store.read().held_out == record
     sound(world, 2)
 
 
@@ -182,11 +182,11 @@ def test_what_does_not_fit_together_is_found(tmp_path: Path, spoil: Any) -> None
     world = World(tmp_path)
     world.begin()
     first(world)
-    pointer = world.ledger.folder / "champion.json"
+    pointer = world.store.folder / "champion.json"
     body = json.loads(pointer.read_bytes())
     spoil(body)
     pointer.write_bytes(json.dumps(body).encode())
-    assert world.ledger.verify()
+    assert world.store.verify()
 
 
 def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,6 +203,6 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path: Path, capsys: pytes
     assert "retrain.split = gone has 0 images" in refused("--set", "retrain.split=gone")
     assert "retrain.confidence = 1.0" in refused("--set", "retrain.confidence=1.0")
     assert "unknown key retrain.marjin" in refused("--set", "retrain.marjin=1")
-    (world.ledger.folder / "champion.json").write_bytes(b'{"format": 2}')
+    (world.store.folder / "champion.json").write_bytes(b'{"format": 2}')
     assert "champion.json is not a champion's file" in refused()
-    assert not list(world.ledger.folder.path.glob("decisions/*"))
+    assert not list(world.store.folder.path.glob("decisions/*"))

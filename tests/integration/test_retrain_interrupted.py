@@ -73,7 +73,7 @@ def writes_of(monkeypatch: pytest.MonkeyPatch, at: int, happen: Any) -> list[str
 
         return write
 
-    for name in ("write_bytes", "write_if", "delete"):
+    for name in ("write_bytes", "write_if", "upload", "delete"):
         monkeypatch.setattr(StoragePath, name, counted(getattr(StoragePath, name)))
     return done
 
@@ -127,13 +127,13 @@ def test_killed_before_any_of_its_writes_the_next_call_ends_it(
                 world.call()
             except Killed:
                 killed = True
-        assert world.ledger.verify() == [], done[-1]
-        decided = world.ledger.read().number == 2
+        assert world.store.verify() == [], done[-1]
+        decided = world.store.read().number == 2
         time.sleep(0.1)
         code, said = world.call()
         assert code == 0 and ("nothing new" if decided else f"decision  {verdict}") in said, said
         sound(world, 2)
-        assert not world.ledger.leftovers(), "the next holder removes what the killed left"
+        assert not world.store.orphans(), "the next holder removes what the killed left"
         if not killed:
             assert at > WRITES[verdict]
             return
@@ -144,7 +144,7 @@ def test_the_late_cannot_write_once_the_lease_has_moved_on(
 ) -> None:
     """Before each write of a retraining it sleeps so long that another one does all the work."""
     verdict, worlds = ahead
-    monkeypatch.setattr(Lease, "_renew_on", lambda self: None)
+    monkeypatch.setattr(Lease, "_renew_repeatedly", lambda self: None)
     next(worlds)  # its first write takes the lease: nobody is late yet
     for at, world in enumerate(worlds, 2):
         other: list[tuple[int, str]] = []
@@ -163,8 +163,8 @@ def test_the_late_cannot_write_once_the_lease_has_moved_on(
             return
         assert other[0][0] == 0 and f"decision  {verdict}" in other[0][1]
         assert code == 1 and "nothing was promoted" in said and "decision  " not in said, (done[-1], said)
-        assert world.last()["token"] == 3 and world.ledger.read().token == 3, "the late one's token is 2"
-        assert "nothing new" in world.call()[1] and not world.ledger.leftovers()
+        assert world.last()["token"] == 3 and world.store.read().token == 3, "the late one's token is 2"
+        assert "nothing new" in world.call()[1] and not world.store.orphans()
 
 
 @ON_DISK_AND_S3
@@ -172,7 +172,7 @@ def test_who_sleeps_between_asking_and_writing_is_fenced_out(world: World, monke
     """The other one finds bad data and decides nothing: its token alone keeps the late one from the champion's file."""
     first(world)
     world.add("train", 20, range(3, 8))
-    monkeypatch.setattr(Lease, "_renew_on", lambda self: None)
+    monkeypatch.setattr(Lease, "_renew_repeatedly", lambda self: None)
     world.section["lease_seconds"] = 0.05
 
     class Late(Colors):
@@ -210,7 +210,7 @@ def test_a_process_killed_at_each_step_and_called_again(world: World) -> None:
     code, said = world.call()
     assert code == 0 and "decision  promoted" in said, said
     sound(world, 2)
-    assert not world.ledger.leftovers()
+    assert not world.store.orphans()
 
 
 @ON_DISK_AND_S3

@@ -16,16 +16,16 @@ def test_a_rollback_gives_the_place_back(world: World) -> None:
     first(world)
     with pytest.raises(UserError, match="no champion before the present one"):
         rollback(world.config)
-    champion = world.ledger.read().champion
+    champion = world.store.read().champion
     world.add("train", 20, range(3, 8))
     world.call()
-    promoted = world.ledger.read().champion
+    promoted = world.store.read().champion
     assert promoted is not None and rollback(world.config) == 0
-    state = world.ledger.read()
+    state = world.store.read()
     assert state.champion == champion and state.before == () and state.challenger == promoted.run_id
     assert world.last()["decision"] == "rolled back" and world.last()["champion_before"] == promoted.model_dump()
     sound(world, 3)
-    assert not world.ledger.leftovers(), "what was champion stays"
+    assert not world.store.orphans(), "what was champion stays"
     assert "nothing new since decision 3" in world.call()[1], "it is not trained and promoted again at once"
     world.add("train", 20, range(3, 8))
     work = Colors()
@@ -42,7 +42,7 @@ def test_a_rollback_goes_before_a_retraining_under_way(world: World) -> None:
 
     class Rolled(Colors):
         def caption(self, *arguments: Any) -> dict[int, str]:
-            if world.ledger.read().number == 2:
+            if world.store.read().number == 2:
                 assert rollback(world.config) == 0
             return super().caption(*arguments)
 
@@ -54,12 +54,12 @@ def test_a_rollback_goes_before_a_retraining_under_way(world: World) -> None:
 
 def test_a_damaged_champion_is_neither_trained_from_nor_rolled_back_to(world: World) -> None:
     first(world)
-    state = world.ledger.read()
+    state = world.store.read()
     assert state.champion is not None
     (world.storage / state.champion.bundle / "model.safetensors").write_bytes(b"{}")
-    (sentence,) = world.ledger.verify()
+    (sentence,) = world.store.verify()
     assert "model.safetensors does not have the digest" in sentence
     world.add("train", 20, range(3, 8))
     with pytest.raises(OSError, match=r"a champion's bundle is damaged: .*model\.safetensors"):
         world.call()
-    assert world.ledger.read().number == 1
+    assert world.store.read().number == 1

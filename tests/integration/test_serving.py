@@ -100,7 +100,7 @@ def test_the_model_captions_in_a_process_without_raycap(registered: Registered, 
     same(answer["bytes"], registered.expected)
     same(answer["uris"], registered.expected)
     names = {line.partition("==")[0] for line in answer["requirements"]}
-    assert names == {"mlflow", "numpy", "pillow", "pyyaml", "safetensors", "timm", "torch", "torchvision"}
+    assert names == {"mlflow", "numpy", "pillow", "pydantic", "pyyaml", "safetensors", "timm", "torch", "torchvision"}
 
 
 def test_what_scoring_json_says_is_what_is_captioned(registered: Registered) -> None:

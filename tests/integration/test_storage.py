@@ -1,4 +1,4 @@
-"""S3 on a bad day: refused requests and cut connections are not seen by whoever reads and writes."""
+"""S3 on a bad day: refused requests and cut connections are invisible to readers and writers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipeline.data.dataset import read_dataset
 from pipeline.data.images import UNREADABLE, decode_batch
 from pipeline.features.model_inputs import Images
 from pipeline.features.store import FeatureStore, write_shard
-from pipeline.storage import path as storage
+from pipeline.storage import s3
 from pipeline.storage.cache import ImageCache, ShardCache
 from pipeline.storage.path import StorageError, StorageOptions, StoragePath
 from tests.conftest import write_karpathy
@@ -46,24 +46,36 @@ def test_objects_come_back_as_they_were_written(options: StorageOptions) -> None
         (folder / "7/x").read_bytes()
 
 
-def test_large_objects_go_up_in_parts(options: StorageOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "PART_BYTES", 5 * 2**20)  # S3's own minimum
+def test_large_objects_are_transferred_in_parts(
+    options: StorageOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3, "PART_BYTES", 5 * 2**20)  # S3's own minimum
     body = np.random.default_rng(0).bytes(13 * 2**20)
     large = StoragePath("s3://data/large", options)
     large.write_bytes(body)
     assert large.read_bytes() == body and large.stat().tag.strip('"').endswith("-3")
+    assert large.download(tmp_path / "down") == large.stat() and (tmp_path / "down").read_bytes() == body
+    (tmp_path / "up").write_bytes(body[::-1])
+    assert large.upload(tmp_path / "up") == large.stat().tag and large.stat().tag.strip('"').endswith("-3")
+    assert large.read_bytes() == body[::-1]
 
 
-def test_storage_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "FIRST_PAUSE_S", 0.0)
+def test_storage_that_cannot_be_reached_is_named() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{unused.getsockname()[1]}"
-    with pytest.raises(StorageError, match=r"s3://data/x: storage failed after 8 attempts"):
-        StoragePath("s3://data/x", StorageOptions(address)).read_bytes()
+    unreachable = StoragePath("s3://data/x", StorageOptions(address, max_attempts=2))
+    for request in (
+        unreachable.read_bytes,
+        unreachable.stat,
+        unreachable.list,
+        lambda: unreachable.write_if(b"", None),
+    ):
+        with pytest.raises(StorageError, match=r"s3://data/x: storage failed after 2 attempts: .*" + address):
+            request()
 
 
-def test_a_remote_store_is_staged_within_its_bound(options: StorageOptions, tmp_path: Path) -> None:
+def test_a_remote_store_is_cached_within_its_limit(options: StorageOptions, tmp_path: Path) -> None:
     folder, rng = StoragePath("s3://data/store", options), np.random.default_rng(0)
     rows = rng.normal(size=(40, 6, 50)).astype(np.float16)
     keys = [f"k{number}" for number in range(40)]
@@ -81,10 +93,10 @@ def test_a_remote_store_is_staged_within_its_bound(options: StorageOptions, tmp_
     assert store.verify() == []
 
 
-def test_a_full_cache_makes_room_among_its_shards_only(
+def test_a_full_cache_removes_only_shards(
     options: StorageOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder of the cache also holds models and the copies of runs."""
+    """The folder of the cache also holds bundles and copies of runs."""
     monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path))
     (tmp_path / "bundles" / "model").mkdir(parents=True)
     for number in range(2):
@@ -95,7 +107,7 @@ def test_a_full_cache_makes_room_among_its_shards_only(
     assert len(list(tmp_path.glob("**/*.npy"))) == 1 and (tmp_path / "bundles" / "model").is_dir()
 
 
-def test_a_staged_shard_is_checked_and_the_oldest_goes_first(options: StorageOptions, tmp_path: Path) -> None:
+def test_a_cached_shard_is_checked_and_the_oldest_is_removed_first(options: StorageOptions, tmp_path: Path) -> None:
     cache = ShardCache(tmp_path / "cache", 250)
     places = []
     for number in range(3):
@@ -109,10 +121,10 @@ def test_a_staged_shard_is_checked_and_the_oldest_goes_first(options: StorageOpt
     assert cache.get(places[0], 251, digests[0]) is None
 
 
-def test_images_are_fetched_once_and_must_be_what_they_were(
+def test_images_are_fetched_once_and_checked_by_digest(
     options: StorageOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What an end-to-end stage reads in every epoch; and images of which a cache can keep one a folder."""
+    """An end-to-end stage reads its images in every epoch, from a cache or, without space in it, from S3."""
     local = write_karpathy(tmp_path / "set", {"train": 6, "val": 1, "test": 1})
     for path in local.rglob("*.*"):
         StoragePath(f"s3://data/epochs/{path.relative_to(local)}", options).write_bytes(path.read_bytes())
@@ -130,9 +142,9 @@ def test_images_are_fetched_once_and_must_be_what_they_were(
         for _ in range(2):
             assert torch.equal(images.load(np.arange(6)).tokens, expected)
         assert sum(path.suffix != ".lock" for path in (tmp_path / str(limit)).glob("*/*")) == left
-    assert len(reads) == 6 + 12, "kept, and not kept"
+    assert len(reads) == 6 + 12, "cached, and not cached"
     StoragePath("s3://data/epochs/images/1.png", options).write_bytes((local / "images" / "0.png").read_bytes())
-    with pytest.raises(StorageError, match="1.png: its content does not have the digest"):
+    with pytest.raises(StorageError, match="1.png: its content does not have the recorded digest"):
         images.load(np.arange(6))
 
 

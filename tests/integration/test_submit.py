@@ -234,7 +234,7 @@ def test_ctrl_c_asks_and_without_a_terminal_leaves_the_job(
 def test_an_unknown_job_is_one_sentence(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
     for word in ("status", "logs", "stop"):
         assert main(["submit", word, "absent", "--address", stub.address]) == 2
-        assert "knows no job absent" in capsys.readouterr().err
+        assert "has no job absent" in capsys.readouterr().err
 
 
 def test_a_token_comes_from_where_ray_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.run import RunConfig, parse_config
-from pipeline.retrain.champion import BundleRecord, Ledger, State
+from pipeline.config.load import parse_config
+from pipeline.config.run import RunConfig
+from pipeline.retrain.champion import BundleRecord, ChampionState, ChampionStore
 from pipeline.retrain.retrain import Trained, rollback
 from pipeline.retrain.tracking import follow
-from pipeline.runs.folder import read_json, write_json
 from pipeline.runs.prepare import prepare
 from pipeline.runs.run_bundle import bundle_run
+from pipeline.storage.atomic import read_json, write_json
 from pipeline.tracking.mlflow_client import experiment_of, tracking_client
 from tests.conftest import small_config
 from tests.support.logs import on_message
@@ -75,7 +76,7 @@ def test_aliases_follow_every_decision(world: Tracked) -> None:
     assert world.aliases() == {"champion": "2", "challenger": "3"}
     assert rollback(world.config) == 0
     assert world.aliases() == {"champion": "1", "challenger": "2"}
-    assert world.ledger.verify() == []
+    assert world.store.verify() == []
 
 
 def test_a_tracker_that_is_down_is_told_later(world: Tracked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,8 +95,8 @@ def test_a_tracker_that_is_down_is_told_later(world: Tracked, monkeypatch: pytes
 
     world.uri = nowhere
     code, said = world.call(Later())
-    assert code == 0 and "decision  first" in said and "does not follow now" in said and "secret" not in said, said
-    assert world.ledger.verify() == [] and world.ledger.read().number == 1
+    assert code == 0 and "decision  first" in said and "could not be updated" in said and "secret" not in said, said
+    assert world.store.verify() == [] and world.store.read().number == 1
     world.uri = there
     assert "nothing new" in world.call(Later())[1]
     assert world.aliases() == {"champion": "1"} and world.run_of("1").data.tags["raycap.decision"] == "1"
@@ -112,19 +113,19 @@ def test_a_run_that_the_tracker_missed_is_sent_when_it_is_champion(tmp_path: Pat
     write_json(folder.path / "scores.json", {"splits": {"test": {"signature": "beam2"}}})
     write_json(folder.path / "predictions" / "test.json", [])
     name = bundle.relative_to(config.working_path).as_posix()
-    state = State(champion=BundleRecord(bundle=name, files={}, run_id=folder.run_id))
-    ledger, said = Ledger(config.storage_place, config.name), []
-    assert _followed(config, ledger, state, said), said
+    state = ChampionState(champion=BundleRecord(bundle=name, files={}, run_id=folder.run_id))
+    store, said = ChampionStore(config.storage_place, config.name), []
+    assert _followed(config, store, state, said), said
     assert not tracking_client(config).search_registered_models(), "a run that is not complete is not sent"
     write_json(folder.path / "COMPLETE.json", {"scores": {"test_CIDEr-D": 0.5}, "tracked": False})
-    assert _followed(config, ledger, state, said), said
+    assert _followed(config, store, state, said), said
     assert tracking_client(config).get_model_version_by_alias(config.name, "champion").tags["test_CIDEr-D"] == "0.5000"
     assert read_json(folder.path / "COMPLETE.json")["tracked"] is True
     runs = tracking_client(config).search_runs([experiment_of(tracking_client(config), config)])
-    assert _followed(config, ledger, state, said) and not said
+    assert _followed(config, store, state, said) and not said
     assert len(runs) == len(tracking_client(config).search_runs([runs[0].info.experiment_id])) == 1
 
 
-def _followed(config: RunConfig, ledger: Ledger, state: State, lines: list[str]) -> bool:
+def _followed(config: RunConfig, store: ChampionStore, state: ChampionState, lines: list[str]) -> bool:
     with on_message(lines.append):
-        return follow(config, ledger, state)
+        return follow(config, store, state)

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from jobs.cli import main
-from pipeline.runs.folder import RunFolder, read_json, write_json
+from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import Journal, read_journal
 from pipeline.runs.run_bundle import bundle_run
 from pipeline.runtime.context import LocalContext
+from pipeline.storage.atomic import read_json, write_json
 from pipeline.tracking import mlflow_client, run_tracker
 from pipeline.tracking.run_sync import FIRST_METRIC, NOT_METRICS, SENT_FILE
 from pipeline.tracking.run_tracker import Tracker

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from jobs.cli import main
-from pipeline.config.run import load_config
+from pipeline.config.load import load_config
 from tests.unit.search.test_spec import LR, G, written
 
 TRIAL = {"epochs": 3, "set": {"stages.xe_frozen.validate_every_epochs": 1}}

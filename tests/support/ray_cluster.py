@@ -1,4 +1,4 @@
-"""A Ray cluster of a test's own on the loopback: a head and nodes beside it, each a process that the test can kill."""
+"""A Ray cluster for one test on the loopback: a head and further nodes, each a process that the test can kill."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def free_port() -> int:
 
 
 class Cluster:
-    """Started by `ray start` with ports and a temporary folder of its own; `ray stop` is never used."""
+    """Started by `ray start` with its own ports and temporary folder; `ray stop` would end other clusters too."""
 
     def __init__(self, token: str | None = None, cpus: int = 1) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="rc-", dir="/tmp"))  # short: sockets lie below it
+        self.folder = Path(tempfile.mkdtemp(prefix="rc-", dir="/tmp"))  # short, because paths of sockets are limited
         self.port, self.dashboard = free_port(), f"http://{ADDRESS}:{free_port()}"
         self.token, self.nodes = token, list[subprocess.Popen[bytes]]()
         head = ["--head", f"--port={self.port}", f"--dashboard-port={self.dashboard.rsplit(':', 1)[1]}"]
@@ -51,11 +51,11 @@ class Cluster:
         return node
 
     def _environment(self) -> dict[str, str]:
-        """The test's own, without what would name another Ray or let a job find this checkout by itself."""
+        """The test's environment, without variables that name another Ray or give a job access to this checkout."""
         left_out = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE", "PYTHONPATH")
         environment = {name: value for name, value in os.environ.items() if name not in left_out}
         environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-        environment["RAY_agent_register_timeout_ms"] = "300000"  # on a busy machine Ray's 30 s end a node
+        environment["RAY_agent_register_timeout_ms"] = "300000"  # on a busy machine Ray's 30 s are too short
         environment["RAY_AUTH_MODE"] = "token" if self.token else "disabled"
         if self.token:
             environment["RAY_AUTH_TOKEN"] = self.token

@@ -22,11 +22,12 @@ import yaml
 from PIL import Image
 
 from pipeline.captioning.bundle import bundle_digests, fetched
-from pipeline.config.run import RunConfig, load_config, parse_config
+from pipeline.config.load import load_config, parse_config
+from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.data.loading import find_data
 from pipeline.errors import UserError
-from pipeline.retrain.champion import Ledger
+from pipeline.retrain.champion import ChampionStore
 from pipeline.retrain.retrain import Trained, retrain
 from pipeline.runs.identity import config_identity
 from pipeline.storage.mirror import Mirror
@@ -89,8 +90,8 @@ class World:
         return parse_config(self.settings())
 
     @property
-    def ledger(self) -> Ledger:
-        return Ledger(self.storage, "world")
+    def store(self) -> ChampionStore:
+        return ChampionStore(self.storage, "world")
 
     def call(self, work: Colors | None = None) -> tuple[int, str]:
         """`raycap retrain`; its exit code and what it said."""
@@ -101,7 +102,7 @@ class World:
 
     def last(self) -> dict[str, Any]:
         """The last decision."""
-        return next(self.ledger.decisions(self.ledger.read()))[1]
+        return next(self.store.decisions(self.store.read()))[1].model_dump(exclude_unset=True)
 
     def files(self) -> dict[str, str]:
         """Everything in the storage that a retraining may change, by tag."""
@@ -112,8 +113,8 @@ class World:
 
 def sound(world: World, number: int) -> None:
     """The champion's file, all bundles and decisions are as they should be, and nothing else lies about."""
-    assert world.ledger.verify() == []
-    assert world.ledger.read().number == number
+    assert world.store.verify() == []
+    assert world.store.read().number == number
 
 
 def first(world: World) -> None:

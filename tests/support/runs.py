@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from models.backbone import Backbone
 from models.transform import ImageTransform
-from pipeline.config.run import parse_config
+from pipeline.config.load import parse_config
 from pipeline.data.images import decode_image
 from pipeline.features.extraction import Extractor, feature_key
 from pipeline.features.regions import import_regions
@@ -64,7 +64,7 @@ def prepare_run(storage: Path | dict[str, Any], **changes: Any) -> tuple[RunFold
 def prepare_region_run(storage: Path, model: dict[str, Any], **changes: Any) -> tuple[RunFolder, StoragePath]:
     """A run of the frozen stages on the synthetic data set's region features, and their store; no dropout."""
     values = small_config(storage, model=SMALL_MODEL | model, **changes)
-    values["features"] = {"hdf5": "embedded", "max_regions": 4}
+    values["features"] = {"hdf5": "synthetic", "max_regions": 4}
     del values["backbone"]
     values["stages"] = [stage | {"dropout": 0.0} for stage in values["stages"] if not stage.get("train_backbone")]
     folder = prepare(parse_config(values))

@@ -1,6 +1,6 @@
-"""An S3 server for tests (moto's) that on a bad day answers 503, answers late and cuts connections.
+"""An S3 server for tests (moto's) that can answer some requests with 503, late, or with a cut connection.
 
-python -m tests.support.s3_server SHARE    the share of requests that fail; prints its URL and serves until it is killed
+python -m tests.support.s3_server SHARE    SHARE of all requests fail; prints its URL and serves until it is killed
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-LATE_S = 3.0  # the longest that an answer is late
+LATE_S = 3.0  # the longest delay of an answer
 ROOT = Path(__file__).resolve().parents[2]
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "testing",
@@ -28,30 +28,28 @@ CREDENTIALS = {
 
 
 class BadDay:
-    """A WSGI application in front of another: a share of requests is refused, late, or its answer cut in the middle."""
+    """A WSGI application around another: a share of requests is refused, delayed, or its answer cut in the middle."""
 
     def __init__(self, application: Any, share: float) -> None:
         self.application, self.share, self.random = application, share, random.Random(7)
-        self.conditional = threading.Lock()  # S3 compares and writes in one; moto first the one, then the other
+        self.conditional = threading.Lock()  # S3 compares and writes atomically; moto does not
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if environ["REQUEST_METHOD"] == "PUT" and {"HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH"} & environ.keys():
-            body = environ["wsgi.input"].read(
-                int(environ.get("CONTENT_LENGTH") or 0)
-            )  # a client may stop in the middle
-            environ["wsgi.input"] = io.BytesIO(body)
+            size = int(environ.get("CONTENT_LENGTH") or 0)
+            environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(size))  # a client may stop in the middle
             with self.conditional:
                 return self._answer(environ, start_response)
         return self._answer(environ, start_response)
 
     def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        fate = self.random.random()
-        if fate < self.share / 3:
+        number = self.random.random()
+        if number < self.share / 3:
             time.sleep(self.random.uniform(0.5, LATE_S))
-        elif fate < self.share * 2 / 3:
+        elif number < self.share * 2 / 3:
             start_response("503 Slow Down", [("Content-Type", "application/xml")])
             return [b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"]
-        elif fate < self.share:
+        elif number < self.share:
             return self._cut(b"".join(self.application(environ, start_response)))
         return self.application(environ, start_response)
 
@@ -78,7 +76,7 @@ def serve(share: float) -> None:
 
 @contextmanager
 def s3_server(share: float = 0.0) -> Iterator[str]:
-    """The URL of a server of its own with the bucket `data`; credentials are set in the environment."""
+    """The URL of a new server with the bucket `data`; credentials are set in the environment."""
     os.environ.update(CREDENTIALS)
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.s3_server", str(share)],

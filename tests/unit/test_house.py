@@ -1,16 +1,34 @@
-"""The house's own rules: which way imports run, where heavy dependencies live, and that the README tells the truth."""
+"""The rules of the layout, which CONTRIBUTING.md explains, and the truth of the documents."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(path for room in ("models", "pipeline", "jobs") for path in (ROOT / room).rglob("*.py"))
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# A room imports only rooms of later lines. CONTRIBUTING.md shows the same list.
+ORDER = (
+    ("retrain", "search", "cluster"),
+    ("tracking",),
+    ("training",),
+    ("runs",),
+    ("captioning",),
+    ("features", "reports"),
+    ("data",),
+    ("config", "scoring"),
+    ("storage",),
+    ("runtime", "errors", "version"),
+)
+LEVELS = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 
 # Every heavy dependency and the files that may name it; jobs/ are the Ray drivers.
 HOMES = {
@@ -21,9 +39,9 @@ HOMES = {
     "optuna": {"pipeline/search/samplers.py"},
     "matplotlib": {"pipeline/search/plots.py", "pipeline/reports/curves.py"},
     "mlflow": {f"pipeline/tracking/{name}.py" for name in ("mlflow_client", "run_sync", "registry")},
-    "boto3": {"pipeline/storage/path.py"},
+    "boto3": {"pipeline/storage/s3.py"},
     "h5py": {"pipeline/features/regions.py"},
-    "pyarrow.fs": {"pipeline/storage/path.py"},
+    "pyarrow.fs": {"pipeline/storage/s3.py"},
     # Java; git's commit; MLflow's server
     "subprocess": {"pipeline/scoring/java.py", "pipeline/version.py", "jobs/bench/tracker.py"},
 }
@@ -32,6 +50,19 @@ FORBIDDEN = {
     "pipeline": {"jobs", "tests"},
     "jobs": {"tests"},
 }
+# Packages that take long to import. Only these, and modules of raycap that import one of them at their top, may be
+# imported inside a function.
+HEAVY = {
+    "PIL", "aiohttp", "boto3", "botocore", "h5py", "jinja2", "matplotlib", "mlflow", "numpy", "optuna", "pandas",
+    "psutil", "pyarrow", "pycocoevalcap", "ray", "rich", "safetensors", "scipy", "sklearn", "timm", "torch",
+    "torchvision", "urllib3", "yaml",
+}  # fmt: skip
+# Calls that may appear in a constant's value: they build a value and do nothing else.
+PURE_CALLS = {
+    "ContextVar", "Discriminator", "Field", "Format", "Path", "Tag", "TypeVar", "dict.fromkeys", "frozenset", "len",
+    "logging.getLogger", "np.array", "np.uint64", "project_root", "range", "re.compile", "sorted", "tuple",
+    "typer.Argument", "typer.Option", "typer.Typer",
+}  # fmt: skip
 
 
 def imported(path: Path) -> set[str]:
@@ -68,12 +99,148 @@ def test_the_rule_sees_imports_inside_functions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_importing_does_nothing(path: Path) -> None:
-    """Ray's workers import modules to unpickle functions: no statement at module level may act."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Expr):
-            assert isinstance(node.value, ast.Constant | ast.Call), ast.dump(node)
-            if isinstance(node.value, ast.Call):
-                assert path.name == "__main__.py" or "app." in ast.unparse(node.value), ast.unparse(node)
+    """Ray's workers import modules to unpickle functions: nothing at module level may act."""
+    assert not list(actions(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+def actions(module: ast.Module) -> Iterator[str]:
+    """Statements at module level that do more than define a name."""
+    defined = {node.name for node in module.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for node in module.body:
+        match node:
+            case ast.Import() | ast.ImportFrom() | ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                continue
+            case ast.Expr(value=ast.Constant()):
+                continue  # the docstring
+            case ast.Expr() if module.body[-1] is node and ast.unparse(node) == "sys.exit(main())":
+                continue  # `python -m`
+            case ast.If(test=test) if ast.unparse(test) in ("TYPE_CHECKING", "__name__ == '__main__'"):
+                continue
+            case ast.Assign() | ast.AnnAssign() | ast.AugAssign():
+                names = {ast.unparse(call.func) for call in ast.walk(node) if isinstance(call, ast.Call)}
+                if all(is_pure(name, defined) for name in names):
+                    continue
+        yield ast.unparse(node)
+
+
+def is_pure(name: str, defined: set[str]) -> bool:
+    return name in PURE_CALLS | defined or name.startswith("pa.") or name[:1].isupper() or name.endswith(".with_name")
+
+
+@pytest.mark.parametrize(
+    "source", ["open('a', 'w')", "print(1)", "for x in []: pass", "x = open('a')", "x: int = start()", "with a: b = 1"]
+)
+def test_the_rule_sees_actions(source: str) -> None:
+    assert list(actions(ast.parse(source)))
+
+
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in SOURCES}
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_rooms_import_only_what_is_below_them(path: Path) -> None:
+    parts = path.relative_to(ROOT / "pipeline").with_suffix("").parts if path.is_relative_to(ROOT / "pipeline") else ()
+    if not parts or parts[0] == "__init__":
+        return
+    for module in imported(path) & MODULES.keys():
+        if module.startswith("pipeline.") and room_of(module) != parts[0]:
+            assert LEVELS[parts[0]] < LEVELS[room_of(module)], (
+                f"{path.relative_to(ROOT)} imports {module}, which is not below it"
+            )
+
+
+def test_every_room_has_its_place_and_a_size_that_a_reader_can_survey() -> None:
+    rooms = [path for path in (ROOT / "pipeline").iterdir() if path.is_dir() and path.name != "__pycache__"]
+    assert {room.name for room in rooms} == LEVELS.keys() - {"errors", "version"}
+    for room in [*rooms, ROOT / "jobs" / "tune", ROOT / "jobs" / "bench"]:
+        count = len([path for path in room.glob("*.py") if path.name != "__init__.py"])
+        assert 2 <= count <= 12, f"{room.relative_to(ROOT)} has {count} files"
+        body = ast.parse((room / "__init__.py").read_text(encoding="utf-8")).body
+        assert len(body) == 1 and isinstance(body[0], ast.Expr), f"{room.name}/__init__.py holds more than a docstring"
+        docstring = ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8")))
+        assert docstring and "\n" not in docstring, f"{room.name}/__init__.py needs a docstring of one line"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_private_names_stay_in_their_module(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in FORBIDDEN:
+            private = [alias.name for alias in node.names if alias.name.startswith("_")]
+            assert not private, f"{path.relative_to(ROOT)} imports {', '.join(private)} from {node.module}"
+
+
+# Heavy packages that nearly every command needs: they may be imported anywhere, and reaching them is no reason.
+LIGHT_ENOUGH = {"numpy", "pyarrow", "yaml", "psutil"}
+
+
+@functools.cache
+def imports_at_the_top(module: str) -> frozenset[str]:
+    names: set[str] = set()
+    for node in ast.parse(MODULES[module].read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return frozenset(names)
+
+
+@functools.cache
+def reaches_heavy(module: str) -> bool:
+    """Whether importing a module of raycap imports a heavy package, through the imports at module level."""
+    visited, waiting = set(), [module]
+    while waiting:
+        name = waiting.pop()
+        if name.split(".")[0] in HEAVY - LIGHT_ENOUGH:
+            return True
+        if name in MODULES and name not in visited:
+            visited.add(name)
+            waiting += imports_at_the_top(name)
+    return False
+
+
+def imports_inside_functions(path: Path) -> Iterator[tuple[str, ...]]:
+    """For each import inside a function the modules that it may name: of `from a import b` both a.b and a."""
+    for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.Import):
+                yield from ((alias.name,) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                yield from ((f"{node.module}.{alias.name}", node.module or "") for alias in node.names)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_functions_import_only_what_is_heavy(path: Path) -> None:
+    for names in imports_inside_functions(path):
+        module = next((name for name in names if name in MODULES), names[-1])
+        heavy = reaches_heavy(module) if module in MODULES else module.split(".")[0] in HEAVY
+        assert heavy, f"{path.relative_to(ROOT)} imports {module} inside a function; import it at the top"
+
+
+MAX_PARAMETERS, MAX_LINES = 7, 60
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_functions_are_short_and_take_few_parameters(path: Path) -> None:
+    """Commands of the command line aside, whose parameters are their options."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        place = f"{path.relative_to(ROOT)}: {node.name}"
+        lines = (node.end_lineno or 0) - node.lineno + 1
+        options = "typer." in ast.unparse(node.args) or any(
+            "command" in ast.unparse(each) for each in node.decorator_list
+        )
+        if not options:
+            count = len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs)
+            count -= bool(node.args.args) and node.args.args[0].arg in ("self", "cls")
+            assert count <= MAX_PARAMETERS, f"{place} takes {count} parameters"
+            assert lines <= MAX_LINES, f"{place} has {lines} lines"
 
 
 def file_map() -> list[str]:
@@ -88,33 +255,46 @@ def test_the_readme_file_map_is_true() -> None:
     paths = file_map()
     for path in paths:
         assert (ROOT / path).exists(), f"README.md names {path}, which does not exist"
-    for room in {path.parent for path in SOURCES}:
+    for room in {path.parent for path in SOURCES} - {ROOT / "pipeline"}:
         place = f"{room.relative_to(ROOT).as_posix()}/"
-        assert place in paths or place == "pipeline/", f"README.md's file map lacks {place}"
+        assert place in paths, f"README.md's file map lacks {place}"
 
 
-def test_every_command_in_the_readme_parses() -> None:
+def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 160
+    for document in [*DOCUMENTS, ROOT / "infra" / "README.md"]:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8")):
+            assert (document.parent / target).exists(), f"{document.name} links {target}, which does not exist"
+
+
+def test_contributing_shows_the_order_of_rooms() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert "\n".join("  ".join(rooms) for rooms in ORDER) in text
+
+
+def test_every_command_in_the_documents_parses() -> None:
     """Its name, its options and their kinds; nothing is run."""
     from typer.main import get_command
 
     from jobs.cli import app
 
     root = get_command(app)
-    text = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md"))
-    commands = re.findall(r"^\s*(?:\$ )?raycap ([^\n#`]+)", text, re.MULTILINE)
+    text = "\n".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
+    blocks = "\n".join(re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    commands = re.findall(r"^raycap (?!--help)([^\n#]+)", blocks, re.MULTILINE)
     assert commands
     for line in commands:
         name, *words = shlex.split(line)
         context = root.make_context("raycap", [name], resilient_parsing=True)
         command = root.get_command(context, name)
-        assert command is not None, f"README.md names the command {name}, which does not exist"
+        assert command is not None, f"the documents name the command {name}, which does not exist"
         with command.make_context(name, words, parent=context):  # raises for options that do not fit
             pass
 
 
 def test_make_targets_in_the_readme_exist() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    text = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md"))
+    text = "\n".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
     assert set(re.findall(r"`?make ([a-z]+)`?", text)) <= targets
 
 

@@ -12,9 +12,10 @@ import torch
 
 from jobs.cli import main
 from jobs.constraints import constraints as make_constraints
+from models.base import Features
 from pipeline.captioning.bundle import load_bundle
-from pipeline.captioning.captioning import caption_share
-from pipeline.captioning.constraints import Held, build_machines, read_constraints, write_constraints
+from pipeline.captioning.captioning import CaptionSearch, Shard, caption_split
+from pipeline.captioning.constraints import build_automata, read_constraints, write_constraints
 from pipeline.captioning.detections import (
     EXCLUDED,
     Detection,
@@ -24,9 +25,11 @@ from pipeline.captioning.detections import (
     read_hierarchy,
 )
 from pipeline.config.sections import EvaluationSection
+from pipeline.data.images import BadImage
 from pipeline.errors import UserError
 from pipeline.features.model_inputs import Images
-from pipeline.runs.evaluation import summarize_search
+from pipeline.runs.evaluation import split_result
+from pipeline.scoring.split_result import ConstraintCounts, SplitResult
 from tests.support.logs import on_message
 from tests.unit.jobs.test_caption import WORDS, make_bundle
 
@@ -38,6 +41,7 @@ TREE = {
         {"LabelName": "Cart"},
     ],
 }
+WHOLE = Shard(0, 1, torch.device("cpu"))
 BOX, INSIDE, APART = (0.0, 0.0, 10.0, 10.0), (0.0, 0.0, 10.0, 9.0), (20.0, 20.0, 30.0, 30.0)
 
 
@@ -73,18 +77,18 @@ def test_other_files_are_refused_with_their_line(tmp_path: Path, line: str, word
 
 
 def test_a_word_outside_the_vocabulary_is_refused() -> None:
-    machines = build_machines({7: (("red cat", "mat"),)}, WORDS, "c.jsonl")
+    automata = build_automata({7: (("red cat", "mat"),)}, WORDS, "c.jsonl")
     ids = WORDS.ids
-    assert machines[7].held[machines[7].follow([ids["red"], ids["cat"]])] == 1
-    assert machines[7].held[machines[7].follow([ids["red"], ids["mat"]])] == 1
-    assert machines[7].held[machines[7].follow([ids["red"], ids["sits"], ids["cat"]])] == 0
+    assert automata[7].held[automata[7].follow([ids["red"], ids["cat"]])] == 1
+    assert automata[7].held[automata[7].follow([ids["red"], ids["mat"]])] == 1
+    assert automata[7].held[automata[7].follow([ids["red"], ids["sits"], ids["cat"]])] == 0
     with pytest.raises(UserError, match="image 7 needs the word 'dog', which is not among the model's 11 words"):
-        build_machines({7: (("red dog",),)}, WORDS, "c.jsonl")
+        build_automata({7: (("red dog",),)}, WORDS, "c.jsonl")
     with pytest.raises(UserError, match="without a word"):
-        build_machines({7: (("...",),)}, WORDS, "c.jsonl")
+        build_automata({7: (("...",),)}, WORDS, "c.jsonl")
     many = tuple((word,) for word in ("a", "cat", "mat", "on", "red", "sits", "the", "red mat", "on the"))
     with pytest.raises(UserError, match="image 8: 9 constraints need more than 256 states"):
-        build_machines({8: many}, WORDS, "c.jsonl")
+        build_automata({8: many}, WORDS, "c.jsonl")
 
 
 def test_overlaps_are_resolved_by_the_hierarchy(tmp_path: Path) -> None:
@@ -104,7 +108,7 @@ def test_the_three_surest_classes_without_parts_and_people() -> None:
     rows = [("person", 0.99), ("cart", 0.3), ("dog", 0.8), ("dog", 0.9), ("toy", 0.5), ("apple", 0.7), ("wheel", 0.9)]
     found = [Detection(label, score, (9.0 * k, 0.0, 9.0 * k + 8, 8.0)) for k, (label, score) in enumerate(rows)]
     assert choose_constraints(found, {}) == ["dog", "apple", "toy"]
-    assert choose_constraints(found, {}, most=1, excluded=()) == ["person"]
+    assert choose_constraints(found, {}, max_constraints=1, excluded=()) == ["person"]
     assert len(EXCLUDED) == 39
 
 
@@ -185,9 +189,12 @@ class FewImages(Images):
         self.store = self.positions = None
         self.features, self.image_ids = features, np.arange(len(features)) + 1
         self.uris = [""] * len(features)
+        self.unreadable: set[int] = set()  # rows
 
-    def load(self, rows: np.ndarray) -> torch.Tensor:
-        return self.features[rows]
+    def load(self, rows: np.ndarray) -> Features:
+        for row in self.unreadable.intersection(rows.tolist()):
+            raise BadImage(f"row {row} is damaged")
+        return Features(self.features[rows])
 
 
 def test_captions_hold_their_constraints_and_others_are_as_before(tmp_path: Path) -> None:
@@ -195,21 +202,21 @@ def test_captions_hold_their_constraints_and_others_are_as_before(tmp_path: Path
     torch.manual_seed(3)
     images = FewImages(torch.randn(5, 4, 16))
     settings = EvaluationSection(beam_size=3, max_length=9, batch_size=2, num_results=2)
-    machines = build_machines({2: (("mat",), ("red cat", "sits")), 5: (("the",),)}, WORDS, "c")
-    device = torch.device("cpu")
-    plain = caption_share([bundle.captioner], [images], WORDS, settings, 0, 1, device, align=True)
-    found = caption_share([bundle.captioner], [images], WORDS, settings, 0, 1, device, None, machines, True)
+    automata = build_automata({2: (("mat",), ("red cat", "sits")), 5: (("the",),)}, WORDS, "c")
+    search = CaptionSearch(settings, WORDS, with_alignment=True)
+    plain, _ = caption_split([bundle.captioner], [images], search, shard=WHOLE)
+    found, _ = caption_split([bundle.captioner], [images], search, shard=WHOLE, constraints=automata)
     for image in (1, 3, 4):
         assert found[image][0].caption == plain[image][0].caption
-        assert found[image][0].held is None
-    assert all(own.held == 2 and "mat" in own.caption.split() for own in found[2])
+        assert found[image][0].num_satisfied is None
+    assert all(own.num_satisfied == 2 and "mat" in own.caption.split() for own in found[2])
     assert all("red cat" in own.caption or "sits" in own.caption for own in found[2])
-    assert all(own.held == 1 and "the" in own.caption.split() for own in found[5])
+    assert all(own.num_satisfied == 1 and "the" in own.caption.split() for own in found[5])
     assert all(own[0].alignment is not None and own[1].alignment is None for own in found.values())
     said: list[str] = []
     best = {image: own[0] for image, own in found.items()}
     with on_message(said.append):
-        entry = summarize_search(best, machines, "search  ")
+        entry = split_result("test", best, automata, {}, "search  ").to_json()
     assert entry["constraints"] == {"images": 2, "all": 2, "some": 0, "none": 0, "not_held": []}
     assert said[1:] == ["search  2 of 2 captions hold all of their constraints, 0 some, 0 none"]
     assert said[0] == f"search  alignment of words and patches {entry['alignment']:.3f}"
@@ -217,10 +224,11 @@ def test_captions_hold_their_constraints_and_others_are_as_before(tmp_path: Path
     assert entry["alignment"] == pytest.approx(sum(value for value in aligned if value is not None) / 5)
     # too short for all of them: as many as fit, and said
     short = settings.model_copy(update={"max_length": 3})
-    machines |= build_machines({2: (("mat",), ("sits",), ("the",))}, WORDS, "c")
-    cut = caption_share([bundle.captioner], [images], WORDS, short, 0, 1, device, None, machines)
+    automata |= build_automata({2: (("mat",), ("sits",), ("the",))}, WORDS, "c")
+    cut, _ = caption_split([bundle.captioner], [images], CaptionSearch(short, WORDS), shard=WHOLE, constraints=automata)
     with on_message(said.append):
-        entry = summarize_search({image: own[0] for image, own in cut.items()}, machines, "")
+        best = {image: own[0] for image, own in cut.items()}
+        entry = split_result("test", best, automata, {}, "").to_json()
     assert entry["constraints"]["not_held"] == [2] and entry["constraints"]["some"] == 1
 
 
@@ -230,12 +238,40 @@ def test_a_split_in_bfloat16(tmp_path: Path) -> None:
     log_probs = []
     for precision in ("float32", "bfloat16"):
         settings = EvaluationSection(beam_size=3, max_length=9, precision=precision)  # type: ignore[arg-type]
-        found = caption_share([bundle.captioner], [images], WORDS, settings, 0, 1, torch.device("cpu"), align=True)
+        search = CaptionSearch(settings, WORDS, with_alignment=True)
+        found, _ = caption_split([bundle.captioner], [images], search, shard=WHOLE)
         assert all(own[0].alignment is not None for own in found.values())
         log_probs.append([found[image][0].log_prob for image in sorted(found)])
     assert log_probs[0] != log_probs[1], "autocast was not on"
     assert log_probs[0] == pytest.approx(log_probs[1], abs=0.5)
 
 
-def test_what_holds_is_counted() -> None:
-    assert Held.of([(0, 2), (1, 2), (2, 2), (0, 0), (1, 1)]) == Held(4, 2, 1, 1)
+def test_satisfied_constraints_are_counted() -> None:
+    counts = ConstraintCounts.tally({1: (0, 2), 2: (1, 2), 3: (2, 2), 4: (0, 0), 5: (1, 1)})
+    assert counts == ConstraintCounts(images=4, all=2, some=1, none=1, not_held=(1, 2))
+
+
+def test_each_shard_captions_its_images_and_reports_unreadable_ones(tmp_path: Path) -> None:
+    bundle = load_bundle(make_bundle(tmp_path / "bundle", backbone=False))
+    images = FewImages(torch.randn(7, 4, 16, generator=torch.Generator().manual_seed(3)))
+    settings = EvaluationSection(beam_size=2, max_length=9, batch_size=2)
+    search = CaptionSearch(settings, WORDS, skip_unreadable=True)
+    whole, unreadable = caption_split([bundle.captioner], [images], search, shard=WHOLE)
+    assert list(whole) == [1, 2, 3, 4, 5, 6, 7] and not unreadable
+    images.unreadable = {3}
+    shards = [
+        caption_split([bundle.captioner], [images], search, shard=Shard(rank, 2, torch.device("cpu")))
+        for rank in (0, 1)
+    ]
+    assert [list(hypotheses) for hypotheses, _ in shards] == [[1, 3, 5, 7], [2, 6]]
+    assert [reasons for _, reasons in shards] == [{}, {4: "row 3 is damaged"}]
+    for hypotheses, _ in shards:
+        assert all(ranked[0].caption == whole[image][0].caption for image, ranked in hypotheses.items())
+    with pytest.raises(BadImage, match="row 3"):
+        caption_split([bundle.captioner], [images], CaptionSearch(settings, WORDS), shard=WHOLE)
+
+
+def test_a_split_without_references_has_no_scores() -> None:
+    result = SplitResult("test", {1: "a cat"}, {2: "empty file"}, alignment=0.5)
+    expected = {"images": 1, "unreadable": {2: "empty file"}, "alignment": 0.5, "constraints": None}
+    assert result.to_json() == expected and result.flat() == {"test_alignment": 0.5}

@@ -1,4 +1,4 @@
-"""`raycap doctor`: every check is broken for real once, and says what to do."""
+"""`raycap doctor`: every check meets a real failure once and names a remedy."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ import yaml
 
 from jobs.cli import main
 from pipeline.cluster import doctor
-from pipeline.config.run import RunConfig, load_config
+from pipeline.config.load import load_config
+from pipeline.config.run import RunConfig
 from pipeline.storage.path import StorageError, StorageOptions, StoragePath, try_rights
+from pipeline.storage.s3 import S3Object
 from tests.conftest import small_config
 from tests.support.ray_cluster import free_port
 
@@ -79,11 +81,11 @@ def test_bfloat16_without_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert doctor.bfloat16(None).level == "ok"
 
 
-def test_gpus_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     config = config_of(tmp_path, workers__gpus_per_worker=1)
     found = doctor.gpus(config, elsewhere=False)
-    assert found.level == "fail" and "1 are asked for and torch sees 0" in found.text
+    assert found.level == "fail" and "uses 1, torch sees 0" in found.text
     assert doctor.gpus(config, elsewhere=True).level == "ok" and doctor.gpus(None, elsewhere=False).level == "ok"
 
 
@@ -146,19 +148,19 @@ def test_storage_that_is_a_file_or_read_only(tmp_path: Path) -> None:
 
 
 def test_storage_on_s3(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bucket that takes conditional writes, one that is not there, and one that ignores conditions."""
+    """A bucket that takes conditional writes, a missing one, and one that ignores conditions."""
     options = StorageOptions(s3)
     assert doctor.storage(StoragePath("s3://data/doctor", options)).level == "ok"
     assert StoragePath("s3://data/doctor", options).list() == {}
     absent = doctor.storage(StoragePath("s3://absent/doctor", options))
     assert absent.level == "fail" and "no such bucket" in absent.text and "bucket" in absent.remedy
-    monkeypatch.setattr(StoragePath, "_put_if", lambda self, bucket, key, data, condition: self.write_bytes(data))
+    monkeypatch.setattr(S3Object, "put_if", lambda self, data, tag: self.put(data))
     with pytest.raises(StorageError, match="conditional writes are ignored"):
         try_rights(StoragePath("s3://data/doctor", options))
     assert StoragePath("s3://data/doctor", options).list() == {}
 
 
-def test_data_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_data(tmp_path: Path) -> None:
     assert doctor.data(config_of(tmp_path)).level == "ok"
     (tmp_path / "set").mkdir()
     config = config_of(tmp_path, data={"root": str(tmp_path / "set"), "train_splits": ["train"]})
@@ -167,7 +169,7 @@ def test_data_that_is_not_there(tmp_path: Path) -> None:
     assert doctor.data(config).level == "ok"
 
 
-def test_a_dead_tracker_is_said_and_does_not_stop_a_run(tmp_path: Path, answers: dict[str, Any]) -> None:
+def test_a_dead_tracker_is_a_warning(tmp_path: Path, answers: dict[str, Any]) -> None:
     dead = f"http://user:marked-password@127.0.0.1:{free_port()}"
     found = doctor.tracker(config_of(tmp_path, tracking={"uri": dead}))
     assert found.level == "warn" and "raycap sync" in found.remedy and "marked-password" not in found.line
@@ -192,7 +194,7 @@ def test_a_token_others_can_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert doctor.token_here().level == "fail"
 
 
-def test_rays_version_and_token_at_the_other_end(answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clusters_ray_version_and_token(answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
     address = answers["address"]
@@ -204,7 +206,7 @@ def test_rays_version_and_token_at_the_other_end(answers: dict[str, Any], monkey
         assert found.level == level and version in found.text
     assert set(answers["tokens"]) == {None}, "a token goes only to a server that asks for one"
     answers["/api/version"] = 200, {"ray_version": ray.__version__, "token": "Bearer right"}
-    assert doctor.ray_there(address).level == "ok" and "token taken" in doctor.ray_there(address).text
+    assert doctor.ray_there(address).level == "ok" and "token accepted" in doctor.ray_there(address).text
     monkeypatch.setenv("RAY_AUTH_TOKEN", "marked-wrong")
     found = doctor.ray_there(address)
     assert found.level == "fail" and "refuses the token" in found.text and "marked-wrong" not in found.line

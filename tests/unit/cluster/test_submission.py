@@ -22,7 +22,7 @@ from pipeline.cluster.submission import (
     secret_names,
     variables,
 )
-from pipeline.config.run import load_config
+from pipeline.config.load import load_config
 from pipeline.errors import UserError
 from tests.conftest import ROOT, small_config
 
@@ -179,7 +179,7 @@ def test_texts_that_travel_hold_no_password_and_name_every_variable(tmp_path: Pa
         ([f"--set=a=https://me:{SECRET}@host"], "name: a\n"),
     ):
         config.write_text(text)
-        with pytest.raises(UserError, match="holds a password") as refused:
+        with pytest.raises(UserError, match="contains a password") as refused:
             check_texts(config, arguments, [])
         assert SECRET not in str(refused.value)
 

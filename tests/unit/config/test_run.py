@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.config.run import RunConfig, dump_config, load_config, parse_config, total_steps
+from pipeline.config.load import dump_config, load_config, parse_config
+from pipeline.config.run import RunConfig, total_steps
 from pipeline.errors import UserError
 from pipeline.runs.identity import config_identity
 from tests.conftest import ROOT, small_config

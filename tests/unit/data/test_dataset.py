@@ -1,4 +1,4 @@
-"""Data sets, vocabularies, snapshots: what is read, what is refused, and what is not read twice."""
+"""Data sets, vocabularies and content keys: what is read, what is refused, and that no file is read twice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.config.sections import DataSection
-from pipeline.data import content_keys as snapshot
+from pipeline.data.content_keys import take_snapshot
 from pipeline.data.dataset import Dataset, build_vocabulary, longest_caption, read_dataset
 from pipeline.data.vocabulary import Vocabulary, tokenize
 from pipeline.errors import UserError
@@ -20,7 +20,7 @@ def section(root: Path, **values: Any) -> DataSection:
     return DataSection(root=str(root), **values)
 
 
-def test_tokens_are_the_references(shared: Path) -> None:
+def test_tokens_equal_the_published_codes(shared: Path) -> None:
     for entry in json.loads((shared / "golden" / "caption_tokens.json").read_text()):
         assert tokenize(entry["raw"]) == entry["tokens"]
 
@@ -59,7 +59,7 @@ def test_malformed_annotations_are_refused(tmp_path: Path, change: Any, message:
         read_dataset(section(root), root)
 
 
-def test_missing_places_and_empty_splits_are_named(tmp_path: Path) -> None:
+def test_missing_folders_and_empty_splits_are_named(tmp_path: Path) -> None:
     root = write_karpathy(tmp_path / "set", {"train": 2, "val": 1})
     with pytest.raises(UserError, match=r"data.test_splits \(test\).*splits train, val"):
         read_dataset(section(root), root)
@@ -101,28 +101,26 @@ def test_a_snapshot_reads_only_what_is_new(tmp_path: Path, monkeypatch: pytest.M
     root = write_karpathy(tmp_path / "set", {"train": 4, "val": 1, "test": 1})
     dataset = read_dataset(section(root), root)
     manifest = tmp_path / "manifest.parquet"
-    first, troubles = snapshot.take_snapshot(dataset, manifest)
-    assert not troubles and len(set(first.column("key"))) == 6
+    first, unreadable = take_snapshot(dataset, manifest)
+    assert not unreadable and len(set(first.column("key"))) == 6
 
     reads: list[str] = []
     original = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda self: (reads.append(self.name), original(self))[1])
     (root / "images" / "1.png").write_bytes(original(root / "images" / "0.png"))  # now the same picture twice
     (root / "images" / "2.png").unlink()
-    second, troubles = snapshot.take_snapshot(dataset, manifest)
+    second, unreadable = take_snapshot(dataset, manifest)
     assert [name for name in reads if name.endswith(".png")] == ["1.png"]
-    assert list(troubles.values()) == ["No such file or directory"]
+    assert list(unreadable.values()) == ["No such file or directory"]
     keys = second.column("key")
     assert keys[0] == keys[1] == first.column("key")[0] and keys[2] is None
     assert len(second.known()) == 5
     assert second.known().fingerprint() != first.fingerprint()
 
 
-def test_the_fingerprint_is_of_content_not_of_place(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_content_not_on_location(tmp_path: Path) -> None:
     prints = []
     for name in ("here", "there"):
         root = write_karpathy(tmp_path / name, {"train": 2, "val": 1, "test": 1})
-        prints.append(
-            snapshot.take_snapshot(read_dataset(section(root), root), tmp_path / f"{name}.parquet")[0].fingerprint()
-        )
+        prints.append(take_snapshot(read_dataset(section(root), root), tmp_path / f"{name}.parquet")[0].fingerprint())
     assert prints[0] == prints[1]

@@ -1,4 +1,4 @@
-"""Annotation files in every form give the same data set; what is malformed is named."""
+"""Annotation files of every format give the same data set; malformed files are named in errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import gzip
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,6 +14,7 @@ import pytest
 
 from pipeline.config.sections import DataSection
 from pipeline.data.dataset import build_vocabulary, read_annotations, read_dataset
+from pipeline.data.formats import FORMATS
 from pipeline.data.vocabulary import Vocabulary, tokenize_like_spacy
 from pipeline.errors import UserError
 
@@ -51,7 +52,7 @@ def test_tables_of_every_kind_are_one_data_set(tmp_path: Path, name: str) -> Non
     assert dataset.column("captions") == [row["captions"] for row in ROWS]
 
 
-def test_rows_without_ids_are_numbered_and_nonsense_is_named(tmp_path: Path) -> None:
+def test_rows_without_ids_are_numbered_and_malformed_rows_are_named(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     config = DataSection(root=str(tmp_path), annotations="t.jsonl")
 
@@ -65,7 +66,7 @@ def test_rows_without_ids_are_numbered_and_nonsense_is_named(tmp_path: Path) -> 
     for rows, message in [
         ([{"id": 1}], "no text in the column image"),
         ([{"image": "1.png", "id": "x"}], "not a whole number"),
-        ([{"image": "../1.png"}], "lies outside"),
+        ([{"image": "../1.png"}], "is outside of"),
         ([{"image": "1.png", "id": 4}, {"image": "2.png", "id": 4}], "repeats the image id 4"),
         ([[1]], "not an object"),
         ([], "no rows"),
@@ -91,20 +92,20 @@ def test_nocaps_domains_are_splits(tmp_path: Path) -> None:
 def test_captions_without_their_image_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="1 image ids of 'annotations' are not in 'images', first 5"):
         coco(tmp_path, [{"id": 1, "file_name": "1.jpg"}], [{"image_id": 5, "caption": "a"}])
-    with pytest.raises(UserError, match="lies outside"):
+    with pytest.raises(UserError, match="is outside of"):
         coco(tmp_path, [{"id": 1, "file_name": "../../1.jpg"}], [])
 
 
-def test_cocos_own_files_with_split_lists_are_karpathys(shared: Path, tmp_path: Path) -> None:
+def test_coco_files_with_split_lists_equal_karpathys_file(shared: Path, tmp_path: Path) -> None:
     folder = shared / "data" / "coco_captions"
     lists = {split: f"karpathy_{split}_images.txt.gz" for split in ("val", "test")}
     for name in ("captions_val2014.json.gz", "dataset_coco_val2014_karpathy.json.gz", *lists.values()):
         (tmp_path / name).symlink_to(folder / name)
     (tmp_path / "val2014").mkdir()
     source = {"annotations": "captions_val2014.json.gz", "images": "val2014", "split": "restval"}
-    own = DataSection(root=str(tmp_path), sources=[source], split_lists=lists)
+    coco_files = DataSection(root=str(tmp_path), sources=[source], split_lists=lists)
     karpathy = DataSection(root=str(tmp_path), annotations="dataset_coco_val2014_karpathy.json.gz")
-    first, problems = read_annotations(own, tmp_path)
+    first, problems = read_annotations(coco_files, tmp_path)
     second, _ = read_annotations(karpathy, tmp_path)
     assert not problems and len(first) == 40504 and len(first.split("test")) == len(first.split("val")) == 5000
 
@@ -119,9 +120,14 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.json.gz").write_bytes(gzip.compress(b"{}" * 100)[:20])
     (tmp_path / "b.json").write_text('{"annotations": 3}')
     (tmp_path / "c.csv").write_bytes(b"\xff\xfe\x00")
-    for name, message in [("a.json.gz", "cannot be read"), ("b.json", "form is not known"), ("c.csv", "as a table")]:
+    for name, message in [("a.json.gz", "cannot be read"), ("b.json", "unknown format"), ("c.csv", "as a table")]:
         with pytest.raises(UserError, match=message):
             read_annotations(DataSection(root=str(tmp_path), annotations=name), tmp_path)
+
+
+def test_every_format_of_the_configuration_has_a_reader() -> None:
+    names = get_args(DataSection.model_fields["format"].annotation)
+    assert names == ("auto", *FORMATS)
 
 
 def test_spacy_like_tokens() -> None:
@@ -130,7 +136,7 @@ def test_spacy_like_tokens() -> None:
     ]
 
 
-def test_the_vocabulary_counts_what_the_configuration_says(tmp_path: Path) -> None:
+def test_vocabulary_follows_the_configured_tokenizer_and_splits(tmp_path: Path) -> None:
     rows = [
         {"image": "1.png", "captions": ["man's man's dog"], "split": "train"},
         {"image": "2.png", "captions": ["dog cat cat"], "split": "val"},

@@ -1,4 +1,4 @@
-"""The embedded data set: captions that are true of their pictures, splits that keep apart, files in Karpathy form."""
+"""The synthetic data set: captions match their pictures, splits are disjoint, files have Karpathy's layout."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def test_splits_have_the_promised_sizes() -> None:
 def test_novel_combinations_are_shown_in_no_other_split() -> None:
     for scene, _ in SCENES:
         objects = [scene.main, *([scene.second] if scene.second else [])]
-        shown = {(drawn.color, drawn.shape) for drawn in objects}
+        shown = {(item.color, item.shape) for item in objects}
         if scene.split == "novel":
             assert (scene.main.color, scene.main.shape) in NOVEL
         else:
             assert not shown & set(NOVEL)
     train = [scene.main for scene, _ in SCENES if scene.split == "train"]
-    assert {drawn.color for drawn in train} == set(synthetic.COLORS)
-    assert {drawn.shape for drawn in train} == set(synthetic.SHAPES)
+    assert {item.color for item in train} == set(synthetic.COLORS)
+    assert {item.shape for item in train} == set(synthetic.SHAPES)
 
 
 def test_every_caption_names_the_main_object_first() -> None:
@@ -70,8 +70,8 @@ def test_captions_are_five_different_ones_of_a_small_vocabulary() -> None:
     assert 40 <= len(words) <= 60
 
 
-def test_relation_words_say_how_the_drawn_objects_lie() -> None:
-    """Read from the pixels, not from the scene: middles of the two colors' boxes against the words."""
+def test_relation_words_match_the_pictures() -> None:
+    """Relations measured in the pixels, from the middles of the two colors' boxes."""
     checked = 0
     for scene, captions in SCENES[:400]:
         if scene.second is None:
@@ -83,15 +83,15 @@ def test_relation_words_say_how_the_drawn_objects_lie() -> None:
             np.ptp(b) / 2 + b.min() - np.ptp(a) / 2 - a.min() for a, b in ((columns, columns2), (rows, rows2))
         )
         if abs(across) < 3 and abs(down) < 3:
-            seen = "behind"
+            side = "behind"
         elif abs(across) > abs(down):
-            seen = "left" if across > 0 else "right"
+            side = "left" if across > 0 else "right"
         else:
-            seen = "above" if down > 0 else "below"
+            side = "above" if down > 0 else "below"
         for caption in captions:
-            said = {side for side, words in SIDES.items() if any(word in caption for word in words)}
-            assert said in ({seen}, set()), (caption, seen)
-            checked += bool(said)
+            named = {name for name, words in SIDES.items() if any(word in caption for word in words)}
+            assert named in ({side}, set()), (caption, side)
+            checked += bool(named)
     assert checked > 1000
 
 
@@ -104,7 +104,7 @@ def test_main_object_is_the_larger_one_in_the_picture() -> None:
         assert np.ptp(rows) > 1.15 * np.ptp(rows2) and np.ptp(columns) > 1.15 * np.ptp(columns2)
 
 
-def test_objects_lie_within_the_picture() -> None:
+def test_objects_are_inside_the_picture() -> None:
     for scene, _ in SCENES[:300]:
         pixels = np.asarray(synthetic.draw_scene(scene, 64)).astype(int)
         edge = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
@@ -121,7 +121,7 @@ def test_position_words_of_a_lone_object() -> None:
                     assert distance > 0.1 and distance == max(off.values())
 
 
-def test_folder_is_deterministic_and_in_karpathy_form(tmp_path: Path) -> None:
+def test_folder_is_deterministic_and_in_karpathy_layout(tmp_path: Path) -> None:
     config = SceneConfig(num_images=30, image_size=48, seed=3)
     write_dataset(tmp_path / "a", config)
     write_dataset(tmp_path / "deeper" / "b", config)
@@ -160,12 +160,12 @@ def test_complete_folder_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = synthetic.draw_scene
+    draw_scene = synthetic.draw_scene
 
     def failing(scene: synthetic.Scene, image_size: int) -> Image.Image:
         if scene == SCENES[20][0]:
             raise OSError("no space left on device")
-        return drawn(scene, image_size)
+        return draw_scene(scene, image_size)
 
     monkeypatch.setattr(synthetic, "draw_scene", failing)
     with pytest.raises(OSError, match="no space left"):
@@ -227,5 +227,5 @@ def test_main_object_accuracy() -> None:
         main_object_accuracy({1: "a red circle"}, references)
     with pytest.raises(ValueError, match="one prediction for each image"):
         main_object_accuracy({}, {})
-    with pytest.raises(ValueError, match="embedded data set only"):
+    with pytest.raises(ValueError, match="synthetic data set only"):
         main_object_accuracy({1: "a dog"}, {1: ["a dog on a couch"]})

@@ -1,4 +1,4 @@
-"""The embedded data set's regions: boxes around what is drawn, evidence that is mostly right."""
+"""Regions of the synthetic data set: boxes around the shapes, evidence that is mostly right."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import numpy as np
 from pipeline.config.sections import SceneConfig
 from pipeline.data import synthetic
 from pipeline.data.synthetic import BACKGROUNDS, COLORS, SHAPES, draw_scene, make_scene
-from pipeline.data.synthetic_regions import MOST, WIDTH, regions_of, scene_regions
+from pipeline.data.synthetic_regions import MAX_REGIONS, WIDTH, regions_of, scene_regions
 
 CONFIG = SceneConfig(num_images=300, image_size=64, seed=0)
 REGIONS = {image_id: (features, boxes) for image_id, features, boxes in scene_regions(CONFIG)}
 
 
-def test_a_region_a_shape_and_one_for_the_picture() -> None:
+def test_one_region_per_shape_and_one_for_the_picture() -> None:
     assert list(REGIONS) == list(range(1, 301))
     for image_id, (features, boxes) in REGIONS.items():
         scene, _ = make_scene(CONFIG.seed, image_id - 1)
         count = 2 if scene.second is None else 3
-        assert features.shape == (count, WIDTH) and boxes.shape == (count, 4) and count <= MOST
+        assert features.shape == (count, WIDTH) and boxes.shape == (count, 4) and count <= MAX_REGIONS
         assert features.dtype == boxes.dtype == np.float32
         assert boxes[0].tolist() == [0, 0, 64, 64], "the picture is the largest"
         assert (boxes[:, :2] <= boxes[:, 2:]).all() and boxes.min() >= 0 and boxes.max() <= 64
 
 
-def test_boxes_lie_around_the_drawn_shapes() -> None:
-    """Read from the pixels, not from the scene."""
+def test_boxes_enclose_the_shapes() -> None:
+    """Shapes are located in the pixels, not taken from the scene."""
     for image_id in range(1, 60):
         scene, _ = make_scene(CONFIG.seed, image_id - 1)
         pixels = np.asarray(draw_scene(scene, 64)).astype(int)
@@ -41,18 +41,18 @@ def test_the_evidence_is_mostly_right() -> None:
     colors, shapes, backgrounds = list(COLORS), list(SHAPES), list(BACKGROUNDS)
     for image_id, (features, _) in REGIONS.items():
         scene, _ = make_scene(CONFIG.seed, image_id - 1)
-        seen = set()
+        best = set()
         for row in features[1:]:
             color, shape = row[: len(colors)].argmax(), row[len(colors) : len(colors) + len(shapes)].argmax()
-            seen.add((colors[color], shapes[shape]))
+            best.add((colors[color], shapes[shape]))
         drawn = {(each.color, each.shape) for each in (scene.main, scene.second) if each is not None}
         place = len(colors) + len(shapes)
         background = backgrounds[features[0, place : place + len(backgrounds)].argmax()]
-        right.append(seen == drawn and background == scene.background)
+        right.append(best == drawn and background == scene.background)
     assert 0.95 < np.mean(right) <= 1
 
 
-def test_noise_is_drawn_anew_for_each_picture_and_the_same_for_each_call() -> None:
+def test_noise_differs_between_pictures_and_is_deterministic() -> None:
     again = {image_id: features for image_id, features, _ in scene_regions(CONFIG)}
     assert all(np.array_equal(again[image_id], REGIONS[image_id][0]) for image_id in REGIONS)
     scene, _ = make_scene(0, 0)

@@ -16,7 +16,7 @@ from models.macs import cost
 from models.registry import build_model
 from models.token_embeddings import TiedOutput, WordVectors, fill_word_vectors
 from pipeline.captioning.bundle import load_bundle, save_bundle
-from pipeline.config.run import parse_config
+from pipeline.config.load import parse_config
 from pipeline.config.sections import DataSection
 from pipeline.data.dataset import build_vocabulary, read_dataset
 from pipeline.data.vocabulary import Vocabulary
@@ -52,10 +52,10 @@ def glove(folder: Path, lines: list[str] = LINES) -> Path:
 
 
 def test_vectors_of_the_words_are_found_and_the_others_named(tmp_path: Path) -> None:
-    vectors, found = read_word_vectors(glove(tmp_path), WORDS.words, 3)
-    rows = {word: vectors[place].tolist() for word, place in WORDS.ids.items() if found[place]}
+    vectors, given = read_word_vectors(glove(tmp_path), WORDS.words, 3)
+    rows = {word: vectors[row].tolist() for word, row in WORDS.ids.items() if given[row]}
     assert rows == {"cat": [0.5, -1, 2], "red": [1, 0, pytest.approx(0.1)], ".": [4, 5, 6]}
-    assert describe_missing(WORDS.words, found) == ("3 of 5 words have a given vector; drawn at random: a, sits")
+    assert describe_missing(WORDS.words, given) == ("3 of 5 words have a given vector; drawn at random: a, sits")
     headed, _ = read_word_vectors(glove(tmp_path, ["6 3", *LINES]), WORDS.words, 3)
     assert np.array_equal(vectors, headed)
 
@@ -66,7 +66,7 @@ def test_vectors_of_the_words_are_found_and_the_others_named(tmp_path: Path) -> 
         (LINES, "has vectors of 3 numbers, and model.word_vector_width is 4; set it to 3"),
         (["5 2", *LINES], "vectors of 2 numbers"),
         (["dog 1 2 3 4", "cat 1 2"], "line 2 has 2 numbers"),
-        (["dog 1 2 3 4", "cat 1 2 x 4"], "line 2 holds what is no number"),
+        (["dog 1 2 3 4", "cat 1 2 x 4"], "line 2 holds a text that is no number"),
         (["dog 1 2 3 4", "cat 1 2 nan 4"], "of which 3 are finite"),
         (["dog 1 2 3 4"], "none of the vocabulary's 9 words"),
         ([], "vectors of -1 numbers|none of the vocabulary"),
@@ -83,12 +83,12 @@ def test_other_files_are_refused(tmp_path: Path, lines: list[str], words: str) -
 def test_logits_are_products_with_the_given_vectors(config: ModelConfig, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = build_model(config, SIZES).eval()
-    vectors, found = (torch.from_numpy(part) for part in read_word_vectors(glove(tmp_path), WORDS.words, 3))
-    fill_word_vectors(model, vectors, found)
+    vectors, given = (torch.from_numpy(part) for part in read_word_vectors(glove(tmp_path), WORDS.words, 3))
+    fill_word_vectors(model, vectors, given)
     words, output = model.words, model.output
     assert isinstance(words, WordVectors) and isinstance(output, TiedOutput)
-    assert torch.equal(words.weight[found], vectors[found])
-    assert bool((words.weight[~found] != 0).all()) and words.weight.std() < 6
+    assert torch.equal(words.weight[given], vectors[given])
+    assert bool((words.weight[~given] != 0).all()) and words.weight.std() < 6
     states: list[torch.Tensor] = []
     hook = output.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
     features = torch.randn(2, 4, 6)
@@ -135,10 +135,10 @@ def test_a_run_starts_with_the_vectors_and_its_identity_is_their_content(tmp_pat
         keys = {"model__word_vectors": str(file), "model__word_vector_width": 3, "data__extra_vocabulary": str(more)}
         return parse_config(small_config(tmp_path / "results", **(keys | changes)))
 
-    said: list[str] = []
-    with on_message(said.append):
+    lines: list[str] = []
+    with on_message(lines.append):
         folder = prepare(configuration())
-    assert any("2 of " in line and "words have a given vector; drawn at random: above" in line for line in said), said
+    assert any("2 of " in line and "words have a given vector; drawn at random: above" in line for line in lines), lines
     from safetensors.torch import load_file
 
     weights = load_file(folder.path / "init" / "model.safetensors")["words.weight"]

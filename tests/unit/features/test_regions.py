@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from jobs.cli import main
-from pipeline.config.run import load_config
+from pipeline.config.load import load_config
 from pipeline.features.store import FeatureStore
 from pipeline.runs.identity import config_identity
 from tests.conftest import small_config
@@ -117,8 +117,8 @@ def test_a_model_that_arranges_regions_is_refused_without_boxes(
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["stages.xe_frozen.train_backbone=true"], "stages.xe_frozen.train_backbone is true, and features.hdf5 stands"),
-        (["features.hdf5=embedded"], "data.synthetic is not set"),
+        (["stages.xe_frozen.train_backbone=true"], "stages.xe_frozen.train_backbone is true, and with features.hdf5"),
+        (["features.hdf5=synthetic"], "data.synthetic is not set"),
         (["model.name=clustformer"], "set model.inputs to regions"),
         (["features.hdf5=null", "model.name=clustformer", "model.inputs=regions", "model.sampling=1"], "features.hdf5"),
     ],

@@ -9,23 +9,29 @@ import pyarrow as pa
 import torch
 from PIL import Image
 
-from jobs.gallery import _maps
+from jobs.gallery import MapInputs, MapRequest, compute_maps
 from models.captioner import Captioner
 from models.config import ClustFormerConfig, ModelSizes
 from models.registry import build_model
 from pipeline.captioning.bundle import save_bundle
-from pipeline.config.run import parse_config
+from pipeline.captioning.model_sources import StoredBundle
+from pipeline.config.load import parse_config
 from pipeline.data.dataset import SCHEMA, Dataset
 from pipeline.features.store import mark_complete, write_shard
-from pipeline.storage.path import place
+from pipeline.storage.path import storage_path
 from tests.conftest import small_config
 from tests.unit.jobs.test_caption import WORDS, make_bundle, write_images
 
 
 def test_maps_of_image_files(tmp_path: Path) -> None:
     names = write_images(tmp_path / "images", 2)
-    asked = [("test", 1, names[0], "a red cat"), ("test", 2, names[1], "the mat"), ("test", 3, "none.png", "a")]
-    found = _maps(asked, {("test", 2)}, make_bundle(tmp_path / "b"), parse_config(small_config(tmp_path)), None, None)
+    requests = [
+        MapRequest("test", 1, names[0], "a red cat"),
+        MapRequest("test", 2, names[1], "the mat", with_attribution=True),
+        MapRequest("test", 3, "none.png", "a"),
+    ]
+    model = StoredBundle(storage_path(make_bundle(tmp_path / "b")))
+    found = compute_maps(requests, MapInputs(model, parse_config(small_config(tmp_path))))
     assert found.keys() == {("test", 1), ("test", 2)}
     assert found["test", 1].keys() == {"attention"} and found["test", 1]["attention"].shape == (3, 16)
     assert found["test", 2]["attribution"].shape == (2, 16)
@@ -57,16 +63,16 @@ def test_maps_of_regions_are_painted_by_their_boxes(tmp_path: Path) -> None:
     mark_complete(tmp_path / "store", {}, 2)
     columns = [range(2), ["test"] * 2, names, [["x"]] * 2, keys]
     part = Dataset(pa.table([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA))
-    asked = [("test", number, names[number], "a red cat") for number in (1, 0)]
-    attributed = {("test", 0), ("test", 1)}
-    run = parse_config(small_config(tmp_path))
-    found = _maps(asked, attributed, tmp_path / "bundle", run, place(tmp_path / "store"), part)
+    requests = [MapRequest("test", number, names[number], "a red cat", with_attribution=True) for number in (1, 0)]
+    model, run = StoredBundle(storage_path(tmp_path / "bundle")), parse_config(small_config(tmp_path))
+    inputs = MapInputs(model, run, storage_path(tmp_path / "store"), part)
+    found = compute_maps(requests, inputs)
     for kind in ("attention", "attribution"):
         grid = found["test", 0][kind].reshape(3, 24, 24)
         assert all(len(np.unique(half)) == 1 for word in grid for half in (word[:, :12], word[:, 12:]))
         assert (grid[:, 0, 0] != grid[:, 0, -1]).all(), "two regions, two values: padding is not painted"
     assert found["test", 1]["clusters"][0].title.startswith("layer 1: ")
-    assert _maps(asked, attributed, tmp_path / "bundle", run, None, None) == {}
+    assert compute_maps(requests, MapInputs(model, run)) == {}
     Image.new("RGB", (4, 4)).save(names[1])
     Path(names[0]).unlink()
-    assert _maps(asked, set(), tmp_path / "bundle", run, place(tmp_path / "store"), part).keys() == {("test", 1)}
+    assert compute_maps(requests, inputs).keys() == {("test", 1)}

@@ -160,7 +160,7 @@ def test_bundles_that_are_none_are_refused(tmp_path: Path) -> None:
     text = (folder / "config.yaml").read_text()
     for change, words in (
         (("format: 1", "format: 2"), "format 2; this version of raycap reads up to 1"),
-        (("d_model: 8", "d_modle: 8"), "model.d_modle is unknown"),
+        (("d_model: 8", "d_modle: 8"), "config.yaml: unknown key model.d_modle: did you mean d_model"),
         (("d_model: 8", "d_model: 16"), "this configuration needs"),
         (("num_decoder_layers: 3", "num_decoder_layers: 4"), "lacks 'model.decoder.3"),
         (("vocabulary_size: 7", "vocabulary_size: 8"), "has 7 words, config.yaml says 8"),
@@ -223,7 +223,7 @@ def test_imports_that_do_not_fit_are_refused_and_write_nothing(tmp_path: Path) -
         ({"backbone": GOLDEN / "swin_microsoft_format.pth"}, "features of width 32, the captioner takes 40"),
         (
             {"checkpoint": GOLDEN / "end_to_end_checkpoint.pth", "backbone": GOLDEN / "swin_microsoft_format.pth"},
-            "brings its own Swin",
+            "contains a Swin",
         ),
     ]
     for options, message in cases:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from pipeline.config.run import parse_config
+from pipeline.config.load import parse_config
 from pipeline.data.dataset import SCHEMA, Dataset
 from pipeline.retrain.data_listing import LISTING, compare, list_data, new_keys, with_keys
 from pipeline.storage.path import StoragePath

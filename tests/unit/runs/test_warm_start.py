@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.config.run import parse_config
+from pipeline.config.load import parse_config
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
 from pipeline.runs.folder import RunFolder

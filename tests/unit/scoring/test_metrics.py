@@ -19,7 +19,7 @@ from jobs.bench.metrics import bench_metrics
 from jobs.score import score
 from pipeline.errors import UserError
 from pipeline.scoring import java, ngrams, ptb
-from pipeline.scoring.diagnostics import describe
+from pipeline.scoring.diagnostics import caption_stats
 from pipeline.scoring.metrics import BLEU, score_captions
 from pipeline.scoring.result_files import read_predictions, read_references
 
@@ -149,14 +149,14 @@ def test_signature_says_what_scores_depend_on() -> None:
     assert parts["eos"] == "none" and parts["as"] == "pycocoevalcap-1.2" and "raycap" in parts
 
 
-def test_wording() -> None:
+def test_caption_stats() -> None:
     captions = [["a", "man", "a", "man", "on", "a"], ["the", "the", "dog"], [], ["a", "dog", "on", "it"]]
-    found = describe(captions, training_captions=["A dog, on it!", "another"])
-    assert found["broken_endings"] == 0.25  # "... on a"; "on it" is whole
-    assert found["doubled_words"] == 0.25
-    assert found["repeated_ngrams"] == {"2": 0.25, "3": 0.0, "4": 0.0}
-    assert found["lengths"] == {"0": 1, "3": 1, "4": 1, "6": 1} and found["mean_length"] == 13 / 4
-    assert found["distinct_words"] == 6 and found["empty"] == 0.25 and found["seen_in_training"] == 0.25
+    stats = caption_stats(captions, training_captions=["A dog, on it!", "another"])
+    assert stats["broken_endings"] == 0.25  # "... on a"; "on it" is whole
+    assert stats["doubled_words"] == 0.25
+    assert stats["repeated_ngrams"] == {"2": 0.25, "3": 0.0, "4": 0.0}
+    assert stats["lengths"] == {"0": 1, "3": 1, "4": 1, "6": 1} and stats["mean_length"] == 13 / 4
+    assert stats["distinct_words"] == 6 and stats["empty"] == 0.25 and stats["seen_in_training"] == 0.25
 
 
 def test_corpus_must_pair() -> None:

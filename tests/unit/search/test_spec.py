@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.config.run import parse_config, parse_section
+from pipeline.config.load import parse_config, parse_section
 from pipeline.errors import UserError
 from pipeline.search.space import GenerateSection, SpaceSection, show_value, space_of
 from pipeline.search.spec import Search, SearchConfig, flatten, load_search

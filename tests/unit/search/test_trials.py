@@ -14,7 +14,7 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
-from pipeline.config.run import load_config
+from pipeline.config.load import load_config
 from pipeline.scoring.published import ABLATION
 from pipeline.search.ablations import cost_table, pairs, score_table
 from pipeline.search.plots import parallel_plot, pareto_plot, png, svg

@@ -1,4 +1,4 @@
-"""Conditional writes and the lease on them: one holder at a time, tokens that grow, the late fenced out."""
+"""Conditional writes and the lease: one holder at a time, growing tokens, late writers fenced out."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.storage.lease import Held, Lease, LostLeaseError, take_lease
-from pipeline.storage.path import ConflictError, StorageOptions, StoragePath, place
+from pipeline.storage.lease import Lease, LeaseHolder, LostLeaseError, take_lease
+from pipeline.storage.path import ConflictError, StorageOptions, StoragePath, storage_path
 from tests.support.s3_server import s3_server
 
 
@@ -25,9 +25,9 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(params=["disk", "s3"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> StoragePath:
-    """A folder on disk, or on an S3 server that refuses or cuts every tenth answer."""
+    """A folder on disk, or on an S3 server where a tenth of the requests fails."""
     if request.param == "disk":
-        return place(tmp_path)
+        return storage_path(tmp_path)
     options = StorageOptions(request.getfixturevalue("url"))
     return StoragePath(f"s3://data/{tmp_path.name}", options)
 
@@ -38,7 +38,7 @@ def taken(where: StoragePath, seconds: float = 30, **options: int) -> Lease:
     return lease
 
 
-def test_a_conditional_write_is_refused_when_somebody_was_faster(folder: StoragePath) -> None:
+def test_a_conditional_write_is_refused_after_another_write(folder: StoragePath) -> None:
     file = folder / "file"
     with pytest.raises(FileNotFoundError):
         file.read_tagged()
@@ -54,8 +54,8 @@ def test_a_conditional_write_is_refused_when_somebody_was_faster(folder: Storage
     assert file.read_tagged() == (b"two", second) and first != second
 
 
-def test_a_bucket_that_is_not_there_is_no_conflict(url: str) -> None:
-    """Nobody was faster: who takes a lease would ask again without end."""
+def test_a_missing_bucket_is_not_a_conflict(url: str) -> None:
+    """With a conflict, `take_lease` would try again without end."""
     where = StoragePath("s3://absent/lease.json", StorageOptions(url))
     for tag in (None, "0" * 32):
         with pytest.raises(FileNotFoundError if tag is None else ConflictError):
@@ -64,8 +64,8 @@ def test_a_bucket_that_is_not_there_is_no_conflict(url: str) -> None:
         take_lease(where, 30)
 
 
-def test_many_count_to_one_number(folder: StoragePath) -> None:
-    """Eight threads add one at a time by compare and swap; none is lost, also where answers are."""
+def test_concurrent_increments_are_not_lost(folder: StoragePath) -> None:
+    """Eight threads increment a number by compare and swap, also where answers are lost."""
     file = folder / "number"
     file.write_if(b"0", None)
 
@@ -84,49 +84,49 @@ def test_many_count_to_one_number(folder: StoragePath) -> None:
     assert file.read_bytes().split()[0] == b"48"
 
 
-def test_one_of_many_takes_the_lease_and_the_others_know_who(folder: StoragePath) -> None:
+def test_one_of_many_takes_the_lease_and_the_others_learn_its_holder(folder: StoragePath) -> None:
     where, gate = folder / "lease.json", threading.Barrier(8)
 
-    def ask(_: int) -> Lease | Held:
+    def ask(_: int) -> Lease | LeaseHolder:
         gate.wait()
         return take_lease(where, 30)
 
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(ask, range(8)))
-    holders = [each for each in found if isinstance(each, Lease)]
-    assert len(holders) == 1 and holders[0].token == 1
-    others = [each for each in found if isinstance(each, Held)]
-    assert {each.holder for each in others} == {json.loads(where.read_bytes())["holder"]}
-    assert all(time.time() + 20 < each.until < time.time() + 40 and " UTC" in str(each) for each in others)
+        answers = list(pool.map(ask, range(8)))
+    leases = [answer for answer in answers if isinstance(answer, Lease)]
+    assert len(leases) == 1 and leases[0].token == 1
+    holders = [answer for answer in answers if isinstance(answer, LeaseHolder)]
+    assert {holder.holder for holder in holders} == {json.loads(where.read_bytes())["holder"]}
+    assert all(time.time() + 20 < holder.until < time.time() + 40 and " UTC" in str(holder) for holder in holders)
 
 
-def test_tokens_grow_whoever_holds_the_lease_and_however_it_ends(folder: StoragePath) -> None:
+def test_tokens_grow_however_a_lease_ends(folder: StoragePath) -> None:
     where = folder / "lease.json"
     with taken(where) as lease:
         assert lease.token == 1
-    with taken(where) as lease:  # given back, not removed
+    with taken(where) as lease:  # returned, not removed
         assert lease.token == 2
     assert taken(where, 0.01).token == 3
     time.sleep(0.05)
-    assert taken(where, 0.01).token == 4  # the one before was killed, and has run out
+    assert taken(where, 0.01).token == 4  # the holder was killed, and its lease has expired
     where.delete()
     assert taken(where, above=9).token == 10
 
 
-def test_it_is_renewed_in_the_background_while_its_holder_lives(folder: StoragePath) -> None:
+def test_a_lease_is_renewed_in_the_background(folder: StoragePath) -> None:
     where = folder / "lease.json"
     with taken(where, 6.0) as lease:
         ends: set[float] = set()
         while len(ends) < 3:  # as it was taken, and renewed twice
             held = take_lease(where, 6.0)
-            assert isinstance(held, Held)
+            assert isinstance(held, LeaseHolder)
             ends.add(held.until)
             time.sleep(0.05)
         lease.check()
     assert isinstance(take_lease(where, 6.0), Lease)
 
 
-def test_who_wakes_up_late_finds_that_the_lease_has_moved_on(folder: StoragePath) -> None:
+def test_a_late_holder_finds_that_the_lease_has_passed_on(folder: StoragePath) -> None:
     where = folder / "lease.json"
     early = taken(where, 0.01)
     time.sleep(0.05)
@@ -136,17 +136,17 @@ def test_who_wakes_up_late_finds_that_the_lease_has_moved_on(folder: StoragePath
     late.check()
     with pytest.raises(LostLeaseError), early:
         early.check()
-    late.check()  # what the early one gave back was not this
+    late.check()  # the early holder has not returned it
 
 
-def test_a_lease_that_ran_out_unclaimed_is_still_its_holders(folder: StoragePath) -> None:
+def test_an_expired_lease_that_nobody_claimed_is_still_its_holders(folder: StoragePath) -> None:
     early = taken(folder / "lease.json", 0.01)
     time.sleep(0.05)
     early.check()
     assert early.token == 1
 
 
-def test_a_person_may_take_it_by_force(folder: StoragePath) -> None:
+def test_a_lease_can_be_taken_by_force(folder: StoragePath) -> None:
     where = folder / "lease.json"
     first = taken(where)
     second = take_lease(where, 30, by_force=True)
@@ -155,7 +155,7 @@ def test_a_person_may_take_it_by_force(folder: StoragePath) -> None:
         first.check()
 
 
-def test_a_file_that_is_no_lease_is_refused(folder: StoragePath) -> None:
+def test_a_file_that_is_not_a_lease_is_refused(folder: StoragePath) -> None:
     for text in (b"", b"[]", b"{}", b'{"token": "x", "nonce": "", "holder": "", "until": 0}'):
         (folder / "lease.json").write_bytes(text)
         with pytest.raises(UserError, match="is not a lease"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.run import parse_config
+from pipeline.config.load import parse_config
 from pipeline.tracking.mlflow_client import artifact_location
 from tests.conftest import small_config
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jobs.bench.reference_cider import PlainCiderD
 from pipeline.data.vocabulary import SPECIALS, Vocabulary, tokenize
-from pipeline.scoring import cider as ciderd
+from pipeline.scoring import ngram_keys
 from pipeline.scoring.cider import CiderD
 from pipeline.training import reward as rewards
 from pipeline.training.reward import CaptionReward
@@ -34,8 +34,8 @@ def test_cider_d_equals_its_definition(max_words: int, pairs: int, data: st.Data
     width = max([len(candidate) for candidate in candidates] + [1])
     rows = torch.tensor([candidate + [0] * (width - len(candidate)) for candidate in candidates])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ciderd, "_MAX_WORDS", max_words)
-        patch.setattr(ciderd, "_PAIRS", pairs)
+        patch.setattr(ngram_keys, "_MAX_WORDS", max_words)
+        patch.setattr(ngram_keys, "_PAIRS", pairs)
         scorer = CiderD.build(references, num_words=13)
         scores = scorer.score(rows, torch.tensor([len(c) for c in candidates]), torch.tensor(images)).tolist()
     text = [[[str(word) for word in caption] for caption in image] for image in references]

@@ -1,0 +1,152 @@
+"""METEOR and SPICE: the Java programs that the package pycocoevalcap ships, run through `java.py`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pipeline.scoring.java import JavaError, finish, java_command, java_process, talk, with_one_restart
+
+Caption = Sequence[str]  # tokens
+
+SPICE_CATEGORIES = {
+    "Object": "object",
+    "Attribute": "attribute",
+    "Relation": "relation",
+    "Color": "color",
+    "Cardinality": "count",
+    "Size": "size",
+}
+SPICE_MODELS_VARIABLE = "RAYCAP_SPICE_MODELS"  # the folder with the two jars below
+SPICE_MODELS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
+
+# (smallest, largest) Java heap in MB. METEOR's paraphrase table needs more than 512 MB to load; pycocoevalcap uses the
+# largest.
+_METEOR_HEAP_MB = (640, 2048)
+_SPICE_HEAP_MB = (3072, 8192)
+_STATISTICS = re.compile(r"-?\d+(\.\d+)?(E-?\d+)?( -?\d+(\.\d+)?(E-?\d+)?){10,}")
+_NUMBER = re.compile(r"-?\d+(\.\d+)?(E-?\d+)?")
+
+
+def check_meteor() -> None:
+    """Raises JavaError when METEOR cannot run on this machine."""
+    java_command(_METEOR_HEAP_MB)
+
+
+def check_spice() -> None:
+    """Raises JavaError when SPICE cannot run on this machine."""
+    java_command(_METEOR_HEAP_MB)
+    spice_models()
+
+
+def meteor(
+    predictions: Sequence[Caption], references: Sequence[Sequence[Caption]], *, deadline_s: float
+) -> tuple[float, list[float]]:
+    """METEOR 1.5 (English, normalized) of tokenized captions: over all images, and of each image.
+
+    Uses the jar's line protocol. After a failure one restarted process scores only the images without an answer.
+    Raises JavaError.
+    """
+    jar = _package_folder() / "meteor" / "meteor-1.5.jar"
+    command = java_command(_METEOR_HEAP_MB, "-jar", str(jar), "-", "-", "-stdio", "-l", "en", "-norm")
+    if not jar.is_file():
+        raise JavaError(f"{jar.name} is missing from the package pycocoevalcap; install it again")
+
+    def text(tokens: Caption) -> str:
+        return " ".join(tokens).replace("|||", "")  # the protocol's separator
+
+    requests = [
+        " ||| ".join(("SCORE", *map(text, captions), text(prediction))) + "\n"
+        for prediction, captions in zip(predictions, references, strict=True)
+    ]
+    statistics: list[str] = []
+    values: list[float] = []
+
+    def add(into: list[Any], pattern: re.Pattern[str], expected: int, convert: Callable[[str], Any], line: str) -> bool:
+        if not pattern.fullmatch(line):
+            raise JavaError(f"java answered what is not a score: {line[:60]!r}")
+        into.append(convert(line))
+        return len(into) == expected
+
+    def attempt(folder: Path, until: float) -> tuple[float, list[float]]:
+        values.clear()
+        with java_process(command, folder, talks=True) as process:
+            if missing := requests[len(statistics) :]:
+                on_line = partial(add, statistics, _STATISTICS, len(requests), str)
+                talk(process, "".join(missing), on_line, until)
+            evaluation = " ||| ".join(("EVAL", *statistics)) + "\n"
+            talk(process, evaluation, partial(add, values, _NUMBER, len(requests) + 1, float), until)
+        return values[-1], values[:-1]
+
+    return with_one_restart(attempt, deadline_s)
+
+
+def spice(
+    predictions: Sequence[Caption], references: Sequence[Sequence[Caption]], *, deadline_s: float
+) -> tuple[list[float], dict[str, float | None]]:
+    """SPICE 1.0 of tokenized captions: the F-score of each image, and the mean F-scores of the sub-categories.
+
+    A category's mean is over the images whose caption or references mention it; None when there is no such image.
+    Raises JavaError.
+    """
+    folder = _package_folder() / "spice"
+    java = java_command(_SPICE_HEAP_MB)
+    models = spice_models()
+    # SPICE's serializer reads these packages, which Java 16 and later close.
+    opens = [f"--add-opens=java.base/java.{name}=ALL-UNNAMED" for name in ("lang", "util", "math")]
+    paths = [folder / "spice-1.0.jar", folder / "lib" / "*", models / "*"]
+    data = [
+        {"image_id": i, "test": " ".join(prediction), "refs": [" ".join(caption) for caption in captions]}
+        for i, (prediction, captions) in enumerate(zip(predictions, references, strict=True))
+    ]
+
+    def attempt(temporary: Path, until: float) -> list[dict[str, dict[str, Any]]]:
+        source, target = temporary / "in.json", temporary / "out.json"
+        source.write_text(json.dumps(data), encoding="utf-8")
+        options = ["-XX:+IgnoreUnrecognizedVMOptions", *opens, "-cp", os.pathsep.join(map(str, paths))]
+        main = ["edu.anu.spice.SpiceScorer", str(source), "-out", str(target), "-subset", "-silent"]
+        with java_process([*java, *options, *main], temporary, talks=False) as process:
+            finish(process, until)
+        try:
+            items = {item["image_id"]: item["scores"] for item in json.loads(target.read_text(encoding="utf-8"))}
+            return [items[image] | {"All": {"f": float(items[image]["All"]["f"])}} for image in range(len(data))]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise JavaError(f"java left no readable result ({type(error).__name__}: {error})") from error
+
+    images = with_one_restart(attempt, deadline_s)
+    categories = {name: _mean_f(images, category) for category, name in SPICE_CATEGORIES.items()}
+    return [scores["All"]["f"] for scores in images], categories
+
+
+def _mean_f(images: Sequence[dict[str, dict[str, Any]]], category: str) -> float | None:
+    """Mean F-score of a category over the images that have a finite one."""
+    values = [float(scores[category]["f"]) for scores in images if (scores.get(category) or {}).get("f") is not None]
+    finite = [value for value in values if not math.isnan(value)]
+    return sum(finite) / len(finite) if finite else None
+
+
+def spice_models() -> Path:
+    """The folder with SPICE's parser models. Raises JavaError with the remedy when they are missing."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raycap" / "spice"
+    candidates = [Path(os.environ.get(SPICE_MODELS_VARIABLE) or default), _package_folder() / "spice" / "lib"]
+    for folder in candidates:
+        if all((folder / jar).is_file() for jar in SPICE_MODELS):
+            return folder.absolute()
+    raise JavaError(
+        f"SPICE's parser models are not in {candidates[0]}; run `make spice`, or name the folder that holds "
+        f"{' and '.join(SPICE_MODELS)} in {SPICE_MODELS_VARIABLE}"
+    )
+
+
+def _package_folder() -> Path:
+    spec = importlib.util.find_spec("pycocoevalcap")
+    if spec is None or not spec.submodule_search_locations:
+        raise JavaError("the package pycocoevalcap, which contains the jar, is not installed; install it")
+    return Path(next(iter(spec.submodule_search_locations)))

@@ -1,0 +1,218 @@
+"""n-grams of word ids as int64 keys, and tables of such keys: what the CIDEr-D index is made of.
+
+Shapes: R captions, T words.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+N_MAX = 4
+_WORD_BITS = 15
+_MAX_WORDS = (1 << _WORD_BITS) - 1
+_PAIRS = 1 << 20  # pairs of positions compared at a time, small enough for a processor's cache
+_ROWS = 256  # captions compared at a time
+_FIBONACCI = -7046029254386353131  # 2^64 divided by the golden ratio, as int64 (Fibonacci hashing)
+
+
+class Grams(NamedTuple):
+    """Distinct n-grams of captions, sorted by caption."""
+
+    caption: Tensor
+    column: Tensor  # start * 4 + n - 1
+    key: Tensor
+    times: Tensor  # float64
+
+
+class NgramKeys:
+    """n-grams as int64 keys, exact for any number of words.
+
+    Below 2^15 words a key is the n-gram's words plus 1, 15 bits each, so keys of different n differ. With more words
+    it is (number of the (n-1)-gram, word, n). That number is the prefix's position in the references' table
+    (`prefixes`). Prefixes that no reference holds get numbers beyond the table, valid within one call of `count`.
+    """
+
+    def __init__(self, num_words: int, prefixes: tuple[HashTable, ...] = ()) -> None:
+        self.num_words, self.prefixes = num_words, prefixes
+        self._wide = bool(prefixes)
+
+    @classmethod
+    def build(cls, num_words: int, captions: Ragged) -> NgramKeys:
+        keys = cls(num_words)
+        if num_words <= _MAX_WORDS:
+            return keys
+        keys._wide = True
+        for order in range(1, N_MAX):  # numbering the (order + 1)-grams needs the tables of shorter ones
+            last = [torch.zeros(0, dtype=torch.long)]
+            for _, words, lengths in captions.batches():
+                grams = keys.count(words, lengths, longest=order)
+                last.append(grams.key[grams.column % N_MAX == order - 1])
+            ordered = np.sort(torch.cat(last).numpy())
+            keys.prefixes += (HashTable.build(ordered[run_starts(ordered)])[0],)
+        return keys
+
+    def count(self, words: Tensor, lengths: Tensor, longest: int = N_MAX) -> Grams:
+        """The distinct n-grams of captions (R, T) of `lengths` (R,), with n up to `longest`.
+
+        All positions are compared with each other, which for captions is faster than sorting. Raises ValueError for
+        a word id that is not below `num_words`.
+        """
+        width = words.shape[1]
+        inside = torch.arange(width, device=words.device) < lengths[:, None]
+        if bool((words.ge(self.num_words) & inside).any()):
+            largest = int(words.masked_fill(~inside, 0).max())
+            raise ValueError(f"word id {largest} is not below num_words = {self.num_words}; pass a larger num_words")
+        # Captions are the last dimension, for vectorized comparisons. Padding gets ids that equal nothing else.
+        padded = words.where(inside, -1 - torch.arange(width, device=words.device)).t().int().contiguous()  # (T, R)
+        same_word = padded[:, None] == padded[None]  # (T, T, R)
+        same, before = same_word, torch.ones_like(same_word[:, :, :1]).squeeze(2).tril(-1).unsqueeze(2)
+        key, parts = torch.zeros_like(words), []
+        for order in range(min(longest, width)):
+            if order:  # n-grams are equal when their (n-1)-grams are equal and so are the words after these
+                same = same[:-1, :-1] & same_word[order:, order:]
+            starts = width - order
+            key = self._extend(key[:, :starts], words[:, order:], inside[:, order:], order)
+            earlier = (same & before[:starts, :starts]).sum(1, dtype=torch.int32)
+            first = (inside[:, order:] & (earlier == 0).t()).flatten().nonzero().squeeze(1)
+            times = same.sum(1, dtype=torch.int32).t().flatten()
+            column = first % starts * N_MAX + order
+            parts.append((first // starts, column, take(key.flatten(), first), take(times, first)))
+        if not parts:
+            empty = words.new_zeros(0)
+            return Grams(empty, empty, empty, empty.double())
+        caption, column, keys, times = (torch.cat(part) for part in zip(*parts, strict=True))
+        by_caption = caption.argsort(stable=True)
+        return Grams(*(take(part, by_caption) for part in (caption, column, keys, times.double())))
+
+    def _extend(self, prefix: Tensor, words: Tensor, inside: Tensor, order: int) -> Tensor:
+        """Keys of the (order + 1)-grams from those of their first `order` words and the word after them."""
+        last = words + 1
+        if not self._wide:
+            return (prefix << _WORD_BITS) | last
+        if order == 0:
+            return last << 2
+        table = self.prefixes[order - 1]
+        number, known = table.find(prefix[inside])
+        _, unknown = torch.unique(prefix[inside][~known], return_inverse=True)
+        number[~known] = len(table) + unknown
+        key = torch.zeros_like(prefix)
+        key[inside] = ((number << 30 | last[inside]) << 2) | order
+        return key
+
+
+@dataclass(frozen=True)
+class HashTable:
+    """Distinct int64 keys in the order of their hash buckets; a key's position in `keys` is its number.
+
+    There is about one key per bucket. A look-up costs two memory accesses, where a binary search in millions of keys
+    costs twenty.
+    """
+
+    keys: Tensor  # (size + 1,): the last one is a sentinel that never matches
+    start: Tensor  # (buckets + 1,): position of each bucket's first key
+
+    @classmethod
+    def build(cls, keys: np.ndarray) -> tuple[HashTable, np.ndarray]:
+        """The table of distinct keys, and the index in `keys` of the key at each position."""
+        bits = max(1, len(keys).bit_length())
+        values = torch.from_numpy(keys)
+        buckets = _buckets(values, bits).numpy().astype(index_type(1 << bits))
+        order = np.argsort(buckets)
+        start = np.zeros((1 << bits) + 1, index_type(len(keys)))
+        np.cumsum(np.bincount(buckets, minlength=1 << bits), out=start[1:])
+        ordered = torch.cat([values[torch.from_numpy(order)], values.new_zeros(1)])
+        return cls(ordered, torch.from_numpy(start)), order
+
+    @classmethod
+    def number(cls, keys: np.ndarray) -> tuple[HashTable, np.ndarray]:
+        """The table of the distinct values among `keys` (M,), and the position (M,) of each key in it."""
+        by_key = np.argsort(keys)
+        starts = run_starts(keys[by_key])
+        table, order = cls.build(keys[by_key[starts]])
+        position = np.empty_like(order)
+        position[order] = np.arange(len(order))
+        numbers = np.empty_like(keys)
+        numbers[by_key] = np.repeat(position, np.diff(starts, append=len(keys)))
+        return table, numbers
+
+    def __len__(self) -> int:
+        return len(self.keys) - 1
+
+    def find(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions (n,) of values (n,), and whether each is in the table; other positions have no meaning."""
+        buckets = _buckets(values, (len(self.start) - 1).bit_length() - 1)
+        position, end = take(self.start, buckets).long(), take(self.start, buckets + 1).long()
+        present = (take(self.keys, position) == values) & (position < end)
+        pending = (~present & (position + 1 < end)).nonzero().squeeze(1)
+        while len(pending):
+            following = take(position, pending) + 1
+            position[pending] = following
+            hit = take(self.keys, following) == take(values, pending)
+            present[pending[hit]] = True
+            pending = pending[~hit & (following + 1 < take(end, pending))]
+        return position, present
+
+
+def _buckets(keys: Tensor, bits: int) -> Tensor:
+    """The high bits of the product, which are the well mixed ones."""
+    return ((keys * _FIBONACCI) >> (64 - bits)) & ((1 << bits) - 1)
+
+
+def take(values: Tensor, index: Tensor) -> Tensor:
+    """values[index] along the first dimension; on a CPU several times faster than that expression."""
+    return values.index_select(0, index)
+
+
+def index_type(limit: int) -> Any:
+    """The smallest integer type for values up to `limit`: look-ups are bound by memory."""
+    return np.int32 if limit < 1 << 31 else np.int64
+
+
+def run_starts(ordered: np.ndarray) -> np.ndarray:
+    """Positions in a sorted array at which a new value begins."""
+    new = np.ones(len(ordered), bool)
+    np.not_equal(ordered[1:], ordered[:-1], out=new[1:])
+    return np.flatnonzero(new)
+
+
+def by_length(lengths: Tensor) -> Iterator[tuple[Tensor, int]]:
+    """(rows, longest length) of parts of a batch, so that each part needs little padding and bounded memory."""
+    order = lengths.argsort(stable=True)
+    ordered = lengths[order].tolist()
+    end = len(ordered)
+    while end:
+        start = max(0, end - _ROWS, end - max(1, _PAIRS // max(ordered[end - 1], 1) ** 2))
+        yield order[start:end], ordered[end - 1]
+        end = start
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Captions of different lengths: all their words in one array, and the length of each."""
+
+    words: np.ndarray
+    lengths: np.ndarray
+
+    @classmethod
+    def of(cls, captions: Sequence[Sequence[int]]) -> Ragged:
+        lengths = np.array([len(caption) for caption in captions], np.int64)
+        return cls(np.fromiter(itertools.chain.from_iterable(captions), np.int64, int(lengths.sum())), lengths)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def batches(self) -> Iterator[tuple[np.ndarray, Tensor, Tensor]]:
+        """(numbers of the captions, their words padded (R, T), lengths (R,)), captions of similar length together."""
+        starts = np.cumsum(self.lengths) - self.lengths
+        for part, width in by_length(torch.from_numpy(self.lengths)):
+            rows = part.numpy()
+            positions = starts[rows, None] + np.arange(width)
+            words = self.words[np.minimum(positions, max(len(self.words) - 1, 0))] if width else positions
+            yield rows, torch.from_numpy(words), torch.from_numpy(self.lengths[rows])

@@ -1,0 +1,126 @@
+"""The result of captioning one split: the captions, what the search reports about them, and their scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from pipeline.scoring.metrics import Scores
+
+
+class Hypothesis(NamedTuple):
+    """A caption found by beam search.
+
+    log_prob: sum of the log-probabilities of its tokens, EOS included.
+    alignment: agreement of words and image tokens (`models.alignment`); only for the best caption of a single model.
+    num_satisfied: number of its image's constraints that it satisfies; None for an image without constraints.
+    """
+
+    caption: str
+    log_prob: float
+    alignment: float | None = None
+    num_satisfied: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """One entry of an n-best file; what was not computed is left out."""
+        values = self._asdict()
+        values["held"] = values.pop("num_satisfied")
+        return {key: value for key, value in values.items() if value is not None}
+
+
+class ConstraintCounts(NamedTuple):
+    """The number of images with constraints, and of those whose caption satisfies all, some or none of them.
+
+    not_held: the images whose caption does not satisfy all of its constraints.
+    """
+
+    images: int
+    all: int
+    some: int
+    none: int
+    not_held: tuple[int, ...] = ()
+
+    @classmethod
+    def tally(cls, satisfied: Mapping[int, tuple[int, int]]) -> ConstraintCounts:
+        """From the number of satisfied constraints and of all constraints of each image, by image id."""
+        asked = {image: counts for image, counts in satisfied.items() if counts[1]}
+        incomplete = tuple(image for image, (num_satisfied, total) in asked.items() if num_satisfied < total)
+        none = sum(num_satisfied <= 0 for num_satisfied, _ in asked.values())
+        return cls(len(asked), len(asked) - len(incomplete), len(incomplete) - none, none, incomplete)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self._asdict(), "not_held": list(self.not_held)}
+
+    def __str__(self) -> str:
+        return f"{self.all} of {self.images} captions hold all of their constraints, {self.some} some, {self.none} none"
+
+
+@dataclass(frozen=True)
+class SplitResult:
+    """The captions of a split by image id, and their scores where the split has references.
+
+    unreadable: {image id: reason} of images without a caption.
+    alignment: mean over the captions that have one. constraints: None where no image has any.
+    main_object: share of images whose main object is named; only for the synthetic data set.
+    """
+
+    split: str
+    captions: Mapping[int, str]
+    unreadable: Mapping[int, str] = field(default_factory=dict)
+    alignment: float | None = None
+    constraints: ConstraintCounts | None = None
+    scores: Scores | None = None
+    main_object: float | None = None
+
+    @property
+    def values(self) -> dict[str, float | None]:
+        """Score by metric; None for a metric that is unavailable."""
+        return {} if self.scores is None else {name: score.value for name, score in self.scores.by_name.items()}
+
+    @property
+    def signature(self) -> str:
+        return "" if self.scores is None else self.scores.signature
+
+    @property
+    def cider_by_image(self) -> dict[int, float]:
+        """CIDEr-D by image id; empty where it is unavailable."""
+        score = self.scores and self.scores.by_name.get("CIDEr-D")
+        if self.scores is None or not score:
+            return {}
+        return dict(zip(self.scores.image_ids, score.per_image or [], strict=False))
+
+    def to_json(self) -> dict[str, Any]:
+        """The split's entry in scores.json."""
+        entry: dict[str, Any] = {
+            "images": len(self.captions),
+            "unreadable": dict(self.unreadable),
+            "alignment": self.alignment,
+            "constraints": None if self.constraints is None else self.constraints.to_json(),
+        }
+        return entry | self.scores_to_json()
+
+    def scores_to_json(self) -> dict[str, Any]:
+        """The part of the entry that needs references; {} without scores."""
+        if self.scores is None:
+            return {}
+        by_name = self.scores.by_name
+        return {
+            "scores": self.values,
+            "unavailable": {name: score.unavailable for name, score in by_name.items() if score.unavailable},
+            "signature": self.signature,
+            "extras": self.scores.extras,
+            "main_object": self.main_object,
+            "per_image_CIDEr-D": self.cider_by_image,
+        }
+
+    def flat(self) -> dict[str, float]:
+        """{"test_CIDEr-D": ...}: the scores as the tracker and the model registry store them."""
+        values = self.values | {"main_object": self.main_object, "alignment": self.alignment}
+        return {f"{self.split}_{name}": value for name, value in values.items() if value is not None}
+
+
+def mean_alignment(hypotheses: Iterable[Hypothesis]) -> float | None:
+    """Mean over the hypotheses that have an alignment; None without any."""
+    values = [each.alignment for each in hypotheses if each.alignment is not None]
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,235 @@
+"""Objects on S3; the only home of boto3.
+
+botocore repeats refused requests and cut connections, and boto3's transfer manager moves large objects in parts. Added
+here: reads whose body was cut are repeated, and conditional writes recognize their own write when its answer was lost.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+REMOTE = "s3://"
+PART_BYTES = 32 * 2**20  # objects of more than two parts are transferred in parts
+PARTS_AT_A_TIME = 4
+# botocore pauses for rand(0, 1) * 2**n seconds after failed request n = 0, 1, ...: two minutes in all on average, four
+# at most. Its "legacy" mode, because the newer modes share some 35 repeats among all threads of a client, which an
+# outage uses up within seconds.
+MAX_ATTEMPTS = 9
+CONFLICT_PAUSE_S = 0.5
+
+
+class StorageError(OSError):
+    """A request that storage refused, or that failed in every attempt; the message names the URI."""
+
+
+class ConflictError(OSError):
+    """A conditional write that came too late: another writer has replaced the file."""
+
+
+class Entry(NamedTuple):
+    """A file as a listing describes it: its size in bytes, and a tag that changes with the content."""
+
+    size: int
+    tag: str  # modification time in ns, or the ETag
+
+
+@dataclass(frozen=True)
+class StorageOptions:
+    """How S3 is reached; None leaves the choice to the usual AWS sources (environment, profile, instance role)."""
+
+    endpoint_url: str | None = None
+    region: str | None = None
+    max_attempts: int = MAX_ATTEMPTS  # requests per call
+
+
+@dataclass(frozen=True)
+class S3Object:
+    """An object, or all objects below a prefix.
+
+    Methods raise FileNotFoundError without the object or the bucket, and StorageError for every other failure.
+    """
+
+    uri: str
+    options: StorageOptions
+
+    def get(self, **extra: str) -> tuple[bytes, str]:
+        """Content and tag; `extra` are parameters of GetObject, such as Range."""
+        from botocore.exceptions import IncompleteReadError, ReadTimeoutError, ResponseStreamingError
+
+        with self._errors_translated():
+            for attempts_left in reversed(range(self.options.max_attempts)):
+                response = self._client.get_object(**self._location, **extra)
+                try:
+                    return response["Body"].read(), str(response["ETag"])
+                except (IncompleteReadError, ReadTimeoutError, ResponseStreamingError):
+                    if not attempts_left:
+                        raise
+        raise AssertionError("unreachable")
+
+    def put(self, data: bytes | memoryview) -> str:
+        """Replaces the object in one piece; returns its tag."""
+        with self._errors_translated():
+            if len(data) <= 2 * PART_BYTES:
+                return str(self._client.put_object(**self._location, Body=bytes(data))["ETag"])
+            self._client.upload_fileobj(io.BytesIO(data), *self._location.values(), Config=_transfer_config())
+        return self.head().tag
+
+    def put_if(self, data: bytes, tag: str | None) -> str:
+        """Replaces the object only while it has this tag (None: while there is none); returns the new tag.
+
+        Raises ConflictError when another writer was faster. `data` must be unique (hold a nonce): when the answer to
+        the write was lost, its repetition is refused, and the content shows that the write succeeded.
+        """
+        condition = {"IfNoneMatch": "*"} if tag is None else {"IfMatch": tag}
+        try:
+            with self._errors_translated():
+                return self._put_on_condition(data, condition)
+        except ConflictError:
+            try:
+                content, new_tag = self.get()
+            except FileNotFoundError:
+                content, new_tag = b"", ""
+            if content != data:
+                raise
+            return new_tag
+
+    def upload(self, path: Path) -> str:
+        """Replaces the object by a local file; returns its tag."""
+        if path.stat().st_size <= 2 * PART_BYTES:
+            return self.put(path.read_bytes())
+        with self._errors_translated():
+            self._client.upload_file(str(path), *self._location.values(), Config=_transfer_config())
+        return self.head().tag
+
+    def download(self, path: Path) -> Entry:
+        """Writes one state of the object, whole, to a local file; returns which."""
+        from s3transfer.exceptions import S3DownloadFailedError
+
+        for _ in range(5):
+            before = self.head()
+            if before.size <= 2 * PART_BYTES:
+                data, tag = self.get()
+                path.write_bytes(data)
+                return Entry(len(data), tag)
+            with self._errors_translated():
+                try:
+                    self._client.download_file(*self._location.values(), str(path), Config=_transfer_config())
+                except S3DownloadFailedError:  # its tag changed between two parts
+                    continue
+            if self.head() == before:
+                return before
+        raise StorageError(f"{self.uri} changes while it is read; is another run writing it?")
+
+    def head(self) -> Entry:
+        with self._errors_translated():
+            answer = self._client.head_object(**self._location)
+        return Entry(answer["ContentLength"], answer["ETag"])
+
+    def list(self) -> Iterator[tuple[str, Entry]]:
+        """Every object below this prefix by its relative name."""
+        bucket, key = split_uri(self.uri)
+        prefix = f"{key.rstrip('/')}/" if key else ""
+        with self._errors_translated():
+            for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
+                for item in page.get("Contents", ()):
+                    yield item["Key"][len(prefix) :], Entry(item["Size"], item["ETag"])
+
+    def delete(self) -> None:
+        with self._errors_translated():
+            self._client.delete_object(**self._location)
+
+    @property
+    def _client(self) -> Any:
+        return _client(self.options, os.getpid())
+
+    @property
+    def _location(self) -> dict[str, str]:
+        bucket, key = split_uri(self.uri)
+        return {"Bucket": bucket, "Key": key}
+
+    def _put_on_condition(self, data: bytes, condition: dict[str, str]) -> str:
+        from botocore.exceptions import ClientError
+
+        for _ in range(self.options.max_attempts):
+            try:
+                return str(self._client.put_object(**self._location, Body=data, **condition)["ETag"])
+            except ClientError as error:
+                status = _status(error)
+                if status == 412 or (status == 404 and "IfMatch" in condition):  # replaced, or removed
+                    raise ConflictError(f"{self.uri} was written by another process") from error
+                if status != 409:
+                    raise
+            time.sleep(random.uniform(0, CONFLICT_PAUSE_S))  # another conditional write is under way
+        raise StorageError(f"{self.uri}: other writes were under way in {self.options.max_attempts} attempts")
+
+    @contextmanager
+    def _errors_translated(self) -> Iterator[None]:
+        """boto3's errors as FileNotFoundError or StorageError."""
+        from boto3.exceptions import Boto3Error
+        from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, HTTPClientError
+
+        try:
+            yield
+        except ClientError as error:
+            if _status(error) == 404:
+                kind = "bucket" if error.response["Error"].get("Code") == "NoSuchBucket" else "object"
+                raise FileNotFoundError(2, f"no such {kind}", self.uri) from error
+            raise self._failure(error, 1 + error.response["ResponseMetadata"].get("RetryAttempts", 0)) from error
+        except (BotoCoreError, Boto3Error) as error:
+            is_repeated = isinstance(error, (ConnectionError, HTTPClientError))
+            raise self._failure(error, self.options.max_attempts if is_repeated else 1) from error
+
+    def _failure(self, error: Exception, attempts: int) -> StorageError:
+        tries = f" after {attempts} attempts" if attempts > 1 else ""
+        return StorageError(f"{self.uri}: storage failed{tries}: {' '.join(str(error).split())}")
+
+
+def is_remote(uri: str) -> bool:
+    return uri.startswith(REMOTE)
+
+
+def split_uri(uri: str) -> tuple[str, str]:
+    """Bucket and key of an s3:// URI."""
+    bucket, _, key = uri.removeprefix(REMOTE).partition("/")
+    return bucket, key
+
+
+def _status(error: Any) -> int:
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def _transfer_config() -> Any:
+    from boto3.s3.transfer import TransferConfig
+
+    return TransferConfig(
+        multipart_threshold=2 * PART_BYTES,
+        multipart_chunksize=PART_BYTES,
+        max_concurrency=PARTS_AT_A_TIME,
+        preferred_transfer_client="classic",  # the other one ignores this configuration
+    )
+
+
+@lru_cache(maxsize=8)
+def _client(options: StorageOptions, pid: int) -> Any:
+    """One client per process (a fork may not share its sockets); threads share it."""
+    import boto3
+    from botocore.config import Config
+
+    config = Config(
+        connect_timeout=5,
+        read_timeout=30,
+        max_pool_connections=32,
+        retries={"mode": "legacy", "total_max_attempts": options.max_attempts},
+    )
+    return boto3.session.Session().client(
+        "s3", endpoint_url=options.endpoint_url, region_name=options.region, config=config
+    )
