@@ -24,7 +24,7 @@ from pipeline.scoring.split_result import Hypothesis
 from pipeline.storage.path import StoragePath
 
 if TYPE_CHECKING:
-    from models.constraints import Machine
+    from models.constraints import ConstraintAutomaton
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class SplitTask(NamedTuple):
     """The images of a split, and the constraints of those that have any, by image id."""
 
     images: Dataset
-    constraints: Mapping[int, Machine] = {}
+    constraints: Mapping[int, ConstraintAutomaton] = {}
 
 
 class Captioned(NamedTuple):

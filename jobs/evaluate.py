@@ -36,7 +36,7 @@ from pipeline.storage.atomic import write_json, write_text
 from pipeline.storage.path import StoragePath, storage_path
 
 if TYPE_CHECKING:
-    from models.constraints import Machine
+    from models.constraints import ConstraintAutomaton
 
 logger = logging.getLogger(__name__)
 
@@ -120,8 +120,8 @@ class Evaluation:
     members: Sequence[Member]
     other: Member | None
     store: StoragePath | None
-    automata: Mapping[int, Machine]
-    other_automata: Mapping[int, Machine]
+    automata: Mapping[int, ConstraintAutomaton]
+    other_automata: Mapping[int, ConstraintAutomaton]
 
     @classmethod
     def prepare(cls, config: RunConfig, options: EvaluateOptions) -> Evaluation:
@@ -153,7 +153,9 @@ class Evaluation:
         logger.info(f"models    {models}" + (", as an ensemble" if len(self.members) > 1 else ""))
         logger.info(f"data      {', '.join(f'{name} {len(part)}' for name, part in self.parts.items())} images")
 
-    def caption(self, models: Sequence[ModelSource], automata: Mapping[int, Machine]) -> dict[str, Captioned]:
+    def caption(
+        self, models: Sequence[ModelSource], automata: Mapping[int, ConstraintAutomaton]
+    ) -> dict[str, Captioned]:
         """Captions by split. Ray must have been started."""
         tasks = {name: SplitTask(part, automata) for name, part in self.parts.items()}
         return caption_on_cluster(models, tasks, self.config, store=self.store)
@@ -309,7 +311,7 @@ def _part(dataset: Dataset, name: str) -> Dataset:
     return part
 
 
-def _automata(file: Path, member: Member, parts: Mapping[str, Dataset]) -> dict[int, Machine]:
+def _automata(file: Path, member: Member, parts: Mapping[str, Dataset]) -> dict[int, ConstraintAutomaton]:
     """The constraints of the images in `parts`, for a model's vocabulary. Raises UserError when no image has any."""
     from pipeline.captioning.constraints import load_automata
 

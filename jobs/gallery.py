@@ -79,7 +79,7 @@ def compute_maps(requests: Sequence[MapRequest], inputs: MapInputs) -> dict[Imag
     import torch
 
     from models.attention_maps import cross_attention
-    from models.attribution import integrated_gradients
+    from models.attribution import Quadrature, integrated_gradients
     from models.cluster_groups import find_clusters
     from pipeline.reports.cluster_pictures import layer_colors
     from pipeline.runtime.context import device_for
@@ -102,9 +102,7 @@ def compute_maps(requests: Sequence[MapRequest], inputs: MapInputs) -> dict[Imag
             "attention": image.paint(cross_attention(model, memory, ids[None])[-1, 0, : len(words)])
         }
         if request.with_attribution and time.monotonic() - begin < ATTRIBUTION_BUDGET_S:
-            attribution = integrated_gradients(
-                model, features, ids, steps=INTEGRATION_STEPS, most_steps=INTEGRATION_STEPS
-            )
+            attribution = integrated_gradients(model, features, ids, quadrature=Quadrature.exactly(INTEGRATION_STEPS))
             fields["attribution"] = image.paint(attribution.head(len(words)).shares())
         clusters = find_clusters(model, features, ids[: len(words) + 1])
         if clusters is not None:

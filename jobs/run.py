@@ -31,7 +31,7 @@ from pipeline.tracking.mlflow_client import public_uri
 from pipeline.tracking.run_tracker import Tracker
 
 if TYPE_CHECKING:
-    from models.constraints import Machine
+    from models.constraints import ConstraintAutomaton
 
 logger = logging.getLogger(__name__)
 
@@ -328,7 +328,7 @@ class RunDriver:
         folder.push("COMPLETE.json")
         logger.info(table)
 
-    def _automata(self, dataset: Dataset) -> dict[int, Machine]:
+    def _automata(self, dataset: Dataset) -> dict[int, ConstraintAutomaton]:
         """The constraints of test images, where the configuration names a constraint file."""
         from pipeline.captioning.constraints import load_automata
 

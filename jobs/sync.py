@@ -16,7 +16,8 @@ from pipeline.errors import UserError
 from pipeline.runs.folder import RunFolder, is_alone
 from pipeline.storage.atomic import read_json
 from pipeline.storage.path import StoragePath
-from pipeline.tracking.mlflow_client import ending, known_trackers, public_uri
+from pipeline.tracking.mlflow_client import public_uri
+from pipeline.tracking.run_sync import known_trackers, stored_ending
 from pipeline.tracking.run_tracker import Tracker, register_run
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ def send(folder: RunFolder, config: RunConfig) -> bool:
         if (folder.path / "COMPLETE.json").is_file():
             return register(folder, config)
         # A driver that was killed noted nothing; of a run on S3 nobody knows here whether it goes on elsewhere.
-        status = ending(folder, config) or (None if folder.home else "KILLED")
+        status = stored_ending(folder, config) or (None if folder.home else "KILLED")
         if not Tracker(folder, config).close(status):
             return False
         logger.info(f"{folder.run_id}: {public_uri(config)} has everything; {status or 'not over'}")

@@ -23,9 +23,28 @@ from torch import Tensor
 
 from models.base import CaptionModel, Features
 
-STEPS = 32
-TOLERANCE = 0.05  # nats, 5 % of a word's probability
-MOST_STEPS = 256
+
+@dataclass(frozen=True)
+class Quadrature:
+    """How the integral is approximated. ValueError unless steps and rows are 1 or more.
+
+    steps: points of the line, doubled up to `max_steps` while a word's values miss the change by more than `tolerance`
+    nats (0.05 is 5 % of a word's probability). rows: points that are computed at a time.
+    """
+
+    steps: int = 32
+    max_steps: int = 256
+    tolerance: float = 0.05
+    rows: int = 16
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.rows < 1:
+            raise ValueError(f"steps = {self.steps} and rows = {self.rows}: both must be 1 or more")
+
+    @classmethod
+    def exactly(cls, steps: int) -> Quadrature:
+        """So many steps, whatever the gap."""
+        return cls(steps=steps, max_steps=steps)
 
 
 @dataclass(frozen=True)
@@ -65,21 +84,15 @@ def integrated_gradients(
     tokens: Tensor,
     *,
     baseline: Tensor | None = None,
-    steps: int = STEPS,
-    tolerance: float = TOLERANCE,
-    most_steps: int = MOST_STEPS,
-    rows: int = 16,
+    quadrature: Quadrature = Quadrature(),
 ) -> Attribution:
     """The attribution of every word of one caption, tokens (T,) with SOS, to one image's features (1, N, C).
 
-    `baseline` is (N, C), None for zeros. While a word's values miss the change by more than `tolerance` nats, the steps
-    are doubled, up to `most_steps` and for as long as the greatest gap shrinks noticeably (a gap that does not shrink
-    comes from jumps). `Attribution.gap` holds what remains. `rows` points of the line are computed at a time, with one
-    forward pass for all words and one backward pass per word: memory is that of `rows` images, whatever the caption's
-    length and the steps. Raises ValueError unless steps and rows are 1 or more and the shapes are as given here.
+    `baseline` is (N, C), None for zeros. Doubling the steps ends early when the greatest gap hardly shrinks, as such a
+    gap comes from jumps; `Attribution.gap` holds what remains. There is one forward pass for all words and one backward
+    pass per word: memory is that of `quadrature.rows` images, whatever the caption's length and the steps. Raises
+    ValueError for other shapes.
     """
-    if steps < 1 or rows < 1:
-        raise ValueError(f"steps = {steps} and rows = {rows}: both must be 1 or more")
     if features.tokens.ndim != 3 or len(features) != 1 or tokens.ndim != 1 or len(tokens) < 2:
         raise ValueError(
             f"features {tuple(features.tokens.shape)} and tokens {tuple(tokens.shape)}: expected one image "
@@ -90,13 +103,14 @@ def integrated_gradients(
     try:
         with torch.inference_mode(False):  # what is made here needs a gradient, wherever this is called
             line = _Line(model, features, tokens.clone(), baseline)
-            found = Attribution(line.integrate(steps, rows), line.change, steps)
-            while float(found.gap.max()) > tolerance and 2 * found.steps <= most_steps:
-                before = float(found.gap.max())
-                found = Attribution(line.integrate(2 * found.steps, rows), line.change, 2 * found.steps)
-                if float(found.gap.max()) > 0.75 * before:
+            steps, rows = quadrature.steps, quadrature.rows
+            result = Attribution(line.integrate(steps, rows), line.change, steps)
+            while float(result.gap.max()) > quadrature.tolerance and 2 * result.steps <= quadrature.max_steps:
+                before = float(result.gap.max())
+                result = Attribution(line.integrate(2 * result.steps, rows), line.change, 2 * result.steps)
+                if float(result.gap.max()) > 0.75 * before:
                     break
-            return found
+            return result
     finally:
         model.train(training)
 

@@ -1,6 +1,6 @@
 """The contract between captioning models and everything that trains, decodes or stores them.
 
-Shapes in this package: B images, N image tokens, C feature width, D model width, K captions (or beams) an image,
+Shapes in this package: B images, N image tokens, C feature width, D model width, K captions (or beams) per image,
 T caption tokens, V vocabulary, E expanded vectors, H heads.
 """
 
@@ -47,10 +47,10 @@ class Features:
 
 @dataclass(frozen=True)
 class Memory:
-    """What the encoder leaves for the decoder.
+    """The encoder's output for the decoder.
 
     states: (B, N, D), or (B, levels, N, D) where a model keeps every encoder level.
-    lengths: (B,) numbers of real image tokens, or None when all N are real.
+    lengths: (B,) numbers of valid image tokens, or None when all N are valid.
     boxes: (B, N, 4) region boxes, for the models that need them.
     """
 
@@ -69,29 +69,29 @@ class Memory:
 
 
 class Cache(ABC):
-    """What a decoder keeps between steps for B images with K beams each. Row b*K+k is beam k of image b."""
+    """The decoder's state between steps for B images with K beams each. Row b*K+k is beam k of image b."""
 
     length: int  # tokens consumed so far
     images: int
     beams: int
 
     @abstractmethod
-    def widen(self, beams: int) -> Cache:
-        """`beams` of them continue from the one beam that each image had so far: what all share is computed once.
+    def expand_beams(self, beams: int) -> Cache:
+        """Replaces the one beam of each image by `beams` copies, so that their common start is computed once.
 
-        Raises ValueError when there are more. The old cache must not be used afterwards.
+        Raises ValueError when images have more than one beam. The old cache must not be used afterwards.
         """
 
     @abstractmethod
     def select(self, index: Tensor) -> Cache:
-        """Row r continues what row index[r] (int64, (B*K,), of the same image) has seen so far.
+        """Row r continues row index[r] (int64, (B*K,)), which belongs to the same image.
 
         Nothing that the beams of an image share is copied. The old cache must not be used afterwards.
         """
 
     @abstractmethod
     def keep_images(self, index: Tensor) -> Cache:
-        """The cache of the images in `index` (int64) alone: finished images can be dropped."""
+        """The cache of the images in `index` (int64) only: finished images can be dropped."""
 
 
 @dataclass(frozen=True)
@@ -150,9 +150,9 @@ class CaptionModel(nn.Module, ABC):
 
     @abstractmethod
     def decode(self, memory: Memory, tokens: Tensor) -> Tensor:
-        """Teacher-forced logits (B*K, T, V) for tokens (B*K, T) with SOS; caption k of image b stands at row b*K+k.
+        """Teacher-forced logits (B*K, T, V) for tokens (B*K, T) with SOS; row b*K+k is caption k of image b.
 
-        Row t has seen the tokens up to t. PAD may stand only after a caption's end; logits there mean nothing.
+        Position t depends on the tokens up to t. PAD may occur only after a caption's end; its logits are meaningless.
         Raises ValueError for a caption longer than the positional table.
         """
 
@@ -170,11 +170,11 @@ class CaptionModel(nn.Module, ABC):
 
     @abstractmethod
     def init_cache(self, memory: Memory, beams: int) -> Cache:
-        """An empty cache for `beams` rows an image."""
+        """An empty cache for `beams` rows per image."""
 
     @abstractmethod
     def step(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, Cache]:
-        """Logits (B*K, V) after one more token (B*K,) a row. Without gradient: `decode` is for training."""
+        """Logits (B*K, V) after one more token (B*K,) per row, without gradient: `decode` is for training."""
 
 
 def check_features(features: Features, width: int) -> None:
@@ -211,8 +211,8 @@ def check_positions(length: int, max_positions: int) -> None:
         )
 
 
-def real_tokens(lengths: Tensor | None, count: int) -> Tensor | None:
-    """(B, N) True where an image token is real; None when all are."""
+def valid_tokens(lengths: Tensor | None, count: int) -> Tensor | None:
+    """(B, N) True where an image token is valid (not padding); None when all are."""
     if lengths is None:
         return None
     return torch.arange(count, device=lengths.device) < lengths[:, None]

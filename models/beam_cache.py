@@ -1,7 +1,7 @@
 """The decoder's memory between steps: a tree of slots that the beams of an image share.
 
-Each step adds one slot a beam. A beam is the path of slots it came through (`ancestors`), so that choosing beams
-reorders a small table of integers and copies nothing of what a slot holds. Products run over all slots of an image,
+Each step adds one slot per beam. A beam is the path of its slots (`ancestors`), so that choosing beams reorders a small
+table of integers and copies no slot. Products run over all slots of an image,
 which its beams share anyway, and each beam then picks the results of its own path.
 
 Shapes: B images, K beams, t steps so far. Slots are numbered as they were made, those of one step beam by beam.
@@ -20,30 +20,32 @@ FIRST_CAPACITY = 20  # steps, enough for most captions; doubled when they are no
 
 
 class TreeSlots:
-    """What one layer keeps of each token: tensors (G, B, slots, ...) with any leading G."""
+    """The cached tensors of one layer, (G, B, slots, ...) with any leading G."""
 
     def __init__(self, beams: int) -> None:
         self.beams = beams
         self.count = 0  # slots so far, those of the step in progress included
-        self.kept: dict[str, Tensor] = {}
+        self.cached: dict[str, Tensor] = {}
 
-    def room(self, name: str, shape: tuple[int, ...], like: Tensor, length: int | None = None) -> tuple[Tensor, Tensor]:
+    def allocate(
+        self, name: str, shape: tuple[int, ...], like: Tensor, length: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Where the step in progress writes, and all slots with it: (G, B, K, ...) and (G, B, slots, ...).
 
         shape (G, B, K, ...). length: a last dimension more, of the positions in a slot's own past, this many so far;
         beyond a slot's own it holds 0.
         """
-        kept = self.kept.get(name)
-        if kept is None or kept.shape[2] < self.count or (length is not None and kept.shape[-1] < length):
-            kept = self.kept[name] = self._grown(kept, shape, like, length)
-        used = kept[:, :, : self.count]
+        cached = self.cached.get(name)
+        if cached is None or cached.shape[2] < self.count or (length is not None and cached.shape[-1] < length):
+            cached = self.cached[name] = self._grown(cached, shape, like, length)
+        used = cached[:, :, : self.count]
         if length is not None:
             used = used[..., :length]
         return used[:, :, -self.beams :], used
 
-    def put(self, name: str, new: Tensor) -> Tensor:
+    def append(self, name: str, new: Tensor) -> Tensor:
         """Writes new (G, B, K, ...) as the slots of the step in progress; returns all, (G, B, slots, ...)."""
-        place, used = self.room(name, tuple(new.shape), new)
+        place, used = self.allocate(name, tuple(new.shape), new)
         place.copy_(new)
         return used
 
@@ -55,7 +57,7 @@ class TreeSlots:
         return grown
 
     def keep_images(self, index: Tensor) -> None:
-        self.kept = {name: kept.index_select(1, index) for name, kept in self.kept.items()}
+        self.cached = {name: cached.index_select(1, index) for name, cached in self.cached.items()}
 
 
 def _capacity(needed: int, a_step: int) -> int:
@@ -93,7 +95,7 @@ class TreeCache(Cache):
         for layer in self.layers:
             layer.count = self.count
 
-    def widen(self, beams: int) -> TreeCache:
+    def expand_beams(self, beams: int) -> TreeCache:
         if self.beams != 1:
             raise ValueError(f"each image has {self.beams} beams already; only one can become {beams}")
         self.ancestors = self.ancestors.expand(-1, beams, -1)

@@ -1,10 +1,10 @@
 """Clusters that can be shown: groups of patches, regions and words that Ada-ClustFormer's matrices C hold together.
 
-C is soft; its paper's Figure 5 draws hard groups and does not say how. Here, in every layer and on the stacked matrix:
+C is soft; its paper's Figure 5 draws hard groups without saying how. Here, in every layer and on the stacked matrix:
 
-- words stand together in runs from left to right: a run that starts at word s goes on while C[s, k] >= 0.5. C does not
+- words form runs from left to right: a run that starts at word s continues while C[s, k] >= 0.5. C does not
   grow with k for one s, so the run is all that its first word is held together with;
-- cells of a grid (patches, or regions as they are arranged) stand together with the first of them, row by row, in the
+- cells of a grid (patches, or regions as they are arranged) join the first of them, row by row, in the
   same way: those with C[first, k] >= 0.5 that a path of such neighbors, up, down, left or right, leads to. Neighbors
   alone would not do: C is near 1 between most of them, so that a chain of them joins what C holds apart.
 
@@ -52,14 +52,14 @@ def sequence_groups(matrix: Tensor, threshold: float = THRESHOLD) -> Tensor:
 
 
 def grid_groups(
-    matrix: Tensor, rows: int, columns: int, real: Tensor | None = None, threshold: float = THRESHOLD
+    matrix: Tensor, rows: int, columns: int, valid_mask: Tensor | None = None, threshold: float = THRESHOLD
 ) -> Tensor:
     """(N,) the group of each cell, from C (N, N), in the order of their first cells.
 
-    real (N,) False at dummies, which are in no group: -1.
+    valid_mask (N,) False at dummies, which are in no group: -1.
     """
     joined = matrix.tolist()
-    there = [True] * (rows * columns) if real is None else real.tolist()
+    there = [True] * (rows * columns) if valid_mask is None else valid_mask.tolist()
     labels, count = [-1] * (rows * columns), 0
     for first in range(rows * columns):
         if labels[first] >= 0 or not there[first]:
@@ -117,8 +117,8 @@ def _image_groups(
                  else sequence_groups(matrices[n - 1], threshold) for n in layers]  # fmt: skip
         return _stacked(found, count), (rows, columns)
     rows = model.config.region_rows if two else 1
-    real, order = arrangement.real[0].cpu(), arrangement.order[0].cpu()
-    found = [grid_groups(matrices[n - 1], rows, len(order) // rows, real, threshold) if two
+    valid_mask, order = arrangement.valid_mask[0].cpu(), arrangement.order[0].cpu()
+    found = [grid_groups(matrices[n - 1], rows, len(order) // rows, valid_mask, threshold) if two
              else sequence_groups(matrices[n - 1], threshold) for n in layers]  # fmt: skip
     return _stacked([labels[order.argsort()][:count] for labels in found], count), None
 

@@ -13,7 +13,7 @@ bounding box, so that C is symmetric although its top-left corner may be neither
 
 Choices where the paper is open. The product starts at k = i + 1: the factor k = i has no sub-sequence to join.
 Stacking (equation 6) is of the matrices, as written; "conditional" stacks the conditionals in the same way before
-multiplying them, as Tree Transformer does. One C a layer for all heads, equation 3 has no index for them. Down-up
+multiplying them, as Tree Transformer does. One C per layer for all heads, as equation 3 has no index for them. Down-up
 sampling pools means of the members that exist (an odd length has a smaller last group), and repeats each entry.
 """
 
@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-State = tuple[Tensor, ...]  # what a layer hands to the next one's equation 6; empty before the first
+State = tuple[Tensor, ...]  # of equation 6, from one layer to the next; empty before the first
 
 
 def conditional_scores(own: Tensor, context: Tensor, bias: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class Layout:
     rows: int
     columns: int
     rate: int = 1
-    real: Tensor | None = None  # (B, N) True at real tokens, which padding follows
+    valid_mask: Tensor | None = None  # (B, N) True at valid tokens, which padding follows
 
     def pool(self, x: Tensor) -> Tensor:
         """(B, N, D) to means over groups of rate (x rate) neighbors, (B, H, W, D) of the pooled grid."""
@@ -96,10 +96,10 @@ class Layout:
         if self.rate == 1:
             return grid
         pooled = self._means(grid)
-        if self.real is None:
+        if self.valid_mask is None:
             return pooled
-        real = self.real.to(x.dtype).view(-1, self.rows, self.columns, 1)
-        return self._means(torch.where(real > 0, grid, 0.0)) / self._means(real).clamp_min(1e-6)
+        valid_mask = self.valid_mask.to(x.dtype).view(-1, self.rows, self.columns, 1)
+        return self._means(torch.where(valid_mask > 0, grid, 0.0)) / self._means(valid_mask).clamp_min(1e-6)
 
     def _means(self, grid: Tensor) -> Tensor:
         size = (min(self.rate, self.rows), min(self.rate, self.columns))
@@ -186,7 +186,7 @@ class Arrangement:
     """Regions as a grid: token n of the grid is region order[n]; places behind the last region are dummies."""
 
     order: Tensor  # (B, H * W)
-    real: Tensor  # (B, H * W)
+    valid_mask: Tensor  # (B, H * W)
 
     def apply(self, x: Tensor) -> Tensor:
         """(B, N, D) in the regions' order to (B, H * W, D) in the grid's, zeros at dummies."""
@@ -200,8 +200,8 @@ class Arrangement:
 
     def row_by_row(self) -> Arrangement:
         """The same order as a sequence, dummies moved to its end."""
-        moved = (~self.real).to(torch.uint8).argsort(stable=True, dim=1)
-        return Arrangement(self.order.gather(1, moved), self.real.gather(1, moved))
+        moved = (~self.valid_mask).to(torch.uint8).argsort(stable=True, dim=1)
+        return Arrangement(self.order.gather(1, moved), self.valid_mask.gather(1, moved))
 
 
 def arrange_regions(boxes: Tensor, lengths: Tensor | None, rows: int) -> Arrangement:

@@ -1,10 +1,10 @@
 """Ada-ClustFormer (Hu, Wang, Yang et al. 2022): self-attention inside soft clusters of patches and of words.
 
-Shapes: B images, N image tokens, C feature width (and the clustering matrix), K captions an image, R = B*K rows,
+Shapes: B images, N image tokens, C feature width (and the clustering matrix), K captions per image, R = B*K rows,
 T caption tokens, D width, H heads, V vocabulary. `models/clusters.py` has the clustering matrix itself.
 
 A layer's self-attention weights are multiplied by its clustering matrix, one for all heads and stacked on the layers
-below (equation 6), separately in encoder and decoder; cross-attention has none. The decoder is causal as it stands: C
+below (equation 6), separately in encoder and decoder; cross-attention has none. The decoder is causal: C
 between words j <= t is a function of the words j to t, and a step needs one prefix sum and one row of each layer.
 
 Choices where the paper is open, and why. Where C multiplies: the weights after the softmax, without a second one. The
@@ -42,7 +42,7 @@ from models.base import (
     check_features,
     check_positions,
     linear_macs,
-    real_tokens,
+    valid_tokens,
 )
 from models.beam_cache import TreeCache, TreeSlots
 from models.clusters import Arrangement, ClusterMaps, Layout, State, arrange_regions, window_matrix
@@ -52,14 +52,14 @@ from models.layers import (
     CrossAttention,
     Dropout,
     FeedForward,
-    kept_for_steps,
+    cached_for_steps,
     merge_heads,
     padding_bias,
     sinusoids,
     split_heads,
     xavier_blocks_,
 )
-from models.token_embeddings import word_embedding, word_macs, word_output
+from models.token_embeddings import lm_head, token_embedding, token_macs
 
 
 class ClusteredAttention(nn.Module):
@@ -69,47 +69,49 @@ class ClusteredAttention(nn.Module):
         super().__init__()
         self.num_heads = config.num_heads
         self.reading = config.attention
-        self.maps = nn.Linear(config.d_model, 3 * config.d_model)
-        self.output = nn.Linear(config.d_model, config.d_model)
+        self.in_proj = nn.Linear(config.d_model, 3 * config.d_model)
+        self.out_proj = nn.Linear(config.d_model, config.d_model)
         self.dropout = Dropout(config.dropout)
 
     def init_weights(self) -> None:
-        xavier_blocks_(self.maps.weight, 3)
-        xavier_blocks_(self.output.weight)
+        xavier_blocks_(self.in_proj.weight, 3)
+        xavier_blocks_(self.out_proj.weight)
 
-    def forward(self, x: Tensor, clusters: Tensor | None, seen: Tensor | None) -> Tensor:
-        """x (B, N, D), clusters (B, N, N), seen True where a query may look, broadcast to (B, 1, N, N)."""
-        query, key, value = (split_heads(part, self.num_heads) for part in self.maps(x).chunk(3, -1))
-        return self.output(merge_heads(self._mix(query, key, value, clusters, seen)))
+    def forward(self, x: Tensor, clusters: Tensor | None, attention_mask: Tensor | None) -> Tensor:
+        """x (B, N, D), clusters (B, N, N), attention_mask True where a query may attend, broadcast to (B, 1, N, N)."""
+        query, key, value = (split_heads(part, self.num_heads) for part in self.in_proj(x).chunk(3, -1))
+        return self.out_proj(merge_heads(self._mix(query, key, value, clusters, attention_mask)))
 
     def step(self, x: Tensor, row: Tensor | None, slots: TreeSlots, ancestors: Tensor) -> Tensor:
         """The next token of each beam: x (B*K, D), its row of C (B*K, t), ancestors (B, K, t)."""
         images, beams, _ = ancestors.shape
-        maps = self.maps(x).view(images, beams, 3, -1)
+        maps = self.in_proj(x).view(images, beams, 3, -1)
         query = split_heads(maps[:, :, 0], self.num_heads)
-        kept = slots.put("maps", maps[:, :, 1:].permute(2, 0, 1, 3))  # (2, B, slots, D)
-        key, value = (split_heads(part, self.num_heads) for part in kept.unbind())
-        path = torch.zeros(images, beams, kept.shape[2], dtype=torch.bool, device=x.device)
+        cached = slots.append("key_value", maps[:, :, 1:].permute(2, 0, 1, 3))  # (2, B, slots, D)
+        key, value = (split_heads(part, self.num_heads) for part in cached.unbind())
+        path = torch.zeros(images, beams, cached.shape[2], dtype=torch.bool, device=x.device)
         path.scatter_(2, ancestors, True)
         clusters = None
         if row is not None:
             clusters = row.new_zeros(path.shape).scatter_(2, ancestors, row.view(images, beams, -1))
-        return self.output(merge_heads(self._mix(query, key, value, clusters, path[:, None])).flatten(0, 1))
+        return self.out_proj(merge_heads(self._mix(query, key, value, clusters, path[:, None])).flatten(0, 1))
 
-    def _mix(self, query: Tensor, key: Tensor, value: Tensor, clusters: Tensor | None, seen: Tensor | None) -> Tensor:
+    def _mix(
+        self, query: Tensor, key: Tensor, value: Tensor, clusters: Tensor | None, attention_mask: Tensor | None
+    ) -> Tensor:
         scores = query @ key.mT / math.sqrt(query.shape[-1])
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        unseen = None if seen is None else ~seen
-        if unseen is not None:
-            scores = scores.masked_fill(unseen, MASKED_SCORE)  # finite: an image without regions gives no NaN
+        hidden = None if attention_mask is None else ~attention_mask
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, MASKED_SCORE)  # finite: an image without regions gives no NaN
         if clusters is not None and self.reading == "renormalized":
             scores = scores + clusters[:, None].clamp_min(torch.finfo(clusters.dtype).tiny).log()
         weights = scores.softmax(-1)
-        weights = weights if unseen is None else weights.masked_fill(unseen, 0.0)
+        weights = weights if hidden is None else weights.masked_fill(hidden, 0.0)
         if clusters is not None and self.reading != "renormalized":
             weights = weights * clusters[:, None]
             if self.reading == "literal":
-                weights = weights if unseen is None else weights.masked_fill(unseen, MASKED_SCORE)
+                weights = weights if hidden is None else weights.masked_fill(hidden, MASKED_SCORE)
                 weights = weights.softmax(-1)
         return self.dropout(weights).to(value.dtype) @ value
 
@@ -143,22 +145,24 @@ class Clustered(nn.Module):
 
 @dataclass
 class Stack:
-    """C on its way up the layers: of the layer just passed, at full size, and what equation 6 adds the next one to."""
+    """C from layer to layer: the last layer's at full size, and the state that equation 6 stacks the next one on."""
 
     matrix: Tensor | None = None  # (B, N, N), or a row (R, t)
     state: State = ()
-    trace: list[Tensor] = field(default_factory=list)  # the matrix of every layer, where somebody asks
+    trace: list[Tensor] = field(default_factory=list)  # the matrix of every layer, if it is recorded
 
 
 class EncoderLayer(Clustered):
-    def forward(self, x: Tensor, layout: Layout, seen: Tensor | None, stack: Stack, window: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, layout: Layout, attention_mask: Tensor | None, stack: Stack, window: Tensor | None
+    ) -> Tensor:
         normed = self.before(x, self.attention_norm)
         matrix = window
         if self.clusters is not None:
             pooled, stack.state = self.clusters(layout.pool(normed), stack.state)
             matrix = layout.spread(pooled)
         stack.matrix = matrix
-        x = self.after(x, self.attention(normed, matrix, seen), self.attention_norm)
+        x = self.after(x, self.attention(normed, matrix, attention_mask), self.attention_norm)
         return self.transform(x)
 
 
@@ -169,14 +173,20 @@ class DecoderLayer(Clustered):
         self.cross = CrossAttention(config.d_model, config.num_heads)
 
     def forward(
-        self, y: Tensor, states: Tensor, bias: Tensor | None, seen: Tensor, stack: Stack, window: Tensor | None
+        self,
+        y: Tensor,
+        states: Tensor,
+        bias: Tensor | None,
+        attention_mask: Tensor,
+        stack: Stack,
+        window: Tensor | None,
     ) -> Tensor:
         """y (R, T, D), states (B, N, D)."""
         normed = self.before(y, self.attention_norm)
         stack.matrix = window
         if self.clusters is not None:
             stack.matrix, stack.state = self.clusters(Layout(1, y.shape[1]).pool(normed), stack.state)
-        y = self.after(y, self.attention(normed, stack.matrix, seen), self.attention_norm)
+        y = self.after(y, self.attention(normed, stack.matrix, attention_mask), self.attention_norm)
         return self._rest(y, self.cross.project(states), bias)
 
     def step(self, y: Tensor, cache: ClusterCache, index: int, stack: Stack, window: Tensor | None) -> Tensor:
@@ -202,8 +212,8 @@ class ClusterCache(TreeCache):
     sums: list[Tensor] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
 
-    def widen(self, beams: int) -> ClusterCache:
-        super().widen(beams)
+    def expand_beams(self, beams: int) -> ClusterCache:
+        super().expand_beams(beams)
         self._reorder(torch.arange(self.images, device=self.ancestors.device).repeat_interleave(beams))
         return self
 
@@ -248,7 +258,7 @@ class ClustFormer(CaptionModel):
             ),
         )
         self.encoder_norm = nn.LayerNorm(width) if config.norm == "pre" else nn.Identity()
-        self.words = word_embedding(config, sizes)
+        self.token_embedding = token_embedding(config, sizes)
         self.word_dropout = Dropout(config.dropout)
         self.register_buffer("positions", sinusoids(sizes.max_positions, width), persistent=False)
         self.decoder = cast(
@@ -259,14 +269,14 @@ class ClustFormer(CaptionModel):
             ),
         )
         self.decoder_norm = nn.LayerNorm(width) if config.norm == "pre" else nn.Identity()
-        self.output = word_output(config, sizes, self.words)
+        self.lm_head = lm_head(config, sizes, self.token_embedding)
 
     def init_weights(self) -> None:
-        """Xavier uniform; the maps of C as `ClusterMaps` says; biases as PyTorch draws them."""
+        """Xavier uniform; the maps of C as in `ClusterMaps`; biases as PyTorch draws them."""
         for module in self.modules():
             if isinstance(module, ClusteredAttention | CrossAttention | FeedForward | ClusterMaps):
                 module.init_weights()
-        for plain in (self.input, self.words, self.output):
+        for plain in (self.input, self.token_embedding, self.lm_head):
             xavier_blocks_(plain.weight)
 
     def encode(self, features: Features) -> Memory:
@@ -294,11 +304,11 @@ class ClustFormer(CaptionModel):
         if arrangement is not None:
             x = arrangement.apply(x)
         window = self._window(layout, self.config.encoder_clusters, x)
-        seen = None if layout.real is None else layout.real[:, None, None]
+        attention_mask = None if layout.valid_mask is None else layout.valid_mask[:, None, None]
         stack = Stack()
         for number, layer in enumerate(self.encoder, 1):
             own = window if self._has(self.config.clustered_encoder_layers, number) else None
-            x = layer(x, layout, seen, stack, own)
+            x = layer(x, layout, attention_mask, stack, own)
             if trace:
                 matrix = x.new_ones(1, 1, 1) if stack.matrix is None else stack.matrix
                 stack.trace.append(matrix.expand(x.shape[0], x.shape[1], x.shape[1]))
@@ -322,11 +332,11 @@ class ClustFormer(CaptionModel):
             columns = arrangement.order.shape[1] // config.region_rows
             if config.encoder_clusters == "1d":
                 arrangement = arrangement.row_by_row()
-                return arrangement, Layout(1, arrangement.order.shape[1], real=arrangement.real)
-            return arrangement, Layout(config.region_rows, columns, real=arrangement.real)
-        real = real_tokens(lengths, count)
+                return arrangement, Layout(1, arrangement.order.shape[1], valid_mask=arrangement.valid_mask)
+            return arrangement, Layout(config.region_rows, columns, valid_mask=arrangement.valid_mask)
+        valid_mask = valid_tokens(lengths, count)
         if config.encoder_clusters != "2d":
-            return None, Layout(1, count, config.sampling, real)
+            return None, Layout(1, count, config.sampling, valid_mask)
         if lengths is not None and bool((lengths != count).any()):
             raise ValueError(
                 f"grid features have no padding, found lengths from {int(lengths.min())} to {int(lengths.max())} of "
@@ -341,7 +351,7 @@ class ClustFormer(CaptionModel):
         return None, Layout(rows, columns, config.sampling)
 
     def _window(self, layout: Layout, clusters: str, like: Tensor) -> Tensor | None:
-        """(1, N, N), the fixed window that stands in for C; None where C is adaptive or there is none."""
+        """(1, N, N), the fixed window in place of C; None where C is adaptive or there is none."""
         if self.config.window is None or clusters == "none":
             return None
         return window_matrix(layout.rows, layout.columns, self.config.window, like.device)[None]
@@ -353,7 +363,7 @@ class ClustFormer(CaptionModel):
     def embed(self, tokens: Tensor, position: int) -> Tensor:
         """Tokens (R, T) that start at `position`."""
         check_positions(position + tokens.shape[1], self.sizes.max_positions)
-        words = self.words(tokens) * math.sqrt(self.config.d_model)
+        words = self.token_embedding(tokens) * math.sqrt(self.config.d_model)
         positions = cast(Tensor, self.positions)
         return self.word_dropout(words + positions[position : position + tokens.shape[1]])
 
@@ -362,25 +372,25 @@ class ClustFormer(CaptionModel):
 
     def _decoded(self, memory: Memory, tokens: Tensor, trace: bool) -> tuple[Tensor, list[Tensor]]:
         captions_per_image(memory, tokens.shape[0])
-        bias = padding_bias(real_tokens(memory.lengths, memory.states.shape[1]), memory.states.dtype)
+        bias = padding_bias(valid_tokens(memory.lengths, memory.states.shape[1]), memory.states.dtype)
         y = self.embed(tokens, 0)
         rows, length = tokens.shape
-        seen = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
+        attention_mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
         window = self._window(Layout(1, length), self.config.decoder_clusters, y)
         stack = Stack()
         for number, layer in enumerate(self.decoder, 1):
             own = window if self._has(self.config.clustered_decoder_layers, number) else None
-            y = layer(y, memory.states, bias, seen, stack, own)
+            y = layer(y, memory.states, bias, attention_mask, stack, own)
             if trace:
                 matrix = y.new_ones(1, 1, 1) if stack.matrix is None else stack.matrix
                 stack.trace.append(matrix.expand(rows, length, length))
-        return self.output(self.decoder_norm(y)), stack.trace
+        return self.lm_head(self.decoder_norm(y)), stack.trace
 
     @torch.no_grad()
     def init_cache(self, memory: Memory, beams: int) -> ClusterCache:
         states, images = memory.states, memory.batch_size
-        bias = padding_bias(real_tokens(memory.lengths, states.shape[1]), states.dtype)
-        cross = [kept_for_steps(*layer.cross.project(states)) for layer in self.decoder]
+        bias = padding_bias(valid_tokens(memory.lengths, states.shape[1]), states.dtype)
+        cross = [cached_for_steps(*layer.cross.project(states)) for layer in self.decoder]
         slots = [TreeSlots(beams) for _ in self.decoder]
         paths = torch.empty(images, beams, 0, dtype=torch.int64, device=states.device)
         dtype = torch.promote_types(states.dtype, torch.float32)
@@ -399,7 +409,7 @@ class ClustFormer(CaptionModel):
         for index, layer in enumerate(self.decoder):
             own = row if self._has(self.config.clustered_decoder_layers, index + 1) else None
             y = layer.step(y, cache, index, stack, own)
-        return self.output(self.decoder_norm(y)), cache
+        return self.lm_head(self.decoder_norm(y)), cache
 
     def macs(self, image_tokens: int) -> Macs:
         """The clustering matrix costs two products of vectors per pooled token and axis."""
@@ -421,7 +431,7 @@ class ClustFormer(CaptionModel):
         return Macs(
             encoder=image_tokens * linear_macs(self.input) + tokens * linear + attention + pooled * clusters,
             keys=image_tokens * key_value,
-            token=token + word_macs(config, self.sizes),
+            token=token + token_macs(config, self.sizes),
             mixing=lambda length: len(self.decoder) * 2 * length * length * width,
             step=lambda slots, length: len(self.decoder) * 2 * slots * width,
         )

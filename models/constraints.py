@@ -1,24 +1,24 @@
-"""Constrained beam search (Anderson, Fernando, Johnson, Gould 2017): captions that must hold given words; any model.
+"""Constrained beam search (Anderson, Fernando, Johnson, Gould 2017): captions that must contain given words; any model.
 
-A constraint is a set of alternatives, each one word or several in a row; a caption holds it when it holds one of them.
-The constraints of an image become a finite-state machine. Its states say which of them are held so far and, between the
-words of a longer alternative, how far the last words have come. The search keeps a beam for every state, so that a
+A constraint is a set of alternatives, each one word or several in a row; a caption satisfies it when it contains one
+of them. The constraints of an image become a finite-state automaton. A state records which of them are satisfied and,
+within a longer alternative, how much of it the last words match. The search keeps a beam for every state, so that a
 caption on its way to a rare word is not crowded out by more probable ones that never get there.
 
-Shapes: B images, S states, K beams a state, R = B*S*K rows, T caption tokens, V vocabulary.
+Shapes: B images, S states, K beams per state, R = B*S*K rows, T caption tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from models.base import ModelSizes
-from models.decoding import Captions, Memories, Models, _Beams, _Decoder, caption_lengths
+from models.decoding import Beams, Captions, Decoder, Memories, Models, check_beams, search
 
 Words = tuple[int, ...]
 Constraint = Sequence[Words]  # its alternatives
@@ -27,15 +27,16 @@ MAX_STATES = 256  # eight constraints of single words; the beams of all states r
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The finite-state machine of one image's constraints; state 0 is the start.
+class ConstraintAutomaton:
+    """The finite-state automaton of one image's constraints; state 0 is the start.
 
-    held: for each state, how many of the `count` constraints a caption in it holds. `steps[state]` maps the words that
-    matter there to the next state; every other word leads to `rest[state]`.
+    num_satisfied: for each state, how many of the `count` constraints a caption in it satisfies; `num_required` of them
+    must be. `steps[state]` maps the words that matter there to the next state; every other word leads to `rest[state]`.
     """
 
     count: int
-    held: tuple[int, ...]
+    num_required: int
+    num_satisfied: tuple[int, ...]
     steps: tuple[dict[int, int], ...]
     rest: tuple[int, ...]
 
@@ -47,8 +48,10 @@ class Machine:
         return state
 
 
-def build_machine(constraints: Sequence[Constraint], vocabulary_size: int) -> Machine:
-    """The machine that tells which of the constraints (of word ids) a caption holds.
+def build_automaton(
+    constraints: Sequence[Constraint], vocabulary_size: int, at_least: int | None = None
+) -> ConstraintAutomaton:
+    """The automaton that tracks which constraints (of word ids) a caption satisfies; `at_least` of them are required.
 
     The last words are followed through a tree of all alternatives, from a word that breaks one off to the longest other
     that may have begun (Aho and Corasick 1975). Raises ValueError for an empty constraint, a word outside the
@@ -97,137 +100,113 @@ def build_machine(constraints: Sequence[Constraint], vocabulary_size: int) -> Ma
         steps.append(own)
         rest.append(place(held, ()))
     held_counts = tuple(held.bit_count() for held, _ in places)
-    return Machine(len(constraints), held_counts, tuple(steps), tuple(rest))
+    count = len(constraints)
+    required = count if at_least is None else min(at_least, count)
+    return ConstraintAutomaton(count, required, held_counts, tuple(steps), tuple(rest))
 
 
 @dataclass
 class ConstrainedCaptions(Captions):
-    """held: (B, n) int64, how many of its image's constraints a caption holds; -1 for a surplus (score -inf)."""
+    """num_satisfied: (B, n) int64, how many of its image's constraints a caption satisfies.
 
-    held: Tensor
+    -1 where there are fewer captions than asked for (score -inf).
+    """
+
+    num_satisfied: Tensor
 
 
 @torch.no_grad()
 def constrained_beam_search(
     models: Models,
     memories: Memories,
-    machines: Sequence[Machine],
+    automata: Sequence[ConstraintAutomaton],
     *,
     beam_size: int,
     max_length: int,
     num_results: int = 1,
-    at_least: int | None = None,
     length_normalization: bool = True,
 ) -> ConstrainedCaptions:
-    """The `num_results` best captions of each image that hold its constraints, best first.
+    """The `num_results` best captions of each image that satisfy its constraints, best first.
 
-    at_least: how many of an image's constraints must hold; None for all. Where a beam holds that many, only such
-    captions are returned; where none does, those that hold the most (`held` says how many). Otherwise as `beam_search`,
-    with `beam_size` beams in every state: the cost grows with the largest machine's states.
-    Raises ValueError unless there is one machine an image and 1 <= num_results <= beam_size.
+    If any beam satisfies as many constraints as the automaton requires, only such captions are returned; otherwise
+    those that satisfy the most (`num_satisfied` gives the number). For the rest the search is `beam_search` with
+    `beam_size` beams in every state: the cost grows with the number of states of the largest automaton.
+    Raises ValueError unless there is one automaton per image and 1 <= num_results <= beam_size.
     """
-    if beam_size < 1 or not 1 <= num_results <= beam_size:
-        raise ValueError(
-            f"num_results = {num_results} and beam_size = {beam_size}: expected 1 <= num_results <= beam_size"
-        )
-    states = max((len(machine.held) for machine in machines), default=1)  # without machines the count is refused below
-    decoder = _Decoder(models, memories, states * beam_size, max_length)
-    sizes, total, device = decoder.sizes, len(decoder.images), decoder.device
-    if len(machines) != total:
-        raise ValueError(f"{len(machines)} machines for {total} images; give one for each")
-    transitions = _transitions(machines, states, sizes.vocabulary_size, device)
-    rows = states * beam_size
-    tokens = torch.full((total, rows, max_length), sizes.pad, device=device)
-    tokens[:, :, 0] = sizes.sos
-    none_ended = torch.zeros(total, rows, dtype=torch.bool, device=device)
-    beams = results = _Beams(tokens, torch.empty(0), torch.empty(0), none_ended)
-    for position in range(1, max_length):
-        log_probs = decoder.step(beams.tokens[:, :, position - 1].flatten())
-        if position == 1:
-            beams.log_probs = log_probs.new_zeros(total, rows, max_length)
-            beams.scores = log_probs.new_full((total, rows), -torch.inf)
-            beams.scores[:, 0] = 0.0  # one real beam, in the start; the others are copies that must not be chosen
-            results = beams.pick(decoder.images)
-        parent = _extend(beams, log_probs.unflatten(0, (-1, rows)), transitions, position, sizes, beam_size)
-        first_rows = torch.arange(0, parent.numel(), rows, device=device)
-        decoder.select((first_rows[:, None] + parent).flatten())
-        images, done = decoder.images, (beams.ended | beams.scores.isneginf()).all(1)
-        kept = decoder.drop_finished(done)
-        if kept is not None:
-            results.write(images[done], beams.pick(done.nonzero()[:, 0]))
-            beams, transitions = beams.pick(kept), transitions[kept]
-            if not len(kept):
-                break
-    results.write(decoder.images, beams)
-    return _best(results, machines, sizes, beam_size, num_results, at_least, length_normalization)
+    check_beams(beam_size, num_results)
+    states = max((len(automaton.num_satisfied) for automaton in automata), default=1)
+    decoder = Decoder(models, memories, states * beam_size, max_length)
+    if len(automata) != len(decoder.images):
+        raise ValueError(f"{len(automata)} automata for {len(decoder.images)} images; give one for each")
+    transitions = _transitions(automata, states, decoder.sizes.vocabulary_size, decoder.device)
+    beams = ConstrainedBeams(**vars(Beams.start(decoder, max_length)), beam_size=beam_size, transitions=transitions)
+    results = search(decoder, beams, max_length)
+    num_satisfied = _num_satisfied(automata, states, beam_size, decoder.device)
+    # more than required is no better; dead beams are no captions
+    enough = torch.tensor([automaton.num_required for automaton in automata], device=decoder.device)[:, None]
+    counted = num_satisfied.clamp(max=enough).masked_fill(results.scores.isneginf(), -1)
+    best, order = results.ranked(num_results, length_normalization, counted < counted.amax(1, keepdim=True))
+    return ConstrainedCaptions(
+        **vars(best), num_satisfied=num_satisfied.gather(1, order).masked_fill(best.scores.isneginf(), -1)
+    )
 
 
-def _transitions(machines: Sequence[Machine], states: int, vocabulary: int, device: torch.device) -> Tensor:
-    """(B, S, V) the next state; -1 in the places of states that a smaller machine does not have."""
-    table = torch.full((len(machines), states, vocabulary), -1, dtype=torch.int16)
-    for image, machine in enumerate(machines):
-        for state, (steps, rest) in enumerate(zip(machine.steps, machine.rest, strict=True)):
+def _transitions(automata: Sequence[ConstraintAutomaton], states: int, vocabulary: int, device: torch.device) -> Tensor:
+    """(B, S, V) the next state; -1 for the states that a smaller automaton does not have."""
+    table = torch.full((len(automata), states, vocabulary), -1, dtype=torch.int16)
+    for image, automaton in enumerate(automata):
+        for state, (steps, rest) in enumerate(zip(automaton.steps, automaton.rest, strict=True)):
             table[image, state] = rest
             table[image, state, list(steps)] = torch.tensor(list(steps.values()), dtype=torch.int16)
     return table.to(device)
 
 
-def _extend(
-    beams: _Beams, log_probs: Tensor, transitions: Tensor, position: int, sizes: ModelSizes, beam_size: int
+def _num_satisfied(
+    automata: Sequence[ConstraintAutomaton], states: int, beam_size: int, device: torch.device
 ) -> Tensor:
-    """The best K of what all beams offer to each state, log_probs (B, S*K, V); their parents (B, S*K).
+    """(B, S*K) how many constraints a beam satisfies; -1 for the states that a smaller automaton does not have."""
+    rows = [[*automaton.num_satisfied, *[-1] * (states - len(automaton.num_satisfied))] for automaton in automata]
+    return torch.tensor(rows, device=device).repeat_interleave(beam_size, 1)
 
-    Rows s * K .. s * K + K - 1 are in state s. An ended beam offers itself to its own state, once, as PAD.
+
+@dataclass
+class ConstrainedBeams(Beams):
+    """S*K beams per image, of which rows s*K to s*K + K - 1 are in state s of its automaton.
+
+    beam_size is K; transitions (B, S, V) hold the next state of each state and word.
     """
-    rows, vocabulary = log_probs.shape[1:]
-    states = rows // beam_size
-    target = transitions.repeat_interleave(beam_size, 1)  # (B, S*K, V)
-    own = torch.arange(rows, device=log_probs.device) // beam_size
-    offers = log_probs.masked_fill(beams.ended[:, :, None], -torch.inf)
-    offers[:, :, sizes.pad] = torch.where(beams.ended, 0.0, offers[:, :, sizes.pad])
-    target[:, :, sizes.pad] = torch.where(beams.ended, own.to(target.dtype), target[:, :, sizes.pad])
-    sums = beams.scores[:, :, None] + offers
-    best, places = [], []
-    for state in range(states):
-        here = sums.masked_fill(target != state, -torch.inf).flatten(1)
-        value, place = here.topk(min(beam_size, here.shape[1]), -1)
-        missing = beam_size - value.shape[1]  # a vocabulary smaller than the beam
-        best.append(torch.nn.functional.pad(value, (0, missing), value=-torch.inf))
-        places.append(torch.nn.functional.pad(place, (0, missing)))
-    beams.scores, chosen = torch.cat(best, 1), torch.cat(places, 1)
-    parent, word = chosen // vocabulary, chosen % vocabulary
-    history = parent[:, :, None].expand_as(beams.tokens)
-    beams.tokens = beams.tokens.gather(1, history)
-    beams.tokens[:, :, position] = word
-    beams.log_probs = beams.log_probs.gather(1, history)
-    beams.log_probs[:, :, position] = offers.flatten(1).gather(1, chosen)
-    beams.ended = beams.ended.gather(1, parent) | (word == sizes.eos)
-    return parent
 
+    beam_size: int
+    transitions: Tensor
 
-def _best(
-    results: _Beams,
-    machines: Sequence[Machine],
-    sizes: ModelSizes,
-    beam_size: int,
-    num_results: int,
-    at_least: int | None,
-    length_normalization: bool,
-) -> ConstrainedCaptions:
-    """Of all states' beams, first by whether they hold enough (or by how many they hold), then by score."""
-    states = results.scores.shape[1] // beam_size
-    held = torch.tensor([[*m.held, *[-1] * (states - len(m.held))] for m in machines], device=results.scores.device)
-    held = held.repeat_interleave(beam_size, 1)
-    needed = [m.count if at_least is None else min(at_least, m.count) for m in machines]
-    enough = torch.tensor(needed, device=held.device)[:, None]
-    dead = results.scores.isneginf()
-    reached = held.clamp(max=enough).masked_fill(dead, -1)  # more than enough is no better
-    most = reached.amax(1, keepdim=True)
-    lengths = caption_lengths(results.tokens, sizes.eos)
-    ranking = results.scores / lengths if length_normalization else results.scores
-    ranking, order = ranking.masked_fill(reached < most, -torch.inf).topk(num_results, -1)
-    held, lengths = held.gather(1, order).masked_fill(ranking.isneginf(), -1), lengths.gather(1, order)
-    longest = int(lengths.max())
-    history = order[:, :, None].expand(-1, -1, longest)
-    tokens, log_probs = (x[:, :, :longest].gather(1, history) for x in (results.tokens, results.log_probs))
-    return ConstrainedCaptions(tokens, log_probs.float(), lengths, ranking.float(), held)
+    def extend(self, log_probs: Tensor, position: int) -> Tensor:
+        """The best K of what all beams offer to each state, from log_probs (B*S*K, V); their parents (B, S*K).
+
+        An ended beam offers itself to its own state, once, as PAD.
+        """
+        rows, pad = self.ended.shape[1], self.sizes.pad
+        log_probs = log_probs.unflatten(0, (-1, rows))
+        target = self.transitions.repeat_interleave(self.beam_size, 1)  # (B, S*K, V)
+        own_state = torch.arange(rows, device=log_probs.device) // self.beam_size
+        offers = log_probs.masked_fill(self.ended[:, :, None], -torch.inf)
+        offers[:, :, pad] = torch.where(self.ended, 0.0, offers[:, :, pad])
+        target[:, :, pad] = torch.where(self.ended, own_state.to(target.dtype), target[:, :, pad])
+        sums = self.scores[:, :, None] + offers
+        best, places = [], []
+        for state in range(rows // self.beam_size):
+            candidates = sums.masked_fill(target != state, -torch.inf).flatten(1)
+            value, place = candidates.topk(min(self.beam_size, candidates.shape[1]), -1)
+            missing = self.beam_size - value.shape[1]  # a vocabulary smaller than the beam
+            best.append(F.pad(value, (0, missing), value=-torch.inf))
+            places.append(F.pad(place, (0, missing)))
+        self.scores, chosen = torch.cat(best, 1), torch.cat(places, 1)
+        vocabulary = log_probs.shape[-1]
+        parent = chosen // vocabulary
+        self.append(parent, chosen % vocabulary, offers.flatten(1).gather(1, chosen), position)
+        return parent
+
+    def finished(self) -> Tensor:
+        return (self.ended | self.scores.isneginf()).all(1)
+
+    def pick(self, images: Tensor) -> ConstrainedBeams:
+        return replace(super().pick(images), transitions=self.transitions[images])

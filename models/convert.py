@@ -1,7 +1,7 @@
 """Upstream checkpoints as ours: one map of names for each upstream project.
 
 The reference of ExpansionNet v2 keeps each linear map on its own; here the maps of one input are fused into one weight,
-whose row blocks stand in the order of the map below.
+whose row blocks are in the order of the map below.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DYNAMIC_MAPS = ("cond_embed", "key_linear", "class_a_embed", "class_b_embed", "
 
 def upstream_names(config: ExpansionNetConfig) -> dict[str, tuple[str, ...]]:
     """Our parameters of an ExpansionNet v2 and the upstream ones whose rows make them up, in order."""
-    names: dict[str, tuple[str, ...]] = {"words.weight": ("out_embedder.embed.weight",)}
+    names: dict[str, tuple[str, ...]] = {"token_embedding.weight": ("out_embedder.embed.weight",)}
     names["positions.weight"] = ("pos_encoder.weight",)
 
     def linear(own: str, *theirs: str) -> None:
@@ -38,12 +38,12 @@ def upstream_names(config: ExpansionNetConfig) -> dict[str, tuple[str, ...]]:
             names[f"{own}.{part}"] = tuple(f"{name}.{part}" for name in theirs)
 
     def expansion(own: str, theirs: str, maps: tuple[str, ...]) -> None:
-        linear(f"{own}.maps", *(f"{theirs}.{name}" for name in maps))
+        linear(f"{own}.in_proj", *(f"{theirs}.{name}" for name in maps))
         names[f"{own}.queries"] = (f"{theirs}.query_exp_vectors.weight",)
         names[f"{own}.biases"] = (f"{theirs}.bias_exp_vectors.weight",)
 
     linear("input", "input_linear")
-    linear("output", "vocab_linear")
+    linear("lm_head", "vocab_linear")
     for side, theirs in (("encoder", "enc"), ("decoder", "dec")):
         linear(f"{side}_sum.map", f"{theirs}_reduce_group")
         linear(f"{side}_sum.norm", f"{theirs}_reduce_norm")
@@ -61,7 +61,7 @@ def upstream_names(config: ExpansionNetConfig) -> dict[str, tuple[str, ...]]:
             linear(f"{own}.{norm}", f"{up}.norm_{number}")
         linear(f"{own}.cross.query", f"{up}.mha.Wq")
         linear(f"{own}.cross.key_value", f"{up}.mha.Wk", f"{up}.mha.Wv")
-        linear(f"{own}.cross.output", f"{up}.mha.out_linear")
+        linear(f"{own}.cross.out_proj", f"{up}.mha.out_linear")
         linear(f"{own}.feed_forward.inner", f"{up}.ff.linear_1")
         linear(f"{own}.feed_forward.outer", f"{up}.ff.linear_2")
     return names
@@ -97,7 +97,7 @@ def join_rows(
 
 @dataclass(frozen=True)
 class Inferred:
-    """What an upstream captioner's tensors say of its configuration; they hold neither the groups nor the heads."""
+    """The configuration that an upstream captioner's tensors imply; they determine neither the groups nor the heads."""
 
     model: dict[str, Any]
     feature_width: int
@@ -187,7 +187,7 @@ def check_given_positions(positions: int, given: Mapping[str, Any]) -> None:
 
 
 def infer_swin(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What a Swin's tensors say of its configuration, as `BackboneConfig` values; both namings.
+    """The configuration that a Swin's tensors imply, as `BackboneConfig` values; for both namings.
 
     The image size is read off the shifted windows' masks where the file has them (the original naming does).
     Raises ValueError for tensors that are no Swin.

@@ -17,8 +17,8 @@ from models.convert import Inferred, check_given_positions, complete_heads, join
 
 def upstream_names(config: MeshedMemoryConfig) -> dict[str, tuple[str, ...]]:
     """Our tensors and the upstream ones whose rows make them up, in order."""
-    names: dict[str, tuple[str, ...]] = {"words.weight": ("decoder.word_emb.weight",)}
-    names["output.weight"] = ("decoder.fc.weight",)
+    names: dict[str, tuple[str, ...]] = {"token_embedding.weight": ("decoder.word_emb.weight",)}
+    names["lm_head.weight"] = ("decoder.fc.weight",)
     names["positions"] = ("decoder.pos_emb.weight",)
 
     def linear(own: str, *theirs: str) -> None:
@@ -31,8 +31,8 @@ def upstream_names(config: MeshedMemoryConfig) -> dict[str, tuple[str, ...]]:
         linear(f"{own}.feed_forward_norm", f"{theirs}.pwff.layer_norm")
 
     def self_attention(own: str, theirs: str) -> None:
-        linear(f"{own}.attention.maps", *(f"{theirs}.attention.fc_{part}" for part in "qkv"))
-        linear(f"{own}.attention.output", f"{theirs}.attention.fc_o")
+        linear(f"{own}.attention.in_proj", *(f"{theirs}.attention.fc_{part}" for part in "qkv"))
+        linear(f"{own}.attention.out_proj", f"{theirs}.attention.fc_o")
         linear(f"{own}.attention_norm", f"{theirs}.layer_norm")
 
     linear("input", "encoder.fc")
@@ -49,7 +49,7 @@ def upstream_names(config: MeshedMemoryConfig) -> dict[str, tuple[str, ...]]:
         self_attention(own, f"{up}.self_att")
         linear(f"{own}.meshed.attention.query", f"{up}.enc_att.attention.fc_q")
         linear(f"{own}.meshed.attention.key_value", *(f"{up}.enc_att.attention.fc_{part}" for part in "kv"))
-        linear(f"{own}.meshed.attention.output", f"{up}.enc_att.attention.fc_o")
+        linear(f"{own}.meshed.attention.out_proj", f"{up}.enc_att.attention.fc_o")
         linear(f"{own}.meshed.norm", f"{up}.enc_att.layer_norm")
         for level in range(config.num_encoder_layers):
             linear(f"{own}.meshed.gates.{level}", f"{up}.fc_alpha{level + 1}")

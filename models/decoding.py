@@ -1,6 +1,6 @@
 """Decoding as free functions over `init_cache` and `step`: greedy, sampling, beam search; one model or an ensemble.
 
-Shapes: B images, K beams or samples an image, R = B*K rows, T caption tokens, V vocabulary.
+Shapes: B images, K beams or samples per image, R = B*K rows, T caption tokens, V vocabulary.
 
 `models` and `memories` are one model and its memory, or equally long sequences: an ensemble averages probabilities.
 Log-probabilities are float32 (float64 for a float64 model) and outside autocast, whatever the model ran in.
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ Memories = Memory | Sequence[Memory]
 class Captions:
     """n captions of each of B images, T the longest of them.
 
-    tokens: (B, n, T) int64 with SOS and, where the caption ended, EOS; PAD behind.
+    tokens: (B, n, T) int64 with SOS and, where the caption ended, EOS; PAD after that.
     log_probs: (B, n, T) float32, each token's own; 0 at SOS and behind the end.
     lengths: (B, n) int64, tokens counting SOS and EOS.
     scores: (B, n) float32, what they are ranked by: the mean log-probability over `lengths`, or the sum.
@@ -39,8 +40,8 @@ class Captions:
     scores: Tensor
 
 
-class _Decoder:
-    """One or several models that read the same tokens, for the images that are not finished yet (`images`)."""
+class Decoder:
+    """One or several models that decode the same tokens, for the images that are not finished yet (`images`)."""
 
     def __init__(self, models: Models, memories: Memories, beams: int, max_length: int) -> None:
         self.models = [models] if isinstance(models, CaptionModel) else list(models)
@@ -64,7 +65,7 @@ class _Decoder:
         self.beams = beams
         self.device = memories[0].states.device
         self.images = torch.arange(memories[0].batch_size, device=self.device)
-        # all beams of an image begin alike, so that the first step is made once an image; dropout makes them differ
+        # all beams of an image start alike, so that the first step runs once per image; dropout makes them differ
         self.together = not any(model.training for model in self.models)
         if not len(self.images):
             raise ValueError("a memory of no images; nothing can be decoded")
@@ -83,7 +84,7 @@ class _Decoder:
         if len(outputs) > 1:
             log_probs = torch.logsumexp(torch.stack(outputs), 0).sub_(math.log(len(outputs)))
         if first:
-            self.caches = [cache.widen(self.beams) for cache in self.caches]
+            self.caches = [cache.expand_beams(self.beams) for cache in self.caches]
             log_probs = log_probs.repeat_interleave(self.beams, 0)
         return log_probs
 
@@ -113,9 +114,7 @@ def caption_lengths(tokens: Tensor, eos: int) -> Tensor:
 @torch.no_grad()
 def greedy(models: Models, memories: Memories, *, max_length: int) -> Captions:
     """The most probable token at each step: (B, 1, T). `max_length` counts SOS and EOS."""
-    return _roll_out(
-        _Decoder(models, memories, 1, max_length), max_length, lambda log_probs, rows: log_probs.argmax(-1)
-    )
+    return _roll_out(Decoder(models, memories, 1, max_length), max_length, lambda log_probs, rows: log_probs.argmax(-1))
 
 
 @torch.no_grad()
@@ -129,11 +128,11 @@ def sample(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Captions:
-    """`num_samples` captions an image, each token drawn from softmax(logits / temperature) among the `top_k` best.
+    """`num_samples` captions per image, each token drawn from softmax(logits / temperature) among the `top_k` best.
 
     `max_length` counts SOS and EOS; a caption that has not ended by then has no EOS. (The reference's sampler counts
     without SOS: its 20 is 21 here.) `log_probs` are the model's own, at temperature 1 and without top-k.
-    The draw is one uniform number a row and step from `generator`, so it is reproducible.
+    The draw is one uniform number per row and step from `generator`, so that it is reproducible.
     """
     if num_samples < 1:
         raise ValueError(f"num_samples is {num_samples}; it must be 1 or more")
@@ -142,7 +141,7 @@ def sample(
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k is {top_k}; it must be 1 or more, or None")
 
-    decoder = _Decoder(models, memories, num_samples, max_length)
+    decoder = Decoder(models, memories, num_samples, max_length)
     total = len(decoder.images) * num_samples
 
     def draw(log_probs: Tensor, rows: Tensor) -> Tensor:
@@ -152,7 +151,7 @@ def sample(
                 best, words = log_probs.topk(top_k, -1)
                 log_probs = torch.full_like(log_probs, -torch.inf).scatter_(1, words, best)
             log_probs = log_probs.log_softmax(-1)
-        # a number for every row, finished or not: what a row draws does not depend on when others end
+        # one number per row, finished or not: a row's draws do not depend on when others end
         device = log_probs.device if generator is None else generator.device
         uniform = torch.rand(total, dtype=torch.float64, generator=generator, device=device).to(log_probs.device)
         return invert(log_probs.exp(), uniform[rows])
@@ -163,7 +162,7 @@ def sample(
 def invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """The index (R,) where cumulated probabilities (R, V) pass uniform numbers (R,) in [0, 1).
 
-    Sampling by inversion: one random number a row instead of V, which is what torch.multinomial draws. In two levels,
+    Sampling by inversion: one random number per row instead of the V of torch.multinomial. In two levels,
     blocks of words and the words of one block, so that only few numbers are cumulated, in float64.
     """
     count = probabilities.shape[-1]
@@ -184,13 +183,13 @@ def _locate(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     target = uniform * upper[:, -1:]
     # right=True: the first whose cumulated weight is above the target, so never one of weight 0
     place = torch.searchsorted(upper, target, right=True)
-    place.clamp_(max=weights.shape[-1] - 1)  # not numbers, from a model that has diverged, are for its losses to tell
+    place.clamp_(max=weights.shape[-1] - 1)  # NaN from a diverged model must not raise an index error here
     weight = weights.gather(1, place).double()
     within = (target - (upper.gather(1, place) - weight)) / weight
     return place, within.clamp_(0.0, 1.0 - 2.0**-52)
 
 
-def _roll_out(decoder: _Decoder, max_length: int, choose: Callable[[Tensor, Tensor], Tensor]) -> Captions:
+def _roll_out(decoder: Decoder, max_length: int, choose: Callable[[Tensor, Tensor], Tensor]) -> Captions:
     """Rows that never meet: `choose` picks tokens from log-probabilities (R, V) of the rows (R,) still at work."""
     sizes, beams = decoder.sizes, decoder.beams
     total = len(decoder.images) * beams
@@ -223,7 +222,7 @@ def _roll_out(decoder: _Decoder, max_length: int, choose: Callable[[Tensor, Tens
 def best_words(log_probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` greatest of (R, V), greatest first, and their words: (R, count) each.
 
-    In two levels, as `invert`: every word stands in a column of `COLUMN_WORDS`, and the best words are in the columns
+    In two levels, as `invert`: every word is in a column of `COLUMN_WORDS`, and the best words are in the columns
     with the greatest maxima. torch.topk over all words takes twice as long on a CPU; among equals it may pick others.
     """
     words = log_probs.shape[-1]
@@ -251,82 +250,126 @@ def beam_search(
     num_results: int = 1,
     length_normalization: bool = True,
 ) -> Captions:
-    """The `num_results` best captions an image, best first, as the reference searches.
+    """The `num_results` best captions per image, best first, as ExpansionNet v2's reference searches.
 
     Each beam offers its `beam_size` best words; the best `beam_size` sums of log-probabilities survive. An ended beam
     keeps its sum and stays a candidate. The search stops when every beam has ended or at `max_length` (counting SOS and
     EOS). Captions are then ranked by their sum divided by the number of tokens counting SOS and EOS, or by the sum.
-    Where the tree holds fewer captions than asked for, the surplus has score -inf.
+    When the search has fewer captions than asked for, the remaining results have score -inf.
     """
-    if beam_size < 1 or not 1 <= num_results <= beam_size:
+    check_beams(beam_size, num_results)
+    decoder = Decoder(models, memories, beam_size, max_length)
+    results = search(decoder, Beams.start(decoder, max_length), max_length)
+    return results.ranked(num_results, length_normalization)[0]
+
+
+def check_beams(beam_size: int, num_results: int) -> None:
+    """Raises ValueError unless 1 <= num_results <= beam_size."""
+    if not 1 <= num_results <= beam_size:
         raise ValueError(
             f"num_results = {num_results} and beam_size = {beam_size}: expected 1 <= num_results <= beam_size"
         )
-    decoder = _Decoder(models, memories, beam_size, max_length)
-    sizes, total, device = decoder.sizes, len(decoder.images), decoder.device
-    offered = min(beam_size, sizes.vocabulary_size)
-    tokens = torch.full((total, beam_size, max_length), sizes.pad, device=device)
-    tokens[:, :, 0] = sizes.sos
-    none_ended = torch.zeros(total, beam_size, dtype=torch.bool, device=device)
-    beams = results = _Beams(tokens, torch.empty(0), torch.empty(0), none_ended)
+
+
+BeamsType = TypeVar("BeamsType", bound="Beams")
+
+
+def search(decoder: Decoder, beams: BeamsType, max_length: int) -> BeamsType:
+    """Extends the beams of every image until they are finished; finished images leave the batch."""
+    results = beams
+    num_beams = decoder.beams
     for position in range(1, max_length):
         log_probs = decoder.step(beams.tokens[:, :, position - 1].flatten())
         if position == 1:
-            beams.log_probs = log_probs.new_zeros(total, beam_size, max_length)
-            beams.scores = log_probs.new_zeros(total, beam_size)
-            beams.scores[:, 1:] = -torch.inf  # one real beam so far: the others are copies that must not be chosen
+            beams.log_probs = log_probs.new_zeros(beams.tokens.shape)
+            beams.scores = log_probs.new_full(beams.ended.shape, -torch.inf)
+            beams.scores[:, 0] = 0.0  # all beams are copies of the first, so that only it may be extended
             results = beams.pick(decoder.images)
-        best, words = best_words(log_probs, offered)
-        parent = beams.extend(best.view(-1, beam_size, offered), words.view(-1, beam_size, offered), position, sizes)
-        first_rows = torch.arange(0, parent.numel(), beam_size, device=device)
+        parent = beams.extend(log_probs, position)
+        first_rows = torch.arange(0, parent.numel(), num_beams, device=parent.device)
         decoder.select((first_rows[:, None] + parent).flatten())
-        images, done = decoder.images, beams.ended.all(1)
-        kept = decoder.drop_finished(done)
-        if kept is not None:
-            results.write(images[done], beams.pick(done.nonzero()[:, 0]))
-            beams = beams.pick(kept)
-            if not len(kept):
+        images, finished = decoder.images, beams.finished()
+        remaining = decoder.drop_finished(finished)
+        if remaining is not None:
+            results.write(images[finished], beams.pick(finished.nonzero()[:, 0]))
+            beams = beams.pick(remaining)
+            if not len(remaining):
                 break
     results.write(decoder.images, beams)
-    lengths = caption_lengths(results.tokens, sizes.eos)
-    ranking = results.scores / lengths if length_normalization else results.scores
-    ranking, order = ranking.topk(num_results, -1)
-    lengths = lengths.gather(1, order)
-    longest = int(lengths.max())
-    history = order[:, :, None].expand(-1, -1, longest)
-    tokens, log_probs = (x[:, :, :longest].gather(1, history) for x in (results.tokens, results.log_probs))
-    return Captions(tokens, log_probs.float(), lengths, ranking.float())
+    return results
 
 
 @dataclass
-class _Beams:
-    """Tokens and log-probabilities (B, K, max_length), their sums (B, K), which beams have ended (B, K)."""
+class Beams:
+    """The captions in progress of B images with K beams each.
 
+    tokens and log_probs are (B, K, max_length), scores (B, K) the sums of log_probs, ended (B, K) True behind EOS.
+    """
+
+    sizes: ModelSizes
     tokens: Tensor
     log_probs: Tensor
     scores: Tensor
     ended: Tensor
 
-    def extend(self, best: Tensor, words: Tensor, position: int, sizes: ModelSizes) -> Tensor:
-        """The best K of what the beams offer, log-probabilities and words (B, K, offered); their parents (B, K)."""
-        offered = best.shape[-1]
+    @classmethod
+    def start(cls, decoder: Decoder, max_length: int) -> Beams:
+        """Beams that hold SOS; `search` allocates log_probs and scores once it knows their dtype."""
+        shape = (len(decoder.images), decoder.beams)
+        tokens = torch.full((*shape, max_length), decoder.sizes.pad, device=decoder.device)
+        tokens[:, :, 0] = decoder.sizes.sos
+        ended = torch.zeros(shape, dtype=torch.bool, device=decoder.device)
+        return cls(decoder.sizes, tokens, torch.empty(0), torch.empty(0), ended)
+
+    def extend(self, log_probs: Tensor, position: int) -> Tensor:
+        """Adds the K best words that the beams offer, from log_probs (B*K, V), at `position`; their parents (B, K)."""
+        num_beams = self.ended.shape[1]
+        offered = min(num_beams, self.sizes.vocabulary_size)
+        best, words = (part.view(-1, num_beams, offered) for part in best_words(log_probs, offered))
         best = best.masked_fill(self.ended[:, :, None], -torch.inf)
         best[:, :, 0].masked_fill_(self.ended, 0.0)  # an ended beam offers itself, once
-        words = words.masked_fill(self.ended[:, :, None], sizes.pad).flatten(1)
-        self.scores, chosen = (self.scores[:, :, None] + best).flatten(1).topk(best.shape[1], -1)
+        words = words.masked_fill(self.ended[:, :, None], self.sizes.pad).flatten(1)
+        self.scores, chosen = (self.scores[:, :, None] + best).flatten(1).topk(num_beams, -1)
         parent = chosen // offered
-        word = words.gather(1, chosen)
+        self.append(parent, words.gather(1, chosen), best.flatten(1).gather(1, chosen), position)
+        return parent
+
+    def append(self, parent: Tensor, word: Tensor, log_prob: Tensor, position: int) -> None:
+        """Continues beams parent (B, K) with word (B, K) and its log_prob (B, K)."""
         history = parent[:, :, None].expand_as(self.tokens)
         self.tokens = self.tokens.gather(1, history)
         self.tokens[:, :, position] = word
         self.log_probs = self.log_probs.gather(1, history)
-        self.log_probs[:, :, position] = best.flatten(1).gather(1, chosen)
-        self.ended = self.ended.gather(1, parent) | (word == sizes.eos)
-        return parent
+        self.log_probs[:, :, position] = log_prob
+        self.ended = self.ended.gather(1, parent) | (word == self.sizes.eos)
 
-    def pick(self, images: Tensor) -> _Beams:
-        return _Beams(self.tokens[images], self.log_probs[images], self.scores[images], self.ended[images])
+    def finished(self) -> Tensor:
+        """(B,) True where no beam can be extended."""
+        return self.ended.all(1)
 
-    def write(self, images: Tensor, beams: _Beams) -> None:
-        for own, new in zip(vars(self).values(), vars(beams).values(), strict=True):
-            own[images] = new
+    def pick(self: BeamsType, images: Tensor) -> BeamsType:
+        """A copy of the beams of some images."""
+        return replace(self, **{name: getattr(self, name)[images] for name in BEAM_TENSORS})
+
+    def write(self, images: Tensor, beams: Beams) -> None:
+        """Overwrites the beams of some images."""
+        for name in BEAM_TENSORS:
+            getattr(self, name)[images] = getattr(beams, name)
+
+    def ranked(
+        self, num_results: int, length_normalization: bool, excluded: Tensor | None = None
+    ) -> tuple[Captions, Tensor]:
+        """The best captions per image among the beams that are not `excluded` (B, K), and these beams' indices."""
+        lengths = caption_lengths(self.tokens, self.sizes.eos)
+        ranking = self.scores / lengths if length_normalization else self.scores
+        if excluded is not None:
+            ranking = ranking.masked_fill(excluded, -torch.inf)
+        ranking, order = ranking.topk(num_results, -1)
+        lengths = lengths.gather(1, order)
+        longest = int(lengths.max())
+        history = order[:, :, None].expand(-1, -1, longest)
+        tokens, log_probs = (x[:, :, :longest].gather(1, history) for x in (self.tokens, self.log_probs))
+        return Captions(tokens, log_probs.float(), lengths, ranking.float()), order
+
+
+BEAM_TENSORS = ("tokens", "log_probs", "scores", "ended")

@@ -30,7 +30,7 @@ EPSILON = 1e-9  # equation 4's in the reference; it vanishes in float16, hence t
 
 
 def gated(gate: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-    """Equation 8, channel by channel; the gate multiplies the positive stream (specs item 1). All (..., D)."""
+    """Equation 8, all (..., D): the gate has D channels and multiplies the positive stream, as in the reference."""
     return torch.lerp(negative, positive, torch.sigmoid(gate).to(positive.dtype))
 
 
@@ -47,20 +47,20 @@ def full_precision(x: Tensor) -> torch.autocast:
 class Expansion(nn.Module):
     """What both expansions share: the vectors E_Q and E_B, the places of dropout, the choice of form."""
 
-    def __init__(self, d_model: int, vectors: int, maps: int, dropout: float, factorized_dropout: bool) -> None:
+    def __init__(self, d_model: int, vectors: int, projections: int, dropout: float, factorized_dropout: bool) -> None:
         super().__init__()
         self.epsilon = EPSILON * math.sqrt(d_model)
         self.queries = nn.Parameter(torch.empty(vectors, d_model))
         self.biases = nn.Parameter(torch.empty(vectors, d_model))
-        self.maps = nn.Linear(d_model, maps * d_model)  # one product for all linear maps of the input
-        self.dropout = Dropout(dropout)  # of M, of the expanded vectors and of both streams (specs item 3)
+        self.in_proj = nn.Linear(d_model, projections * d_model)  # one product for all linear maps of the input
+        self.dropout = Dropout(dropout)  # of M, of the expanded vectors and of both streams, as in the reference
         self.factorized_dropout = factorized_dropout
 
     def init_weights(self) -> None:
         """Xavier uniform, each map on its own, as the reference draws them."""
         for vectors in (self.queries, self.biases):
             nn.init.xavier_uniform_(vectors)
-        xavier_blocks_(self.maps.weight, self.maps.out_features // self.maps.in_features)
+        xavier_blocks_(self.in_proj.weight, self.in_proj.out_features // self.in_proj.in_features)
 
     @property
     def long_form(self) -> bool:
@@ -80,11 +80,11 @@ class StaticExpansion(Expansion):
         super().__init__(d_model, sum(groups), 4, dropout, factorized_dropout)
         self.groups = tuple(groups)
 
-    def forward(self, x: Tensor, real: Tensor | None) -> Tensor:
-        """x (B, L, D); real (B, L) True at real tokens, or None. -> (B, L, D)."""
-        key, value_positive, value_negative, gate = self.maps(x).chunk(4, -1)
-        m = torch.matmul(key, self.queries.t())  # (B, L, E): transposed against the paper, so that groups lie together
-        weights = static_weights(self.dropout(m), real, self.groups, self.epsilon)  # (B, L, E) each
+    def forward(self, x: Tensor, valid_mask: Tensor | None) -> Tensor:
+        """x (B, L, D); valid_mask (B, L) True at valid tokens, or None. -> (B, L, D)."""
+        key, value_positive, value_negative, gate = self.in_proj(x).chunk(4, -1)
+        m = torch.matmul(key, self.queries.t())  # (B, L, E), the paper's M transposed: groups are contiguous
+        weights = static_weights(self.dropout(m), valid_mask, self.groups, self.epsilon)  # (B, L, E) each
         biases = self.biases.to(value_positive.dtype)
         streams = []
         for value, forward, backward in ((value_positive, *weights[:2]), (value_negative, *weights[2:])):
@@ -115,49 +115,53 @@ class DynamicExpansion(Expansion):
         self.causal = causal
         self.vectors = vectors
 
-    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
-        """x (B, L, D) -> (B, L, D). Causal: nothing is masked but the future, padding can only stand behind.
+    def forward(self, x: Tensor, valid_mask: Tensor | None = None) -> Tensor:
+        """x (B, L, D) -> (B, L, D). Causal: only the future is masked, as padding comes last.
 
-        Bidirectional: real (B, L) True at real tokens, or None; padding is masked in both normalizations, as the
+        Bidirectional: valid_mask (B, L) True at valid tokens, or None; padding is masked in both normalizations, as the
         tokens' own expanded vectors are part of the backward one.
         """
         with full_precision(x):
-            condition, key, value_positive, value_negative, gate = self._maps(x).chunk(5, -1)
-            by_condition = torch.bmm(condition, key.mT)  # (B, s, t)
-            by_vector = torch.matmul(key, self.queries.t()).mT  # (B, N_E, t)
-            m = self.dropout(by_condition[:, :, None] + by_vector[:, None])  # (B, s, N_E, t)
-            seen, reached = self._masks(m, real)
-            forward, backward = dynamic_weights(m, seen, reached, self.epsilon)  # (2, B, s, N_E, t)
-            by_token = backward.sum(3).mT.unbind()  # (B, t, s)
-            offset = torch.matmul(backward.sum(2).mT, self.biases).unbind()  # (B, t, D)
-            rows = backward.flatten(2, 3).mT  # (2, B, t, s N_E)
-            if not self.long_form:
-                rows = self.drop_vectors(rows)
-            columns = forward.flatten(2, 3).unbind()  # (B, s N_E, u)
-            values = (value_positive, value_negative)
-            streams = []
-            for out, tokens, row, column, value in zip(offset, by_token, rows.unbind(), columns, values, strict=True):
-                out = torch.baddbmm(out, tokens, condition)
-                if self.long_form:
-                    expanded = self.dropout(torch.bmm(column, value))  # (B, s N_E, D), before its bias
-                    streams.append(torch.baddbmm(out, row, expanded))
-                else:
-                    streams.append(torch.baddbmm(out, torch.bmm(row, column), value))
-            return gated(gate, self.dropout(streams[0]), self.dropout(streams[1]))
+            return self._expand(self._project(x), valid_mask)
 
-    def _maps(self, x: Tensor) -> Tensor:
+    def _expand(self, projected: Tensor, valid_mask: Tensor | None) -> Tensor:
+        """Equations 1 to 8 from C, K, V1, V2 and the gate, projected (B, L, 5 D); (B, L, D)."""
+        condition, key, value_positive, value_negative, gate = projected.chunk(5, -1)
+        by_condition = torch.bmm(condition, key.mT)  # (B, s, t)
+        by_vector = torch.matmul(key, self.queries.t()).mT  # (B, N_E, t)
+        m = self.dropout(by_condition[:, :, None] + by_vector[:, None])  # (B, s, N_E, t)
+        forward_mask, backward_mask = self._masks(m, valid_mask)
+        forward, backward = dynamic_weights(m, forward_mask, backward_mask, self.epsilon)  # (2, B, s, N_E, t)
+        by_token = backward.sum(3).mT.unbind()  # (B, t, s)
+        offset = torch.matmul(backward.sum(2).mT, self.biases).unbind()  # (B, t, D)
+        rows = backward.flatten(2, 3).mT  # (2, B, t, s N_E)
+        if not self.long_form:
+            rows = self.drop_vectors(rows)
+        columns = forward.flatten(2, 3).unbind()  # (B, s N_E, u)
+        values = (value_positive, value_negative)
+        streams = []
+        for out, tokens, row, column, value in zip(offset, by_token, rows.unbind(), columns, values, strict=True):
+            out = torch.baddbmm(out, tokens, condition)
+            if self.long_form:
+                expanded = self.dropout(torch.bmm(column, value))  # (B, s N_E, D), before its bias
+                streams.append(torch.baddbmm(out, row, expanded))
+            else:
+                streams.append(torch.baddbmm(out, torch.bmm(row, column), value))
+        return gated(gate, self.dropout(streams[0]), self.dropout(streams[1]))
+
+    def _project(self, x: Tensor) -> Tensor:
         """C, K, V1, V2 and the gate, side by side: (..., 5 D)."""
-        return self.maps(x.to(self.maps.weight.dtype))
+        return self.in_proj(x.to(self.in_proj.weight.dtype))
 
-    def _masks(self, m: Tensor, real: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Which t each (s, n) sees and which (s, n) reach each t, as 0 and 1."""
+    def _masks(self, m: Tensor, valid_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """1 where the vectors of s take from token t, and where they give to it; 0 elsewhere. None: no mask."""
         if self.causal:
             length = m.shape[-1]
-            seen = torch.ones(length, length, dtype=m.dtype, device=m.device).tril_()[:, None]  # (s, 1, t): t <= s
-            return seen, seen.transpose(0, 2)
-        if real is None:
+            earlier = torch.ones(length, length, dtype=m.dtype, device=m.device).tril_()  # t <= s
+            return earlier[:, None], earlier[:, None].transpose(0, 2)
+        if valid_mask is None:
             return None, None
-        return real[:, None, None].to(m.dtype), real[:, :, None, None].to(m.dtype)  # over t, over s
+        return valid_mask[:, None, None].to(m.dtype), valid_mask[:, :, None, None].to(m.dtype)  # over t, over s
 
     def mixing_macs(self, length: float) -> float:
         """Multiply-accumulates beside the linear maps: c k; e k; of both streams R F^T, R bias, a C, product with V."""
@@ -169,50 +173,61 @@ class DynamicExpansion(Expansion):
         vectors, width = self.queries.shape
         return 3 * vectors * width + 6 * slots * width + 2 * slots * vectors * length
 
+    def plain_step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
+        """The next token of each beam in evaluation, x (B*K, D) -> (B*K, D), in the form that is easy to check.
+
+        ancestors (B, K, t): the slots that each beam has come through, its new one last. The projections of past tokens
+        are cached; every beam expands its whole path anew, as `forward` does, and the last row is the result.
+        """
+        with full_precision(x):
+            images, beams, length = ancestors.shape
+            (cached,) = slots.append("projected", self._project(x).view(1, images, beams, -1))  # (B, slots, 5 D)
+            path = ancestors.flatten(1)[:, :, None].expand(-1, -1, cached.shape[-1])
+            return self._expand(cached.gather(1, path).view(images * beams, length, -1), None)[:, -1]
+
     def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
-        """The next token of each beam: x (B*K, D) -> (B*K, D). Causal only; without this layer's own dropouts.
+        """`plain_step`, optimized: a step takes time in proportion to the path's length, not to its square.
 
-        ancestors (B, K, t): the slots that each beam has come through, its new one last. All beams of an image share
-        its slots: products run over all slots of the image, then each beam picks (or sets) those of its ancestors.
-
-        A step is many small operations: the streams share them, and so do both directions, what the new vectors take
-        from the past tokens and what the new token takes from the past vectors.
+        Causal only, without this layer's own dropouts. Forward weights of past vectors do not change, so that they are
+        cached too. All beams of an image share its slots: products run over all slots of the image, then each beam
+        picks (or sets) those of its ancestors. A step is many small operations: the streams share them, and so do both
+        directions, what the new vectors take from the past tokens and what the new token takes from the past vectors.
         """
         with full_precision(x):
             images, beams, length = ancestors.shape
             where = ancestors.expand(2, -1, -1, -1)  # (2, B, K, t)
-            place, kept = slots.room("maps", (4, images, beams, x.shape[-1]), self.maps.weight)
+            place, cached = slots.allocate("in_proj", (4, images, beams, x.shape[-1]), self.in_proj.weight)
             gate = self._step_maps(x, place)  # fills C, K, V1, V2
-            m = self._step_products(place, kept, slots, where)
+            m = self._step_products(place, cached, slots, where)
             parts = signed_parts(m)  # (2, 2, B, K, N_E, t): streams, directions
             sums = total(parts, -1)
 
             # a slot's forward weights are over the positions u of its own past, so they need no path
-            place, columns = slots.room("forward", (2, images, beams, self.vectors), m, length)
+            place, columns = slots.allocate("forward", (2, images, beams, self.vectors), m, length)
             torch.mul(parts[:, 0], inverse(sums[:, 0], m.dtype, self.epsilon), out=place)
             scale = inverse(total(sums[:, 1], -2), m.dtype, self.epsilon)  # (2, B, K, 1, 1)
             by_vector = (sums[:, 1] * scale).flatten(0, 2)[..., 0].to(m.dtype)  # (2 B K, N_E): R, summed over s
             backward = parts[:, 1] * scale  # (2, B, K, N_E, s)
-            return self._step_streams(by_vector, backward, columns, kept, gate, where)
+            return self._step_streams(by_vector, backward, columns, cached, gate, where)
 
     def _step_maps(self, x: Tensor, place: Tensor) -> Tensor:
         """C, K, V1 and V2 of the new tokens into their place (4, B, K, D); returns the gate (B*K, D)."""
-        maps = self._maps(x).view(*place.shape[1:3], 5, -1)
+        maps = self._project(x).view(*place.shape[1:3], 5, -1)
         place.copy_(maps[:, :, :4].permute(2, 0, 1, 3))
         return maps[:, :, 4].flatten(0, 1)
 
-    def _step_products(self, new: Tensor, kept: Tensor, slots: TreeSlots, where: Tensor) -> Tensor:
+    def _step_products(self, new: Tensor, cached: Tensor, slots: TreeSlots, where: Tensor) -> Tensor:
         """M of the new vectors over their path's tokens, and of the path's vectors over the new token.
 
-        (2, B, K, N_E, t), from C and K of the new tokens, new (4, B, K, D), and of all slots, kept (4, B, slots, D).
+        (2, B, K, N_E, t), from C and K of the new tokens, new (4, B, K, D), and of all slots, cached (4, B, slots, D).
         """
         _, images, beams, length = where.shape
         condition, key = new[0], new[1]  # (B, K, D)
-        place, by_vector = slots.room("by_vector", (1, images, beams, self.vectors), new)
+        place, by_vector = slots.allocate("by_vector", (1, images, beams, self.vectors), new)
         place.copy_(torch.matmul(key, self.queries.t()))  # e_n k
-        products = new.new_empty(2, images, beams, kept.shape[2])
-        torch.bmm(condition, kept[1].mT, out=products[0])
-        torch.bmm(key, kept[0].mT, out=products[1])
+        products = new.new_empty(2, images, beams, cached.shape[2])
+        torch.bmm(condition, cached[1].mT, out=products[0])
+        torch.bmm(key, cached[0].mT, out=products[1])
         over_tokens, over_vectors = products.gather(3, where)[:, :, :, None]  # (B, K, 1, t) each: c k'
         path = where[0].flatten(1)[..., None].expand(-1, -1, self.vectors)
         m = new.new_empty(2, images, beams, self.vectors, length)
@@ -221,14 +236,14 @@ class DynamicExpansion(Expansion):
         return m
 
     def _step_streams(
-        self, by_vector: Tensor, backward: Tensor, columns: Tensor, kept: Tensor, gate: Tensor, where: Tensor
+        self, by_vector: Tensor, backward: Tensor, columns: Tensor, cached: Tensor, gate: Tensor, where: Tensor
     ) -> Tensor:
         """Equations 7 and 8 of the new tokens, (B*K, D).
 
         by_vector (2 B K, N_E) and backward (2, B, K, N_E, s): R of their tokens; columns (2, B, slots, N_E, u): F.
         """
         _, images, beams, length = where.shape
-        count, width = kept.shape[2:]
+        count, width = cached.shape[2:]
         rows = backward.new_zeros(2, images, beams, count, self.vectors)
         rows.scatter_(3, where[..., None].expand(-1, -1, -1, -1, self.vectors), backward.mT)
         over = backward.new_empty(2, 2, images, beams, length)  # over V and over C, of each stream
@@ -236,7 +251,7 @@ class DynamicExpansion(Expansion):
         torch.sum(backward, 3, out=over[1])
         weights = backward.new_zeros(2, 2, images, beams, count).scatter_(4, where.expand(2, -1, -1, -1, -1), over)
         streams = torch.mm(by_vector, self.biases).view(2, images, beams, width)
-        for stream, value, over_values, over_conditions in zip(streams, kept[2:], *weights, strict=True):
-            stream.baddbmm_(over_values, value).baddbmm_(over_conditions, kept[0])
+        for stream, value, over_values, over_conditions in zip(streams, cached[2:], *weights, strict=True):
+            stream.baddbmm_(over_values, value).baddbmm_(over_conditions, cached[0])
         positive, negative = streams.flatten(1, 2)
         return gated(gate, positive, negative)

@@ -1,9 +1,10 @@
 """Forward and backward weights of the expansions (equations 3, 4 and 6) and their gradient, in few passes over memory.
 
-Shapes as in `expansion.py`; where a leading 2 stands it counts the streams, positive and negative.
+Shapes as in `expansion.py`; a leading 2 counts the streams, positive and negative.
 
-Autograd's own graph of these few lines would keep five tensors of the size of M a stream and pass over them some thirty
-times; by hand it is the results and about half of the passes. With y = a r, r = 1 / (sum a + eps), the gradient is
+Autograd's graph of these few lines would keep five tensors of the size of M per stream and pass over them about
+thirty times; the hand-written gradient keeps only the results and needs half of the passes. With y = a r and
+r = 1 / (sum a + eps), the gradient is
 
     da = r (dy - sum(dy y)),   dM = da+ where M > 0, -da- where M < 0.
 
@@ -29,7 +30,7 @@ def signed_parts(m: Tensor) -> Tensor:
 
 
 def total(a: Tensor, dims: Dims) -> Tensor:
-    """The sum over `dims`, kept, in float32 at least."""
+    """The sum over `dims`, which stay as size 1, in float32 at least."""
     if a.dtype == torch.bfloat16 and a.device.type == "cpu":
         # accumulates in float32 too; asking for a float32 result would first copy all of `a` to float32 there
         return a.sum(dims, keepdim=True).float()
@@ -56,35 +57,37 @@ def _signed_gradient(positive: Tensor, above: Tensor, negative: Tensor, below: T
 
 
 class _StaticWeights(torch.autograd.Function):
-    """Each stream on its own: the tensors are large, and their gradients come separately."""
+    """Each stream separately: the tensors are large, and their gradients arrive separately."""
 
     @staticmethod
-    def forward(ctx: Any, m: Tensor, real: Tensor | None, groups: tuple[int, ...], epsilon: float) -> Any:
+    def forward(ctx: Any, m: Tensor, valid_mask: Tensor | None, groups: tuple[int, ...], epsilon: float) -> Any:
         results, inverses = [], []
         for part in (m.clamp_min(0.0), m.clamp_max(0.0).neg_()):  # (B, L, E)
-            seen = part if real is None else part * real  # before the product, which overflows at padding in float16
-            inverses.append(inverse(total(seen, 1), m.dtype, epsilon))
-            results.append(seen * inverses[-1])
+            masked = (
+                part if valid_mask is None else part * valid_mask
+            )  # before the product, which overflows at padding in float16
+            inverses.append(inverse(total(masked, 1), m.dtype, epsilon))
+            results.append(masked * inverses[-1])
             for group in part.split(groups, -1):  # in place: `part` becomes the backward weights
                 inverses.append(inverse(total(group, -1), m.dtype, epsilon).div_(len(groups)))
                 group *= inverses[-1]
             results.append(part)
-        ctx.save_for_backward(real, *results, *inverses)
+        ctx.save_for_backward(valid_mask, *results, *inverses)
         ctx.groups = groups
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        real, *kept = ctx.saved_tensors
-        results, inverses = kept[:4], kept[4:]
+        valid_mask, *saved = ctx.saved_tensors
+        results, inverses = saved[:4], saved[4:]
         count = len(ctx.groups)
         parts = []
         for stream in range(2):
             forward, backward = results[2 * stream : 2 * stream + 2]
             inverse, *group_inverses = inverses[stream * (count + 1) : (stream + 1) * (count + 1)]
             da = _normalized_gradient(gradients[2 * stream], forward, inverse, 1)
-            if real is not None:
-                da *= real
+            if valid_mask is not None:
+                da *= valid_mask
             split = (x.split(ctx.groups, -1) for x in (da, gradients[2 * stream + 1], backward))
             for part, gradient, y, group_inverse in zip(*split, group_inverses, strict=True):
                 # y = a r / |G|, so the sum runs over a r = |G| y
@@ -96,45 +99,47 @@ class _StaticWeights(torch.autograd.Function):
 
 
 class _DynamicWeights(torch.autograd.Function):
-    """Both streams in one tensor: the tensors are small, and fewer operations count."""
+    """Both streams in one tensor: the tensors are small, so the number of operations dominates."""
 
     @staticmethod
-    def forward(ctx: Any, m: Tensor, seen: Tensor | None, reached: Tensor | None, epsilon: float) -> Any:
+    def forward(ctx: Any, m: Tensor, forward_mask: Tensor | None, backward_mask: Tensor | None, epsilon: float) -> Any:
         a = signed_parts(m)  # (2, B, s, N_E, t)
         results, inverses = [], []
-        for mask, dims in ((seen, (4,)), (reached, (2, 3))):
+        for mask, dims in ((forward_mask, (4,)), (backward_mask, (2, 3))):
             masked = a if mask is None else a * mask
             inverses.append(inverse(total(masked, dims), m.dtype, epsilon))
             results.append(masked * inverses[-1])
-        ctx.save_for_backward(m, seen, reached, *results, *inverses)
+        ctx.save_for_backward(m, forward_mask, backward_mask, *results, *inverses)
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        m, seen, reached, *kept = ctx.saved_tensors
-        da = _normalized_gradient(gradients[0], kept[0], kept[2], 4)
-        other = _normalized_gradient(gradients[1], kept[1], kept[3], (2, 3))
-        if seen is not None:
-            da *= seen
-            other *= reached
+        m, forward_mask, backward_mask, *saved = ctx.saved_tensors
+        da = _normalized_gradient(gradients[0], saved[0], saved[2], 4)
+        other = _normalized_gradient(gradients[1], saved[1], saved[3], (2, 3))
+        if forward_mask is not None:
+            da *= forward_mask
+            other *= backward_mask
         da += other
         return _signed_gradient(da[0], m, da[1], -m), None, None, None
 
 
-def static_weights(m: Tensor, real: Tensor | None, groups: tuple[int, ...], epsilon: float) -> tuple[Tensor, ...]:
+def static_weights(m: Tensor, valid_mask: Tensor | None, groups: tuple[int, ...], epsilon: float) -> tuple[Tensor, ...]:
     """Forward and backward weights of the positive stream, then of the negative one, from M: all (B, L, E).
 
-    Forward: normalized over the real tokens L, 0 at padding; real (B, L) or None. Backward: normalized in each group of
-    E, divided by the number of groups, not masked (the reference's rule).
+    Forward: normalized over the valid tokens L, 0 at padding; valid_mask (B, L) or None. Backward: normalized in each
+    group of E, divided by the number of groups, not masked (the reference's rule).
     """
-    mask = None if real is None else real[:, :, None].to(m.dtype)
+    mask = None if valid_mask is None else valid_mask[:, :, None].to(m.dtype)
     return _StaticWeights.apply(m, mask, groups, epsilon)
 
 
-def dynamic_weights(m: Tensor, seen: Tensor | None, reached: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
+def dynamic_weights(
+    m: Tensor, forward_mask: Tensor | None, backward_mask: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor]:
     """Forward and backward weights (2, B, s, N_E, t) of M (B, s, N_E, t).
 
-    Forward: normalized over t where `seen`; backward: over (s, N_E) where `reached`; both 0 elsewhere. The masks
-    broadcast to M, hold 0 and 1 in its dtype, and come together or not at all.
+    Forward: normalized over t where `forward_mask` is 1; backward: over (s, N_E) where `backward_mask` is 1; both are 0
+    elsewhere. The masks broadcast to M, hold 0 and 1 in its dtype, and are given together or not at all.
     """
-    return _DynamicWeights.apply(m, seen, reached, epsilon)
+    return _DynamicWeights.apply(m, forward_mask, backward_mask, epsilon)

@@ -1,10 +1,11 @@
 """ExpansionNet v2 (Hu, Cavicchioli, Capotondi): an encoder and a decoder whose mixers are configuration.
 
-Shapes: B images, N image tokens, C feature width, K captions an image, R = B*K rows, T caption tokens, D width,
+Shapes: B images, N image tokens, C feature width, K captions per image, R = B*K rows, T caption tokens, D width,
 V vocabulary.
 
 Pre-norm layers, x + dropout(sublayer(norm(x))); after the last layer x + dropout(Linear(all layers' outputs)), then a
-LayerNorm (specs item 2). A decoder row depends only on tokens before it, so PAD behind a caption needs no mask.
+LayerNorm, as in the reference. A decoder row depends only on tokens before it, so PAD after a
+caption needs no mask.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from models.base import (
     check_features,
     check_positions,
     linear_macs,
-    real_tokens,
+    valid_tokens,
 )
 from models.beam_cache import TreeCache, TreeSlots
 from models.config import ExpansionNetConfig
@@ -38,11 +39,11 @@ from models.layers import (
     Dropout,
     FeedForward,
     SelfAttention,
-    kept_for_steps,
+    cached_for_steps,
     padding_bias,
     xavier_blocks_,
 )
-from models.token_embeddings import word_embedding, word_macs, word_output
+from models.token_embeddings import lm_head, token_embedding, token_macs
 
 
 def encoder_mixer(config: ExpansionNetConfig) -> StaticExpansion | DynamicExpansion | SelfAttention:
@@ -70,8 +71,8 @@ class EncoderLayer(nn.Module):
         self.feed_forward = FeedForward(config.d_model, config.d_ff, config.dropout)
         self.dropout = Dropout(config.dropout)
 
-    def forward(self, x: Tensor, real: Tensor | None) -> Tensor:
-        x = x + self.dropout(self.mixer(self.mixer_norm(x), real))
+    def forward(self, x: Tensor, valid_mask: Tensor | None) -> Tensor:
+        x = x + self.dropout(self.mixer(self.mixer_norm(x), valid_mask))
         return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
 
 
@@ -127,54 +128,61 @@ class ExpansionNet(CaptionModel):
             Sequence[EncoderLayer], nn.ModuleList(EncoderLayer(config) for _ in range(config.num_encoder_layers))
         )
         self.encoder_sum = LayerSum(width, config.num_encoder_layers, config.dropout)
-        self.words = word_embedding(config, sizes)
+        self.token_embedding = token_embedding(config, sizes)
         self.word_dropout = Dropout(config.dropout)
         self.positions = nn.Embedding(sizes.max_positions, width)
         self.decoder = cast(
             Sequence[DecoderLayer], nn.ModuleList(DecoderLayer(config) for _ in range(config.num_decoder_layers))
         )
         self.decoder_sum = LayerSum(width, config.num_decoder_layers, config.dropout)
-        self.output = word_output(config, sizes, self.words)
+        self.lm_head = lm_head(config, sizes, self.token_embedding)
 
     def init_weights(self) -> None:
-        """Xavier uniform for everything with two or more dimensions; biases as PyTorch draws them (specs item 2)."""
+        """As in the reference: Xavier uniform for two or more dimensions; biases as PyTorch draws them."""
         for module in self.modules():
             if isinstance(module, Expansion | SelfAttention | CrossAttention | FeedForward):
                 module.init_weights()
-        for plain in (self.input, self.encoder_sum.map, self.words, self.positions, self.decoder_sum.map, self.output):
+        for plain in (
+            self.input,
+            self.encoder_sum.map,
+            self.token_embedding,
+            self.positions,
+            self.decoder_sum.map,
+            self.lm_head,
+        ):
             xavier_blocks_(plain.weight)
 
     def encode(self, features: Features) -> Memory:
         check_features(features, self.sizes.feature_width)
         x = self.input_dropout(self.input(features.tokens.to(self.input.weight.dtype)))
-        real = real_tokens(features.lengths, x.shape[1])
+        valid_mask = valid_tokens(features.lengths, x.shape[1])
         outputs = []
         for layer in self.encoder:
-            x = layer(x, real)
+            x = layer(x, valid_mask)
             outputs.append(x)
         return Memory(self.encoder_sum(outputs), features.lengths)
 
     def embed(self, tokens: Tensor, position: int) -> Tensor:
-        """Tokens (R, T) that start at `position`. Dropout comes before the scale, the position after (item 2)."""
+        """Tokens (R, T) that start at `position`. As in the reference, dropout comes before the scale."""
         check_positions(position + tokens.shape[1], self.sizes.max_positions)
-        words = self.word_dropout(self.words(tokens)) * math.sqrt(self.config.d_model)
+        words = self.word_dropout(self.token_embedding(tokens)) * math.sqrt(self.config.d_model)
         return words + self.positions.weight[position : position + tokens.shape[1]]
 
     def decode(self, memory: Memory, tokens: Tensor) -> Tensor:
         captions_per_image(memory, tokens.shape[0])
-        bias = padding_bias(real_tokens(memory.lengths, memory.states.shape[1]), memory.states.dtype)
+        bias = padding_bias(valid_tokens(memory.lengths, memory.states.shape[1]), memory.states.dtype)
         y = self.embed(tokens, 0)
         outputs = []
         for layer in self.decoder:
             y = layer(y, memory.states, bias)
             outputs.append(y)
-        return self.output(self.decoder_sum(outputs))
+        return self.lm_head(self.decoder_sum(outputs))
 
     @torch.no_grad()
     def init_cache(self, memory: Memory, beams: int) -> TreeCache:
         images = memory.batch_size
-        bias = padding_bias(real_tokens(memory.lengths, memory.states.shape[1]), memory.states.dtype)
-        cross = [kept_for_steps(*layer.cross.project(memory.states)) for layer in self.decoder]
+        bias = padding_bias(valid_tokens(memory.lengths, memory.states.shape[1]), memory.states.dtype)
+        cross = [cached_for_steps(*layer.cross.project(memory.states)) for layer in self.decoder]
         slots = [TreeSlots(beams) for _ in self.decoder]
         paths = torch.empty(images, beams, 0, dtype=torch.int64, device=memory.states.device)
         return TreeCache(images, beams, cross, bias, slots, paths)
@@ -188,7 +196,7 @@ class ExpansionNet(CaptionModel):
         for index, layer in enumerate(self.decoder):
             y = layer.step(y, cache, index)
             outputs.append(y)
-        return self.output(self.decoder_sum(outputs)), cache
+        return self.lm_head(self.decoder_sum(outputs)), cache
 
     def macs(self, image_tokens: int) -> Macs:
         linear = linear_macs(self.input, *self.encoder, self.encoder_sum)
@@ -198,7 +206,7 @@ class ExpansionNet(CaptionModel):
         return Macs(
             encoder=image_tokens * linear + sum(layer.mixer.mixing_macs(image_tokens) for layer in self.encoder),
             keys=image_tokens * key_value,
-            token=token + word_macs(self.config, self.sizes),
+            token=token + token_macs(self.config, self.sizes),
             mixing=lambda length: sum(layer.mixer.mixing_macs(length) for layer in self.decoder),
             step=lambda slots, length: sum(layer.mixer.step_macs(slots, length) for layer in self.decoder),
         )
@@ -232,7 +240,7 @@ class ExpansionNet(CaptionModel):
 
 
 # The papers' baseline Transformer: ExpansionNet's skeleton with multi-head self-attention in place of the expansions.
-# It is in no public code (specs item 13), so no parity with anything is claimed.
+# No public code has it, so that no parity is claimed.
 
 
 class Transformer(ExpansionNet):

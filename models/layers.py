@@ -1,6 +1,6 @@
 """Layers that the captioners share: dropout, feed-forward, multi-head attention.
 
-Shapes: B images, N image tokens, K captions an image, T caption tokens, D width, H heads.
+Shapes: B images, N image tokens, K captions per image, T caption tokens, D width, H heads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from models.beam_cache import TreeSlots
 
-MASKED_SCORE = -1e4  # the reference's value for masked attention scores (specs item 4); finite also in float16
+MASKED_SCORE = -1e4  # the reference's value for masked attention scores; finite in float16 too
 
 
 def keep_mask(shape: torch.Size, dropped: int, device: torch.device) -> Tensor:
@@ -49,8 +49,8 @@ def dropout(x: Tensor, p: float) -> Tensor:
     """Dropout. On the CPU the mask comes from random bytes, about eight times faster than torch's Bernoulli numbers.
 
     The price: p is rounded to a multiple of 1/256 there (0.3 becomes 77/256 = 0.3008, 0.1 becomes 26/256 = 0.1016; a
-    p above 0 drops at least 1/256), and kept elements are scaled by what was really kept, so that the expectation is
-    exact. Elements are independent. The mask is kept for the gradient as bytes, a quarter of torch's.
+    p above 0 drops at least 1/256). The remaining elements are scaled by the rounded probability, so that the
+    expectation is exact. Elements are independent. The mask is saved for the gradient as bytes, a quarter of torch's.
     """
     if x.device.type != "cpu" or torch.compiler.is_compiling():  # a compiler makes its own masks
         return F.dropout(x, p)
@@ -110,11 +110,12 @@ class FeedForward(nn.Module):
         return self.outer(self.dropout(F.relu_(self.inner(x))))  # in place: no gradient needs what it overwrites
 
 
-def padding_bias(real: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """(B, 1, 1, N) to add to attention scores: 0 at real tokens, -1e4 at padding. None when there is no padding."""
-    if real is None:
+def padding_bias(valid_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """(B, 1, 1, N) to add to attention scores: 0 at valid tokens, -1e4 at padding. None when there is no padding."""
+    if valid_mask is None:
         return None
-    return torch.zeros(real.shape, dtype=dtype, device=real.device).masked_fill_(~real, MASKED_SCORE)[:, None, None]
+    bias = torch.zeros(valid_mask.shape, dtype=dtype, device=valid_mask.device)
+    return bias.masked_fill_(~valid_mask, MASKED_SCORE)[:, None, None]
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -130,8 +131,8 @@ def merge_heads(x: Tensor) -> Tensor:
 def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
     """Scaled dot-product attention: (B, H, Q, d) over keys and values (B, H, N, d), bias broadcast to (B, H, Q, N).
 
-    Keys that `kept_for_steps` laid out are those of a decoding step: for its few queries torch's fused kernel on a CPU
-    takes longer than the two products written out.
+    Keys from `cached_for_steps` belong to a decoding step: for its few queries torch's fused kernel on a CPU takes
+    longer than the two products written out.
     """
     query, bias = query.to(key.dtype), None if bias is None else bias.to(key.dtype)
     if query.device.type != "cpu" or not key.mT.is_contiguous():
@@ -143,8 +144,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Te
         return torch.matmul(weights.to(value.dtype), value)
 
 
-def kept_for_steps(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values (..., N, d) laid out as the products of `attend` read them, once for all steps."""
+def cached_for_steps(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values (..., N, d) in the memory layout that the products of `attend` read: once for all steps."""
     return key.mT.contiguous().mT, value.contiguous()
 
 
@@ -155,31 +156,28 @@ def sinusoids(count: int, width: int, first: int = 0) -> Tensor:
     return torch.stack((angles.sin(), angles.cos()), -1).flatten(1)[:, :width].float()
 
 
-class AttentionOutput(nn.Module):
-    """What follows the heads: a linear map, or attention on attention (Huang et al. 2019) in its place.
+class OutputProjection(nn.Linear):
+    """The linear map behind the heads, or attention on attention (Huang et al. 2019) in its place.
 
-    The latter is (W_i [v, q] + b_i) * sigmoid(W_g [v, q] + b_g) with v what the heads gave and q the queries' input.
+    The latter is (W_i [v, q] + b_i) * sigmoid(W_g [v, q] + b_g) with v the attended values and q the queries' input.
     """
 
-    output: nn.Linear
-    on_attention: bool
-
-    def make_output(self, d_model: int, on_attention: bool) -> None:
-        """Called last of a layer's maps, whose order decides what a seed draws."""
+    def __init__(self, d_model: int, on_attention: bool) -> None:
+        width = 2 * d_model if on_attention else d_model
+        super().__init__(width, width)
         self.on_attention = on_attention
-        self.output = nn.Linear(2 * d_model, 2 * d_model) if on_attention else nn.Linear(d_model, d_model)
 
-    def init_output(self) -> None:
-        xavier_blocks_(self.output.weight, 2 if self.on_attention else 1)
+    def init_weights(self) -> None:
+        xavier_blocks_(self.weight, 2 if self.on_attention else 1)
 
-    def finish(self, mixed: Tensor, x: Tensor) -> Tensor:
-        """mixed and x of one shape (..., D)."""
+    def forward(self, mixed: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
+        """mixed, the attended values, and x, the queries' input, both (..., D)."""
         if not self.on_attention:
-            return self.output(mixed)
-        return F.glu(self.output(torch.cat((mixed, x.to(mixed.dtype)), -1)))
+            return super().forward(mixed)
+        return F.glu(super().forward(torch.cat((mixed, x.to(mixed.dtype)), -1)))
 
 
-class CrossAttention(AttentionOutput):
+class CrossAttention(nn.Module):
     """Multi-head attention from caption tokens to image tokens. No dropout on the weights, as in the reference."""
 
     def __init__(self, d_model: int, num_heads: int, on_attention: bool = False) -> None:
@@ -187,64 +185,64 @@ class CrossAttention(AttentionOutput):
         self.num_heads = num_heads
         self.query = nn.Linear(d_model, d_model)
         self.key_value = nn.Linear(d_model, 2 * d_model)
-        self.make_output(d_model, on_attention)
+        self.out_proj = OutputProjection(d_model, on_attention)
 
     def init_weights(self) -> None:
         xavier_blocks_(self.query.weight)
         xavier_blocks_(self.key_value.weight, 2)
-        self.init_output()
+        self.out_proj.init_weights()
 
     def project(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, H, N, D / H) of image tokens (B, N, D): once an image."""
+        """Keys and values (B, H, N, D / H) of image tokens (B, N, D): once per image."""
         key, value = self.key_value(states).chunk(2, -1)
         return split_heads(key, self.num_heads), split_heads(value, self.num_heads)
 
     def forward(self, x: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
         """x (B*K, T, D) against keys and values of B images; bias (B, 1, 1, N) or None."""
-        # the K captions of an image become one longer query sequence, so that its keys are read once
+        # the K captions of an image form one longer query sequence, so that its keys are read once
         rows, length, width = x.shape
         query = split_heads(self.query(x).view(key.shape[0], -1, width), self.num_heads)
         mixed = attend(query, key, value, bias)
-        return self.finish(merge_heads(mixed).reshape(rows, length, width), x)
+        return self.out_proj(merge_heads(mixed).reshape(rows, length, width), x)
 
 
-class SelfAttention(AttentionOutput):
-    """Multi-head self-attention, causal or bidirectional: the baseline's mixer, in no public code (specs item 13)."""
+class SelfAttention(nn.Module):
+    """Multi-head self-attention, causal or bidirectional: the baseline's mixer. No public code has it."""
 
     def __init__(self, d_model: int, num_heads: int, causal: bool, on_attention: bool = False) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.causal = causal
-        self.maps = nn.Linear(d_model, 3 * d_model)
-        self.make_output(d_model, on_attention)
+        self.in_proj = nn.Linear(d_model, 3 * d_model)
+        self.out_proj = OutputProjection(d_model, on_attention)
 
     def init_weights(self) -> None:
-        xavier_blocks_(self.maps.weight, 3)
-        self.init_output()
+        xavier_blocks_(self.in_proj.weight, 3)
+        self.out_proj.init_weights()
 
-    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
-        """x (B, L, D); real (B, L) True at real tokens, or None."""
-        query, key, value = (split_heads(part, self.num_heads) for part in self.maps(x).chunk(3, -1))
-        bias = padding_bias(real, query.dtype)
+    def forward(self, x: Tensor, valid_mask: Tensor | None = None) -> Tensor:
+        """x (B, L, D); valid_mask (B, L) True at valid tokens, or None."""
+        query, key, value = (split_heads(part, self.num_heads) for part in self.in_proj(x).chunk(3, -1))
+        bias = padding_bias(valid_mask, query.dtype)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, is_causal=self.causal)
-        return self.finish(merge_heads(mixed), x)
+        return self.out_proj(merge_heads(mixed), x)
 
     def mixing_macs(self, length: float) -> float:
         """Multiply-accumulates beside the linear maps: scores, and the weighted sum of values."""
-        return 2 * length * length * self.maps.in_features
+        return 2 * length * length * self.in_proj.in_features
 
     def step_macs(self, slots: int, length: int) -> float:
         """The same for one token of a cached step, whose products run over all slots of the image."""
-        return 2 * slots * self.maps.in_features
+        return 2 * slots * self.in_proj.in_features
 
     def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
         """The next token of each beam: x (B*K, D) -> (B*K, D); ancestors (B, K, t), the slots of each beam's path."""
         images, beams, _ = ancestors.shape
-        maps = self.maps(x).view(images, beams, 3, -1)
+        maps = self.in_proj(x).view(images, beams, 3, -1)
         query = split_heads(maps[:, :, 0], self.num_heads)
-        kept = slots.put("maps", maps[:, :, 1:].permute(2, 0, 1, 3))  # (2, B, slots, D)
-        key, value = (split_heads(part, self.num_heads) for part in kept.unbind())
-        path = torch.zeros(images, beams, kept.shape[2], dtype=torch.bool, device=x.device)
+        cached = slots.append("key_value", maps[:, :, 1:].permute(2, 0, 1, 3))  # (2, B, slots, D)
+        key, value = (split_heads(part, self.num_heads) for part in cached.unbind())
+        path = torch.zeros(images, beams, cached.shape[2], dtype=torch.bool, device=x.device)
         path.scatter_(2, ancestors, True)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=path[:, None])
-        return self.finish(merge_heads(mixed).flatten(0, 1), x)
+        return self.out_proj(merge_heads(mixed).flatten(0, 1), x)

@@ -1,11 +1,11 @@
 """The Meshed-Memory Transformer (Cornia, Stefanini, Baraldi, Cucchiara, CVPR 2020): memory slots and meshed attention.
 
-Shapes: B images, N image tokens, C feature width, K captions an image, R = B*K rows, T caption tokens, D width,
+Shapes: B images, N image tokens, C feature width, K captions per image, R = B*K rows, T caption tokens, D width,
 H heads, L encoder levels that a decoder layer attends to, M memory slots, V vocabulary.
 
 Post-norm layers, LN(x + dropout(sublayer(x))), as the reference has them, also where its paper reads otherwise:
 
-- the AddNorm of equation 9 sits inside each cross-attention, c_i = LN(s + dropout(C(X_i, s))), one module and one norm
+- the AddNorm of equation 9 is inside each cross-attention, c_i = LN(s + dropout(C(X_i, s))), one module and one norm
   for all levels; z = sum of a_i * c_i / sqrt(levels) has no residual and no norm of its own;
 - every weight of two or more dimensions is drawn Xavier-uniform, the memories and the feed-forward's with them (the
   paper: memories normal, feed-forward as He); a memory counts as one map from M * D to D.
@@ -13,7 +13,7 @@ Post-norm layers, LN(x + dropout(sublayer(x))), as the reference has them, also 
 Where this differs from the reference: padded image tokens are masked by their lengths, in the encoder and in
 cross-attention (the reference looks for rows that are exactly 0 after its first LayerNorm, which padding never is: it
 is attended everywhere); new models have sinusoidal positions, as the paper says (the reference draws its frozen table
-at random; an imported checkpoint brings its own); projected keys and values are kept between steps. PAD behind a
+at random; an imported checkpoint brings its own); projected keys and values are kept between steps. PAD after a
 caption needs no mask: a row depends only on the tokens before it.
 
 Where the paper is open: softmax gates are a softmax over the levels for each channel, the scale stays; one-to-one and
@@ -42,7 +42,7 @@ from models.base import (
     check_features,
     check_positions,
     linear_macs,
-    real_tokens,
+    valid_tokens,
 )
 from models.beam_cache import TreeCache, TreeSlots
 from models.config import MeshedMemoryConfig
@@ -52,13 +52,13 @@ from models.layers import (
     FeedForward,
     SelfAttention,
     attend,
-    kept_for_steps,
+    cached_for_steps,
     merge_heads,
     padding_bias,
     sinusoids,
     split_heads,
 )
-from models.token_embeddings import word_embedding, word_macs, word_output
+from models.token_embeddings import lm_head, token_embedding, token_macs
 
 
 class MemoryAttention(SelfAttention):
@@ -80,20 +80,20 @@ class MemoryAttention(SelfAttention):
             for memory in (self.memory_keys, self.memory_values):
                 nn.init.xavier_uniform_(memory[None])  # the reference's (1, M, D): fans of M * D and D
 
-    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
-        """x (B, N, D); real (B, N) True at real tokens, or None."""
-        query, key, value = (split_heads(part, self.num_heads) for part in self.maps(x).chunk(3, -1))
+    def forward(self, x: Tensor, valid_mask: Tensor | None = None) -> Tensor:
+        """x (B, N, D); valid_mask (B, N) True at valid tokens, or None."""
+        query, key, value = (split_heads(part, self.num_heads) for part in self.in_proj(x).chunk(3, -1))
         if self.slots:
             scale = math.sqrt(query.shape[-1])
             key = torch.cat((key, self._slots_of(self.memory_keys, scale, key)), 2)
             value = torch.cat((value, self._slots_of(self.memory_values, math.sqrt(self.slots), value)), 2)
-        if real is not None:
-            real = F.pad(real, (0, self.slots), value=True)
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=padding_bias(real, query.dtype))
-        return self.finish(merge_heads(mixed), x)
+        if valid_mask is not None:
+            valid_mask = F.pad(valid_mask, (0, self.slots), value=True)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=padding_bias(valid_mask, query.dtype))
+        return self.out_proj(merge_heads(mixed), x)
 
     def mixing_macs(self, length: float) -> float:
-        return 2 * length * (length + self.slots) * self.maps.in_features
+        return 2 * length * (length + self.slots) * self.in_proj.in_features
 
     def _slots_of(self, memory: Tensor, scale: float, like: Tensor) -> Tensor:
         """(B, H, M, D / H), in the projections' dtype (which autocast may have chosen)."""
@@ -105,7 +105,7 @@ class LevelAttention(CrossAttention):
     """Cross-attention to several encoder levels by one set of maps."""
 
     def project(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, L, H, N, D / H) of image tokens (B, L, N, D): once an image."""
+        """Keys and values (B, L, H, N, D / H) of image tokens (B, L, N, D): once per image."""
         levels = states.shape[1]
         keys, values = super().project(states.flatten(0, 1))
         return keys.unflatten(0, (-1, levels)), values.unflatten(0, (-1, levels))
@@ -121,7 +121,7 @@ class LevelAttention(CrossAttention):
         mixed = attend(query, key.flatten(0, 1), value.flatten(0, 1), bias)
         # (B*L, K*T, D) -> (R, L, T, D)
         mixed = merge_heads(mixed).view(images, levels, -1, length, width).transpose(1, 2).flatten(0, 1)
-        return self.finish(mixed, x[:, None].expand_as(mixed))
+        return self.out_proj(mixed, x[:, None].expand_as(mixed))
 
 
 class MeshedAttention(nn.Module):
@@ -161,8 +161,8 @@ class EncoderLayer(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(width)
         self.dropout = Dropout(config.dropout)
 
-    def forward(self, x: Tensor, real: Tensor | None) -> Tensor:
-        x = self.attention_norm(x + self.dropout(self.attention(x, real)))
+    def forward(self, x: Tensor, valid_mask: Tensor | None) -> Tensor:
+        x = self.attention_norm(x + self.dropout(self.attention(x, valid_mask)))
         return self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))
 
 
@@ -217,13 +217,13 @@ class MeshedMemoryTransformer(CaptionModel):
         self.encoder = cast(
             Sequence[EncoderLayer], nn.ModuleList(EncoderLayer(config) for _ in range(config.num_encoder_layers))
         )
-        self.words = word_embedding(config, sizes)
+        self.token_embedding = token_embedding(config, sizes)
         # words count from 1: the reference keeps row 0 for padding
         self.register_buffer("positions", sinusoids(sizes.max_positions, width, first=1))
         self.decoder = cast(
             Sequence[DecoderLayer], nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_decoder_layers))
         )
-        self.output = word_output(config, sizes, self.words, bias=False)
+        self.lm_head = lm_head(config, sizes, self.token_embedding, bias=False)
 
     def init_weights(self) -> None:
         """See the head of this file; biases of attention and gates 0, others as PyTorch draws them (the paper: 0)."""
@@ -239,17 +239,17 @@ class MeshedMemoryTransformer(CaptionModel):
                 for gate in module.gates:
                     nn.init.xavier_uniform_(gate.weight)
                     nn.init.zeros_(gate.bias)
-        for plain in (self.input, self.words, self.output):
+        for plain in (self.input, self.token_embedding, self.lm_head):
             nn.init.xavier_uniform_(plain.weight)
 
     def encode(self, features: Features) -> Memory:
         check_features(features, self.sizes.feature_width)
         x = F.relu(self.input(features.tokens.to(self.input.weight.dtype)))
         x = self.input_norm(self.input_dropout(x))
-        real = real_tokens(features.lengths, x.shape[1])
+        valid_mask = valid_tokens(features.lengths, x.shape[1])
         levels = []
         for layer in self.encoder:
-            x = layer(x, real)
+            x = layer(x, valid_mask)
             levels.append(x)
         return Memory(torch.stack(levels, 1), features.lengths)
 
@@ -257,7 +257,7 @@ class MeshedMemoryTransformer(CaptionModel):
         """Tokens (R, T) that start at `position`; neither scaled nor dropped, as in the reference."""
         check_positions(position + tokens.shape[1], self.sizes.max_positions)
         positions = cast(Tensor, self.positions)
-        return self.words(tokens) + positions[position : position + tokens.shape[1]]
+        return self.token_embedding(tokens) + positions[position : position + tokens.shape[1]]
 
     def decode(self, memory: Memory, tokens: Tensor) -> Tensor:
         captions_per_image(memory, tokens.shape[0])
@@ -265,12 +265,12 @@ class MeshedMemoryTransformer(CaptionModel):
         y = self.embed(tokens, 0)
         for layer in self.decoder:
             y = layer(y, memory.states, bias)
-        return self.output(y)
+        return self.lm_head(y)
 
     @torch.no_grad()
     def init_cache(self, memory: Memory, beams: int) -> TreeCache:
         images = memory.batch_size
-        cross = [kept_for_steps(*layer.project(memory.states)) for layer in self.decoder]
+        cross = [cached_for_steps(*layer.project(memory.states)) for layer in self.decoder]
         slots = [TreeSlots(beams) for _ in self.decoder]
         paths = torch.empty(images, beams, 0, dtype=torch.int64, device=memory.states.device)
         return TreeCache(images, beams, cross, _bias(memory), slots, paths)
@@ -282,7 +282,7 @@ class MeshedMemoryTransformer(CaptionModel):
         cache.advance()
         for index, layer in enumerate(self.decoder):
             y = layer.step(y, cache, index)
-        return self.output(y), cache
+        return self.lm_head(y), cache
 
     def macs(self, image_tokens: int) -> Macs:
         keys = token = 0
@@ -290,13 +290,13 @@ class MeshedMemoryTransformer(CaptionModel):
             cross, levels = layer.meshed.attention, len(range(self.config.num_encoder_layers)[layer.levels])
             keys += levels * image_tokens * linear_macs(cross.key_value)
             # all levels share the queries; each has its own attended values and output map
-            token += linear_macs(layer) - linear_macs(cross.key_value) + (levels - 1) * linear_macs(cross.output)
+            token += linear_macs(layer) - linear_macs(cross.key_value) + (levels - 1) * linear_macs(cross.out_proj)
             token += levels * 2 * image_tokens * self.config.d_model  # what cross-attention mixes
         linear = linear_macs(self.input, *self.encoder)
         return Macs(
             encoder=image_tokens * linear + sum(layer.attention.mixing_macs(image_tokens) for layer in self.encoder),
             keys=keys,
-            token=token + word_macs(self.config, self.sizes),
+            token=token + token_macs(self.config, self.sizes),
             mixing=lambda length: sum(layer.attention.mixing_macs(length) for layer in self.decoder),
             step=lambda slots, length: sum(layer.attention.step_macs(slots, length) for layer in self.decoder),
         )
@@ -304,4 +304,4 @@ class MeshedMemoryTransformer(CaptionModel):
 
 def _bias(memory: Memory) -> Tensor | None:
     """(B, 1, 1, N) to add to scores of cross-attention; None without padding."""
-    return padding_bias(real_tokens(memory.lengths, memory.states.shape[2]), memory.states.dtype)
+    return padding_bias(valid_tokens(memory.lengths, memory.states.shape[2]), memory.states.dtype)

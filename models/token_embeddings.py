@@ -2,8 +2,8 @@
 
 The latter are the Meshed-Memory paper's for novel objects (its section "Novel object captioning"): word vectors of
 width G are mapped to D before the first decoder layer, and what leaves the last one back to G, where the products with
-all word vectors are the logits. Words that no training caption has can then be said: their vectors lie beside those of
-words that were seen. So that they stay there, the vectors are not trained unless the configuration says so.
+all word vectors are the logits. The model can then produce words of no training caption, as their vectors are near
+those of training words. They remain near because the vectors are fixed, unless the configuration trains them.
 
 Shapes: D width, G width of given vectors, V vocabulary.
 """
@@ -41,21 +41,21 @@ class TiedOutput(nn.Linear):
         return F.linear(super().forward(y), self.tied[0].weight)
 
 
-def word_embedding(config: ModelConfig, sizes: ModelSizes) -> nn.Embedding:
+def token_embedding(config: ModelConfig, sizes: ModelSizes) -> nn.Embedding:
     """Tokens (...) to (..., D)."""
     if config.word_vector_width is None:
         return nn.Embedding(sizes.vocabulary_size, config.d_model)
     return WordVectors(sizes.vocabulary_size, config.word_vector_width, config.d_model, config.train_word_vectors)
 
 
-def word_output(config: ModelConfig, sizes: ModelSizes, words: nn.Embedding, bias: bool = True) -> nn.Linear:
+def lm_head(config: ModelConfig, sizes: ModelSizes, embedding: nn.Embedding, bias: bool = True) -> nn.Linear:
     """States (..., D) to logits (..., V); tied to the words where they are given vectors."""
-    if isinstance(words, WordVectors):
-        return TiedOutput(words, config.d_model)
+    if isinstance(embedding, WordVectors):
+        return TiedOutput(embedding, config.d_model)
     return nn.Linear(config.d_model, sizes.vocabulary_size, bias=bias)
 
 
-def word_macs(config: ModelConfig, sizes: ModelSizes) -> float:
+def token_macs(config: ModelConfig, sizes: ModelSizes) -> float:
     """Multiply-accumulates of a token's way in and out."""
     width = config.word_vector_width
     if width is None:
@@ -71,7 +71,7 @@ def fill_word_vectors(model: CaptionModel, vectors: Tensor, given: Tensor) -> No
     given ones, channel by channel (torch's default generator). Raises ValueError for a model without such words, other
     shapes, and when no vector is given.
     """
-    words = getattr(model, "words", None)
+    words = getattr(model, "token_embedding", None)
     if not isinstance(words, WordVectors):
         raise ValueError(f"{type(model).__name__} has words of its own; set model.word_vector_width")
     if vectors.shape != words.weight.shape or given.shape != vectors.shape[:1] or not bool(given.any()):

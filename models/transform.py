@@ -20,8 +20,8 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 class ImageTransform:
     """A PIL RGB image to a normalized float32 tensor (3, H, W).
 
-    Resized to the square without keeping the aspect, bilinear with antialiasing on the PIL image, [0, 1], ImageNet mean
-    and standard deviation (specs item 16).
+    As ExpansionNet v2's reference does it: resized to the square without keeping the aspect ratio, bilinear with
+    antialiasing on the PIL image, scaled to [0, 1], normalized with ImageNet's mean and standard deviation.
     """
 
     def __init__(self, image_size: int) -> None:
@@ -33,7 +33,7 @@ class ImageTransform:
         return self.normalize(torch.from_numpy(self.resize(image)[None].copy()))[0]
 
     def resize(self, image: Image.Image) -> np.ndarray:
-        """Pixels (H, W, 3) uint8 of the square: the part that belongs in a CPU task, small to send on."""
+        """Pixels (H, W, 3) uint8 of the square: the part for a CPU task, whose result is small to send."""
         return np.asarray(image.resize((self.image_size, self.image_size), Image.Resampling.BILINEAR))
 
     def normalize(self, pixels: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class ImageTransform:
         return (pixels.to(torch.float32) / 255.0).sub_(mean).div_(std).permute(0, 3, 1, 2).contiguous()
 
     def describe(self) -> dict[str, Any]:
-        """What a feature key and a model bundle record."""
+        """The transform as JSON values, for feature keys and model bundles."""
         return {
             "resize": [self.image_size, self.image_size],
             "interpolation": "bilinear",

@@ -19,6 +19,18 @@ ROOT = Path(__file__).resolve().parent.parent
 CACHES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked cuda run wherever there is a GPU and are skipped elsewhere."""
+    marked = [item for item in items if item.get_closest_marker("cuda")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder with real photographs and captions, beside the checkout or named by RAYCAP_SHARED."""

@@ -113,7 +113,7 @@ def paper_model(device: torch.device) -> ExpansionNet:
     model = ExpansionNet(ExpansionNetConfig(), SIZES)
     model.init_weights()
     with torch.no_grad():
-        model.output.bias[SIZES.eos] = -1e4
+        model.lm_head.bias[SIZES.eos] = -1e4
     return model.to(device).eval()
 
 
@@ -133,13 +133,15 @@ def measure(report: ModelsReport, model: ExpansionNet, images: int, repeats: int
     for row, kept in zip(report.rows, compare_forms(model, images, repeats), strict=True):
         row.materialized_kept, row.factorized_kept = kept.materialized, kept.factorized
     _ratios(report, write)
-    features = Features(torch.randn(images, IMAGE_TOKENS, model.sizes.feature_width, device=model.output.weight.device))
+    features = Features(
+        torch.randn(images, IMAGE_TOKENS, model.sizes.feature_width, device=model.lm_head.weight.device)
+    )
     _bfloat16(report, model, features, write)
 
 
 def compare_forms(model: ExpansionNet, images: int, repeats: int) -> list[Row]:
-    """Times both forms of a model with both expansions; a row a measurement."""
-    device = model.output.weight.device
+    """Times both forms of a model with both expansions; one row per measurement."""
+    device = model.lm_head.weight.device
     slow = MaterializedModel(model)
     features = Features(torch.randn(images, IMAGE_TOKENS, model.sizes.feature_width, device=device))
     width = model.config.d_model
@@ -200,11 +202,11 @@ def _bfloat16(report: ModelsReport, model: ExpansionNet, features: Features, wri
     sizes = model.sizes
     tokens = torch.randint(sizes.vocabulary_size, (len(features), CAPTION_TOKENS), device=features.tokens.device)
     tokens[:, 0] = sizes.sos
-    kept = model.output.bias[sizes.eos].clone()
-    model.output.bias[sizes.eos] = 0.0  # the bias that keeps captions going would be the largest logit by far
+    kept = model.lm_head.bias[sizes.eos].clone()
+    model.lm_head.bias[sizes.eos] = 0.0  # the bias that keeps captions going would be the largest logit by far
     exact = model(features, tokens)
     rounded = _autocast(tokens.device, partial(model, features, tokens))().float()
-    model.output.bias[sizes.eos] = kept
+    model.lm_head.bias[sizes.eos] = kept
     report.bfloat16_errors = ((rounded - exact).abs().amax(-1) / exact.abs().amax(-1)).flatten()
     middle, late = report.bfloat16_errors.quantile(torch.tensor([0.5, 0.99], device=tokens.device)).tolist()
     inside = int((report.bfloat16_errors <= BFLOAT16_LIMIT).sum())

@@ -37,15 +37,15 @@ def normalize(x: Tensor) -> Tensor:
     return x / (x.sum(-1, keepdim=True) + EPSILON)
 
 
-def static_expansion(layer: StaticExpansion, x: Tensor, real: Tensor | None) -> Tensor:
-    """x (B, N, D), real (B, N) or None -> (B, N, D). Equations 2 to 9."""
-    key, value_1, value_2, gate = linear_maps(layer.maps, 4, x)
+def static_expansion(layer: StaticExpansion, x: Tensor, valid_mask: Tensor | None) -> Tensor:
+    """x (B, N, D), valid_mask (B, N) or None -> (B, N, D). Equations 2 to 9."""
+    key, value_1, value_2, gate = linear_maps(layer.in_proj, 4, x)
     m = layer.queries @ key.transpose(1, 2) / math.sqrt(x.shape[-1])  # (B, E, N)
     results = []
     for value, signed in ((value_1, m), (value_2, -m)):
         forward = F.relu(signed)
-        if real is not None:
-            forward = forward.masked_fill(~real[:, None], 0.0)
+        if valid_mask is not None:
+            forward = forward.masked_fill(~valid_mask[:, None], 0.0)
         expanded = normalize(forward) @ value + layer.biases  # (B, E, D)
         groups = [normalize(part) for part in F.relu(signed.transpose(1, 2)).split(layer.groups, -1)]
         results.append(torch.cat(groups, -1) @ expanded / len(layer.groups))
@@ -56,7 +56,7 @@ def static_expansion(layer: StaticExpansion, x: Tensor, real: Tensor | None) -> 
 def dynamic_expansion(layer: DynamicExpansion, x: Tensor, mask: Tensor) -> Tensor:
     """x (B, T, D), mask (B, T, T) True where position s sees t -> (B, T, D). Equations 1 to 8."""
     batch, _, width = x.shape
-    condition, key, value_1, value_2, gate = linear_maps(layer.maps, 5, x)
+    condition, key, value_1, value_2, gate = linear_maps(layer.in_proj, 5, x)
     queries = (condition[:, :, None] + layer.queries).view(batch, -1, width)  # (B, T * N_E, D)
     biases = (condition[:, :, None] + layer.biases).view(batch, -1, width)
     m = queries @ key.transpose(1, 2) / math.sqrt(width)  # (B, T * N_E, T)
@@ -82,15 +82,15 @@ def attention(query: Tensor, key: Tensor, value: Tensor, num_heads: int, mask: T
     return mixed.transpose(1, 2).reshape(query.shape)
 
 
-def cross_attention(layer: CrossAttention, x: Tensor, states: Tensor, real: Tensor | None) -> Tensor:
+def cross_attention(layer: CrossAttention, x: Tensor, states: Tensor, valid_mask: Tensor | None) -> Tensor:
     key, value = linear_maps(layer.key_value, 2, states)
-    mask = None if real is None else real[:, None]
-    return layer.output(attention(layer.query(x), key, value, layer.num_heads, mask))
+    mask = None if valid_mask is None else valid_mask[:, None]
+    return layer.out_proj(attention(layer.query(x), key, value, layer.num_heads, mask), x)
 
 
 def self_attention(layer: SelfAttention, x: Tensor, mask: Tensor | None) -> Tensor:
-    query, key, value = linear_maps(layer.maps, 3, x)
-    return layer.output(attention(query, key, value, layer.num_heads, mask))
+    query, key, value = linear_maps(layer.in_proj, 3, x)
+    return layer.out_proj(attention(query, key, value, layer.num_heads, mask), x)
 
 
 def mix(layer: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class PrefixCache(Cache):
     tokens: Tensor
     length: int = 0
 
-    def widen(self, beams: int) -> PrefixCache:
+    def expand_beams(self, beams: int) -> PrefixCache:
         rows = torch.arange(self.images, device=self.tokens.device).repeat_interleave(beams)
         if self.beams != 1:
             raise ValueError(f"each image has {self.beams} beams already; only one can become {beams}")
@@ -141,16 +141,16 @@ class MaterializedModel(CaptionModel):
     def encode(self, features: Features) -> Memory:
         model, lengths = self.model, features.lengths
         x = model.input(features.tokens)
-        real = None
+        valid_mask = None
         if lengths is not None:
-            real = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+            valid_mask = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
         outputs = []
         for layer in model.encoder:
             normed = layer.mixer_norm(x)
             if isinstance(layer.mixer, StaticExpansion):
-                mixed = static_expansion(layer.mixer, normed, real)
+                mixed = static_expansion(layer.mixer, normed, valid_mask)
             else:
-                sees = x.new_ones(x.shape[:2], dtype=torch.bool) if real is None else real
+                sees = x.new_ones(x.shape[:2], dtype=torch.bool) if valid_mask is None else valid_mask
                 mask = sees[:, None].expand(-1, x.shape[1], -1)
                 if isinstance(layer.mixer, DynamicExpansion):
                     mask = mask & mask.transpose(1, 2)
@@ -163,20 +163,20 @@ class MaterializedModel(CaptionModel):
     def decode(self, memory: Memory, tokens: Tensor) -> Tensor:
         """One row of memory for each caption, as the reference has it."""
         model, states = self.model, memory.states
-        real = None
+        valid_mask = None
         if memory.lengths is not None:
-            real = torch.arange(states.shape[1], device=states.device) < memory.lengths[:, None]
+            valid_mask = torch.arange(states.shape[1], device=states.device) < memory.lengths[:, None]
         length = tokens.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
         causal = causal.expand(tokens.shape[0], -1, -1)
-        y = model.words(tokens) * math.sqrt(model.config.d_model) + model.positions.weight[:length]
+        y = model.token_embedding(tokens) * math.sqrt(model.config.d_model) + model.positions.weight[:length]
         outputs = []
         for layer in model.decoder:
             y = y + mix(layer.mixer, layer.mixer_norm(y), causal)
-            y = y + cross_attention(layer.cross, layer.cross_norm(y), states, real)
+            y = y + cross_attention(layer.cross, layer.cross_norm(y), states, valid_mask)
             y = y + layer.feed_forward(layer.feed_forward_norm(y))
             outputs.append(y)
-        return model.output(model.decoder_sum.norm(y + model.decoder_sum.map(torch.cat(outputs, -1))))
+        return model.lm_head(model.decoder_sum.norm(y + model.decoder_sum.map(torch.cat(outputs, -1))))
 
     def init_cache(self, memory: Memory, beams: int) -> PrefixCache:
         rows = torch.arange(memory.batch_size, device=memory.states.device).repeat_interleave(beams)

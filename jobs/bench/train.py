@@ -88,7 +88,7 @@ def bench_train(
         seconds, memory = _measure(case, device, repeats)
         times[case] = seconds / (case.images * (case.captions if case.objective == "cross_entropy" else 5))
         print(f"{case.name:<48}{seconds:>9.2f}{times[case]:>11.4f}{memory:>10.0f}  {case.reference}", flush=True)
-    print(f"time per caption, 5 captions an image over pairs: {times[CPU_CASES[5]] / times[CPU_CASES[3]]:.2f}")
+    print(f"time per caption, 5 captions per image over pairs: {times[CPU_CASES[5]] / times[CPU_CASES[3]]:.2f}")
     if torch.cuda.is_available():
         _cuda(repeats)
     else:

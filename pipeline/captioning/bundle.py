@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from models.captioner import Captioner
     from models.transform import ImageTransform
 
-FORMAT = 1
+FORMAT = 2  # 2: parameters have the names in_proj, out_proj, token_embedding and lm_head
 REQUIRED_FILES = ("config.yaml", "model.safetensors", "vocabulary.json")
 CONTENT_FILES = ("model.safetensors", "vocabulary.json")  # which decide the captions, apart from the settings
 
@@ -137,6 +137,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if version > FORMAT:
         raise ValueError(
             f"{folder} is a bundle of format {version}; this version of raycap reads up to {FORMAT}: update raycap"
+        )
+    if version < FORMAT:
+        raise ValueError(
+            f"{folder} is a bundle of format {version}, whose parameters have other names; this version of raycap "
+            f"reads format {FORMAT}: import or train the model again"
         )
     return dict(config)
 

@@ -13,7 +13,7 @@ import torch
 from models.alignment import alignment_scores
 from models.base import Memory
 from models.captioner import Captioner
-from models.constraints import Machine, build_machine, constrained_beam_search
+from models.constraints import ConstraintAutomaton, build_automaton, constrained_beam_search
 from models.decoding import Captions, beam_search
 from pipeline.config.sections import EvaluationSection
 from pipeline.data.images import BadImage
@@ -65,7 +65,7 @@ def caption_split(
     search: CaptionSearch,
     *,
     shard: Shard,
-    constraints: Mapping[int, Machine] | None = None,
+    constraints: Mapping[int, ConstraintAutomaton] | None = None,
 ) -> tuple[Hypotheses, dict[int, str]]:
     """The `search.settings.num_results` best captions of each image of the shard, and {image id: reason} of the rest.
 
@@ -121,7 +121,7 @@ class _BatchCaptioner:
     inputs: Sequence[Images]
     search: CaptionSearch
     device: torch.device
-    constraints: Mapping[int, Machine]
+    constraints: Mapping[int, ConstraintAutomaton]
 
     @torch.no_grad()  # in inference mode autocast would convert every weight anew at every use
     def __call__(self, rows: np.ndarray) -> Hypotheses:
@@ -146,7 +146,7 @@ class _BatchCaptioner:
         return hypotheses
 
     def _search(
-        self, memories: Sequence[Memory], automata: Sequence[Machine | None]
+        self, memories: Sequence[Memory], automata: Sequence[ConstraintAutomaton | None]
     ) -> tuple[Captions, list[list[int | None]]]:
         """The best captions, and how many constraints each satisfies: None for an image without constraints."""
         models = [model.model for model in self.models]
@@ -157,7 +157,7 @@ class _BatchCaptioner:
                 models, memories, beam_size=beam_size, max_length=max_length, num_results=num_results
             )
             return captions, [[None] * num_results for _ in automata]
-        unconstrained = build_machine([], len(self.search.vocabulary))
+        unconstrained = build_automaton([], len(self.search.vocabulary))
         constrained = constrained_beam_search(
             models,
             memories,
@@ -166,7 +166,7 @@ class _BatchCaptioner:
             max_length=max_length,
             num_results=num_results,
         )
-        satisfied = constrained.held.tolist()
+        satisfied = constrained.num_satisfied.tolist()
         return constrained, [
             [count if automaton is not None or count < 0 else None for count in row]
             for row, automaton in zip(satisfied, automata, strict=True)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from models.constraints import Machine, build_machine
+from models.constraints import ConstraintAutomaton, build_automaton
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
 from pipeline.storage.atomic import write_text
@@ -70,14 +70,14 @@ def unknown_words(alternatives: Iterable[str], vocabulary: Vocabulary) -> list[s
     return [word for word in words if word not in vocabulary.ids]
 
 
-def load_automata(file: Path, images: Iterable[int], vocabulary: Vocabulary) -> dict[int, Machine]:
+def load_automata(file: Path, images: Iterable[int], vocabulary: Vocabulary) -> dict[int, ConstraintAutomaton]:
     """The automata of those `images` that have constraints in a file. Raises UserError."""
     wanted = set(images)
     constraints = {image: each for image, each in read_constraints(file).items() if image in wanted}
     return build_automata(constraints, vocabulary, str(file))
 
 
-def build_automata(constraints: Constraints, vocabulary: Vocabulary, file: str) -> dict[int, Machine]:
+def build_automata(constraints: Constraints, vocabulary: Vocabulary, file: str) -> dict[int, ConstraintAutomaton]:
     """The automaton of each image's constraints, by image id.
 
     Raises UserError, which names `file`, for a word outside the vocabulary and for too many constraints.
@@ -97,7 +97,7 @@ def build_automata(constraints: Constraints, vocabulary: Vocabulary, file: str) 
                 raise UserError(f"constraints {file}: image {image} has the constraint {alternatives}, without a word")
             ids.append([tuple(vocabulary.ids[word] for word in words) for words in tokens])
         try:
-            automata[image] = build_machine(ids, len(vocabulary))
+            automata[image] = build_automaton(ids, len(vocabulary))
         except ValueError as error:
             raise UserError(f"constraints {file}: image {image}: {error}") from error
     return automata

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from models.attention_maps import cross_attention
-from models.attribution import Attribution, integrated_gradients
+from models.attribution import Attribution, Quadrature, integrated_gradients
 from models.base import Features, Memory
 from models.cluster_groups import Clusters, find_clusters
 from models.decoding import Captions, beam_search
@@ -86,9 +86,8 @@ class CaptionService:
         with torch.no_grad():
             features = captioner.features(Features(pixels[None]))
         ids = ids[: captioner.model.sizes.max_positions + 1]
-        if steps is None:
-            return integrated_gradients(captioner.model, features, ids).head(len(words))
-        return integrated_gradients(captioner.model, features, ids, steps=steps, most_steps=steps).head(len(words))
+        quadrature = Quadrature() if steps is None else Quadrature.exactly(steps)
+        return integrated_gradients(captioner.model, features, ids, quadrature=quadrature).head(len(words))
 
     @torch.no_grad()
     def clusters(self, pixels: Tensor, caption: str) -> Clusters | None:

@@ -39,7 +39,7 @@ from pipeline.retrain.decision_page import decision_page
 from pipeline.runs.check import check_data
 from pipeline.scoring.bootstrap import RESAMPLES, Difference, paired_difference
 from pipeline.scoring.metrics import score_captions
-from pipeline.storage.lease import Lease, LeaseHolder, LostLeaseError, take_lease
+from pipeline.storage.lease import Lease, LeaseRecord, LostLeaseError, take_lease
 from pipeline.storage.path import StoragePath
 from pipeline.storage.tables import from_bytes, to_bytes
 
@@ -88,7 +88,7 @@ def retrain(config: RunConfig, work: Work) -> int:
     """
     held_out.held_out_split(config)  # raises before anything is written
     store, lease = _begin(config)
-    if isinstance(lease, LeaseHolder):
+    if isinstance(lease, LeaseRecord):
         logger.info(f"lease     held by {lease}; nothing to do here")
         return 0
     return _while_held(lease, lambda: _Retraining(config, work, store, lease).execute(), "promoted")
@@ -106,7 +106,7 @@ def rollback(config: RunConfig) -> int:
     return _while_held(lease, lambda: _Retraining(config, None, store, lease).roll_back(), "rolled back")
 
 
-def _begin(config: RunConfig, by_force: bool = False) -> tuple[ChampionStore, Lease | LeaseHolder]:
+def _begin(config: RunConfig, by_force: bool = False) -> tuple[ChampionStore, Lease | LeaseRecord]:
     store = ChampionStore(config.storage_place, config.name)
     path, seconds = store.folder / LEASE, config.retrain.lease_seconds
     lease = take_lease(path, seconds, above=store.read().token, by_force=by_force)

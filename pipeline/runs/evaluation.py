@@ -21,7 +21,7 @@ from pipeline.scoring.split_result import ConstraintCounts, Hypothesis, SplitRes
 from pipeline.storage.atomic import write_json
 
 if TYPE_CHECKING:
-    from models.constraints import Machine
+    from models.constraints import ConstraintAutomaton
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class RunScores:
 def split_result(
     split: str,
     best: Mapping[int, Hypothesis],
-    automata: Mapping[int, Machine],
+    automata: Mapping[int, ConstraintAutomaton],
     unreadable: Mapping[int, str],
     label: str,
 ) -> SplitResult:

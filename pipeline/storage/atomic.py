@@ -1,4 +1,4 @@
-"""Local files and folders that appear whole or not at all: written under a temporary name, then renamed.
+"""Local files and folders that appear whole or not at all (written under a temporary name, then renamed), and locks.
 
 One rule for durability: content is flushed to the disk (fsync) before the rename, so that after a power cut the name
 holds the old content or the new content, never a part. `durable=False` skips the flush; only caches use it, because
@@ -10,6 +10,7 @@ writer leaves one behind; whoever lists a folder skips hidden names.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -78,6 +79,15 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+@contextmanager
+def file_lock(path: Path) -> Iterator[None]:
+    """One process of this machine at a time; the lock is released with the process that holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _temporary(path: Path) -> Path:

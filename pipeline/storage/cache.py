@@ -6,14 +6,12 @@ a process that has mapped such a file keeps reading it, because the system frees
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-from pipeline.storage.atomic import write_bytes
+from pipeline.storage.atomic import file_lock, write_bytes
 from pipeline.storage.path import StorageError, StoragePath
 
 CACHE_VARIABLE = "RAYCAP_CACHE"
@@ -77,13 +75,8 @@ class ShardCache:
             path.unlink(missing_ok=True)
             total -= size
 
-    @contextmanager
-    def _lock(self, number: int) -> Iterator[None]:
-        """One process at a time; the lock is released with the process that holds it."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / f"{number}.lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+    def _lock(self, number: int) -> AbstractContextManager[None]:
+        return file_lock(self.folder / f"{number}.lock")
 
 
 class ImageCache:

@@ -9,14 +9,14 @@ lease finds a larger token and stops. The file is never removed, so that no toke
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ValidationError
 
 from pipeline.errors import UserError
 from pipeline.storage.path import ConflictError, StoragePath
@@ -28,9 +28,11 @@ class LostLeaseError(RuntimeError):
     """Another process holds the lease: this one may not write any more."""
 
 
-class LeaseHolder(NamedTuple):
-    """The process that holds a lease, and when the lease expires (Unix seconds) unless it is renewed."""
+class LeaseRecord(BaseModel, frozen=True):
+    """The content of a lease's file: its holder, and when it expires (Unix seconds) unless it is renewed."""
 
+    token: int
+    nonce: str
     holder: str
     until: float
 
@@ -42,7 +44,7 @@ class Lease:
     """A lease that this process holds; as a context it is renewed in the background and returned at the end."""
 
     def __init__(
-        self, where: StoragePath, record: dict[str, Any], tag: str, seconds: float, now: Callable[[], float]
+        self, where: StoragePath, record: LeaseRecord, tag: str, seconds: float, now: Callable[[], float]
     ) -> None:
         self.where, self.seconds, self.now = where, seconds, now
         self._record, self._tag = record, tag
@@ -52,17 +54,17 @@ class Lease:
     @property
     def token(self) -> int:
         """Larger than the token of every earlier holder."""
-        return int(self._record["token"])
+        return self._record.token
 
     def check(self) -> None:
         """Raises LostLeaseError unless this process holds the lease; one that expired unclaimed is renewed."""
         with self._lock:
             stored, tag = _read(self.where)
-            if stored is None or tag is None or stored["nonce"] != self._record["nonce"]:
-                holder = "nobody" if stored is None else f"{stored['holder']} (token {stored['token']})"
+            if stored is None or tag is None or stored.nonce != self._record.nonce:
+                holder = "nobody" if stored is None else f"{stored.holder} (token {stored.token})"
                 raise LostLeaseError(f"the lease {self.where} has passed to {holder}; token {self.token} is too late")
             self._record, self._tag = stored, tag
-            if stored["until"] < self.now() + self.seconds * (1 - 1 / RENEWALS):
+            if stored.until < self.now() + self.seconds * (1 - 1 / RENEWALS):
                 self._write(self.now() + self.seconds)
 
     def __enter__(self) -> Lease:
@@ -88,9 +90,9 @@ class Lease:
                 continue  # storage fails for a while: renewal is possible until the lease expires
 
     def _write(self, until: float) -> None:
-        record = self._record | {"until": until}
+        record = self._record.model_copy(update={"until": until})
         try:
-            self._tag = self.where.write_if(_body(record), self._tag)
+            self._tag = self.where.write_if(record.model_dump_json().encode(), self._tag)
         except ConflictError as error:
             raise LostLeaseError(
                 f"the lease {self.where} has passed to another process; token {self.token} is too late"
@@ -100,42 +102,33 @@ class Lease:
 
 def take_lease(
     where: StoragePath, seconds: float, *, above: int = 0, by_force: bool = False, now: Callable[[], float] = time.time
-) -> Lease | LeaseHolder:
-    """The lease, or its present holder. Its token is larger than `above` and than every earlier token.
+) -> Lease | LeaseRecord:
+    """The lease, or the record of its present holder. Its token is larger than `above` and than every earlier token.
 
     `by_force` takes it from its holder, who then cannot write any more. Raises UserError for a file that is not a
     lease, and StorageError.
     """
     stored, tag = _read(where)
-    if stored is not None and stored["until"] > now() and not by_force:
-        return LeaseHolder(stored["holder"], stored["until"])
-    record = {
-        "token": max(above, stored["token"] if stored else 0) + 1,
-        "nonce": uuid.uuid4().hex,
-        "holder": f"process {os.getpid()} on {platform.node()}",
-        "until": now() + seconds,
-    }
+    if stored is not None and stored.until > now() and not by_force:
+        return stored
+    record = LeaseRecord(
+        token=max(above, stored.token if stored else 0) + 1,
+        nonce=uuid.uuid4().hex,
+        holder=f"process {os.getpid()} on {platform.node()}",
+        until=now() + seconds,
+    )
     try:
-        tag = where.write_if(_body(record), tag)
+        tag = where.write_if(record.model_dump_json().encode(), tag)
     except ConflictError:
         return take_lease(where, seconds, above=above, by_force=by_force, now=now)  # another process was faster
     return Lease(where, record, tag, seconds, now)
 
 
-def _body(record: dict[str, Any]) -> bytes:
-    return json.dumps(record).encode()
-
-
-def _read(where: StoragePath) -> tuple[dict[str, Any] | None, str | None]:
+def _read(where: StoragePath) -> tuple[LeaseRecord | None, str | None]:
     try:
         data, tag = where.read_tagged()
+        return LeaseRecord.model_validate_json(data), tag
     except FileNotFoundError:
         return None, None
-    try:
-        record = json.loads(data)
-        types: dict[str, Any] = {"token": int, "nonce": str, "holder": str, "until": (int, float)}
-        if all(isinstance(record[name], kind) for name, kind in types.items()):
-            return record, tag
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise UserError(f"{where} is not a lease of raycap; remove it when no retraining is running")
+    except ValidationError as error:
+        raise UserError(f"{where} is not a lease of raycap; remove it when no retraining is running") from error

@@ -7,7 +7,6 @@ checkpoint. A push or pull costs one listing and one transfer per changed file, 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pipeline.storage.atomic import atomic_path, write_text
+from pipeline.storage.atomic import atomic_path, file_lock, write_text
 from pipeline.storage.path import Entry, StoragePath
 
 MARKERS = ("progress.json", "run.json", "DONE.json", "COMPLETE.json", "COMPLETE")
@@ -129,8 +128,7 @@ class Mirror:
         """The record, for one process of a machine at a time; it is saved also when a transfer fails."""
         self.local.mkdir(parents=True, exist_ok=True)
         path = self.local.with_name(f".{self.local.name}.mirror.json")
-        with path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with file_lock(path.with_suffix(".lock")):
             try:
                 record = json.loads(path.read_text())
             except (FileNotFoundError, ValueError):

@@ -7,7 +7,6 @@ multi-part upload on S3.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import uuid
@@ -15,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pipeline.storage.atomic import write_bytes
+from pipeline.storage.atomic import file_lock, write_bytes
 from pipeline.storage.s3 import ConflictError, Entry, S3Object, StorageError, StorageOptions, is_remote
 
 PROBE_ATTEMPTS = 2  # requests per call of `try_rights`, whose answer a person waits for
@@ -168,10 +167,8 @@ def _lock_of(path: Path) -> Path:
 
 
 def _write_local_if(path: Path, data: bytes, tag: str | None) -> str:
-    """Compares and replaces under a lock beside the file, which is released with the process that holds it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _lock_of(path).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    """Compares and replaces under a lock beside the file."""
+    with file_lock(_lock_of(path)):
         current = _content_tag(path.read_bytes()) if path.exists() else None
         if current != tag:
             raise ConflictError(f"{path} was written by another process")

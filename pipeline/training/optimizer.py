@@ -1,4 +1,4 @@
-"""Learning rates over iterations (optimizer steps, from 0)."""
+"""Learning-rate schedules over iterations (optimizer steps, from 0), and the optimizers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from pipeline.config.sections import OptimizerSection, ScheduleSection
 
 
 def learning_rate(schedule: ScheduleSection, base: float, step: int, *, steps_per_epoch: int) -> float:
-    """The rate of optimizer step `step`.
+    """The learning rate of optimizer step `step`.
 
-    hyperbolic: base / max(warmup - step, 1) up to the warm-up's end, then base x decay^(whole periods of
-    `decay_every_epochs`), not below min_lr: ExpansionNet v2's reference. linear: rises over the warm-up, then
-    anneals in the same way. inverse_sqrt: base x min(s^-1/2, s warmup^-3/2) x sqrt(warmup) with s = step + 1, base
-    being the peak: the meshed-memory transformer's.
+    hyperbolic: base / max(warmup - step, 1) during the warm-up, then base x decay^(complete periods of
+    `decay_every_epochs`), at least min_lr, as in ExpansionNet v2's reference.
+    linear: a linear warm-up, then the same decay.
+    inverse_sqrt: base x min(s^-1/2, s warmup^-3/2) x sqrt(warmup) with s = step + 1, as in the meshed-memory
+    transformer; base is the peak.
     """
     warmup = schedule.warmup_iterations
     if schedule.name == "inverse_sqrt":
@@ -33,8 +34,8 @@ def learning_rate(schedule: ScheduleSection, base: float, step: int, *, steps_pe
 def make_optimizer(module: nn.Module, section: OptimizerSection, lr: float) -> torch.optim.Optimizer:
     """RAdam, Adam or AdamW over the trainable parameters.
 
-    torch's RAdam makes momentum steps in its first five steps where ExpansionNet v2's reference makes none; from step
-    6 on the rule is the same.
+    In its first five steps torch's RAdam updates by momentum where ExpansionNet v2's reference leaves the weights
+    unchanged; from step 6 on both are the same.
     """
     kinds: dict[str, type[torch.optim.Optimizer]] = {
         "radam": torch.optim.RAdam,
@@ -43,6 +44,5 @@ def make_optimizer(module: nn.Module, section: OptimizerSection, lr: float) -> t
     }
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     options = {"lr": lr, "betas": section.betas, "eps": section.eps, "weight_decay": section.weight_decay}
-    # many small tensors at once, also on the CPU: a fifth of a small model's step was the optimizer's Python
-    options["foreach"] = True
+    options["foreach"] = True  # also on the CPU, where per-tensor updates took a fifth of a small model's step
     return kinds[section.name](parameters, **options)  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -14,23 +13,22 @@ from torch import Tensor
 
 from pipeline.data.vocabulary import EOS, PAD, SOS, Vocabulary
 from pipeline.scoring.cider import CiderD
-from pipeline.storage.atomic import atomic_path
+from pipeline.storage.atomic import atomic_path, file_lock
 
-# Sources that decide what an index holds: a change in one of them builds cached indexes anew.
+# The sources that decide an index's content: after a change in one of them cached indexes are built again.
 INDEX_SOURCES = ("data/vocabulary.py", "scoring/cider.py", "scoring/ngram_keys.py", "training/reward.py")
 
-_KEPT = 8  # indexes that a machine keeps, the last used
+MAX_CACHED = 8  # indexes per machine; those used last stay
 
 
 class CaptionReward:
-    """CIDEr-D of sampled token ids (SOS ... EOS PAD) against raw reference captions, under an EOS rule.
+    """CIDEr-D of sampled token ids (SOS ... EOS PAD) against raw reference captions.
 
-    References keep all their words, not only the model's; with `eos`, EOS is a word at the end of every reference and
-    of every caption that ended: a caption cut off at the length limit misses it and is scored lower.
+    References keep all their words, also those outside the model's vocabulary. eos: EOS is a word at the end of every
+    reference and of every caption that ended, so that a caption cut off at the length limit scores lower.
 
-    With a `cache` folder the index over the references is built once a machine, kept by the hash of what it is made
-    of, and mapped by every process that asks for it: about 5 kB an image. A folder that cannot be written costs only
-    the building.
+    cache: a folder where the index over the references is stored under the hash of its content, built once per machine
+    and memory-mapped by every process (about 5 kB per image). When it cannot be written, each process builds its own.
     """
 
     def __init__(
@@ -43,7 +41,7 @@ class CaptionReward:
         device: torch.device | str = "cpu",
         cache: Path | None = None,
     ) -> None:
-        self.place = {image: number for number, image in enumerate(references)}
+        self.index_of = {image: index for index, image in enumerate(references)}
         self.eos, self.eos_id = eos, vocabulary.eos
 
         def build() -> CiderD:
@@ -53,34 +51,34 @@ class CaptionReward:
             scorer = build()
         else:
             scorer = _cached(cache, _digest(references, vocabulary, eos, caption_documents), build)
-        found = scorer.metadata.get("ground_truth")
-        self.ground_truth: tuple[float, float] | None = (found[0], found[1]) if found else None
+        scores = scorer.metadata.get("ground_truth")
+        self.ground_truth: tuple[float, float] | None = (scores[0], scores[1]) if scores else None
         self.scorer = scorer.to(device)
-        blank = [vocabulary.ids[special] for special in (PAD, SOS)]
-        blank += [number for word, number in vocabulary.ids.items() if not word.strip()]  # a newline is no word here
-        self._dropped = torch.tensor(blank, device=device)
+        ignored = [vocabulary.ids[special] for special in (PAD, SOS)]
+        ignored += [number for word, number in vocabulary.ids.items() if not word.strip()]  # newlines and the like
+        self._ignored = torch.tensor(ignored, device=device)
 
     def __call__(self, tokens: Tensor, images: Sequence[int]) -> Tensor:
-        """CIDEr-D x 10, float64 (R,), of tokens (R, T) on the reward's device; what stands after the first EOS is
-        ignored. `images` are image ids.
+        """CIDEr-D x 10, float64 (R,), of tokens (R, T) on the reward's device, up to the first EOS.
+
+        images: R image ids.
         """
         ended = tokens == self.eos_id
-        keep = (ended.cumsum(1) - ended.long() == 0) & ~torch.isin(tokens, self._dropped)
+        keep = (ended.cumsum(1) - ended.long() == 0) & ~torch.isin(tokens, self._ignored)
         if not self.eos:
             keep &= ~ended
-        order = (~keep).long().argsort(stable=True, dim=1)  # kept words to the front, in their order
-        places = torch.tensor([self.place[int(image)] for image in images], device=tokens.device)
-        return self.scorer.score(tokens.gather(1, order), keep.sum(1), places)
+        order = (~keep).long().argsort(stable=True, dim=1)  # words to the front, in their order
+        indices = torch.tensor([self.index_of[int(image)] for image in images], device=tokens.device)
+        return self.scorer.score(tokens.gather(1, order), keep.sum(1), indices)
 
 
 def _build(
     references: Mapping[int, Sequence[str]], vocabulary: Vocabulary, eos: bool, caption_documents: bool
 ) -> CiderD:
-    """The index, and in its metadata `ground_truth`: what SCST climbs towards.
+    """The index, with two ground-truth scores in its metadata (see `check_reward`).
 
-    That is the mean score of references against their image's other references, and of the same without their EOS:
-    far above 0, and not the same without EOS when EOS is in the reward, or the setting is broken. Over at most 1000
-    images that have two captions or more; null when there is none.
+    They are the mean score of one reference per image against the image's other references, with and without its EOS,
+    over at most 1000 images that have two captions or more; None when there is none.
     """
     ids = dict(vocabulary.ids)
     coded = []
@@ -97,8 +95,8 @@ def _build(
         others = CiderD.build([captions[1:] for captions in chosen], num_words=len(ids))
         lengths = torch.tensor([len(captions[0]) for captions in chosen])
         first = torch.tensor([captions[0] + [0] * (int(lengths.max()) - len(captions[0])) for captions in chosen])
-        places = torch.arange(len(chosen))
-        scores = [others.score(first, (lengths - cut).clamp(min=0), places).mean().item() for cut in (0, int(eos))]
+        indices = torch.arange(len(chosen))
+        scores = [others.score(first, (lengths - cut).clamp(min=0), indices).mean().item() for cut in (0, int(eos))]
         scorer.metadata["ground_truth"] = scores
     return scorer
 
@@ -108,35 +106,33 @@ def _digest(references: Mapping[int, Sequence[str]], vocabulary: Vocabulary, eos
     pipeline = Path(__file__).resolve().parent.parent
     for name in INDEX_SOURCES:
         digest.update((pipeline / name).read_bytes())
-    for captions in references.values():  # the places of images, not their ids, are in the index
+    for captions in references.values():  # the index holds the order of the images, not their ids
         digest.update(json.dumps(list(captions)).encode())
     return digest.hexdigest()[:32]
 
 
 def _cached(folder: Path, digest: str, build: Callable[[], CiderD]) -> CiderD:
-    """The index from its file; the first process that asks writes it while the others wait."""
+    """The index from its file; the first process builds and writes it while the others wait."""
     path = folder / f"ciderd-{digest}.safetensors"
     built = None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # falls with the process
+        with file_lock(path.with_suffix(".lock")):
             try:
-                found = CiderD.load(path)
+                cached = CiderD.load(path)
                 os.utime(path)
-                return found
+                return cached
             except (FileNotFoundError, ValueError):
                 built = build()
             with atomic_path(path) as temporary:
                 built.save(temporary)
-            _keep_the_newest(folder)
+            _remove_oldest(folder)
             return CiderD.load(path)
     except OSError:
         return built or build()
 
 
-def _keep_the_newest(folder: Path) -> None:
-    kept = sorted(folder.glob("ciderd-*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
-    for old in kept[:-_KEPT]:
-        old.unlink(missing_ok=True)  # whoever maps it keeps reading it
+def _remove_oldest(folder: Path) -> None:
+    by_age = sorted(folder.glob("ciderd-*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
+    for old in by_age[:-MAX_CACHED]:
+        old.unlink(missing_ok=True)  # processes that have mapped it can still read it
         old.with_suffix(".lock").unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """The order of samples: a permutation that is a function of (seed, epoch), computed position by position.
 
-A keyed Feistel network over the next power of four, walked until it lands inside: no table of the data set exists, so
-position 10 billion costs what position 0 costs, and a worker finds its own samples without talking to anybody.
+A keyed Feistel network over the next power of four, with cycle walking for values outside the data set. There is no
+table of the data set: position 10 billion costs the same as position 0, and workers need not communicate.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 
 def seed_of(*parts: int) -> int:
-    """One 63-bit seed from several numbers (run seed, stage, step, rank...)."""
+    """One 63-bit seed from several numbers (run seed, stage, step, rank, ...)."""
     state = np.array([0x9E3779B97F4A7C15], np.uint64)
     for part in parts:
         state = mix(state ^ np.array([part & 0xFFFFFFFFFFFFFFFF], np.uint64))
@@ -28,17 +28,16 @@ def seed_of(*parts: int) -> int:
 
 
 def samples_at(positions: np.ndarray, num_samples: int, seed: int) -> np.ndarray:
-    """Sample numbers at global positions (int64, any shape). Position p lies in epoch p // num_samples.
+    """Sample numbers at global positions (int64, any shape). Position p belongs to epoch p // num_samples.
 
-    Every epoch holds every sample once, in an order of its own. Cost: O(len(positions)) expected, no state.
+    Every epoch contains every sample once, in its own order. Expected cost: O(len(positions)); no state.
     """
     epochs, offsets = np.divmod(np.asarray(positions, np.int64), num_samples)
     result = np.empty_like(offsets)
     for epoch in np.unique(epochs):
-        here = epochs == epoch
-        result[here] = _permute(offsets[here].astype(np.uint64), num_samples, seed_of(seed, int(epoch))).astype(
-            np.int64
-        )
+        mask = epochs == epoch
+        permuted = _permute(offsets[mask].astype(np.uint64), num_samples, seed_of(seed, int(epoch)))
+        result[mask] = permuted.astype(np.int64)
     return result
 
 
@@ -48,7 +47,7 @@ def _permute(values: np.ndarray, size: int, seed: int) -> np.ndarray:
     keys = mix(np.arange(_ROUNDS, dtype=np.uint64) + np.uint64(seed))
     walked = _feistel(values, shift, mask, keys)
     outside = walked >= size
-    while outside.any():  # cycle walking: a bijection of the power of four restricted to [0, size)
+    while outside.any():  # cycle walking restricts a bijection of the power of four to [0, size)
         walked[outside] = _feistel(walked[outside], shift, mask, keys)
         outside = walked >= size
     return walked

@@ -89,9 +89,8 @@ def ahead(
 ) -> tuple[str, Iterator[World]]:
     """The expected verdict, and an iterator over equal worlds with a champion and new data."""
     where, verdict = request.param
-    monkeypatch.setattr(
-        retrain_module, "decision_page", lambda *arguments: "a page"
-    )  # rendering takes longer than all other steps
+    # rendering the page takes longer than all other steps
+    monkeypatch.setattr(retrain_module, "decision_page", lambda *arguments: "a page")
     world = World(tmp_path, request.getfixturevalue("s3") if where == "s3" else None)
     world.begin()
     if verdict == "kept":

@@ -16,8 +16,8 @@ from pipeline.runs.journal import Journal, read_journal
 from pipeline.runs.run_bundle import bundle_run
 from pipeline.runtime.context import LocalContext
 from pipeline.storage.atomic import read_json, write_json
-from pipeline.tracking import mlflow_client as tracking
-from pipeline.tracking import run_tracker as tracker_module
+from pipeline.tracking import mlflow_client, run_tracker
+from pipeline.tracking.run_sync import FIRST_METRIC, NOT_METRICS, SENT_FILE
 from pipeline.tracking.run_tracker import Tracker
 from pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.support.mlflow_server import MlflowServer, mlflow_server
@@ -34,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setattr(tracker_module, "LONGEST_PAUSE_S", 0.2)
+    monkeypatch.setattr(run_tracker, "LONGEST_PAUSE_S", 0.2)
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, actions: dict[tuple[str, int], Any]) -> None:
@@ -58,7 +58,7 @@ def wait_for(condition: Any, what: str) -> None:
 
 
 def sent_steps(folder: RunFolder, kind: str) -> int:
-    path = folder.path / tracking.TRACKED
+    path = folder.path / SENT_FILE
     (known,) = read_json(path).values() if path.is_file() else [{"sent": {}}]
     return int(known["sent"].get(kind, -1))
 
@@ -81,14 +81,14 @@ def check_history(server: MlflowServer, folder: RunFolder) -> None:
 
     client = MlflowClient(server.url)
     _, children = runs_on(server, folder.run_id)
-    entries = [entry for entry in read_journal(folder.journal) if entry["kind"] in tracking.FIRST_KEY]
+    entries = [entry for entry in read_journal(folder.journal) if entry["kind"] in FIRST_METRIC]
     assert sorted(run.info.run_name for run in children) == sorted({entry["stage"] for entry in entries})
     for run in children:
         expected: dict[str, list[tuple[int, float]]] = {}
         for entry in entries:
             if entry["stage"] == run.info.run_name:
                 prefix = "validation_" if entry["kind"] == "validation" else ""
-                for key in entry.keys() - {"stage", "kind", "step", "time", "total"}:
+                for key in entry.keys() - {"stage", "kind", *NOT_METRICS}:
                     expected.setdefault(prefix + key, []).append((entry["step"], entry[key]))
         assert "loss" in expected and "system/cpu_utilization_percentage" in expected
         assert run.data.metrics.keys() == expected.keys()
@@ -230,12 +230,12 @@ def test_a_tracker_that_never_answers_is_left_after_its_deadline(tmp_path: Path,
         wait_for(lambda: log_lines, "the tracker never gave up")
         assert not tracker.close("FAILED")
     assert "timed out" in log_lines[0].lower() and "raycap sync" in log_lines[0], log_lines
-    assert json.loads((folder.path / tracking.TRACKED).read_text())[server.url]["ending"] == "FAILED"
+    assert json.loads((folder.path / SENT_FILE).read_text())[server.url]["ending"] == "FAILED"
 
 
 def test_answers_that_are_slow_in_all_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(tracking.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(mlflow_client.time, "monotonic", lambda: clock[0])
 
     class Slow:
         calls = 0
@@ -245,7 +245,7 @@ def test_answers_that_are_slow_in_all_are_not_waited_for(monkeypatch: pytest.Mon
             clock[0] += 9.0
 
     slow = Slow()
-    client = tracking.PatientClient(slow)
+    client = mlflow_client.BoundedClient(slow)
     with pytest.raises(TimeoutError, match="32 s longer"):
         for _ in range(100):
             client.log_batch()

@@ -30,7 +30,7 @@ def make_bundle(folder: Path, seed: int = 0, backbone: bool = True, width: int =
     )
     model = build_model(config, sizes)
     with torch.no_grad():
-        model.output.weight *= 20  # type: ignore[operator, union-attr]
+        model.lm_head.weight *= 20  # type: ignore[operator, union-attr]
     save_bundle(folder, Captioner(model, swin if backbone else None), WORDS, name="small", info={})
     return folder
 

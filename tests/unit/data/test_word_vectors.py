@@ -85,7 +85,7 @@ def test_logits_are_products_with_the_given_vectors(config: ModelConfig, tmp_pat
     model = build_model(config, SIZES).eval()
     vectors, given = (torch.from_numpy(part) for part in read_word_vectors(glove(tmp_path), WORDS.words, 3))
     fill_word_vectors(model, vectors, given)
-    words, output = model.words, model.output
+    words, output = model.token_embedding, model.lm_head
     assert isinstance(words, WordVectors) and isinstance(output, TiedOutput)
     assert torch.equal(words.weight[given], vectors[given])
     assert bool((words.weight[~given] != 0).all()) and words.weight.std() < 6
@@ -116,7 +116,7 @@ def test_the_bundle_needs_no_file(tmp_path: Path) -> None:
     file = glove(tmp_path)
     config = MeshedMemoryConfig(**SMALL, word_vectors=str(file), train_word_vectors=True)  # type: ignore[arg-type]
     model = build_model(config, SIZES).eval()
-    assert model.words.weight.requires_grad  # type: ignore[union-attr]
+    assert model.token_embedding.weight.requires_grad  # type: ignore[union-attr]
     save_bundle(tmp_path / "bundle", Captioner(model), WORDS, name="glove", info={})
     file.unlink()
     loaded = load_bundle(tmp_path / "bundle").captioner.model
@@ -141,7 +141,7 @@ def test_a_run_starts_with_the_vectors_and_its_identity_is_their_content(tmp_pat
     assert any("2 of " in line and "words have a given vector; drawn at random: above" in line for line in lines), lines
     from safetensors.torch import load_file
 
-    weights = load_file(folder.path / "init" / "model.safetensors")["words.weight"]
+    weights = load_file(folder.path / "init" / "model.safetensors")["token_embedding.weight"]
     place = folder.vocabulary.ids["lavender"]
     assert weights.shape == (len(folder.vocabulary), 3) and weights[place].tolist() == [1, 2, 3]
     assert {"teddy", "bear"} <= folder.vocabulary.ids.keys()

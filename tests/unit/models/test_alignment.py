@@ -51,8 +51,8 @@ def test_scores_are_of_the_states_behind_the_words(config: ModelConfig) -> None:
     tokens = torch.tensor([[0, 4, 5, 1, 2, 2], [0, 7, 8, 9, 10, 3], [0, 1, 2, 2, 2, 2]])
     found = alignment_scores(model, memory, tokens)
     # the states again: output weights of one word only see the state; solve them from logits
-    weight = model.output.weight.double()  # type: ignore[union-attr, operator]
-    bias = model.output.bias  # type: ignore[union-attr]
+    weight = model.lm_head.weight.double()  # type: ignore[union-attr, operator]
+    bias = model.lm_head.bias  # type: ignore[union-attr]
     logits = model.decode(memory, tokens) - (0 if bias is None else bias)
     states = torch.linalg.lstsq(weight, logits.reshape(-1, 11).T).solution.T.view(3, 6, 8)
     image = memory.states[:, -1] if memory.states.ndim == 4 else memory.states
@@ -72,4 +72,4 @@ def test_padding_of_the_image_and_long_captions() -> None:
     short = alignment_scores(model, model.encode(Features(features[:, :3])), tokens[:, :6])
     padded = alignment_scores(model, model.encode(Features(features, torch.tensor([3]))), tokens)
     assert float(short) == float(padded)
-    assert not model.output._forward_pre_hooks  # type: ignore[union-attr]
+    assert not model.lm_head._forward_pre_hooks  # type: ignore[union-attr]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.attribution import Attribution, gauss_legendre, integrated_gradients
+from models.attribution import Attribution, Quadrature, gauss_legendre, integrated_gradients
 from models.base import Cache, CaptionModel, Features, Memory
 from models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
 from models.registry import build_model
@@ -20,7 +20,7 @@ SYSTEMS: dict[str, ModelConfig] = {
     "transformer": ExpansionNetConfig(name="transformer", **SMALL),  # type: ignore[arg-type]
     "meshed_memory": MeshedMemoryConfig(**SMALL, num_memory_slots=3),  # type: ignore[arg-type]
     "clustformer": ClustFormerConfig(**SMALL, sampling=1),  # type: ignore[arg-type]
-    "regions": ClustFormerConfig(**SMALL, sampling=1, inputs="regions", region_rows=2),  # type: ignore[arg-type]
+    "regions": ClustFormerConfig(**SMALL, sampling=1, inputs="regions", region_quadrature=Quadrature(rows=2)),  # type: ignore[arg-type]
 }
 TOKENS = torch.tensor([0, 4, 7, 4, 1])
 
@@ -69,7 +69,7 @@ def test_a_linear_score_is_attributed_exactly() -> None:
     channel's part of the change is its part of s."""
     torch.manual_seed(0)
     model, features = Linear(), Features(torch.randn(1, 4, 6, dtype=torch.float64))
-    found = integrated_gradients(model, features, TOKENS, steps=40)
+    found = integrated_gradients(model, features, TOKENS, quadrature=Quadrature(steps=40))
     parts = (features.tokens[0] * model.weight.detach()).sum(1)
     for word, position in ((0, 1.0), (2, 3.0)):  # those where word 4 follows
         score = position * parts.sum()
@@ -86,7 +86,11 @@ def test_attributions_add_up_to_the_change_of_the_log_probability(name: str) -> 
     start = 0.98 if name == "expansionnet_v2" else 0.0
     baseline = start * features.tokens[0]
     found = integrated_gradients(
-        model, features, TOKENS, baseline=baseline, steps=512, tolerance=1e-4, most_steps=512, rows=512
+        model,
+        features,
+        TOKENS,
+        baseline=baseline,
+        quadrature=Quadrature(steps=512, tolerance=1e-4, max_steps=512, rows=512),
     )
     ends = []
     for scale in (1.0, start):
@@ -108,7 +112,7 @@ def test_jumps_are_not_chased_with_ever_more_steps() -> None:
     """A score that jumps on the way: no gradient sees it, so the gap is the jump, whatever the steps."""
     torch.manual_seed(0)
     model, features = Linear(), Features(torch.randn(1, 4, 6, dtype=torch.float64))
-    plain = integrated_gradients(model, features, TOKENS, steps=16)
+    plain = integrated_gradients(model, features, TOKENS, quadrature=Quadrature(steps=16))
     encode = model.encode
 
     def jumping(features: Features) -> Memory:
@@ -116,16 +120,16 @@ def test_jumps_are_not_chased_with_ever_more_steps() -> None:
         return Memory(memory.states + 0.5 * (features.tokens.norm(dim=(1, 2)) > 2)[:, None, None], None)
 
     model.encode = jumping  # type: ignore[method-assign]
-    found = integrated_gradients(model, features, TOKENS, steps=16, most_steps=1024)
+    found = integrated_gradients(model, features, TOKENS, quadrature=Quadrature(steps=16, max_steps=1024))
     assert found.steps == 32 and found.gap.max() > 0.05 > 1e-6 > plain.gap.max()
 
 
 @pytest.mark.parametrize("name", ["expansionnet_v2", "meshed_memory"])
 def test_rows_at_a_time_change_nothing_and_one_word_is_as_many(name: str) -> None:
     model, features = inputs(name)
-    whole = integrated_gradients(model, features, TOKENS, steps=12, tolerance=1e9, rows=64)
-    parts = integrated_gradients(model, features, TOKENS, steps=12, tolerance=1e9, rows=5)
-    first = integrated_gradients(model, features, TOKENS[:2], steps=12, tolerance=1e9)
+    whole = integrated_gradients(model, features, TOKENS, quadrature=Quadrature(steps=12, tolerance=1e9, rows=64))
+    parts = integrated_gradients(model, features, TOKENS, quadrature=Quadrature(steps=12, tolerance=1e9, rows=5))
+    first = integrated_gradients(model, features, TOKENS[:2], quadrature=Quadrature(steps=12, tolerance=1e9))
     torch.testing.assert_close(whole.values, parts.values)
     torch.testing.assert_close(whole.head(1).values, first.values)
     assert whole.steps == parts.steps == 12
@@ -133,10 +137,10 @@ def test_rows_at_a_time_change_nothing_and_one_word_is_as_many(name: str) -> Non
 
 def test_steps_double_until_the_sum_is_complete() -> None:
     model, features = inputs("meshed_memory")
-    few = integrated_gradients(model, features, TOKENS, steps=4, tolerance=1e9)
-    more = integrated_gradients(model, features, TOKENS, steps=4, tolerance=0.02)
+    few = integrated_gradients(model, features, TOKENS, quadrature=Quadrature(steps=4, tolerance=1e9))
+    more = integrated_gradients(model, features, TOKENS, quadrature=Quadrature(steps=4, tolerance=0.02))
     assert few.steps == 4 and few.gap.max() > 0.02 and more.steps > 4 and more.gap.max() <= 0.02
-    limited = integrated_gradients(model, features, TOKENS, steps=8, tolerance=0.0, most_steps=15)
+    limited = integrated_gradients(model, features, TOKENS, quadrature=Quadrature(steps=8, tolerance=0.0, max_steps=15))
     assert limited.steps == 8
 
 
@@ -144,11 +148,14 @@ def test_the_model_is_left_as_it_was_and_inference_mode_is_no_obstacle() -> None
     model, features = inputs("transformer")
     model.train()
     with torch.inference_mode():
-        found = integrated_gradients(model, Features(features.tokens * 1.0), TOKENS, steps=4, tolerance=1e9)
+        found = integrated_gradients(
+            model, Features(features.tokens * 1.0), TOKENS, quadrature=Quadrature(steps=4, tolerance=1e9)
+        )
     assert model.training and all(parameter.grad is None for parameter in model.parameters())
-    assert torch.equal(found.values, integrated_gradients(model, features, TOKENS, steps=4, tolerance=1e9).values), (
-        "dropout was on"
-    )
+    assert torch.equal(
+        found.values,
+        integrated_gradients(model, features, TOKENS, quadrature=Quadrature(steps=4, tolerance=1e9)).values,
+    ), "dropout was on"
 
 
 def test_a_word_that_nothing_speaks_for_has_no_shares() -> None:
@@ -168,4 +175,4 @@ def test_shapes_are_refused_in_words() -> None:
     with pytest.raises(ValueError, match="expected one image"):
         integrated_gradients(model, Features(features.tokens[0]), TOKENS)
     with pytest.raises(ValueError, match="both must be 1 or more"):
-        integrated_gradients(model, features, TOKENS, steps=0)
+        integrated_gradients(model, features, TOKENS, quadrature=Quadrature(steps=0))

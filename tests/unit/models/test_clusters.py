@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,11 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from models.clusters import ClusterMaps, Layout, arrange_regions, window_matrix
+from tests.support.models import (
+    FLOAT64,
+    literal_matrices,
+)
 
 STACKINGS = ("matrix", "conditional", "none")
-FLOAT64 = torch.float64
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def exact(ours: Tensor, theirs: Tensor) -> None:
@@ -32,57 +31,6 @@ def layers(count: int, width: int, axes: int, stacking: str = "matrix") -> list[
             torch.nn.init.normal_(linear.bias, mean=1.0)
         found.append(maps)
     return found
-
-
-def literal_conditional(s: Tensor, i: int, k: int, linear: torch.nn.Linear) -> float:
-    """Equation 4: sigmoid(FC([s_k; mean of s_i .. s_{k-1}]))."""
-    return float(torch.sigmoid(linear(torch.cat((s[k], s[i:k].mean(0))))))
-
-
-def literal_conditionals(sequences: list[list[Tensor]], stacking: str, linears: list[torch.nn.Linear]) -> list[Tensor]:
-    """P (N, N) of each sequence at the last layer; sequences[l] are its tokens (N, D) in layer l."""
-    found = []
-    for tokens in zip(*sequences, strict=True):
-        count = len(tokens[0])
-        p = torch.ones(count, count, dtype=FLOAT64)
-        for i in range(count):
-            for k in range(i + 1, count):
-                each = [literal_conditional(s, i, k, linear) for s, linear in zip(tokens, linears, strict=True)]
-                p[i, k] = each[-1] if stacking != "conditional" else 1 - math.prod(1 - one for one in each)
-        found.append(p)
-    return found
-
-
-def literal_product(p: Tensor, i: int, j: int) -> float:
-    """Equations 3 and 5, with C_ij = C_ji and C_ii = 1."""
-    low, high = min(i, j), max(i, j)
-    return math.prod(float(p[low, k]) for k in range(low + 1, high + 1))
-
-
-def literal_matrices(inputs: list[Tensor], maps: list[ClusterMaps], stacking: str) -> list[Tensor]:
-    """C of every layer for grids (H, W, D), one a layer; a sequence has H = 1 and one map."""
-    rows, columns = inputs[0].shape[:2]
-    result: list[Tensor] = []
-    for depth in range(1, len(inputs) + 1):
-        linears = [[layer.maps[axis] for layer in maps[:depth]] for axis in range(len(maps[0].maps))]
-        across = literal_conditionals([[x[r] for r in range(rows)] for x in inputs[:depth]], stacking, linears[0])
-        down = []
-        if len(linears) == 2:
-            down = literal_conditionals(
-                [[x[:, c] for c in range(columns)] for x in inputs[:depth]], stacking, linears[1]
-            )
-        matrix = torch.ones(rows * columns, rows * columns, dtype=FLOAT64)
-        for a in range(rows * columns):
-            for b in range(rows * columns):
-                (ra, ca), (rb, cb) = divmod(a, columns), divmod(b, columns)
-                top, left = min(ra, rb), min(ca, cb)
-                matrix[a, b] = literal_product(across[top], ca, cb)
-                if down:
-                    matrix[a, b] *= literal_product(down[left], ra, rb)
-        if stacking == "matrix" and result:
-            matrix = (1 - matrix) * result[-1] + matrix
-        result.append(matrix)
-    return result
 
 
 def computed(inputs: list[Tensor], maps: list[ClusterMaps]) -> list[Tensor]:
@@ -253,17 +201,17 @@ def test_regions_are_arranged_by_their_boxes(seed: int, count: int, rows: int) -
     x = torch.randn(3, count, 2)
     for image in range(3):
         expected = literal_arrangement(boxes[image, : lengths[image]], rows, columns)
-        assert found.real[image].tolist() == [region is not None for region in expected]
+        assert found.valid_mask[image].tolist() == [region is not None for region in expected]
         for cell, region in enumerate(expected):
             if region is not None:
                 assert int(found.order[image, cell]) == region
         sequence = found.row_by_row()
         assert sequence.order[image, : lengths[image]].tolist() == [r for r in expected if r is not None]
-        assert int(sequence.real[image].sum()) == lengths[image]
+        assert int(sequence.valid_mask[image].sum()) == lengths[image]
     assert torch.equal(found.undo(found.apply(x), count), x)
     assert torch.equal(found.row_by_row().undo(found.row_by_row().apply(x), count), x)
     without = arrange_regions(boxes, None, rows)
-    assert int(without.real.sum()) == 3 * count
+    assert int(without.valid_mask.sum()) == 3 * count
 
 
 @torch.no_grad()
@@ -273,12 +221,12 @@ def test_dummies_never_enter_between_real_regions() -> None:
         boxes, lengths = torch.rand(2, 13, 4), torch.tensor([count, 13])
         arrangement = arrange_regions(boxes, lengths, 3)
         cells = arrangement.apply(torch.randn(2, 13, 4, dtype=FLOAT64))
-        poisoned = cells.masked_fill(~arrangement.real[:, :, None], torch.nan)
+        poisoned = cells.masked_fill(~arrangement.valid_mask[:, :, None], torch.nan)
         maps = layers(2, 4, 2)
         clean = computed([cells.view(2, 3, 5, 4)] * 2, maps)[-1]
         found = computed([poisoned.view(2, 3, 5, 4)] * 2, maps)[-1]
         for image in range(2):
-            real = arrangement.real[image]
+            real = arrangement.valid_mask[image]
             assert torch.equal(found[image][real][:, real], clean[image][real][:, real])
 
 

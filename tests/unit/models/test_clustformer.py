@@ -17,9 +17,12 @@ from models.config import ClustFormerConfig
 from models.decoding import beam_search
 from models.layers import Dropout, sinusoids
 from models.registry import build_model
-from tests.unit.models.test_clusters import literal_matrices
-from tests.unit.models.test_decoding import follow_steps
-from tests.unit.models.test_expansion import SIZES, exact
+from tests.support.models import (
+    SIZES,
+    exact,
+    follow_steps,
+    literal_matrices,
+)
 
 VARIANTS: tuple[dict[str, Any], ...] = (
     {},
@@ -32,8 +35,6 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"attention": "renormalized", "clustered_encoder_layers": (2,), "clustered_decoder_layers": (2,)},
 )
 REGIONS: dict[str, Any] = {"inputs": "regions", "region_rows": 2, "sampling": 1}
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def small_clustformer(seed: int, **changes: Any) -> ClustFormer:
@@ -85,7 +86,7 @@ def literal_attention(layer: ClusteredAttention, x: Tensor, matrix: Tensor | Non
     """Equation 2 head by head; x (N, D)."""
     count, width = x.shape
     size = width // layer.num_heads
-    q, k, v = layer.maps(x).split(width, -1)
+    q, k, v = layer.in_proj(x).split(width, -1)
     mixed = torch.zeros(count, width, dtype=x.dtype)
     for head in range(layer.num_heads):
         part = slice(head * size, (head + 1) * size)
@@ -99,7 +100,7 @@ def literal_attention(layer: ClusteredAttention, x: Tensor, matrix: Tensor | Non
                 elif layer.reading == "literal":
                     weights = weights.softmax(-1)
             mixed[n, part] = weights @ v[places][:, part]
-    return layer.output(mixed)
+    return layer.out_proj(mixed)
 
 
 class Literal:
@@ -156,7 +157,7 @@ class Literal:
 
     def decode(self, states: Tensor, tokens: Tensor) -> Tensor:
         model, config = self.model, self.config
-        y = model.words.weight[tokens] * config.d_model**0.5 + sinusoids(len(tokens), config.d_model)
+        y = model.token_embedding.weight[tokens] * config.d_model**0.5 + sinusoids(len(tokens), config.d_model)
         seen = torch.ones(len(y), len(y), dtype=torch.bool).tril()
         inputs: list[Tensor] = []
         for layer in model.decoder:
@@ -171,7 +172,7 @@ class Literal:
             y = self.residual(y, layer.cross(asked[None], key, value, None)[0], layer.cross_norm)
             inside = self.layer_inputs(layer, y, layer.feed_forward_norm)
             y = self.residual(y, layer.feed_forward(inside), layer.feed_forward_norm)
-        return model.output(model.decoder_norm(y))
+        return model.lm_head(model.decoder_norm(y))
 
 
 @torch.no_grad()
@@ -300,7 +301,7 @@ def test_gradients_reach_every_parameter() -> None:
         for name, parameter in model.named_parameters():
             gradient = parameter.grad
             assert gradient is not None and bool(gradient.isfinite().all()), name
-            if not name.endswith(("words.weight", "bias")):
+            if not name.endswith(("token_embedding.weight", "bias")):
                 assert bool((gradient != 0).any()), (variant, name)
 
 

@@ -11,14 +11,18 @@ from hypothesis import strategies as st
 
 from models.base import CaptionModel, Features, ModelSizes
 from models.config import ClustFormerConfig, MeshedMemoryConfig, ModelConfig
-from models.constraints import Machine, build_machine, constrained_beam_search
+from models.constraints import ConstraintAutomaton, build_automaton, constrained_beam_search
 from models.decoding import beam_search
 from models.registry import build_model
-from tests.unit.models.test_decoding import every_caption, features_for, log_probabilities, texts, tiny
+from tests.support.models import (
+    every_caption,
+    features_for,
+    log_probabilities,
+    texts,
+    tiny,
+)
 
 Constraints = list[list[tuple[int, ...]]]
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def holds(words: Sequence[int], alternatives: list[tuple[int, ...]]) -> bool:
@@ -37,16 +41,16 @@ CONSTRAINTS = st.lists(st.lists(PHRASES, min_size=1, max_size=3), max_size=3)
 @settings(max_examples=200, deadline=None)
 def test_the_machine_knows_what_a_caption_holds(constraints: Constraints, words: list[int]) -> None:
     """Overlapping, repeated and nested alternatives with it."""
-    machine = build_machine(constraints, 6)
-    assert machine.held[machine.follow(words)] == number_held(words, constraints)
+    machine = build_automaton(constraints, 6)
+    assert machine.num_satisfied[machine.follow(words)] == number_held(words, constraints)
     assert machine.count == len(constraints)
 
 
 def test_states_are_the_subsets_of_single_words() -> None:
-    machine = build_machine([[(3,)], [(4,), (5,)], [(6,)]], 9)
-    assert sorted(machine.held) == [0, 1, 1, 1, 2, 2, 2, 3]
-    assert len(build_machine([], 9).held) == 1
-    assert len(build_machine([[(3, 4, 5)]], 9).held) == 6  # three places in the phrase, before it and after
+    machine = build_automaton([[(3,)], [(4,), (5,)], [(6,)]], 9)
+    assert sorted(machine.num_satisfied) == [0, 1, 1, 1, 2, 2, 2, 3]
+    assert len(build_automaton([], 9).num_satisfied) == 1
+    assert len(build_automaton([[(3, 4, 5)]], 9).num_satisfied) == 6  # three places in the phrase, before it and after
 
 
 SHORT = st.lists(st.integers(0, 3), min_size=1, max_size=2).map(tuple)
@@ -63,7 +67,7 @@ def test_a_beam_as_wide_as_the_tree_is_brute_force(
     features = features_for(2)
     captions = every_caption(4, 4)
     both = [first, second]
-    machines = [build_machine(constraints, 4) for constraints in both]
+    machines = [build_automaton(constraints, 4) for constraints in both]
     found = constrained_beam_search(
         model, model.encode(Features(features)), machines, beam_size=len(captions), max_length=4, num_results=3,
         length_normalization=normalized,
@@ -76,23 +80,23 @@ def test_a_beam_as_wide_as_the_tree_is_brute_force(
         best = sorted(fit, key=lambda caption: -value[caption])[:3]
         for place, caption in enumerate(best):
             assert float(found.scores[image, place]) == pytest.approx(value[caption], abs=1e-5)
-            assert int(found.held[image, place]) == most
+            assert int(found.num_satisfied[image, place]) == most
             tokens = texts(found, image)[place]
             assert value[tuple(tokens)] == pytest.approx(value[caption], abs=1e-9)
             assert float(found.log_probs[image, place].sum()) == pytest.approx(sums[tuple(tokens)], abs=1e-5)
         assert bool(found.scores[image, len(best) :].isneginf().all())
-        assert bool((found.held[image, len(best) :] == -1).all())
+        assert bool((found.num_satisfied[image, len(best) :] == -1).all())
 
 
 def test_without_constraints_it_is_beam_search() -> None:
     model = tiny(4, vocabulary=6, positions=12)
     memory = model.encode(Features(features_for(5)))
-    free = [build_machine([], 6)] * 5
+    free = [build_automaton([], 6)] * 5
     plain = beam_search(model, memory, beam_size=3, max_length=12, num_results=3)
     found = constrained_beam_search(model, memory, free, beam_size=3, max_length=12, num_results=3)
     for name in ("tokens", "lengths", "scores", "log_probs"):
         torch.testing.assert_close(getattr(found, name), getattr(plain, name))
-    assert bool((found.held == 0).all())
+    assert bool((found.num_satisfied == 0).all())
 
 
 def systems() -> list[CaptionModel]:
@@ -107,7 +111,7 @@ def test_any_model_and_an_ensemble_hold_their_constraints() -> None:
     torch.manual_seed(0)
     features = features_for(4)
     wanted: list[Constraints] = [[[(7,)]], [[(8, 9), (10,)], [(11,)]], [[(12,)], [(13,)], [(14, 15, 16)]], []]
-    machines = [build_machine(constraints, 30) for constraints in wanted]
+    machines = [build_automaton(constraints, 30) for constraints in wanted]
     models = systems()
     for chosen in ([models[0]], [models[1]], models):
         with torch.no_grad():
@@ -116,7 +120,7 @@ def test_any_model_and_an_ensemble_hold_their_constraints() -> None:
         for image, constraints in enumerate(wanted):
             for place in range(2):
                 words = texts(found, image)[place][1:]
-                assert number_held(words, constraints) == len(constraints) == int(found.held[image, place])
+                assert number_held(words, constraints) == len(constraints) == int(found.num_satisfied[image, place])
             index = torch.tensor([image])
             alone = constrained_beam_search(
                 chosen,
@@ -133,27 +137,27 @@ def test_where_none_fits_the_most_is_returned_and_said() -> None:
     model = tiny(2, vocabulary=6)
     memory = model.encode(Features(features_for(1)))
     wanted: Constraints = [[(3,)], [(4,)], [(5, 3, 4)]]
-    machine = build_machine(wanted, 6)
+    machine = build_automaton(wanted, 6)
     found = constrained_beam_search(model, memory, [machine], beam_size=3, max_length=3)
-    assert int(found.held[0, 0]) == 2 == number_held(texts(found, 0)[0][1:], wanted)
-    fewer = constrained_beam_search(model, memory, [machine], beam_size=3, max_length=8, at_least=1)
+    assert int(found.num_satisfied[0, 0]) == 2 == number_held(texts(found, 0)[0][1:], wanted)
+    fewer = constrained_beam_search(model, memory, [build_automaton(wanted, 6, at_least=1)], beam_size=3, max_length=8)
     every = constrained_beam_search(model, memory, [machine], beam_size=3, max_length=8)
-    assert int(every.held[0, 0]) == 3 and int(fewer.held[0, 0]) >= 1
+    assert int(every.num_satisfied[0, 0]) == 3 and int(fewer.num_satisfied[0, 0]) >= 1
     assert float(fewer.scores[0, 0]) >= float(every.scores[0, 0])
 
 
 def test_what_cannot_be_searched_is_refused() -> None:
     model = tiny(0)
     memory = model.encode(Features(features_for(2)))
-    free = build_machine([], 4)
-    with pytest.raises(ValueError, match="1 machines for 2 images"):
+    free = build_automaton([], 4)
+    with pytest.raises(ValueError, match="1 automata for 2 images"):
         constrained_beam_search(model, memory, [free], beam_size=2, max_length=5)
     with pytest.raises(ValueError, match="num_results = 3 and beam_size = 2"):
         constrained_beam_search(model, memory, [free, free], beam_size=2, max_length=5, num_results=3)
     with pytest.raises(ValueError, match="constraint 2 holds word 9, outside the vocabulary of 4"):
-        build_machine([[(1,)], [(2, 9)]], 4)
+        build_automaton([[(1,)], [(2, 9)]], 4)
     with pytest.raises(ValueError, match="constraint 1 has no words"):
-        build_machine([[]], 4)
+        build_automaton([[]], 4)
     with pytest.raises(ValueError, match="9 constraints need more than 256 states"):
-        build_machine([[(word,)] for word in range(9)], 10)
-    assert isinstance(free, Machine)
+        build_automaton([[(word,)] for word in range(9)], 10)
+    assert isinstance(free, ConstraintAutomaton)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -14,30 +13,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jobs.bench.reference_expansionnet import MaterializedModel
-from models.base import CaptionModel, Features, Memory, ModelSizes
+from models.base import CaptionModel, Features, ModelSizes
 from models.beam_cache import TreeCache
 from models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig
-from models.decoding import Captions, _Decoder, beam_search, best_words, caption_lengths, greedy, invert, sample
+from models.decoding import Captions, Decoder, beam_search, best_words, caption_lengths, greedy, invert, sample
+from models.expansion import DynamicExpansion
 from models.registry import build_model
-from tests.unit.models.test_expansion import MIXERS, SIZES, exact, small_model
-
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def tiny(seed: int, vocabulary: int = 4, positions: int = 8, **changes: object) -> CaptionModel:
-    """A float64 model over few words, sharp enough that captions differ in probability; ids 0 SOS, 1 EOS, 2 PAD."""
-    torch.manual_seed(seed)
-    values = {"d_model": 8, "d_ff": 8, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 2}
-    values |= {"static_expansion": (3,), "dynamic_expansion": 2} | changes  # type: ignore[dict-item]
-    sizes = ModelSizes(5, vocabulary, positions, sos=0, eos=1, pad=2)
-    model = build_model(ExpansionNetConfig(**values), sizes).double().eval()  # type: ignore[arg-type]
-    with torch.no_grad():
-        model.output.weight.mul_(2)  # type: ignore[union-attr, operator]
-    return model
-
-
-def features_for(batch: int, width: int = 5, tokens: int = 4) -> Tensor:
-    return torch.randn(batch, tokens, width, dtype=torch.float64)
+from tests.support.models import (
+    MIXERS,
+    SIZES,
+    every_caption,
+    exact,
+    features_for,
+    follow_steps,
+    log_probabilities,
+    small_model,
+    texts,
+    tiny,
+)
 
 
 @given(
@@ -60,31 +53,18 @@ def test_cached_steps_are_the_teacher_forced_logits(
     follow_steps(model, model.encode(Features(features, lengths)), beams, steps, generator)
 
 
-def follow_steps(model: CaptionModel, memory: Memory, beams: int, steps: int, generator: torch.Generator) -> None:
-    """Random words (of 11), parents and images: every step's logits are those of the whole prefix, teacher-forced.
-
-    For the first steps, up to two, an image has one beam.
-    """
-    images, wide = memory.batch_size, beams
-    alone, beams = int(torch.randint(0, 3, (1,), generator=generator)), 1
-    cache = model.init_cache(memory, beams)
-    history = torch.empty(images * beams, 0, dtype=torch.int64)
-    for step in range(steps):
-        if step == alone:
-            beams, cache, history = wide, cache.widen(wide), history.repeat_interleave(wide, 0)
-        if step == steps // 2 and images > 1:
-            kept = torch.randperm(images, generator=generator)[: images - 1]
-            memory, cache = memory.select(kept), cache.keep_images(kept)
-            history = history.view(images, beams, -1)[kept].flatten(0, 1)
-            images -= 1
-        tokens = torch.randint(0, 11, (images * beams,), generator=generator)
-        history = torch.cat((history, tokens[:, None]), 1)
-        logits, cache = model.step(tokens, cache)
-        exact(logits, model.decode(memory, history)[:, -1])
-        parents = torch.randint(0, beams, (images, beams), generator=generator)
-        index = (parents + torch.arange(images)[:, None] * beams).flatten()
-        cache, history = cache.select(index), history[index]
-    assert cache.length == steps
+@pytest.mark.parametrize("seed", range(4))
+def test_the_fast_step_of_the_dynamic_expansion_is_the_plain_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both match teacher forcing on random trees of beams, and give the same beams."""
+    model = small_model(seed, dynamic_expansion=3)
+    generator = torch.Generator().manual_seed(seed)
+    memory = model.encode(Features(torch.randn(3, 5, 7, dtype=torch.float64, generator=generator)))
+    fast = beam_search(model, memory, beam_size=3, max_length=9)
+    monkeypatch.setattr(DynamicExpansion, "step", DynamicExpansion.plain_step)
+    follow_steps(model, memory, 3, 8, generator)
+    plain = beam_search(model, memory, beam_size=3, max_length=9)
+    assert torch.equal(plain.tokens, fast.tokens)
+    torch.testing.assert_close(plain.log_probs, fast.log_probs)
 
 
 def test_caches_grow_past_their_first_capacity() -> None:
@@ -110,28 +90,6 @@ def test_float32_steps_are_within_the_contract() -> None:
     for position in range(12):
         logits, cache = model.step(tokens[:, position], cache)
         assert (logits - expected[:, position]).abs().max() <= 1e-5 * expected.abs().max()
-
-
-def every_caption(vocabulary: int, max_length: int) -> list[tuple[int, ...]]:
-    """All captions of up to max_length tokens with SOS: they end at their first EOS, or are cut."""
-    captions = []
-    for length in range(1, max_length):
-        for words in itertools.product(range(vocabulary), repeat=length):
-            if 1 in words[:-1] or (words[-1] != 1 and length < max_length - 1):
-                continue
-            captions.append((0, *words))
-    return captions
-
-
-@torch.no_grad()
-def log_probabilities(
-    model: CaptionModel, features: Tensor, captions: list[tuple[int, ...]]
-) -> dict[tuple[int, ...], float]:
-    """The sum of each caption's token log-probabilities, for one image."""
-    longest = max(map(len, captions))
-    tokens = torch.tensor([[*caption, *[2] * (longest - len(caption))] for caption in captions])
-    each = model(Features(features), tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
-    return {caption: float(row[: len(caption) - 1].sum()) for caption, row in zip(captions, each, strict=True)}
 
 
 @given(st.integers(0, 10**6), st.booleans(), st.booleans())
@@ -177,11 +135,6 @@ def literal_beam_search(model: CaptionModel, features: Tensor, beam_size: int, m
     return [tokens for tokens, total in sorted(beams, key=lambda beam: -beam[1] / len(beam[0]))]
 
 
-def texts(captions: Captions, image: int) -> list[list[int]]:
-    rows = zip(captions.tokens[image].tolist(), captions.lengths[image].tolist(), strict=True)
-    return [tokens[:length] for tokens, length in rows]
-
-
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(2, 8))
 @settings(max_examples=10, deadline=None)
 def test_beam_search_follows_the_references_rules(seed: int, beam_size: int, max_length: int) -> None:
@@ -206,7 +159,7 @@ def test_an_image_alone_is_decoded_as_in_a_batch() -> None:
     """Images end at different times and leave the batch; what stays must not notice."""
     model = tiny(4, vocabulary=6, positions=12)
     with torch.no_grad():
-        model.output.bias[1] += 1.0  # type: ignore[union-attr, index, operator]
+        model.lm_head.bias[1] += 1.0  # type: ignore[union-attr, index, operator]
     features = features_for(9)
     together = beam_search(model, model.encode(Features(features)), beam_size=3, max_length=12, num_results=3)
     assert len(set(together.lengths.max(1).values.tolist())) > 1
@@ -365,7 +318,7 @@ def test_bfloat16_steps_match_teacher_forcing(system: str) -> None:
     model.eval().init_weights()
     with torch.autocast("cpu", torch.bfloat16):
         memory = model.encode(Features(torch.randn(8, 16, 16)))
-        decoder = _Decoder(model, memory, 4, 12)
+        decoder = Decoder(model, memory, 4, 12)
         tokens = torch.randint(3, 50, (32, 12))
         tokens[:, 0] = sizes.sos
         expected = model.decode(memory, tokens).float().log_softmax(-1)
@@ -394,7 +347,7 @@ def test_all_beams_begin_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
         return step(tokens, cache)
 
     monkeypatch.setattr(model, "step", counted)
-    model.output.bias[model.sizes.eos] = -1e4  # type: ignore[operator, union-attr, index]
+    model.lm_head.bias[model.sizes.eos] = -1e4  # type: ignore[operator, union-attr, index]
     beam_search(model, model.encode(Features(torch.randn(2, 5, 7, dtype=torch.float64))), beam_size=4, max_length=5)
     assert rows == [2, 8, 8, 8]
 
@@ -426,8 +379,8 @@ def test_the_residual_dropouts_of_steps_are_those_of_teacher_forcing() -> None:
 @torch.no_grad()
 def test_no_more_words_than_top_k_are_drawn() -> None:
     model = small_model(5)
-    model.output.weight.zero_()  # type: ignore[operator, union-attr]
-    model.output.bias.zero_()  # type: ignore[operator, union-attr]
+    model.lm_head.weight.zero_()  # type: ignore[operator, union-attr]
+    model.lm_head.bias.zero_()  # type: ignore[operator, union-attr]
     memory = model.encode(Features(torch.randn(1, 5, 7, dtype=torch.float64)))
     found = sample(model, memory, num_samples=200, max_length=2, top_k=3)
     assert len(set(found.tokens[0, :, 1].tolist())) == 3
@@ -445,7 +398,7 @@ def test_edges_are_sentences() -> None:
     memory = model.encode(Features(torch.randn(2, 5, 7, dtype=torch.float64)))
     for wide in (model, MaterializedModel(model)):  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="2 beams already"):
-            wide.init_cache(memory, 2).widen(3)
+            wide.init_cache(memory, 2).expand_beams(3)
 
 
 def test_not_a_number_is_drawn_without_an_index_error() -> None:

@@ -16,29 +16,12 @@ from models.expansion_weights import dynamic_weights, static_weights
 from models.expansionnet import ExpansionNet
 from models.layers import Dropout, dropout, set_dropout
 from models.registry import build_model
-
-SIZES = ModelSizes(feature_width=7, vocabulary_size=11, max_positions=12, sos=0, eos=1, pad=2)
-MIXERS = (
-    {"static_expansion": (2, 5, 3), "dynamic_expansion": 3},
-    {"static_expansion": None, "encoder_dynamic_expansion": 2, "dynamic_expansion": None},
-    {"static_expansion": None, "dynamic_expansion": 4},
-    {"static_expansion": (6,), "dynamic_expansion": None},
+from tests.support.models import (
+    MIXERS,
+    SIZES,
+    exact,
+    small_model,
 )
-
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def small_model(seed: int, **changes: object) -> ExpansionNet:
-    """A float64 model in evaluation."""
-    torch.manual_seed(seed)
-    values = {"d_model": 8, "d_ff": 12, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 2} | changes
-    model = build_model(ExpansionNetConfig(**values), SIZES)  # type: ignore[arg-type]
-    assert isinstance(model, ExpansionNet)
-    return model.double().eval()
-
-
-def exact(ours: Tensor, theirs: Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
 @given(st.integers(0, 10**6), st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 4), st.data())
@@ -200,7 +183,7 @@ def normalized(x: Tensor) -> Tensor:
 
 
 def test_static_dropout_stands_where_the_reference_has_it() -> None:
-    """On M before ReLU, on the expanded vectors with their bias, on both streams (specs item 3)."""
+    """On M before ReLU, on the expanded vectors with their bias, on both streams, as in the reference."""
     layer = StaticExpansion(6, (3, 2), 0.4, False).double().train()
     layer.init_weights()
     layer.dropout = RecordedDropout()
@@ -208,7 +191,7 @@ def test_static_dropout_stands_where_the_reference_has_it() -> None:
     ours = layer(x, None)
     on_m, *others = layer.dropout.masks
     on_expanded, on_streams = others[:2], others[2:]
-    key, *values, gate = layer.maps(x).chunk(4, -1)
+    key, *values, gate = layer.in_proj(x).chunk(4, -1)
     m = layer.queries @ key.mT / 6**0.5 * on_m.mT
     streams = []
     for index, signed in enumerate((m, -m)):
@@ -229,7 +212,7 @@ def test_dynamic_dropout_stands_where_the_reference_has_it() -> None:
     ours = layer(x)
     on_m, *others = layer.dropout.masks
     on_expanded, on_streams = others[:2], others[2:]
-    condition, key, *values, gate = layer.maps(x).chunk(5, -1)
+    condition, key, *values, gate = layer.in_proj(x).chunk(5, -1)
     queries = (condition[:, :, None] + layer.queries).flatten(1, 2)
     biases = (condition[:, :, None] + layer.biases).flatten(1, 2)
     m = queries @ key.mT / width**0.5 * on_m.flatten(1, 2)  # (B, s N_E, t)
@@ -277,11 +260,11 @@ def test_initial_weights_are_the_references() -> None:
     bound = (6 / (64 + 64)) ** 0.5
     mixer = model.decoder[0].mixer
     assert isinstance(mixer, DynamicExpansion)
-    for block in mixer.maps.weight.chunk(5):
+    for block in mixer.in_proj.weight.chunk(5):
         assert bound * 0.97 < block.abs().max() <= bound
     vectors = (6 / (50 + 64)) ** 0.5
     assert vectors * 0.95 < model.encoder[0].mixer.queries.abs().max() <= vectors  # type: ignore[union-attr]
-    assert model.words.weight.abs().max() <= (6 / (11 + 64)) ** 0.5
+    assert model.token_embedding.weight.abs().max() <= (6 / (11 + 64)) ** 0.5
     assert bool((model.encoder[0].mixer_norm.weight == 1).all())
 
 

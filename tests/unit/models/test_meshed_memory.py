@@ -16,8 +16,11 @@ from models.config import MeshedMemoryConfig
 from models.layers import Dropout, sinusoids
 from models.meshed_memory import MeshedMemoryTransformer
 from models.registry import build_model
-from tests.unit.models.test_decoding import follow_steps
-from tests.unit.models.test_expansion import SIZES, exact
+from tests.support.models import (
+    SIZES,
+    exact,
+    follow_steps,
+)
 
 VARIANTS: tuple[dict[str, Any], ...] = (
     {},
@@ -26,8 +29,6 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"gates": "softmax", "num_encoder_layers": 3},
     {"attention": "on_attention", "num_encoder_layers": 1},
 )
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def small_meshed(seed: int, **changes: Any) -> MeshedMemoryTransformer:
@@ -69,8 +70,8 @@ def literal_attention(layer: Any, x: Tensor, keys: Tensor, values: Tensor, query
         part = slice(head * width, (head + 1) * width)
         scores = query[:, part] @ keys[:, part].T / width**0.5
         mixed.append(scores.masked_fill(~mask, -torch.inf).softmax(-1) @ values[:, part])
-    v, weight, bias = torch.cat(mixed, 1), layer.output.weight, layer.output.bias
-    if not layer.on_attention:
+    v, weight, bias = torch.cat(mixed, 1), layer.out_proj.weight, layer.out_proj.bias
+    if not layer.out_proj.on_attention:
         return v @ weight.T + bias
     d = x.shape[1]
     both = torch.cat((v, x), 1)
@@ -83,7 +84,7 @@ def literal_logits(model: MeshedMemoryTransformer, features: Tensor, tokens: Ten
     x = model.input_norm(torch.relu(model.input(features)))
     levels = []
     for layer in model.encoder:
-        q, k, v = layer.attention.maps(x).split(d, -1)
+        q, k, v = layer.attention.in_proj(x).split(d, -1)
         if config.num_memory_slots:
             k = torch.cat((k, (d / heads) ** 0.5 * layer.attention.memory_keys))
             v = torch.cat((v, config.num_memory_slots**0.5 * layer.attention.memory_values))
@@ -91,9 +92,9 @@ def literal_logits(model: MeshedMemoryTransformer, features: Tensor, tokens: Ten
         x = layer.attention_norm(x + literal_attention(layer.attention, x, k, v, q, sees))
         x = layer.feed_forward_norm(x + layer.feed_forward(x))
         levels.append(x)
-    y = model.words.weight[tokens] + sinusoids(len(tokens), d, first=1)
+    y = model.token_embedding.weight[tokens] + sinusoids(len(tokens), d, first=1)
     for index, layer in enumerate(model.decoder):
-        q, k, v = layer.attention.maps(y).split(d, -1)
+        q, k, v = layer.attention.in_proj(y).split(d, -1)
         sees = torch.ones(len(y), len(y), dtype=torch.bool).tril()
         s = layer.attention_norm(y + literal_attention(layer.attention, y, k, v, q, sees))
         c, cross = [], layer.meshed.attention
@@ -110,7 +111,7 @@ def literal_logits(model: MeshedMemoryTransformer, features: Tensor, tokens: Ten
             gates = gates.softmax(0) if config.gates == "softmax" else gates.sigmoid()
             z = sum(gate * one for gate, one in zip(gates, c, strict=True)) / len(c) ** 0.5
         y = layer.feed_forward_norm(z + layer.feed_forward(z))
-    return y @ model.output.weight.T
+    return y @ model.lm_head.weight.T
 
 
 @torch.no_grad()
@@ -143,12 +144,12 @@ def test_initial_weights_are_the_references() -> None:
     for memory in (attention.memory_keys, attention.memory_values):
         assert memory.shape == (40, 512) and 0.0165 < memory.abs().max() <= 0.01692
         assert float(memory.detach().std()) == pytest.approx(0.0098, abs=1e-4)
-    assert attention.maps.weight.abs().max() <= (6 / 1024) ** 0.5  # each of the three maps by itself
+    assert attention.in_proj.weight.abs().max() <= (6 / 1024) ** 0.5  # each of the three maps by itself
     meshed = model.decoder[0].meshed
-    zero = [attention.maps.bias, attention.output.bias, meshed.attention.key_value.bias, meshed.gates[2].bias]
+    zero = [attention.in_proj.bias, attention.out_proj.bias, meshed.attention.key_value.bias, meshed.gates[2].bias]
     assert all(bool((bias == 0).all()) for bias in zero)
     assert bool((model.input.bias != 0).any()) and bool((model.encoder[0].feed_forward.inner.bias != 0).any())
-    assert bool((model.words.weight[1] != 0).any())
+    assert bool((model.token_embedding.weight[1] != 0).any())
     assert not any(name.startswith("positions") for name, _ in model.named_parameters())
 
 

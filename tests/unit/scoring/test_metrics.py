@@ -21,7 +21,7 @@ from pipeline.errors import UserError
 from pipeline.scoring import java, ngrams, ptb
 from pipeline.scoring.diagnostics import caption_stats
 from pipeline.scoring.metrics import BLEU, score_captions
-from pipeline.scoring.result_files import read_predictions, read_references
+from pipeline.scoring.result_files import read_predictions, read_references, write_predictions
 
 SHARED = Path(os.environ.get("RAYCAP_SHARED") or Path(__file__).parents[3].parent / "shared")
 WITHOUT_JAVA = (*BLEU, "ROUGE-L", "CIDEr-D")
@@ -250,6 +250,11 @@ def test_malformed_references_are_refused(content: Any, words: str, tmp_path: Pa
 def test_malformed_predictions_are_refused(content: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=words):
         read_predictions(write(tmp_path / "results.json", content))
+
+
+def test_written_predictions_are_read_back(tmp_path: Path) -> None:
+    write_predictions(tmp_path / "predictions" / "test.json", PREDICTIONS)
+    assert read_predictions(tmp_path / "predictions" / "test.json") == PREDICTIONS
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

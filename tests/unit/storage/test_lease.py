@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.storage.lease import Lease, LeaseHolder, LostLeaseError, take_lease
+from pipeline.storage.lease import Lease, LeaseRecord, LostLeaseError, take_lease
 from pipeline.storage.path import ConflictError, StorageOptions, StoragePath, storage_path
 from tests.support.s3_server import s3_server
 
@@ -87,7 +87,7 @@ def test_concurrent_increments_are_not_lost(folder: StoragePath) -> None:
 def test_one_of_many_takes_the_lease_and_the_others_learn_its_holder(folder: StoragePath) -> None:
     where, gate = folder / "lease.json", threading.Barrier(8)
 
-    def ask(_: int) -> Lease | LeaseHolder:
+    def ask(_: int) -> Lease | LeaseRecord:
         gate.wait()
         return take_lease(where, 30)
 
@@ -95,7 +95,7 @@ def test_one_of_many_takes_the_lease_and_the_others_learn_its_holder(folder: Sto
         answers = list(pool.map(ask, range(8)))
     leases = [answer for answer in answers if isinstance(answer, Lease)]
     assert len(leases) == 1 and leases[0].token == 1
-    holders = [answer for answer in answers if isinstance(answer, LeaseHolder)]
+    holders = [answer for answer in answers if isinstance(answer, LeaseRecord)]
     assert {holder.holder for holder in holders} == {json.loads(where.read_bytes())["holder"]}
     assert all(time.time() + 20 < holder.until < time.time() + 40 and " UTC" in str(holder) for holder in holders)
 
@@ -119,7 +119,7 @@ def test_a_lease_is_renewed_in_the_background(folder: StoragePath) -> None:
         ends: set[float] = set()
         while len(ends) < 3:  # as it was taken, and renewed twice
             held = take_lease(where, 6.0)
-            assert isinstance(held, LeaseHolder)
+            assert isinstance(held, LeaseRecord)
             ends.add(held.until)
             time.sleep(0.05)
         lease.check()

@@ -113,7 +113,7 @@ def test_the_index_is_built_once_a_machine(tmp_path: Path, monkeypatch: pytest.M
     assert score() == first
     assert score(eos=False) != first and score({**references, 9: ["c h", "c h a"]}) != first
     assert len(list((tmp_path / "c").glob("*.safetensors"))) == 3
-    monkeypatch.setattr(rewards, "_KEPT", 2)
+    monkeypatch.setattr(rewards, "MAX_CACHED", 2)
     score({**references, 9: ["g h", "g h a"]})
     assert len(list((tmp_path / "c").glob("*.safetensors"))) == 2
     (tmp_path / "file").write_text("")

@@ -1,0 +1,118 @@
+"""MLflow's model registry: a run's bundle as a pyfunc model that carries the code it needs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import io
+import logging
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.run import RunConfig
+from pipeline.runs.folder import RunFolder
+from pipeline.storage.path import is_remote
+from pipeline.tracking.mlflow_client import tracking_client, tracking_uri
+from pipeline.tracking.run_sync import parent_run
+from pipeline.version import project_root
+
+SERVING_PACKAGES = ("mlflow", "numpy", "pillow", "pydantic", "pyyaml", "safetensors", "timm", "torch", "torchvision")
+
+
+def register_model(folder: RunFolder, config: RunConfig, bundle: Path, scores: dict[str, float]) -> str:
+    """Logs the bundle as a pyfunc model of the parent run and registers it with its scores; returns name/version.
+
+    A version that this run registered before is returned unchanged.
+    """
+    parent = parent_run(folder, config)
+    versions = tracking_client(config).search_model_versions(f"run_id = '{parent}'")
+    if versions:
+        return f"{versions[0].name}/{versions[0].version}"
+    import mlflow
+
+    name = config.tracking.registered_name or config.name
+    packages = [*SERVING_PACKAGES, *(["boto3"] if is_remote(config.storage.uri) else [])]
+    with _quiet(), _serving_code() as code, _current_run(config, parent):
+        logged = mlflow.pyfunc.log_model(
+            name="model",
+            loader_module="pipeline.captioning.service",  # no pickle: the module reads the bundle
+            data_path=str(bundle),
+            code_paths=code,
+            pip_requirements=[f"{package}=={_version(package)}" for package in packages],
+            signature=_signature(),
+            input_example=_example(),
+            model_config={name: getattr(config.evaluation, name) for name in ("beam_size", "max_length", "precision")},
+        )
+        version = mlflow.register_model(logged.model_uri, name, tags={k: f"{v:.4f}" for k, v in scores.items()})
+    return f"{name}/{version.version}"
+
+
+@contextlib.contextmanager
+def _current_run(config: RunConfig, run_id: str) -> Iterator[None]:
+    """Makes a run MLflow's current one. Removes the address, which may hold a password, from the environment after."""
+    import mlflow
+
+    before = os.environ.get("MLFLOW_TRACKING_URI")
+    mlflow.set_tracking_uri(tracking_uri(config))
+    try:
+        with mlflow.start_run(run_id=run_id):
+            yield
+    finally:
+        mlflow.set_tracking_uri(before)  # type: ignore[arg-type]  # None unsets it
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences MLflow: it reports success on stderr and warns about the input example, which a bundle does not need."""
+    logging.disable(logging.INFO)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+@contextlib.contextmanager
+def _serving_code() -> Iterator[list[str]]:
+    """Folders with the sources that are stored with a model: the part of raycap that serving needs."""
+    from pipeline.captioning.service import serving_sources
+
+    with tempfile.TemporaryDirectory() as temporary:
+        for source in serving_sources():
+            target = Path(temporary) / source.relative_to(project_root())
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+        yield [str(folder) for folder in sorted(Path(temporary).iterdir())]
+
+
+def _version(package: str) -> str:
+    """The installed version as package indexes name it, without a build's suffix (+cpu)."""
+    return importlib.metadata.version(package).partition("+")[0]
+
+
+def _signature() -> Any:
+    from mlflow.models import ModelSignature
+    from mlflow.types import ColSpec, DataType, Schema
+
+    inputs: list[Any] = [
+        ColSpec(DataType.binary, "image", required=False),
+        ColSpec(DataType.string, "uri", required=False),
+    ]
+    outputs: list[Any] = [ColSpec(DataType.string, "caption"), ColSpec(DataType.double, "log_prob")]
+    return ModelSignature(Schema(inputs), Schema(outputs))
+
+
+def _example() -> Any:
+    """The bytes of a small PNG file in the column `image`."""
+    import pandas
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.linear_gradient("L").resize((32, 32)).save(file, "PNG")
+    return pandas.DataFrame({"image": [file.getvalue()]})

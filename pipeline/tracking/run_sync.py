@@ -1,0 +1,199 @@
+"""Brings MLflow up to date with a run: the run as a parent, each stage as a child, fed from the run's journal.
+
+`sync` sends what was not sent before and stores what was sent in log/tracked.json, so it may be called any number of
+times: regularly during training, and at the end. A tracker that is down or slow does not affect training; what could
+not be sent stays in the journal for the next `sync`. A request without an answer may have arrived: after one the
+tracker is asked for the steps that it has.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.run import RunConfig
+from pipeline.runs.folder import RunFolder, read_json, write_json
+from pipeline.runs.journal import Entry, read_journal
+from pipeline.tracking.mlflow_client import bounded_client, experiment_of, get_or_create_run, log_params, public_uri
+
+METRICS_PER_REQUEST = 500  # the server accepts 1000
+SENT_FILE = "log/tracked.json"
+FIRST_METRIC = {"train": "loss", "validation": "validation_CIDEr-D"}  # one that every entry of a kind has
+NOT_METRICS = ("step", "time", "total")
+
+
+class SentRecord:
+    """What the tracker at one address has received of a run: log/tracked.json, by address.
+
+    Values: "parent" and "stages" are MLflow's run ids; "sent" is the last step by stage and kind of entry; "status" the
+    last status by run id; "described" tells whether the parent has its parameters; "ending" how the run ended.
+    """
+
+    def __init__(self, folder: RunFolder, config: RunConfig) -> None:
+        self._folder, self._path, self._address = folder, folder.path / SENT_FILE, public_uri(config)
+        self._by_address = read_json(self._path) if self._path.is_file() else {}
+        new: dict[str, Any] = {"parent": None, "stages": {}, "sent": {}}
+        self.values: dict[str, Any] = self._by_address.get(self._address, new)
+        if self._address not in self._by_address:
+            self.save()  # `raycap sync` finds the address here even when nothing was ever sent
+
+    def save(self) -> None:
+        write_json(self._path, self._by_address | {self._address: self.values})
+        self._folder.push(SENT_FILE)
+
+    def set(self, key: str, value: Any) -> None:
+        """Sets a value and saves when it changes."""
+        if self.values.get(key) != value:
+            self.values[key] = value
+            self.save()
+
+
+def store_ending(folder: RunFolder, config: RunConfig, status: str | None) -> None:
+    """Stores how a run ended, for a later `raycap sync`; None: it has not ended."""
+    SentRecord(folder, config).set("ending", status)
+
+
+def stored_ending(folder: RunFolder, config: RunConfig) -> str | None:
+    """The status that `store_ending` stored."""
+    return SentRecord(folder, config).values.get("ending")
+
+
+def known_trackers(folder: RunFolder) -> list[str]:
+    """The addresses, without users and passwords, of the trackers that a run was to be sent to."""
+    path = folder.path / SENT_FILE
+    return list(read_json(path)) if path.is_file() else []
+
+
+def parent_run(folder: RunFolder, config: RunConfig) -> str:
+    """MLflow's id of a run that `sync` has created."""
+    return str(SentRecord(folder, config).values["parent"])
+
+
+def sync(
+    folder: RunFolder, config: RunConfig, *, status: str | None = None, unsure: bool = False, client: Any = None
+) -> None:
+    """Creates the MLflow runs that are missing and sends journal entries not sent before. Raises what MLflow raises.
+
+    Without `status` the parent is RUNNING, also after a failed attempt; with it the parent and all unfinished stages
+    end with that status. unsure: the tracker may have more than the record shows, so it is asked.
+    """
+    client, record = client or bounded_client(config), SentRecord(folder, config)
+    values = record.values
+    stages: dict[str, list[Entry]] = {}
+    for entry in read_journal(folder.journal):
+        stages.setdefault(entry["stage"], []).append(entry)
+    if values["parent"] is None:
+        record.set("parent", _create_parent(client, folder, config))
+    if not values.get("described"):
+        log_params(client, values["parent"], config.model_dump(mode="json", exclude={"tracking": {"uri"}}))
+        client.log_artifact(values["parent"], str(folder.path / "config.yaml"))
+        record.set("described", True)
+    for stage, entries in stages.items():
+        if stage not in values["stages"]:
+            values["stages"][stage] = _create_child(client, folder, config, entries, values["parent"])
+            record.save()
+        run_id = values["stages"][stage]
+        if unsure and values.get("status", {}).get(run_id) != "FINISHED":
+            _ask_for_steps(client, stage, run_id, values["sent"])
+        _send_entries(client, record, stage, entries)
+        finished = folder.result(stage) is not None
+        _set_status(client, record, run_id, "FINISHED" if finished else status or "RUNNING", entries[-1]["time"])
+    _set_status(client, record, values["parent"], status or "RUNNING")
+
+
+def log_results(folder: RunFolder, config: RunConfig, scores: dict[str, float], *, client: Any) -> None:
+    """Logs scores, their signature and the files (report, plots, captions, scores, metadata) to the parent run."""
+    from mlflow.entities import Metric, RunTag
+
+    from pipeline.reports.curves import write_curves
+
+    parent, entries = parent_run(folder, config), read_journal(folder.journal)
+    # the journal's last time: the same metrics logged once more have the same time
+    time_ms = int(max((entry["time"] for entry in entries), default=0.0) * 1000)
+    splits = read_json(folder.path / "scores.json")["splits"]
+    tags = [RunTag("raycap.signature", next(iter(splits.values()))["signature"])]
+    client.log_batch(parent, metrics=[Metric(name, value, time_ms, 0) for name, value in scores.items()], tags=tags)
+    for file in ("report.html", "scores.json", "run.json", "config.yaml"):
+        client.log_artifact(parent, str(folder.path / file))
+    client.log_artifacts(parent, str(folder.path / "predictions"), "predictions")
+    with tempfile.TemporaryDirectory() as plots:
+        write_curves(entries, Path(plots))
+        client.log_artifacts(parent, plots, "plots")
+
+
+def _create_parent(client: Any, folder: RunFolder, config: RunConfig) -> str:
+    metadata = folder.metadata
+    match = {"raycap.run_id": folder.run_id, "raycap.created": metadata.created}
+    tags = match | {
+        "mlflow.runName": folder.run_id,
+        "raycap.commit": metadata.commit,
+        "raycap.data_fingerprint": metadata.data_fingerprint,
+        "raycap.code": metadata.code,
+    }
+    return get_or_create_run(client, experiment_of(client, config), match, tags)
+
+
+def _create_child(client: Any, folder: RunFolder, config: RunConfig, entries: list[Entry], parent: str) -> str:
+    section = config.stage(entries[0]["stage"])
+    match = {"mlflow.parentRunId": parent, "mlflow.runName": section.name}
+    tags = match | {"raycap.run_id": folder.run_id}
+    if section.objective == "scst":
+        from pipeline.training.objectives import scst_signature
+
+        tags["raycap.signature"] = scst_signature(section.sampling)
+    begin_ms = int(entries[0]["time"] * 1000)
+    run_id = get_or_create_run(client, experiment_of(client, config), match, tags, begin_ms)
+    log_params(client, run_id, section.model_dump(mode="json"))
+    return run_id
+
+
+def _set_status(client: Any, record: SentRecord, run_id: str, status: str, end: float | None = None) -> None:
+    """Sets a status once, because ending a run again would move its end time (`end` in seconds; None: now)."""
+    statuses = record.values.setdefault("status", {})
+    if statuses.get(run_id) == status:
+        return
+    if status == "RUNNING":
+        client.update_run(run_id, status=status)
+    else:
+        client.set_terminated(run_id, status, None if end is None else int(end * 1000))
+    statuses[run_id] = status
+    record.save()
+
+
+def _ask_for_steps(client: Any, stage: str, run_id: str, sent: dict[str, int]) -> None:
+    """Updates `sent` from the tracker: entries arrive in order, and each with all of its metrics or not at all."""
+    for kind, key in FIRST_METRIC.items():
+        steps = [metric.step for metric in client.get_metric_history(run_id, key)]
+        sent[f"{stage}/{kind}"] = max(steps, default=-1)
+
+
+def _send_entries(client: Any, record: SentRecord, stage: str, entries: list[Entry]) -> None:
+    from mlflow.entities import Metric
+
+    run_id, sent = record.values["stages"][stage], record.values["sent"]
+    metrics: list[Metric] = []
+    steps: dict[str, int] = {}
+
+    def send() -> None:
+        client.log_batch(run_id, metrics=metrics)
+        sent.update(steps)
+        record.save()
+        metrics.clear()
+
+    for entry in entries:
+        kind, step = entry["kind"], entry["step"]
+        if kind not in FIRST_METRIC or step <= sent.get(f"{stage}/{kind}", -1):
+            continue
+        prefix = "validation_" if kind == "validation" else ""
+        new = [
+            Metric(f"{prefix}{key}", float(value), int(entry["time"] * 1000), step)
+            for key, value in entry.items()
+            if isinstance(value, (int, float)) and key not in NOT_METRICS
+        ]
+        if len(metrics) + len(new) > METRICS_PER_REQUEST:
+            send()
+        metrics += new
+        steps[f"{stage}/{kind}"] = step
+    if metrics:
+        send()

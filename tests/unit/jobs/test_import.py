@@ -1,0 +1,227 @@
+"""`raycap import`: checkpoints, backbones and vocabularies that fit, and those that are refused."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from jobs.import_ import import_checkpoint
+from models.backbone import Backbone, read_tensors
+from models.config import BackboneConfig, ExpansionNetConfig
+from models.convert import PUBLISHED_GROUPS, Inferred, backbone_config, complete_config, infer_swin
+from pipeline.captioning.bundle import load_bundle
+from pipeline.captioning.upstream import read_expansionnet_vocabulary
+from pipeline.errors import UserError
+from tests.support.models import (
+    one_thread,  # noqa: F401
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+GOLDEN = ROOT / "tests" / "parity" / "golden" / "expansionnet_v2"
+
+
+def importing(tmp_path: Path, **options: Any) -> None:
+    values: dict[str, Any] = {
+        "checkpoint": GOLDEN / "checkpoint.pth",
+        "tokens": GOLDEN / "tokens.pickle",
+        "out": tmp_path / "out",
+        "overrides": ["model.static_expansion=[4,8,16]", "model.num_heads=4"],
+    }
+    import_checkpoint("expansionnet_v2", **(values | options))
+
+
+def changed(tmp_path: Path, **tensors: torch.Tensor | None) -> Path:
+    """The golden checkpoint with some tensors replaced, added or (None) left out; dots written as two underscores."""
+    state = read_tensors(GOLDEN / "checkpoint.pth")
+    for name, tensor in tensors.items():
+        key = name.replace("__", ".")
+        if tensor is None:
+            state.pop(key)
+        else:
+            state[key] = tensor
+    path = tmp_path / "changed.safetensors"
+    save_file(state, path)
+    return path
+
+
+def test_imports_that_do_not_fit_are_refused_and_write_nothing(tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign.pickle"
+    words = ["EOS", "PAD", "SOS", "UNK", "a"]
+    content = {"word2idx_dict": {w: i for i, w in enumerate(words)}, "idx2word_list": words}
+    foreign.write_bytes(pickle.dumps(content | {"sos_str": "SOS", "eos_str": "EOS"}))
+    config = tmp_path / "config.yaml"
+    config.write_text("model: {num_heads: 4, static_expansion: [4, 8, 15]}\ndata: {root: nowhere}\n")
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"overrides": []}, "model.static_expansion is missing: the checkpoint holds 28 expansion vectors"),
+        ({"overrides": ["model.static_expansion=[4,8,16]"]}, "model.num_heads is missing"),
+        ({"overrides": [], "config": config}, r"\[4, 8, 15\] sums to 27"),
+        ({"overrides": ["model.static_expansion=[28]", "model.num_heads=5"]}, "does not divide by model.num_heads = 5"),
+        ({"overrides": ["model.head=4"]}, "unknown key model.head: did you mean num_heads"),
+        ({"overrides": ["num_heads=4"]}, "not of the form model.key=value"),
+        ({"overrides": ["model.num_heads=four"]}, "model.num_heads"),
+        (
+            {"overrides": ["model.static_expansion=[28]", "model.num_heads=4", "model.d_model=64"]},
+            "model.d_model is 64",
+        ),
+        ({"tokens": foreign}, "the vocabulary has 5 words, the checkpoint predicts 60"),
+        ({"tokens": tmp_path / "none.pickle"}, "--tokens .* does not exist"),
+        ({"checkpoint": GOLDEN / "tokens.pickle"}, "no PyTorch file"),
+        ({"checkpoint": GOLDEN / "swin_microsoft_format.pth"}, "is no ExpansionNet v2"),
+        ({"checkpoint": changed(tmp_path, vocab_linear__bias=None)}, "lacks 'vocab_linear.bias'"),
+        ({"backbone": GOLDEN / "checkpoint.pth"}, "the backbone file is no Swin"),
+        ({"backbone": GOLDEN / "swin_microsoft_format.pth"}, "features of width 32, the captioner takes 40"),
+        (
+            {"checkpoint": GOLDEN / "end_to_end_checkpoint.pth", "backbone": GOLDEN / "swin_microsoft_format.pth"},
+            "contains a Swin",
+        ),
+    ]
+    for options, message in cases:
+        with pytest.raises(UserError, match=message):
+            importing(tmp_path, **options)
+    for extra, message in (
+        ({"mystery__weight": torch.zeros(1)}, "has 'mystery.weight'"),
+        ({"pos_encoder__weight": torch.zeros(24, 31)}, r"\(24, 31\).*needs \(24, 32\)"),
+    ):
+        with pytest.raises(UserError, match=message):
+            importing(tmp_path, checkpoint=changed(tmp_path, **extra))
+    with pytest.raises(UserError, match="--from 'something' is unknown; known: expansionnet_v2"):
+        import_checkpoint("something", checkpoint=foreign, tokens=foreign, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match=r"--out .* cannot be written"):
+        importing(tmp_path, out=config / "model")
+    with pytest.raises(UserError, match=r"--out .* is a file"):
+        importing(tmp_path, out=config)
+    for content in (b"", b"no checkpoint", bytes(1000)):
+        (tmp_path / "no.pth").write_bytes(content)
+        with pytest.raises(UserError, match=r"no.pth is (refused|no readable checkpoint)") as refused:
+            importing(tmp_path, checkpoint=tmp_path / "no.pth")
+        assert "weights_only" not in str(refused.value)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("kept")
+    with pytest.raises(UserError, match="exists and is not empty"):
+        importing(tmp_path)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
+
+
+def test_an_import_with_a_backbone_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    end_to_end = read_tensors(GOLDEN / "end_to_end_checkpoint.pth")
+    save_file({k: v for k, v in end_to_end.items() if not k.startswith("swin_transf.")}, tmp_path / "alone.safetensors")
+    importing(tmp_path, checkpoint=tmp_path / "alone.safetensors", backbone=GOLDEN / "swin_microsoft_format.pth")
+    importing(tmp_path, checkpoint=tmp_path / "alone.safetensors", out=tmp_path / "features")
+    both = load_bundle(tmp_path / "out")
+    assert both.captioner.backbone is not None and both.captioner.backbone.num_tokens == 9
+    assert load_bundle(tmp_path / "features").captioner.backbone is None
+    assert "captions stored features of width 32" in capsys.readouterr().out
+
+
+def test_settings_of_a_backbone_that_is_not_there_are_refused(tmp_path: Path) -> None:
+    settings = ["model.static_expansion=[4,8,16]", "model.num_heads=4"]
+    with pytest.raises(UserError, match=r"--set backbone.image_size=96: .* holds no Swin"):
+        importing(tmp_path, overrides=[*settings, "backbone.image_size=96"])
+    config = tmp_path / "config.yaml"
+    config.write_text("backbone: {name: swin_large_patch4_window12_384}\n")
+    importing(tmp_path, overrides=settings, config=config)  # a run's own file may say more
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "words"),
+    [
+        ("vocab_linear.weight", torch.tensor(1.0), r"'vocab_linear.weight' has shape \(\); expected 2 axes"),
+        ("input_linear.weight", torch.zeros(4), r"'input_linear.weight' has shape \(4,\); expected 2 axes"),
+        ("pos_encoder.weight", torch.zeros(1, 1).expand(2**40, 32), "claims more than the file holds"),
+        ("pos_encoder.weight", torch.zeros(24, 32).to_sparse(), "no plain tensor"),
+        ("pos_encoder.weight", torch.zeros(24, 32, device="meta"), "no plain tensor"),
+        ("pos_encoder.weight", torch.zeros(24, 32, dtype=torch.complex64), "numbers are complex"),
+        ("pos_encoder.weight", torch.zeros(24, 32, dtype=torch.int64), "as torch.int64; expected torch.float32"),
+        ("pos_encoder.weight", torch.full((24, 32), torch.nan), "not finite"),
+        ("pos_encoder.weight", torch.full((24, 32), 1e300, dtype=torch.float64), "not finite in torch.float32"),
+        (7, torch.zeros(1), "its name is no string"),
+    ],
+)
+def test_tensors_that_are_not_what_they_seem_are_refused(
+    tmp_path: Path, name: str, tensor: torch.Tensor, words: str
+) -> None:
+    torch.save(read_tensors(GOLDEN / "checkpoint.pth") | {name: tensor}, tmp_path / "crafted.pth")
+    with pytest.raises(UserError, match=words):
+        importing(tmp_path, checkpoint=tmp_path / "crafted.pth")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layers.0.blocks.0.attn.relative_position_bias_table": torch.zeros(9)},
+        {"layers.0.blocks.0.attn.relative_position_bias_table": None},
+        {"patch_embed.proj.weight": torch.tensor(0.0)},
+        {"layers.a.blocks.0.attn.relative_position_bias_table": torch.zeros(9, 2), "patch_embed.proj.weight": None},
+    ],
+)
+def test_files_that_are_nearly_a_swin_are_refused(tmp_path: Path, change: dict[str, torch.Tensor | None]) -> None:
+    state = read_tensors(GOLDEN / "swin_microsoft_format.pth") | change
+    save_file({name: tensor for name, tensor in state.items() if tensor is not None}, tmp_path / "swin.safetensors")
+    with pytest.raises(UserError, match="the backbone file is no Swin"):
+        importing(tmp_path, backbone=tmp_path / "swin.safetensors")
+
+
+class Trap:
+    """Unpickling it would create a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+def test_nothing_in_a_pickle_runs(tmp_path: Path) -> None:
+    sprung = tmp_path / "sprung"
+    for protocol in range(2, 6):
+        (tmp_path / "trap.pickle").write_bytes(pickle.dumps({"word2idx_dict": Trap(sprung)}, protocol))
+        with pytest.raises(ValueError, match="is refused: it names"):
+            read_expansionnet_vocabulary(tmp_path / "trap.pickle")
+    torch.save({"model_state_dict": {"x": Trap(sprung)}}, tmp_path / "trap.pth")
+    with pytest.raises(ValueError, match="is refused"):
+        read_tensors(tmp_path / "trap.pth")
+    assert not sprung.exists()
+    pickle.loads((tmp_path / "trap.pickle").read_bytes())  # noqa: S301 - the trap itself works
+    assert sprung.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"word2idx_dict": {"a": 0}, "idx2word_list": ["b"]}, "contradict each other"),
+        (["a"], "is no ExpansionNet v2 vocabulary"),
+        ({"word2idx_dict": {"a": 0.5}, "idx2word_list": ["a"]}, "it holds a float"),
+        ({"word2idx_dict": {"a": 0}, "idx2word_list": ["a"]}, "lacks PAD, SOS, EOS, UNK"),
+        ({"word2idx_dict": {"a": (1,)}, "idx2word_list": ["a"]}, "it holds a tuple"),
+        ({"word2idx_dict": {"\ud800": 0}, "idx2word_list": ["\ud800"]}, "is no text"),
+    ],
+)
+def test_vocabularies_that_are_none_are_refused(tmp_path: Path, content: Any, words: str) -> None:
+    (tmp_path / "v.pickle").write_bytes(pickle.dumps(content))
+    with pytest.raises(ValueError, match=words):
+        read_expansionnet_vocabulary(tmp_path / "v.pickle")
+    (tmp_path / "cut.pickle").write_bytes((GOLDEN / "tokens.pickle").read_bytes()[:100])
+    with pytest.raises(ValueError, match="is (refused|no readable pickle)"):
+        read_expansionnet_vocabulary(tmp_path / "cut.pickle")
+
+
+def test_the_published_sizes_need_no_settings() -> None:
+    published = Inferred(
+        {"d_model": 512, "d_ff": 2048, "num_encoder_layers": 3, "num_decoder_layers": 3, "dynamic_expansion": 16},
+        1536, 10_000, 74, sum(PUBLISHED_GROUPS),
+    )  # fmt: skip
+    assert complete_config(published, {}) == ExpansionNetConfig()
+    large = {"embed_dim": 192, "depths": (2, 2, 18, 2), "num_heads": (6, 12, 24, 48), "window_size": 12}
+    assert backbone_config(large, {"drop_path": 0.1}) == BackboneConfig(drop_path=0.1)
+    with torch.device("meta"):
+        swin = Backbone(BackboneConfig()).swin.state_dict()
+    assert infer_swin(swin) == large  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="backbone.image_size is missing"):
+        backbone_config(large | {"embed_dim": 96}, {})

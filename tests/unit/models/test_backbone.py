@@ -1,0 +1,79 @@
+"""The Swin backbone: its grid, stochastic depth, gradient checkpointing, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from models.backbone import Backbone, load_swin, set_drop_path
+from models.captioner import Captioner
+from models.config import BackboneConfig
+from tests.support.models import (
+    SMALL_SWIN,
+    small_captioner,
+)
+
+
+def test_the_grid_is_what_the_backbone_gives() -> None:
+    for size in (32, 36, 44):
+        backbone = Backbone(
+            BackboneConfig(image_size=size, embed_dim=8, depths=(1, 1, 1), num_heads=(1, 1, 1), window_size=3)
+        )
+        features = backbone(torch.zeros(2, 3, size, size))
+        assert features.shape == (2, backbone.num_tokens, backbone.width)
+        assert backbone.num_tokens == backbone.grid[0] * backbone.grid[1]
+
+
+def test_stochastic_depth_grows_with_the_blocks_and_can_be_set() -> None:
+    backbone = Backbone(SMALL_SWIN)
+    images = torch.randn(8, 3, 32, 32)
+    before = backbone.train()(images)
+    assert torch.equal(before, backbone(images))
+    set_drop_path(Captioner(small_captioner(False)[0].model, backbone), 0.6)
+    rates = [getattr(block.drop_path1, "drop_prob", 0.0) for stage in backbone.swin.layers for block in stage.blocks]  # type: ignore[union-attr]
+    assert rates == pytest.approx([0.0, 0.3, 0.6])
+    assert not torch.equal(backbone(images), backbone(images))
+    assert torch.equal(backbone.eval()(images), before)
+    set_drop_path(backbone, 0.0)
+    assert torch.equal(backbone.train()(images), before)
+    with pytest.raises(ValueError, match="drop_path is 1"):
+        set_drop_path(backbone, 1.0)
+
+
+def test_gradient_checkpointing_gives_the_same_gradient() -> None:
+    torch.manual_seed(0)
+    plain = Backbone(SMALL_SWIN).train()
+    values = {**vars(SMALL_SWIN), "gradient_checkpointing": True}
+    saving = Backbone(BackboneConfig(**values)).train()
+    saving.load_state_dict(plain.state_dict())
+    images = torch.randn(2, 3, 32, 32)
+    for backbone in (plain, saving):
+        backbone(images).square().sum().backward()
+    for ours, theirs in zip(plain.parameters(), saving.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"name": "swin_enormous"}, "which timm does not know; known: .*swin_base"),
+        ({"image_size": 30}, "multiple of the patches' 4 px"),
+        ({"weights": "pretrained"}, "make it another model"),
+        ({"weights": "nowhere.safetensors"}, "nowhere.safetensors"),
+    ],
+)
+def test_backbones_that_do_not_fit_are_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Backbone(BackboneConfig(**(vars(SMALL_SWIN) | values)))
+
+
+def test_a_swin_of_another_shape_is_refused() -> None:
+    other = Backbone(BackboneConfig(**(vars(SMALL_SWIN) | {"embed_dim": 16}))).swin.state_dict()
+    with pytest.raises(ValueError, match=r"with shape \(.*this configuration needs"):
+        load_swin(Backbone(SMALL_SWIN), other)
+    other.pop("norm.weight")
+    with pytest.raises(ValueError, match="lacks 'norm.weight'"):
+        load_swin(Backbone(SMALL_SWIN), other)
