@@ -1,11 +1,11 @@
-"""`raycap check`: says whether a data set is fit to train on, and what is odd about it."""
+"""`raycap check`: whether a data set is fit to train on, and what is unusual about it."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,7 +19,18 @@ def check(config: RunConfig, json_file: Path | None = None) -> int:
     from pipeline.runs.check import check_data
 
     result = check_data(config)
-    statistics = result.statistics
+    _print_statistics(result.statistics)
+    for finding in result.findings:
+        print(f"{finding.kind:<8} {finding.text}")
+    print("fit to train on" if result.ok else "NOT fit to train on: see the errors above")
+    if json_file is not None:
+        body = {"ok": result.ok, **result.statistics, "findings": [asdict(finding) for finding in result.findings]}
+        json_file.write_text(json.dumps(body, indent=1, ensure_ascii=False), encoding="utf-8")
+        print(f"written to {json_file}")
+    return 0 if result.ok else 1
+
+
+def _print_statistics(statistics: dict[str, Any]) -> None:
     captions, duplicates = statistics["captions"], statistics["duplicates"]
     print("splits       " + ", ".join(f"{split} {count}" for split, count in statistics["splits"].items()))
     print(f"captions     {captions['total']}: {captions['empty']} empty, {captions['huge']} huge, ", end="")
@@ -29,17 +40,10 @@ def check(config: RunConfig, json_file: Path | None = None) -> int:
     print(f"vocabulary   {statistics.get('vocabulary', 'empty')} words, specials included")
     print(f"images       {len(statistics['unreadable'])} missing or unreadable; ", end="")
     print(f"{duplicates['across_splits']} in training and held out, {duplicates['elsewhere']} repeated otherwise")
-    short_side = statistics.get("short_side", {})
-    print("short side   " + ", ".join(f"{name} px: {count}" for name, count in short_side.items()))
+    print(
+        "short side   " + ", ".join(f"{name} px: {count}" for name, count in statistics.get("short_side", {}).items())
+    )
     print(f"fingerprint  {statistics['fingerprint']}")
-    for finding in result.findings:
-        print(f"{finding.kind:<8} {finding.text}")
-    print("fit to train on" if result.ok else "NOT fit to train on: see the errors above")
-    if json_file is not None:
-        body = {"ok": result.ok, **statistics, "findings": [asdict(finding) for finding in result.findings]}
-        json_file.write_text(json.dumps(body, indent=1, ensure_ascii=False), encoding="utf-8")
-        print(f"written to {json_file}")
-    return 0 if result.ok else 1
 
 
 def command(

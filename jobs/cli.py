@@ -53,7 +53,7 @@ COMMANDS = {
     "run": Entry("jobs.run:command", "Train, evaluate and register a model.", can_submit=True),
     "check": Entry("jobs.check:command", "Check whether a data set is fit to train on.", can_submit=True),
     "extract": Entry("jobs.extract:command", "Compute the features of a data set.", can_submit=True),
-    "score": Entry("jobs.score:command", "Score a COCO result file."),
+    "score": Entry("jobs.score:score", "Score a COCO result file."),
     "evaluate": Entry("jobs.evaluate:command", "Caption splits of a data set and score them.", can_submit=True),
     "constraints": Entry("jobs.constraints:constraints", "Turn detected objects into words for captions."),
     "tune": Entry("jobs.tune.command:command", "Search over configuration keys.", can_submit=True),

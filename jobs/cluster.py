@@ -1,4 +1,4 @@
-"""Starting or joining Ray; quiet, on the loopback where it is local."""
+"""Starting or joining Ray. A local Ray listens on the loopback interface only."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 def start_ray(config: RunConfig, address: str | None) -> None:
-    """Joins the Ray at `address` (or RAY_ADDRESS), else starts one in this machine with what the workers ask for.
+    """Joins the Ray at `address` (or RAY_ADDRESS), or starts one on this machine with the workers' resources.
 
-    Called again, it does nothing. A Ray that this process started ends with it, also when it is killed. Raises
-    UserError when GPUs are asked for that this machine does not have; on a cluster, which may grow, that is said.
+    A second call does nothing. A Ray that this process has started ends with the process, also when it is killed.
+    Raises UserError if this machine lacks the GPUs asked for; a cluster may grow, so there it is a warning.
     """
     import ray
 
@@ -28,9 +28,9 @@ def start_ray(config: RunConfig, address: str | None) -> None:
 
 
 def connect(address: str | None, needed_cpus: int = 2) -> bool:
-    """Joins the Ray at `address` (or RAY_ADDRESS) and returns True, else starts one and returns False.
+    """Joins the Ray at `address` (or RAY_ADDRESS) and returns True, or starts one and returns False.
 
-    A Ray that this process is in already is taken as it is.
+    If this process has joined or started a Ray already, it is used as it is.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")
@@ -42,6 +42,7 @@ def connect(address: str | None, needed_cpus: int = 2) -> bool:
     address = address or os.environ.get("RAY_ADDRESS")
     if address:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        logger.debug(f"ray       joined {address}: {ray.cluster_resources()}")
         return True
     ray.init(
         num_cpus=max(os.cpu_count() or 1, needed_cpus, 2),
@@ -50,17 +51,18 @@ def connect(address: str | None, needed_cpus: int = 2) -> bool:
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
+    logger.debug(f"ray       started on this machine: {ray.cluster_resources()}")
     return False
 
 
-def _check_gpus(config: RunConfig, there: float, joined: bool) -> None:
-    wanted = {
+def _check_gpus(config: RunConfig, num_gpus: float, joined: bool) -> None:
+    requested = {
         "workers.gpus_per_worker": config.workers.num_workers * config.workers.gpus_per_worker,
         "features.gpus_per_actor": config.features.num_actors * config.features.gpus_per_actor,
     }
-    for key, count in wanted.items():
-        if count > there:
-            text = f"{key} asks for {count:g} GPUs in all and this Ray has {there:g}"
+    for key, count in requested.items():
+        if count > num_gpus:
+            text = f"{key} asks for {count:g} GPUs in all and this Ray has {num_gpus:g}"
             if not joined:
                 raise UserError(f"{text}; set it to 0, or join a cluster with --address")
             logger.warning(f"{text}; waiting until the cluster has them")

@@ -40,43 +40,46 @@ def constraints(
     """
     from pipeline.captioning.constraints import unknown_words, write_constraints
 
-    found = read_detections(detections)
+    boxes = read_detections(detections)
     heights = read_hierarchy(hierarchy, class_names) if hierarchy is not None else {}
+    labels = Counter(box.label for image_boxes in boxes.values() for box in image_boxes)
     excluded = frozenset(_lines(exclude)) if exclude is not None else EXCLUDED
-    vocabulary = _vocabulary(model) if model is not None else None
-    unsaid: Counter[str] = Counter()
-    if vocabulary is not None:
-        labels = {each.label for own in found.values() for each in own} - excluded
-        unknown = {label for label in labels if unknown_words([label], vocabulary) or not vocabulary.tokenize(label)}
-        unsaid = Counter(each.label for own in found.values() for each in own if each.label in unknown)
+    unknown: set[str] = set()
+    if model is not None:
+        vocabulary = _vocabulary(model)
+        unknown = {
+            label
+            for label in labels.keys() - excluded
+            if unknown_words([label], vocabulary) or not vocabulary.tokenize(label)
+        }
         excluded |= unknown
     chosen = {
         image: [
             (label,)
-            for label in choose_constraints(own, heights, max_constraints=most, overlap=overlap, excluded=excluded)
+            for label in choose_constraints(
+                image_boxes, heights, max_constraints=most, overlap=overlap, excluded=excluded
+            )
         ]
-        for image, own in found.items()
+        for image, image_boxes in boxes.items()
     }
     write_constraints(out, chosen)
-    having = [own for own in chosen.values() if own]
+    words = [word for image_words in chosen.values() for word in image_words]
     logger.info(
-        f"{sum(map(len, found.values()))} detections in {len(found)} images: {sum(map(len, having))} constraints in "
-        f"{len(having)} images, {len({own for each in having for own in each})} different classes"
+        f"{labels.total()} detections in {len(boxes)} images: {len(words)} constraints in "
+        f"{sum(map(bool, chosen.values()))} images, {len(set(words))} different classes"
     )
-    if heights:
-        strange = {each.label for own in found.values() for each in own} - heights.keys()
-        if strange:
-            logger.info(
-                f"{len(strange)} classes are not in the hierarchy and count as leaves, such as {min(strange)!r}"
-            )
-    if unsaid:
-        listed = ", ".join(label for label, _ in unsaid.most_common(5)) + (", ..." if len(unsaid) > 5 else "")
-        logger.info(f"classes left out, as the model lacks their words: {len(unsaid)} ({listed})")
+    if heights and (missing := labels.keys() - heights.keys()):
+        logger.info(f"{len(missing)} classes are not in the hierarchy and count as leaves, such as {min(missing)!r}")
+    if unknown:
+        most_frequent = [label for label, _ in labels.most_common() if label in unknown][:5]
+        listed = ", ".join(most_frequent) + (", ..." if len(unknown) > 5 else "")
+        logger.info(f"classes left out because the model lacks their words: {len(unknown)} ({listed})")
     logger.info(f"constraints  {out}")
     return 0
 
 
 def _lines(path: Path) -> list[str]:
+    """The lines of a file of class names, in lower case."""
     try:
         return [line.strip().lower() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""`raycap doctor`: says what this machine or a cluster can and cannot do, each with its remedy."""
+"""`raycap doctor`: what this machine or a cluster can run, with a remedy for each thing that it cannot."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def doctor(
     address: str | None = None,
     as_lines: bool = True,
 ) -> int:
-    """Prints a line a check, or all as JSON. Returns 1 when something fails, so that CONFIG cannot run here.
+    """Prints one line per check, or all checks as JSON. Returns 1 when one fails, so that `config` cannot run here.
 
     Raises UserError for a configuration that cannot be read.
     """
@@ -29,18 +29,18 @@ def doctor(
         findings.append(finding)
         if as_lines:
             print(finding.line)
-    found = as_json(findings)
+    report = as_json(findings)
     if not as_lines:
-        print(json.dumps(found, indent=1, ensure_ascii=False))
+        print(json.dumps(report, indent=1, ensure_ascii=False))
     else:
         failed = [finding.name for finding in findings if finding.level == "fail"]
         what = str(config) if config is not None else "raycap"
         print(f"{what} cannot run here: {', '.join(failed)}" if failed else f"{what} can run here")
-    return 0 if found["ok"] else 1
+    return 0 if report["ok"] else 1
 
 
 def _read(path: Path | None, overrides: Sequence[str]) -> RunConfig | None:
-    """A run's configuration, or the one that a search starts from."""
+    """The configuration of a run, or the one that a search starts from."""
     from pipeline.config.load import parse_config, read_values
 
     if path is None:

@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 def extract(config: RunConfig, address: str | None = None, verify: bool = False) -> int:
-    """Features of every split by the configuration's backbone (or from its HDF5 file). Returns the exit code.
+    """Computes the features of every split with the configuration's backbone, or imports its HDF5 file.
 
-    1 when more than `data.max_bad_fraction` of the images give none, or `verify` finds damage; UserError before
-    anything is computed for what the user can mend.
+    Returns 1 when more than `data.max_bad_fraction` of the images give no features, or `verify` finds damage. Raises
+    UserError for mistakes that can be found before anything is computed.
     """
     from pipeline.data.loading import read_data, snapshot_of
 
@@ -40,26 +40,33 @@ def extract(config: RunConfig, address: str | None = None, verify: bool = False)
     dataset = read_data(config)
     logger.info(f"data         {len(dataset)} images in {len(set(dataset.column('split')))} splits")
     dataset, unreadable = snapshot_of(dataset, config)
-    folder, bad = _extract(dataset, unreadable, config, address)
+    folder, undecodable = _extract(dataset, unreadable, config, address)
     store = FeatureStore(folder)
     logger.info(f"store        {folder}: {len(store)} images in {len(store.shards)} shards")
-    code = _verdict(dataset, bad, unreadable, config, folder)
+    code = _check_quarantine(dataset, undecodable, unreadable, config, folder)
     if verify:
-        damaged = store.verify()
-        lost = int((~store.contains(dataset.without(sorted(bad)).known().table["key"])).sum())
-        for sentence in damaged:
-            logger.info(f"damaged      {sentence}")
-        logger.info(
-            f"verify       {len(store.shards) - len(damaged)} of {len(store.shards)} shards are whole, "
-            f"{lost} images are not there"
-        )
-        code = 1 if damaged or lost else code
+        code = max(code, _verify(store, dataset.without(sorted(undecodable)).known()))
     logger.info(f"finished in {time.monotonic() - begin:.1f} s")
     return code
 
 
+def _verify(store: FeatureStore, dataset: Dataset) -> int:
+    """Reads the whole store. Returns 1 when a shard is damaged or an image of the data set is missing."""
+    damages = store.verify()
+    num_missing = int((~store.contains(dataset.table["key"])).sum())
+    for damage in damages:
+        logger.info(f"damaged      {damage}")
+    logger.info(
+        f"verify       {len(store.shards) - len(damages)} of {len(store.shards)} shards are whole, "
+        f"{num_missing} images are missing"
+    )
+    return 1 if damages or num_missing else 0
+
+
 def _extract(dataset: Dataset, unreadable: dict[str, str], config: RunConfig, address: str | None) -> Extracted:
-    _refuse_when_unusable(dataset, unreadable, config)
+    if unreadable and not len(dataset.known()):  # a wrong path and not a damaged data set
+        uri, reason = next(iter(unreadable.items()))
+        raise UserError(f"none of the {len(dataset)} images can be read; check data.images: {uri}: {reason}")
     with TemporaryDirectory(prefix="raycap-") as scratch:
         weights = initial_weights(config, Path(scratch)) if config.has_backbone else None
         return feature_source(config).extract(dataset, weights, lambda: start_ray(config, address), unreadable)
@@ -68,22 +75,23 @@ def _extract(dataset: Dataset, unreadable: dict[str, str], config: RunConfig, ad
 def initial_weights(config: RunConfig, scratch: Path) -> Path:
     """The file with the weights that the configuration's backbone starts from.
 
-    It is kept in the storage, named by what decides it: building a backbone to find that all its features are there
-    would take longer than all the rest.
+    The storage keeps it under a name made of everything that decides it, because building a backbone takes longer than
+    finding that all of its features exist.
     """
     versions = [importlib.metadata.version(name) for name in ("torch", "timm")]
-    named = json.dumps([asdict(config.backbone), config.seed, versions, _state_of_file(config)], sort_keys=True)
-    kept = config.storage_place / f"backbones/{hashlib.sha256(named.encode()).hexdigest()[:20]}.safetensors"
-    path = scratch / kept.name if kept.is_remote else kept.path
-    if kept.exists():
-        if kept.is_remote:
-            path.write_bytes(kept.read_bytes())
+    identity = json.dumps([asdict(config.backbone), config.seed, versions, _state_of_file(config)], sort_keys=True)
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:20]
+    stored = config.storage_place / f"backbones/{digest}.safetensors"
+    path = scratch / stored.name if stored.is_remote else stored.path
+    if stored.exists():
+        if stored.is_remote:
+            path.write_bytes(stored.read_bytes())
         return path
     from pipeline.runs.prepare import initial_backbone
 
     save_weights(initial_backbone(config), path)
-    if kept.is_remote:
-        kept.write_bytes(path.read_bytes())
+    if stored.is_remote:
+        stored.write_bytes(path.read_bytes())
     return path
 
 
@@ -98,27 +106,21 @@ def _state_of_file(config: RunConfig) -> list[int]:
     return [status.st_size, status.st_mtime_ns]
 
 
-def _refuse_when_unusable(dataset: Dataset, unreadable: dict[str, str], config: RunConfig) -> None:
-    """Nothing readable at all is a wrong path, not a damaged data set."""
-    if len(unreadable) and len(dataset.known()) == 0:
-        uri, reason = next(iter(unreadable.items()))
-        raise UserError(f"none of the {len(dataset)} images can be read; check data.images: {uri}: {reason}")
-
-
-def _verdict(
+def _check_quarantine(
     dataset: Dataset,
-    bad: dict[str, str],
+    undecodable: dict[str, str],
     unreadable: dict[str, str],
     config: RunConfig,
     folder: StoragePath,
 ) -> int:
-    troubled = len(dataset.known()) - len(dataset.without(sorted(bad)).known()) + len(unreadable)
-    if not troubled:
+    """Reports images without features. Returns 1 when there are more than `data.max_bad_fraction`."""
+    num_bad = len(dataset.known()) - len(dataset.without(sorted(undecodable)).known()) + len(unreadable)
+    if not num_bad:
         return 0
-    first = next(iter(bad.values()), "") or next(iter(unreadable.values()))
-    logger.info(f"quarantine   {troubled} of {len(dataset)} images gave no features (first: {first}):")
+    first = next(iter(undecodable.values()), "") or next(iter(unreadable.values()))
+    logger.info(f"quarantine   {num_bad} of {len(dataset)} images gave no features (first: {first}):")
     logger.info(f"             {folder / 'quarantine.parquet'}")
-    if troubled > config.data.max_bad_fraction * len(dataset):
+    if num_bad > config.data.max_bad_fraction * len(dataset):
         logger.info(f"failed       that is more than data.max_bad_fraction = {config.data.max_bad_fraction}")
         return 1
     return 0

@@ -16,21 +16,26 @@ from pipeline.storage.atomic import atomic_path, write_text
 
 
 def score(
-    references: Path,
-    predictions: Path,
-    *,
-    json_file: Path | None = None,
-    per_image: Path | None = None,
-    split: str | None = None,
-    complete: bool = False,
-    metrics: Sequence[str] = METRICS,
-    java_deadline_s: float | None = None,
+    references: Annotated[Path, typer.Option(help="Captions in COCO's or Karpathy's format, gzipped or not.")],
+    predictions: Annotated[Path, typer.Option(help="A COCO result file: a list of image_id and caption.")],
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write scores, signature and extras to this JSON file.")
+    ] = None,
+    per_image: Annotated[Path | None, typer.Option(help="Write one row per image to this .parquet or .csv.")] = None,
+    split: Annotated[str | None, typer.Option(help="Score this split of a Karpathy file, all of it.")] = None,
+    complete: Annotated[bool, typer.Option("--complete", help="Require a prediction for every image.")] = False,
+    metrics: Annotated[
+        list[str] | None, typer.Option("--metric", help=f"One of {', '.join(METRICS)}; by default all.")
+    ] = None,
+    java_deadline_s: Annotated[
+        float | None, typer.Option("--java-deadline", help="Seconds that METEOR and SPICE may take.")
+    ] = None,
 ) -> Scores:
-    """Scores `predictions` against `references`, prints the table, and writes the files that are asked for.
+    """Score a COCO result file.
 
-    json_file: scores, extras and signature. per_image: a row an image, Parquet or CSV by the name's ending. split:
-    only that split of a Karpathy file, all of it. complete: every reference image must have a prediction. Raises
-    UserError for the caller's mistakes, before anything is written.
+    Neither a model nor Ray is needed. Mistakes in the files are reported before anything is written.
+
+    Example: raycap score --references captions_val2014.json --predictions results.json --json scores.json
     """
     _check_targets(json_file, per_image)
     candidates = read_predictions(predictions)
@@ -48,7 +53,7 @@ def score(
             f"{len(missing)} of {len(captions)} reference images have no prediction: left out, also of the document "
             f"frequencies"
         )
-    scores = score_captions(captions, candidates, metrics=metrics, java_deadline_s=java_deadline_s)
+    scores = score_captions(captions, candidates, metrics=metrics or METRICS, java_deadline_s=java_deadline_s)
     print(format_scores(scores))
     if json_file is not None:
         write_scores(json_file, scores)
@@ -60,10 +65,10 @@ def score(
 
 
 def format_scores(scores: Scores) -> str:
-    """A row a metric, then what is worth a look, and the signature."""
+    """One line per metric, then statistics of the captions, and the signature."""
     lines = [""]
-    for name, found in scores.by_name.items():
-        value = f"{found.value:.3f}" if found.value is not None else f"unavailable: {found.unavailable}"
+    for name, score in scores.by_name.items():
+        value = f"{score.value:.3f}" if score.value is not None else f"unavailable: {score.unavailable}"
         lines.append(f"  {name:<9} {value}")
     extras = scores.extras
     if "spice_categories" in extras:
@@ -79,15 +84,15 @@ def format_scores(scores: Scores) -> str:
     ]
     if extras["empty"]:
         empty = round(extras["empty"] * len(scores.image_ids))
-        lines.append(f"  {empty} of the captions hold no word: they match nothing and score 0")
+        lines.append(f"  {empty} of the captions have no words: they match nothing and score 0")
     return "\n".join([*lines, f"  {scores.signature}", ""])
 
 
 def write_scores(path: Path, scores: Scores) -> None:
-    """One JSON object; a score that could not be had is null under "scores" and has its reason under "unavailable"."""
+    """Writes one JSON object. A score that could not be computed is null; "unavailable" contains the reason."""
     content = {
-        "scores": {name: found.value for name, found in scores.by_name.items()},
-        "unavailable": {name: found.unavailable for name, found in scores.by_name.items() if found.unavailable},
+        "scores": {name: score.value for name, score in scores.by_name.items()},
+        "unavailable": {name: score.unavailable for name, score in scores.by_name.items() if score.unavailable},
         "images": len(scores.image_ids),
         "signature": scores.signature,
         "extras": scores.extras,
@@ -96,12 +101,12 @@ def write_scores(path: Path, scores: Scores) -> None:
 
 
 def write_per_image(path: Path, scores: Scores, captions: Sequence[str]) -> None:
-    """A row an image: image_id, caption, and a column for every metric that has values by image."""
+    """Writes one row per image: image_id, caption, and a column for every metric with a value per image."""
     import pyarrow as pa
     import pyarrow.csv
     import pyarrow.parquet
 
-    columns = {name: found.per_image for name, found in scores.by_name.items() if found.per_image is not None}
+    columns = {name: score.per_image for name, score in scores.by_name.items() if score.per_image is not None}
     ids = scores.image_ids if len({type(image) for image in scores.image_ids}) == 1 else map(str, scores.image_ids)
     table = pa.table({"image_id": list(ids), "caption": list(captions), **columns})
     with atomic_path(path) as temporary:
@@ -119,20 +124,3 @@ def _check_targets(json_file: Path | None, per_image: Path | None) -> None:
             raise UserError(f"{option} {path}: the folder {path.absolute().parent} does not exist; make it first")
         if path is not None and path.is_dir():
             raise UserError(f"{option} {path}: this is a folder; give a file's name")
-
-
-def command(
-    references: Annotated[Path, typer.Option(help="Captions in COCO's or Karpathy's format, gzipped or not.")],
-    predictions: Annotated[Path, typer.Option(help="A COCO result file: a list of image_id and caption.")],
-    json: Annotated[Path | None, typer.Option(help="Write scores, signature and extras to this JSON file.")] = None,
-    per_image: Annotated[Path | None, typer.Option(help="Write one row per image to this .parquet or .csv.")] = None,
-    split: Annotated[str | None, typer.Option(help="Score this split of a Karpathy file, all of it.")] = None,
-    complete: Annotated[bool, typer.Option("--complete", help="Require a prediction for every image.")] = False,
-) -> None:
-    """Score a COCO result file.
-
-    The metrics are BLEU, METEOR, ROUGE-L, CIDEr-D and SPICE. Neither a model nor Ray is needed.
-
-    Example: raycap score --references captions_val2014.json --predictions results.json --json scores.json
-    """
-    score(references, predictions, json_file=json, per_image=per_image, split=split, complete=complete)

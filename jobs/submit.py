@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,46 +42,48 @@ logger = logging.getLogger(__name__)
 
 
 POLL_S = 2.0
-LOST_S = 600.0  # how long a cluster may be out of reach before following is given up
+LOST_S = 600.0  # how long a cluster may be unreachable before the follower gives up
 
 
-def submit(
-    command: str,
-    config: Path,
-    arguments: Sequence[str],
-    address: str,
-    *,
-    env: Sequence[str] = (),
-    secrets: Sequence[str] = (),
-    with_dependencies: bool = False,
-    detach: bool = False,
-) -> int:
-    """Packs, sends and follows; returns the job's exit code (0 at once with `detach`).
+@dataclass(frozen=True)
+class Request:
+    """A command line for the cluster, with the variables that the job needs."""
 
-    Everything that can be checked is checked before anything is sent: UserError.
+    command: str
+    config: Path
+    arguments: Sequence[str] = ()
+    env: Sequence[str] = ()
+    secrets: Sequence[str] = ()
+    with_dependencies: bool = False
+
+
+def submit(request: Request, address: str, *, detach: bool = False) -> int:
+    """Packs the code, sends it and follows the job. Returns the job's exit code, or 0 at once with `detach`.
+
+    Raises UserError for every mistake that can be found before anything is sent.
     """
-    given, named = variables(env), secret_names(secrets)
-    if not config.is_file():
-        raise UserError(f"configuration {config} does not exist; give the path of a YAML file")
-    check_texts(config, arguments, {*given, *named})
+    given, named = variables(request.env), secret_names(request.secrets)
+    if not request.config.is_file():
+        raise UserError(f"configuration {request.config} does not exist; give the path of a YAML file")
+    check_texts(request.config, request.arguments, {*given, *named})
     with _present(named):
-        parsed = _parse(command, config, arguments)
+        parsed = _parse(request.command, request.config, request.arguments)
     server = JobsServer(address)
     for warning in check_places(parsed):
-        logger.warning(f"{warning}")
+        logger.warning(warning)
     _log_versions(server)
     root = project_root()
-    job = Submission(command, "", tuple(arguments), given, named, requirements(root) if with_dependencies else ())
+    dependencies = requirements(root) if request.with_dependencies else ()
     with tempfile.TemporaryDirectory(prefix="raycap-submit-") as scratch:
-        own = [Path(place) for place in (parsed.data.root, parsed.storage.uri) if place and "://" not in place]
-        files, path = package_files(config, root, own)
+        data_folders = [Path(place) for place in (parsed.data.root, parsed.storage.uri) if place and "://" not in place]
+        files, path = package_files(request.config, root, data_folders)
         package = pack(files, Path(scratch) / "code.zip")
-        job = Submission(command, path, job.arguments, given, named, job.requirements)
+        job = Submission(request.command, path, tuple(request.arguments), given, named, dependencies)
         logger.info(f"code      {package.describe()}")
         logger.info("          sent" if server.upload(package) else "          the cluster has it already")
         job_id = _new_id(parsed.name)
         server.submit(job_id, job.entrypoint, job.runtime_env(f"gcs://{package.name}"), job.metadata)
-    logger.info(f"job       {job_id}: raycap {command} {path}")
+    logger.info(f"job       {job_id}: raycap {request.command} {path}")
     if given:
         logger.info(f"variables {', '.join(given)} (their values can be read on the cluster)")
     if named:
@@ -93,7 +96,7 @@ def submit(
 
 @contextmanager
 def _present(names: Sequence[str]) -> Iterator[None]:
-    """The cluster's secrets need not be here to check a configuration that names them."""
+    """Sets placeholders for the cluster's secrets, so that a configuration that names them can be checked here."""
     missing = [name for name in names if name not in os.environ]
     os.environ.update(dict.fromkeys(missing, "on-the-cluster"))
     try:
@@ -114,13 +117,13 @@ def _parse(command: str, config: Path, arguments: Sequence[str]) -> RunConfig:
 
 
 def command_overrides(command: str, config: Path, arguments: Sequence[str]) -> list[str]:
-    """Parses `raycap COMMAND CONFIG ARGUMENTS` with the command line itself; returns what --set was given.
+    """Parses `raycap COMMAND CONFIG ARGUMENTS` as the job will; returns the values of --set.
 
     Raises UserError for a command that does not take a configuration or would refuse its options.
     """
-    fitting = sorted(name for name, entry in COMMANDS.items() if entry.can_submit)
-    if command not in fitting:
-        raise UserError(f"{command!r} cannot be submitted; one of {', '.join(fitting)} can, and status, logs, stop")
+    names = sorted(name for name, entry in COMMANDS.items() if entry.can_submit)
+    if command not in names:
+        raise UserError(f"{command!r} cannot be submitted; one of {', '.join(names)} can, and status, logs, stop")
     if "--address" in arguments:
         raise UserError("--address was given twice; the job joins the cluster that it runs on")
     try:
@@ -131,22 +134,22 @@ def command_overrides(command: str, config: Path, arguments: Sequence[str]) -> l
 
 
 def refuse_options(command: str, words: Sequence[str], **options: object) -> None:
-    """UserError for options that have no meaning with a command, rather than leaving them out silently."""
-    found = [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
-    if words or found:
+    """Raises UserError for options that have no effect on a command."""
+    refused = [*words, *(f"--{name.replace('_', '-')}" for name, value in options.items() if value)]
+    if refused:
         raise UserError(
-            f"submit {command} does not take {' '.join([*words, *found])} there; the form is: "
+            f"submit {command} does not take {' '.join(refused)} there; the form is: "
             "raycap submit COMMAND CONFIG|ID --address URL OPTIONS"
         )
 
 
 def _log_versions(server: JobsServer) -> None:
-    here, there = importlib.metadata.version("ray"), server.version()["ray_version"]
-    logger.info(f"cluster   {server.address}, Ray {there}")
-    if here != there:
-        logger.warning(f"this machine has Ray {here}; the job uses the cluster's, which may not fit this code")
+    local, remote = importlib.metadata.version("ray"), server.version()["ray_version"]
+    logger.info(f"cluster   {server.address}, Ray {remote}")
+    if local != remote:
+        logger.warning(f"this machine has Ray {local}; the job uses the cluster's, which may not fit this code")
     if server.token_sent and server.is_unencrypted:
-        logger.warning("the token goes over http, where it can be read on the way; use https or a tunnel")
+        logger.warning("the token is sent over http, where others can read it; use https or a tunnel")
 
 
 def _new_id(name: str) -> str:
@@ -160,9 +163,9 @@ def _log_commands(job_id: str, server: JobsServer) -> None:
 
 
 def follow(server: JobsServer, job_id: str, write: Callable[[str], None] | None = None) -> int:
-    """Prints a job's log until it is over and returns its exit code; a connection that is cut is made again.
+    """Prints a job's log until the job ends and returns its exit code. A broken connection is made again.
 
-    Ctrl-C asks whether to stop the job; without a terminal it goes on, and what stops it is printed.
+    Ctrl-C asks whether to stop the job. Without a terminal the job continues, and the command that stops it is printed.
     """
     try:
         info = asyncio.run(_Follower(server, job_id, write or _write).run())
@@ -172,7 +175,7 @@ def follow(server: JobsServer, job_id: str, write: Callable[[str], None] | None 
 
 
 class _Follower:
-    """The state of following one job: how much of its log was printed, and since when the cluster is out of reach."""
+    """Follows one job: how much of its log has been printed, and since when the cluster has been unreachable."""
 
     def __init__(self, server: JobsServer, job_id: str, write: Callable[[str], None]) -> None:
         self.server, self.job_id, self.write = server, job_id, write
@@ -184,7 +187,7 @@ class _Follower:
         while True:
             try:
                 info = await asyncio.to_thread(self.server.job, self.job_id)
-                self._back()
+                self._connected()
                 if info["status"] == "PENDING":
                     self._log_pending(info)
                     await asyncio.sleep(POLL_S)
@@ -198,20 +201,20 @@ class _Follower:
             await asyncio.sleep(POLL_S)
 
     async def _print(self) -> None:
-        """The log's tail begins at the beginning each time: what was printed before is skipped."""
-        seen = 0
+        """Prints the log. Each connection sends it from its beginning, so that the printed part is skipped."""
+        received = 0
         async for text in self.server.tail(self.job_id):
             if not text and (await asyncio.to_thread(self.server.job, self.job_id))["status"] in FINAL_STATES:
                 text = await asyncio.to_thread(self.server.logs, self.job_id)
-                self.write(text[self.printed :])  # the connection is dead: the rest of the log by another way
+                self.write(text[self.printed :])  # the connection is dead, but the job has ended
                 self.printed = len(text)
                 return
-            self._back()
-            new = text[max(0, self.printed - seen) :]
-            seen += len(text)
+            self._connected()
+            new = text[max(0, self.printed - received) :]
+            received += len(text)
             if new:
                 self.write(new)
-                self.printed = seen
+                self.printed = received
 
     def _log_pending(self, info: dict[str, Any]) -> None:
         message = " ".join(str(info.get("message") or "waiting for the cluster").split())
@@ -222,14 +225,14 @@ class _Follower:
     def _lost(self, error: UnreachableError) -> None:
         if self.lost_at is None:
             self.lost_at = time.monotonic()
-            logger.warning(f"{error}; the job goes on, trying again")
+            logger.warning(f"{error}; the job continues, trying again")
         elif time.monotonic() - self.lost_at > LOST_S:
             raise UnreachableError(
-                f"{error}; given up after {LOST_S / 60:.0f} minutes, the job may go on: "
+                f"{error}; given up after {LOST_S / 60:.0f} minutes, the job may still run: "
                 f"raycap submit logs {self.job_id} --address {self.server.address} --follow"
             ) from error
 
-    def _back(self) -> None:
+    def _connected(self) -> None:
         if self.lost_at is not None:
             logger.info("          connected again")
         self.lost_at = None
@@ -241,7 +244,7 @@ def _write(text: str) -> None:
 
 
 def _verdict(job_id: str, info: dict[str, Any]) -> int:
-    """The job's own exit code; 1 for one that has none because it never started or was stopped."""
+    """The job's exit code; 1 for a job that has none because it never started or was stopped."""
     status, code = info["status"], info.get("driver_exit_code")
     if status == "SUCCEEDED":
         logger.info(f"job       {job_id} succeeded")
@@ -254,7 +257,7 @@ def _verdict(job_id: str, info: dict[str, Any]) -> int:
         return 1
     code = int(code)
     logger.info(f"job       {job_id} failed with exit code {code}")
-    return code if code > 0 else 128 - code  # killed by a signal, as a shell says it
+    return code if code > 0 else 128 - code  # killed by a signal: as a shell reports it
 
 
 def _interrupted(server: JobsServer, job_id: str) -> int:
@@ -266,13 +269,13 @@ def _interrupted(server: JobsServer, job_id: str) -> int:
             logger.info("")
     if stop_it:
         return stop(job_id, server.address)
-    logger.info(f"the job {job_id} goes on")
+    logger.info(f"the job {job_id} continues")
     _log_commands(job_id, server)
     return 130
 
 
 def status(job_id: str, address: str) -> int:
-    """Says how a job is; 0 unless it failed or was stopped."""
+    """Prints the state of a job. Returns 0 unless it failed or was stopped."""
     info = JobsServer(address).job(job_id)
     logger.info(f"{job_id}: {info['status']}")
     if info.get("message"):
@@ -284,7 +287,7 @@ def status(job_id: str, address: str) -> int:
 
 
 def logs(job_id: str, address: str, to_the_end: bool = False) -> int:
-    """Prints a job's log: what there is, or all of it until the job is over."""
+    """Prints a job's log so far, or until the job ends."""
     server = JobsServer(address)
     server.job(job_id)
     if to_the_end:
@@ -294,19 +297,19 @@ def logs(job_id: str, address: str, to_the_end: bool = False) -> int:
 
 
 def stop(job_id: str, address: str, patience_s: float = 60.0) -> int:
-    """Stops a job and waits until it is over: Ray kills it when it does not end by itself within some seconds."""
+    """Stops a job and waits for its end. Ray kills a job that does not end by itself within some seconds."""
     server = JobsServer(address)
     info = server.job(job_id)
     if info["status"] in FINAL_STATES:
-        logger.info(f"job       {job_id} was over already: {info['status']}")
+        logger.info(f"job       {job_id} had ended already: {info['status']}")
         return 0
     server.stop(job_id)
-    until = time.monotonic() + patience_s
+    deadline = time.monotonic() + patience_s
     while (info := server.job(job_id))["status"] not in FINAL_STATES:
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             raise UnreachableError(f"{job_id} is still {info['status']} after {patience_s:.0f} s; ask again later")
         time.sleep(0.5)
-    logger.info(f"job       {job_id} is over: {info['status']}; the same command continues what it did")
+    logger.info(f"job       {job_id} has ended: {info['status']}; the same command resumes its work")
     return 0
 
 
@@ -343,13 +346,5 @@ def command(
             return logs(config, address, follow)
         return status(config, address) if command == "status" else stop(config, address)
     refuse_options(command, [config] if config.startswith("-") else [], follow=follow)
-    return submit(
-        command,
-        Path(config),
-        context.args,
-        address,
-        env=env or (),
-        secrets=secret or (),
-        with_dependencies=with_dependencies,
-        detach=detach,
-    )
+    request = Request(command, Path(config), context.args, env or (), secret or (), with_dependencies)
+    return submit(request, address, detach=detach)

@@ -1,4 +1,4 @@
-"""`raycap sync`: sends what a tracker that was down has missed."""
+"""`raycap sync`: sends a tracker what it missed while it was down."""
 
 from __future__ import annotations
 
@@ -39,40 +39,40 @@ def sync(
     Example: raycap sync results/runs/RUN --set tracking.uri=http://127.0.0.1:5000
     """
     overrides = set_ or ()
-    found, silent = 0, set()
+    num_runs, unreachable = 0, set()
     for folder, config in _from_config(target, overrides) if target.is_file() else _from_folder(target, overrides):
-        found += 1
-        where = public_uri(config)
-        if where in silent:  # each more would wait as long again
-            logger.info(f"{folder.run_id}: not tried, {where} did not answer")
+        num_runs += 1
+        uri = public_uri(config)
+        if uri in unreachable:  # every further attempt would wait as long as the first
+            logger.info(f"{folder.run_id}: not tried, {uri} did not answer")
         elif not send(folder, config):
-            silent.add(where)
-    if not found:
-        raise UserError(f"{target}: no run is there; give a run's folder, a storage's, or the configuration of a run")
-    return 1 if silent else 0
+            unreachable.add(uri)
+    if not num_runs:
+        raise UserError(f"{target} contains no run; give a run's folder, a storage's, or the configuration of a run")
+    return 1 if unreachable else 0
 
 
 def send(folder: RunFolder, config: RunConfig) -> bool:
-    """Sends what the tracker lacks of one run; False when it does not take everything."""
+    """Sends what the tracker lacks of one run. Returns False when it does not accept everything."""
     if not config.tracking.enabled:
         logger.info(f"{folder.run_id}: tracking.enabled is false; nothing to send")
         return True
     with is_alone(folder.path) as alone:
         if not alone:
-            logger.info(f"{folder.run_id}: a process is working on it, and sends what is missing itself")
+            logger.info(f"{folder.run_id}: another process is working on the run and sends what is missing")
             return True
         if (folder.path / "COMPLETE.json").is_file():
             return register(folder, config)
-        # A driver that was killed noted nothing; of a run on S3 nobody knows here whether it goes on elsewhere.
+        # A killed driver has recorded no ending. A run on S3 may still be active on another machine.
         status = stored_ending(folder, config) or (None if folder.home else "KILLED")
         if not Tracker(folder, config).close(status):
             return False
-        logger.info(f"{folder.run_id}: {public_uri(config)} has everything; {status or 'not over'}")
+        logger.info(f"{folder.run_id}: {public_uri(config)} has everything; {status or 'not finished'}")
         return True
 
 
 def register(folder: RunFolder, config: RunConfig) -> bool:
-    """Sends what the tracker lacks of a complete run, its model with it; False when it does not take everything."""
+    """Sends what the tracker lacks of a complete run, including its model; False when it does not accept everything."""
     if read_json(folder.path / "COMPLETE.json")["tracked"]:
         logger.info(f"{folder.run_id}: {public_uri(config)} has everything")
         return True
@@ -84,7 +84,7 @@ def register(folder: RunFolder, config: RunConfig) -> bool:
 
 
 def _from_config(path: Path, overrides: Sequence[str]) -> Runs:
-    """The runs of a configuration's name in its storage, with its tracker."""
+    """The runs in a configuration's storage that have its name, with its tracker."""
     config = load_config(path, overrides)
     home = config.home("runs")
     names = home.list() if home else [f"{folder.name}/run.json" for folder in _folders(config.working_path / "runs")]
@@ -95,7 +95,7 @@ def _from_config(path: Path, overrides: Sequence[str]) -> Runs:
 
 
 def _from_folder(path: Path, overrides: Sequence[str]) -> Runs:
-    """A run's folder, or those below a storage; each with the tracker that it was begun with."""
+    """The run in a folder, or the runs of a storage, each with the tracker that it was started with."""
     path = path.expanduser().resolve()
     for folder in [path] if (path / "run.json").is_file() else _folders(path / "runs"):
         values = read_values(folder / "config.yaml", overrides)
@@ -113,7 +113,7 @@ def _folders(runs: Path) -> list[Path]:
 
 
 def _opened(path: Path, home: StoragePath | None) -> RunFolder:
-    """The run's folder, brought up to date when it lies on S3 and nobody works on the copy here."""
+    """The run's folder, updated from S3 if that is its home and no process is working on the local copy."""
     folder = RunFolder(path, home)
     if home is not None:
         with is_alone(path) as alone:

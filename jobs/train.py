@@ -19,11 +19,11 @@ class StageFailedError(JobFailedError):
 
 
 def fit(job: StageJob, config: RunConfig) -> None:
-    """Runs the job's stages on the cluster; a worker that dies is replaced and the stage resumes by itself.
+    """Runs the job's stages on the cluster. A worker that dies is replaced, and the stage resumes.
 
-    Raises StageFailedError for what would fail again in the same way (a loss that is not finite, a setting that the
-    data refuse), which is not tried again, and the last worker's error when `workers.max_failures` is used up. The
-    name given to Ray is new for each fit: Ray Train given an old name trains nothing and returns the old result.
+    Raises StageFailedError without another attempt for failures that would repeat, such as a loss that is not finite
+    or a setting that does not fit the data; and the last worker's error after `workers.max_failures` failures. Each
+    fit has a new name in Ray Train, which returns the old result for a name that it knows.
     """
     from ray.train import FailureConfig, ScalingConfig
     from ray.train import RunConfig as RayRunConfig
@@ -57,7 +57,7 @@ def fit(job: StageJob, config: RunConfig) -> None:
 
 
 def failure_file(job: StageJob) -> StoragePath:
-    """Where a worker writes why trying again is of no use; one file per driver."""
+    """Where a worker writes the reason of a failure that would repeat; one file per driver."""
     return job.folder.root / f"log/failure-{job.driver_token}"
 
 
@@ -66,7 +66,7 @@ def _worker(settings: dict[str, Any]) -> None:
 
     job: StageJob = settings["job"]
     if failure_file(job).exists():
-        return  # Ray Train's retry ends here at once, and the fit with it
+        return  # ends every worker of a repeated attempt, and so the fit
     try:
         train_stages(RayContext(), job)
     except (AbandonedError, DivergedError, ValueError) as error:

@@ -46,6 +46,7 @@ def test_a_run_killed_continues_and_once_complete_is_left_alone(tmp_path: Path) 
     assert "xe_frozen  continues from step" in output
     assert "main object" in output and "SCST" in output and "report " in output
     (run,) = broken.glob("runs/*")
+    assert "finished in" in (run / "log" / "run.log").read_text()
     scores = json.loads((run / "scores.json").read_text())
     assert set(scores["splits"]) == {"test", "novel", "val"}
     assert all(0 <= entry["scores"]["CIDEr-D"] <= 10 for entry in scores["splits"].values())

@@ -228,7 +228,7 @@ def test_ctrl_c_asks_and_without_a_terminal_leaves_the_job(
         assert follow(JobsServer(stub.address), "job-1", interrupt) == expected
     assert (stub.status == "STOPPED") == (expected == 0)
     if expected:
-        assert any("goes on" in line for line in said) and any("submit stop job-1" in line for line in said)
+        assert any("continues" in line for line in said) and any("submit stop job-1" in line for line in said)
 
 
 def test_an_unknown_job_is_one_sentence(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
@@ -352,7 +352,7 @@ def test_following_is_left_and_taken_up_and_a_job_is_stopped(tmp_path: Path) -> 
         wait_for(lambda: bool(list(storage.glob("runs/*/stages/xe_frozen/step-*"))), process)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)
-        assert process.returncode == 130 and "goes on" in output
+        assert process.returncode == 130 and "continues" in output
         job_id = next(line.split()[1].rstrip(":") for line in output.splitlines() if line.startswith("job "))
         assert "RUNNING" in raycap(cluster, "status", job_id).stdout
         assert "xe_frozen" in raycap(cluster, "logs", job_id).stdout

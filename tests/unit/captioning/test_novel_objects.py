@@ -175,7 +175,7 @@ def test_the_command_writes_constraints_of_words_in_the_vocabulary(
     assert main([*command, "--hierarchy", str(hierarchy(tmp_path)), "--model", str(bundle)]) == 0
     assert read_constraints(out) == {1: (("cat",),), 2: (("mat",),)}
     said = capsys.readouterr().out
-    assert "2 constraints in 2 images" in said and "left out, as the model lacks their words: 1 (animal)" in said
+    assert "2 constraints in 2 images" in said and "left out because the model lacks their words: 1 (animal)" in said
     assert main([*command, "--hierarchy", str(tmp_path / "boxes.jsonl")]) == 2
     (tmp_path / "no.txt").write_text("Mat\n")
     assert make_constraints(tmp_path / "boxes.jsonl", out, exclude=tmp_path / "no.txt", most=1) == 0

@@ -10,8 +10,9 @@ from typing import Any, cast
 import pytest
 
 from jobs.journal_printer import JournalPrinter
-from jobs.run import stage_groups
+from jobs.run import _log_file, stage_groups
 from pipeline.config.sections import StageSection
+from pipeline.errors import JobFailedError
 from pipeline.runs.folder import RunFolder
 
 TRAIN = {"kind": "train", "total": 40, "loss": 2.5, "gradient_norm": 1.2, "lr": 1e-4, "images_per_s": 99.6}
@@ -48,9 +49,9 @@ def stages(pattern: str) -> tuple[StageSection, ...]:
     ],
 )
 def test_a_frozen_stage_after_a_trained_backbone_begins_a_group(pattern: str, groups: list[str]) -> None:
-    found = stage_groups(stages(pattern))
-    assert ["".join(stage.name[0] for stage in group) for group in found] == groups
-    assert [stage for group in found for stage in group] == list(stages(pattern)), "each stage once, in order"
+    formed = stage_groups(stages(pattern))
+    assert ["".join(stage.name[0] for stage in group) for group in formed] == groups
+    assert [stage for group in formed for stage in group] == list(stages(pattern)), "each stage once, in order"
 
 
 class Folder:
@@ -124,3 +125,20 @@ def test_steps_move_the_bar(tmp_path: Path) -> None:
         folder.write(kind="event", step=0, time=1.0, text="begins")
         folder.write(step=10, time=2.0, **TRAIN)
     assert shown == [("xe", 10, 40), "closed"]
+
+
+@pytest.mark.parametrize(
+    ("error", "sent"), [(None, True), (JobFailedError("a stage diverged"), True), (OSError("no storage"), False)]
+)
+def test_the_log_file_goes_home_with_the_run(error: Exception | None, sent: bool, tmp_path: Path) -> None:
+    pushed: list[str] = []
+    folder = cast(RunFolder, SimpleNamespace(path=tmp_path, push=pushed.append))
+    try:
+        with _log_file(folder):
+            if error is not None:
+                raise error
+    except (JobFailedError, OSError) as raised:
+        assert raised is error
+    assert pushed == (["log/run.log"] if sent else [])
+    text = (tmp_path / "log" / "run.log").read_text()
+    assert (str(error) in text) == (error is not None)

@@ -315,4 +315,4 @@ def test_score_of_one_image_gives_the_reason(files: tuple[Path, Path], capsys: p
     write(files[1], results({1: ""}))
     score(*files, metrics=WITHOUT_JAVA)
     printed = capsys.readouterr().out
-    assert "CIDEr-D   unavailable: one image only" in printed and "1 of the captions hold no word" in printed
+    assert "CIDEr-D   unavailable: one image only" in printed and "1 of the captions have no words" in printed
