@@ -1,4 +1,4 @@
-"""Many images through Ray Data: the captions of one process, in order, bad images among them."""
+"""Many images through Ray Data: the captions of one process, in order, also with unreadable images."""
 
 from __future__ import annotations
 

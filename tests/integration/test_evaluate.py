@@ -1,4 +1,4 @@
-"""`raycap evaluate` on Ray: one model, an ensemble, a comparison, the server's file, and what cannot be read."""
+"""`raycap evaluate` on Ray: one model, an ensemble, a comparison, the server's file, and unreadable images."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
 
 
 @pytest.mark.ray
-def test_captions_hold_the_constraints_of_a_file(tmp_path: Path, ray_session: None, log_lines: list[str]) -> None:
+def test_captions_satisfy_the_constraints_of_a_file(tmp_path: Path, ray_session: None, log_lines: list[str]) -> None:
     config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
     file = tmp_path / "words.jsonl"
     file.write_text(
@@ -121,11 +121,12 @@ def test_the_golden_ensemble_holds_through_bundles_and_a_store(tmp_path: Path, r
         update={"evaluation": EvaluationSection(beam_size=3, num_results=3, max_length=recorded["config"]["beam_len"])}
     )
     models = [StoredBundle(storage_path(tmp_path / name)) for name in names]
-    found, bad = caption_on_cluster(models, {"test": SplitTask(part)}, config, store=storage_path(store))["test"]
+    captioned = caption_on_cluster(models, {"test": SplitTask(part)}, config, store=storage_path(store))
+    hypotheses, unreadable = captioned["test"]
     expected = recorded["ensemble_beam_3"]
-    assert not bad and sorted(found) == list(range(len(features)))
+    assert not unreadable and sorted(hypotheses) == list(range(len(features)))
     for image, sequences in enumerate(expected["sequences"]):
-        assert [each.caption for each in found[image]] == [vocabularies[0].decode(ids) for ids in sequences]
+        assert [each.caption for each in hypotheses[image]] == [vocabularies[0].decode(ids) for ids in sequences]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_the_golden_ensemble_holds_through_bundles_and_a_store(tmp_path: Path, r
         ({"server": "../x"}, "--server"),
     ],
 )
-def test_bad_input_is_said_before_ray_starts(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+def test_wrong_input_is_refused_before_ray_starts(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         evaluate(configuration(tmp_path), EvaluateOptions(**options, out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()

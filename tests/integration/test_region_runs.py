@@ -1,4 +1,4 @@
-"""Training, captioning and bundles on region features: lengths and boxes reach every model everywhere."""
+"""Training, captioning and bundles on region features: every model gets their lengths and boxes."""
 
 from __future__ import annotations
 

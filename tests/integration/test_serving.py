@@ -1,4 +1,4 @@
-"""The registered model where raycap is not: what travels with it, and what its metadata names, is all it needs."""
+"""The registered model without raycap: it needs only the modules stored with it and the packages of its metadata."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def registered(tmp_path_factory: pytest.TempPathFactory) -> Registered:
     return Registered(tracking_uri(folder.config), images, expected, service)
 
 
-def same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    assert [row["caption"] for row in found] == [row["caption"] for row in expected]
-    for one, other in zip(found, expected, strict=True):
+def same(captions: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert [row["caption"] for row in captions] == [row["caption"] for row in expected]
+    for one, other in zip(captions, expected, strict=True):
         assert one["log_prob"] == pytest.approx(other["log_prob"], abs=1e-4)
 
 
@@ -103,8 +103,8 @@ def test_the_model_captions_in_a_process_without_raycap(registered: Registered, 
     assert names == {"mlflow", "numpy", "pillow", "pydantic", "pyyaml", "safetensors", "timm", "torch", "torchvision"}
 
 
-def test_what_scoring_json_says_is_what_is_captioned(registered: Registered) -> None:
-    """The JSON of a scoring request: base64 in `image`, paths in `uri`, and the input example that the model has."""
+def test_scoring_requests_give_the_captions_of_the_service(registered: Registered) -> None:
+    """The JSON of a scoring request: base64 in `image`, paths in `uri`, and the model's input example."""
     import mlflow
     from mlflow.pyfunc.scoring_server import invocations
 
@@ -140,14 +140,14 @@ def test_what_scoring_json_says_is_what_is_captioned(registered: Registered) -> 
         ({"picture": [b""]}, "needs a column image"),
     ],
 )
-def test_what_is_no_image_is_named(registered: Registered, table: dict[str, Any], named: str) -> None:
+def test_an_invalid_row_is_named(registered: Registered, table: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         registered.service.predict(pandas.DataFrame(table))
 
 
 @pytest.fixture(scope="module")
 def fresh(registered: Registered, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin/ of a new virtual environment with the packages that the model's metadata names, and no others."""
+    """The bin/ of a new virtual environment with only the packages that the model's metadata names."""
     import mlflow
 
     folder = tmp_path_factory.mktemp("fresh")
@@ -165,7 +165,7 @@ def fresh(registered: Registered, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def environment_of(fresh: Path, registered: Registered) -> dict[str, str]:
-    """Little more than the tracker's address: nothing that leads to this checkout or its environment."""
+    """Variables without a path to this checkout or its environment; with the tracker's address."""
     kept = {key: os.environ[key] for key in ("HOME", "TMPDIR", "LANG") if key in os.environ}
     return kept | {"PATH": f"{fresh}:/usr/bin:/bin", "MLFLOW_TRACKING_URI": registered.uri}
 
@@ -214,13 +214,13 @@ def test_mlflow_models_serve_answers(registered: Registered, fresh: Path, tmp_pa
         while True:
             try:
                 with urllib.request.urlopen(request, timeout=60) as answer:
-                    found = json.load(answer)["predictions"]
+                    captions = json.load(answer)["predictions"]
                 break
             except urllib.error.URLError as error:
                 refused = isinstance(error.reason, ConnectionRefusedError)
                 assert refused and time.monotonic() < deadline, (tmp_path / "log").read_text()
                 time.sleep(0.5)
-        same(found, registered.expected)
+        same(captions, registered.expected)
     finally:
         os.killpg(server.pid, 9)
         server.wait()

@@ -1,4 +1,4 @@
-"""Novel objects: constraint files, constraints from detections, and captions that must hold them."""
+"""Novel objects: constraint files, constraints from detections, and captions that satisfy them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
         ('{"image_id": 1, "constraints": []}', "names image 1 again"),
     ],
 )
-def test_other_files_are_refused_with_their_line(tmp_path: Path, line: str, words: str) -> None:
+def test_malformed_files_are_refused_with_the_line(tmp_path: Path, line: str, words: str) -> None:
     path = tmp_path / "c.jsonl"
     path.write_text('{"image_id": 1, "constraints": ["cat"]}\n' + line + "\n")
     with pytest.raises(UserError, match=words):
@@ -95,7 +95,7 @@ def test_overlaps_are_resolved_by_the_hierarchy(tmp_path: Path) -> None:
     heights = read_hierarchy(hierarchy(tmp_path))
     assert heights == {"entity": 3, "animal": 2, "mammal": 1, "dog": 0, "toy": 1, "teddy bear": 0, "cart": 0}
     animal, dog = Detection("animal", 0.9, BOX), Detection("dog", 0.5, INSIDE)
-    assert choose_constraints([animal, dog], heights) == ["dog"], "the general class goes, also when it is surer"
+    assert choose_constraints([animal, dog], heights) == ["dog"], "the general class is dropped"
     assert choose_constraints([animal, dog._replace(box=APART)], heights) == ["animal", "dog"]
     assert choose_constraints([animal, dog._replace(box=(0.0, 0.0, 10.0, 8.4))], heights) == ["animal", "dog"]
     assert choose_constraints([animal, dog._replace(box=(0.0, 0.0, 10.0, 8.5))], heights) == ["dog"]
@@ -104,7 +104,7 @@ def test_overlaps_are_resolved_by_the_hierarchy(tmp_path: Path) -> None:
     assert choose_constraints([animal, Detection("spaceship", 0.1, BOX)], heights) == ["spaceship"]
 
 
-def test_the_three_surest_classes_without_parts_and_people() -> None:
+def test_the_three_most_confident_classes_without_parts_and_people() -> None:
     rows = [("person", 0.99), ("cart", 0.3), ("dog", 0.8), ("dog", 0.9), ("toy", 0.5), ("apple", 0.7), ("wheel", 0.9)]
     found = [Detection(label, score, (9.0 * k, 0.0, 9.0 * k + 8, 8.0)) for k, (label, score) in enumerate(rows)]
     assert choose_constraints(found, {}) == ["dog", "apple", "toy"]
@@ -160,7 +160,7 @@ def test_a_hierarchy_of_codes_needs_their_names(tmp_path: Path) -> None:
             read_hierarchy(hierarchy(tmp_path, tree))
 
 
-def test_the_command_writes_constraints_that_a_model_can_say(
+def test_the_command_writes_constraints_of_words_in_the_vocabulary(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [
@@ -197,7 +197,7 @@ class FewImages(Images):
         return Features(self.features[rows])
 
 
-def test_captions_hold_their_constraints_and_others_are_as_before(tmp_path: Path) -> None:
+def test_captions_satisfy_their_constraints_and_others_do_not_change(tmp_path: Path) -> None:
     bundle = load_bundle(make_bundle(tmp_path / "bundle", backbone=False))
     torch.manual_seed(3)
     images = FewImages(torch.randn(5, 4, 16))
@@ -222,7 +222,7 @@ def test_captions_hold_their_constraints_and_others_are_as_before(tmp_path: Path
     assert said[0] == f"search  alignment of words and patches {entry['alignment']:.3f}"
     aligned = [own[0].alignment for own in found.values()]
     assert entry["alignment"] == pytest.approx(sum(value for value in aligned if value is not None) / 5)
-    # too short for all of them: as many as fit, and said
+    # too short for all of them: as many as fit
     short = settings.model_copy(update={"max_length": 3})
     automata |= build_automata({2: (("mat",), ("sits",), ("the",))}, WORDS, "c")
     cut, _ = caption_split([bundle.captioner], [images], CaptionSearch(short, WORDS), shard=WHOLE, constraints=automata)
