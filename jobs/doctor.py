@@ -11,6 +11,7 @@ import typer
 
 from jobs.options import Set
 from pipeline.cluster.doctor import Finding, as_json, examine
+from pipeline.config.load import parse_config, read_values
 from pipeline.config.run import RunConfig
 
 
@@ -41,7 +42,6 @@ def doctor(
 
 def _read(path: Path | None, overrides: Sequence[str]) -> RunConfig | None:
     """The configuration of a run, or the one that a search starts from."""
-    from pipeline.config.load import parse_config, read_values
 
     if path is None:
         return None

@@ -12,6 +12,8 @@ from safetensors import SafetensorError
 
 from jobs.options import Set
 from models.config import BackboneConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig
+from pipeline.captioning.bundle import save_bundle
+from pipeline.captioning.upstream import read_expansionnet_vocabulary, read_meshed_vocabulary
 from pipeline.config.load import apply_override, expand_variables, parse_given, read_file
 from pipeline.errors import UserError
 
@@ -125,7 +127,6 @@ def _import_expansionnet(order: Order) -> Imported:
     from models import convert
     from models.backbone import read_tensors
     from models.captioner import Captioner
-    from pipeline.captioning.upstream import read_expansionnet_vocabulary
 
     vocabulary = read_expansionnet_vocabulary(order.tokens)
     tensors = read_tensors(order.checkpoint)
@@ -159,7 +160,6 @@ def _import_meshed_memory(order: Order) -> Imported:
     from models import convert_meshed as convert
     from models.backbone import read_tensors
     from models.captioner import Captioner
-    from pipeline.captioning.upstream import read_meshed_vocabulary
 
     if order.backbone_file is not None or order.backbone_overrides:
         raise UserError(
@@ -204,7 +204,6 @@ def _build_backbone(swin: dict[str, Tensor], settings: dict[str, Any], feature_w
 
 
 def _save(out: Path, imported: Imported, info: dict[str, Any]) -> None:
-    from pipeline.captioning.bundle import save_bundle
 
     try:
         save_bundle(out, imported.captioner, imported.vocabulary, name=out.name, info=info)

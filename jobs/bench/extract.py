@@ -15,11 +15,13 @@ import pyarrow as pa
 import typer
 
 from jobs.bench.measuring import in_new_process
+from jobs.cluster import start_ray
 from jobs.options import Threads
 from pipeline.config.load import load_config
 from pipeline.data.images import decode_image
 from pipeline.features.store import FeatureStore
 from pipeline.storage.path import storage_path
+from pipeline.storage.weights import save_weights
 from pipeline.version import project_root
 
 if TYPE_CHECKING:
@@ -43,10 +45,8 @@ def bench_extract(
     """
     import ray
 
-    from jobs.cluster import start_ray
     from pipeline.features.extraction import Extractor, resolve_dtype
     from pipeline.runs.prepare import initial_backbone
-    from pipeline.storage.weights import save_weights
 
     with tempfile.TemporaryDirectory(prefix="raycap-bench-") as scratch:
         root = Path(scratch)

@@ -11,6 +11,7 @@ import typer
 from jobs.bench.measuring import median_seconds
 from jobs.options import References
 from pipeline.errors import UserError
+from pipeline.scoring import ptb
 from pipeline.scoring.metrics import BLEU, Score, score_captions
 from pipeline.scoring.result_files import ImageId, read_references
 
@@ -88,8 +89,6 @@ def bench_metrics(
     source = references.name if references else "generated captions"
     print(f"{len(captions)} images x {NUM_REFERENCES} references ({source}), median of {repeats}")
 
-    from pipeline.scoring import ptb
-
     def score() -> dict[str, Score]:
         ptb._plain_tokens.cache_clear()  # every run is as fast as the first
         return score_captions(captions, predictions, metrics=METRICS).by_name
@@ -110,8 +109,6 @@ def _pycocoevalcap(
     from pycocoevalcap.cider.cider import Cider
     from pycocoevalcap.rouge.rouge import Rouge
     from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
-
-    from pipeline.scoring import ptb
 
     raw = [{image: [{"caption": text} for text in texts] for image, texts in captions.items()}]
     raw.append({image: [{"caption": predictions[image]}] for image in captions})

@@ -14,6 +14,10 @@ import numpy as np
 import typer
 
 from jobs.bench.measuring import percent_changes, print_times
+from jobs.cluster import start_ray
+from pipeline.config.load import parse_config
+from pipeline.features.store import mark_complete, write_shard
+from pipeline.runs.journal import read_journal
 
 if TYPE_CHECKING:
     from pipeline.runs.folder import RunFolder
@@ -33,8 +37,6 @@ def bench_ray(
 
     Example: raycap bench ray --pairs 6
     """
-    from jobs.cluster import start_ray
-    from pipeline.config.load import parse_config
     from pipeline.runs.prepare import prepare
 
     with tempfile.TemporaryDirectory(prefix="raycap-bench-") as scratch:
@@ -83,7 +85,6 @@ def synthetic_settings(root: Path) -> dict[str, Any]:
 
 def random_store(folder: RunFolder, path: Path) -> Path:
     """A store with random features of 144 tokens for all images of a run."""
-    from pipeline.features.store import mark_complete, write_shard
 
     keys = sorted(set(folder.dataset.column("key")))
     shape = (len(keys), 144, folder.sizes.feature_width)
@@ -96,7 +97,6 @@ def _run(run: Path, store: Path, ray: bool) -> tuple[float, float]:
     """Trains one stage from its beginning; its median seconds per step and the share of time spent waiting for data."""
     from jobs.train import fit
     from pipeline.runs.folder import RunFolder
-    from pipeline.runs.journal import read_journal
     from pipeline.training.loop import StageJob
 
     folder = RunFolder(run)

@@ -20,7 +20,10 @@ import typer
 
 from jobs.bench.measuring import percent_changes, print_times
 from jobs.bench.ray import random_store, synthetic_settings
+from jobs.cluster import start_ray
 from jobs.options import Threads
+from pipeline.config.load import parse_config
+from pipeline.runs.journal import read_journal
 
 if TYPE_CHECKING:
     from pipeline.config.run import RunConfig
@@ -45,9 +48,7 @@ def bench_tracker(
 
     Example: raycap bench tracker --rounds 8
     """
-    from jobs.cluster import start_ray
     from jobs.train import fit
-    from pipeline.config.load import parse_config
     from pipeline.runs.prepare import prepare
     from pipeline.training.loop import StageJob
 
@@ -102,7 +103,6 @@ def _wait_for_step(journal: Path, step: int, stop: threading.Event) -> bool:
 
 def _means(journal: Path, phases: int) -> list[float]:
     """Mean seconds per step of each phase."""
-    from pipeline.runs.journal import read_journal
 
     times = {entry["step"]: entry["time"] for entry in read_journal(journal) if entry["kind"] == "train"}
     means = []

@@ -21,9 +21,11 @@ from jobs.tune.adapter import run_trials
 from jobs.tune.features import extract_once, find_backbone
 from pipeline.errors import UserError
 from pipeline.runs.identity import code_digest
+from pipeline.scoring.metrics import why_unavailable
 from pipeline.search.samplers import make_sampler
 from pipeline.search.spec import Search, load_search
 from pipeline.search.trials import ENDED, SearchFolder, TrialLog, minutes
+from pipeline.storage.weights import weights_file_digest
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +39,6 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     _check_objectives(search)
     from pipeline.data.loading import find_data
     from pipeline.runs.prepare import readable
-    from pipeline.storage.weights import weights_file_digest
 
     dataset, unreadable = find_data(search.base)
     dataset = readable(dataset, unreadable, search.base)
@@ -84,7 +85,6 @@ def open_log(folder: SearchFolder, search: Search) -> TrialLog:
 
 
 def _check_objectives(search: Search) -> None:
-    from pipeline.scoring.metrics import why_unavailable
 
     for name in search.config.objectives:
         if reason := why_unavailable(name):

@@ -27,6 +27,7 @@ from pipeline.scoring.java import JavaError, free_memory_mb, java_version
 from pipeline.scoring.java_metrics import spice_models
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.path import StorageError, StoragePath, is_remote, storage_path, try_rights
+from pipeline.tracking.mlflow_client import public_uri, tracking_client
 
 MIN_DISK_GIB, ENOUGH_DISK_GIB = 1, 10
 MIN_MEMORY_GIB, ENOUGH_MEMORY_GIB = 1, 4  # Ray and one worker; with SPICE's heap in addition
@@ -190,7 +191,6 @@ def data(config: RunConfig) -> Finding:
 
 def tracker(config: RunConfig) -> Finding:
     """Whether the tracker answers; a run continues without it and sends what it missed."""
-    from pipeline.tracking.mlflow_client import public_uri, tracking_client
 
     if not config.tracking.enabled:
         return Finding("tracker", "ok", "off")

@@ -39,6 +39,7 @@ from pipeline.features.store import (
 from pipeline.runtime.progress import progress
 from pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from pipeline.storage.tables import read_table, write_table
+from pipeline.storage.weights import load_weights, weights_file_digest
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,6 @@ class Extractor:
 
     def describe(self) -> dict[str, Any]:
         """Everything that changes a feature; `compute_dtype: auto` is resolved, so that a store has one precision."""
-        from pipeline.storage.weights import weights_file_digest
 
         architecture = {
             k: v
@@ -238,7 +238,6 @@ class ShardWriter:
         import ray
 
         from models.backbone import Backbone
-        from pipeline.storage.weights import load_weights
 
         backbone = Backbone(extractor.backbone)
         load_weights(backbone, extractor.weights, None if weights is None else ray.get(weights))

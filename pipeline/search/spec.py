@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from models.config import ExpansionNetConfig
+from models.config import ExpansionNetConfig, ModelSizes
 from pipeline.config.load import parse_config, parse_section, read_values, set_value
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import FileName, Positive, Section
@@ -362,7 +362,6 @@ class Search:
 
 def build_on_meta(config: RunConfig) -> None:
     """Builds the captioner on the meta device for typical data sizes; ValueError for settings that do not fit."""
-    from models.config import ModelSizes
     from models.macs import count_parameters
 
     count_parameters(config.model, ModelSizes(64, 100, config.model.max_positions or 74, 0, 1, 2))

@@ -8,9 +8,6 @@ import pytest
 
 from tests.support.retrain_world import World
 
-# For tests of what differs on S3 (conditional writes, lease, listings); the others use S3 in `make proof` only.
-ON_DISK_AND_S3 = pytest.mark.parametrize("world", ["disk", "s3"], indirect=True)
-
 
 @pytest.fixture(params=["disk", pytest.param("s3", marks=pytest.mark.proof)])
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:

@@ -23,8 +23,9 @@ from pipeline.errors import UserError
 from pipeline.features.store import mark_complete, write_shard
 from pipeline.storage.path import storage_path
 from tests.conftest import small_config, write_karpathy
-from tests.parity.test_expansionnet_v2 import GOLDEN, imported
 from tests.support.bundles import make_bundle
+from tests.support.golden import EXPANSIONNET as GOLDEN
+from tests.support.golden import import_expansionnet as imported
 
 
 def configuration(folder: Path) -> RunConfig:

@@ -12,8 +12,7 @@ import pytest
 from jobs.cli import main
 from pipeline.errors import UserError
 from pipeline.storage.path import StoragePath
-from tests.integration.conftest import ON_DISK_AND_S3
-from tests.support.retrain_world import Colors, World, first, sound
+from tests.support.retrain_world import ON_DISK_AND_S3, Colors, World, first, sound
 
 
 @ON_DISK_AND_S3

@@ -18,8 +18,7 @@ from pipeline.retrain import retrain as retrain_module
 from pipeline.storage.lease import Lease
 from pipeline.storage.path import StoragePath
 from tests.conftest import ROOT
-from tests.integration.conftest import ON_DISK_AND_S3
-from tests.support.retrain_world import Colors, World, first, sound
+from tests.support.retrain_world import ON_DISK_AND_S3, Colors, World, first, sound
 
 STEPS = ("step 1/5", "step 2/5", "step 3/5", "step 4/5", "step 5/5")
 

@@ -8,8 +8,7 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.retrain.retrain import rollback
-from tests.integration.conftest import ON_DISK_AND_S3
-from tests.support.retrain_world import Colors, World, first, sound
+from tests.support.retrain_world import ON_DISK_AND_S3, Colors, World, first, sound
 
 
 def test_a_rollback_restores_the_previous_champion(world: World) -> None:

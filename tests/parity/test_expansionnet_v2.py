@@ -11,36 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from jobs.import_ import import_checkpoint
 from models.backbone import Backbone, load_swin, read_tensors
 from models.base import CaptionModel, Features
 from models.config import BackboneConfig
 from models.convert import upstream_names
 from models.decoding import Captions, beam_search
-from pipeline.captioning.bundle import Bundle, load_bundle
 from pipeline.captioning.upstream import read_expansionnet_vocabulary
 from pipeline.training.objectives import smoothed_cross_entropy
-
-GOLDEN = Path(__file__).resolve().parent / "golden" / "expansionnet_v2"
-SETTINGS = ("model.static_expansion=[4,8,16]", "model.num_heads=4")
+from tests.support.golden import EXPANSIONNET as GOLDEN
+from tests.support.golden import import_expansionnet as imported
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-5) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
-
-
-def imported(checkpoint: str, folder: Path, **options: Any) -> Bundle:
-    import_checkpoint(
-        "expansionnet_v2",
-        checkpoint=GOLDEN / checkpoint,
-        tokens=GOLDEN / "tokens.pickle",
-        out=folder,
-        overrides=SETTINGS,
-        **options,
-    )
-    return load_bundle(folder)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from PIL import Image
 
@@ -34,6 +35,9 @@ from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StorageOptions, StoragePath
 from tests.conftest import small_config
 from tests.support.logs import on_message
+
+# For tests of what differs on S3 (conditional writes, lease, listings); the others use S3 in `make proof` only.
+ON_DISK_AND_S3 = pytest.mark.parametrize("world", ["disk", "s3"], indirect=True)
 
 COLORS = ("red", "green", "blue", "yellow", "black", "white", "pink", "gray")
 THINGS = ("car on a road", "boat at sea", "dog in a park", "cup on a table", "bird in a tree", "cat on a mat")

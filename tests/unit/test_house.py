@@ -57,8 +57,8 @@ FORBIDDEN = {
 # imported inside a function.
 HEAVY = {
     "PIL", "aiohttp", "boto3", "botocore", "h5py", "jinja2", "matplotlib", "mlflow", "numpy", "optuna", "pandas",
-    "psutil", "pyarrow", "pycocoevalcap", "ray", "rich", "safetensors", "scipy", "sklearn", "timm", "torch",
-    "torchvision", "urllib3", "yaml",
+    "psutil", "pyarrow", "pycocoevalcap", "ray", "rich", "s3transfer", "safetensors", "scipy", "sklearn", "timm",
+    "torch", "torchvision", "urllib3", "yaml",
 }  # fmt: skip
 # Calls that may appear in a constant's value: they build a value and do nothing else.
 PURE_CALLS = {
@@ -127,7 +127,12 @@ def actions(module: ast.Module) -> Iterator[str]:
 
 
 def is_pure(name: str, defined: set[str]) -> bool:
-    return name in PURE_CALLS | defined or name.startswith("pa.") or name[:1].isupper() or name.endswith(".with_name")
+    return (
+        name in PURE_CALLS | defined
+        or name.startswith("pa.")
+        or name[:1].isupper()
+        or name.endswith((".with_name", ".split"))
+    )
 
 
 @pytest.mark.parametrize(
@@ -223,6 +228,15 @@ def test_functions_import_only_what_is_heavy(path: Path) -> None:
         module = next((name for name in names if name in MODULES), names[-1])
         heavy = reaches_heavy(module) if module in MODULES else module.split(".")[0] in HEAVY
         assert heavy, f"{path.relative_to(ROOT)} imports {module} inside a function; import it at the top"
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda path: path.relative_to(ROOT).as_posix()
+)
+def test_test_files_share_only_what_is_in_support(path: Path) -> None:
+    for module in imported(path):
+        if module.startswith("tests."):
+            assert module.startswith(("tests.support", "tests.conftest")), f"{path.relative_to(ROOT)} imports {module}"
 
 
 MAX_PARAMETERS, MAX_LINES = 7, 60

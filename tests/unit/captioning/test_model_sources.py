@@ -11,7 +11,7 @@ from pipeline.captioning.model_sources import StoredBundle, bundle_source
 from pipeline.config.load import parse_config
 from pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from tests.conftest import small_config
-from tests.unit.jobs.test_caption import make_bundle
+from tests.support.bundles import make_bundle
 
 
 def test_a_bundle_in_a_local_storage_is_read_where_it_is(tmp_path: Path) -> None:
