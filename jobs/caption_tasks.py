@@ -19,9 +19,9 @@ from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.features.store import open_store
 from pipeline.runs.folder import RunFolder
-from pipeline.runtime.weights import load_weights
 from pipeline.scoring.split_result import Hypothesis
 from pipeline.storage.path import StoragePath
+from pipeline.storage.weights import load_weights
 
 if TYPE_CHECKING:
     from models.constraints import ConstraintAutomaton

@@ -22,8 +22,8 @@ from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.features.source import Extracted, feature_source
 from pipeline.features.store import FeatureStore
-from pipeline.runtime.weights import save_weights
 from pipeline.storage.path import StoragePath
+from pipeline.storage.weights import save_weights
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ def cross_attention(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tens
     layers = [module for module in model.modules() if isinstance(module, CrossAttention)]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no cross-attention to show")
-    found: list[Tensor] = []
+    weights: list[Tensor] = []
 
     def record(layer: Any, inputs: tuple[Any, ...]) -> None:
         x, key, _, bias = inputs
@@ -35,7 +35,7 @@ def cross_attention(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tens
         scores = torch.matmul(query, key.mT).float() / math.sqrt(query.shape[-1])
         if bias is not None:
             scores = scores + bias.float()
-        found.append(scores.softmax(-1).mean(1).view(x.shape[0], x.shape[1], -1))
+        weights.append(scores.softmax(-1).mean(1).view(x.shape[0], x.shape[1], -1))
 
     hooks = [layer.register_forward_pre_hook(record) for layer in layers]
     training = model.training
@@ -46,4 +46,4 @@ def cross_attention(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tens
         model.train(training)
         for hook in hooks:
             hook.remove()
-    return torch.stack(found)
+    return torch.stack(weights)

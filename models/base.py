@@ -223,13 +223,13 @@ def load_strictly(module: nn.Module, state: dict[str, Tensor], what: str) -> Non
 
     Raises ValueError naming what does not match.
     """
-    own = module.state_dict()
-    missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    expected = module.state_dict()
+    missing, extra = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
     if missing or extra:
         parts = [f"lacks {_listed(missing)}"] if missing else []
         parts += [f"has unknown {_listed(extra)}"] if extra else []
         raise ValueError(f"{what} {' and '.join(parts)}; it does not belong to this configuration")
-    for name, tensor in own.items():
+    for name, tensor in expected.items():
         if tensor.shape != state[name].shape:
             raise ValueError(
                 f"{what} holds {name} with shape {tuple(state[name].shape)}; "

@@ -88,8 +88,8 @@ class TreeCache(Cache):
 
     def advance(self) -> None:
         """Adds this step's slot to each path."""
-        own = torch.arange(self.count, self.count + self.beams, device=self.ancestors.device)
-        self.ancestors = torch.cat((self.ancestors, own.view(1, -1, 1).expand(self.images, -1, -1)), 2)
+        new_slots = torch.arange(self.count, self.count + self.beams, device=self.ancestors.device)
+        self.ancestors = torch.cat((self.ancestors, new_slots.view(1, -1, 1).expand(self.images, -1, -1)), 2)
         self.length += 1
         self.count += self.beams
         for layer in self.layers:

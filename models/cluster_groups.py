@@ -59,10 +59,10 @@ def grid_groups(
     valid_mask (N,) False at dummies, which are in no group: -1.
     """
     joined = matrix.tolist()
-    there = [True] * (rows * columns) if valid_mask is None else valid_mask.tolist()
+    valid = [True] * (rows * columns) if valid_mask is None else valid_mask.tolist()
     labels, count = [-1] * (rows * columns), 0
     for first in range(rows * columns):
-        if labels[first] >= 0 or not there[first]:
+        if labels[first] >= 0 or not valid[first]:
             continue
         labels[first], pending = count, [first]
         while pending:
@@ -72,7 +72,7 @@ def grid_groups(
             for r, c in beside:
                 other = r * columns + c
                 inside = 0 <= r < rows and 0 <= c < columns
-                if inside and there[other] and labels[other] < 0 and joined[first][other] >= threshold:
+                if inside and valid[other] and labels[other] < 0 and joined[first][other] >= threshold:
                     labels[other] = count
                     pending.append(other)
         count += 1
@@ -113,14 +113,22 @@ def _image_groups(
     if arrangement is None:
         rows, columns = model.config.grid or (round(count**0.5), round(count**0.5))
         rows, columns = (rows, columns) if rows * columns == count else (1, count)
-        found = [grid_groups(matrices[n - 1], rows, columns, None, threshold) if two
-                 else sequence_groups(matrices[n - 1], threshold) for n in layers]  # fmt: skip
-        return _stacked(found, count), (rows, columns)
+        labels_by_layer = [
+            grid_groups(matrices[n - 1], rows, columns, None, threshold)
+            if two
+            else sequence_groups(matrices[n - 1], threshold)
+            for n in layers
+        ]
+        return _stacked(labels_by_layer, count), (rows, columns)
     rows = model.config.region_rows if two else 1
     valid_mask, order = arrangement.valid_mask[0].cpu(), arrangement.order[0].cpu()
-    found = [grid_groups(matrices[n - 1], rows, len(order) // rows, valid_mask, threshold) if two
-             else sequence_groups(matrices[n - 1], threshold) for n in layers]  # fmt: skip
-    return _stacked([labels[order.argsort()][:count] for labels in found], count), None
+    labels_by_layer = [
+        grid_groups(matrices[n - 1], rows, len(order) // rows, valid_mask, threshold)
+        if two
+        else sequence_groups(matrices[n - 1], threshold)
+        for n in layers
+    ]
+    return _stacked([labels[order.argsort()][:count] for labels in labels_by_layer], count), None
 
 
 def _stacked(labels: list[Tensor], count: int) -> Tensor:

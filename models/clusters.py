@@ -30,13 +30,13 @@ from torch import Tensor, nn
 State = tuple[Tensor, ...]  # of equation 6, from one layer to the next; empty before the first
 
 
-def conditional_scores(own: Tensor, context: Tensor, bias: Tensor) -> Tensor:
+def conditional_scores(scalar: Tensor, context: Tensor, bias: Tensor) -> Tensor:
     """z (..., N, N) from u and v (..., N): row i, column k; where i >= k it is 0 and means nothing."""
-    count = own.shape[-1]
-    places = torch.arange(count, device=own.device)
+    count = scalar.shape[-1]
+    places = torch.arange(count, device=scalar.device)
     apart = places - places[:, None]
     sums = F.pad(context.cumsum(-1)[..., :-1], (1, 0))  # V[0] .. V[N-1]
-    z = own[..., None, :] + (sums[..., None, :] - sums[..., :, None]) / apart.clamp_min(1) + bias
+    z = scalar[..., None, :] + (sums[..., None, :] - sums[..., :, None]) / apart.clamp_min(1) + bias
     return torch.where(apart > 0, z, 0.0)  # before any sigmoid: no gradient, no overflow from there
 
 
@@ -135,8 +135,8 @@ class ClusterMaps(nn.Module):
 
     def scalars(self, x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
         """u and v (...) of x (..., D) for one axis."""
-        own, context = (x @ self.maps[axis].weight.to(x.dtype).view(2, -1).T).unbind(-1)
-        return own, context
+        scalar, context = (x @ self.maps[axis].weight.to(x.dtype).view(2, -1).T).unbind(-1)
+        return scalar, context
 
     def forward(self, grid: Tensor, before: State) -> tuple[Tensor, State]:
         """C (B, N, N), stacked on the layer before, from (B, H, W, D); and what the next layer stacks on."""
@@ -156,9 +156,9 @@ class ClusterMaps(nn.Module):
         (R, t + 1) stacked on the layer before, what the next layer stacks on, and both caches one longer.
         """
         with torch.autocast(x.device.type, enabled=False):
-            own, context = self.scalars(x.to(sums.dtype), 0)
+            scalar, context = self.scalars(x.to(sums.dtype), 0)
             apart = torch.arange(log_row.shape[1], 0, -1, device=x.device)
-            z = own[:, None] + (sums[:, -1:] - sums[:, :-1]) / apart + self.maps[0].bias
+            z = scalar[:, None] + (sums[:, -1:] - sums[:, :-1]) / apart + self.maps[0].bias
             (log_p,), hidden = self._conditionals([z], before)
             log_row = F.pad(log_row + log_p, (0, 1))
             row, state = self._stacked(log_row.exp(), hidden, before)

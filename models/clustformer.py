@@ -289,8 +289,8 @@ class ClustFormer(CaptionModel):
 
         Its rows and columns are the grid's cells, row by row; of regions, as the arrangement orders them.
         """
-        _, found = self._encoded(features, True)
-        return found
+        _, clusters = self._encoded(features, True)
+        return clusters
 
     @torch.no_grad()
     def decoder_clusters(self, memory: Memory, tokens: Tensor) -> Tensor:
@@ -307,8 +307,8 @@ class ClustFormer(CaptionModel):
         attention_mask = None if layout.valid_mask is None else layout.valid_mask[:, None, None]
         stack = Stack()
         for number, layer in enumerate(self.encoder, 1):
-            own = window if self._has(self.config.clustered_encoder_layers, number) else None
-            x = layer(x, layout, attention_mask, stack, own)
+            layer_window = window if self._has(self.config.clustered_encoder_layers, number) else None
+            x = layer(x, layout, attention_mask, stack, layer_window)
             if trace:
                 matrix = x.new_ones(1, 1, 1) if stack.matrix is None else stack.matrix
                 stack.trace.append(matrix.expand(x.shape[0], x.shape[1], x.shape[1]))
@@ -379,8 +379,8 @@ class ClustFormer(CaptionModel):
         window = self._window(Layout(1, length), self.config.decoder_clusters, y)
         stack = Stack()
         for number, layer in enumerate(self.decoder, 1):
-            own = window if self._has(self.config.clustered_decoder_layers, number) else None
-            y = layer(y, memory.states, bias, attention_mask, stack, own)
+            layer_window = window if self._has(self.config.clustered_decoder_layers, number) else None
+            y = layer(y, memory.states, bias, attention_mask, stack, layer_window)
             if trace:
                 matrix = y.new_ones(1, 1, 1) if stack.matrix is None else stack.matrix
                 stack.trace.append(matrix.expand(rows, length, length))
@@ -407,8 +407,8 @@ class ClustFormer(CaptionModel):
         row = None if window is None else window[:, -1].expand(y.shape[0], -1)
         stack = Stack()
         for index, layer in enumerate(self.decoder):
-            own = row if self._has(self.config.clustered_decoder_layers, index + 1) else None
-            y = layer.step(y, cache, index, stack, own)
+            layer_window = row if self._has(self.config.clustered_decoder_layers, index + 1) else None
+            y = layer.step(y, cache, index, stack, layer_window)
         return self.lm_head(self.decoder_norm(y)), cache
 
     def macs(self, image_tokens: int) -> Macs:

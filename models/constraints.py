@@ -75,34 +75,34 @@ def build_automaton(
     steps: list[dict[int, int]] = []
     rest: list[int] = []
 
-    def place(held: int, last: Words) -> int:
-        if (held, last) not in places:
+    def place(satisfied: int, last: Words) -> int:
+        if (satisfied, last) not in places:
             if len(places) == MAX_STATES:
                 raise ValueError(
                     f"{len(constraints)} constraints need more than {MAX_STATES} states; give fewer of them "
                     f"(each doubles the states), or shorter alternatives"
                 )
-            places[held, last] = len(places)
-            pending.append((held, last))
-        return places[held, last]
+            places[satisfied, last] = len(places)
+            pending.append((satisfied, last))
+        return places[satisfied, last]
 
     matter = sorted({word for words in phrases for word in words})
     while pending:
-        held, last = pending.popleft()
-        own = {}
+        satisfied, last = pending.popleft()
+        transitions = {}
         for word in matter:
-            seen = (*last, word)
-            tails = [seen[cut:] for cut in range(len(seen) + 1)]
-            now = held
+            read = (*last, word)
+            tails = [read[cut:] for cut in range(len(read) + 1)]
+            reached = satisfied
             for tail in tails:
-                now |= phrases.get(tail, 0)
-            own[word] = place(now, next(tail for tail in tails if tail in begun))
-        steps.append(own)
-        rest.append(place(held, ()))
-    held_counts = tuple(held.bit_count() for held, _ in places)
+                reached |= phrases.get(tail, 0)
+            transitions[word] = place(reached, next(tail for tail in tails if tail in begun))
+        steps.append(transitions)
+        rest.append(place(satisfied, ()))
+    num_satisfied = tuple(satisfied.bit_count() for satisfied, _ in places)
     count = len(constraints)
     required = count if at_least is None else min(at_least, count)
-    return ConstraintAutomaton(count, required, held_counts, tuple(steps), tuple(rest))
+    return ConstraintAutomaton(count, required, num_satisfied, tuple(steps), tuple(rest))
 
 
 @dataclass

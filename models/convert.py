@@ -33,14 +33,14 @@ def upstream_names(config: ExpansionNetConfig) -> dict[str, tuple[str, ...]]:
     names: dict[str, tuple[str, ...]] = {"token_embedding.weight": ("out_embedder.embed.weight",)}
     names["positions.weight"] = ("pos_encoder.weight",)
 
-    def linear(own: str, *theirs: str) -> None:
+    def linear(ours: str, *theirs: str) -> None:
         for part in ("weight", "bias"):
-            names[f"{own}.{part}"] = tuple(f"{name}.{part}" for name in theirs)
+            names[f"{ours}.{part}"] = tuple(f"{name}.{part}" for name in theirs)
 
-    def expansion(own: str, theirs: str, maps: tuple[str, ...]) -> None:
-        linear(f"{own}.in_proj", *(f"{theirs}.{name}" for name in maps))
-        names[f"{own}.queries"] = (f"{theirs}.query_exp_vectors.weight",)
-        names[f"{own}.biases"] = (f"{theirs}.bias_exp_vectors.weight",)
+    def expansion(ours: str, theirs: str, maps: tuple[str, ...]) -> None:
+        linear(f"{ours}.in_proj", *(f"{theirs}.{name}" for name in maps))
+        names[f"{ours}.queries"] = (f"{theirs}.query_exp_vectors.weight",)
+        names[f"{ours}.biases"] = (f"{theirs}.bias_exp_vectors.weight",)
 
     linear("input", "input_linear")
     linear("lm_head", "vocab_linear")
@@ -48,22 +48,22 @@ def upstream_names(config: ExpansionNetConfig) -> dict[str, tuple[str, ...]]:
         linear(f"{side}_sum.map", f"{theirs}_reduce_group")
         linear(f"{side}_sum.norm", f"{theirs}_reduce_norm")
     for index in range(config.num_encoder_layers):
-        own, up = f"encoder.{index}", f"encoders.{index}"
-        expansion(f"{own}.mixer", f"{up}.stc_exp", _STATIC_MAPS)
+        ours, up = f"encoder.{index}", f"encoders.{index}"
+        expansion(f"{ours}.mixer", f"{up}.stc_exp", _STATIC_MAPS)
         for norm, number in (("mixer_norm", 1), ("feed_forward_norm", 2)):
-            linear(f"{own}.{norm}", f"{up}.norm_{number}")
-        linear(f"{own}.feed_forward.inner", f"{up}.ff.linear_1")
-        linear(f"{own}.feed_forward.outer", f"{up}.ff.linear_2")
+            linear(f"{ours}.{norm}", f"{up}.norm_{number}")
+        linear(f"{ours}.feed_forward.inner", f"{up}.ff.linear_1")
+        linear(f"{ours}.feed_forward.outer", f"{up}.ff.linear_2")
     for index in range(config.num_decoder_layers):
-        own, up = f"decoder.{index}", f"decoders.{index}"
-        expansion(f"{own}.mixer", f"{up}.dyn_exp", _DYNAMIC_MAPS)
+        ours, up = f"decoder.{index}", f"decoders.{index}"
+        expansion(f"{ours}.mixer", f"{up}.dyn_exp", _DYNAMIC_MAPS)
         for norm, number in (("mixer_norm", 1), ("cross_norm", 2), ("feed_forward_norm", 3)):
-            linear(f"{own}.{norm}", f"{up}.norm_{number}")
-        linear(f"{own}.cross.query", f"{up}.mha.Wq")
-        linear(f"{own}.cross.key_value", f"{up}.mha.Wk", f"{up}.mha.Wv")
-        linear(f"{own}.cross.out_proj", f"{up}.mha.out_linear")
-        linear(f"{own}.feed_forward.inner", f"{up}.ff.linear_1")
-        linear(f"{own}.feed_forward.outer", f"{up}.ff.linear_2")
+            linear(f"{ours}.{norm}", f"{up}.norm_{number}")
+        linear(f"{ours}.cross.query", f"{up}.mha.Wq")
+        linear(f"{ours}.cross.key_value", f"{up}.mha.Wk", f"{up}.mha.Wv")
+        linear(f"{ours}.cross.out_proj", f"{up}.mha.out_linear")
+        linear(f"{ours}.feed_forward.inner", f"{up}.ff.linear_1")
+        linear(f"{ours}.feed_forward.outer", f"{up}.ff.linear_2")
     return names
 
 
@@ -79,10 +79,10 @@ def join_rows(
     wanted = {name for parts in names.values() for name in parts}
     missing, extra = sorted(wanted - tensors.keys()), sorted(tensors.keys() - wanted)
     if missing or extra:
-        found = [f"lacks {missing[0]!r} ({len(missing)} missing)"] if missing else []
-        found += [f"has {extra[0]!r} ({len(extra)} unknown)"] if extra else []
+        problems = [f"lacks {missing[0]!r} ({len(missing)} missing)"] if missing else []
+        problems += [f"has {extra[0]!r} ({len(extra)} unknown)"] if extra else []
         raise ValueError(
-            f"the checkpoint {' and '.join(found)}; expected the {len(wanted)} tensors of {what} with "
+            f"the checkpoint {' and '.join(problems)}; expected the {len(wanted)} tensors of {what} with "
             f"{config.num_encoder_layers} encoder and {config.num_decoder_layers} decoder layers"
         )
     for parts in names.values():
@@ -92,7 +92,7 @@ def join_rows(
                 f"the checkpoint's {parts[0]!r} has shape {tuple(tensors[parts[0]].shape)}, which does not go with "
                 f"{what}" + (f" or with that of {parts[-1]!r}, {tuple(tensors[parts[-1]].shape)}" * (len(parts) > 1))
             )
-    return {own: torch.cat([tensors[part] for part in parts]) for own, parts in names.items()}
+    return {ours: torch.cat([tensors[part] for part in parts]) for ours, parts in names.items()}
 
 
 @dataclass(frozen=True)

@@ -21,46 +21,46 @@ def upstream_names(config: MeshedMemoryConfig) -> dict[str, tuple[str, ...]]:
     names["lm_head.weight"] = ("decoder.fc.weight",)
     names["positions"] = ("decoder.pos_emb.weight",)
 
-    def linear(own: str, *theirs: str) -> None:
+    def linear(ours: str, *theirs: str) -> None:
         for part in ("weight", "bias"):
-            names[f"{own}.{part}"] = tuple(f"{name}.{part}" for name in theirs)
+            names[f"{ours}.{part}"] = tuple(f"{name}.{part}" for name in theirs)
 
-    def feed_forward(own: str, theirs: str) -> None:
-        linear(f"{own}.feed_forward.inner", f"{theirs}.pwff.fc1")
-        linear(f"{own}.feed_forward.outer", f"{theirs}.pwff.fc2")
-        linear(f"{own}.feed_forward_norm", f"{theirs}.pwff.layer_norm")
+    def feed_forward(ours: str, theirs: str) -> None:
+        linear(f"{ours}.feed_forward.inner", f"{theirs}.pwff.fc1")
+        linear(f"{ours}.feed_forward.outer", f"{theirs}.pwff.fc2")
+        linear(f"{ours}.feed_forward_norm", f"{theirs}.pwff.layer_norm")
 
-    def self_attention(own: str, theirs: str) -> None:
-        linear(f"{own}.attention.in_proj", *(f"{theirs}.attention.fc_{part}" for part in "qkv"))
-        linear(f"{own}.attention.out_proj", f"{theirs}.attention.fc_o")
-        linear(f"{own}.attention_norm", f"{theirs}.layer_norm")
+    def self_attention(ours: str, theirs: str) -> None:
+        linear(f"{ours}.attention.in_proj", *(f"{theirs}.attention.fc_{part}" for part in "qkv"))
+        linear(f"{ours}.attention.out_proj", f"{theirs}.attention.fc_o")
+        linear(f"{ours}.attention_norm", f"{theirs}.layer_norm")
 
     linear("input", "encoder.fc")
     linear("input_norm", "encoder.layer_norm")
     for index in range(config.num_encoder_layers):
-        own, up = f"encoder.{index}", f"encoder.layers.{index}"
-        self_attention(own, f"{up}.mhatt")
+        ours, up = f"encoder.{index}", f"encoder.layers.{index}"
+        self_attention(ours, f"{up}.mhatt")
         if config.num_memory_slots:
-            names[f"{own}.attention.memory_keys"] = (f"{up}.mhatt.attention.m_k",)
-            names[f"{own}.attention.memory_values"] = (f"{up}.mhatt.attention.m_v",)
-        feed_forward(own, up)
+            names[f"{ours}.attention.memory_keys"] = (f"{up}.mhatt.attention.m_k",)
+            names[f"{ours}.attention.memory_values"] = (f"{up}.mhatt.attention.m_v",)
+        feed_forward(ours, up)
     for index in range(config.num_decoder_layers):
-        own, up = f"decoder.{index}", f"decoder.layers.{index}"
-        self_attention(own, f"{up}.self_att")
-        linear(f"{own}.meshed.attention.query", f"{up}.enc_att.attention.fc_q")
-        linear(f"{own}.meshed.attention.key_value", *(f"{up}.enc_att.attention.fc_{part}" for part in "kv"))
-        linear(f"{own}.meshed.attention.out_proj", f"{up}.enc_att.attention.fc_o")
-        linear(f"{own}.meshed.norm", f"{up}.enc_att.layer_norm")
+        ours, up = f"decoder.{index}", f"decoder.layers.{index}"
+        self_attention(ours, f"{up}.self_att")
+        linear(f"{ours}.meshed.attention.query", f"{up}.enc_att.attention.fc_q")
+        linear(f"{ours}.meshed.attention.key_value", *(f"{up}.enc_att.attention.fc_{part}" for part in "kv"))
+        linear(f"{ours}.meshed.attention.out_proj", f"{up}.enc_att.attention.fc_o")
+        linear(f"{ours}.meshed.norm", f"{up}.enc_att.layer_norm")
         for level in range(config.num_encoder_layers):
-            linear(f"{own}.meshed.gates.{level}", f"{up}.fc_alpha{level + 1}")
-        feed_forward(own, up)
+            linear(f"{ours}.meshed.gates.{level}", f"{up}.fc_alpha{level + 1}")
+        feed_forward(ours, up)
     return names
 
 
 def convert_meshed_memory(tensors: Mapping[str, Tensor], config: MeshedMemoryConfig) -> dict[str, Tensor]:
     """The upstream tensors under our names. Raises ValueError for missing and unknown keys."""
-    kept = {name: tensor for name, tensor in tensors.items() if ".running_" not in name}
-    state = join_rows(kept, upstream_names(config), "a Meshed-Memory Transformer", config)
+    weights = {name: tensor for name, tensor in tensors.items() if ".running_" not in name}
+    state = join_rows(weights, upstream_names(config), "a Meshed-Memory Transformer", config)
     state["positions"] = state["positions"][1:]
     for name, tensor in state.items():
         if ".memory_" in name and tensor.shape[0] != 1:
@@ -76,10 +76,10 @@ def infer_meshed_memory(tensors: Mapping[str, Tensor]) -> Inferred:
             raise ValueError(
                 f"the checkpoint is no Meshed-Memory Transformer: it has no {name!r} among {len(tensors)} tensors"
             )
-        found = tuple(tensors[name].shape)
-        if len(found) != axes or not all(found):
-            raise ValueError(f"the checkpoint's {name!r} has shape {found}; expected {axes} axes, none of them empty")
-        return found
+        size = tuple(tensors[name].shape)
+        if len(size) != axes or not all(size):
+            raise ValueError(f"the checkpoint's {name!r} has shape {size}; expected {axes} axes, none of them empty")
+        return size
 
     def layers(side: str) -> int:
         return len({name.split(".")[2] for name in tensors if name.startswith(f"{side}.layers.")})

@@ -29,7 +29,7 @@ class Captions:
     """n captions of each of B images, T the longest of them.
 
     tokens: (B, n, T) int64 with SOS and, where the caption ended, EOS; PAD after that.
-    log_probs: (B, n, T) float32, each token's own; 0 at SOS and behind the end.
+    log_probs: (B, n, T) float32, each token's own; 0 at SOS and after the end.
     lengths: (B, n) int64, tokens counting SOS and EOS.
     scores: (B, n) float32, what they are ranked by: the mean log-probability over `lengths`, or the sum.
     """
@@ -69,8 +69,8 @@ class Decoder:
         self.together = not any(model.training for model in self.models)
         if not len(self.images):
             raise ValueError("a memory of no images; nothing can be decoded")
-        own = 1 if self.together else beams
-        self.caches: list[Cache] = [m.init_cache(memory, own) for m, memory in zip(self.models, memories, strict=True)]
+        rows = 1 if self.together else beams
+        self.caches: list[Cache] = [m.init_cache(memory, rows) for m, memory in zip(self.models, memories, strict=True)]
 
     def step(self, tokens: Tensor) -> Tensor:
         """Log-probabilities (R, V) of the next token; of an ensemble, of the models' mean probability."""
@@ -94,15 +94,15 @@ class Decoder:
     def drop_finished(self, finished: Tensor) -> Tensor | None:
         """Drops images (B,) that are finished once they are half of the rest, so that few copies are made.
 
-        Returns the places of those kept, or None when nothing was dropped.
+        Returns the indices of the remaining images, or None when nothing was dropped.
         """
         if 2 * int(finished.sum()) < len(self.images):
             return None
-        kept = (~finished).nonzero()[:, 0]
-        self.images = self.images[kept]
-        if len(kept):
-            self.caches = [cache.keep_images(kept) for cache in self.caches]
-        return kept
+        remaining = (~finished).nonzero()[:, 0]
+        self.images = self.images[remaining]
+        if len(remaining):
+            self.caches = [cache.keep_images(remaining) for cache in self.caches]
+        return remaining
 
 
 def caption_lengths(tokens: Tensor, eos: int) -> Tensor:
@@ -207,9 +207,9 @@ def _roll_out(decoder: Decoder, max_length: int, choose: Callable[[Tensor, Tenso
         tokens[rows, position] = chosen.masked_fill_(ended, sizes.pad)
         log_probs[rows, position] = log_prob.masked_fill_(ended, 0.0)
         ended |= chosen == sizes.eos
-        kept = decoder.drop_finished(ended.view(-1, beams).all(1))
-        if kept is not None:
-            rows, ended = rows.view(-1, beams)[kept].flatten(), ended.view(-1, beams)[kept].flatten()
+        remaining = decoder.drop_finished(ended.view(-1, beams).all(1))
+        if remaining is not None:
+            rows, ended = rows.view(-1, beams)[remaining].flatten(), ended.view(-1, beams)[remaining].flatten()
             if not len(rows):
                 break
     lengths = caption_lengths(tokens, sizes.eos).view(-1, beams)

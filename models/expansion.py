@@ -37,9 +37,9 @@ def gated(gate: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
 def full_precision(x: Tensor) -> torch.autocast:
     """Autocast off, for the dynamic expansion.
 
-    Early positions are normalized over few keys, so their weights jump where M crosses zero: what bfloat16 decides
-    wrongly there moves logits by a tenth and more. Its products are small, too (in 16 bits most of their time would go
-    into copies), and a caption has few tokens.
+    Early positions are normalized over few keys, so that their weights jump where M crosses zero: a wrong sign from
+    bfloat16 moves logits by 0.1 and more. The products are small, too: in 16 bits most of their time would be spent on
+    copies.
     """
     return torch.autocast(x.device.type, enabled=False)
 

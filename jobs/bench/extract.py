@@ -46,7 +46,7 @@ def bench_extract(
     from jobs.cluster import start_ray
     from pipeline.features.extraction import Extractor, resolve_dtype
     from pipeline.runs.prepare import initial_backbone
-    from pipeline.runtime.weights import save_weights
+    from pipeline.storage.weights import save_weights
 
     with tempfile.TemporaryDirectory(prefix="raycap-bench-") as scratch:
         root = Path(scratch)

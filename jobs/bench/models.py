@@ -202,11 +202,11 @@ def _bfloat16(report: ModelsReport, model: ExpansionNet, features: Features, wri
     sizes = model.sizes
     tokens = torch.randint(sizes.vocabulary_size, (len(features), CAPTION_TOKENS), device=features.tokens.device)
     tokens[:, 0] = sizes.sos
-    kept = model.lm_head.bias[sizes.eos].clone()
+    eos_bias = model.lm_head.bias[sizes.eos].clone()
     model.lm_head.bias[sizes.eos] = 0.0  # the bias that keeps captions going would be the largest logit by far
     exact = model(features, tokens)
     rounded = _autocast(tokens.device, partial(model, features, tokens))().float()
-    model.lm_head.bias[sizes.eos] = kept
+    model.lm_head.bias[sizes.eos] = eos_bias
     report.bfloat16_errors = ((rounded - exact).abs().amax(-1) / exact.abs().amax(-1)).flatten()
     middle, late = report.bfloat16_errors.quantile(torch.tensor([0.5, 0.99], device=tokens.device)).tolist()
     inside = int((report.bfloat16_errors <= BFLOAT16_LIMIT).sum())

@@ -37,7 +37,7 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     _check_objectives(search)
     from pipeline.data.loading import find_data
     from pipeline.runs.prepare import readable
-    from pipeline.runtime.weights import weights_file_digest
+    from pipeline.storage.weights import weights_file_digest
 
     dataset, unreadable = find_data(search.base)
     dataset = readable(dataset, unreadable, search.base)

@@ -16,8 +16,8 @@ from pipeline.features.source import feature_source
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.identity import run_identity
 from pipeline.runtime.log import indented
-from pipeline.runtime.weights import export_backbone, weights_file_digest
 from pipeline.search.spec import Search, flatten
+from pipeline.storage.weights import export_backbone, weights_file_digest
 
 logger = logging.getLogger(__name__)
 

@@ -59,7 +59,7 @@ class Extractor:
 
     def describe(self) -> dict[str, Any]:
         """Everything that changes a feature; `compute_dtype: auto` is resolved, so that a store has one precision."""
-        from pipeline.runtime.weights import weights_file_digest
+        from pipeline.storage.weights import weights_file_digest
 
         architecture = {
             k: v
@@ -238,7 +238,7 @@ class ShardWriter:
         import ray
 
         from models.backbone import Backbone
-        from pipeline.runtime.weights import load_weights
+        from pipeline.storage.weights import load_weights
 
         backbone = Backbone(extractor.backbone)
         load_weights(backbone, extractor.weights, None if weights is None else ray.get(weights))

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from models.captioner import Captioner
-from pipeline.runtime.weights import save_weights
 from pipeline.storage.atomic import atomic_folder, read_json, write_json
+from pipeline.storage.weights import save_weights
 
 KEEP = 2
 

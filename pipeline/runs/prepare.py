@@ -30,8 +30,8 @@ from pipeline.features.regions import feature_width
 from pipeline.runs.folder import RunFolder, RunMetadata, is_alone
 from pipeline.runs.identity import code_digest, run_identity
 from pipeline.runs.warm_start import WarmStart, warm_start, without_download
-from pipeline.runtime.weights import save_weights
 from pipeline.storage.atomic import write_text
+from pipeline.storage.weights import save_weights
 from pipeline.version import commit
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from models.registry import build_model
 from pipeline.captioning.bundle import save_bundle
 from pipeline.config.sections import StageSection
 from pipeline.runs.folder import RunFolder
-from pipeline.runtime.weights import load_weights
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, storage_path
+from pipeline.storage.weights import load_weights
 
 
 def bundle_path(folder: RunFolder, stage: StageSection | None = None) -> Path:

@@ -1,1 +1,1 @@
-"""The process and the machine: training context, CPU settings, memory, weights files."""
+"""The process and the machine: training context, CPU settings, system metrics, log and progress."""

@@ -31,13 +31,13 @@ from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import read_journal
 from pipeline.runs.prepare import prepare
 from pipeline.runtime.context import Context, LocalContext, device_for
-from pipeline.runtime.weights import load_weights, weights_file_digest
 from pipeline.scoring.metrics import score_captions
 from pipeline.scoring.result_files import read_predictions
 from pipeline.search.spec import SCORE, Search
 from pipeline.search.trials import Reports, SearchFolder, SearchPlan, TrialOutcome
 from pipeline.storage.atomic import atomic_path, read_json, write_json
 from pipeline.storage.path import storage_path
+from pipeline.storage.weights import load_weights, weights_file_digest
 from pipeline.training.batches import num_samples
 from pipeline.training.loop import StageJob, train_stages
 

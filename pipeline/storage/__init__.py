@@ -1,1 +1,1 @@
-"""Files and tables on local disks and S3: paths, atomic writes, mirrors, caches and leases."""
+"""Files, weights and tables on local disks and S3: paths, atomic writes, mirrors, caches and leases."""

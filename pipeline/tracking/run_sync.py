@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.run import RunConfig
-from pipeline.runs.folder import RunFolder, read_json, write_json
+from pipeline.reports.curves import write_curves
+from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import Entry, read_journal
+from pipeline.storage.atomic import read_json, write_json
 from pipeline.tracking.mlflow_client import bounded_client, experiment_of, get_or_create_run, log_params, public_uri
 
 METRICS_PER_REQUEST = 500  # the server accepts 1000
@@ -105,8 +107,6 @@ def sync(
 def log_results(folder: RunFolder, config: RunConfig, scores: dict[str, float], *, client: Any) -> None:
     """Logs scores, their signature and the files (report, plots, captions, scores, metadata) to the parent run."""
     from mlflow.entities import Metric, RunTag
-
-    from pipeline.reports.curves import write_curves
 
     parent, entries = parent_run(folder, config), read_journal(folder.journal)
     # the journal's last time: the same metrics logged once more have the same time

@@ -33,10 +33,10 @@ from pipeline.runs.checkpoints import Progress, StageResult, load_checkpoint
 from pipeline.runs.folder import RunFolder
 from pipeline.runtime.context import Context, gather_objects
 from pipeline.runtime.cpu import prepare_processor
-from pipeline.runtime.weights import load_weights
 from pipeline.scoring.split_result import Hypothesis
 from pipeline.storage.cache import image_cache
 from pipeline.storage.path import StoragePath
+from pipeline.storage.weights import load_weights
 from pipeline.training.batches import Batch, Batches, CaptionTokens
 from pipeline.training.objectives import check_reward, make_objective
 from pipeline.training.optimizer import learning_rate, make_optimizer

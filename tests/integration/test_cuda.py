@@ -25,7 +25,7 @@ SMALL = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_encoder_layers": 2, "nu
 MODELS = (
     ExpansionNetConfig(static_expansion=(4, 8), dynamic_expansion=2, **SMALL),  # type: ignore[arg-type]
     MeshedMemoryConfig(name="meshed_memory", num_memory_slots=4, **SMALL),  # type: ignore[arg-type]
-    ClustFormerConfig(name="clustformer", inputs="regions", **SMALL),  # type: ignore[arg-type]
+    ClustFormerConfig(name="clustformer", inputs="regions", sampling=1, region_rows=2, **SMALL),  # type: ignore[arg-type]
 )
 
 

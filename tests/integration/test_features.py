@@ -23,7 +23,7 @@ from pipeline.data.dataset import read_dataset
 from pipeline.data.images import decode_image
 from pipeline.features.extraction import Extractor, extract
 from pipeline.features.store import FeatureStore
-from pipeline.runtime.weights import save_weights
+from pipeline.storage.weights import save_weights
 from tests.conftest import small_config, write_karpathy
 from tests.support.logs import on_message
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from pathlib import Path
@@ -63,30 +62,31 @@ def test_interrupted_anywhere_the_weights_are_bit_identical(
 
 
 def test_a_slow_disk_loses_no_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every validation is the best so far, and checkpoints are written after the next one has saved its weights."""
+    """Each validation is the best so far, and its checkpoint is written after the next one has saved its weights."""
     stages = [stage for stage in small_config(tmp_path)["stages"] if stage["name"] in FROZEN_STAGES]
     for stage in stages:
         stage |= {"validate_every_epochs": 0.2}
+    validated: dict[str, list[dict[str, torch.Tensor]]] = {name: [] for name in FROZEN_STAGES}
+
+    def score(self: StageRun, captions: dict[int, str]) -> float:
+        weights = self.captioner.model.state_dict()
+        validated[self.stage.name].append({f"model.safetensors:{key}": value.clone() for key, value in weights.items()})
+        return float(sum(map(len, validated.values())))
+
     write = CheckpointWriter._write
 
     def late(self: CheckpointWriter, *arguments: Any) -> None:
         time.sleep(0.5)
         write(self, *arguments)
 
-    folders = []
-    for name, method in (("fast", write), ("slow", late)):
-        scores = itertools.count()
-        monkeypatch.setattr(StageRun, "_score", lambda self, captions, scores=scores: float(next(scores)))
-        monkeypatch.setattr(CheckpointWriter, "_write", method)
-        folder, store = prepare_run(tmp_path / name, stages=stages)
-        train_stages(LocalContext("cpu"), StageJob(folder, FROZEN_STAGES, store))
-        folders.append(folder)
+    monkeypatch.setattr(StageRun, "_score", score)
+    monkeypatch.setattr(CheckpointWriter, "_write", late)
+    folder, store = prepare_run(tmp_path, stages=stages)
+    train_stages(LocalContext("cpu"), StageJob(folder, FROZEN_STAGES, store))
     for name in FROZEN_STAGES:
-        fast, slow = (folder.result(name) for folder in folders)
-        assert fast == slow and fast is not None and fast.best_step == fast.steps
-        assert_same_weights(*(best_weights(folder.stage(name)) for folder in folders))
-    validations = [entry for entry in read_journal(folders[1].journal) if entry["kind"] == "validation"]
-    assert len(validations) >= 6
+        result = folder.result(name)
+        assert result is not None and result.best_step == result.steps and len(validated[name]) >= 3
+        assert_same_weights(best_weights(folder.stage(name)), validated[name][-1])
 
 
 def test_stages_follow_each_other(undisturbed: RunFolder) -> None:

@@ -23,8 +23,8 @@ from pipeline.features.regions import import_regions
 from pipeline.features.store import write_shard
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.prepare import prepare
-from pipeline.runtime.weights import load_weights
 from pipeline.storage.path import StoragePath
+from pipeline.storage.weights import load_weights
 from tests.conftest import ROOT, small_config
 from tests.support.s3_server import CREDENTIALS
 

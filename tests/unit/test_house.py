@@ -28,7 +28,8 @@ ORDER = (
     ("data",),
     ("config", "scoring"),
     ("storage",),
-    ("runtime", "errors", "version"),
+    ("runtime",),
+    ("errors", "version"),
 )
 LEVELS = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 

@@ -201,7 +201,7 @@ def test_bundles_with_wrong_values_are_said(bundle: Path, tmp_path: Path) -> Non
 def test_a_newer_bundle_is_said(tmp_path: Path) -> None:
     folder = make_bundle(tmp_path / "newer")
     text = (folder / "config.yaml").read_text()
-    (folder / "config.yaml").write_text(text.replace("format: 1", "format: 99"))
+    (folder / "config.yaml").write_text(text.replace("format: 2", "format: 99"))
     with pytest.raises(UserError, match="format 99.*update raycap"):
         caption(write_images(tmp_path / "images", 1), str(folder))
 
