@@ -54,7 +54,7 @@ def run(config: RunConfig, address: str | None = None) -> RunFolder:
         logger.info(f"{folder.run_id} is complete; nothing to do")
         logger.info(summary["table"])
         return folder
-    with alone(folder.path), _run_log(folder):
+    with alone(folder.path), run_log(folder):
         driver = RunDriver(config, folder, address)
         try:
             driver.train()
@@ -67,7 +67,7 @@ def run(config: RunConfig, address: str | None = None) -> RunFolder:
 
 
 @contextmanager
-def _run_log(folder: RunFolder) -> Iterator[None]:
+def run_log(folder: RunFolder) -> Iterator[None]:
     """Writes log/run.log, and uploads it at the end for a run on S3, unless the storage cannot be reached."""
     try:
         with log_file(folder.path / "log" / "run.log"):

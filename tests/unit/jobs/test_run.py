@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from jobs.journal_printer import JournalPrinter
-from jobs.run import _log_file, stage_groups
+from jobs.run import run_log, stage_groups
 from pipeline.config.sections import StageSection
 from pipeline.errors import JobFailedError
 from pipeline.runs.folder import RunFolder
@@ -134,7 +134,7 @@ def test_the_log_file_goes_home_with_the_run(error: Exception | None, sent: bool
     pushed: list[str] = []
     folder = cast(RunFolder, SimpleNamespace(path=tmp_path, push=pushed.append))
     try:
-        with _log_file(folder):
+        with run_log(folder):
             if error is not None:
                 raise error
     except (JobFailedError, OSError) as raised:
