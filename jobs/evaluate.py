@@ -208,7 +208,6 @@ class Evaluation:
         return {image: texts for image, texts in references.items() if texts and image in result.captions}
 
     def _log_scores(self, result: SplitResult) -> None:
-
         assert result.scores is not None
         logger.info(f"\n{result.split}, {len(result.scores.image_ids)} images{format_scores(result.scores)}")
         if result.main_object is not None:
@@ -323,7 +322,6 @@ def _automata(file: Path, member: Member, parts: Mapping[str, Dataset]) -> dict[
 
 
 def _bundle(model: str, option: str, config: RunConfig, store: StoragePath | None) -> Member:
-
     location = storage_path(model, config.storage.options)
     if not location.is_remote and not location.path.is_dir():
         raise UserError(f"{option} {model}: no such folder; give a model bundle, such as results/models/NAME/RUN")

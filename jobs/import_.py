@@ -204,7 +204,6 @@ def _build_backbone(swin: dict[str, Tensor], settings: dict[str, Any], feature_w
 
 
 def _save(out: Path, imported: Imported, info: dict[str, Any]) -> None:
-
     try:
         save_bundle(out, imported.captioner, imported.vocabulary, name=out.name, info=info)
     except (OSError, SafetensorError) as error:

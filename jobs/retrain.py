@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from jobs.caption_tasks import SplitTask, caption_on_cluster
 from jobs.cluster import start_ray
 from jobs.options import Address, Config, Set
 from pipeline.captioning.model_sources import StoredBundle
@@ -49,7 +50,6 @@ class RayWork:
         self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig
     ) -> dict[int, str]:
         """The best caption by image id; images that cannot be read are left out. Each worker fetches the bundle."""
-        from jobs.caption_tasks import SplitTask, caption_on_cluster
 
         start_ray(config, self.address)
         models = [StoredBundle(bundle, files)]

@@ -10,9 +10,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jobs.caption_tasks import RunModel, SplitTask, caption_on_cluster
 from jobs.cluster import start_ray
 from jobs.journal_printer import JournalPrinter, format_duration
 from jobs.options import Address, Config, Set
+from jobs.sync import register
 from pipeline.captioning.model_sources import StoredBundle
 from pipeline.config.load import dump_config, load_config
 from pipeline.config.run import RunConfig, total_steps
@@ -27,6 +29,7 @@ from pipeline.runtime.log import log_file
 from pipeline.scoring.result_files import write_predictions
 from pipeline.storage.atomic import read_json, write_json, write_text
 from pipeline.storage.path import StoragePath
+from pipeline.storage.s3 import StorageError
 from pipeline.tracking.mlflow_client import public_uri
 from pipeline.tracking.run_tracker import Tracker
 
@@ -41,7 +44,6 @@ def run(config: RunConfig, address: str | None = None) -> RunFolder:
 
     Raises UserError for mistakes in the configuration before anything long starts.
     """
-    from jobs.sync import register
     from pipeline.runs.prepare import prepare
 
     begin = time.monotonic()
@@ -72,13 +74,14 @@ def run_log(folder: RunFolder) -> Iterator[None]:
     try:
         with log_file(folder.path / "log" / "run.log"):
             yield
-    except OSError:
+    except StorageError:
         raise
     except BaseException:
         with suppress(OSError):
             folder.push("log/run.log")
         raise
-    folder.push("log/run.log")
+    with suppress(OSError):  # the run is complete, and its log is on this machine
+        folder.push("log/run.log")
 
 
 def train(config: RunConfig, address: str | None = None) -> RunFolder:
@@ -268,7 +271,6 @@ class RunDriver:
 
     def _score(self, dataset: Dataset, splits: Sequence[str], store: StoragePath) -> RunScores:
         """Captions the splits with the final weights, writes the captions to predictions/, and scores them."""
-        from jobs.caption_tasks import RunModel, SplitTask, caption_on_cluster
         from pipeline.runs.evaluation import score_run, split_result
 
         self._start_ray()

@@ -36,10 +36,10 @@ from pipeline.cluster.submission import (
 from pipeline.config.load import load_config
 from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
+from pipeline.runtime.log import unchanged_level
 from pipeline.version import project_root
 
 logger = logging.getLogger(__name__)
-
 
 POLL_S = 2.0
 LOST_S = 600.0  # how long a cluster may be unreachable before the follower gives up
@@ -127,7 +127,8 @@ def command_overrides(command: str, config: Path, arguments: Sequence[str]) -> l
     if "--address" in arguments:
         raise UserError("--address was given twice; the job joins the cluster that it runs on")
     try:
-        context = COMMANDS[command].load(command).make_context(command, [str(config), *arguments])
+        with unchanged_level():  # --quiet is for the job, not for this process
+            context = COMMANDS[command].load(command).make_context(command, [str(config), *arguments])
     except TyperException as error:
         raise UserError(f"raycap {command} refuses these options: {error.format_message()}") from error
     return list(context.params.get("set_") or ())

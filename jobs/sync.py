@@ -91,15 +91,26 @@ def _from_config(path: Path, overrides: Sequence[str]) -> Runs:
     for name in sorted(name.removesuffix("/run.json") for name in names if name.endswith("/run.json")):
         if name.rpartition("-")[0] == config.name:
             folder = _opened(config.working_path / "runs" / name, home / name if home else None)
-            yield folder, folder.config.model_copy(update={"tracking": config.tracking, "storage": config.storage})
+            try:
+                stored = folder.config
+            except UserError as error:
+                logger.warning(f"{name}: not sent: {error}")
+                continue
+            yield folder, stored.model_copy(update={"tracking": config.tracking, "storage": config.storage})
 
 
 def _from_folder(path: Path, overrides: Sequence[str]) -> Runs:
     """The run in a folder, or the runs of a storage, each with the tracker that it was started with."""
     path = path.expanduser().resolve()
     for folder in [path] if (path / "run.json").is_file() else _folders(path / "runs"):
-        values = read_values(folder / "config.yaml", overrides)
-        plain = parse_config(values)
+        try:
+            values = read_values(folder / "config.yaml", overrides)
+            plain = parse_config(values)
+        except UserError as error:
+            if folder == path:
+                raise
+            logger.warning(f"{folder.name}: not sent: {error}")
+            continue
         home = plain.home(f"runs/{folder.name}")
         opened = _opened(folder, home)
         known = [uri for uri in known_trackers(opened) if uri != public_uri(plain)]

@@ -5,7 +5,6 @@ The only home of timm. Shapes: B images, N grid tokens (rows x columns, row by r
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 import re
 from pathlib import Path
@@ -177,12 +176,3 @@ def load_swin(backbone: Backbone, tensors: dict[str, Tensor]) -> None:
             name = re.sub(r"^layers\.(\d+)\.downsample", lambda m: f"layers.{int(m[1]) + 1}.downsample", name)
         state[name] = tensor
     load_strictly(backbone.swin, state, f"a Swin checkpoint for {backbone.config.name}")
-
-
-def weights_digest(module: nn.Module) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes of the state dict, in name order."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

@@ -17,6 +17,7 @@ from jobs.bench.measuring import percent_changes, print_times
 from jobs.cluster import start_ray
 from pipeline.config.load import parse_config
 from pipeline.features.store import mark_complete, write_shard
+from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import read_journal
 
 if TYPE_CHECKING:
@@ -96,7 +97,6 @@ def random_store(folder: RunFolder, path: Path) -> Path:
 def _run(run: Path, store: Path, ray: bool) -> tuple[float, float]:
     """Trains one stage from its beginning; its median seconds per step and the share of time spent waiting for data."""
     from jobs.train import fit
-    from pipeline.runs.folder import RunFolder
     from pipeline.training.loop import StageJob
 
     folder = RunFolder(run)

@@ -24,6 +24,7 @@ from jobs.cluster import start_ray
 from jobs.options import Threads
 from pipeline.config.load import parse_config
 from pipeline.runs.journal import read_journal
+from pipeline.tracking.run_tracker import Tracker
 
 if TYPE_CHECKING:
     from pipeline.config.run import RunConfig
@@ -81,7 +82,6 @@ def _change_trackers(
     folder: RunFolder, config: RunConfig, phases: list[str], where: dict[str, str], stop: threading.Event
 ) -> None:
     """Runs one tracker per phase, as a run's driver does."""
-    from pipeline.tracking.run_tracker import Tracker
 
     for number, mode in enumerate(phases):
         if not _wait_for_step(folder.journal, WARM_UP + number * STEPS, stop):

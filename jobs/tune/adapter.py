@@ -24,7 +24,6 @@ from pipeline.search.trials import ENDED, TrialLog, TrialOutcome, TrialRecord
 
 logger = logging.getLogger(__name__)
 
-
 TABLE_EVERY_S = 30.0
 RAY_TUNE_SETTINGS = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",

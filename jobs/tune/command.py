@@ -85,7 +85,6 @@ def open_log(folder: SearchFolder, search: Search) -> TrialLog:
 
 
 def _check_objectives(search: Search) -> None:
-
     for name in search.config.objectives:
         if reason := why_unavailable(name):
             raise UserError(f"the objective {name} cannot be computed here: {reason}")

@@ -108,7 +108,6 @@ def _initial_weights(config: RunConfig) -> Path:
 
 
 def _source(weights: Path, base: RunConfig) -> BackboneSource:
-
     start = base.storage_path / "backbones" / f"{weights_file_digest(weights)[:20]}-timm.safetensors"
     if not start.is_file():
         export_backbone(weights, start)

@@ -27,7 +27,7 @@ from pipeline.scoring.java import JavaError, free_memory_mb, java_version
 from pipeline.scoring.java_metrics import spice_models
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.path import StorageError, StoragePath, is_remote, storage_path, try_rights
-from pipeline.tracking.mlflow_client import public_uri, tracking_client
+from pipeline.tracking.mlflow_client import public_uri, reason_of, tracking_client
 
 MIN_DISK_GIB, ENOUGH_DISK_GIB = 1, 10
 MIN_MEMORY_GIB, ENOUGH_MEMORY_GIB = 1, 4  # Ray and one worker; with SPICE's heap in addition
@@ -60,7 +60,7 @@ def torch_pair() -> Finding:
         torch, vision = importlib.import_module("torch"), importlib.import_module("torchvision")
         vision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
     except Exception as error:  # whatever a broken pair raises
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = reason_of(error)
         return Finding(
             "torch", "fail", f"torch and torchvision do not work together: {reason}",
             "install both from one place, as `uv pip install -r requirements.lock` does",
@@ -203,7 +203,7 @@ def tracker(config: RunConfig) -> Finding:
         socket.create_connection((parts.hostname or "", port), TRACKER_S).close()
         tracking_client(config).search_experiments(max_results=1)
     except Exception as error:  # whatever the tracker answers
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = reason_of(error)
         return Finding(
             "tracker", "warn", f"{where} does not answer: {reason}",
             "training continues without it; check tracking.uri, then `raycap sync` sends the rest",

@@ -43,7 +43,6 @@ from pipeline.storage.weights import load_weights, weights_file_digest
 
 logger = logging.getLogger(__name__)
 
-
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}  # set before the actor starts, because Ray's threads create arenas early
 QUARANTINE = pa.schema([("uri", pa.string()), ("key", pa.string()), ("reason", pa.string())])
 

@@ -36,6 +36,7 @@ from pipeline.retrain.champion import (
 )
 from pipeline.retrain.data_listing import LISTING, Change, compare, list_data, new_keys, with_keys
 from pipeline.retrain.decision_page import decision_page
+from pipeline.retrain.tracking import follow
 from pipeline.runs.check import check_data
 from pipeline.scoring.bootstrap import RESAMPLES, Difference, paired_difference
 from pipeline.scoring.metrics import score_captions
@@ -44,7 +45,6 @@ from pipeline.storage.path import StoragePath
 from pipeline.storage.tables import from_bytes, to_bytes
 
 logger = logging.getLogger(__name__)
-
 
 MAX_FINDINGS_SHOWN = 5
 Verdict = Literal["first", "promoted", "kept", "rolled back"]
@@ -358,8 +358,6 @@ class _Retraining:
     def _track(self) -> None:
         """Updates the tracker; if it is down, a later call does."""
         if self.config.tracking.enabled and self.state.champion is not None:
-            from pipeline.retrain.tracking import follow  # torch and MLflow: seconds that a call without news saves
-
             follow(self.config, self.store, self.state)
 
 

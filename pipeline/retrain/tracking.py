@@ -14,11 +14,10 @@ from typing import Any
 from pipeline.config.run import RunConfig
 from pipeline.retrain.champion import ChampionState, ChampionStore
 from pipeline.runs.folder import RunFolder
-from pipeline.tracking.mlflow_client import experiment_of, public_uri, tracking_client, without_secrets
+from pipeline.tracking.mlflow_client import experiment_of, public_uri, reason_of, tracking_client
 from pipeline.tracking.run_tracker import register_run
 
 logger = logging.getLogger(__name__)
-
 
 DECISION_TAG = "raycap.decision"
 
@@ -37,7 +36,7 @@ def follow(config: RunConfig, store: ChampionStore, state: ChampionState) -> boo
         if state.decision is not None:
             _log_decision(client, experiment, store, state)
     except Exception as error:  # a failing tracker must not fail the decision
-        reason = without_secrets(str(error)).splitlines()[0] if str(error) else type(error).__name__
+        reason = reason_of(error)
         logger.info(f"tracker   {public_uri(config)} could not be updated ({reason}); the next call tries again")
         return False
     return True

@@ -29,7 +29,6 @@ from pipeline.storage.path import StoragePath
 
 logger = logging.getLogger(__name__)
 
-
 MAX_WORDS = 60  # COCO's longest caption has 57 tokens
 MIN_IMAGES_FOR_CIDER = 200  # with fewer, the standard error of the mean is above 0.06 of 1.0
 SMALL_SIDE = 400  # COCO's photographs have short sides from 400 up; sets that were shrunk have 224 or 256

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from models.config import ModelSizes
 from pipeline.config.load import parse_config
@@ -25,11 +25,13 @@ from pipeline.config.run import RunConfig
 from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
 from pipeline.data.vocabulary import Vocabulary
-from pipeline.runs.checkpoints import StageResult, stage_result
 from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, storage_path
+
+if TYPE_CHECKING:
+    from pipeline.runs.checkpoints import StageResult
 
 JOURNAL = "log/metrics.jsonl"
 
@@ -177,6 +179,8 @@ class RunFolder:
 
     def result(self, name: str) -> StageResult | None:
         """The result of a stage; None while it is not finished."""
+        from pipeline.runs.checkpoints import stage_result
+
         return stage_result(self.stage(name))
 
     def before(self, stage: StageSection) -> list[StageSection]:

@@ -19,8 +19,8 @@ from pipeline.features.regions import ends_digest
 from pipeline.storage.path import storage_path
 from pipeline.version import project_root
 
-# A change in one of these folders makes other runs; a change elsewhere (reports, tracking, storage) does not.
-RESULT_ROOMS = (
+# Sources that decide a result: a change in one of them makes other runs, a change elsewhere (reports) does not.
+RESULT_SOURCES = (
     "models",
     "pipeline/captioning",
     "pipeline/config",
@@ -29,6 +29,7 @@ RESULT_ROOMS = (
     "pipeline/runs",
     "pipeline/runtime",
     "pipeline/scoring",
+    "pipeline/storage/weights.py",
     "pipeline/training",
 )
 
@@ -40,10 +41,11 @@ def run_identity(config: RunConfig, fingerprint: str) -> str:
 
 
 def code_digest() -> str:
-    """Hash of the source files in RESULT_ROOMS."""
+    """Hash of RESULT_SOURCES: the files, and all files of the folders."""
     digest = hashlib.sha256()
-    for room in RESULT_ROOMS:
-        for path in sorted((project_root() / room).rglob("*.py")):
+    for source in RESULT_SOURCES:
+        root = project_root() / source
+        for path in [root] if root.is_file() else sorted(root.rglob("*.py")):
             digest.update(str(path.relative_to(project_root())).encode() + path.read_bytes())
     return digest.hexdigest()
 

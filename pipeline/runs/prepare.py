@@ -36,7 +36,6 @@ from pipeline.version import commit
 
 logger = logging.getLogger(__name__)
 
-
 PACKAGES = ("torch", "torchvision", "timm", "ray", "mlflow", "numpy", "pyarrow", "pycocoevalcap")
 
 

@@ -43,6 +43,18 @@ def is_shown(level: int) -> bool:
     return any(isinstance(handler, _TerminalHandler) and handler.level <= level for handler in handlers)
 
 
+@contextmanager
+def unchanged_level() -> Iterator[None]:
+    """Restores the terminal's level afterwards."""
+    handlers = [handler for name in PACKAGES for handler in logging.getLogger(name).handlers]
+    levels = [handler.level for handler in handlers]
+    try:
+        yield
+    finally:
+        for handler, level in zip(handlers, levels, strict=True):
+            handler.setLevel(level)
+
+
 def set_rank(rank: int) -> None:
     """Marks the records of this process with its rank in data-parallel training; rank 0 stays unmarked."""
     global _rank

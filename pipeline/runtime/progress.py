@@ -83,7 +83,7 @@ def progress(
             line = f"{label}  {done}/{total} {unit}, {rate:.1f} {unit}/s, {(total - done) / rate:.0f} s left"
             if write is None:
                 logger.info(line, extra={"has_bar": bar.is_drawn})
-            elif not bar.is_drawn:
+            elif not bar.is_drawn and is_shown(logging.INFO):
                 write(line)
 
         yield advance

@@ -6,6 +6,7 @@ which the driver forwards, so the values are read directly: by psutil and, for G
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 
 import torch
@@ -43,7 +44,8 @@ def _gpu_metrics(device: torch.device) -> dict[str, float]:
     try:
         for index in range(torch.cuda.device_count()):
             metrics[f"gpu_{index}_memory_usage_megabytes"] = torch.cuda.device_memory_used(index) / MEGABYTE
-            metrics[f"gpu_{index}_utilization_percentage"] = torch.cuda.utilization(index)
+            with suppress(Exception):  # not every GPU reports it, for example not a partition (MIG)
+                metrics[f"gpu_{index}_utilization_percentage"] = torch.cuda.utilization(index)
     except Exception:  # whatever NVML or a missing nvidia-ml-py raises
         free, total = torch.cuda.mem_get_info(device)
         metrics[f"gpu_{device.index or 0}_memory_usage_megabytes"] = (total - free) / MEGABYTE

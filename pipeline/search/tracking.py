@@ -14,10 +14,9 @@ from typing import Any
 from pipeline.search.spec import SCORE
 from pipeline.search.trials import ENDED, TrialLog, TrialRecord
 from pipeline.storage.atomic import read_json, write_json
-from pipeline.tracking.mlflow_client import experiment_of, public_uri, tracking_client, without_secrets
+from pipeline.tracking.mlflow_client import experiment_of, public_uri, reason_of, tracking_client
 
 logger = logging.getLogger(__name__)
-
 
 FILES = ("search.html", "pareto.png", "parallel.png", "trials.csv", "trials.parquet", "best.yaml")
 
@@ -59,7 +58,7 @@ class SearchTracker:
             sync_search(self.log, status, files)
         except Exception as error:  # a failing tracker must not fail the search
             if not self._warned:
-                reason = without_secrets(str(error)).splitlines()[0] if str(error) else type(error).__name__
+                reason = reason_of(error)
                 logger.info(
                     f"tracker: {public_uri(self.config)} cannot be reached ({reason}); results stay in the search's "
                     "folder and are sent later"

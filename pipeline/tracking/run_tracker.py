@@ -26,7 +26,6 @@ from pipeline.tracking.run_sync import log_results, store_ending, sync
 
 logger = logging.getLogger(__name__)
 
-
 JOIN_S = 30  # how long the end of a run waits for a pending call; an HTTP request ends earlier (CALL_TIMEOUT_S)
 LONGEST_PAUSE_S = 60.0  # between attempts at a tracker that does not answer
 

@@ -275,6 +275,11 @@ def test_the_readme_file_map_is_true() -> None:
     for room in {path.parent for path in SOURCES} - {ROOT / "pipeline"}:
         place = f"{room.relative_to(ROOT).as_posix()}/"
         assert place in paths, f"README.md's file map lacks {place}"
+        if place.startswith("pipeline/"):
+            docstring = ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8"))) or ""
+            assert docstring[1:-1] in (ROOT / "README.md").read_text(encoding="utf-8"), (
+                f"README.md describes {place} otherwise"
+            )
 
 
 def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:

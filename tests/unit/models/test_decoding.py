@@ -415,3 +415,14 @@ def test_kept_keys_stay_laid_out_when_images_leave() -> None:
     for (key, value), (old_key, old_value) in zip(cache.keep_images(torch.tensor([2, 0])).cross, before, strict=True):
         assert key.mT.is_contiguous() and value.is_contiguous()
         assert torch.equal(key, old_key[[2, 0]]) and torch.equal(value, old_value[[2, 0]])
+
+
+@torch.no_grad()
+def test_weights_may_change_between_captions() -> None:
+    """Autocast must not reuse a converted weight after training has changed it."""
+    model = small_model(1).float()
+    memory = model.encode(Features(torch.randn(2, 5, 7)))
+    with torch.autocast("cpu", torch.bfloat16):
+        first = greedy(model, memory, max_length=8)
+        model.lm_head.bias[model.sizes.eos] += 100.0  # type: ignore[operator, union-attr, index]
+        assert greedy(model, memory, max_length=8).lengths.tolist() == [[2], [2]] != first.lengths.tolist()
