@@ -59,13 +59,16 @@ def pareto_plot(
 ) -> Figure:
     """Plots scores over costs: finished points with their spread, the Pareto front as a line, stopped points as rings.
 
-    With `compare: expansionnet_v2` the paper's ablation is added: to the same panel if its costs are similar, else in a
-    second panel.
+    With `compare: expansionnet_v2` the paper's ablation is added. It shares the panel of the search if its costs are
+    similar; otherwise it has a second panel.
     """
     has_paper = search.config.compare == "expansionnet_v2"  # the other papers print no costs
     in_same_panel = has_paper and _similar_costs(search, results)
     in_second_panel = has_paper and not in_same_panel
-    width, height = (4.3, 9.2 if in_second_panel else 5.0) if narrow else (12.5 if in_second_panel else 8.6, 5.4)
+    if narrow:
+        width, height = 4.3, 9.2 if in_second_panel else 5.0
+    else:
+        width, height = 12.5 if in_second_panel else 8.6, 5.4
     figure = _figure(width, height)
     shape = (2, 1) if narrow else (1, 2)
     panels = figure.subplots(*shape).ravel().tolist() if in_second_panel else [figure.subplots()]

@@ -227,8 +227,8 @@ class TrialLog:
         """
         means = []
         for objective in self.search.config.objectives:
-            values = [record.value(objective) for record in records if record.state != "failed"]
-            values = [value for value in values if value is not None]
+            usable = [record for record in records if record.state != "failed"]
+            values = [value for record in usable if (value := record.value(objective)) is not None]
             if not values:
                 return None
             means.append(sum(values) / len(values))
