@@ -277,7 +277,7 @@ class ChampionStore:
 
 
 def _chain_errors(state: ChampionState, decisions: list[Decision]) -> list[str]:
-    """One sentence per contradiction between champion.json and the decisions, which are sorted from oldest to newest."""
+    """One sentence per contradiction between champion.json and the decisions; the oldest decision is first."""
     errors = []
     numbers = [decision.number for decision in decisions]
     if numbers != list(range(1, state.number + 1)):

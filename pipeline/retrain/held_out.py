@@ -53,7 +53,7 @@ def decode(data: bytes) -> Dataset:
 
 
 def locate(fixed: Dataset, dataset: Dataset, config: RunConfig) -> HeldOut:
-    """The fixed split with the current locations of its images; ids and references stay those of the first comparison."""
+    """The fixed split with its images' current locations; ids and references are those of the first comparison."""
     current = dataset.known()
     rows = pc.index_in(fixed.table["key"], value_set=current.table["key"])  # null for an image that is gone
     uris = current.table["uri"].take(rows)

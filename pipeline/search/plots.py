@@ -85,7 +85,8 @@ def pareto_plot(
         _style_axes(axes)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(
-                loc="lower left", bbox_to_anchor=(-0.01, 1.05 if in_second_panel else 1.0), ncols=2 if narrow or in_second_panel else 4,
+                loc="lower left", bbox_to_anchor=(-0.01, 1.05 if in_second_panel else 1.0),
+                ncols=2 if narrow or in_second_panel else 4,
                 fontsize=7.5 if narrow else 8.5, frameon=False, labelcolor=INK, borderaxespad=0.2,
             )  # fmt: skip
     return figure
