@@ -1,6 +1,6 @@
 """Runs the trials of a search on Ray Tune, which places them, reuses their processes and stops them early.
 
-Ray Tune keeps no state of the search. The adapter takes trials from the search's log and writes their results to it.
+The state of the search is in its log, not in Ray Tune: the adapter takes trials from the log and writes results to it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def concurrency(search: Search, resources: Mapping[str, float]) -> int:
 
 
 def run_trials(log: TrialLog, on_end: Callable[[], None]) -> None:
-    """Runs Ray Tune until no trial is left or the time is over. `on_end` is called after the end of each trial."""
+    """Runs Ray Tune until no trial is left or budget.hours is over. Calls `on_end` after the end of each trial."""
     for key, value in RAY_TUNE_SETTINGS.items():
         os.environ.setdefault(key, value)
     import ray
@@ -60,7 +60,7 @@ def run_trials(log: TrialLog, on_end: Callable[[], None]) -> None:
         f"resources {concurrent} trials at a time, {per_trial.workers} x {per_trial.cpus:g} CPU, "
         f"{per_trial.gpus:g} GPU each"
     )
-    shutil.rmtree(log.folder.handovers, ignore_errors=True)  # left by a killed search
+    shutil.rmtree(log.folder.handovers, ignore_errors=True)  # a killed search may have left copies
     adapter = TuneAdapter(log, on_end, None if hours is None else time.monotonic() + 3600 * hours)
     if search.config.algorithm == "pbt":
         adapter.start_population()
@@ -76,6 +76,7 @@ def run_trials(log: TrialLog, on_end: Callable[[], None]) -> None:
 
 
 def _tuner(adapter: TuneAdapter, concurrent: int, scratch: Path) -> Any:
+    """Ray Tune's tuner, which gets its trials from the adapter."""
     from ray import tune
 
     from jobs.tune.workers import train_trial
@@ -84,7 +85,7 @@ def _tuner(adapter: TuneAdapter, concurrent: int, scratch: Path) -> Any:
     hours, per_trial = search.config.budget.hours, search.config.resources
     bundle = {"CPU": per_trial.cpus, "GPU": per_trial.gpus}
     if per_trial.workers > 1:
-        bundle = {"memory": 2.0**20}  # Ray Train places the workers
+        bundle = {"memory": 2.0**20}  # only a token amount, because Ray Train reserves resources for the workers
     resources = tune.PlacementGroupFactory([{key: value for key, value in bundle.items() if value}])
     return tune.Tuner(
         tune.with_resources(train_trial, resources),
@@ -107,9 +108,9 @@ def _tuner(adapter: TuneAdapter, concurrent: int, scratch: Path) -> Any:
 
 
 class TuneAdapter:
-    """Between Ray Tune and the log: hands out trials, records their results and logs their progress.
+    """Connects Ray Tune with the log: gives it trials, records their results and logs their progress.
 
-    Ray Tune's trials are not the search's: each turn of a population's member is a new one.
+    For Ray Tune each turn of a population's member is a new trial, while the search has one trial per member.
     """
 
     def __init__(self, log: TrialLog, on_end: Callable[[], None], deadline: float | None) -> None:
@@ -122,7 +123,7 @@ class TuneAdapter:
 
     @contextmanager
     def keeping_errors(self) -> Iterator[None]:
-        """Keeps an error of ours, to raise it unchanged after Ray Tune, which would wrap it, has ended."""
+        """Stores an error of the adapter in `error`; Ray Tune wraps errors, and `run_trials` raises the stored one."""
         try:
             yield
         except Exception as error:
@@ -145,7 +146,7 @@ class TuneAdapter:
         return self.population is not None and self.population.running > 0 and not self.time_is_over
 
     def next_trial(self, trial_id: str) -> dict[str, Any] | None:
-        """The configuration of the next trial; None when there is none now."""
+        """The configuration of the next trial; None when no trial can start now."""
         if self.time_is_over:
             return None
         if self.population is not None:
@@ -158,11 +159,12 @@ class TuneAdapter:
         return self._trial_config(record)
 
     def _next_turn(self, trial_id: str, population: Population) -> dict[str, Any] | None:
+        """The configuration of the next turn of a population's member; None when no member waits."""
         turn = population.next()
         if turn is None:
             return None
         number, take_over = turn
-        record = next(each for each in self.log.records if each.number == number)
+        record = next(record for record in self.log.records if record.number == number)
         self._records[trial_id] = record
         config = self._trial_config(record)
         if take_over is not None:
@@ -180,6 +182,7 @@ class TuneAdapter:
         }
 
     def on_result(self, trial_id: str, result: Mapping[str, Any]) -> None:
+        """Records a validation or the outcome of a trial."""
         record = self._records[trial_id]
         take_over = self._take_overs.pop(trial_id, None)
         if take_over is not None:
@@ -197,7 +200,7 @@ class TuneAdapter:
             self._log_progress(record)
 
     def on_stop(self, trial_id: str, seconds: float) -> None:
-        """Ray Tune stopped a trial: the scheduler did, the time is over, or it had already ended."""
+        """Records that Ray Tune stopped a trial, unless the trial had ended or will resume because the time is over."""
         record = self._records[trial_id]
         if record.state in ENDED or self.time_is_over:
             return
@@ -237,7 +240,7 @@ def _searcher(adapter: TuneAdapter) -> Any:
     from ray.tune.search import Searcher
 
     class LogSearcher(Searcher):
-        """Suggests the trials of the log. The callback records their results."""
+        """Gives Ray Tune the trials of the log; the callback records their results."""
 
         def suggest(self, trial_id: str) -> Any:
             with adapter.keeping_errors():
@@ -287,9 +290,10 @@ def _callback(adapter: TuneAdapter) -> Any:
 
 
 def _failure_reason(trial: Any) -> str:
-    """Why Ray Tune counts a trial as failed, in one line.
+    """The reason for which Ray Tune counts a trial as failed, in one line.
 
-    Reads the driver's copy of the trial's error files: Ray's getters read the storage, which gets the files later.
+    It is read from the trial's error files on the driver. Ray's getters would read the storage, where the files arrive
+    later.
     """
     import ray
 

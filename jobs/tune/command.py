@@ -1,6 +1,6 @@
 """`raycap tune`: a search over configuration keys with Ray Tune.
 
-The search's log (`pipeline/search/trials.py`) holds all trials and their results. A killed search resumes from it.
+All trials and their results are in the search's log (`pipeline/search/trials.py`). A killed search resumes from it.
 """
 
 from __future__ import annotations
@@ -85,12 +85,14 @@ def open_log(folder: SearchFolder, search: Search) -> TrialLog:
 
 
 def _check_objectives(search: Search) -> None:
+    """UserError for an objective that cannot be computed here."""
     for name in search.config.objectives:
         if reason := why_unavailable(name):
             raise UserError(f"the objective {name} cannot be computed here: {reason}")
 
 
 def _log_plan(log: TrialLog) -> None:
+    """Logs the size of the search and, when it resumes, its progress."""
     search, config = log.search, log.search.config
     logger.info(f"search    {log.folder.path.name}  in {log.folder.path}")
     size = "infinitely many" if math.isinf(search.space.size) else f"{search.space.size:.0f}"

@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BackboneSource:
-    """The backbone's weights as runs store them, and the same weights under timm's names (`start`).
+    """Two files with the same backbone: `weights` as runs store it, `start` with timm's names.
 
-    Trials start from the file `start`, so that trials with different seeds share one backbone.
+    Trials start from `start`, so that trials with different seeds share one backbone.
     """
 
     weights: Path
@@ -34,9 +34,9 @@ class BackboneSource:
 
 
 def find_backbone(search: Search, dataset: Dataset, address: str | None) -> BackboneSource | None:
-    """The backbone of `backbone.weights`; with `run` and no finished run, a stand-in is trained first.
+    """The backbone that `backbone.weights` names; None when the features come from an HDF5 file.
 
-    None when the features come from an HDF5 file.
+    For `run` without a finished run it trains a stand-in.
     """
     section, base = search.config.backbone, search.base
     if not base.has_backbone:
@@ -81,7 +81,10 @@ def _is_trained(run: RunFolder, config: RunConfig) -> bool:
 
 
 def _stand_in(search: Search) -> RunConfig:
-    """`backbone.stages`, or the base's stages up to the first that trains the backbone, with `backbone.set` applied."""
+    """The configuration that trains the stand-in, with `backbone.set` applied.
+
+    Its stages are `backbone.stages`, or else the base's stages up to the first that trains the backbone.
+    """
     section, values = search.config.backbone, copy.deepcopy(search.values)
     names = [stage.name for stage in search.base.stages]
     trained = [stage.name for stage in search.base.stages if stage.train_backbone]
@@ -108,6 +111,7 @@ def _initial_weights(config: RunConfig) -> Path:
 
 
 def _source(weights: Path, base: RunConfig) -> BackboneSource:
+    """Exports the weights under timm's names, unless an earlier search did."""
     start = base.storage_path / "backbones" / f"{weights_file_digest(weights)[:20]}-timm.safetensors"
     if not start.is_file():
         export_backbone(weights, start)
@@ -117,9 +121,10 @@ def _source(weights: Path, base: RunConfig) -> BackboneSource:
 def extract_once(
     search: Search, dataset: Dataset, source: BackboneSource | None, start_ray: Callable[[], None]
 ) -> tuple[str | None, list[str]]:
-    """The store with the features of all images that trials read, and the keys of images without features.
+    """The folder with the features of all images that trials use, and the keys of images without features.
 
-    The store is None when every stage of a trial works on images. UserError when too many images have no features.
+    The folder is None when every stage of a trial reads images instead of features.
+    UserError when too many images have no features.
     """
     config = search.base
     if all(config.stage(name).train_backbone for name in search.stages):

@@ -1,4 +1,4 @@
-"""The results of a search: tables while it runs; at its end the leaderboard, plots, page and configurations."""
+"""Writes the results of a search: tables while it runs; at its end the leaderboard, plots, page and configurations."""
 
 from __future__ import annotations
 
@@ -71,11 +71,12 @@ class Outcome:
         return self._exit_code()
 
     def _exit_code(self) -> int:
+        """1 when every trial failed, else 0; logs what is left and what failed."""
         counts, log = self.log.states(), self.log
-        left = counts["running"] + (log.remaining if log.num_trials is not None else 0)
-        if left and not log.exhausted:
+        num_left = counts["running"] + (log.remaining if log.num_trials is not None else 0)
+        if num_left and not log.exhausted:
             logger.info(
-                f"{'not done':12} budget.hours is used up with {left:.0f} trials left; the same command resumes"
+                f"{'not done':12} budget.hours is used up with {num_left:.0f} trials left; the same command resumes"
             )
         failed, succeeded = counts["failed"], counts["finished"] + counts["stopped"]
         if not failed:

@@ -31,16 +31,16 @@ def _asha(search: Search, records: Sequence[TrialRecord]) -> Any:
         """Identifies trials by their number in the log, so that a resumed trial does not count as a second one."""
 
         def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
-            super().on_trial_add(tune_controller, _numbered(trial))
+            super().on_trial_add(tune_controller, _with_log_number(trial))
 
         def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-            return super().on_trial_result(tune_controller, _numbered(trial), result)
+            return super().on_trial_result(tune_controller, _with_log_number(trial), result)
 
         def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
-            super().on_trial_complete(tune_controller, _numbered(trial), result)
+            super().on_trial_complete(tune_controller, _with_log_number(trial), result)
 
         def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
-            super().on_trial_remove(tune_controller, _numbered(trial))
+            super().on_trial_remove(tune_controller, _with_log_number(trial))
 
     settings = search.config.scheduler
     assert settings is not None
@@ -62,8 +62,8 @@ def _asha(search: Search, records: Sequence[TrialRecord]) -> Any:
     return scheduler
 
 
-def _numbered(trial: Any) -> Any:
-    """Stands for a trial in ASHA, which uses a trial's id only."""
+def _with_log_number(trial: Any) -> Any:
+    """An object whose id is the trial's number in the log. ASHA uses nothing but the id of a trial."""
     return SimpleNamespace(trial_id=str(trial.config["number"]))
 
 
@@ -79,11 +79,13 @@ class TakeOver:
 
 @dataclass
 class _Member:
+    """The progress of one member."""
+
     point: dict[str, Any]
-    epoch: float  # of the last report that was compared
+    epoch: float  # the epoch of the last report that was compared
     score: float | None
     ended: bool
-    handover: str | None = None  # the copy of its state at that report
+    handover: str | None = None  # the folder with a copy of its state at that report
 
 
 class Population:
@@ -102,8 +104,8 @@ class Population:
         }
         self.waiting = [number for number, member in self.members.items() if not member.ended]
         self._generator = random.Random(search.config.seed)
-        self._orders: dict[int, TakeOver] = {}  # for members that have not resumed
-        self._reading: dict[int, str] = {}  # copies that resumed members may still read
+        self._orders: dict[int, TakeOver] = {}  # by member, until the member resumes
+        self._reading: dict[int, str] = {}  # by resumed member, the copy that it may still read
 
     @property
     def running(self) -> int:
@@ -113,7 +115,7 @@ class Population:
         """The waiting member with the fewest epochs and its order; None when no member waits."""
         if not self.waiting:
             return None
-        number = min(self.waiting, key=lambda each: self.members[each].epoch)
+        number = min(self.waiting, key=lambda waiting: self.members[waiting].epoch)
         self.waiting.remove(number)
         order = self._orders.pop(number, None)
         if order is not None:
@@ -129,7 +131,7 @@ class Population:
         self._reading.pop(number, None)
 
     def report(self, number: int, point: dict[str, Any], epoch: float, score: float, handover: str) -> bool:
-        """Compares a member's report; True if the member must stop, because of an order or to let another one train."""
+        """Compares a member's report; True if it must stop, because it has an order or another member waits."""
         member = self.members[number]
         self._reading.pop(number, None)
         member.point = point
@@ -143,7 +145,7 @@ class Population:
         return compared and (number in self._orders or bool(self.waiting))
 
     def _donors(self, number: int) -> list[int]:
-        """The best members, if the member is among the worst and not as good as one of the best."""
+        """The members to copy from: the best ones, or none if the member is not worse than all of them."""
         scores = {
             each: member.score
             for each, member in self.members.items()
@@ -157,6 +159,7 @@ class Population:
         return [each for each in best if self.members[each].handover is not None]
 
     def _order(self, number: int, donor: int) -> None:
+        """Orders a member to continue from a donor's state at a changed point."""
         source = self.members[donor]
         assert source.handover is not None
         point = {d.key: d.neighbor(source.point[d.key], self._generator) for d in self.search.space.dimensions}

@@ -1,4 +1,4 @@
-"""What runs in a trial's process: the trial itself, and for several workers Ray Train in a side thread."""
+"""The code of a trial's process: it trains itself, or runs Ray Train in a thread if the trial has several workers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pipeline.search.trial import TrialTask, hand_over, run_trial, train_here
 from pipeline.search.trials import SearchFolder
 from pipeline.training.loop import StageJob
 
-FOLLOW_S = 0.5
+JOURNAL_INTERVAL_S = 0.5
 
 
 def train_trial(config: dict[str, Any]) -> None:
-    """Ray Tune's trainable: trains a trial and reports its validations, then its outcome.
+    """The function that Ray Tune calls: trains a trial and reports its validations, then its outcome.
 
-    A population's member reports a copy of its state with each validation, for other members to take over.
+    With each validation a population's member also reports a copy of its state, from which other members can continue.
     """
     from ray import tune
 
@@ -51,21 +51,21 @@ def train_on_workers(job: StageJob, config: RunConfig, context: Context) -> None
     follower = Follower(run.journal)
     errors: list[BaseException] = []
 
-    def fit_and_keep_the_error() -> None:
+    def fit_and_store_error() -> None:
         try:
             fit(job, config)
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=fit_and_keep_the_error, name="fit", daemon=True)
+    thread = threading.Thread(target=fit_and_store_error, name="fit", daemon=True)
     thread.start()
     try:
         while thread.is_alive():
-            thread.join(FOLLOW_S)
+            thread.join(JOURNAL_INTERVAL_S)
             for entry in follower.new():
                 if entry["kind"] == "validation":
                     context.report({"stage": entry["stage"], "step": entry["step"]})
-    except BaseException:  # the scheduler stopped the trial: its workers stop at their next line in the journal
+    except BaseException:  # The scheduler stopped the trial. Without a valid token its workers cannot write on.
         failure_file(job).write_bytes(b"stopped by the search")
         run.new_driver_token()
         thread.join()

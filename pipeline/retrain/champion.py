@@ -1,14 +1,14 @@
-"""The champion of a configuration: one small file, replaced by conditional writes, and the files it references.
+"""The champion of a configuration: a small file, which conditional writes replace, and the files that it references.
 
-    retrain/NAME/champion.json          the state: the champion, its predecessors, the last decision and data listing
-                 lease.json             the lease of the only process that may write (`pipeline.storage.lease`)
-                 decisions/NUMBER-tTOKEN.json, .html   one record per decision, linked to the previous one by digest
+    retrain/NAME/champion.json          the champion, its predecessors, the last decision, the last listing of the data
+                 lease.json             the lease, whose holder alone may write (`pipeline.storage.lease`)
+                 decisions/NUMBER-tTOKEN.json, .html   one record per decision, with the digest of the previous record
                  snapshots/tTOKEN.parquet              listing of the data folder (`pipeline.retrain.data_listing`)
                  held-out/tTOKEN.parquet               the fixed held-out split (`pipeline.retrain.held_out`)
     models/NAME/champion-tTOKEN/        an immutable copy of a champion's bundle
 
-All files but the first two have their writer's fencing token in their name and are written before champion.json
-references them. Files that champion.json does not reference are garbage, and the next lease holder deletes them.
+The name of every file except the first two contains the token of the lease under which it was written. Such a file is
+written before champion.json references it. The next lease holder deletes files that champion.json does not reference.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pipeline.storage.lease import Lease, LostLeaseError
 from pipeline.storage.path import ConflictError, StoragePath
 
 POINTER, LEASE = "champion.json", "lease.json"
-_TOKEN = re.compile(r"[/-]t(\d{6,})(?=[./])")
+_TOKEN = re.compile(r"[/-]t(\d{6,})(?=[./])")  # in snapshots/t000003.parquet or champion-t000003/weights.safetensors
 
 
 class FileRecord(Section):
@@ -42,7 +42,7 @@ class FileRecord(Section):
 
 
 class BundleRecord(Section):
-    """A model bundle: its folder below the storage, sha256 by file, and the run that produced it."""
+    """A model bundle: its folder below the storage, the sha256 of each file, and the run that produced it."""
 
     bundle: str
     files: dict[str, str]
@@ -60,7 +60,7 @@ class DataRecord(Section):
 
 
 class HeldOutRecord(FileRecord):
-    """The held-out split of a comparison: its file, the images that exist now, and the number that no longer do."""
+    """The held-out split of a comparison: its file, the number of its images, and how many images are gone."""
 
     images: int
     missing: int
@@ -83,7 +83,7 @@ class DifferenceRecord(Section):
 
 
 class Decision(Section):
-    """A file below decisions/. A rollback sets none of the fields from `challenger` on."""
+    """The content of a file below decisions/. For a rollback the fields from `challenger` on are not set."""
 
     format: Literal[1]
     name: str
@@ -102,43 +102,45 @@ class Decision(Section):
     held_out: HeldOutRecord | None = None
     scores: ScoreRecord | None = None
     difference: DifferenceRecord | None = None
-    asked: dict[str, Any] | None = None  # the retrain section and the number of bootstrap resamples
+    asked: dict[str, Any] | None = None  # the settings: the retrain section and the number of bootstrap resamples
 
     def to_json(self) -> bytes:
+        """The content of the file, without the fields that are not set."""
         return json.dumps(self.model_dump(exclude_unset=True), indent=1, ensure_ascii=False).encode()
 
 
 class ChampionState(Section):
-    """The content of champion.json. `before` holds the former champions that a rollback can restore, newest last."""
+    """The content of champion.json. `before` lists the champions that rollbacks can restore, the newest last."""
 
     format: Literal[1] = 1
-    token: int = 0  # of the last writer; writers with a smaller one are refused
-    nonce: str = ""
-    number: int = 0  # of the last decision
-    decided: tuple[int, ...] = ()  # the tokens of all decisions; files with another token are garbage
+    token: int = 0  # the last writer's token; a writer with a smaller token is refused
+    nonce: str = ""  # random, so that no two writes produce the same file
+    number: int = 0  # the number of the last decision
+    decided: tuple[int, ...] = ()  # the tokens of all decisions; files with other tokens are deleted
     decision: FileRecord | None = None
     champion: BundleRecord | None = None
     before: tuple[BundleRecord, ...] = ()
     challenger: str | None = None  # the run whose model was last rejected or rolled back
     snapshot: FileRecord | None = None
-    fingerprint: str | None = None  # of the data of the last training
+    fingerprint: str | None = None  # the fingerprint of the data of the last training
     held_out: FileRecord | None = None
 
     @property
     def bundles(self) -> tuple[BundleRecord, ...]:
+        """The former champions and the champion, oldest first."""
         return (*self.before, *([self.champion] if self.champion else []))
 
 
 class ChampionStore:
-    """champion.json and the files it references, for one configuration name in one storage."""
+    """Reads and writes champion.json and the files it references, for one configuration name in one storage."""
 
     def __init__(self, storage: StoragePath, name: str) -> None:
         self.storage, self.name = storage, name
         self.folder = storage / f"retrain/{name}"
-        self._tag: str | None = None
+        self._tag: str | None = None  # of champion.json as last read or written; a write requires it unchanged
 
     def read(self) -> ChampionState:
-        """The current state; an empty one before the first retraining. UserError for an invalid file."""
+        """The current state, which is empty before the first retraining. UserError for an invalid file."""
         try:
             data, self._tag = (self.folder / POINTER).read_tagged()
         except FileNotFoundError:
@@ -148,13 +150,14 @@ class ChampionStore:
             return ChampionState.model_validate_json(data)
         except ValidationError as error:
             first = error.errors()[0]
+            field = ".".join(map(str, first["loc"]))
             raise UserError(
-                f"{self.folder / POINTER} is not a champion's file ({'.'.join(map(str, first['loc']))}: {first['msg']})"
+                f"{self.folder / POINTER} is not a champion's file ({field}: {first['msg']})"
                 "; restore it from a copy, or remove it to start over"
             ) from error
 
     def fence(self, lease: Lease) -> ChampionState:
-        """Records the lease's token as the last writer's, so that no writer with a smaller one can commit.
+        """Writes the lease's token into champion.json, so that no process with a smaller token can commit.
 
         Raises LostLeaseError when the file already has a larger token.
         """
@@ -164,11 +167,11 @@ class ChampionStore:
                 raise LostLeaseError(f"{self.folder / POINTER} has token {state.token}; {lease.token} is too late")
             try:
                 return self._write(state.model_copy(update={"token": lease.token}))
-            except ConflictError:
+            except ConflictError:  # another process has written since the read
                 continue
 
     def commit(self, state: ChampionState, lease: Lease) -> None:
-        """Replaces the state that `fence` returned; LostLeaseError when another process has written since."""
+        """Replaces the state that `fence` returned; LostLeaseError when another process has written after it."""
         lease.check()
         try:
             self._write(state)
@@ -176,6 +179,7 @@ class ChampionStore:
             raise LostLeaseError(f"{self.folder / POINTER} has been written since; nothing was changed") from error
 
     def _write(self, state: ChampionState) -> ChampionState:
+        """Writes champion.json; ConflictError when it is not the version that was last read."""
         state = state.model_copy(update={"nonce": uuid.uuid4().hex})
         self._tag = (self.folder / POINTER).write_if(state.model_dump_json(indent=1).encode(), self._tag)
         return state
@@ -187,14 +191,14 @@ class ChampionStore:
         return FileRecord(name=name, sha256=_sha256(data))
 
     def read_file(self, record: FileRecord) -> bytes:
-        """The content of a referenced file; OSError when its digest differs from the recorded one."""
+        """The content of a referenced file; OSError when its digest is not the recorded one."""
         data = (self.folder / record.name).read_bytes()
         if _sha256(data) != record.sha256:
             raise OSError(f"{self.folder / record.name} does not have the digest recorded for it; restore it")
         return data
 
     def copy_bundle(self, folder: Path, record: BundleRecord, lease: Lease) -> BundleRecord:
-        """Copies a local bundle to the champion's folder; OSError when a file's digest differs from `record`'s."""
+        """Copies a local bundle to the champion's folder; OSError when a file does not have its digest in `record`."""
         target = f"models/{self.name}/champion-t{lease.token:06d}"
         for name, digest in record.files.items():
             data = (folder / name).read_bytes()
@@ -217,6 +221,7 @@ class ChampionStore:
                 yield f"{path} does not have the digest of when it became champion"
 
     def decision(self, record: FileRecord) -> Decision:
+        """Reads a decision's file."""
         return Decision.model_validate_json(self.read_file(record))
 
     def decisions(self, state: ChampionState) -> Iterator[tuple[FileRecord, Decision]]:
@@ -228,13 +233,20 @@ class ChampionStore:
             record = decision.previous
 
     def orphans(self) -> dict[StoragePath, int]:
-        """Files that killed or fenced-out writers left behind, with their tokens. Cost: two listings."""
+        """The files, with their tokens, that belong to no decision, because their writer was killed or lost its lease.
+
+        The cost is two listings.
+        """
         decided = {*self.read().decided}
         models = self.storage / f"models/{self.name}"
-        candidates = [self.folder / name for name in self.folder.list() if not _hidden(name)]
+        candidates = [self.folder / name for name in self.folder.list() if not _is_hidden(name)]
         candidates += [models / name for name in models.list() if name.startswith("champion-t")]
-        tokens = {path: _TOKEN.findall(path.uri.removeprefix(self.storage.uri)) for path in candidates}
-        return {path: int(each[-1]) for path, each in tokens.items() if each and int(each[-1]) not in decided}
+        orphans = {}
+        for path in candidates:
+            tokens = _TOKEN.findall(path.uri.removeprefix(self.storage.uri))
+            if tokens and int(tokens[-1]) not in decided:
+                orphans[path] = int(tokens[-1])
+        return orphans
 
     def remove_orphans(self, lease: Lease) -> None:
         """Deletes the orphans of earlier lease holders."""
@@ -244,10 +256,10 @@ class ChampionStore:
                 path.delete()
 
     def verify(self) -> list[str]:
-        """One sentence per error; reads every champion's bundle and all records once.
+        """One sentence per error. Reads every champion's bundle and all records once.
 
-        Checks that the champion and all bundles a rollback can restore are intact, that the decisions form a complete
-        chain which ends with this champion, and that every referenced file has its recorded digest.
+        The champion and all bundles that rollbacks can restore must be intact. The decisions must form a complete chain
+        which ends with this champion. Every referenced file must have its recorded digest.
         """
         try:
             state = self.read()
@@ -265,7 +277,7 @@ class ChampionStore:
 
 
 def _chain_errors(state: ChampionState, decisions: list[Decision]) -> list[str]:
-    """Contradictions between champion.json and the chain of decisions, oldest first."""
+    """One sentence per contradiction between champion.json and the decisions; the oldest decision is first."""
     errors = []
     numbers = [decision.number for decision in decisions]
     if numbers != list(range(1, state.number + 1)):
@@ -296,5 +308,5 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _hidden(name: str) -> bool:
+def _is_hidden(name: str) -> bool:
     return any(part.startswith(".") for part in name.split("/"))

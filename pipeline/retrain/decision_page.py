@@ -1,4 +1,4 @@
-"""A decision about the champion as an HTML page: the reason, both models' scores and their captions side by side."""
+"""Renders a decision about the champion as an HTML page: the reason, and both models' scores and captions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def decision_page(
     captions: Mapping[str, dict[int, str]] | None = None,
     scores: Mapping[int, float] | None = None,
 ) -> str:
-    """The page of a decision; with held-out images (up to a report's limit) where `part` is given."""
+    """The HTML of a decision. If the held-out images `part` are given, it shows them, up to a report's limit."""
     settings = config.evaluation
     report = Report(
         title=f"{config.name}: {decision.decision}",
@@ -39,16 +39,19 @@ def decision_page(
 
 
 def _score_rows(decision: Decision) -> list[tuple[str, list[str]]]:
+    """The table of both scores and their difference; a rollback has none."""
     rows = []
     if decision.scores is not None:
         scores = (("champion", decision.scores.champion), ("challenger", decision.scores.challenger))
         rows += [(name, [f"{score:.4f}"]) for name, score in scores if score is not None]
-    if (gap := decision.difference) is not None:
-        rows.append(("difference\npaired bootstrap", [f"{gap.mean:+.4f} [{gap.low:+.4f}, {gap.high:+.4f}]"]))
+    if (difference := decision.difference) is not None:
+        interval = f"[{difference.low:+.4f}, {difference.high:+.4f}]"
+        rows.append(("difference\npaired bootstrap", [f"{difference.mean:+.4f} {interval}"]))
     return rows
 
 
 def _metadata(decision: Decision) -> dict[str, str]:
+    """The facts that the page lists below the images."""
     metadata = {"decision": decision.decision, "run": decision.run, "champion": decision.champion.bundle}
     if decision.champion_before is not None:
         metadata["champion before"] = decision.champion_before.bundle
@@ -69,7 +72,7 @@ def _metadata(decision: Decision) -> dict[str, str]:
 def _images(
     config: RunConfig, part: Dataset, captions: Mapping[str, dict[int, str]], scores: Mapping[int, float]
 ) -> list[ReportImage]:
-    """The gallery; the page reads only the images that it shows."""
+    """The gallery of captioned images. An image is read only when the page shows it."""
     challenger, champion = captions["challenger"], captions.get("champion", {})
     return [
         ReportImage(

@@ -1,6 +1,6 @@
-"""The held-out split on which models are compared. Its first use fixes its images and references for good.
+"""The held-out split, on which models are compared. The first comparison fixes its images and references for good.
 
-Images are identified by content, so that moved files still match.
+Images are identified by their content, so that they are found after their files were moved.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pipeline.storage.tables import from_bytes, to_bytes
 
 
 class HeldOut(NamedTuple):
-    """The images that still exist, and two counts: images that no longer do, and images now used for training."""
+    """The images that still exist, the number of those that do not, and the number of those now used for training."""
 
     part: Dataset
     missing: int
@@ -24,7 +24,7 @@ class HeldOut(NamedTuple):
 
 
 def held_out_split(config: RunConfig) -> str:
-    """The name of the split; UserError for a training split."""
+    """The name of the split; UserError if training uses it."""
     name = config.retrain.split or next(iter(config.data.test_splits), config.data.val_split)
     if name in config.data.train_splits:
         raise UserError(f"retrain.split = {name} is one of data.train_splits; name a split that training does not use")
@@ -43,20 +43,23 @@ def choose(dataset: Dataset, config: RunConfig) -> Dataset:
 
 
 def encode(part: Dataset) -> bytes:
+    """The split as the content of a Parquet file."""
     return to_bytes(part.table)
 
 
 def decode(data: bytes) -> Dataset:
+    """Reads what `encode` returned."""
     return Dataset(from_bytes(data, SCHEMA))
 
 
 def locate(fixed: Dataset, dataset: Dataset, config: RunConfig) -> HeldOut:
-    """The fixed split's images at their current locations, with the ids and references of their first use."""
+    """The fixed split with its images' current locations; ids and references are those of the first comparison."""
     current = dataset.known()
-    rows = pc.index_in(fixed.table["key"], value_set=current.table["key"])
+    rows = pc.index_in(fixed.table["key"], value_set=current.table["key"])  # null for an image that is gone
     uris = current.table["uri"].take(rows)
     part = Dataset(fixed.table.set_column(SCHEMA.get_field_index("uri"), "uri", uris).filter(pc.is_valid(rows)))
     data = config.data
-    training = current.split(*{*data.train_splits, data.val_split} - {held_out_split(config)})
+    training_splits = {*data.train_splits, data.val_split} - {held_out_split(config)}
+    training = current.split(*training_splits)
     leaked = pc.sum(pc.is_in(fixed.table["key"], value_set=pc.unique(training.table["key"]))).as_py() or 0
-    return HeldOut(part, len(fixed) - len(part), int(leaked))
+    return HeldOut(part, missing=len(fixed) - len(part), leaked=int(leaked))

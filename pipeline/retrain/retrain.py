@@ -1,8 +1,8 @@
-"""Retraining in five steps: lease, new data, training, comparison, decision. Safe to call at any time and concurrently.
+"""Retraining in five steps: lease, new data, training, comparison, decision. Calls may overlap.
 
-Only the last write of the fifth step (`ChampionStore.commit`) has an effect. A process killed before it leaves orphaned
-files, and the next call resumes its training run and repeats the other steps. Every write carries the lease's token, so
-a process that was suspended while the lease changed hands cannot write anything when it wakes up.
+Nothing changes before the last write of the fifth step (`ChampionStore.commit`). If a process is killed earlier, the
+next call deletes its files, resumes its training run and repeats the other steps. Every write needs the lease's token,
+so a process that was suspended until another one took the lease cannot write after it continues.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from pipeline.retrain.champion import (
 )
 from pipeline.retrain.data_listing import LISTING, Change, compare, list_data, new_keys, with_keys
 from pipeline.retrain.decision_page import decision_page
-from pipeline.retrain.tracking import follow
 from pipeline.runs.check import check_data
 from pipeline.scoring.bootstrap import RESAMPLES, Difference, paired_difference
 from pipeline.scoring.metrics import score_captions
@@ -68,7 +67,7 @@ class Work(Protocol):
     def caption(
         self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig
     ) -> dict[int, str]:
-        """Captions by image id, from a bundle whose files must have these digests."""
+        """Captions by image id, from a bundle; `files` gives the digests that its files must have."""
         ...
 
 
@@ -78,7 +77,7 @@ class Comparison(NamedTuple):
     champion: float | None
     challenger: float
     difference: Difference | None
-    per_image: dict[int, float]  # the challenger's
+    per_image: dict[int, float]  # the challenger's score of each image
 
 
 def retrain(config: RunConfig, work: Work) -> int:
@@ -87,11 +86,11 @@ def retrain(config: RunConfig, work: Work) -> int:
     Raises UserError for errors in the configuration.
     """
     held_out.held_out_split(config)  # raises before anything is written
-    store, lease = _begin(config)
+    store, lease = _acquire_lease(config)
     if isinstance(lease, LeaseRecord):
         logger.info(f"lease     held by {lease}; nothing to do here")
         return 0
-    return _while_held(lease, lambda: _Retraining(config, work, store, lease).execute(), "promoted")
+    return _run_under_lease(lease, lambda: _Retraining(config, work, store, lease).execute(), "promoted")
 
 
 def rollback(config: RunConfig) -> int:
@@ -101,21 +100,23 @@ def rollback(config: RunConfig) -> int:
         raise UserError(
             f"--rollback: {config.name} has no champion before the present one in {config.storage.uri}; nothing changed"
         )
-    store, lease = _begin(config, by_force=True)
+    store, lease = _acquire_lease(config, by_force=True)
     assert isinstance(lease, Lease)
-    return _while_held(lease, lambda: _Retraining(config, None, store, lease).roll_back(), "rolled back")
+    return _run_under_lease(lease, lambda: _Retraining(config, None, store, lease).roll_back(), "rolled back")
 
 
-def _begin(config: RunConfig, by_force: bool = False) -> tuple[ChampionStore, Lease | LeaseRecord]:
+def _acquire_lease(config: RunConfig, by_force: bool = False) -> tuple[ChampionStore, Lease | LeaseRecord]:
+    """The store with its lease, or with the record of the process that has the lease."""
     store = ChampionStore(config.storage_place, config.name)
     path, seconds = store.folder / LEASE, config.retrain.lease_seconds
+    # a new token must be larger than champion.json's, even after the lease's file was deleted
     lease = take_lease(path, seconds, above=store.read().token, by_force=by_force)
     if isinstance(lease, Lease):
         logger.info(f"{'lease:   ' if by_force else 'step 1/5  lease:'} {path}, token {lease.token}")
     return store, lease
 
 
-def _while_held(lease: Lease, act: Callable[[], int], undone: str) -> int:
+def _run_under_lease(lease: Lease, act: Callable[[], int], undone: str) -> int:
     """Runs `act` under the lease and returns its exit code; 1 when the lease is lost meanwhile."""
     try:
         with lease:
@@ -132,7 +133,7 @@ class _NewData:
     dataset: Dataset
     listing: pa.Table
     change: Change
-    num_images: int  # with new content
+    num_images: int  # the number of images with new content
     fingerprint: str | None
     root: str
 
@@ -144,9 +145,9 @@ class _Evidence:
     data: _NewData
     fixed_split: bytes  # the held-out split as a file
     held_out: held_out.HeldOut
-    folder: Path  # of the challenger's bundle
+    folder: Path  # the challenger's bundle
     challenger: BundleRecord
-    captions: dict[str, dict[int, str]]
+    captions: dict[str, dict[int, str]]  # by model (champion, challenger) and image id
     comparison: Comparison
 
 
@@ -159,12 +160,13 @@ class _Retraining:
         store.remove_orphans(lease)
 
     def execute(self) -> int:
+        """Steps 2 to 5 of a retraining; returns the exit code."""
         try:
             data = self._new_data()
         except UserError as error:
             if self.state.snapshot is None:
                 raise
-            logger.info(f"bad data  {error}")  # the configuration has worked before
+            logger.info(f"bad data  {error}")  # the same configuration worked before, so the data is at fault
             return 1
         if data is None:
             return 1
@@ -194,10 +196,11 @@ class _Retraining:
         return self._decide(_Evidence(data, fixed_split, held, trained.bundle, challenger, captions, comparison))
 
     def _captions(self, challenger: BundleRecord, part: Dataset) -> dict[str, dict[int, str]]:
+        """The captions of the challenger and, if it exists, the champion, by model and image id."""
         assert self.work is not None
         models = {"challenger": challenger} | ({"champion": self.state.champion} if self.state.champion else {})
         storage, work, config = self.config.storage_place, self.work, self.config
-        return {name: work.caption(storage / each.bundle, each.files, part, config) for name, each in models.items()}
+        return {name: work.caption(storage / model.bundle, model.files, part, config) for name, model in models.items()}
 
     def _new_data(self) -> _NewData | None:
         """The data that changed since the last decision; None, after logging the errors, when it is invalid."""
@@ -209,9 +212,10 @@ class _Retraining:
         logger.info(f"step 2/5  data: {listing.num_rows} files in {root}: {change}")
         if before is not None and not change.added and not change.changed:
             return _NewData(Dataset(pa.table({})), listing, change, 0, self.state.fingerprint, root)
+        # images of the previous listing were checked then
         checked_before = None if before is None else before["key"].drop_null()
         findings = check_data(config, checked_before)
-        for finding in [each for each in findings.findings if each.kind == "error"][:MAX_FINDINGS_SHOWN]:
+        for finding in [finding for finding in findings.findings if finding.kind == "error"][:MAX_FINDINGS_SHOWN]:
             logger.info(f"bad data  {finding.text}")
         if not findings.ok:
             logger.info("the new data cannot be trained on (`raycap check` lists all errors); nothing was changed")
@@ -222,6 +226,7 @@ class _Retraining:
         return _NewData(dataset, listing, change, num_images, dataset.fingerprint(), root)
 
     def _held_out(self, data: _NewData) -> tuple[bytes, held_out.HeldOut]:
+        """The held-out split as a file, fixed now if it is the first, and its images that still exist."""
         encoded = self.store.read_file(self.state.held_out) if self.state.held_out else None
         encoded = encoded or held_out.encode(held_out.choose(data.dataset, self.config))
         held = held_out.locate(held_out.decode(encoded), data.dataset, self.config)
@@ -248,6 +253,7 @@ class _Retraining:
         return self.work.train(config)
 
     def _require_intact(self, bundle: BundleRecord) -> None:
+        """OSError for a bundle with a missing or changed file."""
         damage = next(self.store.damage(bundle), None)
         if damage:
             raise OSError(f"a champion's bundle is damaged: {damage}; restore it from a copy, nothing was changed")
@@ -329,6 +335,7 @@ class _Retraining:
         )
 
     def _commit(self, decision: Decision, after: ChampionState, page: str) -> int:
+        """Writes the decision's files and then `after` as the state; returns the exit code."""
         name = f"decisions/{decision.number:06d}-t{self.lease.token:06d}"
         record = self.store.write_file(f"{name}.json", decision.to_json(), self.lease)
         self.store.write_file(f"{name}.html", page.encode(), self.lease)
@@ -343,6 +350,7 @@ class _Retraining:
         return 0
 
     def roll_back(self) -> int:
+        """Makes the former champion the champion again; returns the exit code."""
         state = self.state
         if not state.before or state.champion is None or state.snapshot is None:
             raise UserError(f"--rollback: {self.config.name} has no champion before the present one; nothing changed")
@@ -356,26 +364,29 @@ class _Retraining:
         return self._commit(decision, after, decision_page(self.config, decision))
 
     def _track(self) -> None:
-        """Updates the tracker; if it is down, a later call does."""
+        """Updates the tracker. If it is down, a later call updates it."""
         if self.config.tracking.enabled and self.state.champion is not None:
+            from pipeline.retrain.tracking import follow  # imported here: slow
+
             follow(self.config, self.store, self.state)
 
 
 def compare_captions(config: RunConfig, part: Dataset, captions: Mapping[str, dict[int, str]]) -> Comparison:
     """CIDEr-D of both models and its paired difference. OSError when they captioned different images."""
-    ours, theirs = captions["challenger"], captions.get("champion")
-    if not ours or (theirs is not None and theirs.keys() != ours.keys()):
+    challenger_captions, champion_captions = captions["challenger"], captions.get("champion")
+    images_differ = champion_captions is not None and champion_captions.keys() != challenger_captions.keys()
+    if not challenger_captions or images_differ:
         raise OSError("some held-out images could be read for one model and not for the other; call again")
-    references = {image: captions for image, captions in part.references().items() if image in ours}
+    references = {image: texts for image, texts in part.references().items() if image in challenger_captions}
 
     def score(hypotheses: dict[int, str]) -> tuple[float, list[float]]:
         result = score_captions(references, hypotheses, metrics=("CIDEr-D",)).by_name["CIDEr-D"]
         return float(result.value or 0), list(result.per_image or [])
 
-    challenger, per_image = score(ours)
+    challenger, per_image = score(challenger_captions)
     champion, difference = None, None
-    if theirs is not None:
-        champion, champion_per_image = score(theirs)
+    if champion_captions is not None:
+        champion, champion_per_image = score(champion_captions)
         difference = paired_difference(
             per_image, champion_per_image, confidence=config.retrain.confidence, seed=config.seed
         )

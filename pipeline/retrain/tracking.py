@@ -1,7 +1,7 @@
-"""Keeps the tracker in line with champion.json: registry aliases, and the last decision attached to its run.
+"""Updates the tracker to champion.json: the aliases of the model registry, and the last decision at its run.
 
-No local record of past updates is kept. Every call sets the registry to the content of champion.json and adds what the
-last decision's run lacks, so the first call after an outage of the tracker catches up.
+Every call compares champion.json with the tracker and sends what is missing. So the first call after an outage of the
+tracker catches up, without a record of earlier calls.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pipeline.tracking.run_tracker import register_run
 
 logger = logging.getLogger(__name__)
 
-DECISION_TAG = "raycap.decision"
+
+DECISION_TAG = "raycap.decision"  # its value is the number of the last decision that a run has received completely
 
 
 def follow(config: RunConfig, store: ChampionStore, state: ChampionState) -> bool:
@@ -43,25 +44,25 @@ def follow(config: RunConfig, store: ChampionStore, state: ChampionState) -> boo
 
 
 def _version(client: Any, config: RunConfig, experiment: str, run_id: str) -> str | None:
-    """The registered model version of a raycap run; a run that the tracker lacks is sent first. None without one."""
+    """The registered model version of a raycap run, or None. A run that is not on the tracker yet is sent first."""
     for attempt in range(2):
         run = _run_of(client, experiment, run_id)
         versions = client.search_model_versions(f"run_id = '{run.info.run_id}'") if run is not None else []
         if versions:
             return str(versions[0].version)
-        if attempt or not _send_run(config, run_id):
+        if attempt > 0 or not _send_run(config, run_id):
             return None
     return None
 
 
 def _run_of(client: Any, experiment: str, run_id: str) -> Any:
-    """The run without a parent; the runs of its stages have the same tag and a parent."""
+    """MLflow's parent run of a raycap run, or None. The child runs of its stages have the same tag."""
     runs = client.search_runs([experiment], f"tags.`raycap.run_id` = '{run_id}'")
     return next((run for run in runs if "mlflow.parentRunId" not in run.data.tags), None)
 
 
 def _send_run(config: RunConfig, run_id: str) -> bool:
-    """Sends a complete run that the tracker lacks; False when the run is not in the storage or sending fails."""
+    """Sends a complete run to the tracker; False when the run is not in the storage or sending fails."""
     name = f"runs/{run_id}"
     folder = RunFolder(config.working_path / name, config.home(name))
     folder.pull()
@@ -72,9 +73,10 @@ def _send_run(config: RunConfig, run_id: str) -> bool:
 
 
 def _set_alias(client: Any, name: str, alias: str, version: str | None) -> None:
+    """Points an alias of a registered model at a version; None removes the alias."""
     try:
         current = client.get_registered_model(name).aliases.get(alias)
-    except Exception:  # MLflow's own class: there is no such model yet
+    except Exception:  # MLflow raises an error when no version of the model was registered yet
         if version is None:
             return
         current = None
@@ -104,4 +106,4 @@ def _log_decision(client: Any, experiment: str, store: ChampionStore, state: Cha
         if value is not None:
             client.log_metric(run_id, f"held_out_{key}", value)
     client.set_tag(run_id, "raycap.verdict", f"{decision.decision}: {decision.reason}"[:5000])
-    client.set_tag(run_id, DECISION_TAG, str(decision.number))  # last: it marks the rest as complete
+    client.set_tag(run_id, DECISION_TAG, str(decision.number))  # set last, because it marks everything before as sent

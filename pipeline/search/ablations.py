@@ -1,7 +1,7 @@
-"""A search's points next to the ablation tables of the three papers, row by row.
+"""Compares a search's points with the ablation tables of the three papers, row by row.
 
-Absolute scores differ with data and training length. Comparable are the differences to the baseline row, so every score
-is followed by its difference to the baseline, ours and the paper's.
+Absolute scores depend on the data and the training length, so only differences to the baseline row can be compared.
+Each table therefore shows, for our score and for the paper's, also its difference to the baseline row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipeline.search.results import PointResult, Rows, cell, head
 from pipeline.search.space import show_value
 from pipeline.search.spec import SCORE, Search
 
-COSTS_SHOWN = ("macs_executed", "parameters")
+COSTS_SHOWN = ("macs_executed", "parameters")  # the costs in the tables of the other two papers
 TABLE_I_NOTE = (
     "Means of the validation captions next to the paper's (first cross-entropy stage, Karpathy validation, beam 3); "
     "+/- is the difference to the baseline row, attention in encoder and decoder."
@@ -29,6 +29,8 @@ TABLE_VI_NOTE = (
 
 
 class ComparisonTable(NamedTuple):
+    """One table for the page and the log."""
+
     title: str
     note: str
     columns: list[str]
@@ -37,14 +39,14 @@ class ComparisonTable(NamedTuple):
 
 @dataclass(frozen=True)
 class Match:
-    """A printed row and the search's first point with the same settings, None without one."""
+    """A row of a paper's table and the search's first point with its settings; `result` is None if there is none."""
 
     label: str
     printed: dict[str, float]
     result: PointResult | None
 
     def score(self, name: str) -> float | None:
-        """Our mean of a score of the captions; for a stopped point its last CIDEr-D."""
+        """The mean over our seeds of a score of the captions; a stopped point has only its last CIDEr-D."""
         if self.result is None:
             return None
         values = [record.scores[name] for record in self.result.counted if name in record.scores]
@@ -53,19 +55,20 @@ class Match:
         return self.result.mean(SCORE) if name == SCORE else None
 
     def mean(self, name: str) -> float | None:
+        """The mean over our seeds of an objective or cost."""
         return None if self.result is None else self.result.mean(name)
 
 
 def comparisons(
     search: Search, results: Sequence[PointResult], metrics: Sequence[str] = ABLATION_COLUMNS
 ) -> list[ComparisonTable]:
-    """The tables of the paper that `compare` names, with those of `metrics` that both the paper and the search have."""
+    """The tables of the paper that `compare` names, with the `metrics` that the paper and the search both have."""
     if search.config.compare == "expansionnet_v2":
         matches = expansionnet_matches(search, results)
         scores = _score_columns(matches, matches[0], [name for name in ABLATION_COLUMNS if name in metrics])
         return [
             ComparisonTable("Table I next to the paper's", TABLE_I_NOTE, *scores),
-            ComparisonTable("Table VI next to the paper's", TABLE_VI_NOTE, *_table_vi(matches)),
+            ComparisonTable("Table VI next to the paper's", TABLE_VI_NOTE, *_multiply_accumulate_columns(matches)),
         ]
     tables = []
     for table in TABLES.get(search.config.compare or "", ()):
@@ -82,6 +85,7 @@ def comparisons(
 
 
 def printed_label(row: AblationRow) -> str:
+    """A row of Table I as the paper names it: by its expansion groups G and its dynamic expansion N_E."""
     return f"G {show_value(row.static_expansion)}, N_E {show_value(row.dynamic_expansion)}"
 
 
@@ -100,21 +104,26 @@ def expansionnet_matches(search: Search, results: Sequence[PointResult]) -> list
 
 
 def _matches(search: Search, results: Sequence[PointResult], table: PrintedTable) -> list[Match]:
-    """The rows of a table, matched by the settings that the table varies."""
+    """Matches each row of a table with the first point that has the row's settings."""
     models = _models(search, results)
     matches = []
     for row in table.rows:
-        points = (r for model, r in models if all(getattr(model, key, None) == row.settings[key] for key in table.keys))
-        matches.append(Match(row.name, row.scores, next(points, None)))
+        same_settings = (
+            result
+            for model, result in models
+            if all(getattr(model, key, None) == row.settings[key] for key in table.keys)
+        )
+        matches.append(Match(row.name, row.scores, next(same_settings, None)))
     return matches
 
 
 def _models(search: Search, results: Sequence[PointResult]) -> list[tuple[Any, PointResult]]:
+    """The model section of each point's configuration, with the point's result."""
     return [(search.trial_config(result.point, search.config.seeds[0]).model, result) for result in results]
 
 
 def _score_columns(matches: Sequence[Match], baseline: Match, names: Sequence[str]) -> tuple[list[str], Rows]:
-    """For each metric that a point has: our score, its difference to the baseline, the paper's, and its difference."""
+    """Four columns per metric: our score and its difference to our baseline, then the same two numbers of the paper."""
     names = [name for name in names if any(match.score(name) is not None for match in matches)] or [SCORE]
     rows = []
     for match in matches:
@@ -127,8 +136,12 @@ def _score_columns(matches: Sequence[Match], baseline: Match, names: Sequence[st
     return [f"{name}{kind}" for name in names for kind in ("", " +/-", " paper", " paper +/-")], rows
 
 
-def _table_vi(matches: Sequence[Match]) -> tuple[list[str], Rows]:
-    """Multiply-accumulates in units of 1e12 for 5,000 images, as the paper counts them, relative, and executed."""
+def _multiply_accumulate_columns(matches: Sequence[Match]) -> tuple[list[str], Rows]:
+    """Multiply-accumulates for 5,000 images in units of 1e12.
+
+    The columns: as the paper counts them, for our models and for the paper's, each followed by the ratio to the
+    baseline row; then those that our models really execute, and the number of parameters.
+    """
     scale = TABLE_6_IMAGES / 1e12
     baseline = matches[0].mean("macs")
     rows = []
@@ -148,10 +161,10 @@ def _table_vi(matches: Sequence[Match]) -> tuple[list[str], Rows]:
 
 
 def number_cell(value: float | None, digits: int = 4) -> str:
-    """Empty for None."""
+    """The value with `digits` decimals; empty for None."""
     return "" if value is None else f"{value:.{digits}f}"
 
 
 def difference_cell(value: float | None, baseline: float | None, digits: int = 4) -> str:
-    """The signed difference to a baseline."""
+    """The signed difference between a value and the baseline's; empty if one of them is None."""
     return "" if value is None or baseline is None else f"{value - baseline:+.{digits}f}"

@@ -1,4 +1,4 @@
-"""The page of a search: one self-contained HTML file with the front, the leaderboard and the importance of each key."""
+"""Writes the page of a search: one HTML file with the Pareto front, the leaderboard and the importance of each key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEMPLATE = Path(__file__).with_name("search.html.jinja")
 
 @dataclass(frozen=True)
 class SearchPage:
-    """The content of the page; plots are (wide or narrow, svg)."""
+    """The content of the page. Each plot is drawn twice, as ('wide' or 'narrow', SVG element)."""
 
     title: str
     search_id: str
@@ -39,7 +39,7 @@ class SearchPage:
 
 
 def write_plots(folder: Path, search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> None:
-    """pareto.png and parallel.png."""
+    """Writes pareto.png and parallel.png into the folder."""
     write_bytes(folder / "pareto.png", png(pareto_plot(search, results, on_front)))
     write_bytes(folder / "parallel.png", png(parallel_plot(search, results)))
 
@@ -94,7 +94,10 @@ def importances(search: Search, records: Sequence[TrialRecord]) -> tuple[dict[st
     usable = [record for record in records if record.state in ("finished", "stopped") and record.reports]
     values: list[float | None]
     if any(record.state == "stopped" for record in usable):
-        epoch = max((e for e, _ in usable[0].reports if all(_score_at(r, e) is not None for r in usable)), default=None)
+        common_epochs = [
+            epoch for epoch, _ in usable[0].reports if all(_score_at(record, epoch) is not None for record in usable)
+        ]
+        epoch = max(common_epochs, default=None)
         values = [None if epoch is None else _score_at(record, epoch) for record in usable]
         source = (
             "" if epoch is None else f"of CIDEr-D after epoch {epoch:g}, the last that all {len(usable)} trials reached"
@@ -111,10 +114,12 @@ def importances(search: Search, records: Sequence[TrialRecord]) -> tuple[dict[st
 
 
 def _score_at(record: TrialRecord, epoch: float) -> float | None:
+    """The score that a trial reported after an epoch; None if it did not report then."""
     return next((score for reported, score in record.reports if reported == epoch), None)
 
 
 def _metadata(search: Search) -> dict[str, str]:
+    """The settings of the search, as the page lists them."""
     config, base = search.config, search.base
     budget = ", ".join(f"{name} {value}" for name, value in config.budget.model_dump().items() if value is not None)
     asha = config.scheduler

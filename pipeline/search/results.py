@@ -19,7 +19,8 @@ from pipeline.search.spec import COSTS, SCORE, Search
 from pipeline.search.trials import ENDED, TrialLog, TrialRecord, minutes
 from pipeline.storage.atomic import atomic_path, write_text
 
-Rows = list[tuple[str, list[str]]]  # (label, cells)
+Rows = list[tuple[str, list[str]]]  # the rows of a table, each as (label, cells)
+# A table divides a value by its unit here and uses the name of that unit in HEADS.
 UNITS = {"macs": 1e6, "macs_executed": 1e6, "macs_beam_search": 1e6, "parameters": 1e3}
 HEADS = {
     "macs": "MMACs",
@@ -33,16 +34,16 @@ HEADS = {
 
 @dataclass(frozen=True)
 class PointResult:
-    """A point over its seeds.
+    """A point with its trials, one per seed.
 
-    `state` is the best state of a seed (finished, stopped, running, failed); means and spreads are over the seeds in
-    that state.
+    `state` is the best state that one of these trials has; the order is finished, stopped, running, failed. Means and
+    spreads use only the trials in that state.
     """
 
     label: str
     point: dict[str, Any]
     records: list[TrialRecord]
-    num_seeds: int  # that the search runs
+    num_seeds: int  # the number of seeds that the search runs per point
 
     @property
     def state(self) -> str:
@@ -51,10 +52,11 @@ class PointResult:
 
     @property
     def counted(self) -> list[TrialRecord]:
+        """The trials that means and spreads use."""
         return [record for record in self.records if record.state == self.state]
 
     def values(self, name: str) -> list[float]:
-        """The values of an objective, metric or cost over the counted seeds."""
+        """The values of an objective, metric or cost in the counted trials."""
         return [value for record in self.counted if (value := record.value(name)) is not None]
 
     def mean(self, name: str) -> float | None:
@@ -62,17 +64,21 @@ class PointResult:
         return statistics.fmean(values) if values else None
 
     def spread(self, name: str) -> float | None:
-        """Sample standard deviation over the seeds; None with fewer than two."""
+        """The sample standard deviation over the counted trials; None for fewer than two."""
         values = self.values(name)
         return statistics.stdev(values) if len(values) > 1 else None
 
     @property
     def epoch(self) -> float:
+        """The last epoch that a counted trial reported."""
         return max((record.epoch for record in self.counted), default=0.0)
 
 
 def point_results(log: TrialLog) -> list[PointResult]:
-    """Best first by the main objective: finished points, then stopped ones (most epochs first), then failed ones."""
+    """The points, best first: finished, then stopped, then running, then failed.
+
+    Points in the same state are ordered by the main objective; unfinished ones by their number of epochs first.
+    """
     search = log.search
     num_seeds = 1 if search.config.algorithm == "pbt" else len(search.config.seeds)
     results = [
@@ -85,14 +91,14 @@ def point_results(log: TrialLog) -> list[PointResult]:
 
     def rank(result: PointResult) -> tuple[float, ...]:
         mean = result.mean(main)
-        epochs = result.epoch if result.state != "finished" else 0.0
+        epochs = 0.0 if result.state == "finished" else result.epoch  # scores of finished points are comparable
         return (order[result.state], -epochs, sign * mean if mean is not None else float("inf"))
 
     return sorted(results, key=rank)
 
 
 def front(results: Sequence[PointResult], objectives: Mapping[str, str]) -> list[PointResult]:
-    """The Pareto front: finished points that no other one dominates (as good in every objective, better in one)."""
+    """The Pareto front: the finished points that no other finished point dominates."""
     rated = []
     for result in results:
         means = [result.mean(name) for name in objectives]
@@ -102,12 +108,14 @@ def front(results: Sequence[PointResult], objectives: Mapping[str, str]) -> list
     return [
         result
         for result, values in rated
-        if not any(_dominates(others, values) for other, others in rated if other is not result)
+        if not any(_dominates(other_values, values) for other, other_values in rated if other is not result)
     ]
 
 
 def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:
-    return all(a >= b for a, b in zip(one, other, strict=True)) and any(a > b for a, b in zip(one, other, strict=True))
+    """Whether `one` is at least as good as `other` in every objective and better in one; larger values are better."""
+    pairs = list(zip(one, other, strict=True))
+    return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
 
 
 def shown_columns(search: Search) -> list[str]:
@@ -116,6 +124,7 @@ def shown_columns(search: Search) -> list[str]:
 
 
 def head(name: str) -> str:
+    """The heading of a score or cost in tables and plots."""
     return HEADS.get(name, name)
 
 
@@ -124,26 +133,33 @@ def cell(name: str, value: float | None, spread: float | None = None) -> str:
     if value is None:
         return ""
     scaled = value / UNITS.get(name, 1)
-    digits = 4 if name not in COSTS else 1 if name in ("seconds", "latency_ms") or scaled < 1000 else 0
+    digits = 4
+    if name in COSTS:
+        digits = 1 if name in ("seconds", "latency_ms") or scaled < 1000 else 0
     text = f"{scaled:,.{digits}f}"
-    return f"{text} ± {spread / UNITS.get(name, 1):.{digits}f}" if spread is not None and name not in COSTS else text
+    if spread is None or name in COSTS:
+        return text
+    return f"{text} ± {spread / UNITS.get(name, 1):.{digits}f}"
 
 
 def leaderboard(
     search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]
 ) -> tuple[list[str], Rows]:
-    """Columns and rows: state, epochs, seeds, then mean and spread of `shown_columns`."""
+    """The columns and rows of the leaderboard: state, epochs, seeds, and mean and spread of `shown_columns`."""
     names = shown_columns(search)
     rows = []
     for result in results:
-        state = f"{result.state} *" if any(each is result for each in on_front) else result.state
-        seeds = f"{0 if result.state == 'failed' else len(result.counted)}/{result.num_seeds}"
+        is_on_front = any(point is result for point in on_front)
+        state = f"{result.state} *" if is_on_front else result.state
+        num_counted = 0 if result.state == "failed" else len(result.counted)
+        seeds = f"{num_counted}/{result.num_seeds}"
         cells = [cell(name, result.mean(name), result.spread(name)) for name in names]
         rows.append((result.label, [state, f"{result.epoch:g}", seeds, *cells]))
     return ["state", "epochs", "seeds", *map(head, names)], rows
 
 
 def leaderboard_text(search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> str:
+    """The leaderboard for the terminal."""
     columns, rows = leaderboard(search, results, on_front)
     return (
         format_table(columns, rows)
@@ -153,7 +169,7 @@ def leaderboard_text(search: Search, results: Sequence[PointResult], on_front: S
 
 
 def live_table(log: TrialLog) -> str:
-    """All running trials, and one line with the number of trials in each state."""
+    """A table of the running trials, and one line with the number of trials in each state."""
     rows = []
     for record in log.records:
         if record.state not in ENDED:
@@ -163,7 +179,7 @@ def live_table(log: TrialLog) -> str:
             )
     num_trials = log.num_trials if log.num_trials is not None else len(log.records)
     counts = ", ".join(f"{count} {state}" for state, count in log.states().items() if count)
-    best = next((r for r in point_results(log) if r.state == "finished"), None)
+    best = next((result for result in point_results(log) if result.state == "finished"), None)
     line = f"of {num_trials} trials: {counts}" + (
         f"; best {SCORE} {best.mean(SCORE):.4f}, {best.label}" if best else ""
     )
@@ -186,12 +202,12 @@ def trial_line(search: Search, record: TrialRecord, num_trials: int | None) -> s
 
 
 def write_tables(log: TrialLog, on_front: Sequence[PointResult]) -> None:
-    """trials.parquet and trials.csv: one row per trial, one column per key of the space, score and cost."""
+    """Writes trials.parquet and trials.csv: a row per trial, a column per key of the space, score and cost."""
     config, keys = log.search.config, log.search.space.keys
     numbers_on_front = {record.number for result in on_front for record in result.records}
     all_changes = [log.search.changes(record.point) for record in log.records]
     numeric = {key for key in keys if all(_is_number(changes.get(key, 0)) for changes in all_changes)}
-    rows = []
+    rows = []  # columns that are not numeric hold labels, because an Arrow column has one type
     for record, changes in zip(log.records, all_changes, strict=True):
         values = {key: value if key in numeric else show_value(value) for key, value in changes.items()}
         rows.append(
@@ -227,15 +243,17 @@ def _is_number(value: Any) -> bool:
 def write_configurations(log: TrialLog, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> list[Path]:
     """Writes best.yaml and front-1.yaml, front-2.yaml, ... (best main objective first); returns their paths."""
     folder = log.folder.path
-    for old in folder.glob("front-*.yaml"):
-        old.unlink()
+    for outdated in folder.glob("front-*.yaml"):
+        outdated.unlink()
     finished = [result for result in results if result.state == "finished"]
     if not finished:
         (folder / "best.yaml").unlink(missing_ok=True)
         return []
-    ranked = [result for result in results if any(each is result for each in on_front)]
+    ranked_front = [result for result in results if any(point is result for point in on_front)]
+    named = [("best", finished[0])]
+    named += [(f"front-{number}", result) for number, result in enumerate(ranked_front, 1)]
     paths = []
-    for name, result in [("best", finished[0]), *((f"front-{number}", each) for number, each in enumerate(ranked, 1))]:
+    for name, result in named:
         path = folder / f"{name}.yaml"
         write_text(path, _configuration(log.search, result, path, name))
         paths.append(path)
@@ -243,6 +261,7 @@ def write_configurations(log: TrialLog, results: Sequence[PointResult], on_front
 
 
 def _configuration(search: Search, result: PointResult, path: Path, name: str) -> str:
+    """The text of a configuration file, headed by a comment with the point and its results."""
     config = parse_config(search.run_values(result.point, name))
     means = ", ".join(f"{head(n)} {cell(n, result.mean(n), result.spread(n))}" for n in search.config.objectives)
     keys = ", ".join(f"{short(key)} {show_value(value)}" for key, value in search.changes(result.point).items())

@@ -1,7 +1,8 @@
-"""Samplers choose the next point of a search: listed, random, or by Optuna. Also the importance of each dimension.
+"""Samplers, which choose the next point of a search: in order, at random, or with Optuna.
 
-Optuna is used through ask and tell and runs nothing. After a kill, the earlier results are added to a new study,
-together with the attributes that Optuna's samplers store per trial (the generation of NSGA-II).
+Optuna only proposes points (`study.ask`) and receives their results (`study.tell`); it runs no trial. When a killed
+search resumes, the earlier results are added to a new study, with the attributes that Optuna's samplers store per trial
+(for NSGA-II the generation). `importance` estimates how much each dimension matters.
 """
 
 from __future__ import annotations
@@ -14,42 +15,44 @@ from typing import Any, Protocol
 
 from pipeline.search.space import Dimension, Space
 
-MAX_REPEATED_DRAWS = 50  # of points tried before, until an untried one is drawn at random
+MAX_REPEATED_DRAWS = 50  # After Optuna has proposed this many tried points in a row, an untried one is drawn at random.
 MIN_POINTS_FOR_IMPORTANCE = 4
-MAX_LISTED_POINTS = 1_000_000
+MAX_LISTED_POINTS = 1_000_000  # larger spaces are sampled without a list of their points
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A point, and the attributes that the sampler needs to restore it after a kill."""
+    """A point, and the attributes with which a sampler restores it after a kill."""
 
     point: dict[str, Any]
     attributes: dict[str, Any] = field(default_factory=dict)
 
 
 class Sampler(Protocol):
+    """Proposes points and learns from their results."""
+
     def ask(self) -> Proposal | None:
-        """An untried point; None when there is none."""
+        """A point that was not tried before; None when all points were."""
         ...
 
     def tell(self, point: Mapping[str, Any], values: Sequence[float] | None) -> None:
-        """The result of a proposed point, one value per objective; None for a failed one."""
+        """Gives the sampler the result of a point: one value per objective, or None for a failed point."""
         ...
 
     def restore(self, proposal: Proposal, values: Sequence[float] | None, ended: bool = True) -> None:
-        """Adds a point of an earlier process: with its values, failed (None), or still running (not `ended`)."""
+        """Adds a point that an earlier process has started. `values` is None if it failed or has not ended."""
         ...
 
 
 def point_key(point: Mapping[str, Any]) -> str:
-    """Equal for equal points."""
+    """A string that is the same for equal points."""
     return repr(sorted(point.items()))
 
 
 def make_sampler(
     space: Space, algorithm: str, directions: Sequence[str], seed: int, population: int | None, budget: int | None
 ) -> Sampler:
-    """`directions` are max or min, one per objective; `budget` is the number of points, None without a limit."""
+    """`directions` has max or min for each objective; `budget` is the number of points, None without a limit."""
     if algorithm in ("tpe", "nsga2"):
         if population is None:
             population = max(4, min(50, (budget or 80) // 4))
@@ -58,9 +61,10 @@ def make_sampler(
 
 
 class ListSampler:
-    """All points of a finite space, in order or shuffled, or draws from an infinite one; deterministic by seed.
+    """Proposes the points of a space in order or shuffled; the points of a very large space are drawn at random.
 
-    With `repeat` a point may occur again: members of a population may start alike.
+    The same seed gives the same points. With `repeat` a point may be proposed twice, because members of a population
+    may start at the same point.
     """
 
     def __init__(self, space: Space, seed: int, *, shuffled: bool, repeat: bool = False) -> None:
@@ -81,7 +85,7 @@ class ListSampler:
                     self.tried.add(point_key(point))
                     return Proposal(point)
             return None
-        for _ in range(100_000):
+        for _ in range(100_000):  # gives up when every draw was tried before
             generator = random.Random(f"{self.seed} {self.num_drawn}")
             self.num_drawn += 1
             point = self.space.draw(generator)
@@ -91,7 +95,7 @@ class ListSampler:
         return None
 
     def tell(self, point: Mapping[str, Any], values: Sequence[float] | None) -> None:
-        pass
+        """Ignores the result, which does not influence the next points."""
 
     def restore(self, proposal: Proposal, values: Sequence[float] | None, ended: bool = True) -> None:
         self.tried.add(point_key(proposal.point))
@@ -100,7 +104,7 @@ class ListSampler:
 
 
 class OptunaSampler:
-    """TPE or NSGA-II over the dimensions; choices are categorical by their labels."""
+    """Proposes points with TPE or NSGA-II; the choices of a dimension are categorical values, named by their labels."""
 
     def __init__(self, space: Space, algorithm: str, directions: Sequence[str], seed: int, population: int) -> None:
         import optuna
@@ -108,21 +112,22 @@ class OptunaSampler:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.optuna, self.space, self.seed = optuna, space, seed
         self.algorithm, self.population = algorithm, population
-        kinds = optuna.study.StudyDirection
-        self.directions = [kinds.MAXIMIZE if direction == "max" else kinds.MINIMIZE for direction in directions]
-        self.distributions = {d.key: _distribution(d) for d in space.dimensions}
+        Direction = optuna.study.StudyDirection
+        self.directions = [Direction.MAXIMIZE if name == "max" else Direction.MINIMIZE for name in directions]
+        self.distributions = {dimension.key: _distribution(dimension) for dimension in space.dimensions}
         self.study = optuna.create_study(directions=self.directions)
-        self.running: dict[str, int] = {}  # Optuna's trial number by point
+        self.running: dict[str, int] = {}  # Optuna's number of the trial, by point
         self.results: dict[str, list[float] | None] = {}
-        self.seeded = False
+        self.has_seeded_sampler = False
 
     def ask(self) -> Proposal | None:
-        self._seed()
+        self._create_seeded_sampler()
         for _ in range(MAX_REPEATED_DRAWS):
             trial = self.study.ask(self.distributions)
             point = {key: trial.params[key] for key in self.distributions}
             if not self._is_tried(point):
                 return self._propose(trial, point)
+            # Optuna gets the result of the earlier trial of the same point
             self._finish(trial.number, self.results.get(point_key(point)))
         untried = self._draw_untried()
         if untried is None:
@@ -136,8 +141,10 @@ class OptunaSampler:
         self._finish(number, values)
 
     def restore(self, proposal: Proposal, values: Sequence[float] | None, ended: bool = True) -> None:
-        key, states = point_key(proposal.point), self.optuna.trial.TrialState
-        state = states.RUNNING if not ended else states.FAIL if values is None else states.COMPLETE
+        key, TrialState = point_key(proposal.point), self.optuna.trial.TrialState
+        state = TrialState.RUNNING
+        if ended:
+            state = TrialState.FAIL if values is None else TrialState.COMPLETE
         self.study.add_trial(
             self.optuna.trial.create_trial(
                 state=state,
@@ -156,34 +163,42 @@ class OptunaSampler:
         return point_key(point) in self.results or point_key(point) in self.running
 
     def _propose(self, trial: Any, point: dict[str, Any]) -> Proposal:
+        """Marks the point of an Optuna trial as running; returns it with the attributes that JSON can store."""
         self.running[point_key(point)] = trial.number
         attributes = self.study.trials[trial.number].system_attrs
-        return Proposal(point, {k: v for k, v in attributes.items() if isinstance(v, str | int | float)})
+        return Proposal(
+            point, {key: value for key, value in attributes.items() if isinstance(value, str | int | float)}
+        )
 
     def _finish(self, number: int, values: Sequence[float] | None) -> None:
+        """Ends an Optuna trial, as failed if it has no values."""
         if values is None:
             self.study.tell(number, state=self.optuna.trial.TrialState.FAIL)
         else:
             self.study.tell(number, list(values))
 
-    def _seed(self) -> None:
-        """Creates Optuna's sampler. The number of restored trials enters the seed, so a resumed search draws anew."""
-        if self.seeded:
+    def _create_seeded_sampler(self) -> None:
+        """Creates Optuna's sampler before the first draw.
+
+        Its seed includes the number of restored trials, so that a resumed search does not repeat its first draws.
+        """
+        if self.has_seeded_sampler:
             return
-        self.seeded = True
+        self.has_seeded_sampler = True
         seed = (self.seed * 1_000_003 + len(self.study.trials)) % 2**31
         samplers = self.optuna.samplers
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # multivariate and constant_liar are experimental
+            warnings.simplefilter("ignore")  # Optuna warns that multivariate and constant_liar are experimental
             if self.algorithm == "nsga2":
                 self.study.sampler = samplers.NSGAIISampler(population_size=self.population, seed=seed)
             else:
-                # constant_liar: running points repel, so that concurrent trials differ
+                # constant_liar gives running points a bad score, so that concurrent trials get different points
                 self.study.sampler = samplers.TPESampler(
                     seed=seed, multivariate=True, constant_liar=True, n_startup_trials=max(4, self.population)
                 )
 
     def _draw_untried(self) -> dict[str, Any] | None:
+        """A random untried point; None when there is none, or when 1,000 draws from a large space found none."""
         generator = random.Random(f"{self.seed} {len(self.study.trials)}")
         if self.space.size <= MAX_LISTED_POINTS:
             points = [point for point in self.space.points() if not self._is_tried(point)]
@@ -193,6 +208,7 @@ class OptunaSampler:
 
 
 def _distribution(dimension: Dimension) -> Any:
+    """Optuna's description of a dimension."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if not dimension.is_range:
@@ -204,24 +220,24 @@ def _distribution(dimension: Dimension) -> Any:
 
 
 def importance(space: Space, points: Sequence[Mapping[str, Any]], values: Iterable[float]) -> dict[str, float]:
-    """The share of the values' variance that each dimension explains, alone or with others (Optuna's fANOVA).
+    """The share of the values' variance that each dimension explains, by Optuna's fANOVA.
 
-    Hutter, Hoos, Leyton-Brown: An Efficient Approach for Assessing Hyperparameter Importance (2014). Empty for fewer
-    than four points or two dimensions, and when the points or the values do not vary.
+    The method: Hutter, Hoos, Leyton-Brown, An Efficient Approach for Assessing Hyperparameter Importance (2014). The
+    result is empty for fewer than four points or two dimensions, and when the points or the values do not vary.
     """
     values = list(values)
-    varied = [d for d in space.dimensions if len({point[d.key] for point in points}) > 1]
+    varied = [dimension for dimension in space.dimensions if len({point[dimension.key] for point in points}) > 1]
     if len(points) < MIN_POINTS_FOR_IMPORTANCE or len(space.dimensions) < 2 or not varied or len(set(values)) < 2:
         return {}
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(direction="maximize")
-    distributions = {d.key: _distribution(d) for d in varied}
+    distributions = {dimension.key: _distribution(dimension) for dimension in varied}
     for point, value in zip(points, values, strict=True):
         params = {key: point[key] for key in distributions}
         study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=value))
     shares = optuna.importance.get_param_importances(
         study, evaluator=optuna.importance.FanovaImportanceEvaluator(seed=0)
     )
-    return {d.key: float(shares.get(d.key, 0.0)) for d in space.dimensions}
+    return {dimension.key: float(shares.get(dimension.key, 0.0)) for dimension in space.dimensions}

@@ -1,4 +1,4 @@
-"""The space of a search: dimensions over configuration keys, each a list of labelled choices or a range."""
+"""The space of a search: one dimension per configuration key, with labelled choices or a range."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pipeline.config.sections import Positive, Section
 class GenerateSection(Section):
     """Generates expansion groups G from the coefficients `smallest`, 2 * `smallest`, ... up to `largest`.
 
-    For each number of groups n, `doubling` yields every run of n successive coefficients and `equal` every coefficient
-    n times. Example: groups [1, 3] from 16 to 64 yield [16], [32], [64], [16, 32, 64], and with `equal` also
-    [16, 16, 16], [32, 32, 32] and [64, 64, 64].
+    `groups` lists numbers of groups. For each number n, `doubling` generates every n successive coefficients, and
+    `equal` repeats each coefficient n times. Example: `groups: [1, 3]` from 16 to 64 generates [16], [32], [64] and
+    [16, 32, 64]; with `equal` also [16, 16, 16], [32, 32, 32] and [64, 64, 64].
     """
 
     groups: tuple[Positive, ...]
@@ -28,7 +28,7 @@ class GenerateSection(Section):
     spacing: Literal["doubling", "equal"] | tuple[Literal["doubling", "equal"], ...] = "doubling"
 
     @model_validator(mode="after")
-    def _possible(self) -> GenerateSection:
+    def _check_not_empty(self) -> GenerateSection:
         if not self.generated():
             raise ValueError(
                 f"no {' or '.join(map(str, self.groups))} groups fit between smallest = {self.smallest} and "
@@ -37,7 +37,7 @@ class GenerateSection(Section):
         return self
 
     def generated(self) -> list[list[int]]:
-        """The groups, without duplicates."""
+        """The lists of coefficients, without duplicates."""
         coefficients, coefficient = [], self.smallest
         while coefficient <= self.largest:
             coefficients.append(coefficient)
@@ -49,13 +49,13 @@ class GenerateSection(Section):
                     groups += [coefficients[start : start + count] for start in range(len(coefficients) - count + 1)]
                 else:
                     groups += [[coefficient] * count for coefficient in coefficients]
-        return [each for number, each in enumerate(groups) if each not in groups[:number]]
+        return [group for number, group in enumerate(groups) if group not in groups[:number]]
 
 
 class SpaceSection(Section):
     """One dimension: `choices` (or a plain list in YAML), named `groups`, `generate`, or a range from low to high.
 
-    A range between integers has integer values; `log` draws uniformly in the logarithm, `step` makes it a grid.
+    A range between integers has integer values. `log` draws its logarithm uniformly; `step` makes the range a grid.
     """
 
     choices: tuple[Any, ...] | None = None
@@ -67,10 +67,11 @@ class SpaceSection(Section):
     step: int | float | None = None
 
     @model_validator(mode="after")
-    def _one_kind(self) -> SpaceSection:
-        ranged = self.low is not None and self.high is not None
-        kinds = [self.choices is not None, self.groups is not None, self.generate is not None, ranged]
-        if sum(kinds) != 1 or (not ranged and (self.low, self.high, self.step, self.log) != (None, None, None, False)):
+    def _check_kind(self) -> SpaceSection:
+        is_range = self.low is not None and self.high is not None
+        kinds = [self.choices is not None, self.groups is not None, self.generate is not None, is_range]
+        has_range_settings = (self.low, self.high, self.step, self.log) != (None, None, None, False)
+        if sum(kinds) != 1 or (has_range_settings and not is_range):
             raise ValueError("needs exactly one of a list of choices, groups, generate, or low and high")
         if self.low is not None and self.high is not None:
             if not self.low < self.high:
@@ -89,7 +90,7 @@ class SpaceSection(Section):
 
 @dataclass(frozen=True)
 class Dimension:
-    """One configuration key with the labels and values of its choices, or with a range."""
+    """One configuration key with the labels and values of its choices, or with a range from `low` to `high`."""
 
     key: str
     labels: tuple[str, ...] = ()
@@ -105,21 +106,21 @@ class Dimension:
         return not self.labels
 
     def listed(self) -> list[Any] | None:
-        """All choices; None for a continuous range."""
+        """All choices; None for a continuous range. A choice is a label, or a number in a range."""
         if self.labels:
             return list(self.labels)
         step = self.step or (1 if self.integer else None)
         if step is None:
             return None
-        count = math.floor((self.high - self.low) / step + 1e-9) + 1
+        count = math.floor((self.high - self.low) / step + 1e-9) + 1  # 1e-9: rounding must not lose the last number
         return [self._number(self.low + number * step) for number in range(count)]
 
     def ends(self) -> list[Any]:
-        """Every choice, or both ends of a range: the values that are checked before a search starts."""
+        """Every label, or both ends of a range. These choices are checked before a search starts."""
         return list(self.labels) if self.labels else [self._number(self.low), self._number(self.high)]
 
     def draw(self, generator: random.Random) -> Any:
-        """A choice at random."""
+        """A random choice."""
         listed = self.listed()
         if listed is not None and not self.log:
             return generator.choice(listed)
@@ -129,10 +130,10 @@ class Dimension:
         return self._number(generator.uniform(self.low, self.high))
 
     def neighbor(self, choice: Any, generator: random.Random) -> Any:
-        """A change as in population based training (Jaderberg et al., 2017).
+        """A changed choice, as in population based training (Jaderberg et al., 2017).
 
-        With probability 1/4 a new draw; else the next choice up or down, or a number times 0.8 or 1.2, clipped to the
-        range.
+        It is a random choice with probability 1/4. Otherwise it is the next choice up or down, or, in a continuous
+        range, 0.8 or 1.2 times the number, limited to the range.
         """
         if generator.random() < 0.25:
             return self.draw(generator)
@@ -147,78 +148,91 @@ class Dimension:
         return self.values[self.labels.index(choice)] if self.labels else choice
 
     def show(self, choice: Any) -> str:
-        return str(choice) if self.labels else f"{choice:.4g}" if isinstance(choice, float) else str(choice)
+        """The choice for tables and messages; floats have four significant digits."""
+        return f"{choice:.4g}" if isinstance(choice, float) else str(choice)
 
     def _number(self, value: float) -> Any:
+        """The value as an integer in an integer range, else rounded to six digits, which keeps YAML files short."""
         return round(value) if self.integer else float(f"{value:.6g}")
 
 
 @dataclass(frozen=True)
 class Space:
-    """Independent dimensions; or explicit rows, each setting several keys, as one dimension named `row`."""
+    """Independent dimensions, or explicit rows.
+
+    A row is a point that sets several keys. Rows form a single dimension named `row`, whose values are
+    {configuration key: value}.
+    """
 
     dimensions: tuple[Dimension, ...]
-    rows: tuple[str, ...] = ()  # the keys that rows set; the values of the dimension are then {key: value}
+    row_keys: tuple[str, ...] = ()  # the configuration keys that rows set; empty without rows
 
     @classmethod
     def of_rows(cls, keys: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Space:
+        """A space of explicit points."""
         labels = tuple(", ".join(f"{short(key)} {show_value(row[key])}" for key in keys if key in row) for row in rows)
         return cls((Dimension("row", labels, tuple(dict(row) for row in rows)),), tuple(keys))
 
     @property
     def keys(self) -> list[str]:
         """Configuration keys that points change."""
-        return list(self.rows) or [dimension.key for dimension in self.dimensions]
+        return list(self.row_keys) or [dimension.key for dimension in self.dimensions]
 
     @property
     def size(self) -> float:
         """The number of points; infinite with a continuous range."""
-        return math.prod(math.inf if (each := d.listed()) is None else len(each) for d in self.dimensions)
+        lists = [dimension.listed() for dimension in self.dimensions]
+        return math.prod(math.inf if choices is None else len(choices) for choices in lists)
 
     def first(self) -> dict[str, Any]:
+        """The point with the first choice of each dimension."""
         return {dimension.key: dimension.ends()[0] for dimension in self.dimensions}
 
     def draw(self, generator: random.Random) -> dict[str, Any]:
-        """A point at random."""
+        """A random point."""
         return {dimension.key: dimension.draw(generator) for dimension in self.dimensions}
 
     def points(self) -> Iterator[dict[str, Any]]:
-        """Every point of a finite space, the last dimension changing fastest."""
+        """Every point of a finite space; the last dimension changes fastest."""
         lists = [dimension.listed() for dimension in self.dimensions]
-        for choices in itertools.product(*(each or [] for each in lists)):
-            yield dict(zip((d.key for d in self.dimensions), choices, strict=True))
+        keys = [dimension.key for dimension in self.dimensions]
+        for choices in itertools.product(*(listed or [] for listed in lists)):
+            yield dict(zip(keys, choices, strict=True))
 
     def changes(self, point: Mapping[str, Any]) -> dict[str, Any]:
-        """{configuration key: value} of a point."""
+        """The values that a point sets, as {configuration key: value}."""
         values = {dimension.key: dimension.value(point[dimension.key]) for dimension in self.dimensions}
-        return dict(values["row"]) if self.rows else values
+        return dict(values["row"]) if self.row_keys else values
 
     def by_key(self) -> Space:
-        """The space with one dimension per key, also for rows; used for plots and importance."""
-        if not self.rows:
+        """The space with one dimension per configuration key, also for rows. Plots and importance use it."""
+        if not self.row_keys:
             return self
         (dimension,) = self.dimensions
         dimensions = []
-        for key in self.rows:
+        for key in self.row_keys:
             column = [values.get(key, MISSING) for values in dimension.values]
             distinct = {show_value(value): value for value in column}
             dimensions.append(Dimension(key, tuple(distinct), tuple(distinct.values())))
         return Space(tuple(dimensions))
 
     def point_by_key(self, point: Mapping[str, Any]) -> dict[str, Any]:
-        """A point in the dimensions of `by_key`."""
-        if not self.rows:
+        """The point with one choice per configuration key, as in the space `by_key`."""
+        if not self.row_keys:
             return dict(point)
         changes = self.changes(point)
-        return {key: show_value(changes.get(key, MISSING)) for key in self.rows}
+        return {key: show_value(changes.get(key, MISSING)) for key in self.row_keys}
 
     def describe(self, point: Mapping[str, Any]) -> str:
-        if self.rows:
+        """The point as one line for tables and messages."""
+        if self.row_keys:
             return str(point["row"])
-        return ", ".join(f"{short(d.key)} {d.show(point[d.key])}" for d in self.dimensions)
+        return ", ".join(
+            f"{short(dimension.key)} {dimension.show(point[dimension.key])}" for dimension in self.dimensions
+        )
 
 
-MISSING = "base"  # the label of a key that a row does not set
+MISSING = "base"  # the label of a key that a row does not set, so its base value stays
 SYMBOLS = {
     "model.static_expansion": "G",
     "model.dynamic_expansion": "N_E",
@@ -227,7 +241,7 @@ SYMBOLS = {
 
 
 def short(key: str) -> str:
-    """The paper's symbol of a key, or its last part; keys of a stage include the stage's name."""
+    """A short name of a key: the paper's symbol, or the last part. A stage's key includes the stage's name."""
     if key in SYMBOLS:
         return SYMBOLS[key]
     parts = key.split(".")
@@ -235,7 +249,10 @@ def short(key: str) -> str:
 
 
 def show_value(value: Any) -> str:
-    """A value as a label: [32, 64] becomes `32 64`, five equal groups `128 x 5`, null `attention`."""
+    """A value as a label: [32, 64] becomes `32 64`, and five equal groups become `128 x 5`.
+
+    Null becomes `attention`, because a model without expansion groups uses attention.
+    """
     if value is None:
         return "attention"
     if isinstance(value, list | tuple):
@@ -246,6 +263,7 @@ def show_value(value: Any) -> str:
 
 
 def space_of(sections: Mapping[str, SpaceSection]) -> Space:
+    """The space of the `space` section of a search."""
     return Space(tuple(_dimension(key, section) for key, section in sections.items()))
 
 

@@ -1,6 +1,6 @@
-"""A search in one YAML file: a base configuration, a space over its keys, the trial, objectives and a budget.
+"""The YAML file of a search: a base configuration, a space over its keys, the trial, objectives and a budget.
 
-A point has one choice per dimension: the label of one of the dimension's choices, or a number in its range.
+A point has one choice per dimension. The choice is the label of a listed value, or a number in a range.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pipeline.scoring.metrics import METRICS
 from pipeline.search.space import Space, SpaceSection, space_of
 
 Direction = Literal["max", "min"]
-Values = dict[str, Any]  # configuration keys, dotted or nested, with their values
-MAX_CHECKED_POINTS = 1000  # spaces up to this size are checked completely before a search starts
+Values = dict[str, Any]  # values by configuration key; keys are dotted or nested
+MAX_CHECKED_POINTS = 1000  # in a space of at most this size, every point is checked before a search starts
 COSTS = {
     "macs": "multiply-accumulates per image as ExpansionNet v2's paper counts them",
     "macs_executed": "executed multiply-accumulates per image and caption",
@@ -37,7 +37,7 @@ COSTS = {
     "seconds": "seconds of training",
 }
 SCORE = "CIDEr-D"
-FIXED = {  # sections that a point must not change, with the reason
+FIXED_SECTIONS = {  # the sections that a point must not change, and the reason for each
     "name": "a trial's name is derived from the search's",
     "seed": "list seeds under `seeds`",
     "storage": "all trials share one storage",
@@ -47,11 +47,13 @@ FIXED = {  # sections that a point must not change, with the reason
     "features": "features are extracted once, before the first trial",
     "data": "features are extracted once, before the first trial",
 }
-FREE = {"data.min_count"}  # exceptions to FIXED
-WEIGHT_COMPATIBLE = {"model.dropout", "model.expansion_dropout"}  # model keys that do not change any weight's shape
+SEARCHABLE_EXCEPTIONS = {"data.min_count"}  # keys in FIXED_SECTIONS that a point may change all the same
+# Population based training may search these model keys, because they change no weight's shape.
+WEIGHT_COMPATIBLE = {"model.dropout", "model.expansion_dropout"}
 
 
 def _score_and_cost() -> dict[str, Direction]:
+    """The default objectives."""
     return {SCORE: "max", "macs": "min"}
 
 
@@ -59,15 +61,16 @@ class TrialSection(Section):
     """The stages that a trial trains; by default the first cross-entropy stage on frozen features."""
 
     stages: tuple[str, ...] | None = None
-    epochs: Annotated[float, Field(gt=0)] | None = None  # of each stage; None: the base's
-    set: Values = Field(default_factory=dict)  # for trials only, not written to best.yaml
+    epochs: Annotated[float, Field(gt=0)] | None = None  # the length of each stage; None: as in the base configuration
+    set: Values = Field(default_factory=dict)  # values for all trials, which best.yaml does not get
 
 
 class BackboneSection(Section):
     """The backbone that extracts the trials' features.
 
-    `weights` is `base` (the base configuration's initial backbone), `run` (the trained backbone of the base
-    configuration's finished run; without one, a stand-in is trained with `stages` and `set`) or a weights file.
+    `weights` is the path of a weights file, `base` or `run`. `base` is the base configuration's initial backbone. `run`
+    is the trained backbone of the base configuration's finished run; if there is no such run, a stand-in is trained
+    with `stages` and `set`.
     """
 
     weights: str = "base"
@@ -76,7 +79,7 @@ class BackboneSection(Section):
 
 
 class BudgetSection(Section):
-    """When to end. `trials` counts trainings: points times seeds. A finished search resumes with a larger budget."""
+    """When a search ends. `trials` counts points times seeds. A larger budget resumes a finished search."""
 
     trials: Positive | None = None
     hours: Annotated[float, Field(gt=0)] | None = None
@@ -84,7 +87,7 @@ class BudgetSection(Section):
 
 
 class SchedulerSection(Section):
-    """ASHA: at grace_epochs * reduction**k epochs only the best 1/reduction of the trials continue."""
+    """ASHA: after grace_epochs * reduction**k epochs (k = 0, 1, ...) the best 1/reduction of the trials continue."""
 
     name: Literal["asha"] = "asha"
     grace_epochs: Annotated[float, Field(gt=0)] = 1
@@ -92,7 +95,10 @@ class SchedulerSection(Section):
 
 
 class PopulationSection(Section):
-    """PBT: every `every_epochs` epochs the worst `quantile` copies the best one's weights and a changed point."""
+    """PBT: after each `every_epochs` epochs the worst `quantile` of the members copy weights from the best `quantile`.
+
+    They continue at a changed point.
+    """
 
     every_epochs: Annotated[float, Field(gt=0)] = 1
     quantile: Annotated[float, Field(gt=0, le=0.5)] = 0.25
@@ -112,38 +118,39 @@ class SearchConfig(Section):
     name: FileName
     base: str  # relative to the search's file
     set: Values = Field(default_factory=dict)
-    storage: str | None = None  # None: the base's
+    storage: str | None = None  # None: the base configuration's
     space: dict[str, SpaceSection] = Field(default_factory=dict)
     rows: Annotated[tuple[Values, ...], Field(min_length=1)] | None = None  # explicit points
     trial: TrialSection = TrialSection()
     backbone: BackboneSection = BackboneSection()
     objectives: dict[str, Direction] = Field(default_factory=_score_and_cost)
-    metrics: tuple[str, ...] = ("BLEU-4", "ROUGE-L")  # also shown, of a finished trial's validation captions
+    metrics: tuple[str, ...] = ("BLEU-4", "ROUGE-L")  # more scores of a finished trial's validation captions
     budget: BudgetSection = BudgetSection()
     algorithm: Literal["grid", "random", "tpe", "nsga2", "pbt"] = "random"
-    population: Positive | None = None  # NSGA-II's; None: a quarter of the points, 4 to 50
+    population: Positive | None = None  # of NSGA-II; None: a quarter of the number of points, but 4 to 50
     scheduler: SchedulerSection | None = None
     pbt: PopulationSection = PopulationSection()
     resources: ResourceSection = ResourceSection()
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
-    seed: int = 0  # of the sampler
-    compare: Literal["expansionnet_v2", "meshed_memory", "clustformer"] | None = None  # with this paper's ablation
+    seed: int = 0  # the sampler's seed
+    compare: Literal["expansionnet_v2", "meshed_memory", "clustformer"] | None = None  # the paper to compare with
 
     @field_validator("scheduler", mode="before")
     @classmethod
-    def _short_scheduler(cls, value: Any) -> Any:
+    def _expand_scheduler_name(cls, value: Any) -> Any:
+        """`scheduler: asha` is short for `scheduler: {name: asha}`."""
         return {"name": value} if isinstance(value, str) else value
 
     @field_validator("space", mode="before")
     @classmethod
-    def _short_space(cls, value: Any) -> Any:
-        """A list is short for `choices`."""
+    def _expand_choice_lists(cls, value: Any) -> Any:
+        """A list is short for `{choices: list}`."""
         if not isinstance(value, dict):
             return value
         return {key: {"choices": entry} if isinstance(entry, list) else entry for key, entry in value.items()}
 
     @model_validator(mode="after")
-    def _consistent(self) -> SearchConfig:
+    def _check_consistency(self) -> SearchConfig:
         if bool(self.space) == bool(self.rows):
             raise ValueError("exactly one of space and rows is needed; rows lists explicit points")
         if self.rows and self.algorithm != "grid":
@@ -189,7 +196,7 @@ class SearchConfig(Section):
 
 
 class Search:
-    """A parsed search: the base's values, the space, and the configuration of each point."""
+    """A parsed search with its base configuration and its space."""
 
     def __init__(self, config: SearchConfig, base: dict[str, Any]) -> None:
         self.config = config
@@ -201,10 +208,11 @@ class Search:
 
     @property
     def cost(self) -> str:
-        """The cost in tables and plots: multiply-accumulates, for ExpansionNet v2 as its paper counts them."""
+        """The cost in tables and plots: executed multiply-accumulates, or for ExpansionNet v2 its paper's count."""
         return "macs" if isinstance(self.base.model, ExpansionNetConfig) else "macs_executed"
 
     def _check_accounting(self) -> None:
+        """Refuses the objective macs for other models, whose multiply-accumulates that paper does not count."""
         if "macs" in self.config.objectives and self.cost != "macs":
             raise UserError(
                 f"objectives: macs is an accounting of ExpansionNet v2's paper, and the base's model is "
@@ -212,6 +220,7 @@ class Search:
             )
 
     def _stages(self) -> tuple[str, ...]:
+        """The names of the stages that a trial trains, in the order of the base configuration."""
         known = [stage.name for stage in self.base.stages]
         if self.config.trial.stages is not None:
             for name in self.config.trial.stages:
@@ -224,11 +233,11 @@ class Search:
         raise UserError("the base configuration has no cross-entropy stage on frozen features; set trial.stages")
 
     def changes(self, point: Mapping[str, Any]) -> dict[str, Any]:
-        """{configuration key: value} of a point."""
+        """The values that a point sets, as {configuration key: value}."""
         return self.space.changes(point)
 
     def run_values(self, point: Mapping[str, Any], name: str = "best") -> dict[str, Any]:
-        """Plain values of the base configuration at a point, for `raycap run`."""
+        """The base configuration with a point's values, before validation. `raycap run` can run it."""
         values = copy.deepcopy(self.values)
         for key, value in self.changes(point).items():
             set_value(values, key, value, "space")
@@ -238,9 +247,10 @@ class Search:
     def trial_config(
         self, point: Mapping[str, Any], seed: int, weights: str | None = None, member: int | None = None
     ) -> RunConfig:
-        """The configuration of a trial; `weights` is the backbone's initial file, if not the base's.
+        """The configuration of a trial; `weights` is the initial backbone's file, None for the base configuration's.
 
-        `member` is the number of a population's member. It enters the name, so that equal points have separate runs.
+        `member` is the number of a population's member. The run's name contains it, so that members at the same point
+        have separate runs.
         """
         values = self.run_values(point)
         trial, resources = self.config.trial, self.config.resources
@@ -265,11 +275,11 @@ class Search:
         return parse_config(values)
 
     def points(self) -> Iterator[dict[str, Any]]:
-        """Every point of a finite space, the last dimension changing fastest."""
+        """Every point of a finite space; the last dimension changes fastest."""
         return self.space.points()
 
     def num_trials(self) -> int | None:
-        """The number of trainings; None: as many as budget.hours allows."""
+        """The number of trials; None if only budget.hours limits it."""
         seeds, budget = len(self.config.seeds), self.config.budget.trials
         size = self.space.size
         if math.isinf(size) or self.config.algorithm == "pbt":
@@ -277,23 +287,24 @@ class Search:
         return min(int(size) * seeds, budget) if budget is not None else int(size) * seeds
 
     def total_epochs(self) -> float:
-        """Epochs of a trial over all its stages, at the space's first point."""
+        """The epochs of all stages of a trial, at the space's first point."""
         return sum(stage.epochs for stage in self.trial_config(self.space.first(), self.config.seeds[0]).stages)
 
     def identity(self, *others: str) -> str:
-        """name-hash of the search, its base and `others` (data, code, backbone).
+        """The search's name and a hash of the search, its base and `others` (the digests of data, code and backbone).
 
-        The budget and the resources do not enter, so that a search resumes with other ones.
+        The hash ignores the budget and the resources, so that a search can resume after they change.
         """
         body = self.config.model_dump(mode="json", exclude={"budget", "resources", "base", "set", "storage"})
         text = json.dumps([body, config_identity(self.base), *others], sort_keys=True, default=str)
         return f"{self.config.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
     def check(self) -> None:
-        """Builds the configuration and, on the meta device, the model of each choice; UserError names the refused one.
+        """Builds the configuration and the model of each choice; UserError names a choice that cannot be built.
 
-        Every choice, and both ends of every range, is combined with the first choices of the other dimensions. For a
-        finite space of up to 1,000 points the configurations of all points are built as well.
+        Models are built on the meta device, without memory for their weights. Every choice, or both ends of a range, is
+        combined with the first choices of the other dimensions. In a space of up to 1,000 points the configuration of
+        every point is built as well.
         """
         for key in self.space.keys:
             self._check_key(key)
@@ -303,8 +314,8 @@ class Search:
             raise UserError(
                 f"algorithm pbt needs one stage per trial, found {', '.join(self.stages)}; set trial.stages"
             )
-        frozen = [self.base.stage(name).train_backbone for name in self.stages]
-        if any(before and not after for before, after in itertools.pairwise(frozen)):
+        trains_backbone = [self.base.stage(name).train_backbone for name in self.stages]
+        if any(before and not after for before, after in itertools.pairwise(trains_backbone)):
             raise UserError(
                 f"trial.stages: {', '.join(self.stages)} need new features after the backbone was trained, and a "
                 "search extracts them once; end with the stage that trains it"
@@ -314,7 +325,7 @@ class Search:
             build_on_meta(self.trial_config(first, self.config.seeds[0]))
         except ValueError as error:
             if not self.space.dimensions or len(self.space.keys) > 1:
-                self._check_choices(first)  # names the choice if a single one is refused
+                self._check_choices(first)  # raises an error that names the choice if one choice alone is refused
             raise UserError(f"{self.space.describe(first)} is refused: {error}") from error
         self._check_choices(first)
         settings = self.config.scheduler
@@ -325,13 +336,14 @@ class Search:
             )
         if self.space.size <= MAX_CHECKED_POINTS:
             for point in self.points():
-                self._build(point, self.space.describe(point), model=False)
+                self._check_point(point, self.space.describe(point), model=False)
 
     def _check_key(self, key: str) -> None:
-        section = key.split(".")[0]
-        if section in FIXED and key not in FREE:
-            raise UserError(f"space.{key} cannot be searched: {FIXED[section]}")
+        """UserError for a key that a search must not change."""
         parts = key.split(".")
+        section = parts[0]
+        if section in FIXED_SECTIONS and key not in SEARCHABLE_EXCEPTIONS:
+            raise UserError(f"space.{key} cannot be searched: {FIXED_SECTIONS[section]}")
         names = [stage.name for stage in self.base.stages]
         if parts[0] == "stages" and len(parts) > 1 and parts[1] in names and parts[1] not in self.stages:
             raise UserError(f"space.{key}: no trial runs the stage {parts[1]}; add it to trial.stages")
@@ -345,12 +357,14 @@ class Search:
                 raise UserError(f"space.{key} does not go with scheduler asha, which compares trials of one length")
 
     def _check_choices(self, first: Mapping[str, Any]) -> None:
+        """Builds every choice, combined with the first choices of the other dimensions."""
         for dimension in self.space.dimensions:
             for choice in dimension.ends():
                 name = f"space.{dimension.key}: the choice {dimension.show(choice)}"
-                self._build({**first, dimension.key: choice}, name, model=True)
+                self._check_point({**first, dimension.key: choice}, name, model=True)
 
-    def _build(self, point: Mapping[str, Any], name: str, *, model: bool) -> None:
+    def _check_point(self, point: Mapping[str, Any], name: str, *, model: bool) -> None:
+        """Builds the configurations of a point and, with `model`, its model; an error calls the point `name`."""
         try:
             config = self.trial_config(point, self.config.seeds[0])
             parse_config(self.run_values(point))  # the configuration of best.yaml
@@ -361,14 +375,15 @@ class Search:
 
 
 def build_on_meta(config: RunConfig) -> None:
-    """Builds the captioner on the meta device for typical data sizes; ValueError for settings that do not fit."""
+    """Builds the captioner on the meta device; ValueError for settings that do not fit together."""
     from models.macs import count_parameters
 
+    # any data sizes will do, because only the settings are checked
     count_parameters(config.model, ModelSizes(64, 100, config.model.max_positions or 74, 0, 1, 2))
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted keys: {a: {b: 1}} and {a.b: 1} are equivalent."""
+    """The values under dotted keys: {a: {b: 1}} becomes {a.b: 1}."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict) and value:
@@ -379,7 +394,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def load_search(path: Path, overrides: Sequence[str] = ()) -> Search:
-    """Reads a search and its base and checks every choice; UserError in one sentence."""
+    """Reads a search and its base configuration, and checks every choice; UserError for what is wrong in them."""
     values = read_values(path, overrides)
     config = parse_section(SearchConfig, values)
     base = read_values(path.parent / config.base)
@@ -393,7 +408,7 @@ def load_search(path: Path, overrides: Sequence[str] = ()) -> Search:
 
 
 def _row_space(rows: Sequence[Mapping[str, Any]]) -> Space:
-    """Explicit points as one dimension of labelled rows."""
+    """The space of explicit points."""
     rows = [flatten(row) for row in rows]
     keys = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
     return Space.of_rows(keys, rows)

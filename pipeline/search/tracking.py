@@ -1,7 +1,7 @@
-"""A search on the tracker: the search is a parent run, every trial a child run.
+"""Sends a search to the tracker: a parent run for the search and a child run for every trial.
 
-Results are sent in the background, once each; log/tracked.json in the search's folder records what was sent. A tracker
-that is down does not delay or fail a search.
+Each result is sent once, in the background. The file log/tracked.json in the search's folder records what was sent. A
+tracker that is down neither delays a search nor makes it fail.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pipeline.tracking.mlflow_client import experiment_of, public_uri, reason_of
 
 logger = logging.getLogger(__name__)
 
-FILES = ("search.html", "pareto.png", "parallel.png", "trials.csv", "trials.parquet", "best.yaml")
+
+PUBLISHED_FILES = ("search.html", "pareto.png", "parallel.png", "trials.csv", "trials.parquet", "best.yaml")
 
 
 class SearchTracker:
@@ -27,54 +28,61 @@ class SearchTracker:
     def __init__(self, log: TrialLog) -> None:
         self.log, self.config = log, log.search.base
         self._wake, self._stop = threading.Event(), threading.Event()
-        self._warned = False
+        self._has_warned = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
+        """Starts the background thread, unless tracking is off."""
         if self.config.tracking.enabled:
-            self._thread = threading.Thread(target=self._follow, name="search tracker", daemon=True)
+            self._thread = threading.Thread(target=self._send_repeatedly, name="search tracker", daemon=True)
             self._thread.start()
 
     def wake(self) -> None:
+        """Makes the background thread send what is new."""
         self._wake.set()
 
     def close(self, status: str, files: bool = False) -> bool:
-        """Sends the remaining results and ends the parent run with `status`; False when the tracker fails."""
+        """Sends the remaining results and ends the parent run with `status`; False when tracking is off or fails."""
         self._stop.set()
         self._wake.set()
         if self._thread is not None:
             self._thread.join()
-        return self.config.tracking.enabled and self._try(status, files)
+        return self.config.tracking.enabled and self._try_to_send(status, files)
 
-    def _follow(self) -> None:
+    def _send_repeatedly(self) -> None:
         while not self._stop.is_set():
             self._wake.wait()
             self._wake.clear()
             if not self._stop.is_set():
-                self._try("RUNNING")
+                self._try_to_send("RUNNING")
 
-    def _try(self, status: str, files: bool = False) -> bool:
+    def _try_to_send(self, status: str, files: bool = False) -> bool:
+        """Sends what is new; False, after one log line per search, when the tracker fails."""
         try:
             sync_search(self.log, status, files)
         except Exception as error:  # a failing tracker must not fail the search
-            if not self._warned:
+            if not self._has_warned:
                 reason = reason_of(error)
                 logger.info(
                     f"tracker: {public_uri(self.config)} cannot be reached ({reason}); results stay in the search's "
                     "folder and are sent later"
                 )
-                self._warned = True
+                self._has_warned = True
             return False
         return True
 
 
-NOT_SENT = {"set", "storage", "base", "backbone"}  # they may hold passwords or local paths
+PRIVATE_SETTINGS = {"set", "storage", "base", "backbone"}  # not sent, because they may hold passwords or local paths
 
 
 def sync_search(log: TrialLog, status: str, files: bool = False) -> None:
-    """Creates missing runs and sends results that were not sent before. Raises the tracker's errors."""
+    """Creates the runs that do not exist yet and sends the results that were not sent before.
+
+    With `files` it also sends the search's files. Errors of the tracker are raised.
+    """
     config, folder = log.search.base, log.folder.path
-    client, path = tracking_client(config), folder / "log" / "tracked.json"
+    client = tracking_client(config)
+    path = folder / "log" / "tracked.json"
     sent_by_tracker: dict[str, Any] = read_json(path) if path.is_file() else {}
     sent = sent_by_tracker.setdefault(public_uri(config), {"parent": None, "trials": {}, "ended": []})
     experiment = experiment_of(client, config)
@@ -82,7 +90,7 @@ def sync_search(log: TrialLog, status: str, files: bool = False) -> None:
         tags = {"mlflow.runName": folder.name, "raycap.search": folder.name}
         sent["parent"] = client.create_run(experiment, tags=tags).info.run_id
         write_json(path, sent_by_tracker)
-        for key, value in log.search.config.model_dump(mode="json", exclude=NOT_SENT).items():
+        for key, value in log.search.config.model_dump(mode="json", exclude=PRIVATE_SETTINGS).items():
             client.log_param(sent["parent"], key, str(value)[:500])
     for record in list(log.records):
         number = str(record.number)
@@ -96,7 +104,7 @@ def sync_search(log: TrialLog, status: str, files: bool = False) -> None:
             sent["ended"].append(number)
             write_json(path, sent_by_tracker)
     if files:
-        for file in [*FILES, *(path.name for path in sorted(folder.glob("front-*.yaml")))]:
+        for file in [*PUBLISHED_FILES, *(path.name for path in sorted(folder.glob("front-*.yaml")))]:
             if (folder / file).is_file():
                 client.log_artifact(sent["parent"], str(folder / file))
     if status == "RUNNING":
@@ -106,9 +114,11 @@ def sync_search(log: TrialLog, status: str, files: bool = False) -> None:
 
 
 def _create_trial(client: Any, experiment: str, log: TrialLog, record: TrialRecord, parent: str) -> str:
+    """The id of a trial's run, which is created if it does not exist."""
     name = f"trial-{record.number}"
     query = f"tags.`mlflow.parentRunId` = '{parent}' and tags.`mlflow.runName` = '{name}'"
-    runs = client.search_runs([experiment], query)  # created by a driver that was killed before it recorded the id
+    # the run exists if an earlier process created it and was killed before it recorded the id
+    runs = client.search_runs([experiment], query)
     if runs:
         return str(runs[0].info.run_id)
     tags = {"mlflow.runName": name, "mlflow.parentRunId": parent, "raycap.search": log.folder.path.name}
@@ -119,6 +129,7 @@ def _create_trial(client: Any, experiment: str, log: TrialLog, record: TrialReco
 
 
 def _send_trial(client: Any, record: TrialRecord, run_id: str) -> None:
+    """Sends the results of an ended trial and ends its run."""
     for step, (_, score) in enumerate(record.reports):
         client.log_metric(run_id, "validation_CIDEr-D", score, step=step)
     for name in dict.fromkeys([SCORE, *record.scores, *record.costs]):

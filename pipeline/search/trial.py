@@ -1,4 +1,4 @@
-"""Runs one trial in the current process: an ordinary run at the trial's point, with its validations and costs reported.
+"""Runs one trial in the current process: an ordinary run that reports its validations and costs.
 
 A failure is returned as an outcome, so that the process can run the next trial.
 """
@@ -43,31 +43,31 @@ from pipeline.training.loop import StageJob, train_stages
 
 Report = Callable[[dict[str, Any]], None]
 Train = Callable[[StageJob, RunConfig, "TrialContext"], None]
-LATENCY_REPEATS = 5
+LATENCY_REPEATS = 5  # measurements, after one that warms up the model
 
 
 @dataclass(frozen=True)
 class TrialTask:
-    """What a trial's process gets. `member` and `handover` are set for members of a population only."""
+    """The input of a trial's process. Only members of a population have `member` and `handover`."""
 
     folder: SearchFolder
     point: dict[str, Any]
     seed: int
     member: int | None = None  # the trial's number
-    handover: Path | None = None  # the folder with the state of the member to copy weights from
+    handover: Path | None = None  # the folder with a copy of the state to continue from
 
 
 class TrialContext(LocalContext):
-    """The training context of one process; `send` gets every validation and may end the trial by raising."""
+    """The training context of a trial. It calls `send` with every validation; `send` ends the trial by raising."""
 
     def __init__(self, run: RunFolder, send: Report, costs: dict[str, float]) -> None:
         super().__init__(trial_device(run.config))
         self.run, self.send, self.costs = run, send, costs
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """Sends a validation. The trial's last one is part of its outcome instead, when all files are written."""
-        epoch, last = epoch_of(self.run, metrics["stage"], metrics["step"])
-        if not last:
+        """Sends a validation, except the last one, which belongs to the trial's outcome."""
+        epoch, is_last = epoch_of(self.run, metrics["stage"], metrics["step"])
+        if not is_last:
             self.send(
                 {
                     "epoch": epoch,
@@ -81,7 +81,7 @@ class TrialContext(LocalContext):
 
 
 def trial_device(config: RunConfig) -> torch.device:
-    """The device of the trial's process; with several workers the GPUs belong to them."""
+    """The device of the trial's process: the CPU if the trial has several workers, since they use the GPUs."""
     return device_for(config.workers.gpus_per_worker if config.workers.num_workers == 1 else 0)
 
 
@@ -91,16 +91,16 @@ def train_here(job: StageJob, config: RunConfig, context: Context) -> None:
 
 
 def run_trial(task: TrialTask, report: Report, train: Train = train_here) -> TrialOutcome:
-    """Trains a point with a seed, resuming its run if there is one.
+    """Trains a point with a seed, and resumes its run if it exists.
 
-    Exceptions become a failed outcome. Other exceptions raised by `report` (Ray Tune raises SystemExit) propagate.
+    An error becomes a failed outcome. SystemExit propagates: Ray Tune raises it in `report` to stop the trial.
     """
     begin = time.monotonic()
     try:
         return _run_trial(task, report, train, begin)
     except Exception as error:
         outcome = TrialOutcome("failed", reason_of(error), seconds=time.monotonic() - begin)
-        del error
+        del error  # its traceback refers to the model, whose memory the next trial needs
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -108,7 +108,7 @@ def run_trial(task: TrialTask, report: Report, train: Train = train_here) -> Tri
 
 
 def reason_of(error: BaseException) -> str:
-    """The error as one line; running out of memory is named first."""
+    """The error as one line, which starts with `out of memory` if that was the cause."""
     text = " ".join(str(error).split())[:500] or type(error).__name__
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
         return f"out of memory: {text}"
@@ -116,18 +116,20 @@ def reason_of(error: BaseException) -> str:
 
 
 def _run_trial(task: TrialTask, report: Report, train: Train, begin: float) -> TrialOutcome:
-    plan, search = _read_plan(task.folder, (task.folder.path / "plan.json").stat().st_mtime_ns)
+    """Like `run_trial`, but raises errors."""
+    plan_modified_ns = (task.folder.path / "plan.json").stat().st_mtime_ns
+    plan, search = _read_plan(task.folder, plan_modified_ns)
     config = search.trial_config(task.point, task.seed, plan.start, task.member)
-    run = prepare(config, _data(config.model_dump_json(include={"data", "storage"}), config))
+    run = prepare(config, _cached_data(config.model_dump_json(include={"data", "storage"}), config))
     if plan.weights is not None:
         share_file(run.path / "init" / "backbone.safetensors", Path(plan.weights))
     if task.handover is not None:
         take_over(run, task.handover)
     costs = costs_of(run)
     names = tuple(stage.name for stage in config.stages)
-    store = storage_path(plan.store) if plan.store else None
+    feature_store = storage_path(plan.store) if plan.store else None
     if any(run.result(name) is None for name in names):
-        job = StageJob(run, names, store, tuple(plan.excluded), run.new_driver_token())
+        job = StageJob(run, names, feature_store, tuple(plan.excluded), run.new_driver_token())
         train(job, config, TrialContext(run, report, costs))
     costs["seconds"] = trained_seconds(run)
     if "latency_ms" in {*search.config.objectives, *search.config.metrics}:
@@ -150,28 +152,29 @@ def _run_trial(task: TrialTask, report: Report, train: Train, begin: float) -> T
 
 @lru_cache(maxsize=2)
 def _read_plan(folder: SearchFolder, modified_ns: int) -> tuple[SearchPlan, Search]:
+    """plan.json and its search, cached until plan.json has another modification time."""
     return folder.plan, folder.search()
 
 
-_DATA: dict[str, tuple[Dataset, dict[str, str]]] = {}
+_CACHED_DATA: dict[str, tuple[Dataset, dict[str, str]]] = {}
 
 
-def _data(key: str, config: RunConfig) -> tuple[Dataset, dict[str, str]]:
-    """The data set, cached for the later trials of this process."""
-    if key not in _DATA:
-        _DATA.clear()
-        _DATA[key] = find_data(config)
-    return _DATA[key]
+def _cached_data(key: str, config: RunConfig) -> tuple[Dataset, dict[str, str]]:
+    """The data set. It is cached for later trials of this process with the same `key`."""
+    if key not in _CACHED_DATA:
+        _CACHED_DATA.clear()
+        _CACHED_DATA[key] = find_data(config)
+    return _CACHED_DATA[key]
 
 
 def hand_over(run: RunFolder, stage: str, step: int, folder: Path, patience_s: float = 120.0) -> Path:
-    """Copies a stage's state (a step's checkpoint, the best weights, the journal) into a new folder below `folder`.
+    """Copies a stage's state into a new folder below `folder`: a step's checkpoint, the best weights and the journal.
 
-    Checkpoints are written in the background; TimeoutError when this one is not complete within `patience_s` seconds.
+    The checkpoint is written in the background. TimeoutError when it is not complete within `patience_s` seconds.
     """
-    source, until = run.stage(stage), time.monotonic() + patience_s
+    source, deadline = run.stage(stage), time.monotonic() + patience_s
     while not (source / f"step-{step}").is_dir():
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             raise TimeoutError(f"the checkpoint {source / f'step-{step}'} was not written within {patience_s:.0f} s")
         time.sleep(0.02)
     target = folder / uuid.uuid4().hex
@@ -185,7 +188,7 @@ def hand_over(run: RunFolder, stage: str, step: int, folder: Path, patience_s: f
 
 
 def take_over(run: RunFolder, handover: Path) -> None:
-    """Replaces a run's state by a copy that `hand_over` made of another run. A copy of the same run is ignored."""
+    """Replaces a run's state by the copy that `hand_over` made of another run; ignores a copy of the same run."""
     origin = read_json(handover / "from.json")
     if origin["run"] == run.run_id:
         return
@@ -194,6 +197,7 @@ def take_over(run: RunFolder, handover: Path) -> None:
     stage.mkdir(parents=True)
     for path in (*handover.glob("step-*"), *handover.glob("best-*")):
         shutil.copytree(path, stage / path.name)
+    # a run refuses a checkpoint with another identity, so the copy gets this run's
     for path in stage.glob("step-*/progress.json"):
         write_json(path, read_json(path) | {"identity": f"{run.run_id}/{origin['stage']}"})
     shutil.copyfile(handover / "predictions-val.json", stage / "predictions-val.json")
@@ -202,7 +206,7 @@ def take_over(run: RunFolder, handover: Path) -> None:
 
 
 def share_file(path: Path, source: Path) -> None:
-    """Replaces a file by a hard link to an equal one; on file systems without hard links both stay."""
+    """Replaces a file by a hard link to an equal file. Nothing changes on file systems without hard links."""
     if path.samefile(source) or weights_file_digest(path) != weights_file_digest(source):
         return
     with suppress(OSError), atomic_path(path, durable=False) as temporary:
@@ -210,19 +214,19 @@ def share_file(path: Path, source: Path) -> None:
 
 
 def epoch_of(run: RunFolder, name: str, step: int) -> tuple[float, bool]:
-    """Epochs over all stages of a run up to a step of one stage, and whether it is the run's last step."""
+    """The epochs of a run up to a step of a stage, over all stages, and whether the step is the run's last."""
     before, train = 0.0, run.dataset.split(*run.config.data.train_splits)
     for stage in run.config.stages:
         total = total_steps(stage, num_samples(stage, train))
         if stage.name == name:
-            last = step == total and stage == run.config.stages[-1]
-            return round(before + stage.epochs * step / total, 6), last
+            is_last = step == total and stage == run.config.stages[-1]
+            return round(before + stage.epochs * step / total, 6), is_last
         before += stage.epochs
     raise ValueError(f"{run.run_id} has no stage {name}")
 
 
 def best_scores(run: RunFolder) -> Reports:
-    """(epoch, best validation CIDEr-D so far) of every validation in the run's journal."""
+    """For every validation in the run's journal, its epoch and the best CIDEr-D up to it."""
     scores: Reports = []
     for entry in read_journal(run.journal):
         if entry["kind"] == "validation":
@@ -232,18 +236,20 @@ def best_scores(run: RunFolder) -> Reports:
 
 
 def trained_seconds(run: RunFolder) -> float:
-    """Seconds of training by the journal: each attempt from its start to its last entry that counts."""
+    """The time of all attempts by the journal; an attempt lasts from its first entry to its last."""
     total, previous = 0.0, 0.0
-    for entry in read_journal(run.journal):  # an attempt's first entry is an event
+    # An attempt's first entry is an event. The time before an event is not counted, because no attempt was running.
+    for entry in read_journal(run.journal):
         total += 0.0 if entry["kind"] == "event" else entry["time"] - previous
         previous = entry["time"]
     return round(total, 3)
 
 
 def costs_of(run: RunFolder) -> dict[str, float]:
-    """Multiply-accumulates per image (with a caption of 12.5 tokens, as in the paper's Table VI) and parameters.
+    """The multiply-accumulates per image and the number of parameters.
 
-    `macs` is missing for models that ExpansionNet v2's paper does not count.
+    An image has a caption of 12.5 tokens, as in the paper's Table VI. `macs` is missing for models other than
+    ExpansionNet v2, because it is that paper's count.
     """
     config = run.config
     counted = cost(
@@ -255,7 +261,7 @@ def costs_of(run: RunFolder) -> dict[str, float]:
         steps=config.evaluation.max_length - 1,
     )
     values = asdict(counted)
-    names = {
+    names = {  # each cost and its field in `counted`
         "macs": "paper",
         "macs_executed": "executed",
         "macs_beam_search": "beam_search",
@@ -265,10 +271,10 @@ def costs_of(run: RunFolder) -> dict[str, float]:
 
 
 def latency_ms(run: RunFolder) -> float:
-    """Median milliseconds of encoding one image and its beam search with the trained model."""
+    """The median time in milliseconds in which the trained model encodes one image and searches for its caption."""
     settings, device = run.config.evaluation, trial_device(run.config)
     model = build_model(run.config.model, run.sizes)
-    load_weights(model, run.weights_before(None, "model"))
+    load_weights(model, run.weights_before(None, "model"))  # None: the weights after the last stage
     model = model.eval().to(device)
     tokens = run.metadata.num_tokens
     boxes = torch.rand(1, tokens, 4, device=device) if run.config.model.needs_boxes else None
@@ -280,11 +286,11 @@ def latency_ms(run: RunFolder) -> float:
             memory = model.encode(features)
             beam_search(model, memory, beam_size=settings.beam_size, max_length=settings.max_length).tokens.tolist()
         times.append(1000 * (time.perf_counter() - begin))
-    return statistics.median(times[1:])
+    return statistics.median(times[1:])  # without the first, which warms up the model
 
 
 def scores_of(run: RunFolder, search: Search, excluded: list[str]) -> dict[str, float]:
-    """The search's metrics of the last stage's best validation captions; unavailable metrics are missing."""
+    """The scores of the last stage's best validation captions; metrics that cannot be computed here are missing."""
     if not search.config.metrics:
         return {}
     stage = run.config.stages[-1]

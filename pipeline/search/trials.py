@@ -1,7 +1,7 @@
-"""The log of a search: every trial in a file of its own, rewritten at each event, so that a killed search can resume.
+"""The log of a search. Each trial has a file, which is rewritten at each event, so that a killed search can resume.
 
-    searches/<name>-<hash>/  plan.json              what every trial needs to know
-                             trials/<number>.json   one trial, from its start on
+    searches/<name>-<hash>/  plan.json              the data that all trials need
+                             trials/<number>.json   one trial; the file is created when the trial starts
 
 A trial is one point with one seed. A resumed search first runs the unfinished trials.
 """
@@ -26,7 +26,7 @@ Reports = list[tuple[float, float]]  # (epoch, best validation CIDEr-D so far)
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """The end of a trial. Fields that are None leave the record as it is."""
+    """The end of a trial. A field that is None leaves the trial's record unchanged."""
 
     state: TrialState
     reason: str | None = None
@@ -44,66 +44,70 @@ class TrialRecord:
     number: int
     point: dict[str, Any]
     seed: int
-    attributes: dict[str, Any] = field(default_factory=dict)  # the sampler's
+    attributes: dict[str, Any] = field(default_factory=dict)  # the sampler needs them to resume
     state: TrialState = "running"
     reason: str = ""
-    run: str = ""  # the folder of its run
+    run: str = ""  # the folder of the trial's run
     reports: Reports = field(default_factory=list)
     scores: dict[str, float] = field(default_factory=dict)
     costs: dict[str, float] = field(default_factory=dict)
-    seconds: float = 0.0  # of training, over all attempts
+    seconds: float = 0.0  # the time of all attempts together
     attempts: int = 0
-    took_over: list[tuple[float, int]] = field(default_factory=list)  # (epoch, the member whose weights were copied)
+    took_over: list[tuple[float, int]] = field(default_factory=list)  # (epoch, number of the member it copied)
 
     @property
     def score(self) -> float | None:
+        """The best CIDEr-D so far; None before the first validation."""
         return self.reports[-1][1] if self.reports else None
 
     @property
     def epoch(self) -> float:
+        """The epoch of the last validation."""
         return self.reports[-1][0] if self.reports else 0.0
 
     def value(self, objective: str) -> float | None:
-        """The value of an objective, metric or cost; None when the trial has none."""
+        """The value of an objective, metric or cost; None when the trial has no value for it."""
         if objective == SCORE:
             return self.score
-        return (self.costs if objective in COSTS else self.scores).get(objective)
+        values = self.costs if objective in COSTS else self.scores
+        return values.get(objective)
 
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """plan.json: what a trial's process needs besides its point and seed."""
+    """The content of plan.json, which a trial's process needs besides its point and seed."""
 
-    search: dict[str, Any]  # of SearchConfig
-    base: dict[str, Any]  # of the base configuration, without the tracker
-    weights: str | None  # the backbone as runs store it
-    start: str | None  # the same weights under timm's names
-    store: str | None  # the feature store; None when trials work on images
-    excluded: list[str]  # content keys of images without features
+    search: dict[str, Any]  # the fields of SearchConfig
+    base: dict[str, Any]  # the base configuration without its tracker
+    weights: str | None  # the file of the backbone in the form that runs store; None without a backbone
+    start: str | None  # a file with the same weights under timm's names
+    store: str | None  # the folder with the features; None when trials read images instead
+    excluded: list[str]  # the content keys of images without features
 
 
 @dataclass(frozen=True)
 class SearchFolder:
-    """The folder of one search; trials open it by its path alone."""
+    """The folder of one search. A trial's process needs only its path."""
 
     path: Path
 
     @property
     def handovers(self) -> Path:
-        """Copies of the states of a population's members, one folder per member, named by its number."""
+        """The folder for copies of the states of a population's members; each member's number names a subfolder."""
         return self.path / "log" / "handover"
 
     @property
     def plan(self) -> SearchPlan:
+        """The content of plan.json."""
         return SearchPlan(**read_json(self.path / "plan.json"))
 
     def write_plan(
         self, search: Search, weights: Path | None, start: Path | None, store: str | None, excluded: list[str]
     ) -> None:
-        """Writes plan.json; the arguments are those of SearchPlan."""
+        """Writes plan.json; see SearchPlan for the arguments."""
         plan = SearchPlan(
-            search=search.config.model_dump(mode="json", exclude={"set"}),  # `set` is already applied to the base
-            base={key: value for key, value in search.values.items() if key != "tracking"},  # its URI may hold secrets
+            search=search.config.model_dump(mode="json", exclude={"set"}),  # the base contains `set`
+            base={key: value for key, value in search.values.items() if key != "tracking"},  # may hold a password
             weights=None if weights is None else str(weights),
             start=None if start is None else str(start),
             store=store,
@@ -112,6 +116,7 @@ class SearchFolder:
         write_json(self.path / "plan.json", dataclasses.asdict(plan))
 
     def search(self) -> Search:
+        """The search as plan.json stores it."""
         plan = self.plan
         return Search(SearchConfig.model_validate(plan.search), plan.base)
 
@@ -119,6 +124,7 @@ class SearchFolder:
         """All trials, ordered by number."""
         records = [TrialRecord(**read_json(path)) for path in sorted((self.path / "trials").glob("[0-9]*.json"))]
         for record in records:
+            # JSON has no tuples
             record.reports = [(epoch, score) for epoch, score in record.reports]
             record.took_over = [(epoch, donor) for epoch, donor in record.took_over]
         return records
@@ -140,10 +146,10 @@ class TrialLog:
     def __init__(self, folder: SearchFolder, search: Search, sampler: Sampler) -> None:
         self.folder, self.search, self.sampler = folder, search, sampler
         self.records = folder.records()
-        self.num_trials = search.num_trials()  # None: until the time is over
+        self.num_trials = search.num_trials()  # None: only budget.hours ends the search
         self.unfinished = [record for record in self.records if record.state not in ENDED]
-        self.exhausted = False  # the sampler has no more points
-        self._pending: list[tuple[Proposal, int]] = []  # points with a seed that has not started
+        self.exhausted = False  # whether the sampler has no more points
+        self._pending: list[tuple[Proposal, int]] = []  # (point, seed) of trials that must start next
         self._restore_sampler()
 
     @property
@@ -153,7 +159,7 @@ class TrialLog:
         return seeds[:1] if self.search.config.algorithm == "pbt" else seeds
 
     def _restore_sampler(self) -> None:
-        """Gives the sampler the results of an earlier process, point by point in the order of their start."""
+        """Gives the sampler the results of an earlier process, in the order in which the points were started."""
         for records in self.by_point().values():
             proposal = Proposal(records[0].point, records[0].attributes)
             started = {record.seed for record in records}
@@ -163,20 +169,20 @@ class TrialLog:
             self.sampler.restore(proposal, self._means(records) if ended else None, ended)
 
     def by_point(self) -> dict[str, list[TrialRecord]]:
-        """Trials of the same point, which differ in their seeds. Each member of a population is a group of its own."""
+        """The trials of each point, which differ in their seeds. Each member of a population forms a separate group."""
         groups: dict[str, list[TrialRecord]] = {}
         for record in self.records:
-            member = f"{record.number} " if self.search.config.algorithm == "pbt" else ""
-            groups.setdefault(member + point_key(record.point), []).append(record)
+            member_prefix = f"{record.number} " if self.search.config.algorithm == "pbt" else ""
+            groups.setdefault(member_prefix + point_key(record.point), []).append(record)
         return groups
 
     @property
     def remaining(self) -> float:
-        """The number of trials that have not started; infinite when only time ends the search."""
+        """The number of trials that have not started; infinite when only budget.hours ends the search."""
         return math.inf if self.num_trials is None else max(0, self.num_trials - len(self.records))
 
     def next(self) -> TrialRecord | None:
-        """The next trial, recorded as started; None when there are no more."""
+        """Starts the next trial in the log and returns it; None when there are no more."""
         if self.unfinished:
             record = self.unfinished.pop(0)
             record.attempts += 1
@@ -205,25 +211,24 @@ class TrialLog:
         self.folder.write(record)
 
     def end(self, record: TrialRecord, outcome: TrialOutcome) -> None:
-        """Records the end of a trial. The last seed of a point gives the sampler the point's result."""
+        """Records the end of a trial. When the last trial of a point ends, the sampler gets the point's result."""
         for key, value in vars(outcome).items():
             if value is not None:
                 setattr(record, key, value)
         self.folder.write(record)
-        group = next(records for records in self.by_point().values() if any(each is record for each in records))
-        if len(group) == len(self._seeds) and all(each.state in ENDED for each in group):
-            self.sampler.tell(record.point, self._means(group))
+        of_point = next(group for group in self.by_point().values() if any(member is record for member in group))
+        if len(of_point) == len(self._seeds) and all(trial.state in ENDED for trial in of_point):
+            self.sampler.tell(record.point, self._means(of_point))
 
     def _means(self, records: Sequence[TrialRecord]) -> list[float] | None:
-        """Means over the seeds that did not fail, one per objective; stopped trials count with their last values.
+        """The mean of each objective over the trials that did not fail; stopped trials count with their last values.
 
-        None when an objective has no value.
+        None when an objective has no value in any of the trials.
         """
         means = []
         for objective in self.search.config.objectives:
-            values = [
-                v for record in records if record.state != "failed" and (v := record.value(objective)) is not None
-            ]
+            usable = [record for record in records if record.state != "failed"]
+            values = [value for record in usable if (value := record.value(objective)) is not None]
             if not values:
                 return None
             means.append(sum(values) / len(values))
@@ -238,4 +243,5 @@ class TrialLog:
 
 
 def minutes(seconds: float) -> str:
+    """A duration for log lines, in seconds below 90 s, else in minutes."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"

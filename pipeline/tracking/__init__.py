@@ -1,1 +1,1 @@
-"""MLflow: the only room that talks to it."""
+"""The connection to MLflow. Only this package imports `mlflow`."""

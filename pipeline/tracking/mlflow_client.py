@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.config.run import RunConfig
 
-CALL_TIMEOUT_S = 10  # per request, which is repeated once
+CALL_TIMEOUT_S = 10  # the timeout of a request; each request is repeated once
 SLOW_BUDGET_S = 30.0  # total time that the calls of one client may exceed 1 s each
 PARAM_LENGTH = 6000  # MLflow's limit for the value of a parameter
 PARAMS_PER_REQUEST = 100
@@ -108,10 +108,9 @@ def artifact_location(config: RunConfig) -> str | None:
 def get_or_create_run(
     client: Any, experiment: str, match: dict[str, str], tags: dict[str, str], start_time: int | None = None
 ) -> str:
-    """The id of the run whose tags include `match`, else of a new one with `tags`; `start_time` in milliseconds.
+    """The id of the run whose tags include `match`, or else of a new run with `tags`; `start_time` is in milliseconds.
 
-    The run exists already when the answer to its creation was lost, or the process was killed before it could store
-    the id.
+    A run can exist although its id was not stored: the answer to its creation was lost, or the process was killed.
     """
     query = " and ".join(f"tags.`{name}` = '{value}'" for name, value in match.items())
     runs = client.search_runs([experiment], query)
@@ -120,7 +119,7 @@ def get_or_create_run(
 
 
 def log_params(client: Any, run_id: str, values: dict[str, Any]) -> None:
-    """Logs the parameters that the run does not have yet, since MLflow refuses to change one; nested keys by dots."""
+    """Logs the parameters that the run does not have yet, since MLflow refuses to change one."""
     from mlflow.entities import Param
 
     logged = client.get_run(run_id).data.params
@@ -130,7 +129,7 @@ def log_params(client: Any, run_id: str, values: dict[str, Any]) -> None:
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values under dotted keys; the items of a list of mappings by their name."""
+    """Nested values under dotted keys. In a list of mappings, each item's `name` is its key."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):

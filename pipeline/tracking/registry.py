@@ -1,4 +1,4 @@
-"""MLflow's model registry: a run's bundle as a pyfunc model that carries the code it needs."""
+"""Registers a run's bundle in MLflow's model registry, as a pyfunc model that contains the code it needs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def register_model(folder: RunFolder, config: RunConfig, bundle: Path, scores: d
 
 @contextlib.contextmanager
 def _current_run(config: RunConfig, run_id: str) -> Iterator[None]:
-    """Makes a run MLflow's current one. Removes the address, which may hold a password, from the environment after."""
+    """Makes a run MLflow's current run. Afterwards removes the address from the environment: it may hold a password."""
     import mlflow
 
     before = os.environ.get("MLFLOW_TRACKING_URI")

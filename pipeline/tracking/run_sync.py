@@ -2,8 +2,8 @@
 
 `sync` sends what was not sent before and stores what was sent in log/tracked.json, so it may be called any number of
 times: regularly during training, and at the end. A tracker that is down or slow does not affect training; what could
-not be sent stays in the journal for the next `sync`. A request without an answer may have arrived: after one the
-tracker is asked for the steps that it has.
+not be sent stays in the journal for the next `sync`. A request without an answer may have arrived, so the next
+`sync` asks the tracker for the steps that it has.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pipeline.tracking.mlflow_client import bounded_client, experiment_of, get_o
 
 METRICS_PER_REQUEST = 500  # the server accepts 1000
 SENT_FILE = "log/tracked.json"
-FIRST_METRIC = {"train": "loss", "validation": "validation_CIDEr-D"}  # one that every entry of a kind has
+FIRST_METRIC = {"train": "loss", "validation": "validation_CIDEr-D"}  # a metric that every entry of this kind has
 NOT_METRICS = ("step", "time", "total")
 
 
 class SentRecord:
-    """What the tracker at one address has received of a run: log/tracked.json, by address.
+    """The record of what a tracker has received of a run. log/tracked.json stores one record per tracker address.
 
     Values: "parent" and "stages" are MLflow's run ids; "sent" is the last step by stage and kind of entry; "status" the
     last status by run id; "described" tells whether the parent has its parameters; "ending" how the run ended.
@@ -78,7 +78,8 @@ def sync(
     """Creates the MLflow runs that are missing and sends journal entries not sent before. Raises what MLflow raises.
 
     Without `status` the parent is RUNNING, also after a failed attempt; with it the parent and all unfinished stages
-    end with that status. unsure: the tracker may have more than the record shows, so it is asked.
+    end with that status. With `unsure` the tracker may have more than the
+    record shows, so it is asked for its steps.
     """
     client, record = client or bounded_client(config), SentRecord(folder, config)
     values = record.values
@@ -109,7 +110,7 @@ def log_results(folder: RunFolder, config: RunConfig, scores: dict[str, float], 
     from mlflow.entities import Metric, RunTag
 
     parent, entries = parent_run(folder, config), read_journal(folder.journal)
-    # the journal's last time: the same metrics logged once more have the same time
+    # with the journal's last time, metrics that are logged twice have the same time
     time_ms = int(max((entry["time"] for entry in entries), default=0.0) * 1000)
     splits = read_json(folder.path / "scores.json")["splits"]
     tags = [RunTag("raycap.signature", next(iter(splits.values()))["signature"])]

@@ -1,7 +1,7 @@
 """The tracker of a run: sends its journal in the background, and ends it as FINISHED, FAILED or KILLED.
 
 A tracker that is down or slow does not affect training and delays the run's end by a bounded time (`BoundedClient`).
-What it has not received is sent by `raycap sync`, or when the same run is started again.
+`raycap sync`, or starting the same run again, sends what it has not received.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from pipeline.tracking.run_sync import log_results, store_ending, sync
 
 logger = logging.getLogger(__name__)
 
-JOIN_S = 30  # how long the end of a run waits for a pending call; an HTTP request ends earlier (CALL_TIMEOUT_S)
-LONGEST_PAUSE_S = 60.0  # between attempts at a tracker that does not answer
+
+JOIN_S = 30  # The end of a run waits this long for a pending call. HTTP requests end earlier (CALL_TIMEOUT_S).
+LONGEST_PAUSE_S = 60.0  # the longest time between two attempts to reach a tracker that is down
 
 
 class Tracker:
@@ -147,7 +148,7 @@ def register_run(folder: RunFolder, config: RunConfig) -> str | None:
 
 
 def _modification_time(path: Path) -> int:
-    """In nanoseconds; 0 for a file that does not exist."""
+    """The modification time in nanoseconds; 0 for a file that does not exist."""
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
