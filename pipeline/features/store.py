@@ -8,7 +8,7 @@
                            COMPLETE                 JSON: number of rows, and the description of the extraction
 
 Readers ignore a shard without a manifest: its writer died, and a later extraction removes the shard. A shard's name is
-a hash of its content keys, so a repeated task writes the same file again, and concurrent extractions cannot damage each other.
+a hash of its content keys. So a repeated task writes the same file again, and concurrent extractions do no damage.
 The folder is local or on S3. Remote shards are copied to a local cache of limited size.
 """
 
@@ -178,7 +178,7 @@ class FeatureStore:
         return Regions(features, np.full(len(positions), features.shape[1]) if lengths is None else lengths, boxes)
 
     def regions_at(self, positions: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Lengths (len(positions),) int64 and boxes (len(positions), N, 4) of regions; None without lengths or boxes."""
+        """Lengths (len(positions),) int64 and boxes (len(positions), N, 4) of regions, or None."""
         lengths = self._length[positions].astype(np.int64)
         if (lengths < 0).any():
             return None, None
@@ -225,7 +225,7 @@ def open_store(folder: StoragePath | Path, settings: FeatureSection) -> FeatureS
 
 
 def _read_manifest(folder: StoragePath) -> pa.Table:
-    """All rows of the store: those of the index whose manifest still exists, and those that the index lacks."""
+    """All rows of the store: those of the index with a manifest, and those that the index lacks."""
     for attempt in range(3):  # another process may remove a manifest between its listing and its reading
         parts = {name.removesuffix(".parquet") for name in (folder / "manifest").list() if name.endswith(".parquet")}
         try:
@@ -263,7 +263,7 @@ def write_index(folder: StoragePath | Path) -> None:
 def remove_orphans(folder: StoragePath | Path, min_age_s: float = 3600) -> int:
     """Removes files that local writers left when they died; returns how many.
 
-    A file younger than `min_age_s` remains: it may be a shard whose running extraction has not yet written the manifest.
+    A file younger than `min_age_s` remains: it may be a shard whose manifest is not yet written.
     On S3 nothing is removed, because objects there are never partial and a repeated task overwrites its shard.
     """
     root = storage_path(folder)
