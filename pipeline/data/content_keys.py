@@ -1,8 +1,8 @@
-"""Content keys (sha256 of image files), computed without reading again files that have not changed.
+"""Content keys: the sha256 of every image file. A file that has not changed is not read again.
 
-A manifest holds URI, size, tag (modification time, on S3 the ETag) and content key of each image. A file with the same
-size and tag is not read. Cost: one stat per image (on S3 one listing request per thousand), one read per new or changed
-image, about 300 bytes of memory per image.
+A manifest holds the URI, size, tag and content key of each image; the tag is the modification time, or the ETag on S3.
+A file with the same size and tag as in the manifest counts as unchanged. The cost is one stat per image (on S3 one
+listing request per thousand images), one read per new or changed image, and about 300 bytes of memory per image.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pipeline.storage.s3 import REMOTE
 from pipeline.storage.tables import read_table, write_table
 
 MANIFEST = pa.schema([("uri", pa.string()), ("size", pa.int64()), ("tag", pa.string()), ("key", pa.string())])
-MAX_BYTES = 256 * 2**20  # larger files are no photographs; bounds the memory for reading one
-_CHUNK = 8192
-_UNREADABLE = -1  # as a size
+MAX_BYTES = 256 * 2**20  # a larger file is refused, because a file is read into memory as a whole
+_URIS_PER_TASK = 8192  # files whose sizes a thread looks up in one task
+_UNREADABLE_SIZE = -1  # replaces the size of a file that cannot be read
 
 
 def take_snapshot(
@@ -36,44 +36,45 @@ def take_snapshot(
     manifest: a Parquet file, used when it exists and rewritten when a file is new or has changed.
     """
     manifest_path = storage_path(manifest)
-    known = _read(manifest_path)
+    stored = _read_manifest(manifest_path)
     uris: pa.Array = pc.unique(dataset.table["uri"])
-    sizes, tags, unreadable = _stat(uris, options)
-    previous = known.take(pc.index_in(uris, value_set=known["uri"]))  # null where the URI is new
-    same = pc.and_(pc.equal(previous["size"], sizes), pc.equal(previous["tag"], tags))
-    same = pc.fill_null(same, False).combine_chunks()
-    keys = pc.if_else(same, previous["key"].combine_chunks(), pa.scalar(None, pa.string()))
-    changed = np.flatnonzero(~same.to_numpy(zero_copy_only=False) & (sizes.to_numpy() >= 0))
+    sizes, tags, unreadable = _read_sizes(uris, options)
+    previous = stored.take(pc.index_in(uris, value_set=stored["uri"]))  # rows of nulls for new URIs
+    unchanged = pc.and_(pc.equal(previous["size"], sizes), pc.equal(previous["tag"], tags))
+    unchanged = pc.fill_null(unchanged, False).combine_chunks()
+    keys = pc.if_else(unchanged, previous["key"].combine_chunks(), pa.scalar(None, pa.string()))
+    is_readable = sizes.to_numpy() >= 0
+    changed = np.flatnonzero(~unchanged.to_numpy(zero_copy_only=False) & is_readable)
     if len(changed):
         values = np.full(len(uris), None, object)
-        values[changed] = _hash(uris.take(pa.array(changed)).to_pylist(), options, unreadable)
+        values[changed] = _hash_files(uris.take(pa.array(changed)).to_pylist(), options, unreadable)
         keys = pc.coalesce(keys, pa.array(values, pa.string()))
         rows = pa.table([uris, sizes, tags, keys], schema=MANIFEST).filter(pc.is_valid(keys))
-        others = known.filter(pc.invert(pc.is_in(known["uri"], value_set=rows["uri"])))
+        other_rows = stored.filter(pc.invert(pc.is_in(stored["uri"], value_set=rows["uri"])))
         if rows.num_rows:
-            write_table(manifest_path, pa.concat_tables([rows, others]))
+            write_table(manifest_path, pa.concat_tables([rows, other_rows]))
     return dataset.with_keys(keys.take(pc.index_in(dataset.table["uri"], value_set=uris))), unreadable
 
 
-def _read(manifest: StoragePath) -> pa.Table:
+def _read_manifest(manifest: StoragePath) -> pa.Table:
     try:
         return read_table(manifest, MANIFEST)
     except FileNotFoundError:
         return MANIFEST.empty_table()
 
 
-def _stat(uris: pa.Array, options: StorageOptions) -> tuple[pa.Array, pa.Array, dict[str, str]]:
-    """Size (negative when it cannot be read) and tag of every file, and {URI: reason} of those that cannot be read."""
+def _read_sizes(uris: pa.Array, options: StorageOptions) -> tuple[pa.Array, pa.Array, dict[str, str]]:
+    """The size and tag of every file, and {URI: reason} of unreadable files, whose size is _UNREADABLE_SIZE."""
     unreadable: dict[str, str] = {}
-    remote = _listings(uris.filter(pc.starts_with(uris, REMOTE)).to_pylist(), options)
+    remote_objects = _list_remote(uris.filter(pc.starts_with(uris, REMOTE)).to_pylist(), options)
 
     def stat_chunk(chunk: pa.Array) -> tuple[pa.Array, pa.Array]:
         sizes, tags = [], []
         for uri in chunk.to_pylist():
-            size, tag = _UNREADABLE, ""
+            size, tag = _UNREADABLE_SIZE, ""
             if is_remote(uri):
-                if uri in remote:
-                    size, tag = remote[uri]
+                if uri in remote_objects:
+                    size, tag = remote_objects[uri]
                 else:
                     unreadable[uri] = "no such object"
             else:
@@ -84,22 +85,22 @@ def _stat(uris: pa.Array, options: StorageOptions) -> tuple[pa.Array, pa.Array, 
                     unreadable[uri] = error.strerror or str(error)
             if size > MAX_BYTES:
                 unreadable[uri] = f"larger than {MAX_BYTES} bytes"
-                size = _UNREADABLE
+                size = _UNREADABLE_SIZE
             sizes.append(size)
             tags.append(tag)
-        return pa.array(sizes, pa.int64()), pa.array(tags, pa.string())  # a tenth of the lists' memory
+        return pa.array(sizes, pa.int64()), pa.array(
+            tags, pa.string()
+        )  # arrays need a tenth of the memory of the lists
 
-    chunks = [uris.slice(start, _CHUNK) for start in range(0, len(uris), _CHUNK)]
-    with ThreadPoolExecutor(max_workers=8) as pool:  # a stat on a network file system waits
+    chunks = [uris.slice(start, _URIS_PER_TASK) for start in range(0, len(uris), _URIS_PER_TASK)]
+    with ThreadPoolExecutor(max_workers=8) as pool:  # threads, because a stat on a network file system mostly waits
         parts = list(pool.map(stat_chunk, chunks))
-    sizes, tags = (
-        pa.chunked_array(list(part), kind).combine_chunks()
-        for part, kind in zip(zip(*parts, strict=True) if parts else ((), ()), (pa.int64(), pa.string()), strict=True)
-    )
+    sizes = pa.chunked_array([chunk_sizes for chunk_sizes, _ in parts], pa.int64()).combine_chunks()
+    tags = pa.chunked_array([chunk_tags for _, chunk_tags in parts], pa.string()).combine_chunks()
     return sizes, tags, unreadable
 
 
-def _listings(uris: Sequence[str], options: StorageOptions) -> dict[str, tuple[int, str]]:
+def _list_remote(uris: Sequence[str], options: StorageOptions) -> dict[str, tuple[int, str]]:
     """Size and ETag of the objects, from one listing per folder instead of one request per image."""
     listed: dict[str, tuple[int, str]] = {}
     wanted = set(uris)
@@ -112,7 +113,7 @@ def _listings(uris: Sequence[str], options: StorageOptions) -> dict[str, tuple[i
 
 
 def _outermost(folders: Sequence[str]) -> list[str]:
-    """Sorted folders less those inside another one: a listing is recursive."""
+    """The sorted folders without those inside another of them, because a listing is recursive."""
     outermost: list[str] = []
     for folder in folders:
         if not outermost or not folder.startswith(outermost[-1] + "/"):
@@ -120,8 +121,8 @@ def _outermost(folders: Sequence[str]) -> list[str]:
     return outermost
 
 
-def _hash(uris: Sequence[str], options: StorageOptions, unreadable: dict[str, str]) -> list[str | None]:
-    """sha256 of each file; None, with the reason added to `unreadable`, where it cannot be read."""
+def _hash_files(uris: Sequence[str], options: StorageOptions, unreadable: dict[str, str]) -> list[str | None]:
+    """The sha256 of each file. A file that cannot be read gives None and adds its reason to `unreadable`."""
 
     def content_key(uri: str) -> str | None:
         try:

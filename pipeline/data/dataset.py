@@ -1,7 +1,7 @@
 """Captioned images: reading annotation files, splits, and the table that every later step reads.
 
 A `Dataset` is columnar, one row per image; processes exchange it as an Arrow file. A training worker holds the caption
-ids of its splits in memory, about 60 bytes per caption.
+ids of its splits in memory, which takes about 60 bytes per caption.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ SCHEMA = pa.schema(
     [
         ("image_id", pa.int64()),
         ("split", pa.string()),
-        ("uri", pa.string()),  # of the image file
-        ("captions", pa.list_(pa.string())),  # raw, as in the annotation file
-        ("key", pa.string()),  # content key: sha256 of the image file; null until `pipeline.data.content_keys` sets it
+        ("uri", pa.string()),  # the path or s3:// URI of the image file
+        ("captions", pa.list_(pa.string())),  # unchanged from the annotation file
+        ("key", pa.string()),  # content key: sha256 of the image file; null until `content_keys.py` sets it
     ]
 )
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Rows of images with captions; `table` has the columns of SCHEMA."""
+    """Images with their captions, one row of `table` per image; its columns are those of SCHEMA."""
 
     table: pa.Table
 
@@ -48,7 +48,7 @@ class Dataset:
         return Dataset(self.table.filter(pc.is_in(self.table["split"], pa.array(names, pa.string()))))
 
     def known(self) -> Dataset:
-        """The images that have a content key, which are those whose file could be read."""
+        """The images with a content key: the files of all others could not be read."""
         return Dataset(self.table.filter(pc.is_valid(self.table["key"])))
 
     def keyed_by_id(self) -> Dataset:
@@ -56,11 +56,11 @@ class Dataset:
         return self.with_keys(pc.binary_join_element_wise("id", pc.cast(self.table["image_id"], pa.string()), "-"))
 
     def with_keys(self, content_keys: pa.Array | pa.ChunkedArray) -> Dataset:
-        """The data set with another column of content keys."""
+        """A copy with these content keys, one per row."""
         return Dataset(self.table.set_column(self.table.schema.get_field_index("key"), "key", content_keys))
 
     def without(self, content_keys: Sequence[str]) -> Dataset:
-        """The data set less the images with these content keys (those in quarantine)."""
+        """The data set without the images that have these content keys."""
         return Dataset(self.table.filter(pc.invert(pc.is_in(self.table["key"], pa.array(content_keys, pa.string())))))
 
     def column(self, name: str) -> list[Any]:
@@ -72,7 +72,7 @@ class Dataset:
         return dict(zip(self.column("image_id"), self.column("captions"), strict=True))
 
     def with_words(self) -> Dataset:
-        """The data set without captions that hold no word. Raises UserError naming an image that has no other."""
+        """The data set without wordless captions. Raises UserError for an image whose captions all have no word."""
         captions = [[caption for caption in image if tokenize(caption)] for image in self.column("captions")]
         if [] in captions:
             row = self.table.slice(captions.index([]), 1).to_pylist()[0]
@@ -90,7 +90,7 @@ class Dataset:
                     yield split(caption)
 
     def fingerprint(self) -> str:
-        """Hash of content keys, ids, splits and captions; independent of where the files are."""
+        """Hash of content keys, ids, splits and captions. It does not depend on the paths of the image files."""
         digest = hashlib.sha256()
         columns = self.table.select(["image_id", "split", "key", "captions"]).combine_chunks()
         for batch in columns.to_batches(max_chunksize=4096):
@@ -113,7 +113,7 @@ class Dataset:
 
 
 def read_dataset(config: DataSection, root: Path | str, options: StorageOptions = StorageOptions()) -> Dataset:
-    """The data set of a configuration, checked for training: no needed split is empty, every image has a caption.
+    """The data set of a configuration. Every split that training needs has an image, and every image has a caption.
 
     Captions without a word are left out. Raises UserError when a file or folder is missing or malformed, a caption is
     not text, an image has no caption with a word in it, or a needed split is empty.
@@ -127,7 +127,7 @@ def read_dataset(config: DataSection, root: Path | str, options: StorageOptions 
 
 
 def require_splits(dataset: Dataset, config: DataSection) -> None:
-    """Raises UserError naming the key when a split that the configuration needs has no image."""
+    """Raises UserError, naming the configuration key, when a split that the configuration needs has no image."""
     needed = {
         "data.train_splits": config.train_splits,
         "data.val_split": (config.val_split,),
@@ -147,14 +147,16 @@ def read_annotations(
 ) -> tuple[Dataset, list[str]]:
     """Every image and caption of the annotation files, and a sentence for each caption that is not valid.
 
-    Raises UserError when a file or folder is missing, a file does not have its format, repeats an image id or names a
-    path outside of the data set's folder.
+    Raises UserError when a file or folder is missing, or when a file does not have its format, repeats an image id or
+    names a path outside of the data set's folder.
     """
     base = storage_path(root, options)
     if not base.is_remote and not base.path.is_dir():
         raise UserError(f"data.root: folder {root} does not exist; give the folder that holds {config.annotations}")
     rows, lists = Rows(), read_split_lists(base, config.split_lists)
-    for section in config.sources or (SourceSection(**config.model_dump(include={"annotations", "images", "split"})),):
+    # Without `data.sources` these three keys of the section `data` describe the only source.
+    only_source = SourceSection(**config.model_dump(include={"annotations", "images", "split"}))
+    for section in config.sources or (only_source,):
         images = images_folder(base, section.images)
         if not images.is_remote and not images.path.is_dir():
             raise UserError(f"data.images: folder {images} does not exist; give it relative to data.root = {root}")
@@ -163,9 +165,11 @@ def read_annotations(
     if pc.count_distinct(ids).as_py() < len(ids):
         counts = pc.value_counts(ids)
         repeated = next(item["values"] for item in counts.to_pylist() if item["counts"] > 1)
-        second = rows.image_id.index(repeated, rows.image_id.index(repeated) + 1)
+        first_row = rows.image_id.index(repeated)
+        second_row = rows.image_id.index(repeated, first_row + 1)
         raise UserError(
-            f"{config.annotations}: image {rows.uri[second]} repeats the image id {repeated}; every id must occur once"
+            f"{config.annotations}: image {rows.uri[second_row]} repeats the image id {repeated}; "
+            "every id must occur once"
         )
     columns = [ids, rows.split, rows.uri, rows.captions, pa.nulls(len(ids), pa.string())]
     return Dataset(pa.table(columns, schema=SCHEMA)), rows.problems
@@ -174,8 +178,7 @@ def read_annotations(
 def build_vocabulary(dataset: Dataset, config: DataSection) -> Vocabulary:
     """The vocabulary of a configuration. Raises UserError when it is empty.
 
-    The words of `data.extra_vocabulary`, for example names of novel objects, are added whatever their count in the
-    captions.
+    The words of `data.extra_vocabulary`, for example names of novel objects, are added even if no caption uses them.
     """
     training = dataset.split(*(config.vocabulary_splits or config.train_splits))
     try:

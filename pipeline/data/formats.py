@@ -1,8 +1,8 @@
 """Annotation files to rows: Karpathy's JSON, COCO's captions_*.json, nocaps, and plain tables.
 
-A reader keeps every caption unchanged, empty ones included, and lists problems of single captions: training stops at
-the first one, `raycap check` reports all. A file that does not have its format raises UserError. `FORMATS` is the one
-list of readers; `data.format` in `pipeline/config/sections.py` lists their names.
+A reader does not change captions, not even empty ones. It collects the problems of single captions: training stops at
+the first problem, and `raycap check` reports all of them. A file that does not have its format raises UserError.
+`FORMATS` lists the readers; `data.format` in `pipeline/config/sections.py` must list the same names.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pipeline.errors import UserError
 from pipeline.storage.path import StoragePath, is_remote, join
 
 TABLE_ENDINGS = (".jsonl", ".ndjson", ".csv", ".parquet")
-MAX_CAPTION = 10_000  # characters; longer texts are no captions, and are cut to bound the memory
+MAX_CAPTION = 10_000  # characters; a longer text is reported as a problem and cut, which bounds the memory
 
 
 @dataclass
 class Rows:
-    """The images of annotation files, one list per column; `problems` are sentences about single captions."""
+    """The images of annotation files, as one list per column, and `problems`: sentences about single captions."""
 
     image_id: list[int] = field(default_factory=list)
     split: list[str] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Source:
-    """An annotation file, the folder of its images, and the split of images that have no other."""
+    """An annotation file, the folder of its images, and the split of images for which the files name none."""
 
     annotations: StoragePath
     images: StoragePath
@@ -60,7 +60,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Format:
-    """How files of one format are loaded, and how the images of the loaded content are added to rows."""
+    """One file format: `load` reads a file, and `add` appends the images of what `load` returned to rows."""
 
     load: Callable[[StoragePath], Any]
     add: Callable[[Source, Any, Rows], None]
@@ -77,7 +77,7 @@ def read_source(source: Source, name: str, rows: Rows) -> None:
 
 
 def _detect(annotations: StoragePath) -> tuple[Format, Any]:
-    """The format of a file, from the ending of its name or from its JSON, and its content."""
+    """The format of a file and its content. The file's ending or its JSON shows the format."""
     if annotations.name.removesuffix(".gz").endswith(TABLE_ENDINGS):
         return FORMATS["table"], FORMATS["table"].load(annotations)
     data = _read_json(annotations)
@@ -109,7 +109,7 @@ def _read_json(annotations: StoragePath) -> Any:
 
 
 def _add_karpathy(source: Source, data: Any, rows: Rows) -> None:
-    """`images` with filepath, filename, split, sentences (raw), and cocoid or imgid."""
+    """Reads `images`: each has filepath, filename, split, sentences with a raw text, and cocoid or imgid."""
     path = source.annotations
     entries = data.get("images") if isinstance(data, dict) else None
     if not isinstance(entries, list) or not entries:
@@ -130,7 +130,7 @@ def _add_karpathy(source: Source, data: Any, rows: Rows) -> None:
 
 
 def _add_coco(source: Source, data: Any, rows: Rows) -> None:
-    """`images` with id and file_name, `annotations` with image_id and caption. nocaps: domains are splits."""
+    """Reads `images` (id, file_name) and `annotations` (image_id, caption). A nocaps image's domain is its split."""
     path = source.annotations
     images, annotations = (data.get(name) if isinstance(data, dict) else None for name in ("images", "annotations"))
     if not isinstance(images, list) or not images or not isinstance(annotations, list):
@@ -141,13 +141,13 @@ def _add_coco(source: Source, data: Any, rows: Rows) -> None:
             captions_of.setdefault(int(entry["image_id"]), []).append(entry["caption"])
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path}: annotations[{number}] is malformed ({type(error).__name__}: {error})") from error
-    default = source.split or _split_of_name(path.name)
+    default_split = source.split or _split_of_name(path.name)
     for number, entry in enumerate(images):
         where = f"{path}: images[{number}]"
         try:
             image_id, filename = int(entry["id"]), entry["file_name"]
             split = source.split_lists.get(filename) or source.split_lists.get(str(image_id))
-            split = split or (entry.get("domain") if source.split is None else None) or default
+            split = split or (entry.get("domain") if source.split is None else None) or default_split
             if not isinstance(filename, str) or not isinstance(split, str):
                 raise TypeError("file_name or domain is not text")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -161,12 +161,15 @@ def _add_coco(source: Source, data: Any, rows: Rows) -> None:
 
 
 def _split_of_name(name: str) -> str:
-    """The split in a name like COCO's: captions_val2014.json is val."""
+    """The split that a file name like COCO's contains, for example "val" in captions_val2014.json."""
     return next((split for split in ("train", "val", "test") if split in name), "train")
 
 
 def _add_table(source: Source, entries: Iterator[dict[str, Any]], rows: Rows) -> None:
-    """Columns image, id (default: the row's number), captions (a text, a list, or one row per caption), split."""
+    """Reads the columns image, captions or caption, and optionally id and split.
+
+    captions: a list, or one text; rows that name the same image add up. The default id is the row's number.
+    """
     path = source.annotations
     row_of: dict[str, int] = {}
     for number, entry in enumerate(entries):
@@ -175,7 +178,7 @@ def _add_table(source: Source, entries: Iterator[dict[str, Any]], rows: Rows) ->
         if not isinstance(image, str) or not image:
             raise UserError(f"{where} has no text in the column image; the columns are {', '.join(map(str, entry))}")
         captions = _texts(_as_list(entry.get("captions", entry.get("caption"))), where, rows)
-        if image in row_of:  # one row per caption
+        if image in row_of:  # the table has one row per caption
             rows.captions[row_of[image]].extend(captions)
             continue
         identifier = entry.get("id")
@@ -187,8 +190,8 @@ def _add_table(source: Source, entries: Iterator[dict[str, Any]], rows: Rows) ->
             raise UserError(
                 f"{where}: id {identifier!r} is not a whole number; without a column id, rows are numbered"
             ) from error
-        listed = source.split_lists and (source.split_lists.get(image) or source.split_lists.get(str(identifier)))
-        split = listed or entry.get("split") or source.split or "train"
+        listed_split = source.split_lists.get(image) or source.split_lists.get(str(identifier))
+        split = listed_split or entry.get("split") or source.split or "train"
         uri = image if is_remote(image) else _inside(source.images, image, where)
         row_of[image] = len(rows.uri)
         rows.add(image_id, str(split), uri, captions, where)
@@ -217,18 +220,21 @@ def _entries(path: StoragePath) -> Iterator[dict[str, Any]]:
 
 
 def _as_list(value: Any) -> list[Any]:
-    if isinstance(value, str) and value.startswith("["):  # a JSON list in a CSV cell
+    """The captions of a cell that holds a list, a JSON list as text, one caption, or nothing."""
+    if isinstance(value, str) and value.startswith("["):  # may be a JSON list in a CSV cell
         try:
             parsed = json.loads(value)
         except ValueError:
             parsed = None
         if isinstance(parsed, list):
             return parsed
-    return value if isinstance(value, list) else [] if value is None else [value]
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
 
 
 def _texts(values: list[Any], where: str, rows: Rows) -> list[str]:
-    """The values that are text, cut to MAX_CAPTION; adds a problem for every other or longer one."""
+    """The values that are text, cut to MAX_CAPTION. A value that is no text or is too long adds a problem."""
     texts = []
     for value in values:
         if not isinstance(value, str):
@@ -252,7 +258,10 @@ def _is_encodable(text: str) -> bool:
 
 
 def read_split_lists(root: StoragePath, lists: dict[str, str]) -> dict[str, str]:
-    """{image name and id: split} from files with one image per line, as Karpathy's `karpathy_val_images.txt`."""
+    """{image name or id: split} from files with one image per line, as Karpathy's `karpathy_val_images.txt`.
+
+    A line holds a file name and optionally an id. Without an id, a file name that is a number is the id.
+    """
     split_of: dict[str, str] = {}
     for split, name in lists.items():
         path = root / name
@@ -271,7 +280,7 @@ def read_split_lists(root: StoragePath, lists: dict[str, str]) -> dict[str, str]
 
 
 def images_folder(root: StoragePath, images: str) -> StoragePath:
-    """The folder that file names are relative to: below the root, or an s3:// prefix."""
+    """The folder of the images: a path below the root, or an s3:// prefix."""
     if is_remote(images):
         return StoragePath(images.rstrip("/"), root.options)
     return StoragePath(_inside(root, images, "data.images"), root.options)
@@ -280,7 +289,7 @@ def images_folder(root: StoragePath, images: str) -> StoragePath:
 def _inside(folder: StoragePath, name: str, where: str) -> str:
     """`folder/name` without '.' and '..'. Raises UserError for a path outside of `folder`."""
     if name and name[0] not in "./" and "/." not in name and "//" not in name and not name.endswith("/"):
-        return join(folder.uri, name)  # the usual case, kept fast for a million images
+        return join(folder.uri, name)  # skips the slow checks below in the usual case: there may be a million images
     outside = f"{where}: {name} is outside of {folder}; give a path below it"
     if folder.is_remote:
         normal = os.path.normpath(name)

@@ -13,24 +13,26 @@ SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".jp2", ".png", ".ppm", ".tif", ".t
 
 
 def find_images(arguments: Sequence[str], options: StorageOptions = StorageOptions()) -> list[str]:
-    """Paths and URIs in the given order, each once.
+    """Paths and URIs of the images that the arguments name, in the order of the arguments, without repetition.
 
-    A folder or prefix stands for all files in it with an image's ending, sorted, from one listing. Raises UserError for
-    a missing file or folder, and for a folder, prefix or pattern without an image.
+    A folder or prefix gives all files in it that have an image's ending, sorted. Raises UserError for a missing file or
+    folder, and for a folder, prefix or pattern without an image.
     """
     images: dict[str, None] = {}
     for argument in arguments:
-        names = _remote(argument, options) if argument.startswith("s3://") else _local(argument)
+        names = _find_remote(argument, options) if argument.startswith("s3://") else _find_local(argument)
         if not names:
             raise UserError(f"{argument}: no image found there; the endings are {', '.join(SUFFIXES)}")
         images |= dict.fromkeys(names)
     return list(images)
 
 
-def _local(argument: str) -> list[str]:
+def _find_local(argument: str) -> list[str]:
+    """The images of one folder, file or glob pattern."""
     path = Path(argument)
     if path.is_dir():
-        return [str(each) for each in sorted(path.rglob("*")) if each.suffix.lower() in SUFFIXES and each.is_file()]
+        files = [file for file in sorted(path.rglob("*")) if file.is_file()]
+        return [str(file) for file in files if file.suffix.lower() in SUFFIXES]
     if path.is_file():
         return [argument]
     if glob.has_magic(argument):
@@ -39,8 +41,9 @@ def _local(argument: str) -> list[str]:
     raise UserError(f"{argument}: no such file or folder")
 
 
-def _remote(argument: str, options: StorageOptions) -> list[str]:
+def _find_remote(argument: str, options: StorageOptions) -> list[str]:
+    """The URI of one object, or the URIs of the images below a prefix."""
     prefix: StoragePath = storage_path(argument, options)
     if Path(argument).suffix.lower() in SUFFIXES:
-        return [prefix.uri]  # one object; reading it raises when it is missing
+        return [prefix.uri]  # a single object; whoever reads it reports a missing one
     return [join(prefix.uri, name) for name in sorted(prefix.list()) if Path(name).suffix.lower() in SUFFIXES]

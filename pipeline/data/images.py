@@ -1,4 +1,4 @@
-"""Image files to RGB pixels, as an image viewer shows them; every failure has a reason.
+"""Image files to RGB pixels, as an image viewer shows them. A failure raises BadImage with the reason.
 
 This module does not import torch, so that Ray's decoding tasks start fast.
 """
@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from models.transform import ImageTransform
 from pipeline.storage.path import StorageOptions, StoragePath, is_remote
 
-UNREADABLE = "cannot be read"  # starts the reason of a temporary failure, which the next extraction tries again
+UNREADABLE = "cannot be read"  # a reason that starts with this is temporary: the next extraction tries the image again
 
 
 class BadImage(Exception):
@@ -25,7 +25,9 @@ class BadImage(Exception):
 
 
 def decode_image(data: bytes, max_pixels: int) -> Image.Image:
-    """RGB image from file bytes: EXIF rotation applied, alpha over white, grayscale, CMYK, palette, 16-bit converted.
+    """The RGB image in a file's bytes, rotated as its EXIF data demand.
+
+    Transparent pixels are blended with white; grayscale, CMYK, palette and 16-bit images are converted.
 
     Raises BadImage for empty, truncated, oversized (width x height above `max_pixels`) or unreadable bytes.
     """
@@ -33,7 +35,7 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
         raise BadImage("empty file")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit below is ours
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # max_pixels is checked below instead
             image = Image.open(io.BytesIO(data))
         if image.width * image.height > max_pixels:
             raise BadImage(f"{image.width} x {image.height} pixels, more than {max_pixels}")
@@ -58,19 +60,19 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _from_16_bit(image: Image.Image) -> Image.Image:
-    """Grayscale of more than 8 bits: Pillow's own conversion clips at 255, a viewer scales."""
+    """An image of more than 8 bits, scaled to 8 bits as viewers do; Pillow's conversion would clip it at 255."""
     values = np.asarray(image).astype(np.float64)
-    top = 65535.0 if values.max(initial=0) > 255 else 255.0
-    return Image.fromarray(np.clip(values * (255.0 / top) + 0.5, 0, 255).astype(np.uint8)).convert("RGB")
+    white = 65535.0 if values.max(initial=0) > 255 else 255.0
+    return Image.fromarray(np.clip(values * (255.0 / white) + 0.5, 0, 255).astype(np.uint8)).convert("RGB")
 
 
 def decode_batch(
     batch: dict[str, np.ndarray], image_size: int, max_pixels: int, options: StorageOptions = StorageOptions()
 ) -> dict[str, Any]:
-    """Columns key and uri to columns key, pixels (B, H, W, 3) uint8, resized, and reason.
+    """From the columns key and uri, the columns key, pixels (resized, (B, H, W, 3) uint8) and reason.
 
-    The reason is "" for a decoded image; an image that cannot be used is black. `key` is the expected sha256 of the
-    file: one that has changed since is an image that cannot be read.
+    The reason is "" for a decoded image; an image that cannot be used has black pixels. `key` is the expected sha256 of
+    the file: a file that has changed since then counts as unreadable.
     """
     transform = ImageTransform(image_size)
     pixels = np.zeros((len(batch["key"]), image_size, image_size, 3), np.uint8)

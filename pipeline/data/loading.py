@@ -1,6 +1,6 @@
-"""The images and captions of a configuration: annotations, the synthetic data set, content keys.
+"""Finds the images and captions that a configuration names, and their content keys.
 
-This module does not import torch, which would take longer than `check` or an extraction with nothing to do.
+This module does not import torch: the import would take longer than all the work of `raycap check`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 def find_data(config: RunConfig) -> tuple[Dataset, dict[str, str]]:
     """The data set with content keys, and {path: reason} of images that cannot be read."""
     dataset = read_data(config)
-    build_vocabulary(dataset, config.data)  # raises UserError for an empty one before images are read
+    build_vocabulary(dataset, config.data)  # raises UserError for an empty vocabulary before any image is read
     return snapshot_of(dataset, config)
 
 
@@ -38,15 +38,15 @@ def data_root(config: RunConfig) -> str:
     if data.synthetic is not None:
         digest = hashlib.sha256(json.dumps(asdict(data.synthetic), sort_keys=True).encode()).hexdigest()[:10]
         name = f"data/synthetic-{digest}"
-        root, home = config.working_path / name, config.home(name)
-        if home is not None and (home / MARKER).exists():
-            return home.uri
+        root, remote = config.working_path / name, config.home(name)
+        if remote is not None and (remote / MARKER).exists():
+            return remote.uri
         if not root.is_dir():
-            logger.info(f"writing the synthetic data set, {data.synthetic.num_images} images, to {home or root}")
+            logger.info(f"writing the synthetic data set, {data.synthetic.num_images} images, to {remote or root}")
         write_dataset(root, data.synthetic)
-        if home is not None:
-            Mirror(home, root).push()
-            return home.uri
+        if remote is not None:
+            Mirror(remote, root).push()
+            return remote.uri
         return str(root)
     return storage_path(str(data.root)).uri
 
@@ -59,6 +59,6 @@ def snapshot_of(dataset: Dataset, config: RunConfig) -> tuple[Dataset, dict[str,
     if not config.has_backbone:
         return dataset.keyed_by_id(), {}
     root = "" if config.data.root is None else storage_path(config.data.root).uri
-    source = f"{root} {config.data.model_dump_json(include={'images', 'sources', 'synthetic'})}"
-    name = hashlib.sha256(source.encode()).hexdigest()[:16]
+    image_source = f"{root} {config.data.model_dump_json(include={'images', 'sources', 'synthetic'})}"
+    name = hashlib.sha256(image_source.encode()).hexdigest()[:16]
     return take_snapshot(dataset, config.storage_place / f"manifests/{name}.parquet", config.storage.options)

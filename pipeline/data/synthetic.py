@@ -1,9 +1,9 @@
 """The synthetic data set: pictures of colored shapes with captions, in Karpathy layout like COCO.
 
-A picture shows one or two shapes. The main object is the larger one, and every caption names it first: with equal
-sizes, "a circle left of a square" and "a square right of a circle" would both be correct and the target arbitrary.
-Size, position and relation words follow from the geometry. Image i depends only on (seed, i), so a smaller data set is
-the beginning of a larger one.
+A picture shows one or two shapes. The main object is the larger one, and every caption names it first. With shapes of
+equal size, both "a circle left of a square" and "a square right of a circle" would be correct captions, and the order
+would be arbitrary. Words for size, position and relation follow from the geometry. Image i depends only on (seed, i),
+so a smaller data set equals the first images of a larger one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COLORS: dict[str, tuple[int, int, int]] = {
     "black": (24, 24, 28),
 }
 SHAPES = ("circle", "square", "triangle", "star", "cross")
-# The combinations of the split "novel", one for every shape, in five colors. Training has each color and shape often.
+# The main objects of the split "novel". Other splits never combine these colors and shapes, but show each by itself.
 NOVEL = (("red", "star"), ("yellow", "circle"), ("green", "cross"), ("blue", "triangle"), ("purple", "square"))
 # None of these words is in COLORS: `main_object` reads the first word of COLORS as an object's color.
 BACKGROUNDS = {"white": (252, 252, 250), "gray": (208, 210, 214), "pink": (252, 218, 224), "cream": (246, 236, 204)}
@@ -43,7 +43,7 @@ EXTENTS = {"large": (0.26, 0.285), "medium": (0.155, 0.17), "small": (0.09, 0.10
 SIZE_WORDS = {"large": ("large", "big"), "medium": ("medium",), "small": ("small", "little")}
 SIZE_PAIRS = (("large", "medium"), ("large", "small"))
 
-# Words for the main object's relation to the second one, and for the second one's to the main object.
+# For each relation: words from the main object to the second one, and words from the second one to the main object.
 RELATION_WORDS = {
     "left": (("left of", "to the left of"), ("to its right", "on the right")),
     "right": (("right of", "to the right of"), ("to its left", "on the left")),
@@ -51,7 +51,8 @@ RELATION_WORDS = {
     "below": (("below", "under"), ("above it", "over it")),
     "behind": (("behind", "around"), ("inside it", "inside")),
 }
-STEP = {"left": (-1, 0), "right": (1, 0), "above": (0, -1), "below": (0, 1)}
+# Unit vectors (x, y); y points downwards. DIRECTIONS lead from the second object to the main one.
+DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "above": (0, -1), "below": (0, 1)}
 POSITIONS = {
     "in the middle": (0, 0),
     "on the left": (-1, 0),
@@ -80,9 +81,9 @@ SINGLE_TEMPLATES = (
 )
 
 CAPTIONS_PER_IMAGE = 5
-SINGLE_SHARE = 0.25
-SUPERSAMPLING = 4
-# Part of the marker file. Raise it when pictures or captions change, so that folders of an older version are refused.
+SINGLE_SHARE = 0.25  # share of pictures with only one shape
+SUPERSAMPLING = 4  # pictures are drawn at this many times their size, then reduced, for smooth edges
+# Raise this number when pictures or captions change: the marker file holds it, so that older folders are refused.
 FORMAT_VERSION = 1
 MARKER = "COMPLETE"
 
@@ -102,7 +103,11 @@ class SceneObject:
 
 @dataclass(frozen=True)
 class Scene:
-    """The content of a picture. `second` and `relation` (main to second) are None when the main object is alone."""
+    """The content of a picture.
+
+    relation: of the main object to the second one; both are None when the main object is alone.
+    position: of a main object that is alone, else None.
+    """
 
     split: str
     background: str
@@ -113,32 +118,34 @@ class Scene:
 
 
 def make_scene(seed: int, index: int) -> tuple[Scene, list[str]]:
-    """The scene of image `index` and its five captions, main object first in each."""
+    """The scene of image `index` and its five captions, each of which names the main object first."""
     rng = random.Random(f"{seed}/{index}")
     split = SPLIT_CYCLE[index % len(SPLIT_CYCLE)]
     background = rng.choice(list(BACKGROUNDS))
-    known = [(color, shape) for color in COLORS for shape in SHAPES if (color, shape) not in NOVEL]
-    main = rng.choice(NOVEL if split == "novel" else known)
+    familiar = [(color, shape) for color in COLORS for shape in SHAPES if (color, shape) not in NOVEL]
+    main = rng.choice(NOVEL if split == "novel" else familiar)
     if rng.random() < SINGLE_SHARE:
         scene = _single(rng, split, background, main)
     else:
         # A color other than the main object's keeps the two objects distinct.
-        second = rng.choice([pair for pair in known if pair[0] != main[0]])
+        second = rng.choice([pair for pair in familiar if pair[0] != main[0]])
         scene = _pair(rng, split, background, main, second)
     return scene, _captions(rng, scene)
 
 
 def _single(rng: random.Random, split: str, background: str, main: tuple[str, str]) -> Scene:
+    """A scene with one object. main: its color and shape."""
     size = rng.choice(("large", "medium"))
     extent = rng.uniform(*EXTENTS[size])
     position, (dx, dy) = rng.choice(list(POSITIONS.items()))
-    reach = 0.97 - extent - 0.5  # distance of the center from the middle at which the object touches the edge
+    reach = 0.97 - extent - 0.5  # an object whose center is this far from the middle reaches the picture's margin
     x, y = (0.5 + d * rng.uniform(0.75, 1.0) * reach if d else 0.5 + rng.uniform(-0.06, 0.06) for d in (dx, dy))
-    only = SceneObject(*main, size, x, y, extent, rng.uniform(-8, 8))
-    return Scene(split, background, only, None, None, position)
+    main_object = SceneObject(*main, size, x, y, extent, rng.uniform(-8, 8))
+    return Scene(split, background, main_object, second=None, relation=None, position=position)
 
 
 def _pair(rng: random.Random, split: str, background: str, main: tuple[str, str], second: tuple[str, str]) -> Scene:
+    """A scene with two objects. main, second: their colors and shapes."""
     relation = rng.choice(list(RELATION_WORDS))
     sizes = ("large", "small") if relation == "behind" else rng.choice(SIZE_PAIRS)
     extents = [rng.uniform(*EXTENTS[size]) for size in sizes]
@@ -151,20 +158,20 @@ def _pair(rng: random.Random, split: str, background: str, main: tuple[str, str]
         SceneObject(*pair, size, center[0], center[1], extent, rng.uniform(-8, 8))
         for pair, size, center, extent in zip((main, second), sizes, centers, extents, strict=True)
     ]
-    return Scene(split, background, objects[0], objects[1], relation, None)
+    return Scene(split, background, objects[0], objects[1], relation, position=None)
 
 
 def _side_by_side(rng: random.Random, relation: str, extents: Sequence[float]) -> list[list[float]]:
-    """Centers of the main and the second object, apart along the relation's axis.
+    """Centers of the main and the second object, which do not overlap along the relation's axis.
 
-    Across that axis they differ by at most 0.4 of their distance, so that "left of" is never also "above".
+    On the other axis the centers differ by at most 0.4 of their distance, so that "left of" is never also "above".
     """
     room = 0.94 - 2 * sum(extents)
     gap = rng.uniform(0.03, max(0.03, 0.6 * room))
     distance = sum(extents) + gap
     start = 0.03 + rng.uniform(0, max(0.0, room - gap))
-    axis = 0 if STEP[relation][0] else 1
-    first = 0 if STEP[relation][axis] < 0 else 1  # which of (main, second) has the smaller coordinate
+    axis = 0 if DIRECTIONS[relation][0] else 1
+    first = 0 if DIRECTIONS[relation][axis] < 0 else 1  # which of (main, second) has the smaller coordinate
     centers = [[0.0, 0.0], [0.0, 0.0]]
     centers[first][axis] = start + extents[first]
     centers[1 - first][axis] = start + extents[first] + distance
@@ -198,6 +205,7 @@ def _captions(rng: random.Random, scene: Scene) -> list[str]:
 
 
 def _name(rng: random.Random, item: SceneObject) -> str:
+    """An object's size, color and shape, for example "a big red star"."""
     return _article(f"{rng.choice(SIZE_WORDS[item.size])} {item.color} {item.shape}")
 
 
@@ -206,18 +214,18 @@ def _article(noun: str) -> str:
 
 
 def draw_scene(scene: Scene, image_size: int) -> Image.Image:
-    """The picture (RGB, `image_size` square), supersampled four times for smooth edges."""
+    """The picture: RGB, `image_size` pixels wide and high."""
     size = image_size * SUPERSAMPLING
     image = Image.new("RGB", (size, size), BACKGROUNDS[scene.background])
     canvas = ImageDraw.Draw(image)
-    for item in (scene.main, scene.second):  # the second object may be inside the main one, and covers it
+    for item in (scene.main, scene.second):  # drawn last, because the second object may be inside the main one
         if item is not None:
             canvas.polygon([(x * size, y * size) for x, y in _outline(item)], fill=COLORS[item.color])
     return image.reduce(SUPERSAMPLING)
 
 
 def _outline(item: SceneObject) -> list[tuple[float, float]]:
-    """The shape's corners as shares of the image, rotated by its angle, within `extent` of its center on each axis."""
+    """The corners of a rotated shape, as shares of the image."""
     if item.shape == "circle":
         corners = _radial([0.94] * 72)
     elif item.shape == "square":
@@ -226,9 +234,9 @@ def _outline(item: SceneObject) -> list[tuple[float, float]]:
         corners = [(0.0, -0.95), (0.98, 0.8), (-0.98, 0.8)]
     elif item.shape == "star":
         corners = _radial([1.0, 0.42] * 5)
-    else:
-        a, b = 0.32, 0.95  # half the width of an arm, and its length from the center
-        corners = [(-a, -b), (a, -b), (a, -a), (b, -a), (b, a), (a, a)]
+    else:  # a cross
+        arm, end = 0.32, 0.95  # half the width of an arm, and its length from the center
+        corners = [(-arm, -end), (arm, -end), (arm, -arm), (end, -arm), (end, arm), (arm, arm)]
         corners += [(-x, -y) for x, y in corners]
     cos, sin = math.cos(math.radians(item.angle)), math.sin(math.radians(item.angle))
     return [
@@ -243,10 +251,10 @@ def _radial(radii: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def write_dataset(folder: Path, config: SceneConfig) -> None:
-    """Writes `dataset.json` (Karpathy's layout) and `images/*.png` into `folder`, all of it or nothing.
+    """Writes `dataset.json` (Karpathy's layout) and `images/*.png` into `folder`; a failure leaves no folder.
 
-    A complete folder of the same configuration is left unchanged. Raises UserError when the folder holds anything
-    else; existing files are never overwritten.
+    A complete folder of the same configuration is left unchanged. Raises UserError when the folder holds other files;
+    existing files are never overwritten.
     """
     marker = json.dumps({"format": FORMAT_VERSION, **asdict(config)})
     if _is_complete(folder, marker):
@@ -258,11 +266,14 @@ def write_dataset(folder: Path, config: SceneConfig) -> None:
             (partial / "dataset.json").write_text(json.dumps({"dataset": "raycap-scenes", "images": images}), "utf-8")
             (partial / MARKER).write_text(marker, "utf-8")
     except OSError:
-        if not _is_complete(folder, marker):  # otherwise another process has just written the same files
+        if not _is_complete(
+            folder, marker
+        ):  # a complete folder means that another process has just written the same files
             raise
 
 
 def _is_complete(folder: Path, marker: str) -> bool:
+    """Whether the folder holds the data set that `marker` describes. Raises UserError when it holds anything else."""
     if not folder.exists():
         return False
     if not folder.is_dir():
@@ -305,7 +316,7 @@ def _write_image(folder: Path, config: SceneConfig, index: int) -> dict[str, Any
 
 
 def main_object(caption: str) -> tuple[str, str] | None:
-    """(color, shape) of the first object in a caption; None without a shape, or when its color is missing."""
+    """(color, shape) of the first object in a caption; None when no shape is named, or no color before it."""
     color = None
     for token in tokenize(caption):
         if token in COLORS:
@@ -318,8 +329,8 @@ def main_object(caption: str) -> tuple[str, str] | None:
 def main_object_accuracy(predictions: Mapping[Any, str], references: Mapping[Any, Sequence[str]]) -> float:
     """Share of images whose predicted caption names the color and the shape of the references' main object.
 
-    Raises ValueError when the two do not cover the same images, when they are empty, or when an image's references do
-    not name exactly one main object, as outside of the synthetic data set.
+    Raises ValueError when the two do not cover the same images, when they are empty, or when the references of an image
+    do not agree on one main object, which only those of the synthetic data set do.
     """
     if not references or predictions.keys() != references.keys():
         raise ValueError(

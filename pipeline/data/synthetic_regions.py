@@ -1,8 +1,8 @@
 """Regions of the synthetic data set: simulated detector features of each shape and of the whole picture.
 
-A region is the box of a shape or of the picture. Its features are the evidence for each color, shape and background (1
-for the right one, 0 for the others, plus noise), then position and size, as bottom-up features have them. Boxes are
-corners x0 y0 x1 y1 in pixels. Regions are sorted by size, in place of a detector's confidence.
+A region is the box of a shape or of the whole picture. Its features start with one number for each color, shape and
+background: 1 when the region has it and 0 otherwise, plus noise. The box's position and size follow, as in bottom-up
+features. Boxes are corners x0 y0 x1 y1 in pixels. A detector sorts regions by its confidence; these are sorted by size.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy as np
 from pipeline.config.sections import SceneConfig
 from pipeline.data.synthetic import BACKGROUNDS, COLORS, SHAPES, Scene, SceneObject, make_scene
 
-NOISE = 0.2  # standard deviation of the evidence; a wrong color has the most evidence once in about 1,000 shapes
+NOISE = 0.2  # standard deviation; in about one of 1,000 shapes a wrong color gets the largest number
 JITTER = 0.01  # standard deviation of a box's corners, as a share of the picture
 MAX_REGIONS = 3  # two shapes and the picture
-WIDTH = len(COLORS) + len(SHAPES) + len(BACKGROUNDS) + 6  # and x0 y0 x1 y1, width, height as shares
+WIDTH = len(COLORS) + len(SHAPES) + len(BACKGROUNDS) + 6  # the last 6 are x0 y0 x1 y1, width, height as shares
 
 
 def file_name(config: SceneConfig) -> str:
@@ -30,7 +30,7 @@ def file_name(config: SceneConfig) -> str:
 
 
 def scene_regions(config: SceneConfig) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """(image id, features (R, WIDTH), boxes (R, 4)) of every scene, float32; ids as in `write_dataset`."""
+    """(image id, features (R, WIDTH), boxes (R, 4)) of every scene, float32, with the ids of `write_dataset`."""
     for index in range(config.num_images):
         scene, _ = make_scene(config.seed, index)
         yield index + 1, *regions_of(scene, np.random.default_rng([config.seed, index]), config.image_size)
@@ -51,11 +51,12 @@ def regions_of(scene: Scene, rng: np.random.Generator, image_size: int) -> tuple
 
 
 def _corners(shape: SceneObject) -> tuple[float, float, float, float]:
+    """The box x0 y0 x1 y1 of a shape, as shares of the picture."""
     return shape.x - shape.extent, shape.y - shape.extent, shape.x + shape.extent, shape.y + shape.extent
 
 
 def _evidence(background: str, shape: SceneObject | None) -> np.ndarray:
-    """One-hot color and shape of an object; one-hot background of the whole picture."""
+    """Features of a region without noise, position and size; `shape` is None for the region of the whole picture."""
     if shape is None:
         parts = [np.zeros(len(COLORS) + len(SHAPES)), _one_hot(background, list(BACKGROUNDS))]
     else:

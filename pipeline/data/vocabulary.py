@@ -12,7 +12,8 @@ from pathlib import Path
 PAD, SOS, EOS, UNK = "PAD", "SOS", "EOS", "UNK"
 SPECIALS = (PAD, SOS, EOS, UNK)
 
-# Every character other than letters, digits, underscores and spaces is a token of its own; these are dropped.
+# `_TOKEN` matches a run of letters, digits and underscores, or any single other character except a space.
+# `_DROPPED` holds the tokens that `tokenize` leaves out.
 _DROPPED = frozenset(".,?!:;-'`")
 _TOKEN = re.compile(r"\w+|[^\w ]")
 
@@ -20,14 +21,15 @@ _TOKEN = re.compile(r"\w+|[^\w ]")
 def tokenize(caption: str) -> list[str]:
     """Tokens of a raw caption, as in ExpansionNet v2's published code.
 
-    Lower case without trailing white space; every character other than letters, digits and underscores is a token, of
-    which ``. , ? ! : ; - ' ` `` are dropped. An interior newline is a token (the published vocabulary's first word).
+    Tokens are lower case. Words are runs of letters, digits and underscores; each other character is a token, except
+    spaces and ``. , ? ! : ; - ' ` ``, which are dropped. A newline inside a caption is a token, as it is the first word
+    of the published vocabulary; one at the end is not.
     """
     return [token for token in _TOKEN.findall(caption.lower().rstrip()) if token not in _DROPPED]
 
 
-# The rules of spaCy's English tokenizer that captions need: contractions ("do n't"), the genitive ("man 's"), hyphens
-# between letters, numbers with decimal points, and every other punctuation mark by itself.
+# The rules of spaCy's English tokenizer that captions need. It splits contractions ("do n't"), the genitive ("man 's")
+# and words at hyphens, but not numbers with a decimal point. Each punctuation mark is a token.
 _SPACY_SUFFIX = re.compile(r"(?<=\w)(?=n't\b|'(?:s|m|d|ll|re|ve)\b)")
 _SPACY = re.compile(r"n't\b|'(?:s|m|d|ll|re|ve)\b|\d+(?:[.,]\d+)*|\w+|[^\w\s]")
 _SPACY_CONTRACTED = {"cannot": ("can", "not"), "gonna": ("gon", "na"), "gotta": ("got", "ta")}
@@ -36,7 +38,7 @@ _SPACY_CONTRACTED = {"cannot": ("can", "not"), "gonna": ("gon", "na"), "gotta": 
 def tokenize_like_spacy(caption: str) -> list[str]:
     """Lower-case tokens as spaCy splits English, without punctuation (the meshed-memory transformer's vocabulary).
 
-    An approximation by a few rules: rare abbreviations ("u.s.", "a.m.") and emoticons differ.
+    These few rules approximate spaCy: they split rare abbreviations ("u.s.", "a.m.") and emoticons differently.
     """
     tokens: list[str] = []
     for piece in _SPACY_SUFFIX.sub(" ", caption.lower()).split():
@@ -50,7 +52,7 @@ TOKENIZERS = {"expansionnet": tokenize, "spacy": tokenize_like_spacy}
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Words by id, and the name of their tokenizer. The specials PAD, SOS, EOS and UNK are among the words.
+    """The words, whose positions are their ids, and the name of their tokenizer. PAD, SOS, EOS and UNK are words.
 
     Raises ValueError when a special is missing, a word occurs twice, or the tokenizer is unknown.
     """
@@ -92,9 +94,10 @@ class Vocabulary:
 
     @classmethod
     def build(cls, captions: Iterable[Sequence[str]], min_count: int, tokenizer: str = "expansionnet") -> Vocabulary:
-        """Words with `min_count` or more uses and the specials, sorted by code point (the published code's order).
+        """The words that captions use `min_count` times or more, and the special tokens.
 
-        Memory grows with the number of distinct words only. Raises ValueError when no word remains.
+        Words are sorted by code point, as in the published code. Memory grows only with the number of distinct words.
+        Raises ValueError when no word remains.
         """
         counts: Counter[str] = Counter()
         for tokens in captions:
@@ -112,7 +115,7 @@ class Vocabulary:
         return TOKENIZERS[self.tokenizer](caption)
 
     def encode(self, tokens: Sequence[str]) -> list[int]:
-        """Ids of SOS, the tokens (UNK for unknown ones) and EOS."""
+        """The ids of SOS, the tokens and EOS. A token outside of the vocabulary gets the id of UNK."""
         unk = self.unk
         return [self.sos, *(self.ids.get(token, unk) for token in tokens), self.eos]
 

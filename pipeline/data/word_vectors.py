@@ -1,4 +1,4 @@
-"""Word vectors from a text file in GloVe's format: one line per word, the word and its numbers with spaces between."""
+"""Word vectors from a text file in GloVe's format: a line holds a word and its numbers, separated by spaces."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import numpy as np
 from pipeline.data.vocabulary import SPECIALS
 from pipeline.errors import UserError
 
-MAX_LISTED = 8  # missing words in a message
+MAX_LISTED = 8  # a message names at most this many of the words without a vector
 
 
 def read_word_vectors(path: Path, words: Sequence[str], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """(vectors (len(words), width) float32, given (len(words),) bool); rows of words without a vector are 0.
+    """The words' vectors (len(words), width) float32, and whether the file has each word (len(words),) bool.
 
-    The file may be larger than memory: it is read line by line, and only the numbers of `words` are parsed. The first
-    line of a word counts. A first line of two whole numbers (word2vec's format: number of words, width) is skipped.
+    A word that the file lacks has a vector of zeros. The file may be larger than memory: it is read line by line, and
+    only the numbers of `words` are parsed. When a word occurs twice, its first line counts. word2vec's files start with
+    a line of two whole numbers, the number of words and the width, which is skipped.
     Raises UserError for a file that cannot be read, has vectors of another width, or has none of the words.
     """
     rows = {word.encode(): row for row, word in enumerate(words)}
@@ -28,9 +29,9 @@ def read_word_vectors(path: Path, words: Sequence[str], width: int) -> tuple[np.
             for number, line in enumerate(file, 1):
                 if number == 1:
                     parts = line.split()
-                    header = len(parts) == 2 and all(part.isdigit() for part in parts)
-                    _check_width(path, int(parts[1]) if header else len(parts) - 1, width)
-                    if header:
+                    is_header = len(parts) == 2 and all(part.isdigit() for part in parts)
+                    _check_width(path, int(parts[1]) if is_header else len(parts) - 1, width)
+                    if is_header:
                         continue
                 word, _, rest = line.partition(b" ")
                 row = rows.get(word)
@@ -38,7 +39,7 @@ def read_word_vectors(path: Path, words: Sequence[str], width: int) -> tuple[np.
                     continue
                 numbers = rest.split()
                 if len(numbers) > width:
-                    continue  # an entry of several words that starts with this one
+                    continue  # the file's entry consists of several words, of which this is only the first
                 vectors[row] = _parse(path, number, numbers, width)
                 given[row] = True
     except OSError as error:
@@ -73,7 +74,7 @@ def _parse(path: Path, line: int, numbers: Sequence[bytes], width: int) -> np.nd
 
 
 def describe_missing(words: Sequence[str], given: np.ndarray) -> str:
-    """How many words have a vector, and which have none; special tokens never have one and are not listed."""
+    """A sentence: how many words have a vector, and which lack one. Special tokens never have one and are left out."""
     missing = [word for word, has_vector in zip(words, given, strict=True) if not has_vector and word not in SPECIALS]
     text = f"{int(given.sum()):,} of {len(words) - len(SPECIALS):,} words have a given vector"
     if missing:

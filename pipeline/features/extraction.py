@@ -1,10 +1,10 @@
-"""Extraction of features into the store, with Ray Data (used only here).
+"""Extraction of features into the store, with Ray Data.
 
-A table of content keys and URIs is read, decoded and resized in CPU tasks; a pool of actors with the backbone computes
-features and writes shards. Actors return only keys and reasons, so features never enter Ray's object store.
+CPU tasks read, decode and resize the images of a table of content keys and URIs. A pool of actors with the backbone
+computes features and writes shards. Actors return only keys and reasons, so features never enter Ray's object store.
 
-For few images the same tasks also run the backbone. Ray keeps a task's process for the next extraction, with the
-modules it has imported, whereas an actor's process ends with the actor.
+For few images the same tasks also run the backbone. This is faster for repeated extractions, because Ray reuses a
+task's process with its imported modules, whereas an actor's process ends with the actor.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ from pipeline.storage.weights import load_weights, weights_file_digest
 
 logger = logging.getLogger(__name__)
 
-ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}  # set before the actor starts, because Ray's threads create arenas early
+# Limits memory. It must be set before an actor starts, because Ray's threads create arenas.
+ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
 QUARANTINE = pa.schema([("uri", pa.string()), ("key", pa.string()), ("reason", pa.string())])
 
 
 @dataclass(frozen=True)
 class Extractor:
-    """What determines features: a backbone, the file with its weights, and the numeric settings."""
+    """The settings that determine features: the backbone, the file with its weights, and the numeric settings."""
 
     backbone: BackboneConfig
     weights: Path  # safetensors file of the backbone's state
@@ -58,12 +59,12 @@ class Extractor:
     options: StorageOptions = StorageOptions()
 
     def describe(self) -> dict[str, Any]:
-        """Everything that changes a feature; `compute_dtype: auto` is resolved, so that a store has one precision."""
+        """Everything that changes a feature. `auto` becomes a concrete dtype, so that a store has one precision."""
 
         architecture = {
-            k: v
-            for k, v in asdict(self.backbone).items()
-            if k not in ("weights", "drop_path", "gradient_checkpointing")
+            key: value
+            for key, value in asdict(self.backbone).items()
+            if key not in ("weights", "drop_path", "gradient_checkpointing")
         }
         return {
             "backbone": architecture,
@@ -78,15 +79,15 @@ class Plan(NamedTuple):
     """The images of an extraction."""
 
     num_images: int  # distinct images in the data set
-    missing: pa.Table  # columns key and uri of images to compute, each content key once
-    unusable: dict[str, str]  # {content key: reason} of images known to give no features
+    missing: pa.Table  # columns key and uri of the images to compute; every content key occurs once
+    unusable: dict[str, str]  # {content key: reason} of images that an earlier extraction could not use
 
 
 def resolve_dtype(name: str) -> str:
     """The dtype of `auto`: bfloat16 with hardware support (CUDA since Ampere, AVX512-BF16), else float32."""
     if name != "auto":
         return name
-    if sys.platform == "linux" and not Path("/dev/nvidiactl").exists():  # avoids importing torch, which takes seconds
+    if sys.platform == "linux" and not Path("/dev/nvidiactl").exists():  # without a GPU, torch need not be imported
         return "bfloat16" if "avx512_bf16" in Path("/proc/cpuinfo").read_text() else "float32"
     import torch
 
@@ -96,7 +97,7 @@ def resolve_dtype(name: str) -> str:
 
 
 def plan_extraction(dataset: Dataset, folder: StoragePath, max_pixels: int) -> Plan:
-    """The images of a data set (with content keys) that a store lacks; about 1 s per million images."""
+    """The images of a data set (with content keys) that a store lacks. Takes about 1 s per million images."""
     table = dataset.known().table.select(["key", "uri"])
     keys = pc.unique(table["key"])
     unique = table.take(pc.index_in(keys, value_set=table["key"])) if len(keys) < len(table) else table
@@ -105,7 +106,7 @@ def plan_extraction(dataset: Dataset, folder: StoragePath, max_pixels: int) -> P
         for row in _read_quarantine(folder)
         if row["key"]
         and not row["reason"].startswith(UNREADABLE)
-        # an image too large for another limit may be within this one
+        # An image that was too large for another limit may be within `max_pixels`, so only this limit counts.
         and ("pixels, more than" not in row["reason"] or row["reason"].endswith(f" {max_pixels}"))
     }
     stored = pa.chunked_array([pa.array(FeatureStore(folder).contains(unique["key"]))])
@@ -125,8 +126,8 @@ def extract(
     """Computes the features that the store lacks, for every image of the data set.
 
     Identical images are computed once. Returns the store's folder and {content key: reason} of images that cannot be
-    decoded. Those and `unreadable` ({URI: reason}, from the content keys) are listed in `quarantine.parquet`. Calls
-    `start_ray` only when there is something to compute. Memory: keys and URIs of the data set in the driver.
+    decoded. `quarantine.parquet` lists these images and those in `unreadable` ({URI: reason}). `start_ray` is called
+    only when an image is missing. The driver's memory holds the keys and URIs of the data set.
     """
     description = extractor.describe()
     folder = storage_path(features) / feature_key(description)
@@ -166,18 +167,20 @@ def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Ite
         "max_pixels": extractor.max_pixels,
         "options": extractor.options,
     }
-    weights = ray.put(extractor.weights.read_bytes()) if folder.is_remote else None  # the file is local to the driver
+    weights = (
+        ray.put(extractor.weights.read_bytes()) if folder.is_remote else None
+    )  # workers cannot read the driver's file
     arguments = {
         "folder": folder,
         "extractor": extractor,
         "dtype": resolve_dtype(settings.compute_dtype),
         "weights": weights,
     }
-    few = count <= settings.max_images_for_tasks and not settings.gpus_per_actor
-    # Blocks are small enough to spread the decoding; for few images each block is one task and one shard.
-    step = settings.rows_per_shard if few else max(1, min(settings.rows_per_shard, -(-count // 8)))
+    uses_tasks = count <= settings.max_images_for_tasks and not settings.gpus_per_actor
+    # With actors, blocks are small enough to decode in parallel. With tasks, a block is one task and one shard.
+    step = settings.rows_per_shard if uses_tasks else max(1, min(settings.rows_per_shard, -(-count // 8)))
     source = ray.data.from_arrow([missing.slice(start, step).combine_chunks() for start in range(0, count, step)])
-    if few:
+    if uses_tasks:
         computed = source.map_batches(
             _decode_and_compute,  # type: ignore[arg-type]
             fn_kwargs={"decoding": decoding, **arguments},
@@ -190,7 +193,7 @@ def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Ite
             decode_batch,  # type: ignore[arg-type]
             fn_kwargs=decoding,
             batch_size=None,
-            num_cpus=0.4,  # different from the actors': Ray Data would fuse decoding into actors with equal resources
+            num_cpus=0.4,  # not the actors' 0.5: Ray Data would run the decoding inside actors with equal resources
         )
         computed = decoded.map_batches(
             ShardWriter,
@@ -208,12 +211,13 @@ def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Ite
 def _decode_and_compute(
     batch: dict[str, np.ndarray], decoding: dict[str, Any], **arguments: Any
 ) -> dict[str, np.ndarray]:
+    """A task that decodes a batch, computes its features and writes them as one shard."""
     return _writer(**arguments)(decode_batch(batch, **decoding))
 
 
 @lru_cache(maxsize=1)
 def _writer(**arguments: Any) -> ShardWriter:
-    """One writer per process for all tasks of an extraction; the next extraction's replaces it."""
+    """The process's writer for all tasks of an extraction. The writer of the next extraction replaces it."""
     return ShardWriter(**arguments)
 
 
@@ -256,10 +260,10 @@ class ShardWriter:
         return {"key": batch["key"], "reason": reasons.astype(str)}
 
     def features(self, pixels: np.ndarray) -> np.ndarray:
-        """(B, H, W, 3) uint8 to (B, N, C) in the stored dtype.
+        """Features (B, N, C) in the stored dtype of pixels (B, H, W, 3) uint8.
 
-        The last batch is padded with black images: the batch size selects kernels, and with one size an image's
-        features have the same bits whatever else is in its batch.
+        Black images fill up the last batch. The batch size selects kernels, so with one size the features of an image
+        have the same bits whatever else is in its batch.
         """
         import torch
 
@@ -287,13 +291,13 @@ def _read_quarantine(folder: StoragePath) -> list[dict[str, Any]]:
 def write_quarantine(
     folder: StoragePath, dataset: Dataset, unusable: dict[str, str], unreadable: dict[str, str]
 ) -> None:
-    """Lists `unusable` ({content key: reason}) and `unreadable` ({URI: reason}) in place of the data set's images.
+    """Replaces the quarantine's rows of this data set by `unusable` ({content key: reason}) and `unreadable`.
 
-    Images of other data sets remain in the list.
+    unreadable: {URI: reason}. The rows of other data sets remain.
     """
     before = _read_quarantine(folder)
-    listed = pa.array([row["uri"] for row in before], pa.string())
-    in_dataset = pc.is_in(listed, value_set=dataset.table["uri"]).to_pylist()
+    listed_uris = pa.array([row["uri"] for row in before], pa.string())
+    in_dataset = pc.is_in(listed_uris, value_set=dataset.table["uri"]).to_pylist()
     rows = {row["uri"]: row for row, replaced in zip(before, in_dataset, strict=True) if not replaced}
     table = dataset.table.filter(pc.is_in(dataset.table["key"], value_set=pa.array(list(unusable), pa.string())))
     for row in table.select(["uri", "key"]).to_pylist():

@@ -16,14 +16,14 @@ from pipeline.features.store import FeatureStore
 from pipeline.storage.cache import ImageCache
 from pipeline.storage.path import StorageOptions, StoragePath, is_remote
 
-NUM_REMOTE_THREADS = 8  # per worker: a request waits most of its time
+NUM_REMOTE_THREADS = 8  # threads per worker; they mostly wait for requests
 
 
 class Images:
-    """Model inputs of a data set's images: from a feature store, otherwise pixels decoded by a pool of threads.
+    """Model inputs of a data set's images: features from a store, or without a store pixels.
 
-    Decoding and resizing release the interpreter's lock, so that threads suffice and nothing is copied between
-    processes. Images on S3 are read in parallel, and only once with a cache.
+    A pool of threads decodes pixels. Decoding and resizing release the interpreter's lock, so no processes are needed
+    and nothing is copied between them. Images on S3 are read in parallel, and with a cache only once.
     """
 
     def __init__(
@@ -48,9 +48,10 @@ class Images:
         return len(self.uris)
 
     def load(self, rows: np.ndarray) -> Features:
-        """Features (len(rows), N, C) with the lengths and boxes of regions, or normalized pixels (len(rows), 3, H, W).
+        """The float32 inputs of these rows, as tokens.
 
-        Tokens are float32.
+        From a store: features (len(rows), N, C), for regions with lengths and boxes. Else: normalized pixels
+        (len(rows), 3, H, W).
         """
         if self.store is None or self.positions is None:
             assert self.pool is not None
@@ -65,6 +66,6 @@ class Images:
 
     def _pixels(self, row: int) -> Tensor:
         assert self.transform is not None
-        where, key = StoragePath(self.uris[row], self.options), self.keys[row]
-        data = self.cache.read(where, key) if self.cache and where.is_remote and key else where.read_bytes()
+        path, key = StoragePath(self.uris[row], self.options), self.keys[row]
+        data = self.cache.read(path, key) if self.cache and path.is_remote and key else path.read_bytes()
         return self.transform(decode_image(data, self.max_pixels))

@@ -1,7 +1,7 @@
-"""Region features of a detector (`features.hdf5`), imported into the feature store in place of a backbone's features.
+"""Imports a detector's region features (`features.hdf5`), which replace a backbone's, into the feature store.
 
-Rows are padded with zeros to `features.max_regions`; the store holds the length and the boxes of each row. Images are
-keyed by their id, because the image files need not exist.
+Rows are padded with zeros to `features.max_regions`; the store holds the length and the boxes of each row. The content
+key of an image contains its id instead of a hash, because the image files need not exist.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 def feature_width(dataset: Dataset, config: RunConfig) -> int:
-    """Width of the features, from the first image of the data set that is in the file.
+    """The width of the features of the first image of the data set that the file has.
 
-    Raises UserError when no image is, and when the model needs boxes and the file has none for the image.
+    Raises UserError when the file has no image of the data set, or lacks boxes that the model needs.
     """
     with open_regions(region_file(config)) as file:
         for image_id in dataset.column("image_id"):
@@ -48,7 +48,7 @@ def feature_width(dataset: Dataset, config: RunConfig) -> int:
 
 
 def missing_regions(dataset: Dataset, config: RunConfig) -> dict[str, str]:
-    """{key: reason} of images (keyed by id) that are not in the file. Raises UserError as `import_regions`."""
+    """{key: reason} of images that the file lacks. Raises UserError as `import_regions` does."""
     with open_regions(region_file(config)) as file:
         _check_file(file, dataset.column("image_id"), dataset.column("image_id"), config)
         rows = zip(dataset.column("key"), dataset.column("image_id"), strict=True)
@@ -60,7 +60,7 @@ def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, di
 
     Returns the store's folder and {key: reason} of images without usable features. Raises UserError when the file is
     missing or not HDF5, when widths differ, when an image has more regions than `features.max_regions`, and when the
-    model needs boxes and an image has none. Memory: one shard.
+    model needs boxes and an image has none. Memory holds one shard at a time.
     """
     settings = config.features
     description = {"source": "hdf5", "file": ends_digest(region_file(config)), "regions": settings.max_regions}
@@ -87,7 +87,7 @@ def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, di
 
 
 def region_file(config: RunConfig) -> Path:
-    """The HDF5 file that a configuration names; the synthetic data set's is written when it does not exist yet."""
+    """The HDF5 file that a configuration names. A missing file of the synthetic data set is written first."""
     if config.features.hdf5 != SYNTHETIC or config.data.synthetic is None:
         return Path(str(config.features.hdf5)).expanduser().absolute()
     from pipeline.data.synthetic_regions import file_name, scene_regions
@@ -107,7 +107,7 @@ def _check_file(file: Any, image_ids: Sequence[int], new_ids: Sequence[int], con
 
 
 def _require_boxes(file: Any, image_ids: Sequence[int], config: RunConfig) -> None:
-    """Images without features are not checked: they are quarantined."""
+    """Raises UserError for an image with features but no boxes. Images without features are quarantined instead."""
     for image_id in image_ids:
         if f"{image_id}_boxes" not in file and f"{image_id}_features" in file:
             raise UserError(
@@ -117,6 +117,7 @@ def _require_boxes(file: Any, image_ids: Sequence[int], config: RunConfig) -> No
 
 
 def _require_max_regions(file: Any, image_ids: Sequence[int], config: RunConfig) -> None:
+    """Raises UserError for an image with more regions than `features.max_regions`."""
     limit = config.features.max_regions
     for image_id in image_ids:
         features = file.get(f"{image_id}_features")
@@ -128,7 +129,7 @@ def _require_max_regions(file: Any, image_ids: Sequence[int], config: RunConfig)
 
 
 def _import_shard(file: Any, rows: pa.Table, width: int, folder: StoragePath, config: RunConfig) -> dict[str, str]:
-    """Writes the usable images of `rows` as one shard. Returns {key: reason} of the others."""
+    """Writes the usable images of `rows` as one shard. Returns {key: reason} of the unusable images."""
     settings = config.features
     images: dict[str, tuple[np.ndarray, np.ndarray | None]] = {}
     unusable = {}
@@ -156,15 +157,15 @@ def _import_shard(file: Any, rows: pa.Table, width: int, folder: StoragePath, co
     return unusable
 
 
-# The layout that bottom-up attention and the Meshed-Memory Transformer use, in HDF5:
+# The functions below read and write the HDF5 layout of bottom-up attention and the Meshed-Memory Transformer:
 # `<image_id>_features` (regions, C) and `<image_id>_boxes` (regions, 4).
 
-_DIGEST_BYTES = 16 * 2**20  # at each end of a file
+_DIGEST_BYTES = 16 * 2**20  # the digest covers this many bytes at the start and at the end of a file
 
 
 def ends_digest(path: Path) -> str:
-    """Digest of a file's size and its first and last bytes: detector files have up to hundreds of gigabytes."""
-    _require(path)
+    """Digest of a file's size, first and last bytes: a file of hundreds of gigabytes would take too long to read."""
+    _require_file(path)
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
@@ -188,7 +189,7 @@ def open_regions(path: Path) -> Iterator[Any]:
     """The open HDF5 file. Raises UserError when it is missing or not HDF5."""
     import h5py
 
-    _require(path)
+    _require_file(path)
     try:
         file = h5py.File(path, "r")
     except OSError as error:
@@ -198,9 +199,9 @@ def open_regions(path: Path) -> Iterator[Any]:
 
 
 def read_image(file: Any, image_id: int, max_regions: int, dtype: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """Features (R, C) and boxes (R, 4) of one image: the first `max_regions`, which are the most confident ones.
+    """Features (R, C) and boxes (R, 4) of the first `max_regions` regions of an image, which are the most confident.
 
-    Raises ValueError with the reason for an image without usable features or with boxes that do not fit.
+    Raises ValueError with the reason when the image has no usable features, or boxes of another shape.
     """
     stored = file.get(f"{image_id}_features")
     if stored is None:
@@ -222,6 +223,6 @@ def read_image(file: Any, image_id: int, max_regions: int, dtype: str) -> tuple[
     return features, boxes
 
 
-def _require(path: Path) -> None:
+def _require_file(path: Path) -> None:
     if not path.is_file():
         raise UserError(f"features.hdf5: file {path} does not exist; give the detector features' HDF5 file")

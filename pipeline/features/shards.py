@@ -1,7 +1,7 @@
-"""Rows of fixed-stride shards: from memory maps of local files, or from ranges of remote files too large to stage.
+"""Reads rows of shards: from memory maps of local files, or in ranges from remote files that exceed the cache.
 
-Rows are read in their order on disk, after the kernel has been advised of all of them. With a cold cache this keeps
-the disk's queue full instead of waiting for one read at a time.
+All rows of a shard have the same size. The kernel is first advised of all rows that will be read, and the rows are read
+in their order on disk. So the kernel reads them ahead, instead of one row at a time.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import numpy as np
 from pipeline.storage.cache import ShardCache
 from pipeline.storage.path import StoragePath
 
-MAX_OPEN = 400  # each map holds a file descriptor; the usual limit is 1,024
-_HEADER_BYTES = 256  # more than numpy writes before the data of an array of few dimensions
+MAX_OPEN = 400  # shards; each needs a file descriptor, of which a process usually has at most 1,024
+_HEADER_BYTES = 256  # numpy's header of an array of few dimensions is shorter
 
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """What the manifest holds about a shard: its name, the digest and size of its file, the digest of its boxes."""
+    """The manifest's columns about a shard: its name, the digest and size of its file, the digest of its boxes."""
 
     shard: str
     sha256: str
@@ -34,7 +34,7 @@ class ShardInfo:
 
 
 class _Shard:
-    """One shard: shape, dtype, and a memory map of the local file or the remote path to read ranges from."""
+    """One open shard. A local shard has a memory map; of a remote shard, `map` is None and rows are read in ranges."""
 
     def __init__(self, path: StoragePath, local: Path | None) -> None:
         self.path = path
@@ -42,7 +42,7 @@ class _Shard:
         if local is not None:
             with local.open("rb") as file:
                 self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self.map.madvise(mmap.MADV_RANDOM)  # otherwise each access reads megabytes ahead
+            self.map.madvise(mmap.MADV_RANDOM)  # without this advice each access would read megabytes ahead
             header = self.map[:_HEADER_BYTES]
         else:
             header = path.read_range(0, _HEADER_BYTES)
@@ -66,7 +66,7 @@ class _Shard:
 
 
 def read_header(data: bytes) -> tuple[tuple[int, ...], np.dtype, int]:
-    """Shape, dtype and offset of the data of an .npy file from its first bytes. ValueError for anything else."""
+    """Shape, dtype and offset of the data of an .npy file, from its first bytes. Raises ValueError for other bytes."""
     stream = io.BytesIO(data)
     version = np.lib.format.read_magic(stream)
     if version != (1, 0):
@@ -78,17 +78,17 @@ def read_header(data: bytes) -> tuple[tuple[int, ...], np.dtype, int]:
 
 
 class ShardMaps:
-    """The shards of a store, opened at first use; of more than MAX_OPEN the least recently used is closed."""
+    """The shards of a store. A shard is opened at first use; beyond MAX_OPEN the least recently used one is closed."""
 
     def __init__(self, folder: StoragePath, infos: Sequence[ShardInfo], cache: ShardCache | None) -> None:
         self.folder, self.infos, self.cache = folder, infos, cache
-        if cache is not None:  # shards beyond the cache's limit would evict others: they are read in ranges
+        if cache is not None:  # shards beyond the limit are read in ranges: they would evict others
             self._fits = np.cumsum([info.bytes for info in infos]) <= cache.limit
         self._open: OrderedDict[int, _Shard] = OrderedDict()
         self._boxes: dict[int, np.ndarray] = {}
 
     def read(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """(len(rows), N, C): row `rows[i]` of shard number `shards[i]`, read in the order of the disk."""
+        """The rows (len(rows), N, C): item i is row `rows[i]` of shard number `shards[i]`."""
         order = np.lexsort((rows, shards))
         if not len(order):
             return np.empty((0, 0, 0), np.float16)
@@ -111,14 +111,14 @@ class ShardMaps:
         return result
 
     def _stage(self, numbers: np.ndarray) -> None:
-        """Copies missing shards to the cache, several at a time."""
+        """Copies the shards that are not open to the cache, several at a time."""
         if self.cache is not None:
             new = [int(number) for number in numbers if int(number) not in self._open]
             if len(new) > 1:
                 with ThreadPoolExecutor(4) as pool:
-                    list(pool.map(self._local, new))
+                    list(pool.map(self._local_file, new))
 
-    def _local(self, number: int) -> Path | None:
+    def _local_file(self, number: int) -> Path | None:
         """The local file of a shard; None for a remote one that does not fit the cache."""
         info = self.infos[number]
         path = self.folder / f"{info.shard}.npy"
@@ -127,7 +127,7 @@ class ShardMaps:
         return self.cache.get(path, info.bytes, info.sha256) if self._fits[number] else None
 
     def read_boxes(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """(len(rows), N, 4) float32."""
+        """The boxes (len(rows), N, 4) float32: item i is row `rows[i]` of shard number `shards[i]`."""
         return np.stack([self._boxes_of(int(shard))[row] for shard, row in zip(shards, rows, strict=True)])
 
     def _boxes_of(self, number: int) -> np.ndarray:
@@ -136,16 +136,17 @@ class ShardMaps:
             if info.boxes_sha256:
                 data = (self.folder / f"{info.shard}.boxes.npy").read_bytes()
                 self._boxes[number] = np.load(io.BytesIO(data), allow_pickle=False)
-            else:  # a detector's file may have boxes for some images only
+            else:  # zeros, because a detector's file may have boxes for some images only
                 rows, regions = self._shard(number).shape[:2]
                 self._boxes[number] = np.zeros((rows, regions, 4), np.float32)
         return self._boxes[number]
 
     def _shard(self, number: int) -> _Shard:
+        """The open shard; opens it, and closes another one if too many are open."""
         shard = self._open.get(number)
         if shard is None:
             path = self.folder / f"{self.infos[number].shard}.npy"
-            shard = self._open[number] = _Shard(path, self._local(number))
+            shard = self._open[number] = _Shard(path, self._local_file(number))
             if len(self._open) > MAX_OPEN:
                 self._open.popitem(last=False)  # unmapped once no array refers to it
         else:

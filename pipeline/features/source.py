@@ -1,4 +1,4 @@
-"""Where the features of a run come from: a backbone over the image files, or a file of a detector's region features."""
+"""The source of a run's features: a backbone that reads the image files, or a file of region features."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ class FeatureSource(ABC):
         start_ray: Callable[[], None],
         unreadable: dict[str, str] | None = None,
     ) -> Extracted:
-        """Features of every image of the data set that the store lacks.
+        """Adds the features of the data set's images that the store lacks.
 
-        weights: the backbone's, None without a backbone. start_ray is called only when there is something to compute.
-        unreadable: {URI: reason} of images without a content key, for the quarantine's list.
+        weights: the file of the backbone's weights; None without a backbone. start_ray: called only when features must
+        be computed. unreadable: {URI: reason} of images without a content key, which the quarantine lists.
         """
 
     @abstractmethod
     def for_bundles(self, dataset: Dataset) -> tuple[Dataset, StoragePath | None]:
-        """What bundles caption: the images that can be captioned, and the store with their features.
+        """The images that a bundle can caption, and the store with their features.
 
-        No store where bundles bring their backbone and read the image files.
+        The store is None when the bundle contains a backbone, which reads the image files.
         """
 
     @abstractmethod
     def describe(self, num_tokens: int, num_parameters: int) -> str:
-        """One line for people. num_parameters: the backbone's."""
+        """One line of text for the log. num_parameters: number of parameters of the backbone."""
 
 
 class BackboneFeatures(FeatureSource):
@@ -92,7 +92,7 @@ class BackboneFeatures(FeatureSource):
 
 
 class RegionFeatures(FeatureSource):
-    """Region features that a detector wrote to `features.hdf5`. Images are keyed by their id."""
+    """Region features that a detector wrote to `features.hdf5`. An image's content key is made from its id."""
 
     def extract(
         self,

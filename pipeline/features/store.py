@@ -1,15 +1,15 @@
-"""The feature store: fixed-stride shards of features, addressed by content key, read through memory maps.
+"""The feature store: files of features, called shards, in which content keys name the images.
 
     features/<feature_key>/shards/<name>.npy        (rows, N, C), one dtype
                            shards/<name>.boxes.npy  (rows, N, 4) float32, only for regions
-                           manifest/<name>.parquet  key, shard, row, digests, length; written after its shard
-                           index.parquet            all manifests in one file, a cache for opening a large store
+                           manifest/<name>.parquet  key, shard, row, digests, length; written after the shard
+                           index.parquet            all manifests in one file, to open a large store faster
                            quarantine.parquet       images without features, with the reason
                            COMPLETE                 JSON: number of rows, and the description of the extraction
 
-Readers ignore a shard without a manifest: its writer died, and a later extraction removes it. A shard's name is a hash
-of its content keys, so a repeated task writes the same file again, and concurrent extractions cannot damage each other.
-The folder is local or on S3; remote shards are staged to a bounded local cache.
+Readers ignore a shard without a manifest: its writer died, and a later extraction removes the shard. A shard's name is
+a hash of its content keys. So a repeated task writes the same file again, and concurrent extractions do no damage.
+The folder is local or on S3. Remote shards are copied to a local cache of limited size.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ MANIFEST = pa.schema(
         ("key", pa.string()),  # content key of the image
         ("shard", pa.string()),
         ("row", pa.int32()),
-        ("sha256", pa.string()),  # of the shard file
+        ("sha256", pa.string()),  # digest of the shard file
         ("bytes", pa.int64()),  # size of the shard file
         ("length", pa.int32()),  # number of regions in the row; null for grids, where every token counts
-        ("boxes_sha256", pa.string()),  # of the file of boxes; null without boxes
+        ("boxes_sha256", pa.string()),  # digest of the file of boxes; null without boxes
     ]
 )
 INDEX = "index.parquet"
-MAX_LOOSE_PARTS = 16  # the index is rewritten when more manifests than this are not in it
+MAX_LOOSE_PARTS = 16  # the index is rewritten when it lacks more manifests than this
 CACHE_BYTES = 50 * 2**30
 ContentKeys: TypeAlias = Sequence[str] | pa.Array | pa.ChunkedArray
 
@@ -59,17 +59,17 @@ class Regions(NamedTuple):
 
 
 def feature_key(description: dict[str, Any]) -> str:
-    """Name of a store: a hash of everything that changes features (backbone, weights, transform, dtypes)."""
+    """The name of a store: a hash of the description, which contains everything that changes features."""
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:20]
 
 
 def shard_name(content_keys: Sequence[str]) -> str:
-    """Name of the shard with these rows: a hash of their content keys."""
+    """The name of the shard of these images: a hash of their content keys."""
     return hashlib.sha256("\n".join(content_keys).encode()).hexdigest()[:32]
 
 
 def has_shard(folder: StoragePath | Path, content_keys: Sequence[str]) -> bool:
-    """Whether a shard with exactly these rows exists (a repeated task asks before it computes)."""
+    """Whether a shard of exactly these images exists, so that a repeated task need not compute it again."""
     return (storage_path(folder) / f"manifest/{shard_name(content_keys)}.parquet").exists()
 
 
@@ -80,15 +80,15 @@ def write_shard(
     lengths: Sequence[int] | None = None,
     boxes: np.ndarray | None = None,
 ) -> None:
-    """Writes `features` (rows, N, C) of the images with these content keys: the shard, then its manifest.
+    """Writes a shard of `features` (rows, N, C) for the images with these content keys, then the shard's manifest.
 
-    lengths (rows,), boxes (rows, N, 4): for regions.
+    lengths (rows,), boxes (rows, N, 4): only for regions.
     """
     root, name, count = storage_path(folder), shard_name(content_keys), len(content_keys)
-    body, boxes_digest = _npy(features), None
+    body, boxes_digest = _npy_bytes(features), None
     (root / f"shards/{name}.npy").write_bytes(body)
     if boxes is not None:
-        boxes_body = _npy(boxes.astype(np.float32))
+        boxes_body = _npy_bytes(boxes.astype(np.float32))
         boxes_digest = hashlib.sha256(boxes_body).hexdigest()
         (root / f"shards/{name}.boxes.npy").write_bytes(boxes_body)
     rows = {
@@ -103,17 +103,17 @@ def write_shard(
     write_table(root / f"manifest/{name}.parquet", pa.table(rows, schema=MANIFEST))
 
 
-def _npy(array: np.ndarray) -> memoryview:
+def _npy_bytes(array: np.ndarray) -> memoryview:
     buffer = io.BytesIO()
     np.save(buffer, np.ascontiguousarray(array), allow_pickle=False)
     return buffer.getbuffer()
 
 
 class FeatureStore:
-    """Read access to the rows that a store has when it is opened.
+    """Reads the features of a store. Rows that are written after it is opened are not visible.
 
-    Opening reads the index and the manifests that are not in it: about 0.3 s for a million rows. Shards are mapped
-    (and, from S3, staged) at first use.
+    Opening reads the index and the manifests that the index lacks, which takes about 0.3 s for a million rows. Shards
+    are opened at first use.
     """
 
     def __init__(
@@ -142,13 +142,13 @@ class FeatureStore:
         return bool(self.contains([content_key])[0])
 
     def contains(self, content_keys: ContentKeys) -> np.ndarray:
-        """Boolean (len(content_keys),). Cost per call: one hash table over the store's keys."""
+        """Whether the store has each image (len(content_keys),). A call builds a hash table of the store's keys."""
         return pc.is_in(_as_array(content_keys), value_set=self.keys).to_numpy(zero_copy_only=False)
 
     def locate(self, content_keys: ContentKeys) -> np.ndarray:
         """Positions (len(content_keys),) int64 for `gather_at`, for repeated access to the same images.
 
-        Raises KeyError naming the first key that the store lacks. Cost per call: one hash table over the store's keys.
+        Raises KeyError naming the first key that the store lacks. A call builds a hash table of the store's keys.
         """
         requested = _as_array(content_keys)
         positions = pc.index_in(requested, value_set=self.keys)
@@ -158,25 +158,27 @@ class FeatureStore:
         return positions.to_numpy(zero_copy_only=False).astype(np.int64)
 
     def gather(self, content_keys: Sequence[str]) -> np.ndarray:
-        """Features (len(content_keys), N, C) in the order of the keys. Raises KeyError for a key that is missing."""
+        """Features (len(content_keys), N, C) in the order of the keys. Raises KeyError for a missing key."""
         if not self._positions and len(self.keys):
             self._positions = {key: position for position, key in reversed(list(enumerate(self.keys.to_pylist())))}
         positions = [self._positions.get(key, -1) for key in content_keys]
-        return self.gather_at(np.array(positions, np.int64) if -1 not in positions else self.locate(content_keys))
+        if -1 in positions:
+            self.locate(content_keys)  # raises KeyError naming the missing key
+        return self.gather_at(np.array(positions, np.int64))
 
     def gather_at(self, positions: np.ndarray) -> np.ndarray:
-        """As `gather`, with positions from `locate`."""
+        """The features that `gather` returns, for positions from `locate`."""
         return self._maps.read(self._shard[positions], self._row[positions])
 
     def gather_regions(self, content_keys: Sequence[str]) -> Regions:
-        """Features with lengths and boxes; a grid's rows have their full length and no boxes."""
+        """Features with lengths and boxes. A grid's rows have the full length, and its boxes are None."""
         positions = self.locate(content_keys)
         features = self.gather_at(positions)
         lengths, boxes = self.regions_at(positions)
         return Regions(features, np.full(len(positions), features.shape[1]) if lengths is None else lengths, boxes)
 
     def regions_at(self, positions: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Lengths (len(positions),) int64 and boxes (len(positions), N, 4) of regions; None when there are none."""
+        """Lengths (len(positions),) int64 and boxes (len(positions), N, 4) of regions, or None."""
         lengths = self._length[positions].astype(np.int64)
         if (lengths < 0).any():
             return None, None
@@ -189,10 +191,11 @@ class FeatureStore:
         """Reads the whole store; returns one sentence for each damaged shard."""
         rows = np.bincount(self._shard, minlength=len(self.shards))
         with ThreadPoolExecutor(4) as pool:  # hashing and reading release the interpreter's lock
-            errors = pool.map(self._damage, self._infos, rows)
+            errors = pool.map(self._find_damage, self._infos, rows)
         return [error for error in errors if error]
 
-    def _damage(self, info: ShardInfo, rows: int) -> str:
+    def _find_damage(self, info: ShardInfo, rows: int) -> str:
+        """A sentence about the damage of one shard; "" when it has none."""
         remedy = f"delete manifest/{info.shard}.parquet and {INDEX} in {self.folder} and extract again"
         files = {f"shards/{info.shard}.npy": info.sha256}
         if info.boxes_sha256:
@@ -217,13 +220,13 @@ def _as_array(content_keys: ContentKeys) -> pa.Array | pa.ChunkedArray:
 
 
 def open_store(folder: StoragePath | Path, settings: FeatureSection) -> FeatureStore:
-    """A store with a local cache of the configured size."""
+    """Opens a store with a local cache of the configured size."""
     return FeatureStore(folder, cache_bytes=int(settings.cache_gib * 2**30))
 
 
 def _read_manifest(folder: StoragePath) -> pa.Table:
-    """All rows of the store: the index less shards without a manifest, and the manifests that are not in it."""
-    for attempt in range(3):
+    """All rows of the store: those of the index with a manifest, and those that the index lacks."""
+    for attempt in range(3):  # another process may remove a manifest between its listing and its reading
         parts = {name.removesuffix(".parquet") for name in (folder / "manifest").list() if name.endswith(".parquet")}
         try:
             index = read_table(folder / INDEX, MANIFEST)
@@ -237,13 +240,16 @@ def _read_manifest(folder: StoragePath) -> pa.Table:
                 read = pool.map(lambda name: read_table(folder / f"manifest/{name}.parquet", MANIFEST), loose)
                 return pa.concat_tables([index, *read])
         except FileNotFoundError:
-            if attempt == 2:  # another process removes manifests while they are read
+            if attempt == 2:
                 raise
     raise AssertionError("unreachable")
 
 
 def write_index(folder: StoragePath | Path) -> None:
-    """Rewrites the index when many manifests are not in it. It is a cache: without it, opening takes longer."""
+    """Rewrites the index when it lacks many manifests, or has many that no longer exist.
+
+    A store works without an index, but takes longer to open.
+    """
     root = storage_path(folder)
     parts = sum(name.endswith(".parquet") for name in (root / "manifest").list())
     try:
@@ -257,17 +263,17 @@ def write_index(folder: StoragePath | Path) -> None:
 def remove_orphans(folder: StoragePath | Path, min_age_s: float = 3600) -> int:
     """Removes files that local writers left when they died; returns how many.
 
-    A file younger than `min_age_s` is kept: it may be the shard of a running extraction that has no manifest yet. On S3
-    there are no partial objects, and a repeated task reuses a shard without a manifest.
+    A file younger than `min_age_s` remains: it may be a shard whose manifest is not yet written.
+    On S3 nothing is removed, because objects there are never partial and a repeated task overwrites its shard.
     """
     root = storage_path(folder)
     if root.is_remote:
         return 0
-    named = {path.stem for path in (root.path / "manifest").glob("*.parquet")}
+    with_manifest = {path.stem for path in (root.path / "manifest").glob("*.parquet")}
     orphans = [
         path
         for path in (root.path / "shards").glob("*")
-        if path.suffix == ".tmp" or path.name.split(".")[0] not in named
+        if path.suffix == ".tmp" or path.name.split(".")[0] not in with_manifest
     ]
     orphans += [*(root.path / "manifest").glob(".*.tmp"), *root.path.glob(".*.tmp")]
     old = [path for path in orphans if path.stat().st_mtime < time.time() - min_age_s]

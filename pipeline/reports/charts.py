@@ -1,7 +1,7 @@
 """Geometry of the report's interactive charts: scales, ticks, smoothing and SVG paths.
 
-Coordinates are in percent of the plot's box (x to the right, y downwards), so that the page can stretch the lines
-without stretching text and strokes.
+Coordinates are percentages of the plot's width (x, to the right) and height (y, downwards), so that the page can
+stretch the lines without stretching text and strokes.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from dataclasses import dataclass
 
 Series = Sequence[tuple[int, float]]
 
-SMOOTH_ABOVE = 50  # a series with more values than this may get a running mean over its raw line
-NOISY_ABOVE = 4.0  # it gets one when its total variation is more than this many times its range
-DOTS_UP_TO = 30  # a series with at most this many values shows each as a dot
-MAX_POINTS = 240  # points of a line, more than a chart has pixels for
-LOG_ABOVE = 100.0  # ratio of the highest to the lowest value above which the scale is logarithmic
-PADDING = 0.06  # share of the value range that is added above and below
+SMOOTH_ABOVE = 50  # a series with more values than this is smoothed if it is noisy
+NOISY_ABOVE = 4.0  # a series is noisy when its total variation is more than this many times its range
+DOTS_UP_TO = 30  # a series with at most this many values shows each value as a dot
+MAX_POINTS = 240  # a line has at most this many points; a chart has too few pixels for more
+LOG_ABOVE = 100.0  # the scale is logarithmic when the highest value is at least this many times the lowest
+PADDING = 0.06  # the scale extends the range of values by this share at both ends
 
 
 @dataclass(frozen=True)
 class Tick:
+    """A labeled position on an axis, in percent."""
+
     at: float
     label: str
 
@@ -39,7 +41,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Plot:
-    """A chart ready for the template. `points` are (x, y, "step 1,200", value), which pointer and keys select."""
+    """A chart for the template. `points` are (x, y, "step 1,200", value); the reader selects one by pointer or keys."""
 
     name: str
     line: str
@@ -68,17 +70,17 @@ def number(value: float) -> str:
 
 
 def stage_plot(name: str, series: Series) -> Plot | None:
-    """The chart of one metric in one stage; None when it holds no finite value."""
+    """The chart of one metric in one stage; None when no value is finite."""
     return _plot(name, [("", series)])
 
 
 def overview_plot(name: str, stages: Sequence[tuple[str, Series]]) -> Plot | None:
-    """One metric over all stages, each of the same width, so that a short fine-tuning remains visible."""
+    """One metric over all stages. Stages have the same width, so that a short fine-tuning remains visible."""
     return _plot(name, stages)
 
 
 def _plot(name: str, stages: Sequence[tuple[str, Series]]) -> Plot | None:
-    given = sum(len(series) for _, series in stages)
+    num_values = sum(len(series) for _, series in stages)
     finite = [(stage, [(step, value) for step, value in series if math.isfinite(value)]) for stage, series in stages]
     finite = [(stage, sorted(series)) for stage, series in finite if series]
     if not finite:
@@ -89,20 +91,22 @@ def _plot(name: str, stages: Sequence[tuple[str, Series]]) -> Plot | None:
     points: list[tuple[float, float, str, str]] = []
     lines, raws, bands, windows = [], [], [], []
     for index, (stage, series) in enumerate(finite):
-        left, inner = index * width, width
+        left, line_width = index * width, width
         if len(finite) > 1:
             bands.append(Band(left, width, stage, f"{series[0][0]:,} to {series[-1][0]:,}"))
-            left, inner = left + 0.04 * width, 0.92 * width  # a gap between stages
+            left, line_width = left + 0.04 * width, 0.92 * width  # a gap between stages
         window = max(5, len(series) // 16) | 1 if is_noisy(series) else 1
         windows.append(window)
         smooth = thin(running_mean(series, window))
-        placed = _place(smooth, scale, left, inner, series)
-        points += [(*at, f"step {step:,}", number(value)) for at, (step, value) in zip(placed, smooth, strict=True)]
+        placed = _place(smooth, scale, left, line_width, series)
+        points += [
+            (*position, f"step {step:,}", number(value)) for position, (step, value) in zip(placed, smooth, strict=True)
+        ]
         lines.append(_path(placed))
         if window > 1:
-            raws.append(_path(_place(thin(series), scale, left, inner, series)))
+            raws.append(_path(_place(thin(series), scale, left, line_width, series)))
     notes = [scale.note, f"line: mean of {max(windows)} values" if max(windows) > 1 else ""]
-    notes.append(f"{given - len(values)} of {given} values not finite" if given > len(values) else "")
+    notes.append(f"{num_values - len(values)} of {num_values} values not finite" if num_values > len(values) else "")
     steps = (finite[0][1][0][0], finite[0][1][-1][0])
     last = finite[-1][1][-1]
     return Plot(
@@ -122,7 +126,7 @@ def _plot(name: str, stages: Sequence[tuple[str, Series]]) -> Plot | None:
 
 
 def is_noisy(series: Series) -> bool:
-    """Whether to smooth a series: it is long and goes up and down. A learning rate's steps are not smoothed."""
+    """Whether to smooth a series, because it is long and rises and falls often. A learning rate is not noisy."""
     if len(series) <= SMOOTH_ABOVE:
         return False
     values = [value for _, value in series]
@@ -131,7 +135,7 @@ def is_noisy(series: Series) -> bool:
 
 
 def running_mean(series: Series, window: int) -> list[tuple[int, float]]:
-    """Mean over the `window` (odd) values around each one; at the ends over fewer."""
+    """The mean over `window` (odd) values around each value; near the ends the mean is over fewer values."""
     if window <= 1:
         return list(series)
     sums = [0.0]
@@ -145,7 +149,7 @@ def running_mean(series: Series, window: int) -> list[tuple[int, float]]:
 
 
 def thin(series: Series, limit: int = MAX_POINTS) -> list[tuple[int, float]]:
-    """At most `limit` values: the first, the last, and the lowest and highest of equal runs, so that spikes remain."""
+    """At most `limit` values: the first, the last, and the lowest and highest of runs of equal length."""
     if len(series) <= limit:
         return list(series)
     runs = (limit - 2) // 2
@@ -158,38 +162,41 @@ def thin(series: Series, limit: int = MAX_POINTS) -> list[tuple[int, float]]:
 
 
 class _Scale:
-    """Values to percent from the top; logarithmic when they span more than two orders of magnitude."""
+    """Converts values to percent from the top. It is logarithmic when values differ by a factor of LOG_ABOVE."""
 
     def __init__(self, low: float, high: float) -> None:
         self.log = low > 0 and high / low >= LOG_ABOVE
         self.note = "log scale" if self.log else ""
         if self.log:
             low, high = math.log10(low), math.log10(high)
+        # Equal values have no range: the scale then extends by a tenth of the value, or by 1 around zero.
         margin = (high - low) * PADDING or abs(low) * 0.1 or 1.0
         # A scale that would start close to zero starts at zero, so that heights are proportional to values.
         from_zero = not self.log and 0 <= low <= 0.25 * high
         self.low, self.high = (0.0 if from_zero else low - margin), high + margin
 
-    def at(self, value: float) -> float:
+    def position(self, value: float) -> float:
         value = math.log10(value) if self.log else value
         return 100 * (self.high - value) / (self.high - self.low)
 
     def ticks(self) -> list[Tick]:
         if not self.log:
-            return [Tick(round(self.at(value), 2), number(value)) for value in nice_values(self.low, self.high, 4)]
+            return [
+                Tick(round(self.position(value), 2), number(value)) for value in nice_values(self.low, self.high, 4)
+            ]
         powers = range(math.floor(self.low), math.ceil(self.high) + 1)
         every = max(1, len(powers) // 4)
         values = [10.0**power for power in powers if self.low <= power <= self.high and power % every == 0]
-        return [Tick(round(self.at(value), 2), number(value)) for value in values]
+        return [Tick(round(self.position(value), 2), number(value)) for value in values]
 
 
 def nice_values(low: float, high: float, about: int) -> list[float]:
     """About `about` round values in [low, high], at distances of 1, 2, 2.5 or 5 times a power of ten."""
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
-    apart = next((factor * power for factor in (1, 2, 2.5, 5) if factor * power >= rough), 10 * power)
-    first, last = math.ceil(low / apart - 1e-9), math.floor(high / apart + 1e-9)
-    return [index * apart for index in range(first, last + 1)]
+    distance = next((factor * power for factor in (1, 2, 2.5, 5) if factor * power >= rough), 10 * power)
+    first, last = math.ceil(low / distance - 1e-9), math.floor(high / distance + 1e-9)
+    return [index * distance for index in range(first, last + 1)]
 
 
 def _step_ticks(first: int, last: int) -> list[Tick]:
@@ -200,10 +207,10 @@ def _step_ticks(first: int, last: int) -> list[Tick]:
 
 
 def _place(points: Series, scale: _Scale, left: float, width: float, series: Series) -> list[tuple[float, float]]:
-    """Points in percent of the box; the series fills `width`, and a single step is in the middle."""
+    """Positions in percent. The steps of `series` fill `width`; a single step is in the middle."""
     first, span = series[0][0], series[-1][0] - series[0][0]
     return [
-        (round(left + width * ((step - first) / span if span else 0.5), 2), round(scale.at(value), 2))
+        (round(left + width * ((step - first) / span if span else 0.5), 2), round(scale.position(value), 2))
         for step, value in points
     ]
 
@@ -237,13 +244,13 @@ class Histogram:
 
 
 def bin_width(highest: float) -> float:
-    """A round width with which at most 24 bins cover 0 to `highest`."""
+    """A round width of bins, so that at most 24 bins cover 0 to `highest`."""
     widths = (0.01, 0.02, 0.05, 0.1, 0.2, 0.25, 0.5, 1.0)
     return next((width for width in widths if highest / width < 24), highest / 20)
 
 
 def histogram(name: str, scores: Sequence[float], highest: float) -> Histogram:
-    """Counts of scores from 0 to `highest`, which is the same for histograms that are compared."""
+    """A histogram of scores from 0 to `highest`. Histograms to compare must have the same `highest`."""
     width = bin_width(highest)
     bins = max(1, math.floor(highest / width + 1e-9) + 1)
     counts = [0] * bins

@@ -1,7 +1,7 @@
-"""Cluster pictures of Ada-ClustFormer: patches and words of each layer, colored by cluster (its paper's Figure 5).
+"""Cluster pictures of Ada-ClustFormer: patches and words of each layer, colored by cluster (Figure 5 of the paper).
 
-`models/cluster_groups.py` defines clusters. A cluster gets the color of its largest part in the layer below if no
-adjacent cluster has that color; adjacent clusters never share a color while there are enough colors.
+`models/cluster_groups.py` defines clusters. A cluster consists of clusters of the layer below, and gets the color of
+the largest one unless an adjacent cluster has that color. Adjacent clusters differ in color if the colors suffice.
 """
 
 from __future__ import annotations
@@ -16,20 +16,26 @@ from PIL import Image, ImageDraw, ImageFont
 
 from models.cluster_groups import Clusters
 
-SIDE, MARGIN, TITLE, LINE, COLUMNS = 288, 12, 26, 28, 3
+SIDE, MARGIN, TITLE, LINE = (
+    288,
+    12,
+    26,
+    28,
+)  # pixels: side of an image, margin, height of a title and of a line of words
+COLUMNS = 3
 COLORS = (
     "#2e86ab", "#f6c445", "#d1495b", "#3fa34d", "#8e5bb5", "#ee8434",
     "#17a398", "#d987b8", "#8d6346", "#a6c24a", "#5f6f8c", "#c9c5b1",
 )  # fmt: skip
-VEIL = 0.55
+VEIL = 0.55  # opacity of the colors over the image
 
 
 @dataclass(frozen=True)
 class LayerColors:
-    """One layer: the index into COLORS of each grid cell (rows, columns) and of each word, or None.
+    """One layer: the index into COLORS of each grid cell (rows, columns) and of each word; None without clusters.
 
-    image_layer, word_layer: numbers of the encoder and decoder layer, 0 for none. num_cells, num_words: numbers of
-    clusters of patches and of words.
+    image_layer, word_layer: numbers of the encoder and decoder layer, 0 for none. num_cells: number of clusters of
+    patches. num_words: number of clusters of words.
     """
 
     image_layer: int
@@ -51,7 +57,7 @@ def _counted(count: int, name: str) -> str:
 
 
 def layer_colors(clusters: Clusters) -> list[LayerColors]:
-    """Every layer with clusters of patches or of words; there are no cells when image tokens do not form a grid."""
+    """Every layer with clusters of patches or words. Without a grid of image tokens, no layer has cells."""
     cells: dict[int, tuple[np.ndarray, int]] = {}
     words: dict[int, tuple[np.ndarray, int]] = {}
     if clusters.grid is not None:
@@ -70,21 +76,21 @@ def layer_colors(clusters: Clusters) -> list[LayerColors]:
 
 
 def _colored(layers: Sequence[np.ndarray]) -> list[tuple[np.ndarray, int]]:
-    """Colors of labels (rows, columns), from the lowest layer up, and the number of clusters of each layer."""
-    done: list[tuple[np.ndarray, int]] = []
+    """The colors (rows, columns) and the number of clusters of each layer, from the lowest layer up."""
+    colored: list[tuple[np.ndarray, int]] = []
     for labels in layers:
         neighbors = _neighbors(labels)
         sizes = Counter(labels.ravel().tolist())
         colors: dict[int, int] = {}
         for label, _ in sizes.most_common():
             taken = {colors[other] for other in neighbors.get(label, ()) if other in colors}
-            parts = Counter(done[-1][0][labels == label].tolist()) if done else Counter()
+            parts = Counter(colored[-1][0][labels == label].tolist()) if colored else Counter()
             preferred = [color for color, _ in parts.most_common()] or [label % len(COLORS)]
             choices = [*preferred, *((label + step) % len(COLORS) for step in range(len(COLORS)))]
             colors[label] = next((color for color in choices if color not in taken), preferred[0])
         painted = np.vectorize(colors.get, otypes=[np.int64])(labels) if labels.size else labels
-        done.append((painted, len(sizes)))
-    return done
+        colored.append((painted, len(sizes)))
+    return colored
 
 
 def _neighbors(labels: np.ndarray) -> dict[int, set[int]]:
@@ -117,7 +123,10 @@ def cluster_picture(image: Image.Image, words: Sequence[str], clusters: Clusters
 
 
 def veiled(image: Image.Image, cells: np.ndarray | None) -> Image.Image:
-    """The image, SIDE x SIDE, blended with its cells' colors, with lines between clusters; unchanged for one color."""
+    """The image (SIDE x SIDE) under the colors of its cells, with lines between clusters.
+
+    The image remains unchanged without cells, or when all have one color.
+    """
     picture = image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC)
     if cells is None or (cells == cells.flat[0]).all():
         return picture
@@ -136,7 +145,7 @@ def veiled(image: Image.Image, cells: np.ndarray | None) -> Image.Image:
 
 
 def _wrapped(words: Sequence[str], font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> list[int]:
-    """The number of the line for each word, so that no line is wider than a tile."""
+    """The line number of each word, so that no line is wider than a tile."""
     lines, line, used = [], 0, 0.0
     for word in words:
         width = font.getlength(word) + 10
@@ -178,7 +187,7 @@ def ink_on(color: str | None) -> str:
 
 
 def _rgb(color: str) -> tuple[int, ...]:
-    return tuple(int(color[place : place + 2], 16) for place in (1, 3, 5))
+    return tuple(int(color[start : start + 2], 16) for start in (1, 3, 5))
 
 
 def color_table() -> Iterable[tuple[str, str]]:
@@ -187,6 +196,6 @@ def color_table() -> Iterable[tuple[str, str]]:
 
 
 def write_cluster_picture(path: Path, image: Image.Image, words: Sequence[str], clusters: Clusters) -> None:
-    """`cluster_picture` as PNG."""
+    """Writes `cluster_picture` as a PNG file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     cluster_picture(image, words, clusters).save(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+# {(kind of journal entry, key): title of the picture}
 CURVES = {
     ("train", "loss"): "loss",
     ("train", "reward"): "reward (CIDEr-D)",
@@ -44,7 +45,7 @@ def write_curves(entries: list[dict[str, Any]], folder: Path) -> list[Path]:
 
 
 def _first_steps(entries: list[dict[str, Any]]) -> dict[str, int]:
-    """Number of steps before each stage."""
+    """The number of steps before each stage: the sum of the lengths of all earlier stages."""
     lengths: dict[str, int] = {}
     for entry in entries:
         lengths[entry["stage"]] = max(lengths.get(entry["stage"], 0), entry["step"])

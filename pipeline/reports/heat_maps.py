@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-SIDE, MARGIN, LABEL, COLUMNS = 224, 8, 26, 6
-RASTER = 24  # cells per side of the grid for region features
+SIDE, MARGIN, LABEL = 224, 8, 26  # pixels: side of an image, margin, height of a label
+COLUMNS = 6
+RASTER = 24  # region features are drawn on a grid with this many cells per side
 NOTE = """attention: where the last
 layer looked for the word
 
@@ -30,10 +31,10 @@ def grid_of(weights: np.ndarray) -> np.ndarray:
 
 
 def region_maps(weights: np.ndarray, boxes: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Weights (W, N) of regions as grids (W, RASTER * RASTER): a cell has the maximum of the regions that cover it.
+    """Weights (W, N) of regions as grids (W, RASTER * RASTER). A cell gets the largest weight of its regions.
 
-    boxes (N, 4): corners x0 y0 x1 y1, in pixels of a picture of `size` (width, height), or in shares of it when none is
-    above 1. Cells that no region covers have the minimum of all weights.
+    boxes (N, 4): corners x0 y0 x1 y1, in pixels of a picture of `size` (width, height). Boxes without a number above 1
+    are shares of the picture. A cell that no region covers gets the smallest weight.
     """
     width, height = size if boxes.max(initial=0.0) > 1 else (1, 1)
     centers = (np.arange(RASTER) + 0.5) / RASTER
@@ -45,7 +46,7 @@ def region_maps(weights: np.ndarray, boxes: np.ndarray, size: tuple[int, int]) -
 
 
 def heat_map(image: Image.Image, weights: np.ndarray) -> Image.Image:
-    """The image, SIDE x SIDE, with weights (N,) over it, scaled from their minimum to their maximum."""
+    """The image (SIDE x SIDE) under a map of weights (N,), whose colors extend from the smallest to the largest."""
     grid = grid_of(np.asarray(weights, np.float64))
     spread = grid.max() - grid.min()
     level = (grid - grid.min()) / spread if spread > 0 else np.zeros_like(grid)
@@ -60,27 +61,27 @@ def heat_map(image: Image.Image, weights: np.ndarray) -> Image.Image:
 def caption_picture(
     image: Image.Image, words: Sequence[str], maps: np.ndarray, attribution: np.ndarray | None = None
 ) -> Image.Image:
-    """The image, then one heat map per word with the word below it; maps (words, N).
+    """The image, then one heat map of `maps` (words, N) per word, with the word below it.
 
-    With an attribution (words, N) its heat maps form a second row, and both rows are labeled.
+    The heat maps of an attribution (words, N) form a second row, and both rows are labeled.
     """
     picture = image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC)
     rows = [("attention", maps)] + ([("attribution", attribution)] if attribution is not None else [])
-    labels = LABEL if attribution is not None else 0  # width of the rows' labels
+    label_width = LABEL if attribution is not None else 0
     columns = min(COLUMNS, 1 + len(words))
     lines = -(-(1 + len(words)) // columns)
     width, height = SIDE + MARGIN, len(rows) * (SIDE + MARGIN) + LABEL
-    sheet = Image.new("RGB", (labels + columns * width + MARGIN, lines * height + MARGIN), "white")
+    sheet = Image.new("RGB", (label_width + columns * width + MARGIN, lines * height + MARGIN), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(18)
-    sheet.paste(picture, (labels + MARGIN, MARGIN))
-    if labels:
+    sheet.paste(picture, (label_width + MARGIN, MARGIN))
+    if label_width:
         small = ImageFont.load_default(15)
-        draw.multiline_text((labels + MARGIN, 2 * MARGIN + SIDE), NOTE, "dimgray", small, spacing=6)
-    for line in range(lines if labels else 0):
+        draw.multiline_text((label_width + MARGIN, 2 * MARGIN + SIDE), NOTE, "dimgray", small, spacing=6)
+    for line in range(lines if label_width else 0):
         for row, (name, _) in enumerate(rows):
-            _upright(sheet, name, MARGIN + line * height + row * (SIDE + MARGIN), font)
+            _write_upright(sheet, name, MARGIN + line * height + row * (SIDE + MARGIN), font)
     for number, word in enumerate(words, 1):
-        left, top = labels + MARGIN + number % columns * width, MARGIN + number // columns * height
+        left, top = label_width + MARGIN + number % columns * width, MARGIN + number // columns * height
         for row, (_, weights) in enumerate(rows):
             sheet.paste(heat_map(image, weights[number - 1]), (left, top + row * (SIDE + MARGIN)))
         while draw.textlength(word, font) > SIDE:
@@ -89,7 +90,7 @@ def caption_picture(
     return sheet
 
 
-def _upright(sheet: Image.Image, text: str, top: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> None:
+def _write_upright(sheet: Image.Image, text: str, top: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> None:
     """Writes a row's label at the left edge, rotated by 90 degrees."""
     strip = Image.new("RGB", (SIDE, LABEL), "white")
     ImageDraw.Draw(strip).text((SIDE / 2, LABEL / 2), text, "dimgray", font, anchor="mm")
@@ -99,6 +100,6 @@ def _upright(sheet: Image.Image, text: str, top: int, font: ImageFont.FreeTypeFo
 def write_caption_picture(
     path: Path, image: Image.Image, words: Sequence[str], maps: np.ndarray, attribution: np.ndarray | None = None
 ) -> None:
-    """`caption_picture` as PNG."""
+    """Writes `caption_picture` as a PNG file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     caption_picture(image, words, maps, attribution).save(path)

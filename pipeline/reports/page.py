@@ -26,10 +26,10 @@ from pipeline.storage.atomic import write_text
 from pipeline.storage.path import StoragePath
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
-MAX_PIXELS = 200_000_000
+MAX_PIXELS = 200_000_000  # a larger picture gets a placeholder
 JPEG_QUALITY = 82
-SMALL = 128  # pictures below this size in pixels are enlarged without interpolation
-MAX_IMAGES = 200  # pictures on a page
+SMALL = 128  # a picture whose sides are shorter, in pixels, is enlarged without interpolation
+MAX_IMAGES = 200  # a page shows at most this many pictures
 SCORE_NAME = "CIDEr-D"
 
 
@@ -37,10 +37,10 @@ SCORE_NAME = "CIDEr-D"
 class ReportImage:
     """One picture of the gallery.
 
-    path: the picture's file (on S3 a StoragePath) or its bytes. score: its CIDEr-D, or None. alternatives: other
-    captions by name, for example of earlier stages or of another model. attention (words, N): the attention of each
-    word of the caption over a square grid of N image tokens. attribution (words, N): the contribution of each token to
-    the word's log-probability. clusters: a model's clusters of patches and words, layer by layer.
+    path: the picture's file (on S3 a StoragePath) or its bytes. score: CIDEr-D of the caption, or None. alternatives:
+    other captions by name, for example those of earlier stages or of another model. attention (words, N): the attention
+    of each word of the caption over a square grid of N image tokens. attribution (words, N): the contribution of each
+    token to the word's log-probability. clusters: the clusters of patches and words in each layer.
     """
 
     image_id: int | str
@@ -57,7 +57,7 @@ class ReportImage:
 
 @dataclass(frozen=True)
 class ReportStage:
-    """One training stage: `curves` by metric as (global step, value), `summary` as short texts by name."""
+    """One training stage. `curves`: (global step, value) by metric. `summary`: short texts by name."""
 
     name: str
     curves: dict[str, list[tuple[int, float]]]
@@ -70,7 +70,7 @@ class Report:
 
     score_rows: (label, one cell per column). The part of a label after a newline is a note in small type
     ("ExpansionNet v2, single model\\nnot comparable: other data"). A cell that starts with "unavailable" is explained
-    below the table. metadata: what the page lists about the run, by name.
+    below the table. metadata: short texts about the run, by name.
     """
 
     title: str
@@ -85,7 +85,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Thumbnail:
-    """A JPEG as a data URI with its size, or the problem why there is none."""
+    """A JPEG as a data URI with its size in pixels. Without a JPEG, `problem` is the reason."""
 
     uri: str
     width: int
@@ -99,7 +99,7 @@ class Thumbnail:
 
 @dataclass(frozen=True)
 class Card:
-    """What the template shows of one picture; `position` is that in the shuffled order."""
+    """The template's values for one picture. `position` is the picture's position in the shuffled order."""
 
     image: ReportImage
     score: float | None
@@ -113,10 +113,10 @@ class Card:
 
 
 def write_report(path: Path, report: Report, *, max_images: int = MAX_IMAGES, thumbnail: int = 256) -> None:
-    """Writes the page to `path`; an existing page is replaced only by a complete one.
+    """Writes the page to `path`. An existing page is replaced only by a complete one.
 
-    With more than `max_images` pictures the gallery holds the worst, the best and random ones, a third each, and says
-    so. thumbnail: the longer side of a picture in pixels. A picture that cannot be read gets a placeholder with the
+    With more than `max_images` pictures the gallery shows the worst, the best and random ones, a third each, with a
+    note. thumbnail: the longer side of a picture in pixels. A picture that cannot be read gets a placeholder with the
     reason. Raises ValueError when a score row does not have one cell per column.
     """
     _check(report)
@@ -145,7 +145,7 @@ def write_report(path: Path, report: Report, *, max_images: int = MAX_IMAGES, th
 
 
 def render_template(path: Path, **values: Any) -> str:
-    """The text of an HTML template with escaped values. Raises jinja2.UndefinedError for a missing one."""
+    """The text of an HTML template with escaped values. Raises jinja2.UndefinedError for a missing value."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -168,32 +168,34 @@ def _check(report: Report) -> None:
 
 
 def _score(image: ReportImage) -> float | None:
+    """The score of an image; None when it is missing or not finite."""
     return image.score if image.score is not None and math.isfinite(image.score) else None
 
 
 def choose_images(
     images: Sequence[ReportImage], max_images: int, *, seed: str
 ) -> tuple[list[ReportImage], dict[str, int]]:
-    """The gallery's pictures in the given order, and how many of them are worst, best and random ({} for all).
+    """The gallery's pictures in the given order, and the numbers of worst, best and random ones.
 
+    The numbers are {} when the gallery has all pictures.
     The random choice depends on `seed` only. Pictures without a score can only be among the random ones.
     """
     if len(images) <= max_images:
         return list(images), {}
     scored = [(score, index) for index, image in enumerate(images) if (score := _score(image)) is not None]
     ranked = [index for _, index in sorted(scored)]
-    each = min(max_images // 3, len(ranked) // 2)
-    worst, best = ranked[:each], ranked[len(ranked) - each :]
+    third = min(max_images // 3, len(ranked) // 2)
+    worst, best = ranked[:third], ranked[len(ranked) - third :]
     rest = sorted(set(range(len(images))) - set(worst) - set(best))
     rng = random.Random(seed)
-    at_random = rng.sample(rest, min(len(rest), max_images - 2 * each))
+    at_random = rng.sample(rest, min(len(rest), max_images - 2 * third))
     chosen = [images[index] for index in sorted([*worst, *best, *at_random])]
     return chosen, {"worst": len(worst), "best": len(best), "random": len(at_random)}
 
 
 @dataclass(frozen=True)
 class ScoreCell:
-    """A cell of the score table; `mark` is the number of its reason when the score is unavailable, else 0."""
+    """A cell of the score table. `mark` is the number of the reason why a score is unavailable, else 0."""
 
     text: str
     mark: int
@@ -230,7 +232,7 @@ def _stage_plots(stage: ReportStage) -> list[Plot]:
 
 
 def _overviews(stages: Sequence[ReportStage]) -> list[Plot]:
-    """CIDEr metrics that several stages have, each over the whole run, to compare stages."""
+    """A chart over the whole run for each CIDEr metric that several stages have, to compare stages."""
     names = dict.fromkeys(name for stage in stages for name in stage.curves if "cider" in name.lower())
     overviews = []
     for name in names:
@@ -252,7 +254,7 @@ def _histograms(images: Sequence[ReportImage]) -> list[Histogram]:
 
 
 def _cards(images: Sequence[ReportImage], size: int, *, seed: str) -> list[Card]:
-    """A card per picture, those with the lowest scores first."""
+    """A card per picture, sorted by score with the lowest first. Pictures without a score are last."""
     shuffled = random.Random(seed).sample(range(len(images)), len(images))
     with ThreadPoolExecutor(8) as pool:  # on S3 requests spend most of their time waiting
         thumbnails = list(pool.map(lambda image: _thumbnail(image.path, size), images))
@@ -278,7 +280,7 @@ def _cards(images: Sequence[ReportImage], size: int, *, seed: str) -> list[Card]
 def _encode_maps(image: ReportImage, maps: np.ndarray | None) -> str:
     """The maps (words, N) as base64, one byte per cell, each map scaled from its minimum to its maximum.
 
-    "" without maps, and for maps that are not one square grid per word.
+    The result is "" without maps, or when the maps are not one square grid per word.
     """
     if maps is None or len(maps) != len(image.caption.split()) or math.isqrt(maps.shape[1]) ** 2 != maps.shape[1]:
         return ""
@@ -288,7 +290,7 @@ def _encode_maps(image: ReportImage, maps: np.ndarray | None) -> str:
 
 
 def _cluster_layers(image: ReportImage) -> list[dict[str, Any]]:
-    """For the page's script: each layer's title, and the colors of cells (row by row) and words as hex digits."""
+    """The layers for the page's script: title, and one hex digit for the color of each cell (row by row) and word."""
     return [
         {
             "title": layer.title,
@@ -301,13 +303,13 @@ def _cluster_layers(image: ReportImage) -> list[dict[str, Any]]:
 
 
 def _aspect_ratio(cards: Sequence[Card]) -> float:
-    """Width by height of the gallery's cells: the median of the pictures, between 1 and 4:3."""
+    """Width divided by height of the gallery's cells: the median of the pictures, limited to 1 to 4/3."""
     ratios = [card.thumbnail.width / card.thumbnail.height for card in cards if card.thumbnail.uri]
     return round(min(4 / 3, max(1.0, statistics.median(ratios))), 3) if ratios else 1.0
 
 
 def _difference(words: Sequence[str], others: Sequence[str]) -> float:
-    """Share of the distinct words of both captions that only one has: 0 for equal sets of words, 1 for disjoint."""
+    """The share of words that only one caption has, among all distinct words of two captions."""
     both = set(words) | set(others)
     return len(set(words) ^ set(others)) / len(both) if both else 0.0
 
@@ -323,7 +325,7 @@ def _thumbnail(path: StoragePath | Path | bytes, size: int) -> Thumbnail:
         return Thumbnail("", size, size, error.strerror or "cannot be read")
     picture.thumbnail((size, size), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
-    # Small synthetic pictures consist of edges: they keep the full color resolution, photographs half of it.
+    # Small synthetic pictures have sharp edges, so they keep the full color resolution; photographs keep half of it.
     small = max(picture.size) < SMALL
     picture.save(buffer, "JPEG", quality=97 if small else JPEG_QUALITY, subsampling=0 if small else 2, optimize=True)
     uri = "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
@@ -331,7 +333,7 @@ def _thumbnail(path: StoragePath | Path | bytes, size: int) -> Thumbnail:
 
 
 def _with_script_digest(html: str) -> str:
-    """Fills in the script's digest in the page's security policy, which then permits no other script."""
+    """Puts the digest of the page's script into its security policy, which then permits no other script."""
     script = html.split("<script>", 1)[1].split("</script>", 1)[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     return html.replace("SCRIPT_DIGEST", digest, 1)

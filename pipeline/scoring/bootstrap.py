@@ -1,4 +1,4 @@
-"""Paired bootstrap: is one model better than another on the same images?"""
+"""Paired bootstrap: tests whether one model is better than another on the same images."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 RESAMPLES, CONFIDENCE = 10_000, 0.95
-CHUNK = 256  # resamples in memory at a time
+CHUNK = 256  # resamples that are computed together, which bounds the memory
 
 
 class Difference(NamedTuple):
@@ -31,10 +31,10 @@ def paired_difference(
     confidence: float = CONFIDENCE,
     seed: int = 0,
 ) -> Difference:
-    """Percentile bootstrap of the mean difference of per-image scores (Koehn 2004: images sampled with replacement).
+    """Percentile bootstrap of the mean of a - b; images are sampled with replacement (Koehn 2004).
 
-    Exact for scores that are a mean over images (CIDEr-D, ROUGE-L, SPICE), which BLEU is not. Raises ValueError for
-    empty lists and lists of different lengths.
+    a, b: one score per image. The method needs metrics that are a mean over images, as CIDEr-D, ROUGE-L and SPICE are
+    and BLEU is not. Raises ValueError for empty lists and lists of different lengths.
     """
     if len(a) != len(b) or not len(a):
         raise ValueError(f"{len(a)} and {len(b)} scores; give one score of each model for every image")

@@ -1,9 +1,9 @@
 """CIDEr-D over integer n-gram keys, in batches, on a CPU or a GPU.
 
-CIDEr-D (Vedantam et al. 2015, section 6; n = 1..4, sigma = 6, times 10), equal to coco-caption's Python scorer. Words
-are ids, and an n-gram is one int64 key that is unique over all n. The index of the references is a set of tensors,
-saved as one safetensors file that processes map and share. Scoring consists of comparisons, look-ups and segment sums
-in a fixed order, so equal inputs give equal bits on one machine.
+CIDEr-D is defined in section 6 of Vedantam et al. 2015 (n = 1..4, sigma = 6, times 10); the values equal those of
+coco-caption's Python scorer. Words are ids, and an n-gram is one int64 key that is unique over all n. The index of the
+references is a set of tensors, saved as one safetensors file, whose memory processes share. Every sum has a fixed
+order, so equal inputs give equal bits on one machine.
 
 Shapes: I images, C reference captions, V distinct n-grams of the references, P distinct (image, n-gram) pairs,
 M (reference, n-gram) entries, R scored captions, T words.
@@ -40,9 +40,9 @@ SIGMA = 6.0
 class CiderD:
     """Scores captions (word ids) of images against their references, with document frequencies over the images.
 
-    Built by `CiderD.build`; an image is identified by its position among the references. The index takes about 5 kB per
-    image with five references. Processes that `load` the same file share its memory pages. `metadata` holds JSON
-    values, stored with the index.
+    `CiderD.build` creates it. An image is identified by its position among the references. The index takes about 5 kB
+    per image with five references. Processes that `load` the same file share its memory pages. `metadata` is a
+    dictionary of JSON values, saved with the index.
     """
 
     def __init__(self, index: _Index, metadata: Mapping[str, Any]) -> None:
@@ -62,9 +62,9 @@ class CiderD:
     ) -> CiderD:
         """The index of each image's reference captions, given as word-id sequences.
 
-        num_words: a number above every id that scored captions may hold, where that is more than the references hold.
-        caption_documents: count every caption as a document, as the meshed-memory transformer's reward does. Cost: a
-        few sorts of all reference n-grams.
+        num_words: size of the vocabulary; needed when scored captions may use higher word ids than the references.
+        caption_documents: compute document frequencies over captions instead of images, as the meshed-memory
+        transformer's reward does. The cost is a few sorts of all reference n-grams.
         """
         captions = Ragged.of([caption for image in references for caption in image])
         num_references = np.array([len(image) for image in references], np.int64)
@@ -74,7 +74,7 @@ class CiderD:
         ngrams, ngram = HashTable.number(entries.key)
         postings = _Postings.build(entries.caption, ngram, num_references, max(len(ngrams), 1))
 
-        # Document frequency: the number of images (or of captions) whose references hold an n-gram.
+        # The document frequency of an n-gram is the number of images (or of captions) whose references contain it.
         frequency = np.bincount(ngram if caption_documents else postings.ngram, minlength=postings.num_ngrams)
         log_documents = math.log(max(len(captions) if caption_documents else len(references), 1))
         idf = log_documents - np.log(np.maximum(frequency, 1))
@@ -111,7 +111,7 @@ class CiderD:
 
     @classmethod
     def load(cls, path: Path) -> CiderD:
-        """Memory-maps what `save` wrote. Raises ValueError when the file is incomplete."""
+        """Memory-maps an index that `save` wrote. Raises ValueError when the file is incomplete."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -125,9 +125,10 @@ class CiderD:
     def score(self, captions: Tensor, lengths: Tensor, images: Tensor) -> Tensor:
         """CIDEr-D x 10 of each caption, float64 (R,).
 
-        captions (R, T): word ids, of which the first lengths (R,) count. images (R,): positions among the references.
-        All three on the index's device. An n-gram that no reference holds counts in the caption's norm with document
-        frequency 1. Captions of similar length are scored together, in parts of bounded memory.
+        captions (R, T): word ids; row i has lengths[i] words and then padding. images (R,): positions among the
+        references. The three tensors are on the index's device. An n-gram that no reference contains gets document
+        frequency 1 and adds to the caption's norm. Captions of similar length are scored together, in parts of bounded
+        memory.
         """
         scores = lengths.new_zeros(len(lengths), dtype=torch.float64)
         for part, width in by_length(lengths):
@@ -137,14 +138,16 @@ class CiderD:
     def _score(self, captions: Tensor, lengths: Tensor, images: Tensor) -> Tensor:
         index = self._index
         grams = self._keys.count(captions, lengths)
-        ngram, known = index.ngrams.find(grams.key)
-        weight = grams.times * torch.where(known, take(index.idf, ngram.where(known, 0)), self._log_documents)
+        ngram, in_references = index.ngrams.find(grams.key)
+        # log_documents is the idf of document frequency 1. Index 0 avoids reading at a position without meaning.
+        idf = take(index.idf, ngram.where(in_references, 0))
+        weight = grams.times * torch.where(in_references, idf, self._log_documents)
         squares = captions.new_zeros((len(captions), captions.shape[1] * N_MAX), dtype=torch.float64)
         squares[grams.caption, grams.column] = weight.square()
         norm = squares.view(len(captions), -1, N_MAX).sum(1).sqrt()  # (R, n)
 
-        # Each caption n-gram that some reference of its image holds, repeated for every reference that holds it.
-        gram = known.nonzero().squeeze(1)
+        # Pairs each caption n-gram with every reference of its image that contains it: one row of `row` and `entry`.
+        gram = in_references.nonzero().squeeze(1)
         pair_key = take(images, take(grams.caption, gram)) * index.num_ngrams + take(ngram, gram)
         pair, matches = index.pairs.find(pair_key)
         gram, pair = gram[matches], pair[matches]
@@ -168,21 +171,23 @@ class CiderD:
 
 @dataclass(frozen=True)
 class _Index:
-    """The tensors of an index. Entries are sorted by (image, n-gram, reference); `starts`, `counts` give each pair's.
+    """The tensors of an index.
 
-    `prefixes` are the tables of the references' 1-, 2- and 3-grams; empty below 2^15 words (see `NgramKeys`).
+    An entry is one n-gram of one reference. Entries are sorted by (image, n-gram, reference), so those of one (image,
+    n-gram) pair are adjacent. `prefixes` are the tables of the references' 1-, 2- and 3-grams; the tuple is empty below
+    2^15 words, where keys need no tables (see `NgramKeys`).
     """
 
     num_references: Tensor  # (I,) int64
-    length: Tensor  # (C,) float64, number of bigrams
-    norm: Tensor  # (C * 4,) float64, of each caption's weights of order n
-    idf: Tensor  # (V,) float64
-    starts: Tensor  # (P,) first entry of a pair
-    counts: Tensor  # (P,) number of entries of a pair
-    entry_reference: Tensor  # (M,) int32, the caption
-    entry_weight: Tensor  # (M,) float64, tf-idf
-    ngrams: HashTable  # keys of the V n-grams
-    pairs: HashTable  # image * num_ngrams + n-gram, of the P pairs
+    length: Tensor  # (C,) float64, number of bigrams of each caption: CIDEr-D's length
+    norm: Tensor  # (C * 4,) float64, norm of the weights of each caption's n-grams of length n, at caption * 4 + n - 1
+    idf: Tensor  # (V,) float64, inverse document frequency of each n-gram
+    starts: Tensor  # (P,) position of each pair's first entry
+    counts: Tensor  # (P,) number of each pair's entries
+    entry_reference: Tensor  # (M,) int32, number of the reference caption
+    entry_weight: Tensor  # (M,) float64, tf-idf of the n-gram in that caption
+    ngrams: HashTable  # the keys of the V n-grams
+    pairs: HashTable  # the P numbers image * num_ngrams + n-gram
     prefixes: tuple[HashTable, ...]
 
     @property
@@ -190,7 +195,7 @@ class _Index:
         return max(len(self.ngrams), 1)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by name, those of tables as "name.keys" and "name.start"."""
+        """Every tensor by name. The tensors of a table are named "<table>.keys" and "<table>.start"."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         tables = {"ngrams": self.ngrams, "pairs": self.pairs}
@@ -201,7 +206,7 @@ class _Index:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> _Index:
-        """From what `tensors` gave. Raises KeyError for a missing one."""
+        """The index with these tensors, named as in `tensors`. Raises KeyError when one is missing."""
 
         def table(name: str) -> HashTable:
             return HashTable(tensors[f"{name}.keys"], tensors[f"{name}.start"])
@@ -212,18 +217,18 @@ class _Index:
         return cls(**plain, ngrams=table("ngrams"), pairs=table("pairs"), prefixes=prefixes)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> _Index:
-        """The index with every tensor changed."""
+        """The index with `change` applied to every tensor."""
         return _Index.of({name: change(tensor) for name, tensor in self.tensors().items()})
 
 
 @dataclass(frozen=True)
 class _Entries:
-    """The distinct n-grams of every reference caption, M rows."""
+    """The distinct n-grams of every reference caption: M rows of (caption, n-gram)."""
 
     caption: np.ndarray  # number of the caption
     order: np.ndarray  # n - 1
-    key: np.ndarray
-    times: np.ndarray  # float64, uses in the caption
+    key: np.ndarray  # of the n-gram
+    times: np.ndarray  # float64, how often the caption contains the n-gram
 
     @classmethod
     def count(cls, keys: NgramKeys, captions: Ragged) -> _Entries:
@@ -240,19 +245,19 @@ class _Entries:
 class _Postings:
     """Entries sorted by (image, n-gram, reference): all references of an image that hold an n-gram are adjacent."""
 
-    order: np.ndarray  # (M,) sorts the entries
-    table: HashTable  # of the pairs' keys; `starts` and `counts` are in its order
-    starts: np.ndarray  # (P,)
-    counts: np.ndarray  # (P,)
+    order: np.ndarray  # (M,) entries[order] is sorted
+    table: HashTable  # the pairs' keys; `starts` and `counts` have the order of this table
+    starts: np.ndarray  # (P,) position of each pair's first entry
+    counts: np.ndarray  # (P,) number of each pair's entries
     ngram: np.ndarray  # (P,) the n-gram of each pair, in sorted order
     num_ngrams: int
 
     @classmethod
     def build(cls, caption: np.ndarray, ngram: np.ndarray, num_references: np.ndarray, num_ngrams: int) -> _Postings:
-        """caption, ngram (M,): an entry's caption and the number of its n-gram, below `num_ngrams`."""
+        """Sorts the entries. caption, ngram (M,): the caption of each entry, and the number of its n-gram."""
         image = np.repeat(np.arange(len(num_references)), num_references)
         first_reference = np.repeat(np.cumsum(num_references) - num_references, num_references)
-        reference = np.arange(len(image)) - first_reference  # a caption's number among its image's references
+        reference = np.arange(len(image)) - first_reference  # a caption's position among the references of its image
         pair = image[caption] * num_ngrams + ngram
         order = np.argsort(pair * int(num_references.max(initial=1)) + reference[caption])
         pairs = pair[order]

@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.scoring import ptb
 
 # Words that cannot end an English caption: articles, possessives, conjunctions, copulas, and prepositions that need an
-# object. Prepositions that often close a clause ("the shelf it stands on") are not in the list.
+# object. The list omits prepositions that often end a clause, like "on" in "the shelf it stands on".
 _OPEN_ENDINGS = (
     "a an the his her its their my your our this these those some and or but while as that which who with of for at "
     "from into onto to by is are was were be being has have near beside between behind above next"
@@ -21,10 +21,10 @@ OPEN_ENDINGS = frozenset(_OPEN_ENDINGS.split())
 def caption_stats(captions: Sequence[Sequence[str]], training_captions: Iterable[str] | None = None) -> dict[str, Any]:
     """Shares (0 to 1) and counts over tokenized captions.
 
-    empty: share without a word. broken_endings: share whose last word needs another one after it. doubled_words: share
-    with a word directly repeated. repeated_ngrams: for each n, the share with some n-gram twice. lengths: number of
-    captions by number of words. mean_length: in words. distinct_words: a count. seen_in_training (only with raw
-    `training_captions`): share that equals one of them word for word.
+    empty: share of captions without a word. broken_endings: share whose last word needs another word after it.
+    doubled_words: share in which a word is followed by itself. repeated_ngrams: for each n, the share that contains an
+    n-gram twice. lengths: number of captions by number of words. mean_length: in words. distinct_words: the number of
+    different words. seen_in_training: share that equals one of the raw `training_captions` word for word.
     """
     total = max(len(captions), 1)
     stats: dict[str, Any] = {
@@ -37,11 +37,12 @@ def caption_stats(captions: Sequence[Sequence[str]], training_captions: Iterable
         "distinct_words": len({word for tokens in captions for word in tokens}),
     }
     if training_captions is not None:
-        known = {tuple(ptb.tokenize(caption)) for caption in training_captions}
-        stats["seen_in_training"] = sum(tuple(tokens) in known for tokens in captions) / total
+        training = {tuple(ptb.tokenize(caption)) for caption in training_captions}
+        stats["seen_in_training"] = sum(tuple(tokens) in training for tokens in captions) / total
     return stats
 
 
 def _repeats(tokens: Sequence[str], order: int) -> bool:
+    """Whether some n-gram of `order` words occurs twice."""
     ngrams = [tuple(tokens[start : start + order]) for start in range(len(tokens) - order + 1)]
     return len(set(ngrams)) < len(ngrams)

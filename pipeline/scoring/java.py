@@ -1,6 +1,6 @@
-"""Java subprocesses: started with a heap that fits the free memory, used through pipes, always ended.
+"""Java subprocesses. Their heap fits the free memory, and they never outlive the call that started them.
 
-Every call has a deadline, and a program that failed is started once more.
+Every call has a deadline, and a program that fails is started once more.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import TypeVar
 
 import psutil
 
-SILENCE_S = 60.0  # longest wait for a line; METEOR answers within milliseconds after 5 s of loading tables
+SILENCE_S = 60.0  # longest wait for a line; METEOR needs 5 s to load its tables, and milliseconds for each later line
 
 T = TypeVar("T")
 
 
 class JavaError(Exception):
-    """A Java program gave no result; the message is the reason."""
+    """A Java program gave no result. The message is the reason."""
 
 
 def java_version() -> str:
@@ -42,7 +42,7 @@ def java_version() -> str:
 
 
 def java_command(heap_mb: tuple[int, int], *options: str) -> list[str]:
-    """The start of a command: java with a heap of half the free memory, within (smallest, largest) MB.
+    """The first words of a command: java with a heap of half the free memory, within heap_mb = (smallest, largest).
 
     Raises JavaError when java is missing or the free memory is too small.
     """
@@ -52,7 +52,7 @@ def java_command(heap_mb: tuple[int, int], *options: str) -> list[str]:
     if free < smallest * 1.25:
         raise JavaError(f"it needs a Java heap of {smallest} MB, and only {free:.0f} MB of memory are free")
     heap = int(min(largest, max(smallest, free / 2)))
-    # Before Java 18 the default encoding depends on the locale.
+    # The encoding is set because before Java 18 its default depends on the locale.
     return [java, f"-Xmx{heap}m", "-Dfile.encoding=UTF-8", *options]
 
 
@@ -77,7 +77,7 @@ def free_memory_mb() -> float:
 def java_process(command: list[str], folder: Path, *, talks: bool) -> Iterator[subprocess.Popen[bytes]]:
     """A Java process in `folder`, killed when the block ends.
 
-    stderr goes to a file in the folder. talks: stdin and stdout are pipes; otherwise stdout goes to a file as well,
+    stderr goes to a file in the folder. talks: whether stdin and stdout are pipes. Without them stdout goes to a file,
     because a pipe that nobody reads would block the process.
     """
     with (folder / "stdout.txt").open("wb") as stdout, (folder / "stderr.txt").open("wb") as stderr:
@@ -88,7 +88,7 @@ def java_process(command: list[str], folder: Path, *, talks: bool) -> Iterator[s
                 stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if talks else stdout,
                 stderr=stderr,
-                process_group=0,  # the whole group is killed: java may be a wrapper script with children
+                process_group=0,  # lets killpg end child processes as well: java may be a wrapper script
             )
         except OSError as error:
             raise JavaError(f"java could not be started: {error}") from error
@@ -100,13 +100,13 @@ def java_process(command: list[str], folder: Path, *, talks: bool) -> Iterator[s
         process.wait()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                # Closing stdin flushes it, which fails after the process has ended.
+                # Closing stdin writes its buffer to the process, which fails because the process has ended.
                 with contextlib.suppress(OSError):
                     pipe.close()
 
 
 def talk(process: subprocess.Popen[bytes], request: str, on_line: Callable[[str], bool], until: float) -> None:
-    """Writes the request and passes each line of the answer to `on_line` until that returns True.
+    """Writes the request and passes each line of the answer to `on_line` until `on_line` returns True.
 
     Both pipes are non-blocking, so a process that does not read or does not answer cannot block the caller. Raises
     JavaError when no line comes within SILENCE_S or before the time `until`, and when the process ends early.
@@ -128,7 +128,7 @@ def talk(process: subprocess.Popen[bytes], request: str, on_line: Callable[[str]
                     try:
                         unsent = unsent[os.write(key.fd, unsent[:65536]) :]
                     except BrokenPipeError:
-                        unsent = unsent[:0]  # the process has ended; the next read raises the reason
+                        unsent = unsent[:0]  # the process has ended; the read below raises JavaError
                     if not unsent:
                         selector.unregister(process.stdin)
                     continue
@@ -158,25 +158,25 @@ def with_one_restart(attempt: Callable[[Path, float], T], deadline_s: float) -> 
     """Calls `attempt(folder, until)` at most twice within the deadline; the first call gets two thirds of it."""
     start = time.monotonic()
     reasons: list[str] = []
-    for share in (2 / 3, 1):
+    for share in (2 / 3, 1):  # the share of the deadline that has passed when an attempt must end
         with tempfile.TemporaryDirectory(prefix="raycap-java-") as name:
             try:
                 return attempt(Path(name), start + deadline_s * share)
             except JavaError as error:
                 reasons.append(f"{error}{_stderr_excerpt(Path(name))}")
-    again = "the same again" if reasons[0] == reasons[1] else reasons[1]
-    raise JavaError(f"{reasons[0]}; after one restart: {again}")
+    second_reason = "the same again" if reasons[0] == reasons[1] else reasons[1]
+    raise JavaError(f"{reasons[0]}; after one restart: {second_reason}")
 
 
 def _exit_code(process: subprocess.Popen[bytes]) -> str:
     try:
         return f" with exit code {process.wait(timeout=1)}"
-    except subprocess.TimeoutExpired:  # it closed its output but is still running
+    except subprocess.TimeoutExpired:  # the process closed its output but is still running
         return ""
 
 
 def _stderr_excerpt(folder: Path) -> str:
-    """The first line of stderr that names an error, or the first line."""
+    """The first line of stderr that names an error; without such a line, the first line."""
     with (folder / "stderr.txt").open("rb") as file:
         lines = [line for line in file.read(1 << 20).decode(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "Exception" in line or "Error:" in line or "OutOfMemory" in line]

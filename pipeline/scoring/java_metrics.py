@@ -1,4 +1,4 @@
-"""METEOR and SPICE: the Java programs that the package pycocoevalcap ships, run through `java.py`."""
+"""METEOR and SPICE: Java programs in the package pycocoevalcap, which `java.py` runs."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ SPICE_CATEGORIES = {
 SPICE_MODELS_VARIABLE = "RAYCAP_SPICE_MODELS"  # the folder with the two jars below
 SPICE_MODELS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
 
-# (smallest, largest) Java heap in MB. METEOR's paraphrase table needs more than 512 MB to load; pycocoevalcap uses the
-# largest.
+# The smallest and largest Java heap in MB. METEOR's paraphrase table needs more than 512 MB. The largest heap is that
+# of pycocoevalcap.
 _METEOR_HEAP_MB = (640, 2048)
 _SPICE_HEAP_MB = (3072, 8192)
+# METEOR answers a caption with a line of more than ten numbers, and the final request with lines of one number.
 _STATISTICS = re.compile(r"-?\d+(\.\d+)?(E-?\d+)?( -?\d+(\.\d+)?(E-?\d+)?){10,}")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?(E-?\d+)?")
 
@@ -49,27 +50,28 @@ def check_spice() -> None:
 def meteor(
     predictions: Sequence[Caption], references: Sequence[Sequence[Caption]], *, deadline_s: float
 ) -> tuple[float, list[float]]:
-    """METEOR 1.5 (English, normalized) of tokenized captions: over all images, and of each image.
+    """METEOR 1.5 (English, normalized) of tokenized captions: the score over all images, and that of each image.
 
-    Uses the jar's line protocol. After a failure one restarted process scores only the images without an answer.
-    Raises JavaError.
+    Requests and answers are lines. After a failure the process is restarted once, and scores only the images without an
+    answer. Raises JavaError.
     """
     jar = _package_folder() / "meteor" / "meteor-1.5.jar"
     command = java_command(_METEOR_HEAP_MB, "-jar", str(jar), "-", "-", "-stdio", "-l", "en", "-norm")
     if not jar.is_file():
         raise JavaError(f"{jar.name} is missing from the package pycocoevalcap; install it again")
 
-    def text(tokens: Caption) -> str:
-        return " ".join(tokens).replace("|||", "")  # the protocol's separator
+    def to_text(tokens: Caption) -> str:
+        return " ".join(tokens).replace("|||", "")  # METEOR separates captions by |||
 
     requests = [
-        " ||| ".join(("SCORE", *map(text, captions), text(prediction))) + "\n"
+        " ||| ".join(("SCORE", *map(to_text, captions), to_text(prediction))) + "\n"
         for prediction, captions in zip(predictions, references, strict=True)
     ]
     statistics: list[str] = []
     values: list[float] = []
 
     def add(into: list[Any], pattern: re.Pattern[str], expected: int, convert: Callable[[str], Any], line: str) -> bool:
+        """Appends a line of the answer to a list; returns whether the list has the expected number of lines."""
         if not pattern.fullmatch(line):
             raise JavaError(f"java answered what is not a score: {line[:60]!r}")
         into.append(convert(line))
@@ -91,15 +93,15 @@ def meteor(
 def spice(
     predictions: Sequence[Caption], references: Sequence[Sequence[Caption]], *, deadline_s: float
 ) -> tuple[list[float], dict[str, float | None]]:
-    """SPICE 1.0 of tokenized captions: the F-score of each image, and the mean F-scores of the sub-categories.
+    """SPICE 1.0 of tokenized captions: the F-score of each image, and the mean F-score of each sub-category.
 
-    A category's mean is over the images whose caption or references mention it; None when there is no such image.
+    The mean is over the images whose caption or references mention the category; None when no image does.
     Raises JavaError.
     """
     folder = _package_folder() / "spice"
     java = java_command(_SPICE_HEAP_MB)
     models = spice_models()
-    # SPICE's serializer reads these packages, which Java 16 and later close.
+    # SPICE's serializer needs access to these packages, which Java forbids by default since version 16.
     opens = [f"--add-opens=java.base/java.{name}=ALL-UNNAMED" for name in ("lang", "util", "math")]
     paths = [folder / "spice-1.0.jar", folder / "lib" / "*", models / "*"]
     data = [
@@ -120,9 +122,9 @@ def spice(
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise JavaError(f"java left no readable result ({type(error).__name__}: {error})") from error
 
-    images = with_one_restart(attempt, deadline_s)
-    categories = {name: _mean_f(images, category) for category, name in SPICE_CATEGORIES.items()}
-    return [scores["All"]["f"] for scores in images], categories
+    scores_by_image = with_one_restart(attempt, deadline_s)
+    categories = {name: _mean_f(scores_by_image, category) for category, name in SPICE_CATEGORIES.items()}
+    return [scores["All"]["f"] for scores in scores_by_image], categories
 
 
 def _mean_f(images: Sequence[dict[str, dict[str, Any]]], category: str) -> float | None:

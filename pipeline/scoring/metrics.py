@@ -1,4 +1,4 @@
-"""Scores of captions as pycocoevalcap computes them, and `TABLE`, the one list of metrics.
+"""Scores of captions as pycocoevalcap computes them, and `TABLE`, which lists all metrics.
 
 The names of metrics in configurations, tables, reports and on the command line come from `TABLE`. BLEU, ROUGE-L and
 CIDEr-D run in this process (`ngrams.py`, on tokens from `ptb.py`), METEOR and SPICE in Java (`java_metrics.py`). A
@@ -24,9 +24,9 @@ BLEU = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4")
 
 @dataclass(frozen=True)
 class Score:
-    """A metric's value over all images and for each image, or the reason why there is none.
+    """The value of a metric over all images and for each image, or in `unavailable` the reason why it has none.
 
-    `categories` are the values of a metric's sub-categories (SPICE's).
+    categories: the values of the sub-categories; only SPICE has them.
     """
 
     value: float | None = None
@@ -37,18 +37,18 @@ class Score:
 
 @dataclass(frozen=True)
 class TokenizedCaptions:
-    """What metrics score: tokens of one prediction and of one or more references per image, in the same order."""
+    """The tokens of one prediction and of one or more references per image, in the same order of images."""
 
     predictions: list[list[str]]
     references: list[list[list[str]]]
-    java_deadline_s: float | None = None  # longest time for one Java metric; None: the metric's own limit
+    java_deadline_s: float | None = None  # longest time for one Java metric; None for the metric's default
 
     def deadline_s(self, default: float) -> float:
         return default if self.java_deadline_s is None else self.java_deadline_s
 
     @cached_property
     def corpus(self) -> ngrams.Corpus:
-        """The captions as word ids. BLEU and CIDEr-D split tokens at any white space ("1 1/2" is one PTB token)."""
+        """The captions as word ids for BLEU and CIDEr-D, which split a PTB token at white space ("1 1/2")."""
 
         def split(tokens: list[str]) -> list[str]:
             return " ".join(tokens).split()
@@ -61,10 +61,10 @@ class TokenizedCaptions:
 class Metric:
     """A row of `TABLE`.
 
-    names: the scores it gives. compute: one `Score` for each name; raises JavaError when it cannot run. in_runs:
-    computed at the end of every run. compare_by_image: whether two models are compared by a paired bootstrap of its
-    per-image scores. jar: the Java program, for the signature. check: raises JavaError when the machine lacks what it
-    needs.
+    names: the names of the metric's scores. compute: returns one `Score` for each name, or raises JavaError.
+    in_runs: whether every run computes the metric at its end. compare_by_image: whether a paired bootstrap of its
+    per-image scores compares two models. jar: the name of the Java program in the signature. check: raises JavaError
+    when the machine lacks a program or file that the metric needs.
     """
 
     names: tuple[str, ...]
@@ -104,11 +104,11 @@ def _spice(captions: TokenizedCaptions) -> list[Score]:
 
 
 TABLE = (
-    Metric(BLEU, _bleu, compare_by_image=False),  # not a mean over images
+    Metric(BLEU, _bleu, compare_by_image=False),  # BLEU over all images is no mean
     Metric(("METEOR",), _meteor, jar="meteor-1.5", check=java_metrics.check_meteor),
     Metric(("ROUGE-L",), _rouge_l),
     Metric(("CIDEr-D",), _cider_d),
-    Metric(("SPICE",), _spice, in_runs=False, jar="spice-1.0", check=java_metrics.check_spice),  # 3 GB, minutes
+    Metric(("SPICE",), _spice, in_runs=False, jar="spice-1.0", check=java_metrics.check_spice),  # slow, needs 3 GB
 )
 METRICS = tuple(name for metric in TABLE for name in metric.names)
 RUN_METRICS = tuple(name for metric in TABLE if metric.in_runs for name in metric.names)
@@ -117,7 +117,7 @@ COMPARED_BY_IMAGE = tuple(name for metric in TABLE if metric.compare_by_image fo
 
 @dataclass(frozen=True)
 class Scores:
-    """The result of `score_captions`. per_image lists follow `image_ids`."""
+    """The result of `score_captions`. Lists of scores per image have the order of `image_ids`."""
 
     by_name: dict[str, Score]
     image_ids: list[Any]
@@ -135,11 +135,11 @@ def score_captions(
 ) -> Scores:
     """Scores of one raw caption per image against that image's raw reference captions.
 
-    Images follow the order of `references`, as in coco-caption. Those without a prediction are left out, also from the
+    Images have the order of `references`, as in coco-caption. Images without a prediction are left out, also from the
     document frequencies; `extras["references_without_prediction"]` counts them. An empty caption matches nothing.
-    java_deadline_s: the longest time for METEOR, and again for SPICE, a restart included (None: 120 s plus 50 ms per
-    image for METEOR, 300 s plus 1 s per image for SPICE). training_captions (raw): adds to the extras the share of
-    captions that occur word for word in training.
+    java_deadline_s: the longest time for METEOR and for SPICE each, a restart included; by default 120 s plus 50 ms per
+    image for METEOR, and 300 s plus 1 s per image for SPICE. training_captions: raw captions; with them the extras
+    contain the share of predictions that occur word for word in training.
 
     Raises UserError (a ValueError) for an unknown metric, for predictions without references and for no predictions.
     """
@@ -188,7 +188,7 @@ def _compute(metric: Metric, captions: TokenizedCaptions) -> dict[str, Score]:
 
 
 def signature(scores: Mapping[str, Score], captions: TokenizedCaptions) -> str:
-    """What must be equal for two scores to be comparable: tokenizer, document frequencies, EOS rule, data, versions."""
+    """A text that two scores must share to be comparable: tokenizer, document frequencies, EOS rule, data, versions."""
     counts = [len(image) for image in captions.references]
     try:
         version = importlib.metadata.version("raycap")
@@ -208,7 +208,7 @@ def signature(scores: Mapping[str, Score], captions: TokenizedCaptions) -> str:
 
 
 def why_unavailable(name: str) -> str | None:
-    """Why a score cannot be computed on this machine, judged by what is installed; None when nothing is missing."""
+    """The reason why this machine cannot compute a score; None when nothing that the score needs is missing."""
     metric = next(metric for metric in TABLE if name in metric.names)
     try:
         metric.check()

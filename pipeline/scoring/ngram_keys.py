@@ -1,4 +1,4 @@
-"""n-grams of word ids as int64 keys, and tables of such keys: what the CIDEr-D index is made of.
+"""n-grams of word ids as int64 keys, and tables of such keys, for the CIDEr-D index.
 
 Shapes: R captions, T words.
 """
@@ -14,47 +14,49 @@ import numpy as np
 import torch
 from torch import Tensor
 
-N_MAX = 4
-_WORD_BITS = 15
+N_MAX = 4  # CIDEr-D uses n-grams of 1 to 4 words
+_WORD_BITS = 15  # bits per word of a key, so that four words fit into an int64
 _MAX_WORDS = (1 << _WORD_BITS) - 1
-_PAIRS = 1 << 20  # pairs of positions compared at a time, small enough for a processor's cache
-_ROWS = 256  # captions compared at a time
+_PAIRS = 1 << 20  # at most this many pairs of positions are compared at a time, to stay in a processor's cache
+_ROWS = 256  # at most this many captions are compared at a time
 _FIBONACCI = -7046029254386353131  # 2^64 divided by the golden ratio, as int64 (Fibonacci hashing)
 
 
 class Grams(NamedTuple):
     """Distinct n-grams of captions, sorted by caption."""
 
-    caption: Tensor
-    column: Tensor  # start * 4 + n - 1
+    caption: Tensor  # index of the caption
+    column: Tensor  # start * 4 + n - 1, where start is the position of the n-gram's first word
     key: Tensor
-    times: Tensor  # float64
+    times: Tensor  # float64, how often the caption contains the n-gram
 
 
 class NgramKeys:
     """n-grams as int64 keys, exact for any number of words.
 
-    Below 2^15 words a key is the n-gram's words plus 1, 15 bits each, so keys of different n differ. With more words
-    it is (number of the (n-1)-gram, word, n). That number is the prefix's position in the references' table
-    (`prefixes`). Prefixes that no reference holds get numbers beyond the table, valid within one call of `count`.
+    Below 2^15 words a key consists of the n-gram's word ids plus 1, with 15 bits each; no id plus 1 is 0, so keys of
+    different n differ. With more words a key consists of the number of the (n-1)-gram, the last word and n. The number
+    of an (n-1)-gram is its position in the references' table of (n-1)-grams (`prefixes`). An (n-1)-gram outside of the
+    table gets a number beyond the table, which is valid only within one call of `count`.
     """
 
     def __init__(self, num_words: int, prefixes: tuple[HashTable, ...] = ()) -> None:
         self.num_words, self.prefixes = num_words, prefixes
-        self._wide = bool(prefixes)
+        self._uses_tables = bool(prefixes)
 
     @classmethod
     def build(cls, num_words: int, captions: Ragged) -> NgramKeys:
+        """Keys for these references. From 2^15 words on, builds the tables of their shorter n-grams."""
         keys = cls(num_words)
         if num_words <= _MAX_WORDS:
             return keys
-        keys._wide = True
-        for order in range(1, N_MAX):  # numbering the (order + 1)-grams needs the tables of shorter ones
-            last = [torch.zeros(0, dtype=torch.long)]
+        keys._uses_tables = True
+        for order in range(1, N_MAX):  # the keys of longer n-grams need the tables of shorter ones
+            parts = [torch.zeros(0, dtype=torch.long)]  # the keys of the n-grams of this order
             for _, words, lengths in captions.batches():
                 grams = keys.count(words, lengths, longest=order)
-                last.append(grams.key[grams.column % N_MAX == order - 1])
-            ordered = np.sort(torch.cat(last).numpy())
+                parts.append(grams.key[grams.column % N_MAX == order - 1])
+            ordered = np.sort(torch.cat(parts).numpy())
             keys.prefixes += (HashTable.build(ordered[run_starts(ordered)])[0],)
         return keys
 
@@ -69,17 +71,17 @@ class NgramKeys:
         if bool((words.ge(self.num_words) & inside).any()):
             largest = int(words.masked_fill(~inside, 0).max())
             raise ValueError(f"word id {largest} is not below num_words = {self.num_words}; pass a larger num_words")
-        # Captions are the last dimension, for vectorized comparisons. Padding gets ids that equal nothing else.
+        # Captions are the last dimension, for vectorized comparisons. Padding gets negative ids, each different.
         padded = words.where(inside, -1 - torch.arange(width, device=words.device)).t().int().contiguous()  # (T, R)
         same_word = padded[:, None] == padded[None]  # (T, T, R)
-        same, before = same_word, torch.ones_like(same_word[:, :, :1]).squeeze(2).tril(-1).unsqueeze(2)
+        same, is_before = same_word, torch.ones_like(same_word[:, :, :1]).squeeze(2).tril(-1).unsqueeze(2)
         key, parts = torch.zeros_like(words), []
         for order in range(min(longest, width)):
-            if order:  # n-grams are equal when their (n-1)-grams are equal and so are the words after these
+            if order:  # two n-grams are equal when their (n-1)-grams and their last words are equal
                 same = same[:-1, :-1] & same_word[order:, order:]
             starts = width - order
             key = self._extend(key[:, :starts], words[:, order:], inside[:, order:], order)
-            earlier = (same & before[:starts, :starts]).sum(1, dtype=torch.int32)
+            earlier = (same & is_before[:starts, :starts]).sum(1, dtype=torch.int32)
             first = (inside[:, order:] & (earlier == 0).t()).flatten().nonzero().squeeze(1)
             times = same.sum(1, dtype=torch.int32).t().flatten()
             column = first % starts * N_MAX + order
@@ -92,16 +94,16 @@ class NgramKeys:
         return Grams(*(take(part, by_caption) for part in (caption, column, keys, times.double())))
 
     def _extend(self, prefix: Tensor, words: Tensor, inside: Tensor, order: int) -> Tensor:
-        """Keys of the (order + 1)-grams from those of their first `order` words and the word after them."""
+        """Keys of the (order + 1)-grams, from the keys of their first `order` words and their last words."""
         last = words + 1
-        if not self._wide:
+        if not self._uses_tables:
             return (prefix << _WORD_BITS) | last
         if order == 0:
             return last << 2
         table = self.prefixes[order - 1]
-        number, known = table.find(prefix[inside])
-        _, unknown = torch.unique(prefix[inside][~known], return_inverse=True)
-        number[~known] = len(table) + unknown
+        number, in_table = table.find(prefix[inside])
+        _, new_number = torch.unique(prefix[inside][~in_table], return_inverse=True)
+        number[~in_table] = len(table) + new_number
         key = torch.zeros_like(prefix)
         key[inside] = ((number << 30 | last[inside]) << 2) | order
         return key
@@ -111,12 +113,12 @@ class NgramKeys:
 class HashTable:
     """Distinct int64 keys in the order of their hash buckets; a key's position in `keys` is its number.
 
-    There is about one key per bucket. A look-up costs two memory accesses, where a binary search in millions of keys
-    costs twenty.
+    A bucket holds about one key. So a look-up costs about two memory accesses; a binary search in millions of keys
+    would cost twenty.
     """
 
-    keys: Tensor  # (size + 1,): the last one is a sentinel that never matches
-    start: Tensor  # (buckets + 1,): position of each bucket's first key
+    keys: Tensor  # (size + 1,); the last one is no key, but makes the position after the last key readable
+    start: Tensor  # (buckets + 1,); position of each bucket's first key, and the end of the last bucket
 
     @classmethod
     def build(cls, keys: np.ndarray) -> tuple[HashTable, np.ndarray]:
@@ -146,7 +148,7 @@ class HashTable:
         return len(self.keys) - 1
 
     def find(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions (n,) of values (n,), and whether each is in the table; other positions have no meaning."""
+        """Positions (n,) of values (n,), and whether the table has each value; if not, its position has no meaning."""
         buckets = _buckets(values, (len(self.start) - 1).bit_length() - 1)
         position, end = take(self.start, buckets).long(), take(self.start, buckets + 1).long()
         present = (take(self.keys, position) == values) & (position < end)
@@ -161,35 +163,40 @@ class HashTable:
 
 
 def _buckets(keys: Tensor, bits: int) -> Tensor:
-    """The high bits of the product, which are the well mixed ones."""
+    """The bucket of each key: the high bits of a product, because these depend on all bits of the key."""
     return ((keys * _FIBONACCI) >> (64 - bits)) & ((1 << bits) - 1)
 
 
 def take(values: Tensor, index: Tensor) -> Tensor:
-    """values[index] along the first dimension; on a CPU several times faster than that expression."""
+    """values[index] along the first dimension. On a CPU `index_select` is several times faster than indexing."""
     return values.index_select(0, index)
 
 
 def index_type(limit: int) -> Any:
-    """The smallest integer type for values up to `limit`: look-ups are bound by memory."""
+    """int32 if it can hold values up to `limit`, else int64. Smaller arrays make look-ups faster."""
     return np.int32 if limit < 1 << 31 else np.int64
 
 
 def run_starts(ordered: np.ndarray) -> np.ndarray:
     """Positions in a sorted array at which a new value begins."""
-    new = np.ones(len(ordered), bool)
-    np.not_equal(ordered[1:], ordered[:-1], out=new[1:])
-    return np.flatnonzero(new)
+    is_start = np.ones(len(ordered), bool)
+    np.not_equal(ordered[1:], ordered[:-1], out=is_start[1:])
+    return np.flatnonzero(is_start)
 
 
 def by_length(lengths: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """(rows, longest length) of parts of a batch, so that each part needs little padding and bounded memory."""
+    """Splits a batch by length, so that each part needs little padding and bounded memory.
+
+    Yields (row numbers, longest length) of each part, the longest captions first.
+    """
     order = lengths.argsort(stable=True)
     ordered = lengths[order].tolist()
     end = len(ordered)
     while end:
-        start = max(0, end - _ROWS, end - max(1, _PAIRS // max(ordered[end - 1], 1) ** 2))
-        yield order[start:end], ordered[end - 1]
+        longest = ordered[end - 1]
+        max_rows = max(1, _PAIRS // max(longest, 1) ** 2)
+        start = max(0, end - _ROWS, end - max_rows)
+        yield order[start:end], longest
         end = start
 
 
@@ -209,7 +216,7 @@ class Ragged:
         return len(self.lengths)
 
     def batches(self) -> Iterator[tuple[np.ndarray, Tensor, Tensor]]:
-        """(numbers of the captions, their words padded (R, T), lengths (R,)), captions of similar length together."""
+        """Batches of captions of similar length: their numbers (R,), their padded words (R, T), their lengths (R,)."""
         starts = np.cumsum(self.lengths) - self.lengths
         for part, width in by_length(torch.from_numpy(self.lengths)):
             rows = part.numpy()

@@ -1,7 +1,7 @@
 """BLEU, ROUGE-L and CIDEr-D with the values of pycocoevalcap 1.2, computed by sorts and sums over integers.
 
-A corpus consists of C captions, each of one image. Words are integers, and so are n-grams: the pair (index of the
-(n-1)-gram, last word) is unique, so the ranks of these pairs number n-grams exactly for any vocabulary size.
+A corpus consists of C captions, each of one image. Words and n-grams are integers. The number of an n-gram is the rank
+of its pair (number of the (n-1)-gram, last word) among all such pairs, which is exact for any vocabulary size.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from functools import cached_property
 
 import numpy as np
 
-ORDERS = 4  # BLEU-1..4 and CIDEr-D's n-grams
-_SIGMA = 6.0  # CIDEr-D's Gaussian on the difference of lengths (Vedantam et al. 2015, section 6)
-_BETA = 1.2  # ROUGE-L's weight of recall in coco-caption
-_SMALL, _TINY = 1e-9, 1e-15  # as in bleu_scorer.py, for quotients of captions shorter than n
+ORDERS = 4  # BLEU and CIDEr-D use n-grams of 1 to 4 words
+_SIGMA = 6.0  # width of CIDEr-D's Gaussian penalty on the difference of lengths (Vedantam et al. 2015, section 6)
+_BETA = 1.2  # weight of recall in coco-caption's ROUGE-L
+_SMALL, _TINY = 1e-9, 1e-15  # bleu_scorer.py adds these to quotients, because captions shorter than n have no n-grams
 
 
 @dataclass(frozen=True)
 class Counts:
-    """The n-grams of one order n: R rows, one per distinct n-gram of each caption, sorted by caption."""
+    """The n-grams of one length n. Each of the R rows is a distinct n-gram of one caption; captions are sorted."""
 
     caption: np.ndarray  # (R,) index of the caption
     ngram: np.ndarray  # (R,) index of the n-gram
-    count: np.ndarray  # (R,) occurrences in the caption
+    count: np.ndarray  # (R,) how often the caption contains the n-gram
     size: int  # number of distinct n-grams in the corpus
 
 
@@ -42,7 +42,10 @@ class Corpus:
 
     @classmethod
     def build(cls, predictions: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]) -> Corpus:
-        """From tokens of one prediction and one or more references per image. Raises ValueError on a mismatch."""
+        """The corpus of one prediction and one or more references per image, as tokens.
+
+        Raises ValueError when an image lacks its prediction or its references.
+        """
         if len(predictions) != len(references) or not all(references):
             raise ValueError(
                 f"every image needs one prediction and at least one reference: found {len(predictions)} predictions "
@@ -58,23 +61,24 @@ class Corpus:
 
     @cached_property
     def reference_counts(self) -> np.ndarray:
-        """(images,) number of references of each image."""
+        """The number of references of each image (images,)."""
         return np.bincount(self.image[self.images :], minlength=self.images)
 
     @cached_property
     def counts(self) -> tuple[Counts, ...]:
-        """The counts of order 1 to ORDERS."""
+        """The counts of n-grams of 1 to ORDERS words."""
         captions = len(self.lengths)
         caption = np.repeat(np.arange(captions), self.lengths)
-        remaining = np.repeat(np.cumsum(self.lengths), self.lengths) - np.arange(len(self.words))  # words to the end
-        start = np.arange(len(self.words))  # first words of the n-grams of this order
-        index = np.zeros(len(self.words), np.int64)  # the (n-1)-gram at each start
+        # The number of words from each word to the end of its caption.
+        remaining = np.repeat(np.cumsum(self.lengths), self.lengths) - np.arange(len(self.words))
+        start = np.arange(len(self.words))  # position of the first word of each n-gram of this order
+        index = np.zeros(len(self.words), np.int64)  # number of the (n-1)-gram at each start
         num_words = int(self.words.max(initial=0)) + 1
         result = []
         for order in range(1, ORDERS + 1):
             keep = remaining[start] >= order
             start, index = start[keep], index[keep]
-            # An index is below the number of words in the corpus, so the product is far below 2^63.
+            # Both factors are at most the number of words in the corpus, so the product is far below 2^63.
             distinct, index = np.unique(index * num_words + self.words[start + order - 1], return_inverse=True)
             rows, count = np.unique(caption[start] * (len(distinct) + 1) + index, return_counts=True)
             row_caption, row_ngram = np.divmod(rows, len(distinct) + 1)
@@ -82,7 +86,7 @@ class Corpus:
         return tuple(result)
 
     def match(self, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of references, and for each the prediction's row of the same image and n-gram: two (M,) indices."""
+        """Pairs of rows with the same image and n-gram: the reference's row (M,) and the prediction's row (M,)."""
         keys = self.image[counts.caption] * (counts.size + 1) + counts.ngram
         split = int(np.searchsorted(counts.caption, self.images))  # the predictions' rows come first, sorted
         if not split:
@@ -94,9 +98,9 @@ class Corpus:
 
 
 def bleu(corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
-    """BLEU-1..4 with the closest reference length: corpus values (4,) and per-image values (4, images).
+    """BLEU-1..4 with the closest reference length: values over the corpus (4,) and for each image (4, images).
 
-    Source: pycocoevalcap/bleu/bleu_scorer.py (`option="closest"`, the shorter of equally close lengths).
+    Source: pycocoevalcap/bleu/bleu_scorer.py with `option="closest"`. Of equally close lengths the shorter one counts.
     """
     images = corpus.images
     length, reference_length = corpus.lengths[:images], corpus.lengths[images:]
@@ -106,14 +110,15 @@ def bleu(corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
     first = np.concatenate(([0], np.cumsum(corpus.reference_counts)[:-1]))
     closest = reference_length[order][first]
 
+    # BLEU's precision is `correct` divided by `guess`, the number of n-grams of the predictions.
     guess = np.maximum(0, length - np.arange(ORDERS)[:, None])  # (4, images)
     correct = np.zeros((ORDERS, images))
     for n, counts in enumerate(corpus.counts):
         reference, prediction = corpus.match(counts)
-        most = np.zeros(len(counts.count), np.int64)  # the n-gram's largest count in one reference
-        np.maximum.at(most, prediction, counts.count[reference])
+        max_count = np.zeros(len(counts.count), np.int64)  # the n-gram's largest count in one reference
+        np.maximum.at(max_count, prediction, counts.count[reference])
         split = int(np.searchsorted(counts.caption, images))
-        clipped = np.minimum(most[:split], counts.count[:split])
+        clipped = np.minimum(max_count[:split], counts.count[:split])
         correct[n] = np.bincount(counts.caption[:split], clipped, minlength=images)
 
     def score(correct: np.ndarray, guess: np.ndarray, length: np.ndarray, closest: np.ndarray) -> np.ndarray:
@@ -126,11 +131,12 @@ def bleu(corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
 
 
 def cider_d(corpus: Corpus) -> np.ndarray:
-    """CIDEr-D of each image (images,), n = 1..4, sigma 6, times 10; document frequencies over the images' references.
+    """CIDEr-D of each image (images,), for n = 1..4, sigma 6, times 10.
 
-    Source: pycocoevalcap/cider/cider_scorer.py. An n-gram that no reference holds counts in the prediction's norm with
-    a document frequency of 1; the length in the penalty is the number of bigrams. With one image every weight is
-    log(1) = 0 and the value has no meaning: callers report it as unavailable.
+    Document frequencies are over the references of the images. Source: pycocoevalcap/cider/cider_scorer.py. An n-gram
+    that no reference contains gets a document frequency of 1 and adds to the prediction's norm. The length in the
+    penalty is the number of bigrams. With one image every weight is log(1) = 0 and the value has no meaning, so callers
+    report it as unavailable.
     """
     images = corpus.images
     log_images = np.log(float(images))
@@ -157,8 +163,8 @@ def cider_d(corpus: Corpus) -> np.ndarray:
 def rouge_l(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]) -> np.ndarray:
     """ROUGE-L of each image (images,): the best precision and the best recall over its references, beta 1.2.
 
-    Source: pycocoevalcap/rouge/rouge.py, where an empty caption is one empty word. The longest common subsequence is
-    computed row by row in the bits of one integer (Hyyro 2004).
+    Source: pycocoevalcap/rouge/rouge.py, which treats an empty caption as one empty word. The bits of an integer
+    represent a row of the table for the longest common subsequence (Hyyro 2004).
     """
     scores = np.zeros(len(predictions))
     for i, (prediction, captions) in enumerate(zip(predictions, references, strict=True)):
@@ -175,7 +181,7 @@ def rouge_l(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[
                 if mask := masks.get(word):
                     both = row & mask
                     row = (row + both | row - both) & full
-            common = len(prediction) - row.bit_count()
+            common = len(prediction) - row.bit_count()  # length of the longest common subsequence
             precision = max(precision, common / len(prediction))
             recall = max(recall, common / len(caption))
         if precision and recall:

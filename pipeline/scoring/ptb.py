@@ -2,15 +2,16 @@
 
 pycocoevalcap 1.2 runs Stanford CoreNLP 3.4.1 (`PTBTokenizer -preserveLines -lowerCase`) over all captions, one per
 line, and drops the tokens in `PUNCTUATION`. This file does the same without Java. Its rules were derived from that
-program's output, which the tests compare; its source was not used.
+program's output, not from its source code. The tests compare the outputs of both.
 
-At each position the tokenizer takes the longest match of any rule, and the first rule's among equally long ones. A
-rule may look ahead: the text it looks at counts for the length and is tokenized afterwards. Almost every piece between
-spaces is plain: a word, possibly with a comma, a full stop or 's. Plain pieces are cached and need no rule.
+At each position the tokenizer takes the longest match of all rules, or the first rule among equally long matches. A
+rule may look ahead: the text after the token that its second pattern matches adds to the length of the match, and is
+tokenized afterwards. Almost every piece between spaces is plain: a word, possibly with a comma, a full stop or 's.
+Plain pieces are cached and need no rule.
 
 Known differences, none of which occurs in the 242,654 captions of COCO val2014 and Flickr8k: scripts with vowel signs
-(Thai, Devanagari), runs of different curly quotes, letters after a tag or e-mail address. A line separator inside a
-caption is a space here; in pycocoevalcap it shifts all later captions.
+(Thai, Devanagari), runs of different curly quotes, letters after a tag or e-mail address. This file treats a line
+separator inside a caption as a space; in pycocoevalcap the separator shifts all later captions.
 """
 
 from __future__ import annotations
@@ -21,24 +22,26 @@ from functools import lru_cache
 
 SIGNATURE = "stanford-ptb-3.4.1-no-punctuation"
 
-# Source: pycocoevalcap/tokenizer/ptbtokenizer.py. Tokens are compared in lower case, so brackets (-lrb-) are kept.
+# Source: pycocoevalcap/tokenizer/ptbtokenizer.py. The list has brackets in upper case and tokens are in lower case, so
+# brackets remain in captions, for example as "-lrb-".
 PUNCTUATION = frozenset(
     ["''", "'", "``", "`", "-LRB-", "-RRB-", "-LCB-", "-RCB-", ".", "?", "!", ",", ":", "-", "--", "...", ";"]
 )
 
-# A full stop is part of these words in upper and lower case: first those that may also end a sentence ...
+# Abbreviations, of which the full stop is a part, in upper and lower case. These may also end a sentence:
 _CLOSING_ABBREVIATIONS = (
     "al ala apr aug bhd blvd bros co corp cos ct dak dec esq est etc ext feb fla fri ga inc ind jan jr jul jun kan ky "
     "ltd mar md mo mon mont neb nev nov oct penn plc rd rt sep seq sq sr sys tel tenn thu tue va vt wed wis wyo"
 )
+# These never end a sentence:
 _ABBREVIATIONS = (
     "adj adm adv ave cf cie col cpl dept det dr drs ens ft gen gov hon jos lt maj messrs mme mr mrs ms mt pfc ph pres "
     "prof pvt rep rev sen sfc sgt spc st ste vs wm"
 )
-_CAPITALIZED_ABBREVIATIONS = "ark az del ill la mass miss ore pa tex wash"  # ... of these with a capital,
-_CLOSING_NOT_UPPER, _NOT_UPPER = "pte pty", "mfg mtg"  # of these except in capitals,
-_NUMBER_ABBREVIATIONS = "art ca fig figs no nos op pp prop"  # and of these before a number.
-# After a single letter with a full stop these words start a sentence, so the full stop is a token of its own.
+_CAPITALIZED_ABBREVIATIONS = "ark az del ill la mass miss ore pa tex wash"  # only with a capital first letter
+_CLOSING_NOT_UPPER, _NOT_UPPER = "pte pty", "mfg mtg"  # not when the whole word is in capitals
+_NUMBER_ABBREVIATIONS = "art ca fig figs no nos op pp prop"  # only before a number
+# A single letter with a full stop is one token ("K."), unless one of these words follows and so starts a sentence.
 _SENTENCE_STARTS = (
     "a about according additionally after an as at but earlier he her here however if in it last many more now once "
     "one other our she since so some such that the their then there these they this we what when while yet you"
@@ -51,21 +54,25 @@ _TWO_WORDS = "cannot gonna gotta wanna lemme gimme"
 
 
 def _any_case(words: str) -> str:
+    """A pattern for any of the words, in upper or lower case."""
     return "(?i:" + "|".join(sorted(words.split(), key=len, reverse=True)) + ")"
 
 
 def _capitalized(words: str) -> str:
+    """A pattern for any of the words with a capital first letter."""
     longest_first = sorted(words.split(), key=len, reverse=True)
     return "(?:" + "|".join(f"{word[0].upper()}(?i:{word[1:]})" for word in longest_first) + ")"
 
 
 def _not_upper(words: str) -> str:
+    """A pattern for any of the words in lower case, with or without a capital first letter."""
     return "(?:" + "|".join(f"[{word[0]}{word[0].upper()}]{word[1:]}" for word in words.split()) + ")"
 
 
 _APOSTROPHE = "(?:['’\u0092]|&apos;)"
 _ANY_QUOTE = "['’‘`\u0091\u0092]"
-# Python's \w includes superscripts and fractions, and excludes combining accents and soft hyphens.
+# Python's \w includes superscripts and fractions, which are no letters for the tokenizer. It excludes combining accents
+# and soft hyphens, which are letters for the tokenizer.
 _NO_LETTERS = "\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u209c\u2150-\u218f\u2460-\u249b\U00010000-\U0010ffff"
 _MARKS = "\u0300-\u036f\u00ad"
 _DIGIT = "[0-9]"
@@ -152,8 +159,8 @@ _RULES: tuple[tuple[str, str], ...] = (
     (r"\S", ""),
 )
 
-# How some tokens are written, including punctuation that `tokenize` then drops.
-_WRITTEN = (
+# Tokens and the form in which the tokenizer prints them; `tokenize` drops those that become punctuation.
+_PRINT_FORMS = (
     dict.fromkeys("“«\u0093", "``")
     | dict.fromkeys('”»\u0094"', "''")
     | dict.fromkeys("‘‹\u0091", "`")
@@ -167,15 +174,14 @@ _WRITTEN = (
 )
 _QUOTES = frozenset("“”«»‘’‹›„‚\u0091\u0092\u0093\u0094'`")
 _DROPPED = PUNCTUATION | {""}
-_BEYOND = "\U00010000"  # characters from this one on (emoji) are dropped, as are zero-width marks
-_WITHOUT_WIDTH = frozenset("\u200b\ufeff\u00ad")
-
-
+_FIRST_DROPPED = "\U00010000"  # this character and all after it in Unicode, such as emoji, are dropped
+_WITHOUT_WIDTH = frozenset("\u200b\ufeff\u00ad")  # these characters are dropped as well
 _PIECE = re.compile(r"\S+")
 
 
 @lru_cache(maxsize=1)
 def _rules() -> tuple[re.Pattern[str], ...]:
+    """The compiled rules; group 1 is the token, and the text after it is the look-ahead."""
     return tuple(re.compile(f"({main})(?:{ahead})") for main, ahead in _RULES)
 
 
@@ -205,8 +211,8 @@ def _plain_tokens(piece: str) -> tuple[str, ...] | None:
 def tokenize(caption: str, following: str = "") -> list[str]:
     """Lower-case tokens of a caption, without punctuation. A line break counts as a space.
 
-    following: the caption on the next line, which the tokenizer looks at: "a letter K." keeps its full stop unless "A",
-    "The" or another of about forty words follows.
+    following: the caption on the next line, to which a rule may look ahead: the last token of "a letter K." is "k."
+    unless the next line starts with "A", "The" or another of about forty words.
     """
     tokens: list[str] = []
     for piece in caption.split():
@@ -223,6 +229,7 @@ def tokenize_all(captions: Sequence[str]) -> list[list[str]]:
 
 
 def _apply_rules(caption: str, following: str) -> list[str]:
+    """The tokens of a caption with a piece that is not plain."""
     text = caption.replace("\n", " ")
     end = len(text)
     text = f"{text}\n{following}"
@@ -243,20 +250,20 @@ def _apply_rules(caption: str, following: str) -> list[str]:
             if (match := pattern.match(text, position)) and match.end() - position > longest:
                 longest, token = match.end() - position, match[1]
         position += len(token)
-        if token < _BEYOND and token not in _WITHOUT_WIDTH and (written := _write(token)) not in _DROPPED:
-            tokens.append(written)
+        if token < _FIRST_DROPPED and token not in _WITHOUT_WIDTH and (printed := _print_form(token)) not in _DROPPED:
+            tokens.append(printed)
     return tokens
 
 
-def _write(token: str) -> str:
-    """The output form of a token: lower case, Treebank brackets, plain apostrophes in contractions."""
-    if token in _WRITTEN:
-        return _WRITTEN[token]
+def _print_form(token: str) -> str:
+    """The form in which the tokenizer prints a token: lower case, Treebank brackets, plain apostrophes."""
+    if token in _PRINT_FORMS:
+        return _PRINT_FORMS[token]
     token = token.replace("&apos;", "'").replace("&amp;", "&")
     if token[0] == "." and not token.strip(". "):
         return "..." if len(token) > 2 else token
-    if len(token) == 2 and _QUOTES.issuperset(token):  # nested
-        return "".join(_WRITTEN.get(character, character) for character in token)
+    if len(token) == 2 and _QUOTES.issuperset(token):  # nested quotes
+        return "".join(_PRINT_FORMS.get(character, character) for character in token)
     if len(token) > 1:  # phone numbers and emoticons contain brackets; spaces inside a token become no-break spaces
         token = token.replace("(", "-lrb-").replace(")", "-rrb-").replace(" ", "\u00a0").replace("\u00ad", "")
         if token[0] in "’\u0092nN" and re.fullmatch("[’\u0092](?i:[msd]|ll|re|ve)|[nN][’\u0092][tT]", token):

@@ -1,8 +1,8 @@
-"""Scores that papers print for the systems here, and whether a score of ours can be compared with them.
+"""Scores that papers print for these systems, and whether our scores can be compared with them.
 
-All values are over 100 as printed (CIDEr-D 131.2 is 1.312), on the 5,000 test images of Karpathy's split of COCO after
-SCST with beam 5, unless a row says otherwise. The papers' CIDEr is CIDEr-D with the document frequencies of the scored
-split.
+All values are the printed ones divided by 100 (131.2 becomes 1.312). Unless a row names another protocol, they are for
+the 5,000 test images of Karpathy's split of COCO, after SCST and with beam 5. The papers' CIDEr is
+CIDEr-D with the document frequencies of the scored split.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FIVE = _SIX[1:]
 
 @dataclass(frozen=True)
 class PrintedRow:
-    """A row of a paper's table: its name, its scores, what it sets in the section `model`, and how it was decoded."""
+    """A row of a paper's table: its name, its scores, its keys of the section `model`, and how it was decoded."""
 
     name: str
     scores: dict[str, float]
@@ -31,9 +31,9 @@ class PrintedRow:
 
 @dataclass(frozen=True)
 class AblationRow(PrintedRow):
-    """A row of ExpansionNet v2's ablation: encoder G, decoder N_E (None: attention) and multiply-accumulates."""
+    """A row of ExpansionNet v2's ablation; attention replaces an expansion that is None."""
 
-    macs: float = 0.0  # of 5,000 images with one caption each, the captioner alone
+    macs: float = 0.0  # multiply-accumulates of the captioner, without the backbone, for 5,000 images and captions
 
     @property
     def static_expansion(self) -> tuple[int, ...] | None:
@@ -48,7 +48,7 @@ class AblationRow(PrintedRow):
 
 @dataclass(frozen=True)
 class PrintedTable:
-    """A table of a paper; differences are to the row `baseline`."""
+    """A table of a paper. Reports show differences from the row with the index `baseline`."""
 
     title: str
     columns: tuple[str, ...]
@@ -57,7 +57,7 @@ class PrintedTable:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys of the section `model` that distinguish its rows; each row sets all of them."""
+        """The keys of the section `model` in which the rows differ; each row sets all of them."""
         return tuple(self.rows[0].settings)
 
 
@@ -70,10 +70,10 @@ def _row(name: str, columns: Sequence[str], values: Sequence[float], **settings:
 
 def _nocaps(split: str, name: str, cider: float, spice: float) -> PrintedRow:
     scores = {"CIDEr-D": cider, "SPICE": spice}
-    return PrintedRow(f"ExpansionNet v2, nocaps {name} (paper)", scores, {}, split, 3, "beam 3, XE")
+    return PrintedRow(f"ExpansionNet v2, nocaps {name} (paper)", scores, {}, split, beam_size=3, protocol="beam 3, XE")
 
 
-# by model.name
+# The printed final scores of each model.name
 ROWS: dict[str, tuple[PrintedRow, ...]] = {
     "expansionnet_v2": (
         _row("ExpansionNet v2, cross entropy (paper)", _SIX, (0.781, 0.381, 0.301, 0.589, 1.282, 0.235)),
@@ -91,11 +91,12 @@ ROWS: dict[str, tuple[PrintedRow, ...]] = {
 
 
 def published_rows(model: str, split: str, uris: Sequence[str], beam_size: int) -> list[tuple[PrintedRow, str]]:
-    """The printed rows of a system on a split, each with the reason why ours cannot be compared ("" when it can)."""
+    """The printed rows of a system on a split, each with the reason why our score cannot be compared, or ""."""
     return [(row, _difference(row, uris, beam_size)) for row in ROWS.get(model, ()) if row.split == split]
 
 
 def _difference(row: PrintedRow, uris: Sequence[str], beam_size: int) -> str:
+    """The reason why our score cannot be compared with a printed row; "" when it can."""
     if row.split == "test":
         coco = sum(uri.rsplit("/", 1)[-1].startswith("COCO_val2014_") for uri in uris)
         if coco < len(uris) or len(uris) != COCO_TEST:
@@ -115,10 +116,10 @@ def _ablation(groups: tuple[int, ...] | None, vectors: int | None, values: Seque
         f"G {groups}, N_E {vectors}",
         dict(zip(ABLATION_COLUMNS, values, strict=True)),
         settings,
-        "validation",
-        3,
-        "beam 3, XE",
-        macs,
+        split="validation",
+        beam_size=3,
+        protocol="beam 3, XE",
+        macs=macs,
     )
 
 
@@ -141,11 +142,18 @@ ABLATION = (
 # ---- Meshed-Memory Transformer
 
 
-def _meshed(
-    name: str, score: float, slots: int, connection: str, gates: str = "sigmoid", layers: int = 3, *, aoa: bool = False
+def _meshed_memory(
+    name: str,
+    score: float,
+    slots: int,
+    connection: str,
+    gates: str = "sigmoid",
+    layers: int = 3,
+    *,
+    attention_on_attention: bool = False,
 ) -> PrintedRow:
     settings = {"num_memory_slots": slots, "connection": connection, "gates": gates, "num_encoder_layers": layers}
-    settings |= {"num_decoder_layers": layers, "attention": "on_attention" if aoa else "dot_product"}
+    settings |= {"num_decoder_layers": layers, "attention": "on_attention" if attention_on_attention else "dot_product"}
     return _row(name, ("CIDEr-D",), (score,), **settings)
 
 
@@ -154,14 +162,14 @@ _MESHED = (
         "Table 1, memory and connection (Meshed-Memory Transformer)",
         ("CIDEr-D",),
         (
-            _meshed("Transformer, 6 layers", 1.218, 0, "last", layers=6),
-            _meshed("Transformer, 3 layers", 1.236, 0, "last"),
-            _meshed("Transformer, attention on attention", 1.291, 0, "last", aoa=True),
-            _meshed("one-to-one, no memory", 1.284, 0, "one_to_one"),
-            _meshed("one-to-one", 1.292, 40, "one_to_one"),
-            _meshed("meshed, no memory", 1.294, 0, "meshed"),
-            _meshed("meshed, softmax gates", 1.303, 40, "meshed", "softmax"),
-            _meshed("meshed, sigmoid gates", 1.312, 40, "meshed"),
+            _meshed_memory("Transformer, 6 layers", 1.218, 0, "last", layers=6),
+            _meshed_memory("Transformer, 3 layers", 1.236, 0, "last"),
+            _meshed_memory("Transformer, attention on attention", 1.291, 0, "last", attention_on_attention=True),
+            _meshed_memory("one-to-one, no memory", 1.284, 0, "one_to_one"),
+            _meshed_memory("one-to-one", 1.292, 40, "one_to_one"),
+            _meshed_memory("meshed, no memory", 1.294, 0, "meshed"),
+            _meshed_memory("meshed, softmax gates", 1.303, 40, "meshed", "softmax"),
+            _meshed_memory("meshed, sigmoid gates", 1.312, 40, "meshed"),
         ),
         baseline=1,
     ),
@@ -197,7 +205,7 @@ _MESHED = (
 # ---- Ada-ClustFormer
 
 
-def _clustered(
+def _ada_clustformer(
     name: str,
     values: Sequence[float],
     encoder: str = "2d",
@@ -215,19 +223,19 @@ _CLUSTFORMER = (
         "Table 1 (Ada-ClustFormer)",
         _FIVE,
         (
-            _clustered("base", (0.400, 0.297, 0.596, 1.344, 0.234), "none", "none"),
-            _clustered("decoder only", (0.402, 0.298, 0.599, 1.351, 0.237), "none"),
-            _clustered("encoder 2-D only", (0.404, 0.298, 0.600, 1.359, 0.237), "2d", "none"),
-            _clustered("encoder 1-D only", (0.400, 0.294, 0.594, 1.345, 0.232), "1d", "none"),
-            _clustered("without equation 6", (0.391, 0.287, 0.588, 1.326, 0.228), stacking="none"),
-            _clustered("sampling 4", (0.398, 0.290, 0.593, 1.355, 0.230), sampling=4),
-            _clustered("fixed window 2", (0.398, 0.292, 0.591, 1.349, 0.229), window=2),
-            _clustered("full", (0.411, 0.301, 0.602, 1.378, 0.241)),
+            _ada_clustformer("base", (0.400, 0.297, 0.596, 1.344, 0.234), "none", "none"),
+            _ada_clustformer("decoder only", (0.402, 0.298, 0.599, 1.351, 0.237), "none"),
+            _ada_clustformer("encoder 2-D only", (0.404, 0.298, 0.600, 1.359, 0.237), "2d", "none"),
+            _ada_clustformer("encoder 1-D only", (0.400, 0.294, 0.594, 1.345, 0.232), "1d", "none"),
+            _ada_clustformer("without equation 6", (0.391, 0.287, 0.588, 1.326, 0.228), stacking="none"),
+            _ada_clustformer("sampling 4", (0.398, 0.290, 0.593, 1.355, 0.230), sampling=4),
+            _ada_clustformer("fixed window 2", (0.398, 0.292, 0.591, 1.349, 0.229), window=2),
+            _ada_clustformer("full", (0.411, 0.301, 0.602, 1.378, 0.241)),
         ),
     ),
 )
 
-# by the value of a search's key `compare`
+# The tables for each value of a search's key `compare`
 TABLES: dict[str, tuple[PrintedTable, ...]] = {"meshed_memory": _MESHED, "clustformer": _CLUSTFORMER}
 NOTE = (
     "Means of the validation captions beside the paper's (Karpathy test after SCST, beam 5); +/- is the difference to "

@@ -17,7 +17,7 @@ ImageId = int | str
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file, gzipped or not, recognized by its first bytes. Raises UserError."""
+    """The content of a JSON file, which may be gzipped; its first bytes show this. Raises UserError."""
     if not path.is_file():
         raise UserError(f"file {path} does not exist; give a JSON file, gzipped or not")
     data = path.read_bytes()
@@ -28,12 +28,12 @@ def read_json(path: Path) -> Any:
             raise UserError(f"{path} is a damaged gzip file ({error}); copy or download it again") from error
     try:
         return json.loads(data)
-    except ValueError as error:  # also text that is not UTF-8
+    except ValueError as error:  # includes UnicodeDecodeError
         raise UserError(f"{path} is not JSON ({error}); give a COCO or Karpathy file") from error
 
 
 def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[str]]:
-    """Raw captions by image id, in the file's order of images; only those of `split` when it is given.
+    """Raw captions by image id, in the file's order of images. split: leaves out the images of other splits.
 
     COCO annotations (`images`, and `annotations` with image_id and caption) have no splits. In Karpathy's layout
     (`images` with `sentences`) an image's id is its cocoid, or its imgid in a file without cocoids. Images without a
@@ -45,11 +45,11 @@ def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[
     if isinstance(annotations, list):
         if split is not None:
             raise UserError(f"{path} holds COCO annotations, which have no splits; give the images' Karpathy file")
-        references = _coco(path, images if isinstance(images, list) else [], annotations)
+        references = _read_coco(path, images if isinstance(images, list) else [], annotations)
     elif isinstance(images, list) and images and isinstance(images[0], dict) and "sentences" in images[0]:
-        references = _karpathy(path, images, split)
+        references = _read_karpathy(path, images, split)
     else:
-        layout = f"an object with {', '.join(map(repr, content)) or 'no keys'}" if content else type(data).__name__
+        layout = f"an object with {', '.join(map(repr, content))}" if content else type(data).__name__
         raise UserError(
             f"{path} holds no reference captions: expected COCO's 'annotations' or Karpathy's 'images' with "
             f"'sentences', found {layout}"
@@ -59,7 +59,7 @@ def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[
     return {image: captions for image, captions in references.items() if captions}
 
 
-def _coco(path: Path, images: list[Any], annotations: list[Any]) -> dict[ImageId, list[str]]:
+def _read_coco(path: Path, images: list[Any], annotations: list[Any]) -> dict[ImageId, list[str]]:
     references: dict[ImageId, list[str]] = {}
     for number, image in enumerate(images):
         references[_image_id(image, "id", f"{path}: images[{number}]")] = []
@@ -69,11 +69,11 @@ def _coco(path: Path, images: list[Any], annotations: list[Any]) -> dict[ImageId
     return references
 
 
-def _karpathy(path: Path, images: list[Any], split: str | None) -> dict[ImageId, list[str]]:
+def _read_karpathy(path: Path, images: list[Any], split: str | None) -> dict[ImageId, list[str]]:
     splits = Counter(image.get("split") for image in images if isinstance(image, dict))
     if split is not None and split not in splits:
-        known = ", ".join(f"{name} ({count} images)" for name, count in splits.items())
-        raise UserError(f"{path} has no images in split {split!r}; it has {known}")
+        available = ", ".join(f"{name} ({count} images)" for name, count in splits.items())
+        raise UserError(f"{path} has no images in split {split!r}; it has {available}")
     id_key = "cocoid" if all(isinstance(image, dict) and "cocoid" in image for image in images) else "imgid"
     references: dict[ImageId, list[str]] = {}
     for number, image in enumerate(images):
@@ -118,7 +118,7 @@ def read_predictions(path: Path) -> dict[ImageId, str]:
 
 
 def shorten(ids: Iterable[ImageId], limit: int = 10) -> str:
-    """A list for a message: the first `limit` ids and how many more there are."""
+    """The first `limit` ids and the number of the others, for a message."""
     names = [str(image) for image in ids]
     return ", ".join(names) if len(names) <= limit else f"{', '.join(names[:limit])} and {len(names) - limit} more"
 

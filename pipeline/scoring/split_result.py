@@ -1,4 +1,4 @@
-"""The result of captioning one split: the captions, what the search reports about them, and their scores."""
+"""The result of captioning one split: the captions, their values from the beam search, and their scores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.scoring.metrics import Scores
 class Hypothesis(NamedTuple):
     """A caption found by beam search.
 
-    tokens: its token ids, with EOS unless it was cut off at the length limit, and padding.
+    tokens: its token ids with padding, and with EOS unless the length limit cut the caption off.
     log_prob: sum of the log-probabilities of its tokens, EOS included.
     alignment: agreement of words and image tokens (`models.alignment`); only for the best caption of a single model.
     num_satisfied: number of its image's constraints that it satisfies; None for an image without constraints.
@@ -25,7 +25,7 @@ class Hypothesis(NamedTuple):
     tokens: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """One entry of an n-best file; what was not computed is left out."""
+        """One entry of an n-best file, without the values that were not computed."""
         values = {"caption": self.caption, "log_prob": self.log_prob, "alignment": self.alignment}
         return {key: value for key, value in (values | {"held": self.num_satisfied}).items() if value is not None}
 
@@ -44,11 +44,12 @@ class ConstraintCounts(NamedTuple):
 
     @classmethod
     def tally(cls, satisfied: Mapping[int, tuple[int, int]]) -> ConstraintCounts:
-        """From the number of satisfied constraints and of all constraints of each image, by image id."""
-        asked = {image: counts for image, counts in satisfied.items() if counts[1]}
-        incomplete = tuple(image for image, (num_satisfied, total) in asked.items() if num_satisfied < total)
-        none = sum(num_satisfied <= 0 for num_satisfied, _ in asked.values())
-        return cls(len(asked), len(asked) - len(incomplete), len(incomplete) - none, none, incomplete)
+        """Counts images. satisfied: {image id: (number of satisfied constraints, number of constraints)}."""
+        constrained = {image: counts for image, counts in satisfied.items() if counts[1]}
+        incomplete = tuple(image for image, (num_satisfied, total) in constrained.items() if num_satisfied < total)
+        num_none = sum(num_satisfied <= 0 for num_satisfied, _ in constrained.values())
+        num_all, num_some = len(constrained) - len(incomplete), len(incomplete) - num_none
+        return cls(len(constrained), num_all, num_some, num_none, incomplete)
 
     def to_json(self) -> dict[str, Any]:
         return {**self._asdict(), "not_held": list(self.not_held)}
@@ -85,7 +86,7 @@ class SplitResult:
 
     @property
     def cider_by_image(self) -> dict[int, float]:
-        """CIDEr-D by image id; empty where it is unavailable."""
+        """CIDEr-D by image id; empty when it is unavailable."""
         score = self.scores and self.scores.by_name.get("CIDEr-D")
         if self.scores is None or not score:
             return {}
@@ -116,12 +117,12 @@ class SplitResult:
         }
 
     def flat(self) -> dict[str, float]:
-        """{"test_CIDEr-D": ...}: the scores as the tracker and the model registry store them."""
+        """The scores as the tracker and the model registry store them, with keys like "test_CIDEr-D"."""
         values = self.values | {"main_object": self.main_object, "alignment": self.alignment}
         return {f"{self.split}_{name}": value for name, value in values.items() if value is not None}
 
 
 def mean_alignment(hypotheses: Iterable[Hypothesis]) -> float | None:
-    """Mean over the hypotheses that have an alignment; None without any."""
-    values = [each.alignment for each in hypotheses if each.alignment is not None]
+    """Mean over the hypotheses that have an alignment; None when none has one."""
+    values = [hypothesis.alignment for hypothesis in hypotheses if hypothesis.alignment is not None]
     return sum(values) / len(values) if values else None
