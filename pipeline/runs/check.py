@@ -235,8 +235,8 @@ def _check_resolution(result: Findings, sizes: np.ndarray, image_size: int) -> N
     most_common, times = Counter(short_sides.tolist()).most_common(1)[0]
     if times > 0.5 * len(short_sides) and most_common < MIN_ORIGINAL_SIDE and len(short_sides) > 1:
         result.warn(
-            f"the photographs look shrunken: {times} of {len(short_sides)} have a short side of exactly {most_common} px; "
-            f"published scores are from the originals"
+            f"the photographs look shrunken: {times} of {len(short_sides)} have a short side of exactly "
+            f"{most_common} px; published scores are from the originals"
         )
     enlarged = int((short_sides < image_size).sum())
     if enlarged > 0.1 * len(short_sides):

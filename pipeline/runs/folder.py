@@ -115,8 +115,8 @@ class RunFolder:
     def push(self, *names: str, check_may_write: Callable[[], None] = lambda: None) -> None:
         """Uploads these files and folders in order. Does nothing for a run on local storage.
 
-        check_may_write: called before an upload marks something as complete and before a removal; raises when this process
-        must stop writing.
+        check_may_write: called before an upload marks something as complete and before a removal; it raises when this
+        process must stop writing.
         """
         if self.home is not None:
             for name in names:
@@ -199,7 +199,7 @@ class RunFolder:
         return stages[: stages.index(stage)]
 
     def weights_after(self, stage: StageSection, part: str) -> Path:
-        """The file with the best weights of `part` (model or backbone) of a finished stage, even one that was not kept."""
+        """The file with the best weights of `part` (model or backbone) of a finished stage, also of one not kept."""
         result = self.result(stage.name)
         if result is None:
             raise FileNotFoundError(f"stage {stage.name} of {self.run_id} is not finished")

@@ -103,7 +103,7 @@ def open_run(config: RunConfig, fingerprint: str) -> RunFolder:
 
 
 def readable(dataset: Dataset, unreadable: dict[str, str], config: RunConfig) -> Dataset:
-    """The readable images. UserError when more than `data.max_bad_fraction` of all images are `unreadable` {uri: reason}."""
+    """The readable images. UserError if more than `data.max_bad_fraction` are not. unreadable: {uri: reason}."""
     if len(unreadable) > config.data.max_bad_fraction * len(dataset):
         uri, reason = next(iter(unreadable.items()))
         raise UserError(
@@ -123,7 +123,7 @@ def initial_backbone(config: RunConfig) -> Backbone:
 
 
 def _initial_state(config: RunConfig, dataset: Dataset) -> _InitialState:
-    """Draws the weights of the backbone and then of the model from the seed, then copies those of `init_from`, if set."""
+    """Draws the weights of the backbone and then of the model from the seed, then copies those of `init_from`."""
     start = warm_start(config)
     vocabulary = build_vocabulary(dataset, config.data)
     vocabulary = start.extend_vocabulary(vocabulary) if start else vocabulary

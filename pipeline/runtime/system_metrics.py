@@ -1,4 +1,4 @@
-"""How busy this machine is, under the names of MLflow's system metrics.
+"""Measures how busy this machine is, with the names of MLflow's system metrics.
 
 MLflow's own monitor sends to the tracker from the process it watches. Here a training worker only writes its journal,
 which the driver forwards, so the values are read directly: by psutil and, for GPUs, by NVML through torch.
@@ -34,23 +34,24 @@ def system_metrics(device: torch.device) -> dict[str, float]:
 
 
 def _gpu_metrics(device: torch.device) -> dict[str, float]:
-    """Memory (of all processes) and utilization of every visible GPU.
+    """Memory (of all processes) and utilization of every visible GPU, from NVML.
 
-    NVML opens no CUDA context, which `torch.cuda.mem_get_info` does on each GPU that it is asked about. Without NVML
-    only the memory of this process's own GPU is reported, where a context exists.
+    Without NVML only the memory of `device` is reported, because `torch.cuda.mem_get_info` would open a CUDA context on
+    every other GPU.
     """
     metrics: dict[str, float] = {}
     try:
         for index in range(torch.cuda.device_count()):
             metrics[f"gpu_{index}_memory_usage_megabytes"] = torch.cuda.device_memory_used(index) / MEGABYTE
             metrics[f"gpu_{index}_utilization_percentage"] = torch.cuda.utilization(index)
-    except Exception:  # whatever NVML or a missing nvidia-ml-py raises
+    except Exception:  # NVML and a missing nvidia-ml-py raise various errors
         free, total = torch.cuda.mem_get_info(device)
         metrics[f"gpu_{device.index or 0}_memory_usage_megabytes"] = (total - free) / MEGABYTE
     return metrics
 
 
 def _network() -> tuple[int, int]:
+    """Bytes received and sent since the machine started."""
     import psutil
 
     counters = psutil.net_io_counters()

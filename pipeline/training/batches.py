@@ -31,7 +31,7 @@ def num_samples(stage: StageSection, train: Dataset) -> int:
 class CaptionTokens:
     """Token ids (SOS words EOS) of all captions of a data set, in flat arrays.
 
-    The tokens of caption c are ids[offsets[c] : offsets[c + 1]]. The captions of image i are first[i] to first[i + 1] - 1.
+    The tokens of caption c are ids[offsets[c] : offsets[c + 1]]. Image i has the captions first[i] to first[i + 1] - 1.
     """
 
     def __init__(self, dataset: Dataset, vocabulary: Vocabulary) -> None:

@@ -2,7 +2,8 @@
 
 Self-critical sequence training (SCST, Rennie et al. 2017), with the defaults of `ScstSection`:
 
-- samples: multinomial, drawn with the key-value cache, without gradient and, unless `sampling_dropout` is set, without dropout;
+- samples: multinomial, drawn with the key-value cache, without gradient, and without dropout unless
+  `sampling_dropout` is set;
 - reward: CIDEr-D with document frequencies over the training images; EOS counts as a word of captions and references;
 - baseline: the mean reward of the image's other samples (leave one out);
 - log-probabilities: from one teacher-forced pass with the stage's dropout, including that of EOS;
@@ -34,7 +35,7 @@ from pipeline.training.reward import CaptionReward
 
 @dataclass(frozen=True)
 class StepOutput:
-    """The loss and the metrics of one micro-step, as shares: their sum over micro-steps and workers is the batch's mean."""
+    """One micro-step's shares of the means: summed over micro-steps and workers they give the batch's values."""
 
     loss: Tensor
     metrics: dict[str, float]
@@ -213,8 +214,8 @@ def smoothed_cross_entropy(logits: Tensor, targets: Tensor, pad: int, smoothing:
     """The label-smoothed loss summed over the target tokens, as ExpansionNet v2's code computes it.
 
     The target class has probability 1 - smoothing and the other V - 1 classes share `smoothing`; the loss is the
-    Kullback-Leibler divergence from that distribution, which is 0 at a perfect prediction. The caller divides the sum by
-    the number of target tokens of the global batch, so that the gradient does not depend on the number of workers.
+    Kullback-Leibler divergence from that distribution, which is 0 at a perfect prediction. The caller divides the sum
+    by the number of target tokens of the global batch, so that the gradient does not depend on the number of workers.
 
     logits (..., V) of any float dtype; targets (...) int64, `pad` at positions without a target.
     """
@@ -234,8 +235,8 @@ def smoothed_cross_entropy(logits: Tensor, targets: Tensor, pad: int, smoothing:
 def caption_log_probs(logits: Tensor, tokens: Tensor, pad: int) -> Tensor:
     """The log-probability of each caption: the sum over its tokens after SOS, including EOS.
 
-    tokens (R, T + 1); logits (R, T, V) that the model gives for tokens[:, :-1]. Returns (R,), float64 for float64 logits,
-    else float32.
+    tokens (R, T + 1); logits (R, T, V) that the model gives for tokens[:, :-1]. Returns (R,), float64 for float64
+    logits, else float32.
     """
     targets = tokens[:, 1:]
     logits = logits.float() if logits.dtype != torch.float64 else logits

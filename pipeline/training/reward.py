@@ -26,8 +26,8 @@ class CaptionReward:
 
     References keep all their words, including those outside the model's vocabulary.
 
-    eos: counts EOS as a word at the end of every reference and of every caption that ended, so that a caption cut off at
-    the length limit scores lower.
+    eos: counts EOS as a word at the end of every reference and of every caption that ended, so that a caption cut off
+    at the length limit scores lower.
     caption_documents: takes document frequencies over captions instead of over images.
     cache: a folder that stores the index over the references under the hash of its content. The index is built once per
     machine and memory-mapped by every process (about 5 kB per image). If the folder cannot be written, each process

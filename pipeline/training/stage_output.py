@@ -1,4 +1,4 @@
-"""The files that rank 0 writes for a stage (journal, checkpoints, best weights, result), and a check that it still may."""
+"""The files that rank 0 writes for a stage, and a check that this worker has not been replaced."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Fence:
     worker_group_token: str = ""
 
     def check(self) -> None:
-        """Raises AbandonedError when another driver has taken over, ReplacedError when other workers have replaced these."""
+        """Raises AbandonedError when another driver has taken over, ReplacedError when other workers have."""
         run_id = self.folder.run_id
         if self.driver_token and self.folder.driver_token != self.driver_token:
             raise AbandonedError(f"another driver has taken over {run_id}; this worker stops")
