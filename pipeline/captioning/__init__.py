@@ -1,1 +1,1 @@
-"""From a trained model to captions: bundles, beam search over a split, constraints, the served model."""
+"""Captions from a trained model: bundles, beam search over a split, constraints, the served model."""

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from models.captioner import Captioner
     from models.transform import ImageTransform
 
-FORMAT = 2  # 2: parameters have the names in_proj, out_proj, token_embedding and lm_head
+FORMAT = 2  # Format 2 introduced the parameter names in_proj, out_proj, token_embedding and lm_head.
 REQUIRED_FILES = ("config.yaml", "model.safetensors", "vocabulary.json")
-CONTENT_FILES = ("model.safetensors", "vocabulary.json")  # which decide the captions, apart from the settings
+CONTENT_FILES = ("model.safetensors", "vocabulary.json")  # the files that affect captions
 
 
 @dataclass
 class Bundle:
-    """A loaded bundle. `transform` is None for a model of stored features; `config` is config.yaml as read."""
+    """A loaded bundle. `transform` is None for a model of stored features. `config` is the content of config.yaml."""
 
     captioner: Captioner
     vocabulary: Vocabulary
@@ -49,10 +49,10 @@ class Bundle:
 def save_bundle(
     folder: Path, captioner: Captioner, vocabulary: Vocabulary, *, name: str, info: Mapping[str, Any]
 ) -> None:
-    """Writes the bundle whole or not at all; an older one in `folder` is removed only after that.
+    """Writes a bundle atomically. An older bundle in `folder` is removed only after the new one is complete.
 
-    `info` (scores, run id, versions: JSON values) is stored in config.yaml and shown on the card.
-    Raises ValueError if the vocabulary has another size than the model's.
+    info: JSON values such as scores, run id and versions, for config.yaml and the card.
+    Raises ValueError if the model needs a vocabulary of another size.
     """
     from safetensors.torch import save_file
 
@@ -68,12 +68,12 @@ def save_bundle(
         save_file(tensors, temporary / "model.safetensors")
         backbone_config = None
         if backbone is not None:
-            # model.safetensors has the weights: the file that they came from must not be needed again
+            # Loading the bundle must not need the original file of these weights, which are in model.safetensors.
             backbone_config = asdict(backbone.config) | {"weights": "none"}
         config = {
             "format": FORMAT,
             "name": name,
-            "model": asdict(model.config) | {"word_vectors": None},  # also in model.safetensors
+            "model": asdict(model.config) | {"word_vectors": None},  # as for the backbone's weights
             "backbone": backbone_config,
             "sizes": asdict(model.sizes),
             "info": dict(info),
@@ -87,7 +87,7 @@ def save_bundle(
 
 
 def load_bundle(folder: Path) -> Bundle:
-    """Reads a bundle; the captioner is in evaluation mode, on the CPU.
+    """Reads a bundle. The captioner is on the CPU and in evaluation mode.
 
     Raises ValueError for a folder that is not a bundle, for a newer format, and for parts that do not fit together.
     """
@@ -128,7 +128,7 @@ def load_bundle(folder: Path) -> Bundle:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """config.yaml of a format that this version reads; ValueError for another content."""
+    """The content of config.yaml. ValueError if it does not have the format that this version reads."""
     path = folder / "config.yaml"
     config = _read(path, lambda path: yaml.safe_load(path.read_text(encoding="utf-8")))
     version = config.get("format") if isinstance(config, dict) else None
@@ -147,7 +147,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, parse: Callable[[Path], Any]) -> Any:
-    """A part of a bundle; ValueError naming the file that is missing, damaged or of another content."""
+    """Reads a part of a bundle with `parse`. ValueError naming the file if that fails."""
     from safetensors import SafetensorError
 
     try:
@@ -158,7 +158,7 @@ def _read(path: Path, parse: Callable[[Path], Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Tuples as lists and mappings as dicts, which YAML's safe dumper takes."""
+    """Converts tuples to lists and mappings to dicts, because YAML's safe dumper accepts no others."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -167,6 +167,7 @@ def _plain(value: Any) -> Any:
 
 
 def _card(name: str, captioner: Captioner, vocabulary: Vocabulary, info: Mapping[str, Any]) -> str:
+    """The text of card.md."""
     model, backbone = captioner.model, captioner.backbone
     count = sum(parameter.numel() for parameter in model.parameters())
     lines = [
@@ -191,7 +192,7 @@ def _card(name: str, captioner: Captioner, vocabulary: Vocabulary, info: Mapping
 
 
 def fetched(bundle: StoragePath) -> Path:
-    """A bundle as a local folder: the folder itself, or this machine's copy of one on S3, updated first."""
+    """The local folder of a bundle. For a bundle on S3 this is a copy, which is brought up to date first."""
     if not bundle.is_remote:
         return bundle.path
     copy = cache_folder() / "bundles" / hashlib.sha256(bundle.uri.encode()).hexdigest()[:20]
@@ -200,10 +201,13 @@ def fetched(bundle: StoragePath) -> Path:
 
 
 def bundle_digests(folder: Path, names: Sequence[str] = ()) -> dict[str, str]:
-    """{file: sha256} of a local bundle, of all its files without `names`. UserError where one is missing."""
+    """{file: sha256} of the named files of a local bundle, by default of all its files.
+
+    UserError when one of them is missing.
+    """
     wanted = names or sorted(path.name for path in folder.glob("*") if path.is_file() and path.name[0] != ".")
     digests = {}
-    for name in wanted or CONTENT_FILES:
+    for name in wanted or CONTENT_FILES:  # for an empty folder, the error below names a file that a bundle needs
         try:
             with (folder / name).open("rb") as file:
                 digests[name] = hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Captions of many images by one model or an ensemble: batched beam search over each worker's share of the images."""
+"""Captions many images with one model or an ensemble. Each worker runs batched beam search over its share."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Hypotheses = dict[int, list[Hypothesis]]  # by image id, best first
 
 @dataclass(frozen=True)
 class CaptionSearch:
-    """How captions are searched for.
+    """The settings of a search for captions.
 
     with_alignment: compute the alignment of each best caption, which takes one more decoder pass per batch.
-    skip_unreadable: report images that cannot be read; otherwise the first of them raises BadImage or OSError.
+    skip_unreadable: report images that cannot be read, instead of raising BadImage or OSError at the first.
     """
 
     settings: EvaluationSection
@@ -41,7 +41,7 @@ class CaptionSearch:
 
 @dataclass(frozen=True)
 class Shard:
-    """One worker's share of the images: every `world_size`-th image from number `rank` on, captioned on `device`."""
+    """One worker's share of the images: every `world_size`-th image, starting with number `rank`, on `device`."""
 
     rank: int
     world_size: int
@@ -51,7 +51,10 @@ class Shard:
 def caption_images(
     captioner: Captioner, images: Images, vocabulary: Vocabulary, settings: EvaluationSection, context: Context
 ) -> dict[int, Hypothesis]:
-    """The best caption of every image by image id, on every rank. A collective: each rank captions its shard."""
+    """The best caption of every image by image id, on every rank.
+
+    This is a collective operation: every rank must call it, and captions its shard.
+    """
     shard = Shard(context.world_rank, context.world_size, context.device)
     hypotheses, _ = caption_split([captioner], [images], CaptionSearch(settings, vocabulary), shard=shard)
     best = {image: ranked[0] for image, ranked in hypotheses.items()}
@@ -67,21 +70,21 @@ def caption_split(
     shard: Shard,
     constraints: Mapping[int, ConstraintAutomaton] | None = None,
 ) -> tuple[Hypotheses, dict[int, str]]:
-    """The `search.settings.num_results` best captions of each image of the shard, and {image id: reason} of the rest.
+    """The `search.settings.num_results` best captions of each image of the shard, and {unreadable image: reason}.
 
-    Several models are an ensemble; `inputs` holds each model's inputs of the same images in the same order.
-    `constraints` are those of the images that have any, by image id. The batch size is halved, down to one image, when
-    the GPU's memory runs out. Needs no process group.
+    Several models form an ensemble. `inputs` contains each model's inputs of the same images in the same order.
+    `constraints` contains the constraints by image id, for images that have any. When the GPU's memory runs out, the
+    batch size is halved, down to one image. The function needs no process group.
     """
     batch_captioner = _BatchCaptioner(models, inputs, search, shard.device, constraints or {})
     rows = np.arange(len(inputs[0]))[shard.rank :: shard.world_size]
     hypotheses: Hypotheses = {}
     unreadable: dict[int, str] = {}
-    one_by_one: set[int] = set()
+    captioned_alone: set[int] = set()  # positions in `rows`
     start, size = 0, search.settings.batch_size
     with _evaluation_mode(models):
         while start < len(rows):
-            batch = rows[start : start + (1 if start in one_by_one else size)]
+            batch = rows[start : start + (1 if start in captioned_alone else size)]
             try:
                 hypotheses |= batch_captioner(batch)
             except torch.OutOfMemoryError:
@@ -93,8 +96,8 @@ def caption_split(
             except (BadImage, OSError) as error:
                 if not search.skip_unreadable:
                     raise
-                if len(batch) > 1:  # repeat image by image, to find the unreadable one
-                    one_by_one |= set(range(start, start + len(batch)))
+                if len(batch) > 1:  # caption these images one by one, to find the unreadable one
+                    captioned_alone |= set(range(start, start + len(batch)))
                     continue
                 unreadable[int(inputs[0].image_ids[batch[0]])] = str(error)
             start += len(batch)
@@ -103,6 +106,7 @@ def caption_split(
 
 @contextmanager
 def _evaluation_mode(models: Sequence[Captioner]) -> Iterator[None]:
+    """Sets evaluation mode for the length of the context."""
     training = [model.training for model in models]
     for model in models:
         model.eval()
@@ -115,7 +119,7 @@ def _evaluation_mode(models: Sequence[Captioner]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _BatchCaptioner:
-    """Captions one batch of rows."""
+    """A function that captions one batch of images, given by their rows."""
 
     models: Sequence[Captioner]
     inputs: Sequence[Images]
@@ -123,7 +127,7 @@ class _BatchCaptioner:
     device: torch.device
     constraints: Mapping[int, ConstraintAutomaton]
 
-    @torch.no_grad()  # in inference mode autocast would convert every weight anew at every use
+    @torch.no_grad()  # not inference mode, in which autocast converts each weight anew at every use
     def __call__(self, rows: np.ndarray) -> Hypotheses:
         image_ids = [int(self.inputs[0].image_ids[row]) for row in rows]
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.search.settings.precision == "bfloat16"):
@@ -138,7 +142,7 @@ class _BatchCaptioner:
         for row, image in enumerate(image_ids):
             ranked = zip(captions.tokens[row].tolist(), log_probs[row].tolist(), satisfied[row], strict=True)
             for rank, (tokens, log_prob, count) in enumerate(ranked):
-                if count is not None and count < 0:  # a constrained search may find fewer captions than asked for
+                if count is not None and count < 0:  # a constrained search marks captions that it did not find
                     continue
                 caption = self.search.vocabulary.decode(tokens)
                 best_alignment = alignment[row] if rank == 0 else None
@@ -148,7 +152,10 @@ class _BatchCaptioner:
     def _search(
         self, memories: Sequence[Memory], automata: Sequence[ConstraintAutomaton | None]
     ) -> tuple[Captions, list[list[int | None]]]:
-        """The best captions, and how many constraints each satisfies: None for an image without constraints."""
+        """The best captions, and the number of constraints that each satisfies.
+
+        The number is None for an image without constraints, and -1 for a caption that the search did not find.
+        """
         models = [model.model for model in self.models]
         settings = self.search.settings
         beam_size, max_length, num_results = settings.beam_size, settings.max_length, settings.num_results
@@ -173,7 +180,7 @@ class _BatchCaptioner:
         ]
 
     def _alignment(self, memories: Sequence[Memory], captions: Captions) -> list[float | None]:
-        """Of each image's best caption; None for an ensemble and where it is not defined."""
+        """The alignment of each image's best caption. It is None for an ensemble and when it is not defined."""
         best = captions.tokens[:, 0]
         if not self.search.with_alignment or len(self.models) > 1:
             return [None] * len(best)

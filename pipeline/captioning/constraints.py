@@ -1,8 +1,8 @@
 """Constraint files: the words that each image's caption must contain, for constrained beam search.
 
-JSON lines, one per image: {"image_id": 17, "constraints": ["horse", ["traffic light", "stoplight"]]}. A constraint is a
-word, a phrase, or a list of alternatives; a caption satisfies it by containing one of the alternatives. Images without
-a line have no constraints.
+A file has one JSON line per image: {"image_id": 17, "constraints": ["horse", ["traffic light", "stoplight"]]}. A
+constraint is a word, a phrase, or a list of alternatives. A caption satisfies it by containing one of the alternatives.
+Images without a line have no constraints.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Constraints = dict[int, tuple[Alternatives, ...]]
 
 
 def read_constraints(path: Path) -> Constraints:
-    """Constraints by image id. Raises UserError naming the line that is malformed."""
+    """Constraints by image id. Raises UserError naming a malformed line."""
     constraints: Constraints = {}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -32,7 +32,8 @@ def read_constraints(path: Path) -> Constraints:
             continue
         try:
             row = json.loads(line)
-            image, of_image = row["image_id"], tuple(_alternatives(each) for each in row["constraints"])
+            image = row["image_id"]
+            image_constraints = tuple(_alternatives(constraint) for constraint in row["constraints"])
             if not isinstance(image, int) or isinstance(image, bool):
                 raise ValueError("image_id must be a whole number")
         except (ValueError, KeyError, TypeError) as error:
@@ -43,11 +44,12 @@ def read_constraints(path: Path) -> Constraints:
             ) from error
         if image in constraints:
             raise UserError(f"constraints {path}: line {number} names image {image} again; give each image one line")
-        constraints[image] = of_image
+        constraints[image] = image_constraints
     return constraints
 
 
 def _alternatives(value: object) -> Alternatives:
+    """One constraint of a file as a tuple of alternatives. ValueError for other JSON."""
     words = [value] if isinstance(value, str) else value
     if not isinstance(words, list) or not words or not all(isinstance(word, str) and word.strip() for word in words):
         raise ValueError(f"{value!r} is neither a word nor a list of words")
@@ -56,11 +58,11 @@ def _alternatives(value: object) -> Alternatives:
 
 def write_constraints(path: Path, constraints: Mapping[int, Sequence[Sequence[str]]]) -> None:
     """Writes the file that `read_constraints` reads; images without constraints are left out."""
-    lines = [
-        json.dumps({"image_id": image, "constraints": [words[0] if len(words) == 1 else list(words) for words in each]})
-        for image, each in constraints.items()
-        if each
-    ]
+    lines = []
+    for image, image_constraints in constraints.items():
+        if image_constraints:
+            values = [words[0] if len(words) == 1 else list(words) for words in image_constraints]
+            lines.append(json.dumps({"image_id": image, "constraints": values}))
     write_text(path, "".join(f"{line}\n" for line in lines))
 
 
@@ -71,9 +73,9 @@ def unknown_words(alternatives: Iterable[str], vocabulary: Vocabulary) -> list[s
 
 
 def load_automata(file: Path, images: Iterable[int], vocabulary: Vocabulary) -> dict[int, ConstraintAutomaton]:
-    """The automata of those `images` that have constraints in a file. Raises UserError."""
+    """The automata of those `images` that have constraints in a file. UserError as in `build_automata`."""
     wanted = set(images)
-    constraints = {image: each for image, each in read_constraints(file).items() if image in wanted}
+    constraints = {image: value for image, value in read_constraints(file).items() if image in wanted}
     return build_automata(constraints, vocabulary, str(file))
 
 
@@ -83,9 +85,9 @@ def build_automata(constraints: Constraints, vocabulary: Vocabulary, file: str) 
     Raises UserError, which names `file`, for a word outside the vocabulary and for too many constraints.
     """
     automata = {}
-    for image, of_image in constraints.items():
+    for image, image_constraints in constraints.items():
         ids = []
-        for alternatives in of_image:
+        for alternatives in image_constraints:
             if missing := unknown_words(alternatives, vocabulary):
                 raise UserError(
                     f"constraints {file}: image {image} needs the word {missing[0]!r}, which is not among the model's "

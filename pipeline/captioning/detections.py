@@ -1,11 +1,11 @@
-"""Constraints from detections, as the Meshed-Memory paper makes them for nocaps (appendix A.4, after the nocaps paper).
+"""Makes constraints from detections as the Meshed-Memory paper does for nocaps (appendix A.4, after the nocaps paper).
 
 Classes that are parts of things or are seldom named are excluded. Of two boxes that overlap (intersection over union
-0.85 or more) the one with the more general class is dropped, such as "mammal" beside "dog". The names of the three most
-confident classes become constraints, without plurals or other forms.
+0.85 or more) the one with the more general class is dropped, for example "mammal" in favor of "dog". The names of the
+three most confident classes become constraints, without plurals or other forms.
 
-The papers leave three points open. Here a class is more general when more levels of the hierarchy are below it; two
-classes of the same level both stay; of several boxes of one class the most confident counts.
+The papers leave three points open. In this module, the class with more levels of the hierarchy below it is the more
+general one, two classes of the same level both stay, and of several boxes of one class the most confident counts.
 
 Detections are JSON in COCO's form, as nocaps publishes them ({"categories": [{"id", "name"}], "annotations":
 [{"image_id", "category_id", "score", "bbox": [x, y, width, height]}]}), or JSON lines {"image_id", "label", "score",
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from pipeline.errors import UserError
 
-OVERLAP = 0.85  # intersection over union
+MIN_OVERLAP = 0.85  # intersection over union from which two boxes show the same thing
 MAX_CONSTRAINTS = 3  # per image
 
 # The 39 classes of Open Images that the nocaps paper excludes: parts, classes seldom named, classes that COCO covers.
@@ -67,6 +67,7 @@ def read_detections(path: Path) -> dict[int, list[Detection]]:
 
 
 def _rows(text: str) -> Iterator[tuple[int, Detection]]:
+    """(image id, detection) of each row, in either format."""
     try:
         whole = json.loads(text)
     except ValueError:
@@ -91,15 +92,15 @@ def _rows(text: str) -> Iterator[tuple[int, Detection]]:
 
 
 def read_hierarchy(path: Path, names: Path | None = None) -> dict[str, int]:
-    """{class in lower case: number of levels below it, 0 for a leaf}; the larger one for a class that occurs twice.
+    """{class in lower case: number of levels below it, 0 for a leaf}. A class that occurs twice has the larger number.
 
-    names: a CSV file of code and name, for a hierarchy of codes. Raises UserError for a malformed file.
+    names: a CSV file of code and name, for a hierarchy that contains codes. Raises UserError for a malformed file.
     """
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
         name_of = _class_names(names) if names is not None else {}
         heights: dict[str, int] = {}
-        _height(tree, name_of, heights)
+        _add_heights(tree, name_of, heights)
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise UserError(
             f'hierarchy {path}: not Open Images\' JSON of {{"LabelName": ..., "Subcategory": [...]}} '
@@ -114,12 +115,14 @@ def read_hierarchy(path: Path, names: Path | None = None) -> dict[str, int]:
 
 
 def _class_names(path: Path) -> dict[str, str]:
+    """{code: name} from a CSV file."""
     with path.open(encoding="utf-8", newline="") as file:
         return {row[0]: row[1] for row in csv.reader(file) if len(row) >= 2}
 
 
-def _height(node: Mapping[str, Any], names: Mapping[str, str], heights: dict[str, int]) -> int:
-    below = [_height(child, names, heights) for child in node.get("Subcategory", ())]
+def _add_heights(node: Mapping[str, Any], names: Mapping[str, str], heights: dict[str, int]) -> int:
+    """Adds the number of levels below a node and below its descendants to `heights`, and returns the node's."""
+    below = [_add_heights(child, names, heights) for child in node.get("Subcategory", ())]
     label = names.get(node["LabelName"], str(node["LabelName"])).lower()
     height = 1 + max(below) if below else 0
     heights[label] = max(height, heights.get(label, 0))
@@ -131,25 +134,27 @@ def choose_constraints(
     hierarchy: Mapping[str, int],
     *,
     max_constraints: int = MAX_CONSTRAINTS,
-    overlap: float = OVERLAP,
+    overlap: float = MIN_OVERLAP,
     excluded: Collection[str] = EXCLUDED,
 ) -> list[str]:
-    """The classes that become an image's constraints, most confident first; unknown classes count as leaves."""
-    candidates = [each for each in detections if each.label not in excluded]
+    """The classes that become constraints of an image, most confident first. Unknown classes count as leaves."""
+    candidates = [detection for detection in detections if detection.label not in excluded]
 
-    def is_too_general(one: Detection) -> bool:
-        height = hierarchy.get(one.label, 0)
+    def is_too_general(detection: Detection) -> bool:
+        height = hierarchy.get(detection.label, 0)
         return any(
-            height > hierarchy.get(other.label, 0) and intersection_over_union(one.box, other.box) >= overlap
+            height > hierarchy.get(other.label, 0) and intersection_over_union(detection.box, other.box) >= overlap
             for other in candidates
         )
 
-    ranked = sorted((each for each in candidates if not is_too_general(each)), key=lambda each: -each.score)
-    return list(dict.fromkeys(each.label for each in ranked))[:max_constraints]
+    specific = [detection for detection in candidates if not is_too_general(detection)]
+    ranked = sorted(specific, key=lambda detection: -detection.score)
+    unique_labels = list(dict.fromkeys(detection.label for detection in ranked))
+    return unique_labels[:max_constraints]
 
 
 def intersection_over_union(one: Sequence[float], other: Sequence[float]) -> float:
-    """Intersection over union of two boxes; 0 where they do not meet."""
+    """Intersection over union of two boxes; 0 for boxes that do not overlap."""
     width = min(one[2], other[2]) - max(one[0], other[0])
     height = min(one[3], other[3]) - max(one[1], other[1])
     if width <= 0 or height <= 0:

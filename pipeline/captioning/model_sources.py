@@ -1,6 +1,6 @@
-"""How Ray's workers get a model bundle: from the storage, or as the contents of its files.
+"""Model bundles for Ray's workers: read from the storage, or sent as file contents.
 
-A path on the driver's disk means nothing on a node that does not share this disk.
+A path on the driver's disk cannot be used on a node that does not share this disk.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class ModelSource(Protocol):
 
 @dataclass(frozen=True)
 class StoredBundle:
-    """A bundle in the storage. `digests` (sha256 by file name) are compared on loading; empty: no comparison."""
+    """A bundle in the storage. If `digests` (sha256 by file name) are given, loading compares them with the files."""
 
     location: StoragePath
     digests: Mapping[str, str] = field(default_factory=dict)
 
     def load(self) -> Bundle:
-        """Raises OSError when the files do not have the digests."""
+        """Raises OSError when a file does not have its digest."""
         folder = fetched(self.location)
         if self.digests and bundle_digests(folder, tuple(self.digests)) != self.digests:
             raise OSError(f"{self.location} is not what it was when it was written; restore it from a copy")
@@ -39,13 +39,13 @@ class StoredBundle:
 
 @dataclass(frozen=True)
 class SentBundle:
-    """A bundle that is on the driver's disk only: its files travel through Ray's object store."""
+    """A bundle that is only on the driver's disk. Workers get its files through Ray's object store."""
 
-    files: Any  # a reference to {file name: bytes}
+    files: Any  # a reference in Ray's object store to {file name: bytes}
 
     @classmethod
     def of(cls, folder: Path) -> SentBundle:
-        """Ray must have been started. The object store holds a copy of the whole bundle."""
+        """Copies the whole bundle to Ray's object store. Ray must have been started."""
         import ray
 
         contents = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
@@ -61,12 +61,12 @@ class SentBundle:
 
 
 def bundle_source(bundle: StoragePath, config: RunConfig) -> ModelSource:
-    """A bundle for the workers of a run whose storage is local (all nodes share it) or on S3 (they share no disk).
+    """The source from which workers load a bundle. Nodes share a local storage; with one on S3 they share no disk.
 
     Ray must have been started when the bundle is local and the storage is on S3.
     """
     if bundle.is_remote or not config.storage_place.is_remote:
         return StoredBundle(bundle)
-    if bundle.path.is_relative_to(config.working_path):  # the driver's copy of a bundle in the storage
+    if bundle.path.is_relative_to(config.working_path):  # a local copy of a bundle on S3
         return StoredBundle(config.storage_place / bundle.path.relative_to(config.working_path).as_posix())
     return SentBundle.of(bundle.path)

@@ -1,6 +1,6 @@
-"""Captions of very many images through Ray Data: read and decoded in CPU tasks, captioned by a pool of actors.
+"""Captions very many images through Ray Data. CPU tasks read and decode them, and a pool of actors captions them.
 
-Only names and captions travel back. Memory: the names in the driver, blocks of at most `BLOCK` images in the cluster.
+The driver keeps only names and captions in memory, the cluster a few blocks of at most `BLOCK_SIZE` images.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pipeline.captioning.service import MAX_PIXELS, CaptionService
 from pipeline.data.images import BadImage, decode_image
 from pipeline.storage.path import storage_path
 
-BLOCK = 64
+BLOCK_SIZE = 64  # images
 
 
 def caption_stream(
     names: Sequence[str], model: ModelSource, image_size: int, search: dict[str, Any], num_results: int
 ) -> Iterator[tuple[str, list[tuple[str, float]], str]]:
-    """(name, captions with log-probabilities best first, reason why there are none) of each image, in order.
+    """Yields (name, captions with log-probabilities, best first, reason why there are none) of each image, in order.
 
-    search: the settings of a `CaptionService`. Ray must have been started; every node must be able to read local names.
-    An actor takes one GPU where the cluster has any, otherwise half a CPU.
+    search: the settings of a `CaptionService`. Ray must have been started, and every node must be able to read local
+    names. An actor takes one GPU if the cluster has any, otherwise half a CPU.
     """
     import ray
     import ray.data
@@ -36,17 +36,18 @@ def caption_stream(
     context.enable_progress_bars = False
     context.execution_options.preserve_order = True
     gpus = int(ray.cluster_resources().get("GPU", 0))
-    blocks = max(1, -(-len(names) // BLOCK))
-    decoded = ray.data.from_items([{"name": name} for name in names], override_num_blocks=blocks).map_batches(
+    num_blocks = max(1, -(-len(names) // BLOCK_SIZE))
+    decoded = ray.data.from_items([{"name": name} for name in names], override_num_blocks=num_blocks).map_batches(
         _decode,  # type: ignore[arg-type]
         fn_kwargs={"image_size": image_size},
         batch_size=None,
-        num_cpus=0.4,  # not what the actors ask for: equal demands would fuse decoding into the actors
+        # Ray Data would run decoding inside the actors if both asked for the same number of CPUs.
+        num_cpus=0.4,
     )
     captioned = decoded.map_batches(
         _CaptionActor,
         fn_constructor_kwargs={"model": model, "search": search, "num_results": num_results, "gpu": gpus > 0},
-        batch_size=BLOCK // 2,
+        batch_size=BLOCK_SIZE // 2,
         compute=ActorPoolStrategy(size=max(1, gpus)),
         num_cpus=0.5,
         num_gpus=1 if gpus else 0,
@@ -78,6 +79,8 @@ def _decode(batch: dict[str, np.ndarray], image_size: int) -> dict[str, Any]:
 
 
 class _CaptionActor:
+    """Loads the model once and captions batches of decoded images."""
+
     def __init__(self, model: ModelSource, search: dict[str, Any], num_results: int, gpu: bool) -> None:
         import torch
 

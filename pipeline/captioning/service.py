@@ -1,6 +1,6 @@
-"""Captions of images by a model bundle, and the pyfunc model that MLflow loads (`predict`).
+"""Captions images with a model bundle; also the pyfunc model that MLflow loads (`predict`).
 
-Imports neither Ray nor MLflow: a served model needs only the packages of its bundle. The modules of raycap that it
+This module imports neither Ray nor MLflow, so that a served model needs few packages. The modules of raycap that it
 imports are stored with the model (`serving_sources`).
 """
 
@@ -27,8 +27,8 @@ from pipeline.data.images import BadImage, decode_image
 from pipeline.storage.path import storage_path
 from pipeline.version import project_root
 
-MAX_PIXELS = 100_000_000
-BATCH = 16  # images
+MAX_PIXELS = 100_000_000  # Larger images are refused.
+BATCH_SIZE = 16  # images
 PRECISIONS = ("float32", "bfloat16")
 
 
@@ -59,7 +59,7 @@ class CaptionService:
 
     @torch.no_grad()
     def caption(self, pixels: Tensor, num_results: int = 1) -> list[list[tuple[str, float]]]:
-        """The best captions of each of the images (B, 3, H, W), best first, with their log-probabilities."""
+        """Captions of each of the images (B, 3, H, W) with their log-probabilities, best first."""
         with torch.autocast(pixels.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
             captions = self._search(self.bundle.captioner.encode(Features(pixels)), num_results)
         log_probs = captions.log_probs.sum(-1).tolist()
@@ -79,7 +79,7 @@ class CaptionService:
     def attribution(self, pixels: Tensor, caption: str, steps: int | None = None) -> Attribution:
         """What each grid cell of one image (3, H, W) adds to the log-probability of each word of a caption.
 
-        steps: number of integration steps; None for as many as the tolerance needs.
+        steps: number of integration steps, by default as many as the tolerance needs.
         """
         captioner, words = self.bundle.captioner, caption.split()
         ids = torch.tensor(self.bundle.vocabulary.encode(words), device=pixels.device)
@@ -110,17 +110,18 @@ class CaptionService:
         """The pyfunc interface: a caption and log_prob (natural logarithm, summed over the tokens) for each row.
 
         Column `image` holds the bytes of image files or base64 of them; column `uri` holds local paths or s3:// URIs,
-        which are read for rows without `image`. Raises ValueError naming the row that has neither, or no valid image.
+        which are read for rows without `image`. Raises ValueError naming a row with neither, or with an invalid image.
         """
         files = list(_files(model_input))
         captions: list[list[tuple[str, float]]] = []
-        for start in range(0, len(files), BATCH):
-            pixels = [self._row(number) for number in enumerate(files[start : start + BATCH], start)]
+        for start in range(0, len(files), BATCH_SIZE):
+            pixels = [self._row_pixels(row) for row in enumerate(files[start : start + BATCH_SIZE], start)]
             captions += self.caption(torch.stack(pixels))
         return [{"caption": best[0][0], "log_prob": best[0][1]} for best in captions]
 
-    def _row(self, numbered: tuple[int, bytes | str]) -> Tensor:
-        number, source = numbered
+    def _row_pixels(self, row: tuple[int, bytes | str]) -> Tensor:
+        """The pixels of (row number, file bytes or URI). ValueError naming the row when that fails."""
+        number, source = row
         try:
             return self.pixels(source if isinstance(source, bytes) else storage_path(_path(source)).read_bytes())
         except (BadImage, OSError, ImportError) as error:
@@ -133,7 +134,8 @@ def _files(table: Any) -> Iterable[bytes | str]:
     columns = [list(table[name]) if name in table else None for name in ("image", "uri")]
     if columns == [None, None]:
         raise ValueError("the input needs a column image (file bytes, in JSON as base64) or uri (a path or s3://)")
-    images, uris = (column or [None] * max(len(c) for c in columns if c is not None) for column in columns)
+    num_rows = max(len(column) for column in columns if column is not None)
+    images, uris = (column or [None] * num_rows for column in columns)
     for number, (image, uri) in enumerate(zip(images, uris, strict=True)):
         if isinstance(image, (bytes, bytearray, memoryview)) and len(image):
             yield bytes(image)
@@ -149,7 +151,7 @@ def _files(table: Any) -> Iterable[bytes | str]:
 
 
 def _path(uri: str) -> str:
-    """A local path or s3:// URI. Other schemes are refused: clients must not make a server fetch URLs."""
+    """Returns a local path or s3:// URI. Other schemes are refused, so that clients cannot make a server fetch URLs."""
     scheme, separator, rest = uri.partition("://")
     if separator and scheme not in ("file", "s3"):
         raise BadImage(f"{scheme}:// is not read here; send the file's bytes in column image, or a path or s3:// URI")
@@ -157,7 +159,7 @@ def _path(uri: str) -> str:
 
 
 def serving_sources() -> list[Path]:
-    """The files of raycap that a served model imports, by their import statements (in function bodies too)."""
+    """The files of raycap that a served model imports, found by import statements, also those inside functions."""
     root = project_root()
     sources: set[Path] = set()
     waiting = [Path(__file__).resolve()]
@@ -175,4 +177,5 @@ def serving_sources() -> list[Path]:
 
 
 def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> CaptionService:
+    """The function by which MLflow loads the model; MLflow fixes its name and arguments."""
     return CaptionService(load_bundle(Path(path)), **(model_config or {}))

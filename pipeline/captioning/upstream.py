@@ -1,4 +1,4 @@
-"""Vocabularies of upstream projects, which are pickles: read as plain values, nothing in them runs."""
+"""Reads vocabularies of other projects, which are pickles, as plain values. No code in a pickle is executed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 from pipeline.data.vocabulary import Vocabulary
 
-MAX_BYTES = 64 * 2**20  # the published vocabulary has 0.24 MB
+MAX_BYTES = 64 * 2**20  # Larger files are refused: the published vocabulary has only 0.24 MB.
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Reads dict, list, str and int only: a pickle that names a class or function is refused before it is looked up."""
+    """Reads dict, list, str and int only. A pickle that names a class or function is refused before the look-up."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
@@ -24,13 +24,14 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def read_plain_pickle(path: Path) -> Any:
-    """The content of a pickle of dict, list, str and int. Raises ValueError for anything else; nothing in it runs."""
+    """The content of a pickle of dict, list, str and int. Raises ValueError for anything else, without executing it."""
     content = _unpickled(path, PlainUnpickler)
     _check_plain(content, path)
     return content
 
 
 def _unpickled(path: Path, unpickler: type[PlainUnpickler]) -> Any:
+    """Unpickles a file of limited size. ValueError for a file that is missing, refused or damaged."""
     if not path.is_file():
         raise ValueError(f"the vocabulary file {path} does not exist; give the path of a pickle")
     size = path.stat().st_size
@@ -38,7 +39,8 @@ def _unpickled(path: Path, unpickler: type[PlainUnpickler]) -> Any:
         raise ValueError(f"{path} has {size} bytes; a vocabulary of more than {MAX_BYTES} is refused")
     try:
         data = path.read_bytes()
-        for code, argument, _ in pickletools.genops(data):  # reads the codes, executes nothing
+        for code, argument, _ in pickletools.genops(data):  # only parses the pickle
+            # A huge memo index would make the unpickler allocate a table of that size.
             if "PUT" in code.name and isinstance(argument, int) and argument > len(data):
                 raise pickle.UnpicklingError(f"it asks for place {argument} in a memo, with {len(data)} bytes in all")
         return unpickler(io.BytesIO(data)).load()
@@ -49,6 +51,7 @@ def _unpickled(path: Path, unpickler: type[PlainUnpickler]) -> Any:
 
 
 def _check_plain(content: Any, path: Path) -> None:
+    """Raises ValueError unless all values are dict, list, valid str or int."""
     pending, visited = [content], set()
     while pending:
         value = pending.pop()
@@ -68,19 +71,19 @@ def _check_plain(content: Any, path: Path) -> None:
 
 
 class _WordTableUnpickler(PlainUnpickler):
-    """Also accepts the four names of a torchtext-like vocabulary, in whose places it builds inert stand-ins.
+    """Also accepts the four names of a torchtext-like vocabulary and replaces them by harmless stand-ins.
 
-    Each file gets new stand-ins, so that what one file does to them does not reach the next.
+    Each file gets new stand-ins, because a file can set attributes of these classes.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
 
         class Table:
-            """The vocabulary: its attributes are set, as data, from the file."""
+            """A stand-in for the vocabulary, whose attributes the file sets as plain values."""
 
         class Lookup(dict):
-            """A dict that ignores the factory of a defaultdict, and copies another dict as a Counter does."""
+            """A stand-in for defaultdict, whose factory it ignores, and for Counter, which copies another dict."""
 
             def __init__(self, content: Any = None) -> None:
                 super().__init__(content if type(content) is dict else {})
@@ -90,8 +93,8 @@ class _WordTableUnpickler(PlainUnpickler):
         self.table = Table
 
     def find_class(self, module_name: str, global_name: str) -> Any:
-        home = "collections" if global_name in ("Counter", "defaultdict") else "vocab"
-        if global_name in self.stand_ins and module_name.split(".")[-1] == home:
+        module = "collections" if global_name in ("Counter", "defaultdict") else "vocab"
+        if global_name in self.stand_ins and module_name.split(".")[-1] == module:
             return self.stand_ins[global_name]
         return super().find_class(module_name, global_name)
 
@@ -110,11 +113,11 @@ _MESHED_SPECIALS = {"<unk>": "UNK", "<pad>": "PAD", "<bos>": "SOS", "<eos>": "EO
 
 
 def read_meshed_vocabulary(path: Path) -> Vocabulary:
-    """The vocabulary pickle of the Meshed-Memory Transformer's reference, or our own form where the name is `*.json`.
+    """The vocabulary pickle of the Meshed-Memory Transformer's reference, or raycap's vocabulary.json.
 
-    The pickle holds an object with `itos` and `stoi`. It names four classes and functions, which are not looked up:
-    nothing in the file runs. <unk>, <pad>, <bos> and <eos> get our names and keep their ids.
-    Raises ValueError for another content, and where the two tables contradict each other.
+    The pickle holds an object with `itos` and `stoi`. It names four classes and functions, which are not looked
+    up, so no code of the file is executed. <unk>, <pad>, <bos> and <eos> get raycap's names and keep their ids.
+    Raises ValueError for other content, and when the two tables contradict each other.
     """
     if path.suffix == ".json":
         return Vocabulary.load(path)
@@ -130,7 +133,7 @@ def read_meshed_vocabulary(path: Path) -> Vocabulary:
 def read_expansionnet_vocabulary(path: Path) -> Vocabulary:
     """The vocabulary pickle of ExpansionNet v2's reference: `word2idx_dict`, `idx2word_list`, `sos_str`, `eos_str`.
 
-    Raises ValueError for another content, and where the two tables contradict each other.
+    Raises ValueError for other content, and when the two tables contradict each other.
     """
     content = read_plain_pickle(path)
     words = _checked_words(content, "idx2word_list", "word2idx_dict", path, "ExpansionNet v2 vocabulary")
@@ -147,15 +150,16 @@ def read_expansionnet_vocabulary(path: Path) -> Vocabulary:
     return vocabulary
 
 
-def _checked_words(content: Any, words_key: str, ids_key: str, path: Path, what: str) -> list[str]:
+def _checked_words(content: Any, words_key: str, ids_key: str, path: Path, label: str) -> list[str]:
     """The words of a vocabulary in the order of their ids. ValueError unless the table of ids agrees with them.
 
-    The table may hold more: a defaultdict of upstream gains an entry by each look-up of an unknown word.
+    The table of ids may contain more words: each look-up of an unknown word adds an entry to a defaultdict.
+    label: the kind of vocabulary, for the error message.
     """
     words = content.get(words_key) if isinstance(content, dict) else None
     ids = content.get(ids_key) if isinstance(content, dict) else None
     if not isinstance(words, list) or not isinstance(ids, dict) or not all(isinstance(word, str) for word in words):
-        raise ValueError(f"{path} is no {what}: expected {words_key!r} and {ids_key!r}")
+        raise ValueError(f"{path} is no {label}: expected {words_key!r} and {ids_key!r}")
     different = [index for index, word in enumerate(words) if ids.get(word) != index]
     if different:
         raise ValueError(

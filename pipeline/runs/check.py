@@ -1,6 +1,6 @@
 """The findings behind `raycap check`: whether a data set is fit to train on, and what is unusual about it.
 
-Every image is read and decoded once, in threads; only the manifest of content keys is written.
+The check reads and decodes every image once, in threads. The only file that it writes is the manifest of content keys.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ from pipeline.storage.path import StoragePath
 
 logger = logging.getLogger(__name__)
 
-MAX_WORDS = 60  # COCO's longest caption has 57 tokens
-MIN_IMAGES_FOR_CIDER = 200  # with fewer, the standard error of the mean is above 0.06 of 1.0
-SMALL_SIDE = 400  # COCO's photographs have short sides from 400 up; sets that were shrunk have 224 or 256
-SHORT_SIDE_BINS = (0, 64, 128, 224, 256, 320, 384, 480, 640, 1024, 2048)
-EXAMPLES = 3
+
+MAX_WORDS = 60  # Longer captions get a warning: COCO's longest caption has 57 tokens.
+MIN_IMAGES_FOR_CIDER = 200  # With fewer images, the standard error of a mean CIDEr-D of 1.0 is above 0.06.
+# COCO's photographs have short sides of 400 pixels or more; data sets that were shrunk usually have 224 or 256.
+MIN_ORIGINAL_SIDE = 400
+SHORT_SIDE_BINS = (0, 64, 128, 224, 256, 320, 384, 480, 640, 1024, 2048)  # pixels; edges of the printed histogram
+MAX_EXAMPLES = 3  # A finding names at most this many images.
 
 
 @dataclass(frozen=True)
 class Finding:
-    """`error`: training on the data would be wrong."""
+    """A problem of the data set. An `error` means that training on the data would give wrong results."""
 
     kind: Literal["error", "warning"]
     text: str
@@ -46,7 +48,7 @@ class Finding:
 
 @dataclass
 class Findings:
-    """The result of a check: statistics as plain values by name, and one finding per problem."""
+    """The result of a check: statistics by name (plain values, to print as JSON), and one finding per problem."""
 
     statistics: dict[str, Any] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -63,10 +65,12 @@ class Findings:
 
 
 def check_data(config: RunConfig, checked_keys: pa.Array | None = None) -> Findings:
-    """All findings. Raises UserError for a data set that cannot be read at all or lacks a split.
+    """Checks a data set. Raises UserError when the data set cannot be read at all or lacks a split.
 
-    Cost: every image is read and decoded once; region features are only looked up. With `checked_keys` (content keys)
-    only the other images are, and `data.max_bad_fraction` is a fraction of those.
+    Every image is read and decoded once. For a run on region features, the check only looks up whether they exist.
+
+    checked_keys: content keys of images that an earlier check has read. These images are not read again, and
+    `data.max_bad_fraction` then limits the fraction of unusable images among the remaining ones.
     """
     result = Findings()
     dataset, problems = read_annotations(config.data, data_root(config), config.storage.options)
@@ -77,23 +81,25 @@ def check_data(config: RunConfig, checked_keys: pa.Array | None = None) -> Findi
     _check_vocabulary(result, dataset, config)
     unchecked = dataset
     if checked_keys is not None:
-        known = pc.is_in(dataset.table["key"], value_set=checked_keys)
-        unchecked = Dataset(dataset.table.filter(pc.invert(known)))
+        is_checked = pc.is_in(dataset.table["key"], value_set=checked_keys)
+        unchecked = Dataset(dataset.table.filter(pc.invert(is_checked)))
     if config.has_backbone:
-        undecodable, sizes = _decode_all(unchecked, config)
-    else:  # the images themselves are not needed
-        undecodable, sizes = missing_regions(unchecked, config), np.empty((0, 2), np.int64)
-    _check_images(result, unchecked, config, missing, undecodable)
+        unusable, sizes = _decode_all(unchecked, config)
+    else:  # The run reads region features, so the image files are not decoded and their sizes stay unknown.
+        unusable, sizes = missing_regions(unchecked, config), np.empty((0, 2), np.int64)
+    _check_images(result, unchecked, config, missing, unusable)
     _check_duplicates(result, dataset, config)
     _check_resolution(result, sizes, config.backbone.image_size)
     _check_splits(result, dataset, config)
-    result.statistics["fingerprint"] = dataset.known().without(sorted(undecodable)).fingerprint()
+    result.statistics["fingerprint"] = dataset.known().without(sorted(unusable)).fingerprint()
     return result
 
 
 def _check_captions(result: Findings, dataset: Dataset, problems: list[str]) -> None:
-    """`problems`: a sentence for each caption that is not text."""
-    empty, long, repeated, strange, wordless, total = [], [], [], [], [], 0
+    """Checks the captions' text and number. problems: one sentence for each caption that is not text."""
+    # Each list holds an image URI per finding; an image can appear more than once.
+    empty, long, repeated, strange, wordless = [], [], [], [], []
+    total = 0
     counts: dict[str, Counter[int]] = defaultdict(Counter)
     for uri, split, captions in zip(*(dataset.column(name) for name in ("uri", "split", "captions")), strict=True):
         words = [tokenize(caption) for caption in captions]
@@ -126,13 +132,18 @@ def _check_captions(result: Findings, dataset: Dataset, problems: list[str]) -> 
     ):
         if uris:
             result.warn(f"{len(uris)} {problem}: {_examples(uris)}")
-    single = [split for split, counter in counts.items() if max(counter) == 1]
-    if single:
-        result.warn(f"one caption per image in {', '.join(single)}: CIDEr-D is reliable only with several")
+    single_caption_splits = [split for split, counter in counts.items() if max(counter) == 1]
+    if single_caption_splits:
+        result.warn(
+            f"one caption per image in {', '.join(single_caption_splits)}: CIDEr-D is reliable only with several"
+        )
 
 
 def _is_text(caption: str) -> bool:
-    """False when a wrong encoding or a binary file left its traces; newlines and tabs are allowed."""
+    """False for a caption with replacement or control characters, which a wrong encoding or a binary file leaves.
+
+    Newlines and tabs are allowed.
+    """
     return not any(
         character == "\ufffd"
         or (unicodedata.category(character) in ("Cc", "Cn", "Co", "Cs") and character not in "\n\r\t")
@@ -141,6 +152,7 @@ def _is_text(caption: str) -> bool:
 
 
 def _check_vocabulary(result: Findings, dataset: Dataset, config: RunConfig) -> None:
+    """Records the number of words, or an error when the captions give no vocabulary."""
     try:
         result.statistics["vocabulary"] = len(build_vocabulary(dataset, config.data))
     except UserError as error:
@@ -148,9 +160,9 @@ def _check_vocabulary(result: Findings, dataset: Dataset, config: RunConfig) -> 
 
 
 def _decode_all(dataset: Dataset, config: RunConfig) -> tuple[dict[str, str], np.ndarray]:
-    """{key: reason} of images that cannot be decoded, and (width, height) of the others."""
+    """Decodes every image: {key: reason} of those that fail, and the sizes (N, 2) of the rest as (width, height)."""
     table = dataset.known().table
-    unique = dict(zip(table["key"].to_pylist(), table["uri"].to_pylist(), strict=True))
+    uri_by_key = dict(zip(table["key"].to_pylist(), table["uri"].to_pylist(), strict=True))
     reasons: dict[str, str] = {}
 
     def decode(item: tuple[str, str]) -> tuple[int, int] | None:
@@ -161,26 +173,28 @@ def _decode_all(dataset: Dataset, config: RunConfig) -> tuple[dict[str, str], np
             reasons[key] = str(error)
             return None
 
-    with ThreadPoolExecutor(max(2, os.cpu_count() or 1)) as pool:  # Pillow decodes without the interpreter's lock
-        sizes = [size for size in pool.map(decode, unique.items()) if size]
+    with ThreadPoolExecutor(
+        max(2, os.cpu_count() or 1)
+    ) as pool:  # threads suffice: Pillow releases the GIL while it decodes
+        sizes = [size for size in pool.map(decode, uri_by_key.items()) if size]
     return reasons, np.array(sizes, np.int64).reshape(-1, 2)
 
 
 def _check_images(
-    result: Findings, dataset: Dataset, config: RunConfig, missing: dict[str, str], undecodable: dict[str, str]
+    result: Findings, dataset: Dataset, config: RunConfig, missing: dict[str, str], unusable: dict[str, str]
 ) -> None:
-    """missing: {uri: reason}; undecodable: {key: reason}."""
+    """Reports the images that cannot be used: `missing` as {uri: reason}, `unusable` as {key: reason}."""
     unreadable = [
-        (uri, undecodable[key])
+        (uri, unusable[key])
         for uri, key in zip(dataset.column("uri"), dataset.column("key"), strict=True)
-        if key in undecodable
+        if key in unusable
     ]
     unreadable += missing.items()
     result.statistics["unreadable"] = dict(unreadable)
     if not unreadable:
         return
     text = f"{len(unreadable)} of {len(dataset)} images cannot be used"
-    examples = "; ".join(f"{uri}: {reason}" for uri, reason in unreadable[:EXAMPLES])
+    examples = "; ".join(f"{uri}: {reason}" for uri, reason in unreadable[:MAX_EXAMPLES])
     if len(unreadable) / len(dataset) > config.data.max_bad_fraction:
         result.error(f"{text}, more than data.max_bad_fraction = {config.data.max_bad_fraction}: {examples}")
     else:
@@ -188,47 +202,49 @@ def _check_images(
 
 
 def _check_duplicates(result: Findings, dataset: Dataset, config: RunConfig) -> None:
-    by_key: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    known = dataset.known()
-    for key, split, uri in zip(*(known.column(name) for name in ("key", "split", "uri")), strict=True):
-        by_key[key].append((split, uri))
+    """Reports images with equal content: an error across training and held-out splits, else a warning."""
+    copies_by_key: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    readable = dataset.known()
+    for key, split, uri in zip(*(readable.column(name) for name in ("key", "split", "uri")), strict=True):
+        copies_by_key[key].append((split, uri))
     train = set(config.data.train_splits)
     held_out = {config.data.val_split, *config.data.test_splits} - train
-    leaks, elsewhere = [], 0
-    for copies in by_key.values():
+    leaks, other_duplicates = [], 0
+    for copies in copies_by_key.values():
         splits = {split for split, _ in copies}
         if splits & train and splits & held_out:
             leaks.append(" = ".join(f"{uri} ({split})" for split, uri in copies[:2]))
         elif len(copies) > 1:
-            elsewhere += len(copies) - 1
-    result.statistics["duplicates"] = {"across_splits": len(leaks), "elsewhere": elsewhere}
+            other_duplicates += len(copies) - 1
+    result.statistics["duplicates"] = {"across_splits": len(leaks), "elsewhere": other_duplicates}
     if leaks:
         result.error(f"{len(leaks)} images are in training and in a held-out split: {_examples(leaks)}")
-    if elsewhere:
-        result.warn(f"{elsewhere} images repeat another image of their split")
+    if other_duplicates:
+        result.warn(f"{other_duplicates} images repeat another image of their split")
 
 
 def _check_resolution(result: Findings, sizes: np.ndarray, image_size: int) -> None:
-    """`sizes` (N, 2) in pixels."""
+    """Reports how large the images are. sizes: (N, 2) in pixels."""
     if not len(sizes):
         return
-    short = sizes.min(1)
-    histogram = np.histogram(short, bins=[*SHORT_SIDE_BINS, np.iinfo(np.int64).max])[0]
-    edges = [f"{low}-{high - 1}" for low, high in itertools.pairwise(SHORT_SIDE_BINS)] + [f"{SHORT_SIDE_BINS[-1]}+"]
-    bins = zip(edges, histogram, strict=True)
+    short_sides = sizes.min(1)
+    histogram = np.histogram(short_sides, bins=[*SHORT_SIDE_BINS, np.iinfo(np.int64).max])[0]
+    labels = [f"{low}-{high - 1}" for low, high in itertools.pairwise(SHORT_SIDE_BINS)] + [f"{SHORT_SIDE_BINS[-1]}+"]
+    bins = zip(labels, histogram, strict=True)
     result.statistics["short_side"] = {name: int(count) for name, count in bins if count}
-    common, times = Counter(short.tolist()).most_common(1)[0]
-    if times > 0.5 * len(short) and common < SMALL_SIDE and len(short) > 1:
+    most_common, times = Counter(short_sides.tolist()).most_common(1)[0]
+    if times > 0.5 * len(short_sides) and most_common < MIN_ORIGINAL_SIDE and len(short_sides) > 1:
         result.warn(
-            f"the photographs look shrunken: {times} of {len(short)} have a short side of exactly {common} px; "
-            f"published scores are from the originals"
+            f"the photographs look shrunken: {times} of {len(short_sides)} have a short side of exactly "
+            f"{most_common} px; published scores are from the originals"
         )
-    enlarged = int((short < image_size).sum())
-    if enlarged > 0.1 * len(short):
+    enlarged = int((short_sides < image_size).sum())
+    if enlarged > 0.1 * len(short_sides):
         result.warn(f"{enlarged} images are smaller than backbone.image_size = {image_size} and get enlarged")
 
 
 def _check_splits(result: Findings, dataset: Dataset, config: RunConfig) -> None:
+    """Reports held-out splits with too few images for CIDEr-D."""
     counts = {item["values"]: item["counts"] for item in pc.value_counts(dataset.table["split"]).to_pylist()}
     result.statistics["splits"] = dict(sorted(counts.items()))
     for split in dict.fromkeys((config.data.val_split, *config.data.test_splits)):
@@ -242,4 +258,5 @@ def _check_splits(result: Findings, dataset: Dataset, config: RunConfig) -> None
 
 
 def _examples(items: list[str]) -> str:
-    return ", ".join(items[:EXAMPLES]) + (" ..." if len(items) > EXAMPLES else "")
+    """The first few items, with dots when there are more."""
+    return ", ".join(items[:MAX_EXAMPLES]) + (" ..." if len(items) > MAX_EXAMPLES else "")

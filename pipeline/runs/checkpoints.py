@@ -1,10 +1,11 @@
-"""Checkpoints of a stage: written atomically, the newest kept, resumed exactly.
+"""Checkpoints of a stage. Each is written atomically, and a stage resumes from the newest exactly where it stopped.
 
-    stages/<stage>/step-<n>/   state.pt (captioner, optimizer), progress.json   the stage resumes from it
-                   best-<n>/   model.safetensors, backbone.safetensors          the next stage starts from it
-                   DONE.json   the stage's result; written last, when the stage is finished
+    stages/<stage>/step-<n>/   state.pt (captioner, optimizer), progress.json   the stage resumes from the newest one
+                   best-<n>/   model.safetensors, backbone.safetensors          the next stage starts from these weights
+                   DONE.json   the stage's result; it is written last and marks the stage as finished
 
-No random state is stored: every random draw is seeded by (seed, stage, step, rank), so a repeated step is identical.
+Checkpoints hold no random state. Every random draw is seeded by (seed, stage, step, rank), so repeating a step gives
+identical numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from models.captioner import Captioner
 from pipeline.storage.atomic import atomic_folder, read_json, write_json
 from pipeline.storage.weights import save_weights
 
-KEEP = 2
+NUM_KEPT = 2  # checkpoints per stage
 
 
 @dataclass
@@ -33,47 +34,53 @@ class Progress:
     step: int = 0
     best_step: int = -1
     best_score: float = float("-inf")
-    since_best: int = 0  # validations since the best
+    since_best: int = 0  # number of validations since the best score
     reductions: int = 0  # how often the plateau rule has lowered the learning rate
-    ended_early: str = ""  # the reason, when the stage ends before its last step
+    ended_early: str = ""  # why the stage ends before its last step; empty otherwise
 
 
 @dataclass(frozen=True)
 class StageResult:
-    """The result of a finished stage: DONE.json."""
+    """The result of a finished stage, as DONE.json stores it."""
 
     steps: int
     best_step: int
     best_score: float  # validation CIDEr-D
-    kept: bool  # False: later stages start from the weights before this stage
-    ended_early: str  # "" or the reason
+    kept: bool  # False when later stages start from the weights that preceded this stage
+    ended_early: str  # why the stage ended before its last step; empty otherwise
 
 
 class CheckpointWriter:
     """Writes checkpoints in the background: training waits for a copy of the tensors, not for the disk.
 
-    One checkpoint is written at a time: `save` and `wait` block until the one before is on disk, and raise the error
-    that the writing thread met. `allowed` is called right before a checkpoint becomes visible and raises where this
-    worker may not write any more; `written` is called after it.
+    One checkpoint is written at a time: `save` and `wait` block until the previous one is on disk, and raise the error
+    that stopped its writing.
+
+    identity: stored in each checkpoint, so that `load_checkpoint` can refuse those of another run.
+    check_may_write: called right before a checkpoint becomes visible; raises when this worker must stop writing.
+    on_written: called after a checkpoint has become visible.
     """
 
-    def __init__(self, folder: Path, identity: str, allowed: Callable[[], None], written: Callable[[], None]) -> None:
-        self.folder, self.identity, self.allowed, self.written = folder, identity, allowed, written
+    def __init__(
+        self, folder: Path, identity: str, check_may_write: Callable[[], None], on_written: Callable[[], None]
+    ) -> None:
+        self.folder, self.identity = folder, identity
+        self.check_may_write, self.on_written = check_may_write, on_written
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._last: Future[None] | None = None
+        self._pending: Future[None] | None = None
 
     def save(self, captioner: Captioner, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-        """Adds step-<n>; once it is complete, removes all but the newest `KEEP`."""
+        """Starts writing step-<n>. Once it is complete, all but the newest `NUM_KEPT` checkpoints are removed."""
         self.wait()
-        state = _copied({"captioner": captioner.state_dict(), "optimizer": optimizer.state_dict()})
+        state = _copied_to_cpu({"captioner": captioner.state_dict(), "optimizer": optimizer.state_dict()})
         record = {"identity": self.identity, **asdict(progress)}
-        self._last = self._pool.submit(self._write, state, record)
+        self._pending = self._pool.submit(self._write, state, record)
 
     def wait(self) -> None:
-        """Waits until the last checkpoint is on disk; raises the error of its writing."""
-        if self._last is not None:
-            self._last.result()
-            self._last = None
+        """Waits until the last checkpoint is on disk; raises the error that stopped its writing."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
 
     def close(self) -> None:
         self.wait()
@@ -84,26 +91,32 @@ class CheckpointWriter:
         with atomic_folder(target) as temporary:
             torch.save(state, temporary / "state.pt")
             (temporary / "progress.json").write_text(json.dumps(record))
-            self.allowed()
-        for _, old in _numbered(self.folder, "step-")[:-KEEP]:
+            self.check_may_write()
+        for _, old in _numbered(self.folder, "step-")[:-NUM_KEPT]:
             shutil.rmtree(old, ignore_errors=True)
-        _keep_best(self.folder, record["best_step"])  # only now does a checkpoint on disk refer to it
-        self.written()
+        # Older best weights were still needed until now, when the newest checkpoint on disk refers to the new ones.
+        _remove_best_before(self.folder, record["best_step"])
+        self.on_written()
 
 
-def _copied(value: Any) -> Any:
+def _copied_to_cpu(value: Any) -> Any:
     """The same structure with every tensor copied to the CPU, because training keeps changing the originals."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list) else value
+        return {key: _copied_to_cpu(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copied_to_cpu(item) for item in value]
+    return value
 
 
 def load_checkpoint(
     folder: Path, captioner: Captioner, optimizer: torch.optim.Optimizer, identity: str
 ) -> Progress | None:
-    """Restores the newest checkpoint; None when there is none. Raises ValueError for another run's checkpoint."""
+    """Restores the newest checkpoint and returns its progress, or None without one.
+
+    Raises ValueError for a checkpoint of another run.
+    """
     checkpoints = _numbered(folder, "step-")
     if not checkpoints:
         return None
@@ -118,15 +131,15 @@ def load_checkpoint(
 
 
 def save_best(folder: Path, captioner: Captioner, step: int) -> None:
-    """Writes the best weights so far; `CheckpointWriter` removes older ones once a checkpoint refers to these."""
+    """Writes the best weights so far. `CheckpointWriter` removes older ones once a checkpoint refers to these."""
     with atomic_folder(folder / f"best-{step}") as temporary:
         save_weights(captioner.model, temporary / "model.safetensors")
         if captioner.backbone is not None:
             save_weights(captioner.backbone, temporary / "backbone.safetensors")
 
 
-def _keep_best(folder: Path, step: int) -> None:
-    """Removes best weights of steps before `step`; later ones belong to a checkpoint that is not written yet."""
+def _remove_best_before(folder: Path, step: int) -> None:
+    """Removes the best weights of steps before `step`. Later ones stay, for a checkpoint that is yet to be written."""
     for number, old in _numbered(folder, "best-"):
         if number < step:
             shutil.rmtree(old, ignore_errors=True)
@@ -134,7 +147,7 @@ def _keep_best(folder: Path, step: int) -> None:
 
 def finish_stage(folder: Path, result: StageResult) -> None:
     """Marks a stage as finished and removes its checkpoints, which are not needed any more."""
-    _keep_best(folder, result.best_step)
+    _remove_best_before(folder, result.best_step)
     write_json(folder / "DONE.json", asdict(result))
     for old in (*folder.glob("step-*"), *folder.glob(".*.tmp")):
         shutil.rmtree(old, ignore_errors=True)
@@ -147,4 +160,5 @@ def stage_result(folder: Path) -> StageResult | None:
 
 
 def _numbered(folder: Path, prefix: str) -> list[tuple[int, Path]]:
+    """The folders named prefix and number, sorted by their number."""
     return sorted((int(path.name.removeprefix(prefix)), path) for path in folder.glob(f"{prefix}*"))

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunScores:
-    """The results of a run's splits, and validation CIDEr-D after each stage by the stage's name."""
+    """The results of a run's splits, and the validation CIDEr-D after each stage, by stage name."""
 
     splits: tuple[SplitResult, ...]
     validation_by_stage: Mapping[str, float]
@@ -52,7 +52,10 @@ def split_result(
     unreadable: Mapping[int, str],
     label: str,
 ) -> SplitResult:
-    """A split's best captions with what the search reports about them, which is also logged after `label`."""
+    """A split's captions, alignment and number of satisfied constraints, the last two also logged with prefix `label`.
+
+    best: the best caption by image id. automata: the constraints by image id, for images that have any.
+    """
     alignment = mean_alignment(best.values())
     if alignment is not None:
         logger.info(f"{label}alignment of words and patches {alignment:.3f}")
@@ -74,7 +77,7 @@ def score_run(folder: RunFolder, dataset: Dataset, results: Sequence[SplitResult
         accuracy = main_object_accuracy(result.captions, references) if is_synthetic else None
         return replace(result, scores=scores, main_object=accuracy)
 
-    with ThreadPoolExecutor() as pool:  # most of the time is Java's, in its own processes
+    with ThreadPoolExecutor() as pool:  # threads suffice: most of the work runs in Java processes
         run_scores = RunScores(tuple(pool.map(score, results)), _validation_by_stage(folder, dataset))
     write_json(folder.path / "scores.json", run_scores.to_json())
     return run_scores
@@ -85,9 +88,9 @@ def _validation_by_stage(folder: RunFolder, dataset: Dataset) -> dict[str, float
     references = dataset.split(folder.config.data.val_split).references()
     values = {}
     for stage in folder.config.stages:
-        path = folder.stage(stage.name) / "predictions-val.json"
-        if path.is_file():
-            scores = score_captions(references, read_predictions(path), metrics=("CIDEr-D",))
+        predictions = folder.stage(stage.name) / "predictions-val.json"
+        if predictions.is_file():
+            scores = score_captions(references, read_predictions(predictions), metrics=("CIDEr-D",))
             value = scores.by_name["CIDEr-D"].value
             if value is not None:
                 values[stage.name] = value

@@ -1,7 +1,8 @@
 """The folder of a run: its paths, its metadata, and the tokens that keep abandoned workers from writing.
 
-A run whose storage is on S3 has its home there; the driver, and each machine with workers, opens a local copy
-(`pipeline.storage.mirror`). Rank 0 of a stage writes stages/<stage>/ and the journal; the driver writes all the rest.
+The original folder of a run (`RunFolder.home`) is on S3 when the configured storage is. The driver, and each machine
+with workers, then opens a local copy (`pipeline.storage.mirror`). Rank 0 of a stage writes stages/<stage>/ and the
+journal; the driver writes everything else.
 
 runs/<run_id>/  config.yaml run.json data.arrow vocabulary.json init/ stages/<stage>/ log/ predictions/
                 scores.json report.html COMPLETE.json
@@ -38,11 +39,13 @@ JOURNAL = "log/metrics.jsonl"
 
 @contextmanager
 def is_alone(folder: Path) -> Iterator[bool]:
-    """True when this process gets the folder's lock, which it holds inside the context; False when another holds it."""
+    """Locks a folder for the length of the context: True on success, False while another process has the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system releases it however the process ends
+            fcntl.flock(
+                file, fcntl.LOCK_EX | fcntl.LOCK_NB
+            )  # the system releases the lock even if the process is killed
         except OSError:
             yield False
         else:
@@ -51,19 +54,19 @@ def is_alone(folder: Path) -> Iterator[bool]:
 
 @dataclass(frozen=True)
 class RunMetadata:
-    """What `prepare` recorded when it created the run: run.json."""
+    """The facts that `prepare` records in run.json when it creates a run."""
 
     run_id: str
     created: str  # ISO 8601, UTC
     data_fingerprint: str
-    code: str  # digest of the sources that decide a result
+    code: str  # digest of the source files that affect the result (`code_digest`)
     commit: str
-    versions: dict[str, str]  # of Python and of the packages that matter
-    splits: dict[str, int]  # number of images
-    unreadable: dict[str, str]  # {uri: reason} of the images left out
+    versions: dict[str, str]  # of Python and the main packages, by name
+    splits: dict[str, int]  # number of images by split
+    unreadable: dict[str, str]  # {uri: reason} of the images that were left out
     sizes: ModelSizes
-    num_tokens: int  # image tokens, or at most so many regions
-    parameters: dict[str, int]  # of "model" and of "backbone"
+    num_tokens: int  # image tokens per image; for region features the largest number of regions
+    parameters: dict[str, int]  # number of parameters of "model" and of "backbone"
 
     @classmethod
     def load(cls, path: Path) -> RunMetadata:
@@ -76,43 +79,54 @@ class RunMetadata:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of one run: a local path, and its home when that is on S3. Workers open it `on_worker`."""
+    """The folder of one run.
+
+    path: the local folder. home: the original on S3, of which `path` is a copy; None for a local storage. A worker
+    must open the folder with `on_worker`.
+    """
 
     path: Path
     home: StoragePath | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RunFolder, (self.path, self.home)  # without the cached properties
+        return RunFolder, (self.path, self.home)  # leaves the cached properties out of the pickle
 
     def on_worker(self, driver_token: str | None = None) -> RunFolder:
-        """The folder as a worker opens it: for a run on S3 an up-to-date copy for this machine and driver.
+        """The folder for a worker on this machine: for a run on S3 an up-to-date copy, one per driver.
 
-        Copies for earlier drivers are deleted: their workers may not write to the run's home any more.
+        driver_token: of the worker's driver; by default of the driver that works on the run now.
+        Copies for earlier drivers are deleted, because their workers must not write to the run any more.
         """
         if self.home is None:
             return self
-        copies = cache_folder() / "workers" / self.path.parent.parent.name / self.run_id
-        folder = RunFolder(copies / (driver_token or self.driver_token or "first") / self.run_id, self.home)
+        storage_folder = self.path.parent.parent  # `path` is <storage>/runs/<run_id>
+        copies = cache_folder() / "workers" / storage_folder.name / self.run_id
+        token = driver_token or self.driver_token or "first"  # "first": no driver has worked on the run yet
+        folder = RunFolder(copies / token / self.run_id, self.home)
         folder.pull()
-        for other in copies.iterdir():
-            if other != folder.path.parent:
-                shutil.rmtree(other, ignore_errors=True)
+        for copy in copies.iterdir():
+            if copy.name != token:
+                shutil.rmtree(copy, ignore_errors=True)
         return folder
 
     def pull(self, under: str = "") -> None:
-        """Brings the local copy below `under` up to date, for a run on S3."""
+        """Brings the local copy below `under` up to date. Does nothing for a run on local storage."""
         if self.home is not None:
             Mirror(self.home, self.path).pull(under)
 
-    def push(self, *names: str, allowed: Callable[[], None] = lambda: None) -> None:
-        """Uploads these files and folders in order, for a run on S3; `allowed` as in `Mirror.push`."""
+    def push(self, *names: str, check_may_write: Callable[[], None] = lambda: None) -> None:
+        """Uploads these files and folders in order. Does nothing for a run on local storage.
+
+        check_may_write: called before an upload marks something as complete and before a removal; it raises when this
+        process must stop writing.
+        """
         if self.home is not None:
             for name in names:
-                Mirror(self.home, self.path).push(name, allowed)
+                Mirror(self.home, self.path).push(name, check_may_write)
 
     @property
     def root(self) -> StoragePath:
-        """The run's location as every machine sees it."""
+        """The location of the original folder, which every machine can reach."""
         return self.home or storage_path(self.path)
 
     @property
@@ -139,20 +153,20 @@ class RunFolder:
 
     @property
     def driver_token(self) -> str:
-        """The token of the driver that works on this run now; "" before the first."""
+        """The token of the driver that works on this run now; "" before the first driver."""
         return self._read_token("driver_token")
 
     def new_driver_token(self) -> str:
-        """Takes the run over: workers of earlier drivers that are still alive may not write any more."""
+        """Takes over the run with a new token. From then on, workers of earlier drivers stop at their next write."""
         return self._new_token("driver_token")
 
     @property
     def worker_group_token(self) -> str:
-        """The token of the worker group that trains now; "" before the first."""
+        """The token of the worker group that trains now; "" before the first group."""
         return self._read_token("worker_group_token")
 
     def new_worker_group_token(self) -> str:
-        """As `new_driver_token`, for the worker groups that one driver starts in turn; rank 0 calls it."""
+        """Takes over from the worker groups that the same driver started earlier; rank 0 of a group calls it."""
         return self._new_token("worker_group_token")
 
     def _read_token(self, name: str) -> str:
@@ -184,11 +198,12 @@ class RunFolder:
         return stage_result(self.stage(name))
 
     def before(self, stage: StageSection) -> list[StageSection]:
+        """The stages before this one."""
         stages = list(self.config.stages)
         return stages[: stages.index(stage)]
 
     def weights_after(self, stage: StageSection, part: str) -> Path:
-        """The file with the best weights of `part` (model or backbone) of a finished stage, kept by the run or not."""
+        """The file with the best weights of `part` (model or backbone) of a finished stage, also of one not kept."""
         result = self.result(stage.name)
         if result is None:
             raise FileNotFoundError(f"stage {stage.name} of {self.run_id} is not finished")
@@ -196,9 +211,10 @@ class RunFolder:
         return best if best.is_file() else self.weights_before(stage, part)
 
     def weights_before(self, stage: StageSection | None, part: str) -> Path:
-        """The file with the weights of `part` (model or backbone) that a stage starts from; None: the final weights.
+        """The file with the weights of `part` (model or backbone) that a stage starts from.
 
-        They come from the newest finished stage that trained the part and was kept, or are the run's initial weights.
+        These are the best weights of the last earlier stage that trained the part and was kept, or else the run's
+        initial weights. With stage None every stage counts as earlier, which gives the run's final weights.
         """
         earlier = self.before(stage) if stage is not None else list(self.config.stages)
         for candidate in reversed(earlier):

@@ -35,7 +35,7 @@ RESULT_SOURCES = (
 
 
 def run_identity(config: RunConfig, fingerprint: str) -> str:
-    """name-hash of configuration, data and code: equal inputs give the same run."""
+    """The run id: the configured name and a hash of configuration, data and code. Equal inputs give the same run."""
     digest = hashlib.sha256(f"{config_identity(config)} {fingerprint} {code_digest()}".encode()).hexdigest()
     return f"{config.name}-{digest[:10]}"
 
@@ -51,35 +51,41 @@ def code_digest() -> str:
 
 
 def config_identity(config: RunConfig) -> str:
-    """Hash of the keys that decide the result, as they are marked on their fields (`models.config.Identity`).
+    """Hash of the configuration keys that affect the result; fields are marked with `models.config.Identity`.
 
-    The data set counts by its content, which `run_identity` adds as a fingerprint. UserError for a missing bundle or
-    HDF5 file.
+    The location of the data set is left out, because `run_identity` adds a fingerprint of its content. Raises
+    UserError for a missing bundle or HDF5 file.
     """
-    return hashlib.sha256(json.dumps(_counted(config, config), sort_keys=True).encode()).hexdigest()
+    relevant = json.dumps(_relevant_values(config, config), sort_keys=True)
+    return hashlib.sha256(relevant.encode()).hexdigest()
 
 
-def _counted(value: Any, config: RunConfig) -> Any:
-    """A section, or a value in one, as plain values without the keys that do not count."""
+def _relevant_values(value: Any, config: RunConfig) -> Any:
+    """A section, or a value in one, as plain values, without the keys that do not affect the result."""
     if isinstance(value, BaseModel) or is_dataclass(value):
         kind: Any = type(value)
         marks = identity_marks(kind)
-        keys = [key for key, mark in marks.items() if _counts(mark, config)]
-        return {key: _counted(_marked(getattr(value, key), marks[key], config), config) for key in keys}
+        keys = [key for key, mark in marks.items() if _is_relevant(mark, config)]
+        values = {key: _value_or_digest(getattr(value, key), marks[key], config) for key in keys}
+        return {key: _relevant_values(item, config) for key, item in values.items()}
     if isinstance(value, tuple):
-        return [_counted(item, config) for item in value]
+        return [_relevant_values(item, config) for item in value]
     return value
 
 
 @cache
 def identity_marks(section: Any) -> dict[str, Identity | None]:
-    """The mark of each key of a section, a pydantic model or a dataclass; None for a key without a mark."""
+    """The mark of each key of a section (a pydantic model or a dataclass); None for a key without a mark."""
     names = list(section.model_fields) if issubclass(section, BaseModel) else [field.name for field in fields(section)]
     hints = get_type_hints(section, include_extras=True)
-    return {name: next((each for each in get_args(hints[name]) if isinstance(each, Identity)), None) for name in names}
+    return {
+        name: next((argument for argument in get_args(hints[name]) if isinstance(argument, Identity)), None)
+        for name in names
+    }
 
 
-def _counts(mark: Identity | None, config: RunConfig) -> bool:
+def _is_relevant(mark: Identity | None, config: RunConfig) -> bool:
+    """True when a key with this mark affects the result of the configuration."""
     if mark is Identity.WITH_BACKBONE:
         return config.has_backbone
     if mark is Identity.WITH_REGIONS:
@@ -87,12 +93,12 @@ def _counts(mark: Identity | None, config: RunConfig) -> bool:
     return mark is not Identity.IGNORED
 
 
-def _marked(value: Any, mark: Identity | None, config: RunConfig) -> Any:
-    """The value of a key, or a digest of the file or bundle that it names."""
+def _value_or_digest(value: Any, mark: Identity | None, config: RunConfig) -> Any:
+    """The value of a key, or a digest of the file or bundle that the value names."""
     if mark is Identity.FILE and value is not None:
         file = Path(value).expanduser()
         if value not in ("none", "pretrained") and file.is_file():
-            return _digest(file, file.stat().st_size, file.stat().st_mtime_ns)
+            return _file_digest(file, file.stat().st_size, file.stat().st_mtime_ns)
     if mark is Identity.LARGE_FILE and value not in (None, SYNTHETIC):
         return ends_digest(Path(value).expanduser())
     if mark is Identity.BUNDLE and value is not None:
@@ -101,7 +107,7 @@ def _marked(value: Any, mark: Identity | None, config: RunConfig) -> Any:
 
 
 @lru_cache
-def _digest(path: Path, size: int, changed_ns: int) -> str:
-    """sha256 of a file; cached, because word vectors are gigabytes and the identity is needed often."""
+def _file_digest(path: Path, size: int, changed_ns: int) -> str:
+    """sha256 of a file, cached for its size and time of change: word vectors are gigabytes and are hashed often."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,9 +1,9 @@
-"""The run's journal: metrics as JSON lines, written by rank 0, followed by the driver.
+"""The run's journal: a file of metrics as JSON lines, which rank 0 writes and the driver reads.
 
 The terminal, the tracker and the report read the journal, so that a tracker that is down does not affect training.
-Every entry has the keys stage, kind, step and time (seconds since the epoch); the others depend on its kind:
+Every entry has the keys stage, kind, step and time (seconds since the epoch); its other keys depend on its kind:
 
-    train       metrics of the steps since the entry before, and `total`, the stage's number of steps
+    train       metrics of the steps since the previous entry, and `total`, the stage's number of steps
     validation  CIDEr-D, best, seconds
     event, reward, done  text
 """
@@ -18,13 +18,13 @@ from typing import Any
 
 from pipeline.storage.atomic import write_text
 
-JOURNAL_EVERY_S = 3.0  # for a run on S3: seconds between two uploads of the journal, and between two downloads
+JOURNAL_EVERY_S = 3.0  # For a run on S3, the seconds between two uploads of the journal, and between two downloads.
 
 Entry = dict[str, Any]
 
 
 class Journal:
-    """Appends entries; opening it for a stage at a step removes that stage's later entries, which will be repeated."""
+    """Appends entries. Opening it for a stage at a step removes the stage's later entries, which will be repeated."""
 
     def __init__(self, path: Path, stage: str, step: int) -> None:
         entries = [entry for entry in read_journal(path) if entry["stage"] != stage or entry["step"] <= step]
@@ -33,7 +33,7 @@ class Journal:
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         entry = {"stage": self.stage, "kind": kind, "step": step, "time": round(time.time(), 3), **values}
-        with self.path.open("a") as file:  # one write per line: a reader never meets two partial lines
+        with self.path.open("a") as file:  # one write per line, so that only the last line can be incomplete
             file.write(json.dumps(entry) + "\n")
 
 
@@ -43,6 +43,7 @@ def read_journal(path: Path) -> list[Entry]:
 
 
 def _entries(text: str) -> Iterator[Entry]:
+    """Parses each line, without those that are not complete JSON."""
     for line in text.splitlines():
         try:
             yield json.loads(line)
@@ -51,11 +52,11 @@ def _entries(text: str) -> Iterator[Entry]:
 
 
 class Follower:
-    """Returns each entry once, also when a resumed stage rewrites the journal."""
+    """Returns each new entry once, even when a resumed stage rewrites the journal."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._returned = {_identity(entry) for entry in read_journal(path)}
+        self._returned = {_entry_key(entry) for entry in read_journal(path)}
         self._last_status = (0, 0)
 
     def new(self) -> list[Entry]:
@@ -67,11 +68,16 @@ class Follower:
         if (status.st_size, status.st_mtime_ns) == self._last_status:
             return []
         self._last_status = (status.st_size, status.st_mtime_ns)
-        entries = [entry for entry in read_journal(self.path) if _identity(entry) not in self._returned]
-        self._returned.update(_identity(entry) for entry in entries)
+        entries = [entry for entry in read_journal(self.path) if _entry_key(entry) not in self._returned]
+        self._returned.update(_entry_key(entry) for entry in entries)
         return entries
 
 
-def _identity(entry: Entry) -> tuple[str, str, int, float]:
-    # Metrics of a step that a resumed stage repeats are not new; a text at the same step is.
-    return entry["stage"], entry["kind"], entry["step"], entry["time"] if "text" in entry else 0.0
+def _entry_key(entry: Entry) -> tuple[str, str, int, float]:
+    """Entries with equal keys are the same entry, of which `Follower` returns only the first.
+
+    Metrics are compared without their time, because a resumed stage repeats steps with equal metrics. A text that is
+    written again at the same step is a new entry.
+    """
+    time_written = entry["time"] if "text" in entry else 0.0
+    return entry["stage"], entry["kind"], entry["step"], time_written

@@ -1,6 +1,6 @@
-"""From a configuration to a run's folder: data, vocabulary, sizes and initial weights.
+"""Creates a run's folder from a configuration: data, vocabulary, model sizes and initial weights.
 
-Preparation is quick (no Ray, no training) and refuses what could not work later before it writes anything.
+Preparation is quick (no Ray, no training). It checks the data and the configuration before it writes any file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from pipeline.version import commit
 
 logger = logging.getLogger(__name__)
 
-PACKAGES = ("torch", "torchvision", "timm", "ray", "mlflow", "numpy", "pyarrow", "pycocoevalcap")
+
+RECORDED_PACKAGES = ("torch", "torchvision", "timm", "ray", "mlflow", "numpy", "pyarrow", "pycocoevalcap")
 
 
 @dataclass(frozen=True)
@@ -46,26 +47,27 @@ class _InitialState:
     vocabulary: Vocabulary
     model: CaptionModel
     backbone: Backbone | None  # None: the run reads region features
-    num_tokens: int  # image tokens, or at most so many regions
+    num_tokens: int  # image tokens per image; for region features the largest number of regions
 
 
 def prepare(config: RunConfig, data: tuple[Dataset, dict[str, str]] | None = None) -> RunFolder:
-    """The folder of the run that this configuration and its data identify; created when it does not exist yet.
+    """The folder of the run that this configuration and its data identify, which is created if it does not exist.
 
-    `data` is the result of `find_data`, for a process that prepares many runs on the same data.
+    data: the result of `find_data`, given by a process that prepares many runs on the same data.
 
-    Raises UserError for data that cannot be trained on. Single unreadable images are left out and counted, up to
-    `data.max_bad_fraction`.
+    Raises UserError for data that cannot be trained on. Unreadable images are left out and counted, as long as they
+    are at most `data.max_bad_fraction` of the images.
     """
     dataset, unreadable = data or find_data(config)
     dataset = readable(dataset, unreadable, config)
     fingerprint = dataset.fingerprint()
     folder = open_run(config, fingerprint)
     if (folder.path / "run.json").is_file():
-        if not (folder.path / "COMPLETE.json").is_file() and folder.dataset.column("uri") != dataset.column("uri"):
-            dataset.save(folder.path / "data.arrow")  # the same content has moved to another location
+        is_complete = (folder.path / "COMPLETE.json").is_file()
+        if not is_complete and folder.dataset.column("uri") != dataset.column("uri"):
+            dataset.save(folder.path / "data.arrow")  # the same images have moved to another location
             folder.push("data.arrow")
-        return RunFolder(folder.path, folder.home)
+        return RunFolder(folder.path, folder.home)  # a new object, which has not cached the old data set
     state = _initial_state(config, dataset)
     _write_initial_state(folder, config, dataset, state)
     RunMetadata(
@@ -74,7 +76,7 @@ def prepare(config: RunConfig, data: tuple[Dataset, dict[str, str]] | None = Non
         data_fingerprint=fingerprint,
         code=code_digest(),
         commit=commit(),
-        versions={name: _version(name) for name in PACKAGES} | {"python": platform.python_version()},
+        versions={name: _version(name) for name in RECORDED_PACKAGES} | {"python": platform.python_version()},
         splits={name: len(dataset.split(name)) for name in dict.fromkeys(dataset.column("split"))},
         unreadable=unreadable,
         sizes=state.model.sizes,
@@ -83,25 +85,25 @@ def prepare(config: RunConfig, data: tuple[Dataset, dict[str, str]] | None = Non
             "model": _num_parameters(state.model),
             "backbone": 0 if state.backbone is None else _num_parameters(state.backbone),
         },
-    ).save(folder.path / "run.json")  # last: a folder with run.json is complete
+    ).save(folder.path / "run.json")  # written last, because run.json marks the folder as complete
     folder.push("data.arrow", "vocabulary.json", "config.yaml", "init", "run.json")
     return folder
 
 
 def open_run(config: RunConfig, fingerprint: str) -> RunFolder:
-    """The folder of the run that a configuration and its data identify, whether it exists or not."""
+    """The folder of the run that a configuration and its data identify. The folder may not exist yet."""
     name = f"runs/{run_identity(config, fingerprint)}"
     folder = RunFolder(config.working_path / name, config.home(name))
     if folder.home is None:
         return folder
     with is_alone(folder.path) as alone:
-        if alone:  # else another process writes to the copy, which is then newer than the home
+        if alone:  # otherwise another process writes to the local copy, which is then newer than the one on S3
             folder.pull()
     return folder
 
 
 def readable(dataset: Dataset, unreadable: dict[str, str], config: RunConfig) -> Dataset:
-    """The readable images; UserError when more than `data.max_bad_fraction` are not. unreadable: {uri: reason}."""
+    """The readable images. UserError if more than `data.max_bad_fraction` are not. unreadable: {uri: reason}."""
     if len(unreadable) > config.data.max_bad_fraction * len(dataset):
         uri, reason = next(iter(unreadable.items()))
         raise UserError(
@@ -112,16 +114,16 @@ def readable(dataset: Dataset, unreadable: dict[str, str], config: RunConfig) ->
 
 
 def initial_backbone(config: RunConfig) -> Backbone:
-    """The backbone of a configuration, its weights drawn from the seed or downloaded; UserError when it cannot be."""
+    """The backbone of a configuration, with weights drawn from the seed or downloaded. UserError when that fails."""
     torch.manual_seed(config.seed)
     try:
         return Backbone(config.backbone)
-    except (RuntimeError, ValueError, AssertionError, OSError) as error:  # timm has no error class of its own
+    except (RuntimeError, ValueError, AssertionError, OSError) as error:  # timm raises all of these
         raise UserError(f"backbone {config.backbone.name} cannot be made: {' '.join(str(error).split())}") from error
 
 
 def _initial_state(config: RunConfig, dataset: Dataset) -> _InitialState:
-    """Draws the backbone and then the model from the seed, and copies the weights of `init_from` into them."""
+    """Draws the weights of the backbone and then of the model from the seed, then copies those of `init_from`."""
     start = warm_start(config)
     vocabulary = build_vocabulary(dataset, config.data)
     vocabulary = start.extend_vocabulary(vocabulary) if start else vocabulary
@@ -141,20 +143,22 @@ def _initial_state(config: RunConfig, dataset: Dataset) -> _InitialState:
 
 
 def _max_positions(config: RunConfig, dataset: Dataset, start: WarmStart | None) -> int:
-    """Positions that training captions, sampled captions, evaluation and the warm start's weights need."""
+    """The number of positions that is enough for training captions, SCST samples, evaluation and the warm start."""
     longest = longest_caption(dataset.split(*config.data.train_splits), config.data.tokenizer)
     if config.model.max_positions is not None and config.model.max_positions < longest:
         raise UserError(
             f"model.max_positions = {config.model.max_positions} is less than the longest training caption's {longest} "
             "tokens with SOS and EOS; raise it or leave it out"
         )
-    sampled = [stage.sampling.max_length for stage in config.stages if stage.objective == "scst"]
-    started = start.max_positions if start else 0
-    return max(config.model.max_positions or longest, config.evaluation.max_length, started, *sampled)
+    sampled_lengths = [stage.sampling.max_length for stage in config.stages if stage.objective == "scst"]
+    warm_start_positions = start.max_positions if start else 0
+    return max(
+        config.model.max_positions or longest, config.evaluation.max_length, warm_start_positions, *sampled_lengths
+    )
 
 
 def _initial_model(config: RunConfig, sizes: ModelSizes, vocabulary: Vocabulary) -> CaptionModel:
-    """The model, drawn from torch's current random state; with the word vectors that the configuration names."""
+    """The model with weights drawn from torch's current random state and, if configured, with word vectors."""
     file, columns = config.model.word_vectors, config.model.word_vector_width
     if file is None or columns is None:
         return build_model(config.model, sizes)
@@ -166,6 +170,7 @@ def _initial_model(config: RunConfig, sizes: ModelSizes, vocabulary: Vocabulary)
 
 
 def _write_initial_state(folder: RunFolder, config: RunConfig, dataset: Dataset, state: _InitialState) -> None:
+    """Writes every file of a new run except run.json."""
     folder.path.mkdir(parents=True, exist_ok=True)
     dataset.save(folder.path / "data.arrow")
     write_text(folder.path / "vocabulary.json", state.vocabulary.to_json())
@@ -180,6 +185,7 @@ def _num_parameters(module: torch.nn.Module) -> int:
 
 
 def _version(name: str) -> str:
+    """The version of an installed package, else "missing"."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -16,7 +16,7 @@ from pipeline.scoring.published import published_rows
 from pipeline.scoring.split_result import SplitResult
 from pipeline.storage.path import StorageOptions, StoragePath
 
-CURVES = {
+CURVE_LABELS = {  # the journal's metrics that the report plots
     "loss": "loss",
     "reward": "reward (CIDEr-D)",
     "length": "sampled length",
@@ -28,7 +28,7 @@ CURVES = {
 def score_table(
     results: Sequence[SplitResult], with_alignment: bool = False
 ) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """Columns, and one row per split; the cell of an unavailable score gives the reason."""
+    """The columns, and one row per split. The cell of an unavailable score gives the reason."""
     columns = list(results[0].values)
     with_main_object = any(result.main_object is not None for result in results)
     with_alignment = with_alignment and any(result.alignment is not None for result in results)
@@ -44,16 +44,17 @@ def score_table(
 
 
 def _cell(result: SplitResult, name: str) -> str:
+    """A score as text, or the reason why it is unavailable."""
     score = result.scores.by_name[name] if result.scores else Score()
     return f"{score.value:.3f}" if score.value is not None else f"unavailable: {score.unavailable or 'not computed'}"
 
 
 def published_table(columns: list[str], config: RunConfig, split: str, uris: list[str]) -> list[tuple[str, list[str]]]:
-    """The papers' rows for the same system and split, in our columns; the label names differences in protocol."""
+    """Published scores of the same model and split, in our columns. A row's label names differences in protocol."""
     return [
         (
             f"{row.name}\n{difference or row.protocol}",
-            [f"{row.scores[c]:.3f}" if c in row.scores else "" for c in columns],
+            [f"{row.scores[column]:.3f}" if column in row.scores else "" for column in columns],
         )
         for row, difference in published_rows(config.model.name, split, uris, config.evaluation.beam_size)
     ]
@@ -62,11 +63,12 @@ def published_table(columns: list[str], config: RunConfig, split: str, uris: lis
 def validation_lines(config: RunConfig, by_stage: Mapping[str, float]) -> Iterator[str]:
     """Validation CIDEr-D after each stage, and the gain of SCST over cross entropy.
 
-    Computed on PTB tokens, as the score table; during training it is computed on the vocabulary's tokens.
+    These scores use PTB tokens, like the score table. During training, validation uses the vocabulary's tokens.
     """
     yield "validation CIDEr-D (PTB tokens)  " + ", ".join(f"{name} {value:.4f}" for name, value in by_stage.items())
     objectives = {stage.name: stage.objective for stage in config.stages}
-    best = {objectives[name]: value for name, value in sorted(by_stage.items(), key=lambda item: item[1])}
+    ascending = sorted(by_stage.items(), key=lambda item: item[1])
+    best = {objectives[name]: value for name, value in ascending}  # of each objective the last value, the highest
     before, after = best.get("cross_entropy"), best.get("scst")
     if before is not None and after is not None:
         gain = after - before
@@ -74,7 +76,7 @@ def validation_lines(config: RunConfig, by_stage: Mapping[str, float]) -> Iterat
 
 
 def report_images(result: SplitResult, part: Dataset, options: StorageOptions) -> list[ReportImage]:
-    """The captioned images of a split with captions, references and scores."""
+    """The captioned images of a split, with their captions, references and scores."""
     scores = result.cider_by_image
     rows = zip(part.column("image_id"), part.column("uri"), part.column("captions"), strict=True)
     return [
@@ -121,9 +123,10 @@ def make_report(
 
 
 def _stage(folder: RunFolder, name: str, validation: Mapping[str, float]) -> ReportStage:
+    """The curves and the results of one stage for the report. validation: CIDEr-D by stage."""
     entries = [entry for entry in read_journal(folder.journal) if entry["stage"] == name]
     curves: dict[str, list[tuple[int, float]]] = {}
-    for key, label in CURVES.items():
+    for key, label in CURVE_LABELS.items():
         points = [(entry["step"], entry[key]) for entry in entries if entry["kind"] == "train" and key in entry]
         if points:
             curves[label] = points

@@ -1,4 +1,4 @@
-"""What a run takes from a model bundle (`init_from`): its vocabulary, its number of positions and its weights."""
+"""Starts a run from a model bundle (`init_from`): the run takes over vocabulary, number of positions and weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
 from pipeline.storage.path import storage_path
 
-MAY_DIFFER = {"dropout", "expansion_dropout", "max_positions"}  # keys of a model that no weight depends on
+MAY_DIFFER = {"dropout", "expansion_dropout", "max_positions"}  # these model keys do not have to equal the bundle's
 
 
 @dataclass(frozen=True)
 class WarmStart:
-    """A loaded bundle that a run starts from, with a fresh optimizer and schedule."""
+    """A loaded bundle whose weights a run starts from. The optimizer and the schedule start afresh."""
 
     uri: str
     bundle: Bundle
@@ -30,26 +30,25 @@ class WarmStart:
         return self.bundle.captioner.model.sizes.max_positions
 
     def extend_vocabulary(self, vocabulary: Vocabulary) -> Vocabulary:
-        """The bundle's words with their ids, followed by the other words of `vocabulary`.
+        """The bundle's words with their ids, followed by the words of `vocabulary` that the bundle lacks.
 
-        Raises UserError when the two were made by different tokenizers.
+        Raises UserError when the two vocabularies were made by different tokenizers.
         """
-        known = self.bundle.vocabulary
-        if known.tokenizer != vocabulary.tokenizer:
+        bundled = self.bundle.vocabulary
+        if bundled.tokenizer != vocabulary.tokenizer:
             raise UserError(
                 f"data.tokenizer is {vocabulary.tokenizer} and the words of init_from = {self.uri} were made by "
-                f"{known.tokenizer}; set the same"
+                f"{bundled.tokenizer}; set the same"
             )
-        return Vocabulary(
-            (*known.words, *(word for word in vocabulary.words if word not in known.ids)), known.tokenizer
-        )
+        new_words = [word for word in vocabulary.words if word not in bundled.ids]
+        return Vocabulary((*bundled.words, *new_words), bundled.tokenizer)
 
     def copy_weights(self, model: CaptionModel, backbone: Backbone | None) -> None:
-        """Copies the bundle's weights into a run's new modules; rows of new words and positions keep their values.
+        """Copies the bundle's weights into a run's new modules. Rows of new words and positions keep their values.
 
-        Without a backbone (region features) the bundle's backbone is ignored.
+        For a run without a backbone (region features), the bundle's backbone is ignored.
 
-        Raises UserError when the two models do not have the same configuration and shapes.
+        Raises UserError when the two models differ in configuration or in shapes.
         """
         captioner = self.bundle.captioner
         if backbone is not None and captioner.backbone is None:
@@ -63,41 +62,44 @@ class WarmStart:
                 )
         sizes = captioner.model.sizes
         if backbone is not None and captioner.backbone is not None:
-            _copy_tensors(captioner.backbone, backbone, set(), f"init_from = {self.uri}: backbone")
+            _copy_tensors(captioner.backbone, backbone, growing=set(), label=f"init_from = {self.uri}: backbone")
         growing = {sizes.vocabulary_size, sizes.max_positions}
-        _copy_tensors(captioner.model, model, growing, f"init_from = {self.uri}: model")
+        _copy_tensors(captioner.model, model, growing=growing, label=f"init_from = {self.uri}: model")
 
 
 def warm_start(config: RunConfig) -> WarmStart | None:
     """The bundle that `init_from` names; None without `init_from`. UserError when it is not a bundle."""
     if config.init_from is None:
         return None
-    where = storage_path(config.init_from, config.storage.options)
+    location = storage_path(config.init_from, config.storage.options)
     try:
-        return WarmStart(where.uri, load_bundle(fetched(where)))
+        return WarmStart(location.uri, load_bundle(fetched(location)))
     except ValueError as error:
         raise UserError(f"init_from: {error}") from error
 
 
 def without_download(config: RunConfig) -> RunConfig:
-    """The configuration without backbone weights to download, because the bundle brings them."""
+    """The configuration without backbone weights to download, because the bundle contains them."""
     return config.model_copy(update={"backbone": replace(config.backbone, weights="none")})
 
 
 @torch.no_grad()
-def _copy_tensors(source: nn.Module, target: nn.Module, growing: set[int], what: str) -> None:
-    """Copies every tensor; a dimension whose size in `source` is one of `growing` may be larger in `target`."""
+def _copy_tensors(source: nn.Module, target: nn.Module, *, growing: set[int], label: str) -> None:
+    """Copies every tensor. A dimension whose size in `source` is one of `growing` may be larger in `target`.
+
+    label: the source's name in error messages.
+    """
     from_tensors, to_tensors = source.state_dict(), target.state_dict()
     if unmatched := sorted(from_tensors.keys() ^ to_tensors.keys()):
-        raise UserError(f"{what} has other parts than the configuration asks for, first {unmatched[0]}; set the same")
+        raise UserError(f"{label} has other parts than the configuration asks for, first {unmatched[0]}; set the same")
     for name, tensor in from_tensors.items():
-        larger = to_tensors[name]
-        fits = len(larger.shape) == len(tensor.shape) and all(
-            new == old or (old in growing and new > old) for new, old in zip(larger.shape, tensor.shape, strict=True)
+        copy = to_tensors[name]
+        fits = len(copy.shape) == len(tensor.shape) and all(
+            new == old or (old in growing and new > old) for new, old in zip(copy.shape, tensor.shape, strict=True)
         )
         if not fits:
             raise UserError(
-                f"{what}.{name} has shape {tuple(tensor.shape)} and the configuration asks for {tuple(larger.shape)}; "
+                f"{label}.{name} has shape {tuple(tensor.shape)} and the configuration asks for {tuple(copy.shape)}; "
                 "set the same sizes"
             )
-        larger[tuple(slice(size) for size in tensor.shape)] = tensor
+        copy[tuple(slice(size) for size in tensor.shape)] = tensor

@@ -1,1 +1,1 @@
-"""The process and the machine: training context, CPU settings, system metrics, log and progress."""
+"""Services of the process and the machine: training context, CPU settings, system metrics, log and progress."""

@@ -15,19 +15,21 @@ from pipeline.runtime.log import set_rank
 
 
 class Context(Protocol):
+    """The environment of one worker of the training loop."""
+
     world_rank: int
     world_size: int
     device: torch.device
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """Sends metrics to the driver. A barrier: every rank must call it equally often."""
+        """Sends metrics to the driver. It is a barrier: every rank must call it equally often."""
         ...
 
 
 def device_for(gpus: float) -> torch.device:
-    """The device of a process that was assigned `gpus` GPUs: the configuration decides, not the machine.
+    """The device of a process to which the configuration assigns `gpus` GPUs, whatever GPUs the machine has.
 
-    Raises RuntimeError when GPUs were assigned and torch finds none.
+    Raises RuntimeError when GPUs are assigned and torch finds none.
     """
     if not gpus:
         return torch.device("cpu")
@@ -51,7 +53,7 @@ class LocalContext:
 
 
 class RayContext:
-    """A worker of Ray Train, which has set up its process group."""
+    """A worker of Ray Train. Ray has already set up the process group."""
 
     def __init__(self) -> None:
         import ray.train
@@ -69,7 +71,7 @@ class RayContext:
 
 
 def gather_objects(context: Context, value: Any) -> list[Any]:
-    """Every rank's value in the order of ranks, on every rank. A collective: all ranks must call it."""
+    """Every rank's value in the order of ranks, on every rank. All ranks must call this together."""
     if context.world_size == 1:
         return [value]
     values: list[Any] = [None] * context.world_size
@@ -78,7 +80,7 @@ def gather_objects(context: Context, value: Any) -> list[Any]:
 
 
 def sum_over_ranks(context: Context, values: torch.Tensor) -> torch.Tensor:
-    """Element-wise sum over the ranks, in place. A collective."""
+    """Element-wise sum over the ranks, in place. All ranks must call this together."""
     if context.world_size > 1:
         dist.all_reduce(values)
     return values

@@ -1,4 +1,4 @@
-"""The CPU that torch computes on: its threads, and freed memory that the process keeps between steps."""
+"""Settings for computing with torch on a CPU: its threads, and the reuse of freed memory between steps."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # mallopt's names for them, glibc's malloc.h
+# Parameters of mallopt, from glibc's malloc.h, where their names begin with M_.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 
 
 def prepare_processor(threads: int | None = None) -> None:
     """Sets the number of torch's threads (None: torch's default) and keeps freed memory in the process.
 
     Every step allocates the same large tensors again. By default glibc returns each one to the system, which then
-    provides zeroed pages one by one: a fifth of the time of a beam search, a tenth of a training step. In exchange a
-    process keeps its peak memory until it ends. Without glibc the memory settings have no effect.
+    provides zeroed pages one by one. That took a fifth of the time of a beam search and a tenth of a training step. The
+    cost is that a process keeps its peak memory until it ends. Without glibc the memory settings have no effect.
     """
     if threads is not None:
         torch.set_num_threads(threads)
@@ -23,23 +24,23 @@ def prepare_processor(threads: int | None = None) -> None:
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, 1 << 30)
         mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
-        mallopt(_ARENA_MAX, 1)  # all threads share the one arena that can keep large tensors
+        mallopt(_ARENA_MAX, 1)  # one arena for all threads, because only the main arena keeps large tensors
 
 
 def computing_thread(threads: int | None = None) -> ThreadPoolExecutor:
-    """One thread for all computing of a process, including weight initialization and loading.
+    """An executor with one thread for all computing of a process, including weight initialization and loading.
 
-    For processes that are called from changing threads, such as Ray's actors. Each thread that computes gets its own
-    permanent team of OpenMP threads. When a process has more of these than cores, they sleep between any two
+    It is meant for processes that are called from changing threads, such as Ray's actors. Each computing thread gets
+    a permanent team of OpenMP threads. When a process has more of these than cores, they sleep between any two
     operations instead of spinning, which took a third of the time of a Swin backbone. A thread older than
-    `prepare_processor` also has its own arena, which returns large tensors to the system at once.
+    `prepare_processor` also has an arena of its own, which returns large tensors to the system at once.
     """
     prepare_processor(threads)
     return ThreadPoolExecutor(1, initializer=prepare_processor, initargs=(threads,))
 
 
 def memory_mb(device: torch.device) -> float:
-    """MiB: the resident set of the process on a CPU, the peak of allocated tensors on a GPU."""
+    """MiB of memory: the resident set of the process on a CPU, the peak of allocated tensors on a GPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
     import psutil

@@ -38,7 +38,7 @@ def configure_logging(level: int = logging.INFO) -> None:
 
 
 def is_shown(level: int) -> bool:
-    """Whether the terminal shows records of this level."""
+    """True when the terminal shows records of this level."""
     handlers = logging.getLogger(PACKAGES[0]).handlers
     return any(isinstance(handler, _TerminalHandler) and handler.level <= level for handler in handlers)
 
@@ -73,9 +73,9 @@ def indented() -> Iterator[None]:
 
 @contextmanager
 def log_file(path: Path) -> Iterator[None]:
-    """Appends records to a file, too, each with its date and time; at the end the error that ends the block, if any.
+    """Also appends records to a file, each with date and time, and finally the error that ends the context, if any.
 
-    A file that cannot be written is reported once.
+    If the file cannot be written, one warning is logged.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,9 +102,9 @@ def log_file(path: Path) -> Iterator[None]:
 
 
 class _Formatter(logging.Formatter):
-    """Begins every line of a record with its indentation and rank; in a file also with the time of day and the level.
+    """Begins every line of a record with its indentation and rank, in a file also with date, time and level.
 
-    The terminal shows the level of records that are not plain information.
+    On the terminal a line has its level unless that is INFO.
     """
 
     def __init__(self, *, in_file: bool) -> None:
@@ -125,7 +125,7 @@ class _TerminalHandler(logging.StreamHandler[Any]):
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
-        self.addFilter(lambda record: not getattr(record, "has_bar", False))  # a bar shows the same
+        self.addFilter(lambda record: not getattr(record, "has_bar", False))  # a progress bar shows the same
 
     @property
     def stream(self) -> Any:

@@ -14,23 +14,23 @@ from pipeline.runtime.log import is_shown
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-LINE_EVERY_S = 5.0
+LINE_EVERY_S = 5.0  # seconds between two lines
 logger = logging.getLogger(__name__)
 
 
 class ProgressBar:
-    """A bar below the lines of the log. It draws nothing where it cannot or where the log shows warnings only."""
+    """A bar below the lines of the log. It is drawn only on a terminal, and only if the log shows INFO records."""
 
     def __init__(self) -> None:
         self.is_drawn = sys.stderr.isatty() and is_shown(logging.INFO)
         self._progress: Progress | None = None
 
     def update(self, label: str, done: int, total: int, note: str = "") -> None:
-        """Shows `done` of `total`, with the time that is left by the speed so far, and a note."""
+        """Shows `done` of `total`, an estimate of the remaining time, and a note."""
         if not self.is_drawn:
             return
         if self._progress is None:
-            self._progress = _start()
+            self._progress = _start_rich_progress()
         (task,) = self._progress.task_ids or [self._progress.add_task(label, total=total, completed=done, note=note)]
         if self._progress.tasks[0].description != label:
             self._progress.reset(task, total=total, completed=done, description=label, note=note)
@@ -42,7 +42,7 @@ class ProgressBar:
             self._progress.stop()
 
 
-def _start() -> Progress:
+def _start_rich_progress() -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -52,7 +52,7 @@ def _start() -> Progress:
         console=Console(stderr=True),
         refresh_per_second=2,
         transient=True,
-        redirect_stdout=sys.stdout.isatty(),  # lines of a file or a pipe must not appear at the terminal
+        redirect_stdout=sys.stdout.isatty(),  # if standard output is a file or pipe, its lines must stay there
     )
     progress.start()
     return progress
@@ -62,9 +62,9 @@ def _start() -> Progress:
 def progress(
     label: str, total: int, unit: str = "images", write: Callable[[str], object] | None = None
 ) -> Iterator[Callable[[int], None]]:
-    """Shows how much of `total` is done; the function that it gives takes the number of newly finished ones.
+    """Shows how much of `total` is done. It yields a function, which takes the number of newly finished items.
 
-    Without a bar, a line goes to `write` every five seconds. The default is the log, whose file has the lines anyway.
+    Without a bar, `write` gets a line every five seconds. By default a line is logged, with a bar only to the log file.
     """
     begin = last = time.monotonic()
     done = 0

@@ -1,4 +1,4 @@
-"""How busy this machine is, under the names of MLflow's system metrics.
+"""Measures how busy this machine is, with the names of MLflow's system metrics.
 
 MLflow's own monitor sends to the tracker from the process it watches. Here a training worker only writes its journal,
 which the driver forwards, so the values are read directly: by psutil and, for GPUs, by NVML through torch.
@@ -35,10 +35,10 @@ def system_metrics(device: torch.device) -> dict[str, float]:
 
 
 def _gpu_metrics(device: torch.device) -> dict[str, float]:
-    """Memory (of all processes) and utilization of every visible GPU.
+    """Memory (of all processes) and utilization of every visible GPU, from NVML.
 
-    NVML opens no CUDA context, which `torch.cuda.mem_get_info` does on each GPU that it is asked about. Without NVML
-    only the memory of this process's own GPU is reported, where a context exists.
+    Without NVML only the memory of `device` is reported, because `torch.cuda.mem_get_info` would open a CUDA context on
+    every other GPU.
     """
     metrics: dict[str, float] = {}
     try:
@@ -53,6 +53,7 @@ def _gpu_metrics(device: torch.device) -> dict[str, float]:
 
 
 def _network() -> tuple[int, int]:
+    """Bytes received and sent since the machine started."""
     import psutil
 
     counters = psutil.net_io_counters()

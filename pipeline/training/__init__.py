@@ -1,1 +1,1 @@
-"""The training loop: batches, objectives, reward, optimizer."""
+"""Training: the loop over the stages of a run, its batches, objectives, reward and optimizer."""

@@ -1,7 +1,7 @@
-"""The batches of a stage: which samples a worker gets at a step, with their features (or pixels) and caption ids.
+"""The batches of a stage: the samples that a worker gets at a step, with features (or pixels) and caption tokens.
 
-A sample is an image with `captions_per_image` captions, or an (image, caption) pair for cross entropy with one caption
-per image, which is the paper's sampling. The sample at a global position is a function of the seed alone
+A sample is an image with `captions_per_image` captions. For cross entropy with one caption per image it is an
+(image, caption) pair instead, as in the paper. The sample at a global position depends on the seed alone
 (`pipeline.training.sample_order`), so a stage can resume at any step with any number of workers.
 """
 
@@ -31,7 +31,7 @@ def num_samples(stage: StageSection, train: Dataset) -> int:
 class CaptionTokens:
     """Token ids (SOS words EOS) of all captions of a data set, in flat arrays.
 
-    Caption c has the ids ids[offsets[c] : offsets[c + 1]]; image i has the captions first[i] to first[i + 1] - 1.
+    The tokens of caption c are ids[offsets[c] : offsets[c + 1]]. Image i has the captions first[i] to first[i + 1] - 1.
     """
 
     def __init__(self, dataset: Dataset, vocabulary: Vocabulary) -> None:
@@ -49,11 +49,11 @@ class CaptionTokens:
         self.pad = vocabulary.pad
 
     def padded(self, captions: np.ndarray) -> Tensor:
-        """Token ids (len(captions), T) of captions, padded with PAD to the longest; int64."""
+        """Token ids (len(captions), T), int64, of the captions with these numbers, padded with PAD to the longest."""
         lengths = self.offsets[captions + 1] - self.offsets[captions]
         columns = np.arange(lengths.max())
         valid_mask = columns < lengths[:, None]
-        positions = np.where(valid_mask, self.offsets[captions][:, None] + columns, 0)
+        positions = np.where(valid_mask, self.offsets[captions][:, None] + columns, 0)  # 0 is replaced by PAD below
         return torch.from_numpy(np.where(valid_mask, self.ids[positions], self.pad).astype(np.int64))
 
     def target_counts(self, captions: np.ndarray) -> np.ndarray:
@@ -72,15 +72,15 @@ class Batch:
     global_images: int  # images of the whole optimizer step
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Batch:
-        """Moved to `device`; `dtype` converts the features only. Pixels become channels-last."""
+        """The batch on `device`, with features of type `dtype`. Pixels get the channels-last memory format."""
         features = self.features.to(device, dtype)
-        if features.tokens.ndim == 4:
+        if features.tokens.ndim == 4:  # pixels
             features = replace(features, tokens=features.tokens.contiguous(memory_format=torch.channels_last))
         return replace(self, features=features, tokens=self.tokens.to(device))
 
 
 class Batches:
-    """The batches of one stage for one worker; `at(step)` is a function of its arguments alone."""
+    """The batches of one stage for one worker. `at(step)` does not depend on earlier calls."""
 
     def __init__(
         self, images: Images, captions: CaptionTokens, stage: StageSection, *, seed: int, rank: int, world_size: int
@@ -90,7 +90,7 @@ class Batches:
         self.num_samples = len(captions.image_of) if stage.samples_are_pairs else len(images)
 
     def stream(self, start: int, stop: int) -> Iterator[list[Batch]]:
-        """The micro-batches of steps start to stop - 1, each prepared while the step before it is computed."""
+        """The micro-batches of steps start to stop - 1, each prepared while the previous step is computed."""
         if start >= stop:
             return
         with ThreadPoolExecutor(1) as pool:
@@ -119,8 +119,8 @@ class Batches:
     def _rows(self, samples: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Image rows (S,) and caption rows (S, K) of S samples.
 
-        With K captions per image, K consecutive captions of an image in cyclic order from a random start: images with
-        more captions show all of them over the epochs, images with fewer repeat some.
+        An image contributes K consecutive captions in cyclic order, from a random start. Over the epochs all of its
+        captions are used, and an image with fewer than K captions repeats some.
         """
         if self.stage.samples_are_pairs:
             return self.captions.image_of[samples], samples[:, None]

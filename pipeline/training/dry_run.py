@@ -1,6 +1,6 @@
 """One step of every stage at its real batch size, before anything long starts.
 
-Too little memory and sizes that do not fit together show in the first minute, not after a day of extraction.
+It finds too little memory and sizes that do not fit together in the first minute, not after a day of extraction.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from pipeline.training.optimizer import make_optimizer
 
 @dataclass(frozen=True)
 class DryRunResult:
-    """A stage's dry run; `error` is None, or the error that training would meet."""
+    """The result of a stage's dry run. `error` is the error that training would raise, or None."""
 
     stage: str
     seconds: float
-    memory_mb: float  # resident on the CPU, peak on a GPU
+    memory_mb: float  # MiB of resident memory on the CPU, or of peak memory on a GPU
     error: str | None = None
 
 
 def dry_run(folder: RunFolder) -> list[DryRunResult]:
-    """One forward, backward and update of every stage on random features and the longest captions; writes nothing.
+    """Runs one optimizer step of every stage on random features and the longest captions. It writes nothing.
 
-    Also checks the reward of SCST on the ground truth.
+    For SCST it also checks the reward of ground-truth captions.
     """
     folder = folder.on_worker()
     prepare_processor(folder.config.workers.threads_per_worker)
@@ -54,6 +54,7 @@ def dry_run(folder: RunFolder) -> list[DryRunResult]:
 
 
 def _one_step(folder: RunFolder, stage: StageSection, train: Dataset, device: torch.device) -> None:
+    """One forward and backward pass and one update of a stage."""
     torch.manual_seed(folder.config.seed)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -74,14 +75,16 @@ def _longest_batch(folder: RunFolder, stage: StageSection, train: Dataset) -> Ba
     size = stage.batch_size // (folder.config.workers.num_workers * stage.gradient_accumulation_steps)
     captions = CaptionTokens(train, folder.vocabulary)
     counts = captions.target_counts(np.arange(len(captions.image_of)))
-    rows = np.resize(np.argsort(-counts, kind="stable"), size * stage.captions_per_image)
+    longest_first = np.argsort(-counts, kind="stable")
+    rows = np.resize(longest_first, size * stage.captions_per_image)  # np.resize repeats rows if there are too few
+    # An image's rows may be captions of other images. Only their lengths matter here, because the features are random.
     images = captions.image_of[rows[:: stage.captions_per_image]]
     features = _random_features(folder, stage, size)
     return Batch(features, captions.padded(rows), images, int(counts[rows].sum()), size)
 
 
 def _random_features(folder: RunFolder, stage: StageSection, images: int) -> Features:
-    """Pixels for a stage that trains the backbone, else features; regions have full length and random boxes."""
+    """Random pixels for a stage that trains the backbone, else random features. Every image has the most regions."""
     config, num_tokens = folder.config, folder.metadata.num_tokens
     if stage.train_backbone:
         return Features(torch.randn(images, 3, config.backbone.image_size, config.backbone.image_size))

@@ -1,8 +1,8 @@
-"""The training loop: one stage after another over a context, from batches to checkpoints. It does not know Ray.
+"""The training loop: runs the stages of a run one after another, from batches to checkpoints. It does not use Ray.
 
-The weights that a stage starts from, in this order:
-1. its own newest checkpoint (`resume`: weights, optimizer, position, best score);
-2. the best weights of the stages before it (`init_from`: weights only, fresh optimizer);
+A stage starts from the first of these that exists:
+1. its newest checkpoint (weights, optimizer, position, best score);
+2. the best weights of the stages before it (weights only, with a fresh optimizer);
 3. the run's initial weights.
 """
 
@@ -47,18 +47,18 @@ from pipeline.training.step_metrics import StepMetrics
 
 
 class DivergedError(RuntimeError):
-    """The loss or the gradient is not finite; the message names stage, step and rank."""
+    """The loss or the gradient is not finite. The message names stage, step and rank."""
 
 
 @dataclass(frozen=True)
 class StageJob:
-    """Consecutive stages of a run, and the feature store that its frozen stages read."""
+    """Consecutive stages of a run to train, and the feature store that stages with a frozen backbone read."""
 
     folder: RunFolder
     stages: tuple[str, ...]
     store: StoragePath | Path | None
     excluded: tuple[str, ...] = ()  # content keys of images without features
-    driver_token: str = ""  # workers stop writing once the run has another driver; "": never
+    driver_token: str = ""  # workers stop when the run has another token; "" switches this check off
 
 
 def train_stages(context: Context, job: StageJob) -> None:
@@ -69,7 +69,9 @@ def train_stages(context: Context, job: StageJob) -> None:
         if folder.result(name) is None:
             StageRun(context, folder, folder.config.stage(name), job, token).run()
         if context.world_rank:
-            folder.pull(f"stages/{name}")  # the next stage starts from it; rank 0 may be on another machine
+            folder.pull(
+                f"stages/{name}"
+            )  # the next stage starts from these files, and rank 0 may be on another machine
 
 
 def stage_captioner(folder: RunFolder, stage: StageSection, device: torch.device) -> Captioner:
@@ -88,12 +90,12 @@ def stage_captioner(folder: RunFolder, stage: StageSection, device: torch.device
 
 
 def feature_dtype(stage: StageSection) -> torch.dtype:
-    """The type of a batch's features; with bfloat16 autocast converts them."""
+    """The type of a batch's features. For bfloat16 it is float32, because autocast converts them."""
     return torch.float64 if stage.precision == "float64" else torch.float32
 
 
 class StageRun:
-    """One stage on one worker."""
+    """Trains one stage on one worker."""
 
     def __init__(
         self, context: Context, folder: RunFolder, stage: StageSection, job: StageJob, worker_group_token: str = ""
@@ -106,7 +108,7 @@ class StageRun:
         train, validation = dataset.split(*config.data.train_splits), dataset.split(config.data.val_split)
         self.vocabulary = folder.vocabulary
         self.captioner = self._initial_captioner()
-        store = None if stage.train_backbone else open_store(_store(job, stage), config.features)
+        store = None if stage.train_backbone else open_store(_required_store(job, stage), config.features)
         self.batches = Batches(
             self._images(train, store),
             CaptionTokens(train, self.vocabulary),
@@ -119,7 +121,7 @@ class StageRun:
         self.validation_reward = CaptionReward(validation.references(), self.vocabulary, eos=False)
         self.objective, self.reward = make_objective(stage, train, self.vocabulary, context.device)
         self.optimizer = make_optimizer(self.captioner, stage.optimizer, stage.lr)
-        self.wrapped = self._wrapped()
+        self.wrapped = self._wrap_captioner()
         self.total = total_steps(stage, self.batches.num_samples)
         self.steps_per_epoch = max(1, self.batches.num_samples // stage.batch_size)
         fence = Fence(folder, job.driver_token, worker_group_token)
@@ -135,9 +137,10 @@ class StageRun:
         if self.reward is not None:
             output.log("reward", progress.step, {"text": check_reward(self.stage, self.reward)})
         self.captioner.train()
-        self.progress, saved = progress, time.monotonic()
+        self.progress, saved_at = progress, time.monotonic()
         metrics = StepMetrics(self.context)
         log_every = self.folder.config.workers.log_every_steps
+        # A stage that had already ended early is resumed only to write its result.
         stop = progress.step if progress.ended_early else self.total
         for step, batches in enumerate(self.batches.stream(progress.step, stop), progress.step):
             metrics.batch_arrived()
@@ -149,20 +152,21 @@ class StageRun:
             if self._validates_after(step):
                 self._validate()
                 metrics.reset()
-                saved = time.monotonic()
+                saved_at = time.monotonic()
                 if progress.ended_early:
                     break
             elif progress.step % self.stage.checkpoint_every_steps == 0 or (
-                time.monotonic() - saved > 60 * self.stage.checkpoint_every_minutes
+                time.monotonic() - saved_at > 60 * self.stage.checkpoint_every_minutes
             ):
                 output.save_checkpoint(self.captioner, self.optimizer, progress)
-                saved = time.monotonic()
+                saved_at = time.monotonic()
         output.close()
         self._finish()
-        gather_objects(self.context, None)  # a barrier: the next stage starts when this one's result is written
+        # A barrier: no rank starts the next stage before rank 0 has written the result of this one.
+        gather_objects(self.context, value=None)
 
     def step(self, step: int, batches: list[Batch]) -> dict[str, float]:
-        """One optimizer step over this worker's micro-batches; returns this worker's metrics."""
+        """Makes one optimizer step over this worker's micro-batches and returns its share of the metrics."""
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate(step)
         self.optimizer.zero_grad(set_to_none=True)
@@ -172,24 +176,28 @@ class StageRun:
             torch.manual_seed(seed)
             generator = torch.Generator(self.context.device).manual_seed(seed ^ 1)
             batch = batch.to(self.context.device, feature_dtype(self.stage))
-            last = part == len(batches) - 1
-            accumulates = isinstance(self.wrapped, DistributedDataParallel) and not last
-            with self.wrapped.no_sync() if accumulates else contextlib.nullcontext():  # type: ignore[operator]
+            is_last = part == len(batches) - 1
+            # DDP exchanges gradients in the backward pass, which is needed for the last micro-batch only.
+            skips_exchange = isinstance(self.wrapped, DistributedDataParallel) and not is_last
+            with self.wrapped.no_sync() if skips_exchange else contextlib.nullcontext():  # type: ignore[operator]
                 with torch.autocast(
                     self.context.device.type, torch.bfloat16, enabled=self.stage.precision == "bfloat16"
                 ):
                     output = self.objective(self.wrapped, self.captioner, batch, generator)
                 self._require_finite("loss", output.metrics["loss"], step)
-                (output.loss * self.context.world_size).backward()  # DDP averages; the loss is a share of a global sum
+                # The losses of all workers add up to the global loss, but DDP averages the gradients over the workers.
+                (output.loss * self.context.world_size).backward()
             for key, value in output.metrics.items():
                 metrics[key] = metrics.get(key, 0.0) + value
         norm = nn.utils.clip_grad_norm_(self.captioner.parameters(), self.stage.max_grad_norm or math.inf)
         self._require_finite("gradient norm", float(norm), step)
-        metrics["gradient_norm"] = float(norm) / self.context.world_size  # equal on all ranks, and summed over them
+        # The norm is equal on all ranks. `StepMetrics` sums metrics over the ranks, so each adds its share.
+        metrics["gradient_norm"] = float(norm) / self.context.world_size
         self.optimizer.step()
         return metrics
 
     def _require_finite(self, name: str, value: float, step: int) -> None:
+        """Raises DivergedError for infinity and NaN."""
         if not math.isfinite(value):
             raise DivergedError(
                 f"the {name} is {value} in stage {self.stage.name}, step {step}, rank {self.context.world_rank}; "
@@ -197,6 +205,7 @@ class StageRun:
             )
 
     def _initial_captioner(self) -> Captioner:
+        """The captioner with the weights that the stage starts from when it has no checkpoint."""
         captioner = stage_captioner(self.folder, self.stage, self.context.device)
         load_weights(captioner.model, self.folder.weights_before(self.stage, "model"))
         if captioner.backbone is not None:
@@ -204,6 +213,7 @@ class StageRun:
         return captioner
 
     def _images(self, part: Dataset, store: FeatureStore | None) -> Images:
+        """The model inputs of some images: stored features, or pixels when `store` is None."""
         config = self.folder.config
         return Images(
             part,
@@ -215,17 +225,17 @@ class StageRun:
             image_cache(config.features.cache_gib),
         )
 
-    def _wrapped(self) -> nn.Module:
-        """The captioner, compiled on request, and with DistributedDataParallel for several workers."""
+    def _wrap_captioner(self) -> nn.Module:
+        """The captioner, compiled if configured, inside DistributedDataParallel when there are several workers."""
         wrapped: nn.Module = self.captioner
         if self.folder.config.workers.compile:
             wrapped = torch.compile(wrapped)  # type: ignore[assignment]
-        if self.context.world_size > 1:  # its buffers are constants
+        if self.context.world_size > 1:  # buffers need no broadcast, because they are constants
             wrapped = DistributedDataParallel(wrapped, gradient_as_bucket_view=True, broadcast_buffers=False)
         return wrapped
 
     def _resume(self) -> Progress:
-        """Restores the newest checkpoint. RuntimeError when the workers do not all find the same one."""
+        """Restores the newest checkpoint, if any. RuntimeError when the workers find different ones."""
         output = self.output
         progress = load_checkpoint(output.path, self.captioner, self.optimizer, output.identity) or Progress()
         steps = gather_objects(self.context, progress.step)
@@ -234,6 +244,7 @@ class StageRun:
         return progress
 
     def _rate(self, step: int) -> float:
+        """The learning rate of a step, after the reductions on plateaus."""
         rate = learning_rate(self.stage.schedule, self.stage.lr, step, steps_per_epoch=self.steps_per_epoch)
         plateau = self.stage.plateau
         return rate * plateau.factor**self.progress.reductions if plateau else rate
@@ -244,6 +255,7 @@ class StageRun:
         return step + 1 == self.total or math.floor((step + 1) / every) > math.floor(step / every)
 
     def _validate(self) -> None:
+        """Scores the validation split, updates the progress, and saves a checkpoint."""
         begin, progress = time.monotonic(), self.progress
         settings = self.folder.config.evaluation
         best = caption_images(self.captioner, self.validation, self.vocabulary, settings, self.context)
@@ -262,14 +274,18 @@ class StageRun:
         self.context.report({"stage": self.stage.name, "step": progress.step, "validation_CIDEr-D": score})
 
     def _score(self, best: dict[int, Hypothesis]) -> float:
-        """Mean CIDEr-D of the best captions, in the field's scale (1.404 for 140.4); the same on every rank."""
+        """Mean CIDEr-D of the best captions, where 1.404 is what papers print as 140.4. Equal on all ranks."""
         rows = [hypothesis.tokens for hypothesis in best.values()]
         width = max(len(row) for row in rows)
-        tokens = torch.tensor([[*row, *[self.vocabulary.pad] * (width - len(row))] for row in rows])
+        padded = [[*row, *[self.vocabulary.pad] * (width - len(row))] for row in rows]
+        tokens = torch.tensor(padded)
         return float(self.validation_reward(tokens, list(best)).mean())
 
     def _apply_stopping_rules(self, score: float) -> None:
-        """Lowers the rate on a plateau; ends the stage when it stops improving or SCST fails. Equal on all ranks."""
+        """Lowers the rate on a plateau, and ends the stage when it stops improving or SCST makes captions worse.
+
+        All ranks come to the same decision, because they have the same score.
+        """
         stage, progress = self.stage, self.progress
         if stage.plateau and progress.since_best and progress.since_best % stage.plateau.patience == 0:
             progress.reductions += 1
@@ -281,15 +297,16 @@ class StageRun:
                 progress.ended_early = f"validation CIDEr-D fell to {score:.4f} from {reference:.4f}"
 
     def _initial_score(self) -> float:
-        """Validation CIDEr-D of the weights that this stage started from; -inf where no stage before was kept."""
-        before = [self.folder.result(stage.name) for stage in self.folder.before(self.stage)]
-        return next((result.best_score for result in reversed(before) if result and result.kept), -math.inf)
+        """Validation CIDEr-D of the weights that this stage started from; -inf if no earlier stage was kept."""
+        earlier = [self.folder.result(stage.name) for stage in self.folder.before(self.stage)]
+        return next((result.best_score for result in reversed(earlier) if result and result.kept), -math.inf)
 
     def _finish(self) -> None:
+        """Rank 0 writes the stage's result and decides whether later stages use its weights."""
         if self.context.world_rank:
             return
         progress, initial_score = self.progress, self._initial_score()
-        # A stage that ended because its score fell is kept only when it was better at some time before.
+        # An SCST stage that ended early is kept only if it had improved on the initial score before.
         must_be_better = self.stage.keep_if_better or (self.stage.objective == "scst" and bool(progress.ended_early))
         kept = not must_be_better or progress.best_score > initial_score
         verdict = "kept" if kept else f"not kept: the stage before has {initial_score:.4f}"
@@ -299,7 +316,8 @@ class StageRun:
         self.output.finish(result, f"done: {score}, {verdict}{early}")
 
 
-def _store(job: StageJob, stage: StageSection) -> StoragePath | Path:
+def _required_store(job: StageJob, stage: StageSection) -> StoragePath | Path:
+    """The job's feature store. ValueError for a job without one."""
     if job.store is None:
         raise ValueError(f"stage {stage.name} reads features, and the job names no store")
     return job.store

@@ -1,15 +1,16 @@
-"""The training objectives: from a batch to the loss of one micro-step, and the metrics to log.
+"""The training objectives: they compute the loss of one micro-step from a batch, and the metrics to log.
 
 Self-critical sequence training (SCST, Rennie et al. 2017), with the defaults of `ScstSection`:
 
-- samples: multinomial, drawn with the key-value cache, without gradient and dropout (`sampling_dropout`: with it);
-- reward: CIDEr-D with document frequencies over the training images; EOS is a word of captions and references;
+- samples: multinomial, drawn with the key-value cache, without gradient, and without dropout unless
+  `sampling_dropout` is set;
+- reward: CIDEr-D with document frequencies over the training images; EOS counts as a word of captions and references;
 - baseline: the mean reward of the image's other samples (leave one out);
-- log-probabilities: one teacher-forced pass with the stage's dropout; the EOS token counts;
+- log-probabilities: from one teacher-forced pass with the stage's dropout, including that of EOS;
 - loss: the mean over images and samples of -(reward - baseline) x the sum of a caption's log-probabilities, divided by
-  `fixed_length` where that is set.
+  `fixed_length` if that is set.
 
-`scst_signature` gives the setting in SacreEOS form.
+`scst_signature` describes these settings in the notation of SacreEOS.
 """
 
 from __future__ import annotations
@@ -34,20 +35,21 @@ from pipeline.training.reward import CaptionReward
 
 @dataclass(frozen=True)
 class StepOutput:
-    """This worker's part of the global means: summed over micro-steps and workers they give the batch's values."""
+    """One micro-step's shares of the means: summed over micro-steps and workers they give the batch's values."""
 
     loss: Tensor
     metrics: dict[str, float]
 
 
-# (module for the forward pass that carries the gradient, the captioner below it, batch, generator for sampling)
+# The arguments are: the wrapped module, whose forward pass carries the gradient; the captioner inside it, for sampling;
+# the batch; the generator for sampling.
 Objective = Callable[[nn.Module, Captioner, Batch, torch.Generator], StepOutput]
 
 
 def make_objective(
     stage: StageSection, train: Dataset, vocabulary: Vocabulary, device: torch.device
 ) -> tuple[Objective, CaptionReward | None]:
-    """The objective of a stage over its training images, and for SCST its reward."""
+    """The objective of a stage over its training images, and its reward (None for cross entropy)."""
     if stage.objective == "cross_entropy":
         return cross_entropy_objective(stage, vocabulary.pad), None
     reward = stage_reward(stage, train.references(), vocabulary, device)
@@ -58,12 +60,12 @@ def make_objective(
 def cross_entropy_objective(stage: StageSection, pad: int) -> Objective:
     """Label-smoothed cross entropy, averaged over the target tokens of the global batch."""
 
-    def run(wrapped: nn.Module, captioner: Captioner, batch: Batch, generator: torch.Generator) -> StepOutput:
+    def compute(wrapped: nn.Module, captioner: Captioner, batch: Batch, generator: torch.Generator) -> StepOutput:
         logits = wrapped(batch.features, batch.tokens[:, :-1])
         loss = smoothed_cross_entropy(logits, batch.tokens[:, 1:], pad, stage.label_smoothing) / batch.global_targets
         return StepOutput(loss, {"loss": float(loss.detach())})
 
-    return run
+    return compute
 
 
 def scst_objective(
@@ -71,12 +73,12 @@ def scst_objective(
 ) -> Objective:
     """Self-critical sequence training as described at the top of this file.
 
-    image_ids: the image id of each row of the data set. words: the vocabulary by token id.
+    image_ids: the image id of each row of the data set. words: the words in the order of their token ids.
     """
     section = stage.sampling
     is_open_ending = torch.tensor([word in OPEN_ENDINGS for word in words])
 
-    def run(wrapped: nn.Module, captioner: Captioner, batch: Batch, generator: torch.Generator) -> StepOutput:
+    def compute(wrapped: nn.Module, captioner: Captioner, batch: Batch, generator: torch.Generator) -> StepOutput:
         eos = captioner.model.sizes.eos
         ids = image_ids[batch.images]
         tokens, greedy_tokens = _sample_captions(captioner, batch, section, generator)
@@ -89,29 +91,29 @@ def scst_objective(
             baseline = (rewards.sum(1, keepdim=True) - rewards) / (section.num_samples - 1)
         advantage = (rewards - baseline).reshape(-1)
 
-        scored = tokens if section.eos_in_loss else tokens.masked_fill(tokens == eos, pad)
-        log_probs = caption_log_probs(wrapped(batch.features, tokens[:, :-1]), scored, pad)
+        scored_tokens = tokens if section.eos_in_loss else tokens.masked_fill(tokens == eos, pad)
+        log_probs = caption_log_probs(wrapped(batch.features, tokens[:, :-1]), scored_tokens, pad)
         count = batch.global_images * section.num_samples
         loss = -(advantage.to(log_probs) * log_probs).sum() / (count * (section.fixed_length or 1))
-        num_scored = int((scored[:, 1:] != pad).sum())
+        num_scored = int((scored_tokens[:, 1:] != pad).sum())
         metrics = {
             "loss": float(loss.detach()),
             "reward": float(rewards.sum()) / count,
             "reward_sq_mean": float(rewards.square().sum()) / count,
             "advantage_abs_mean": float(advantage.abs().sum()) / count,
-            # the mean of -log p over sampled tokens, which estimates the entropy of the model's distribution
+            # The mean of -log p over sampled tokens estimates the entropy of the model's distribution.
             "entropy": -float(log_probs.detach().sum()) / max(num_scored, 1) * len(tokens) / count,
             **_caption_stats(tokens.cpu(), eos, pad, is_open_ending, count),
         }
         return StepOutput(loss, metrics)
 
-    return run
+    return compute
 
 
 def stage_reward(
     stage: StageSection, references: Mapping[int, Sequence[str]], vocabulary: Vocabulary, device: torch.device
 ) -> CaptionReward:
-    """The reward that an SCST stage asks for, over the training references by image id; its index is cached."""
+    """The reward of an SCST stage. references: the training captions by image id, whose index is cached on disk."""
     return CaptionReward(
         references,
         vocabulary,
@@ -125,8 +127,8 @@ def stage_reward(
 def check_reward(stage: StageSection, reward: CaptionReward) -> str:
     """A line for the log with the signature and the reward of ground-truth captions.
 
-    Raises ValueError when ground truth scores near zero, or equally with EOS and without it although EOS is in the
-    reward: the data or the reward is broken, and SCST would optimize nothing.
+    Raises ValueError when the reward gives SCST nothing to optimize: when ground truth scores near zero, or when EOS
+    should be rewarded and makes no difference to the score.
     """
     text = f"SCST {scst_signature(stage.sampling)}"
     if reward.ground_truth is None:
@@ -148,17 +150,20 @@ def check_reward(stage: StageSection, reward: CaptionReward) -> str:
 
 
 def scst_signature(section: ScstSection) -> str:
-    """The setting in SacreEOS form (Hu et al. 2023); that of the default is the one of ExpansionNet v2's reference."""
+    """The settings in the notation of SacreEOS (Hu et al. 2023). The defaults are those of ExpansionNet v2's code."""
     mode = "STANDARD_wInit" if section.eos_in_reward else "NO<EOS>MODE_wInit"
-    base = {"leave_one_out": "average", "mean": "average_all", "greedy": "greedy"}[section.baseline]
-    kind = "nspi" if section.sampler == "multinomial" else "beam"
-    return f"{mode}+Cider-D[n4,s6.0]+{base}[{kind}{section.num_samples}]+1.0.0"
+    baseline = {"leave_one_out": "average", "mean": "average_all", "greedy": "greedy"}[section.baseline]
+    sampler = "nspi" if section.sampler == "multinomial" else "beam"
+    return f"{mode}+Cider-D[n4,s6.0]+{baseline}[{sampler}{section.num_samples}]+1.0.0"
 
 
 def _sample_captions(
     captioner: Captioner, batch: Batch, section: ScstSection, generator: torch.Generator
 ) -> tuple[Tensor, Tensor | None]:
-    """Token ids (B * n, T) of n captions per image, SOS first, PAD after EOS; and (B, T) for the greedy baseline."""
+    """Token ids (B * n, T) of n captions per image, and (B, T) of greedy captions if the baseline needs them.
+
+    A caption starts with SOS and has PAD after EOS.
+    """
     training, model = captioner.training, captioner.model
     captioner.train(section.sampling_dropout)
     try:
@@ -185,29 +190,34 @@ def _sample_captions(
 
 
 def _caption_stats(tokens: Tensor, eos: int, pad: int, is_open_ending: Tensor, count: int) -> dict[str, float]:
-    """Symptoms of a failing SCST: length, captions that end on a preposition, repetitions, captions without EOS."""
+    """Statistics that show when SCST fails: length, open endings ("a man with a"), repetitions, captions with EOS.
+
+    Each is a sum divided by `count`, the number of sampled captions of the whole optimizer step.
+    """
     valid_mask = (tokens[:, 1:] != pad) & (tokens[:, 1:] != eos)
     lengths = valid_mask.sum(1)
-    last = tokens.gather(1, lengths[:, None]).squeeze(1)
-    trigrams = tokens[:, 1:].unfold(1, 3, 1) if tokens.shape[1] > 3 else tokens.new_zeros(len(tokens), 0, 3)
-    complete = valid_mask.unfold(1, 3, 1).all(-1) if tokens.shape[1] > 3 else valid_mask[:, :0]
-    same = (trigrams[:, :, None] == trigrams[:, None]).all(-1) & complete[:, :, None] & complete[:, None]
+    last_words = tokens.gather(1, lengths[:, None]).squeeze(1)
+    if tokens.shape[1] > 3:
+        trigrams, is_complete = tokens[:, 1:].unfold(1, 3, 1), valid_mask.unfold(1, 3, 1).all(-1)
+    else:  # `unfold` raises for fewer than three tokens after SOS
+        trigrams, is_complete = tokens.new_zeros(len(tokens), 0, 3), valid_mask[:, :0]
+    is_equal = (trigrams[:, :, None] == trigrams[:, None]).all(-1) & is_complete[:, :, None] & is_complete[:, None]
     return {
         "length": float(lengths.sum()) / count,
-        "broken_endings": float((is_open_ending[last] & (lengths > 0)).sum()) / count,
-        "repeated_trigrams": float(same.triu(1).any(-1).any(-1).sum()) / count,
+        "broken_endings": float((is_open_ending[last_words] & (lengths > 0)).sum()) / count,
+        "repeated_trigrams": float(is_equal.triu(1).any(-1).any(-1).sum()) / count,
         "ended": float((tokens == eos).any(1).sum()) / count,
     }
 
 
 def smoothed_cross_entropy(logits: Tensor, targets: Tensor, pad: int, smoothing: float) -> Tensor:
-    """Sum over the target tokens of the label-smoothed loss, as ExpansionNet v2's reference computes it.
+    """The label-smoothed loss summed over the target tokens, as ExpansionNet v2's code computes it.
 
     The target class has probability 1 - smoothing and the other V - 1 classes share `smoothing`; the loss is the
-    Kullback-Leibler divergence from that distribution, which is 0 at a perfect prediction. Divide it by the number of
-    target tokens of the global batch, so that any number of workers gives the same gradient.
+    Kullback-Leibler divergence from that distribution, which is 0 at a perfect prediction. The caller divides the sum
+    by the number of target tokens of the global batch, so that the gradient does not depend on the number of workers.
 
-    logits (..., V) of any float dtype; targets (...) int64, `pad` where there is no target.
+    logits (..., V) of any float dtype; targets (...) int64, `pad` at positions without a target.
     """
     valid_mask = targets != pad
     logits, targets = logits[valid_mask], targets[valid_mask]
@@ -216,23 +226,24 @@ def smoothed_cross_entropy(logits: Tensor, targets: Tensor, pad: int, smoothing:
         return F.cross_entropy(logits, targets, reduction="sum")
     log_probs = logits.log_softmax(-1)
     rest = smoothing / (logits.shape[-1] - 1)
-    hit = log_probs.gather(-1, targets[:, None]).squeeze(-1)
-    cross = (1 - smoothing - rest) * hit + rest * log_probs.sum(-1)
-    entropy = (1 - smoothing) * _log(1 - smoothing) + smoothing * _log(rest)
-    return entropy * len(targets) - cross.sum()
+    of_target = log_probs.gather(-1, targets[:, None]).squeeze(-1)
+    negative_cross_entropy = (1 - smoothing - rest) * of_target + rest * log_probs.sum(-1)
+    negative_entropy = (1 - smoothing) * _log(1 - smoothing) + smoothing * _log(rest)
+    return negative_entropy * len(targets) - negative_cross_entropy.sum()
 
 
 def caption_log_probs(logits: Tensor, tokens: Tensor, pad: int) -> Tensor:
-    """Sum of the log-probabilities of each caption's tokens after SOS, EOS included, PAD excluded.
+    """The log-probability of each caption: the sum over its tokens after SOS, including EOS.
 
-    logits (R, T, V) for the inputs tokens[:, :-1] of tokens (R, T + 1); returns (R,), float64 for float64 logits, else
-    float32.
+    tokens (R, T + 1); logits (R, T, V) that the model gives for tokens[:, :-1]. Returns (R,), float64 for float64
+    logits, else float32.
     """
     targets = tokens[:, 1:]
     logits = logits.float() if logits.dtype != torch.float64 else logits
-    chosen = logits.gather(-1, targets[..., None]).squeeze(-1) - logits.logsumexp(-1)
-    return (chosen * (targets != pad)).sum(-1)
+    log_probs = logits.gather(-1, targets[..., None]).squeeze(-1) - logits.logsumexp(-1)
+    return (log_probs * (targets != pad)).sum(-1)
 
 
 def _log(value: float) -> float:
+    """The logarithm as torch computes it in float64."""
     return float(torch.tensor(value, dtype=torch.float64).log())

@@ -1,4 +1,4 @@
-"""Learning-rate schedules over iterations (optimizer steps, from 0), and the optimizers."""
+"""The optimizers, and learning-rate schedules over optimizer steps, which are counted from 0."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def learning_rate(schedule: ScheduleSection, base: float, step: int, *, steps_pe
     """The learning rate of optimizer step `step`.
 
     hyperbolic: base / max(warmup - step, 1) during the warm-up, then base x decay^(complete periods of
-    `decay_every_epochs`), at least min_lr, as in ExpansionNet v2's reference.
-    linear: a linear warm-up, then the same decay.
-    inverse_sqrt: base x min(s^-1/2, s warmup^-3/2) x sqrt(warmup) with s = step + 1, as in the meshed-memory
-    transformer; base is the peak.
+    `decay_every_epochs`), but at least min_lr, as in ExpansionNet v2's code.
+    linear: a linear warm-up, then the decay of hyperbolic.
+    inverse_sqrt: base x min(s^-1/2, s warmup^-3/2) x sqrt(warmup) with s = step + 1, as in the Meshed-Memory
+    Transformer. base is the highest rate.
     """
     warmup = schedule.warmup_iterations
     if schedule.name == "inverse_sqrt":
@@ -34,8 +34,8 @@ def learning_rate(schedule: ScheduleSection, base: float, step: int, *, steps_pe
 def make_optimizer(module: nn.Module, section: OptimizerSection, lr: float) -> torch.optim.Optimizer:
     """RAdam, Adam or AdamW over the trainable parameters.
 
-    In its first five steps torch's RAdam updates by momentum where ExpansionNet v2's reference leaves the weights
-    unchanged; from step 6 on both are the same.
+    In the first five steps torch's RAdam updates by momentum, while that of ExpansionNet v2's code leaves the weights
+    unchanged. From step 6 on both are the same.
     """
     kinds: dict[str, type[torch.optim.Optimizer]] = {
         "radam": torch.optim.RAdam,
@@ -44,5 +44,6 @@ def make_optimizer(module: nn.Module, section: OptimizerSection, lr: float) -> t
     }
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     options = {"lr": lr, "betas": section.betas, "eps": section.eps, "weight_decay": section.weight_decay}
-    options["foreach"] = True  # also on the CPU, where per-tensor updates took a fifth of a small model's step
+    # By default torch updates tensor by tensor on the CPU, which took a fifth of a small model's step.
+    options["foreach"] = True
     return kinds[section.name](parameters, **options)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The reward of SCST and the score of validation: CIDEr-D of token ids against raw reference captions."""
+"""CIDEr-D of token ids against raw reference captions: the reward of SCST and the score of validation."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from pipeline.data.vocabulary import EOS, PAD, SOS, Vocabulary
 from pipeline.scoring.cider import CiderD
 from pipeline.storage.atomic import atomic_path, file_lock
 
-# The sources that decide an index's content: after a change in one of them cached indexes are built again.
+# The source files that determine the content of an index. After a change in one of them, indexes are built again.
 INDEX_SOURCES = ("data/vocabulary.py", "scoring/cider.py", "scoring/ngram_keys.py", "training/reward.py")
 
-MAX_CACHED = 8  # indexes per machine; those used last stay
+MAX_CACHED = 8  # indexes per machine; those that were not used for the longest time are removed
 
 
 class CaptionReward:
     """CIDEr-D of sampled token ids (SOS ... EOS PAD) against raw reference captions.
 
-    References keep all their words, also those outside the model's vocabulary. eos: EOS is a word at the end of every
-    reference and of every caption that ended, so that a caption cut off at the length limit scores lower.
+    References keep all their words, including those outside the model's vocabulary.
 
-    cache: a folder where the index over the references is stored under the hash of its content, built once per machine
-    and memory-mapped by every process (about 5 kB per image). When it cannot be written, each process builds its own.
+    eos: counts EOS as a word at the end of every reference and of every caption that ended, so that a caption cut off
+    at the length limit scores lower.
+    caption_documents: takes document frequencies over captions instead of over images.
+    cache: a folder that stores the index over the references under the hash of its content. The index is built once per
+    machine and memory-mapped by every process (about 5 kB per image). If the folder cannot be written, each process
+    builds an index for itself.
     """
 
     def __init__(
@@ -55,71 +58,74 @@ class CaptionReward:
         self.ground_truth: tuple[float, float] | None = (scores[0], scores[1]) if scores else None
         self.scorer = scorer.to(device)
         ignored = [vocabulary.ids[special] for special in (PAD, SOS)]
-        ignored += [number for word, number in vocabulary.ids.items() if not word.strip()]  # newlines and the like
+        ignored += [number for word, number in vocabulary.ids.items() if not word.strip()]  # tokens of white space
         self._ignored = torch.tensor(ignored, device=device)
 
     def __call__(self, tokens: Tensor, images: Sequence[int]) -> Tensor:
-        """CIDEr-D x 10, float64 (R,), of tokens (R, T) on the reward's device, up to the first EOS.
+        """CIDEr-D, a float64 tensor (R,) in the usual scale of 0 to 10, of R captions.
 
-        images: R image ids.
+        tokens: (R, T) on the reward's device, of which those after the first EOS are ignored. images: R image ids.
         """
-        ended = tokens == self.eos_id
-        keep = (ended.cumsum(1) - ended.long() == 0) & ~torch.isin(tokens, self._ignored)
+        is_eos = tokens == self.eos_id
+        is_word = (is_eos.cumsum(1) - is_eos.long() == 0) & ~torch.isin(tokens, self._ignored)
         if not self.eos:
-            keep &= ~ended
-        order = (~keep).long().argsort(stable=True, dim=1)  # words to the front, in their order
+            is_word &= ~is_eos
+        order = (~is_word).long().argsort(stable=True, dim=1)  # moves the words to the front and keeps their order
         indices = torch.tensor([self.index_of[int(image)] for image in images], device=tokens.device)
-        return self.scorer.score(tokens.gather(1, order), keep.sum(1), indices)
+        return self.scorer.score(tokens.gather(1, order), is_word.sum(1), indices)
 
 
 def _build(
     references: Mapping[int, Sequence[str]], vocabulary: Vocabulary, eos: bool, caption_documents: bool
 ) -> CiderD:
-    """The index, with two ground-truth scores in its metadata (see `check_reward`).
+    """The index over the references, with two scores of ground truth in its metadata (see `check_reward`).
 
-    They are the mean score of one reference per image against the image's other references, with and without its EOS,
-    over at most 1000 images that have two captions or more; None when there is none.
+    The first caption of each image is scored against its other captions: once with EOS and once without. The scores are
+    means over the first 1000 images with several captions, or None if no image has several.
     """
     ids = dict(vocabulary.ids)
-    coded = []
+    encoded = []
     for captions in references.values():
         rows = []
         for caption in captions:
             words = [word for word in vocabulary.tokenize(caption) if word.strip()] + ([EOS] if eos else [])
             rows.append([ids.setdefault(word, len(ids)) for word in words])
-        coded.append(rows)
-    scorer = CiderD.build(coded, caption_documents=caption_documents, num_words=len(ids))
-    chosen = [captions for captions in coded if len(captions) > 1][:1000]
+        encoded.append(rows)
+    scorer = CiderD.build(encoded, caption_documents=caption_documents, num_words=len(ids))
+    with_several = [captions for captions in encoded if len(captions) > 1][:1000]
     scorer.metadata["ground_truth"] = None
-    if chosen:
-        others = CiderD.build([captions[1:] for captions in chosen], num_words=len(ids))
-        lengths = torch.tensor([len(captions[0]) for captions in chosen])
-        first = torch.tensor([captions[0] + [0] * (int(lengths.max()) - len(captions[0])) for captions in chosen])
-        indices = torch.arange(len(chosen))
+    if with_several:
+        others = CiderD.build([captions[1:] for captions in with_several], num_words=len(ids))
+        lengths = torch.tensor([len(captions[0]) for captions in with_several])
+        width = int(lengths.max())
+        first = torch.tensor([captions[0] + [0] * (width - len(captions[0])) for captions in with_several])
+        indices = torch.arange(len(with_several))
+        # A caption without its last token is one without EOS.
         scores = [others.score(first, (lengths - cut).clamp(min=0), indices).mean().item() for cut in (0, int(eos))]
         scorer.metadata["ground_truth"] = scores
     return scorer
 
 
 def _digest(references: Mapping[int, Sequence[str]], vocabulary: Vocabulary, eos: bool, caption_documents: bool) -> str:
+    """Hash of everything that determines the content of an index."""
     digest = hashlib.sha256(f"{eos} {caption_documents} {vocabulary.to_json()}".encode())
     pipeline = Path(__file__).resolve().parent.parent
     for name in INDEX_SOURCES:
         digest.update((pipeline / name).read_bytes())
-    for captions in references.values():  # the index holds the order of the images, not their ids
+    for captions in references.values():  # image ids are left out: the index contains only the order of the images
         digest.update(json.dumps(list(captions)).encode())
     return digest.hexdigest()[:32]
 
 
 def _cached(folder: Path, digest: str, build: Callable[[], CiderD]) -> CiderD:
-    """The index from its file; the first process builds and writes it while the others wait."""
+    """Loads the index from its file. The first process builds and writes it while other processes wait."""
     path = folder / f"ciderd-{digest}.safetensors"
     built = None
     try:
         with file_lock(path.with_suffix(".lock")):
             try:
                 cached = CiderD.load(path)
-                os.utime(path)
+                os.utime(path)  # marks the index as used now, see `_remove_oldest`
                 return cached
             except (FileNotFoundError, ValueError):
                 built = build()
@@ -127,12 +133,13 @@ def _cached(folder: Path, digest: str, build: Callable[[], CiderD]) -> CiderD:
                 built.save(temporary)
             _remove_oldest(folder)
             return CiderD.load(path)
-    except OSError:
+    except OSError:  # the folder cannot be written
         return built or build()
 
 
 def _remove_oldest(folder: Path) -> None:
+    """Removes all but the `MAX_CACHED` indexes that were used last."""
     by_age = sorted(folder.glob("ciderd-*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
     for old in by_age[:-MAX_CACHED]:
-        old.unlink(missing_ok=True)  # processes that have mapped it can still read it
+        old.unlink(missing_ok=True)  # processes that have it memory-mapped can still read it
         old.with_suffix(".lock").unlink(missing_ok=True)

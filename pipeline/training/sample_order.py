@@ -1,7 +1,7 @@
-"""The order of samples: a permutation that is a function of (seed, epoch), computed position by position.
+"""The order of samples: a permutation that depends on seed and epoch only, computed position by position.
 
-A keyed Feistel network over the next power of four, with cycle walking for values outside the data set. There is no
-table of the data set: position 10 billion costs the same as position 0, and workers need not communicate.
+The permutation is a keyed Feistel network over the next power of four, with cycle walking for values outside the data
+set. It needs no table: position 10 billion costs the same as position 0, and workers do not have to communicate.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 import numpy as np
 
 _ROUNDS = 6
-_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # the multipliers of splitmix64
+_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # of splitmix64
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """splitmix64's finalizer: uint64 to well-spread uint64 (Steele, Lea and Flood 2014)."""
-    values = (values ^ (values >> np.uint64(30))) * _MIX[0]
-    values = (values ^ (values >> np.uint64(27))) * _MIX[1]
+    """A bijection of uint64 values that look random: splitmix64's finalizer (Steele, Lea and Flood 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * _MULTIPLIERS[0]
+    values = (values ^ (values >> np.uint64(27))) * _MULTIPLIERS[1]
     return values ^ (values >> np.uint64(31))
 
 
 def seed_of(*parts: int) -> int:
     """One 63-bit seed from several numbers (run seed, stage, step, rank, ...)."""
-    state = np.array([0x9E3779B97F4A7C15], np.uint64)
+    state = np.array([0x9E3779B97F4A7C15], np.uint64)  # the increment of splitmix64
     for part in parts:
         state = mix(state ^ np.array([part & 0xFFFFFFFFFFFFFFFF], np.uint64))
     return int(state[0] >> np.uint64(1))
@@ -30,7 +30,7 @@ def seed_of(*parts: int) -> int:
 def samples_at(positions: np.ndarray, num_samples: int, seed: int) -> np.ndarray:
     """Sample numbers at global positions (int64, any shape). Position p belongs to epoch p // num_samples.
 
-    Every epoch contains every sample once, in its own order. Expected cost: O(len(positions)); no state.
+    Every epoch contains every sample once, in an order of its own. The expected cost is O(len(positions)).
     """
     epochs, offsets = np.divmod(np.asarray(positions, np.int64), num_samples)
     result = np.empty_like(offsets)
@@ -42,18 +42,20 @@ def samples_at(positions: np.ndarray, num_samples: int, seed: int) -> np.ndarray
 
 
 def _permute(values: np.ndarray, size: int, seed: int) -> np.ndarray:
-    half = max(1, (int(size - 1).bit_length() + 1) // 2)
-    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    """The images of `values` under a permutation of 0 to size - 1."""
+    half_bits = max(1, (int(size - 1).bit_length() + 1) // 2)
+    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     keys = mix(np.arange(_ROUNDS, dtype=np.uint64) + np.uint64(seed))
-    walked = _feistel(values, shift, mask, keys)
-    outside = walked >= size
-    while outside.any():  # cycle walking restricts a bijection of the power of four to [0, size)
-        walked[outside] = _feistel(walked[outside], shift, mask, keys)
-        outside = walked >= size
-    return walked
+    permuted = _feistel(values, shift, mask, keys)
+    is_outside = permuted >= size
+    while is_outside.any():  # cycle walking: repeated application ends inside [0, size), and remains a bijection
+        permuted[is_outside] = _feistel(permuted[is_outside], shift, mask, keys)
+        is_outside = permuted >= size
+    return permuted
 
 
 def _feistel(values: np.ndarray, shift: np.uint64, mask: np.uint64, keys: np.ndarray) -> np.ndarray:
+    """A bijection of values of twice `shift` bits: one Feistel round per key."""
     left, right = values >> shift, values & mask
     for key in keys:
         left, right = right, left ^ (mix(right + key) & mask)

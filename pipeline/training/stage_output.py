@@ -1,4 +1,4 @@
-"""What a stage writes, by rank 0: journal, checkpoints, best weights and result; and who may still write."""
+"""The files that rank 0 writes for a stage, and a check that this worker has not been replaced."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ class AbandonedError(RuntimeError):
 
 
 class ReplacedError(RuntimeError):
-    """The driver has started other workers in place of these, which it could not reach any more."""
+    """The driver has started other workers in place of these, because it could not reach them any more."""
 
 
 @dataclass(frozen=True)
 class Fence:
-    """Stops workers that were given up: the tokens that the run had when these workers started; "" is not checked."""
+    """Stops workers that their driver has given up or replaced.
+
+    The tokens are those that the run had when these workers started. An empty token is not checked.
+    """
 
     folder: RunFolder
     driver_token: str = ""
@@ -44,9 +47,9 @@ class Fence:
 
 
 class StageOutput:
-    """Everything that rank 0 writes of a stage; on other ranks every method does nothing.
+    """Writes the files of a stage on rank 0. On other ranks (`writes` is False) every method does nothing.
 
-    The fence is checked before each write. For a run on S3 every write is uploaded; the journal at most every
+    The fence is checked before each write. For a run on S3 each write is uploaded, the journal at most every
     JOURNAL_EVERY_S seconds.
     """
 
@@ -54,7 +57,7 @@ class StageOutput:
         self.folder, self.stage, self.fence, self.writes = folder, stage, fence, writes
         self.path, self.identity = folder.stage(stage), f"{folder.run_id}/{stage}"
         self._checkpoints = CheckpointWriter(self.path, self.identity, fence.check, self._upload)
-        self._journal_uploaded = -math.inf
+        self._journal_uploaded_at = -math.inf
 
     def open_journal(self, step: int) -> None:
         """Opens the journal for a stage that starts or resumes at `step`."""
@@ -68,30 +71,31 @@ class StageOutput:
             return
         self.fence.check()
         self._journal.write(kind, step, values)
-        if time.monotonic() - self._journal_uploaded > JOURNAL_EVERY_S:
-            with suppress(OSError):  # a late journal does not affect training
+        if time.monotonic() - self._journal_uploaded_at > JOURNAL_EVERY_S:
+            with suppress(OSError):  # a later upload replaces one that failed
                 self._upload_journal()
 
     def save_checkpoint(self, captioner: Captioner, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+        """Starts writing a checkpoint in the background."""
         if self.writes:
             self._checkpoints.save(captioner, optimizer, progress)
 
     def save_best(self, captioner: Captioner, step: int, captions: Mapping[int, str]) -> None:
-        """Writes the best weights so far and their captions of the validation split, in COCO's result format."""
+        """Writes the best weights so far and their captions of the validation split, the latter in COCO's format."""
         if not self.writes:
             return
         self.fence.check()
-        self._checkpoints.wait()  # the pending checkpoint removes best weights older than those it refers to
+        self._checkpoints.wait()  # a pending checkpoint removes older best weights when it is done
         save_best(self.path, captioner, step)
         results = [{"image_id": image, "caption": caption} for image, caption in captions.items()]
         write_json(self.path / "predictions-val.json", results)
 
     def close(self) -> None:
-        """Waits for the last checkpoint."""
+        """Waits until the last checkpoint is written."""
         self._checkpoints.close()
 
     def finish(self, result: StageResult, text: str) -> None:
-        """Marks the stage as finished; `text` goes to the journal."""
+        """Marks the stage as finished. `text` is written to the journal."""
         if self.writes:
             self.fence.check()
             finish_stage(self.path, result)
@@ -100,11 +104,12 @@ class StageOutput:
             self._upload_journal()
 
     def _upload_journal(self) -> None:
-        """Uploads the journal by itself, so that it never waits for a checkpoint's upload."""
+        """Uploads the journal directly. Through `RunFolder.push` it would wait for the upload of a checkpoint."""
         if self.folder.home is not None:
             (self.folder.home / JOURNAL).write_bytes(self.folder.journal.read_bytes())
-        self._journal_uploaded = time.monotonic()
+        self._journal_uploaded_at = time.monotonic()
 
     def _upload(self) -> None:
+        """Uploads the journal and the stage's folder."""
         self._upload_journal()
-        self.folder.push(f"stages/{self.stage}", allowed=self.fence.check)
+        self.folder.push(f"stages/{self.stage}", check_may_write=self.fence.check)

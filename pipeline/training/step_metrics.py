@@ -1,4 +1,4 @@
-"""Metrics between two lines of the journal: means over steps and ranks, speed, and the time spent waiting for data."""
+"""Metrics of the steps between two journal entries: means over steps and ranks, speed, time spent waiting for data."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class StepMetrics:
         self.reset()
 
     def reset(self) -> None:
+        """Forgets the steps so far."""
         self.sums: dict[str, float] = {}
         self.steps, self.wait_s = 0, 0.0
         self.begin = self.last_step_end = time.monotonic()
@@ -36,7 +37,10 @@ class StepMetrics:
         self.last_step_end = time.monotonic()
 
     def summary(self, batch_size: int) -> dict[str, float]:
-        """Means since the last reset, on every rank; resets. A collective: every rank calls it at the same step."""
+        """The metrics since the last reset, equal on every rank, followed by a reset.
+
+        This is a collective operation: every rank must call it at the same step.
+        """
         elapsed = time.monotonic() - self.begin
         keys = sorted(self.sums)
         device = self.context.device if self.context.device.type == "cuda" else torch.device("cpu")
