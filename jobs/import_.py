@@ -146,8 +146,8 @@ def _import_expansionnet(request: ImportRequest) -> Imported:
     if not swin:
         if request.backbone_overrides:
             raise UserError(
-                f"--set {request.backbone_overrides[0]}: {request.checkpoint} holds no Swin; add --backbone FILE or leave "
-                "it out"
+                f"--set {request.backbone_overrides[0]}: {request.checkpoint} holds no Swin; add --backbone FILE or "
+                "leave it out"
             )
         features = (
             f"No backbone: the bundle captions stored features of width {inferred.feature_width}; raycap caption needs "
