@@ -24,19 +24,19 @@ from pipeline.runtime.progress import progress
 from pipeline.storage.atomic import write_bytes
 from pipeline.storage.path import StoragePath, storage_path
 
-MANY = 2_000  # from so many images on a local Ray is worth its start
-BATCH = 16
+MIN_IMAGES_FOR_RAY = 2_000  # for fewer images, starting a local Ray takes longer than it saves
+BATCH_SIZE = 16
 
 
 @dataclass(frozen=True)
 class CaptionOptions:
-    """What `raycap caption` is asked for.
+    """The options of `raycap caption`.
 
-    json_lines: JSON in place of text on the terminal.
-    out: a file of JSON lines in place of the terminal; images that it has from the same model and settings are skipped.
-    num_results: captions per image, best first.
-    explain: a folder for pictures of what each word of a caption rests on.
-    address: of a Ray cluster.
+    json_lines: print JSON in place of text.
+    out: write JSON lines to this file and print nothing; images whose captions it contains already are skipped.
+    num_results: how many captions are written for each image, the best first.
+    explain: the folder for pictures that show which parts of the image each word depends on.
+    address: the address of a Ray cluster.
     """
 
     json_lines: bool = False
@@ -50,13 +50,15 @@ class CaptionOptions:
 
     @property
     def search(self) -> dict[str, Any]:
-        """The settings of a `CaptionService`."""
+        """The options that a `CaptionService` takes."""
         return {"beam_size": self.beam_size, "max_length": self.max_length, "precision": self.precision}
 
 
-class _Model(NamedTuple):
+class _OpenedModel(NamedTuple):
+    """The model bundle of `--model`; `folder` is a local copy of `location`."""
+
     location: StoragePath
-    folder: Path  # a local copy
+    folder: Path
     bundle: Bundle
 
 
@@ -67,29 +69,33 @@ def caption(images: Sequence[str], model: str, options: CaptionOptions = Caption
     """
     _check_options(options)
     names = find_images(images)
-    opened = _open_model(model)
-    signature = _signature(opened, options)
+    opened_model = _open_model(model)
+    signature = _signature(opened_model, options)
     if options.explain is not None:
         _make_explain_folder(options.explain)
     done = _read_done(options.out, signature) if options.out is not None else {}
     pending = [name for name in names if name not in done]
     if done:
-        _note(f"{len(names) - len(pending)} of {len(names)} images are in {options.out} already")
-    if options.address is not None or len(pending) >= MANY:
+        _print_note(f"{len(names) - len(pending)} of {len(names)} images are in {options.out} already")
+    if options.address is not None or len(pending) >= MIN_IMAGES_FOR_RAY:
         if options.explain is not None:
-            raise UserError(f"--explain draws pictures for fewer than {MANY} images and without --address")
-        rows = _caption_on_ray(pending, opened, options)
+            raise UserError(
+                f"--explain draws pictures for fewer than {MIN_IMAGES_FOR_RAY} images and without --address"
+            )
+        rows = _caption_on_ray(pending, opened_model, options)
     else:
-        rows = _caption_here(pending, opened.bundle, options)
-    num_failed = sum("error" in row for row in done.values()) + _write(rows, len(pending), options, signature)
+        rows = _caption_in_process(pending, opened_model.bundle, options)
+    num_failed_before = sum("error" in row for row in done.values())
+    num_failed = num_failed_before + _write(rows, len(pending), options, signature)
     if options.out is not None:
-        _note(f"captions: {options.out}")
+        _print_note(f"captions: {options.out}")
     if num_failed:
-        _note(f"{num_failed} of {len(names)} images could not be captioned; their lines give the reasons")
+        _print_note(f"{num_failed} of {len(names)} images could not be captioned; their lines give the reasons")
     return 1 if num_failed else 0
 
 
 def _check_options(options: CaptionOptions) -> None:
+    """Raises UserError for options that contradict each other or have an unknown value."""
     from pipeline.captioning.service import PRECISIONS
 
     if not 1 <= options.num_results <= options.beam_size:
@@ -98,7 +104,8 @@ def _check_options(options: CaptionOptions) -> None:
         raise UserError(f"--precision {options.precision!r}: expected {' or '.join(PRECISIONS)}")
 
 
-def _open_model(model: str) -> _Model:
+def _open_model(model: str) -> _OpenedModel:
+    """Loads a bundle that captions images; UserError for anything else."""
     location = storage_path(model)
     if not location.is_remote and not location.path.is_dir():
         raise UserError(f"--model {model}: no such folder; give a model bundle, such as results/models/NAME/RUN")
@@ -113,21 +120,20 @@ def _open_model(model: str) -> _Model:
             "features and not images; caption a split with `raycap evaluate` and features.hdf5 or --features, or, for "
             "grid features, import it again with --backbone"
         )
-    return _Model(location, folder, bundle)
+    return _OpenedModel(location, folder, bundle)
 
 
-def _signature(model: _Model, options: CaptionOptions) -> dict[str, Any]:
-    """What decides the captions; each line of `options.out` has it."""
+def _signature(model: _OpenedModel, options: CaptionOptions) -> dict[str, Any]:
+    """The settings and weights that decide the captions. Every line of `options.out` contains them."""
     signature = options.search | {"num_results": options.num_results, "model": model.bundle.config["name"]}
-    if options.out is not None:  # bundles of the same name differ in their weights
+    if options.out is not None:  # two bundles can have the same name and different weights
         with (model.folder / "model.safetensors").open("rb") as file:
             signature["weights"] = hashlib.file_digest(file, "sha256").hexdigest()[:16]
     return signature
 
 
-def _caption_here(names: Sequence[str], bundle: Bundle, options: CaptionOptions) -> Iterator[dict[str, Any]]:
-    """Captions in this process, batch by batch, in order; threads read and decode the files."""
-
+def _caption_in_process(names: Sequence[str], bundle: Bundle, options: CaptionOptions) -> Iterator[dict[str, Any]]:
+    """Captions the images in this process, batch by batch and in order, while threads read and decode the files."""
     import torch
 
     from pipeline.captioning.service import CaptionService
@@ -137,7 +143,8 @@ def _caption_here(names: Sequence[str], bundle: Bundle, options: CaptionOptions)
     prepare_processor()
     service = CaptionService(bundle, **options.search)
 
-    def load(name: str) -> Any:
+    def load_pixels(name: str) -> Any:
+        """The image's pixels, or a text with the reason why it cannot be read."""
         try:
             return service.pixels(storage_path(name).read_bytes())
         except BadImage as error:
@@ -146,9 +153,9 @@ def _caption_here(names: Sequence[str], bundle: Bundle, options: CaptionOptions)
             return f"cannot be read: {error.strerror or error}"
 
     with ThreadPoolExecutor(4) as pool:
-        for start in range(0, len(names), BATCH):
-            batch = names[start : start + BATCH]
-            loaded = list(pool.map(load, batch))
+        for start in range(0, len(names), BATCH_SIZE):
+            batch = names[start : start + BATCH_SIZE]
+            loaded = list(pool.map(load_pixels, batch))
             readable = [pixels for pixels in loaded if not isinstance(pixels, str)]
             captions = iter(service.caption(torch.stack(readable), options.num_results) if readable else [])
             for number, (name, pixels) in enumerate(zip(batch, loaded, strict=True), start):
@@ -163,12 +170,13 @@ def _caption_here(names: Sequence[str], bundle: Bundle, options: CaptionOptions)
                 yield row
 
 
-def _caption_on_ray(names: Sequence[str], model: _Model, options: CaptionOptions) -> Iterator[dict[str, Any]]:
+def _caption_on_ray(names: Sequence[str], model: _OpenedModel, options: CaptionOptions) -> Iterator[dict[str, Any]]:
     from pipeline.captioning.ray_data import caption_stream
 
-    joined = connect(options.address)
+    """Captions the images through Ray Data, on the cluster at `options.address` or on a local Ray."""
+    has_joined_cluster = connect(options.address)
     source: ModelSource = StoredBundle(model.location)
-    if joined and not model.location.is_remote:
+    if has_joined_cluster and not model.location.is_remote:  # other nodes cannot read this machine's disk
         source = SentBundle.of(model.folder)
     assert model.bundle.transform is not None
     image_size = model.bundle.transform.image_size
@@ -177,6 +185,7 @@ def _caption_on_ray(names: Sequence[str], model: _Model, options: CaptionOptions
 
 
 def _row(name: str, ranked: Sequence[tuple[str, float]]) -> dict[str, Any]:
+    """The output for one image from its captions with log-probabilities, the best first."""
     entries = [{"caption": text, "log_prob": round(log_prob, 6)} for text, log_prob in ranked]
     row: dict[str, Any] = {"image": name, **entries[0]}
     if len(entries) > 1:
@@ -187,16 +196,16 @@ def _row(name: str, ranked: Sequence[tuple[str, float]]) -> dict[str, Any]:
 def _write(rows: Iterator[dict[str, Any]], total: int, options: CaptionOptions, signature: dict[str, Any]) -> int:
     """Writes the rows to `options.out` or the terminal, with progress on stderr. Returns the number of errors."""
     num_failed, largest_gap = 0, 0.0
-    # a file name that is not UTF-8 has lone surrogates, which backslashreplace writes as JSON escapes them
+    # A file name that is not UTF-8 contains lone surrogates. backslashreplace writes them as valid JSON escapes.
     sink = options.out.open("a", encoding="utf-8", errors="backslashreplace") if options.out is not None else None
     try:
-        with progress("captions", total, write=_note) as advance:
+        with progress("captions", total, write=_print_note) as advance:
             for row in rows:
                 num_failed += "error" in row
                 largest_gap = max(largest_gap, row.get("attribution", {}).get("gap", 0.0))
                 if sink is not None:
                     sink.write(json.dumps({**row, **signature}, ensure_ascii=False) + "\n")
-                    sink.flush()  # a killed job loses only the image in work
+                    sink.flush()  # a killed job loses only the image that it was captioning
                 else:
                     print(json.dumps(row, ensure_ascii=False) if options.json_lines else _text(row))
                 advance(1)
@@ -204,7 +213,7 @@ def _write(rows: Iterator[dict[str, Any]], total: int, options: CaptionOptions, 
         if sink is not None:
             sink.close()
     if options.explain is not None:
-        _note(
+        _print_note(
             f"heat maps: {options.explain}; attributions add up to the words' log-probabilities within "
             f"{largest_gap:.3f} nats"
         )
@@ -212,17 +221,18 @@ def _write(rows: Iterator[dict[str, Any]], total: int, options: CaptionOptions, 
 
 
 def _text(row: dict[str, Any]) -> str:
+    """A row as it is shown on the terminal."""
     if "error" in row:
         return f"{row['image']}: error: {row['error']}"
     lines = [f"{row['image']}: {row['caption']}"]
-    lines += [f"    {each['log_prob']:8.3f}  {each['caption']}" for each in row.get("n_best", ())]
+    lines += [f"    {entry['log_prob']:8.3f}  {entry['caption']}" for entry in row.get("n_best", ())]
     return "\n".join(lines)
 
 
 def _draw(path: Path, name: str, service: Any, pixels: Any, caption: str) -> dict[str, Any]:
-    """Draws the heat maps of a caption's words and, for a model with clusters, NAME-clusters.png beside them.
+    """Writes the heat maps of a caption's words to `path` and, for a model with clusters, a second picture.
 
-    Returns the accuracy of the attribution, for the caption's row.
+    Returns how accurate the attribution is, as an entry for the image's row.
     """
     from pipeline.captioning.service import MAX_PIXELS
     from pipeline.data.images import decode_image
@@ -230,13 +240,13 @@ def _draw(path: Path, name: str, service: Any, pixels: Any, caption: str) -> dic
     from pipeline.reports.heat_maps import write_caption_picture
 
     image, words = decode_image(storage_path(name).read_bytes(), MAX_PIXELS), caption.split()
-    maps = service.attention(pixels, caption).float().numpy()
+    attention = service.attention(pixels, caption).float().numpy()
     attribution = service.attribution(pixels, caption)
-    write_caption_picture(path, image, words, maps, attribution.shares().numpy())
+    write_caption_picture(path, image, words, attention, attribution.shares().numpy())
     clusters = service.clusters(pixels, caption)
     if clusters is not None:
         write_cluster_picture(path.with_name(f"{path.stem}-clusters.png"), image, words, clusters)
-    gap = float(attribution.gap.max()) if words else 0.0
+    gap = float(attribution.gap.max()) if words else 0.0  # an empty caption has no attributions
     return {"attribution": {"steps": attribution.steps, "gap": round(gap, 6)}}
 
 
@@ -247,7 +257,10 @@ def _make_explain_folder(explain: Path) -> None:
 
 
 def _read_done(out: Path, signature: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The rows of an earlier call by image. Raises UserError for rows of another model or other settings."""
+    """The rows that an earlier call has written to `out`, by image.
+
+    Raises UserError when they come from another model or from other settings.
+    """
     if not out.exists():
         if not out.absolute().parent.is_dir():
             raise UserError(f"--out {out}: the folder {out.absolute().parent} does not exist; make it first")
@@ -258,7 +271,7 @@ def _read_done(out: Path, signature: dict[str, Any]) -> dict[str, dict[str, Any]
     complete = b""
     for number, line in enumerate(out.read_bytes().splitlines(keepends=True), 1):
         if not line.endswith(b"\n"):
-            break  # the incomplete last line of a killed job
+            break  # a killed job has left its last line incomplete
         try:
             row = json.loads(line)
             rows[row["image"]] = row
@@ -277,8 +290,8 @@ def _read_done(out: Path, signature: dict[str, Any]) -> dict[str, dict[str, Any]
     return rows
 
 
-def _note(text: str) -> None:
-    """Prints to stderr: stdout has the captions, which another program may read."""
+def _print_note(text: str) -> None:
+    """Prints to stderr, because another program may read the captions from stdout."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -1,7 +1,7 @@
-"""Captions of whole splits on the cluster: one Ray task per worker, each with its shard of the images.
+"""Captions whole splits on the cluster with one Ray task per worker. Each task captions one shard of the images.
 
-Images and constraints travel as tables and objects, models and features by their place in the storage. With the storage
-on S3 the nodes need not share a disk.
+Ray sends the tasks the list of images and the constraints. The tasks read models and features from the storage, so that
+the nodes need no common disk if the storage is on S3.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ class SplitTask(NamedTuple):
 
 
 class Captioned(NamedTuple):
-    """Hypotheses by image id, best first, and {image id: reason} of images that cannot be read."""
+    """The captions of each image by its id, the best first, and {image id: reason} for images that cannot be read."""
 
     hypotheses: dict[int, list[Hypothesis]]
     unreadable: dict[int, str]
 
     @property
     def best(self) -> dict[int, Hypothesis]:
+        """The best caption of each image."""
         return {image: ranked[0] for image, ranked in self.hypotheses.items()}
 
 
 @dataclass(frozen=True)
 class RunModel:
-    """A run's model with its final weights, without its backbone: for captions from stored features."""
+    """A run's model with its final weights. It has no backbone and captions stored features."""
 
     folder: RunFolder
 
@@ -59,12 +60,14 @@ class RunModel:
 
         folder = self.folder.on_worker()
         model = build_model(folder.config.model, folder.sizes)
-        load_weights(model, folder.weights_before(None, "model"))
-        return Bundle(Captioner(model), folder.vocabulary, None, {})
+        load_weights(model, folder.weights_before(stage=None, part="model"))  # without a stage: the final weights
+        return Bundle(Captioner(model), folder.vocabulary, transform=None, config={})
 
 
 @dataclass(frozen=True)
 class _Job:
+    """The arguments of `caption_on_cluster`, as every task gets them."""
+
     models: Sequence[ModelSource]
     splits: Mapping[str, SplitTask]
     config: RunConfig
@@ -82,7 +85,7 @@ def caption_on_cluster(
     with_alignment: bool = True,
     skip_unreadable: bool = True,
 ) -> dict[str, Captioned]:
-    """Captions of each split by a model or an ensemble, in the order of the split's images. Ray must have been started.
+    """Captions each split with a model or an ensemble, in the order of the split's images. Ray must have been started.
 
     store: the features for models without a backbone. with_alignment, skip_unreadable: as in
     `pipeline.captioning.captioning.CaptionSearch`.
@@ -101,12 +104,13 @@ def caption_on_cluster(
         order = split.images.column("image_id")
         captioned[name] = Captioned({image: hypotheses[image] for image in order if image in hypotheses}, unreadable)
     seconds = time.monotonic() - begin
-    count = sum(len(each.hypotheses) for each in captioned.values())
+    count = sum(len(split_captions.hypotheses) for split_captions in captioned.values())
     logger.info(f"captions  {count} images in {seconds:.0f} s, {count / seconds:.1f} images/s")
     return captioned
 
 
 def _caption_shard(job: _Job, rank: int) -> dict[str, Captioned]:
+    """The captions of one worker's images, by split."""
     from pipeline.captioning.captioning import CaptionSearch, Shard, caption_split
     from pipeline.features.model_inputs import Images
     from pipeline.runtime.context import device_for

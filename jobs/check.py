@@ -15,7 +15,7 @@ from pipeline.config.run import RunConfig
 
 
 def check(config: RunConfig, json_file: Path | None = None) -> int:
-    """Prints the findings, and writes them as JSON on request. Returns 1 when training on the data would be wrong."""
+    """Prints the findings, and writes them to `json_file` if given. Returns 1 when the data are not fit to train on."""
     from pipeline.runs.check import check_data
 
     result = check_data(config)

@@ -1,7 +1,7 @@
 """`raycap`: the command line. Exit codes: 0 success, 2 a mistake of the caller (one sentence), 1 a failure.
 
-A command is a function of the module that does its work. This file holds their names and summaries only, so that
-`raycap --help` imports none of them.
+Each command is a function in the module that does its work. This file contains only the commands' names and summaries,
+so that `raycap --help` imports none of these modules.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from pipeline.runtime.log import configure_logging
 class Entry:
     """A row of a command table.
 
-    target: module:function. summary: the first sentence of the function's docstring. can_submit: `raycap submit` takes
-    it, because its argument is a configuration. passes_options_on: options that it does not know are not errors.
+    target: the function, written as module:function.
+    summary: the first sentence of the function's docstring.
+    can_submit: `raycap submit` accepts the command, because its argument is a configuration.
+    passes_options_on: the command accepts unknown options, because it passes them to another command.
     """
 
     target: str
@@ -40,11 +42,11 @@ class Entry:
     passes_options_on: bool = False
 
     def load(self, name: str) -> TyperCommand:
-        """Imports the function and makes a command of it."""
+        """Imports the function and turns it into a command."""
         module, _, function = self.target.partition(":")
         settings = {"allow_extra_args": True, "ignore_unknown_options": True} if self.passes_options_on else None
         command = _as_command(getattr(import_module(module), function), name, settings)
-        if not self.passes_options_on:  # else --verbose is for the command that they go to
+        if not self.passes_options_on:  # otherwise --verbose belongs to the other command
             command.params.extend(_as_command(_log_levels, "options").params)
         return command
 
@@ -79,7 +81,7 @@ BENCHMARKS = {
 
 
 class LazyGroup(TyperGroup):
-    """A group of commands, each imported when it is used. The group's own help needs the table only."""
+    """A group of commands that imports a command only when it is used. The group's help is made from the table."""
 
     def __init__(self, table: Mapping[str, Entry], **settings: Any) -> None:
         super().__init__(no_args_is_help=True, rich_markup_mode=None, **settings)
@@ -89,7 +91,7 @@ class LazyGroup(TyperGroup):
             self.add_command(TyperCommand(name, short_help=entry.summary, help=entry.summary))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """The named command itself in place of its row of the table."""
+        """Finds the named command and imports it, because the group contains only placeholders."""
         name, command, rest = super().resolve_command(ctx, args)
         if name is not None and name in self.table:
             command = self.table[name].load(name)
@@ -109,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, _interrupt)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Lines reach a log file as soon as they are printed. File names that are not UTF-8 are shown escaped.
+            # Each line reaches a log file as soon as it is printed. File names that are not UTF-8 are printed escaped.
             stream.reconfigure(line_buffering=True, errors="backslashreplace")
     configure_logging()
     root = root_command()
@@ -118,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
             result = root.invoke(context)
     except typer.Exit as error:
         return error.exit_code
-    except TyperException as error:  # a command line that does not parse
+    except TyperException as error:  # the command line cannot be parsed
         error.show()  # type: ignore[attr-defined]
         return error.exit_code
     except UserError as error:
@@ -127,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print("raycap: stopped; run the same command again to continue", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of a pipe, such as `head`, has ended
+    except BrokenPipeError:  # The reader of a pipe, such as `head`, has ended. Python must not write to it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (JobFailedError, OSError) as error:
@@ -137,34 +139,35 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _as_command(function: Any, name: str, settings: dict[str, Any] | None = None) -> Any:
+    """A function as a Typer command; `settings` are the command's context settings."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command(name, context_settings=settings)(function)
     return get_command(app)
 
 
-def _be_quiet(given: bool) -> None:
-    if given:
+def _log_less(is_set: bool) -> None:
+    if is_set:
         configure_logging(logging.WARNING)
 
 
-def _be_verbose(given: bool) -> None:
-    if given:
+def _log_more(is_set: bool) -> None:
+    if is_set:
         configure_logging(logging.DEBUG)
 
 
 def _log_levels(
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Log warnings only.", callback=_be_quiet, expose_value=False)
+        bool, typer.Option("--quiet", "-q", help="Log warnings only.", callback=_log_less, expose_value=False)
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Log details, too.", callback=_be_verbose, expose_value=False)
+        bool, typer.Option("--verbose", "-v", help="Log details, too.", callback=_log_more, expose_value=False)
     ] = False,
 ) -> None:
-    """The options that every command and every group accepts; their callbacks set the level."""
+    """Has the options that every command and every group accepts. Their callbacks set the log level."""
 
 
 def _interrupt(*_: object) -> None:
-    """A scheduler's SIGTERM ends a run as Ctrl-C does: the tracker records it, and the same command continues."""
+    """Makes SIGTERM, which schedulers send, end a run as Ctrl-C does, so that the tracker records the end."""
     raise KeyboardInterrupt
 
 

@@ -1,4 +1,4 @@
-"""Starting or joining Ray. A local Ray listens on the loopback interface only."""
+"""Starts Ray on this machine or joins a cluster. A local Ray listens on the loopback interface only."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ def start_ray(config: RunConfig, address: str | None) -> None:
     """Joins the Ray at `address` (or RAY_ADDRESS), or starts one on this machine with the workers' resources.
 
     A second call does nothing. A Ray that this process has started ends with the process, also when it is killed.
-    Raises UserError if this machine lacks the GPUs asked for; a cluster may grow, so there it is a warning.
+    Raises UserError if this machine has fewer GPUs than `config` needs. On a cluster, which may grow, it only warns.
     """
     import ray
 
     if ray.is_initialized():
         return
     workers = config.workers
-    joined = connect(address, math.ceil(workers.num_workers * workers.cpus_per_worker))
-    _check_gpus(config, ray.cluster_resources().get("GPU", 0), joined)
+    needed_cpus = math.ceil(workers.num_workers * workers.cpus_per_worker)
+    is_cluster = connect(address, needed_cpus)
+    _check_gpus(config, ray.cluster_resources().get("GPU", 0), is_cluster)
 
 
 def connect(address: str | None, needed_cpus: int = 2) -> bool:
     """Joins the Ray at `address` (or RAY_ADDRESS) and returns True, or starts one and returns False.
 
-    If this process has joined or started a Ray already, it is used as it is.
+    If this process has joined or started a Ray already, nothing is done and True is returned.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")
@@ -55,7 +56,8 @@ def connect(address: str | None, needed_cpus: int = 2) -> bool:
     return False
 
 
-def _check_gpus(config: RunConfig, num_gpus: float, joined: bool) -> None:
+def _check_gpus(config: RunConfig, num_gpus: float, is_cluster: bool) -> None:
+    """Raises UserError, on a cluster warns, when `config` needs more than `num_gpus` GPUs."""
     requested = {
         "workers.gpus_per_worker": config.workers.num_workers * config.workers.gpus_per_worker,
         "features.gpus_per_actor": config.features.num_actors * config.features.gpus_per_actor,
@@ -63,6 +65,6 @@ def _check_gpus(config: RunConfig, num_gpus: float, joined: bool) -> None:
     for key, count in requested.items():
         if count > num_gpus:
             text = f"{key} asks for {count:g} GPUs in all and this Ray has {num_gpus:g}"
-            if not joined:
+            if not is_cluster:
                 raise UserError(f"{text}; set it to 0, or join a cluster with --address")
             logger.warning(f"{text}; waiting until the cluster has them")

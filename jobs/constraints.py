@@ -1,4 +1,4 @@
-"""`raycap constraints`: from an object detector's boxes to the words that captions must hold."""
+"""`raycap constraints`: turns an object detector's boxes into words that captions must contain."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ def constraints(
     boxes = read_detections(detections)
     heights = read_hierarchy(hierarchy, class_names) if hierarchy is not None else {}
     labels = Counter(box.label for image_boxes in boxes.values() for box in image_boxes)
-    excluded = frozenset(_lines(exclude)) if exclude is not None else EXCLUDED
-    unknown: set[str] = set()
+    excluded = frozenset(_class_names(exclude)) if exclude is not None else EXCLUDED
+    outside_vocabulary: set[str] = set()
     if model is not None:
         vocabulary = _vocabulary(model)
-        unknown = {
+        outside_vocabulary = {
             label
             for label in labels.keys() - excluded
             if unknown_words([label], vocabulary) or not vocabulary.tokenize(label)
         }
-        excluded |= unknown
+        excluded |= outside_vocabulary
     chosen = {
         image: [
-            (label,)
+            (label,)  # a constraint is a tuple of alternatives, of which the caption must contain one
             for label in choose_constraints(
                 image_boxes, heights, max_constraints=most, overlap=overlap, excluded=excluded
             )
@@ -70,16 +70,16 @@ def constraints(
     )
     if heights and (missing := labels.keys() - heights.keys()):
         logger.info(f"{len(missing)} classes are not in the hierarchy and count as leaves, such as {min(missing)!r}")
-    if unknown:
-        most_frequent = [label for label, _ in labels.most_common() if label in unknown][:5]
-        listed = ", ".join(most_frequent) + (", ..." if len(unknown) > 5 else "")
-        logger.info(f"classes left out because the model lacks their words: {len(unknown)} ({listed})")
+    if outside_vocabulary:
+        most_frequent = [label for label, _ in labels.most_common() if label in outside_vocabulary][:5]
+        listed = ", ".join(most_frequent) + (", ..." if len(outside_vocabulary) > 5 else "")
+        logger.info(f"classes left out because the model lacks their words: {len(outside_vocabulary)} ({listed})")
     logger.info(f"constraints  {out}")
     return 0
 
 
-def _lines(path: Path) -> list[str]:
-    """The lines of a file of class names, in lower case."""
+def _class_names(path: Path) -> list[str]:
+    """The class names in a file with one per line, in lower case."""
     try:
         return [line.strip().lower() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -87,6 +87,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _vocabulary(model: Path) -> Vocabulary:
+    """The vocabulary of a model bundle. Raises UserError."""
     try:
         return Vocabulary.load(model / "vocabulary.json")
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""`raycap doctor`: what this machine or a cluster can run, with a remedy for each thing that it cannot."""
+"""`raycap doctor`: checks what this machine or a cluster can run, and gives a remedy for each problem."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def doctor(
     address: str | None = None,
     as_lines: bool = True,
 ) -> int:
-    """Prints one line per check, or all checks as JSON. Returns 1 when one fails, so that `config` cannot run here.
+    """Prints one line per check, or all checks as JSON. Returns 1 when a check fails, because `config` cannot run then.
 
-    Raises UserError for a configuration that cannot be read.
+    Raises UserError when the configuration cannot be read.
     """
     findings: list[Finding] = []
-    for finding in examine(_read(config, overrides), address):
+    for finding in examine(_read_config(config, overrides), address):
         findings.append(finding)
         if as_lines:
             print(finding.line)
@@ -35,18 +35,17 @@ def doctor(
         print(json.dumps(report, indent=1, ensure_ascii=False))
     else:
         failed = [finding.name for finding in findings if finding.level == "fail"]
-        what = str(config) if config is not None else "raycap"
-        print(f"{what} cannot run here: {', '.join(failed)}" if failed else f"{what} can run here")
+        subject = str(config) if config is not None else "raycap"
+        print(f"{subject} cannot run here: {', '.join(failed)}" if failed else f"{subject} can run here")
     return 0 if report["ok"] else 1
 
 
-def _read(path: Path | None, overrides: Sequence[str]) -> RunConfig | None:
-    """The configuration of a run, or the one that a search starts from."""
-
+def _read_config(path: Path | None, overrides: Sequence[str]) -> RunConfig | None:
+    """The run's configuration in a YAML file. For a search, it is the one that the search starts from."""
     if path is None:
         return None
     values = read_values(path, overrides)
-    if "space" in values or "rows" in values:
+    if "space" in values or "rows" in values:  # only the file of a search has these keys
         from pipeline.search.spec import load_search
 
         return load_search(path, overrides).base

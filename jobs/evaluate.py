@@ -1,4 +1,4 @@
-"""`raycap evaluate`: captions splits on the cluster with one model or an ensemble, stores the captions, scores them."""
+"""`raycap evaluate`: captions splits on the cluster with a model or an ensemble, and stores and scores the captions."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ALL = "all"
+ALL_IMAGES = "all"  # the name for --split that selects every image
 
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """What `raycap evaluate` is asked for.
+    """The options of `raycap evaluate`.
 
-    splits: those of data.test_splits by default; "all" is the whole data set.
-    models: bundles, several are an ensemble; the configuration's own run by default.
-    stage: the run as it was after this stage.
-    compare: another bundle, whose captions are shown beside these.
+    splits: the splits to caption, by default data.test_splits; "all" is the whole data set.
+    models: model bundles, by default that of the configuration's run; several form an ensemble.
+    stage: evaluate the run's model as it was after this stage.
+    compare: another bundle, whose captions and scores are shown beside these.
     features: a feature store, for bundles without a backbone.
     constraints: a file of words that captions must contain, in place of the configuration's evaluation.constraints.
-    server: the name in the COCO server's file.
+    server: also write the COCO server's files, with this name in their file names.
     out: the folder for the results.
     """
 
@@ -68,7 +68,7 @@ class EvaluateOptions:
 
 
 def evaluate(config: RunConfig, options: EvaluateOptions, address: str | None = None) -> int:
-    """Captions and scores of splits, written to a folder. Returns the exit code: 1 when an image cannot be read.
+    """Captions and scores splits and writes the results to a folder. Returns 1 when an image cannot be read, else 0.
 
     Raises UserError for mistakes of the user before anything is computed.
     """
@@ -78,23 +78,28 @@ def evaluate(config: RunConfig, options: EvaluateOptions, address: str | None = 
     evaluation.folder.mkdir(parents=True, exist_ok=True)
     evaluation.log_plan()
     start_ray(config, address)
-    models = [bundle_source(member.location, config) for member in evaluation.members]
+    models = [bundle_source(member.location, config) for member in evaluation.models]
     captioned = evaluation.caption(models, evaluation.automata)
-    others: dict[str, Captioned] = {}
-    if evaluation.other is not None:
-        others = evaluation.caption([bundle_source(evaluation.other.location, config)], evaluation.other_automata)
-    entries = {name: evaluation.finish(name, captioned[name], others.get(name), models[0]) for name in evaluation.parts}
-    result = {"models": [str(member.location) for member in evaluation.members], "splits": entries}
+    compared: dict[str, Captioned] = {}
+    if evaluation.compared_model is not None:
+        compared_models = [bundle_source(evaluation.compared_model.location, config)]
+        compared = evaluation.caption(compared_models, evaluation.compared_automata)
+    entries = {
+        split: evaluation.finish(split, captioned[split], compared.get(split), models[0])
+        for split in evaluation.images_by_split
+    }
+    result = {"models": [str(member.location) for member in evaluation.models], "splits": entries}
     write_json(evaluation.folder / "scores.json", result)
     logger.info(f"scores       {evaluation.folder / 'scores.json'}")
     logger.info(f"finished in {time.monotonic() - begin:.0f} s")
-    failed = sum(len(each.unreadable) for each in captioned.values())
-    if failed:
-        logger.info(f"{failed} images could not be read; scores.json lists them with the reasons")
-    return 1 if failed else 0
+    num_failed = sum(len(split_captions.unreadable) for split_captions in captioned.values())
+    if num_failed:
+        logger.info(f"{num_failed} images could not be read; scores.json lists them with the reasons")
+    return 1 if num_failed else 0
 
 
 def _check_options(options: EvaluateOptions) -> None:
+    """Raises UserError for options that contradict each other or cannot be used."""
     if options.stage is not None and options.models:
         raise UserError("--stage names a stage of the configuration's run; leave --model out, or give its bundle there")
     server = options.server
@@ -102,8 +107,8 @@ def _check_options(options: EvaluateOptions) -> None:
         raise UserError(f"--server {server}: letters, digits, - and _ only; it becomes part of a file's name")
 
 
-class Member(NamedTuple):
-    """A model bundle: where it is for everybody, and a local copy."""
+class LocatedBundle(NamedTuple):
+    """A model bundle: its location in the storage, which every node can open, and the folder of a local copy."""
 
     location: StoragePath
     folder: Path
@@ -111,62 +116,81 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The models and images of one call; the steps from captions to the report."""
+    """The models and images of one call, with the steps from captions to the report.
+
+    models: the evaluated model, or the members of an ensemble. compared_model: the model of `--compare`.
+    store: the features for models without a backbone.
+    automata, compared_automata: the constraints by image id, for the vocabularies of `models` and `compared_model`.
+    """
 
     config: RunConfig
     options: EvaluateOptions
     dataset: Dataset
-    parts: Mapping[str, Dataset]
-    members: Sequence[Member]
-    other: Member | None
+    images_by_split: Mapping[str, Dataset]
+    models: Sequence[LocatedBundle]
+    compared_model: LocatedBundle | None
     store: StoragePath | None
     automata: Mapping[int, ConstraintAutomaton]
-    other_automata: Mapping[int, ConstraintAutomaton]
+    compared_automata: Mapping[int, ConstraintAutomaton]
 
     @classmethod
     def prepare(cls, config: RunConfig, options: EvaluateOptions) -> Evaluation:
         """Finds data, features, models and constraints. Raises UserError."""
-        dataset = _data(config, options.features is not None)
+        dataset = _read_data(config, with_keys=options.features is not None)
         if options.features is None:
             dataset, store = feature_source(config).for_bundles(dataset)
         else:
             store = storage_path(options.features, config.storage.options)
-        parts = {name: _part(dataset, name) for name in options.splits or config.data.test_splits}
-        members = [_bundle(model, "--model", config, store) for model in options.models]
-        members = members or [_run_bundle(config, options.stage)]
-        other = None if options.compare is None else _bundle(options.compare, "--compare", config, store)
+        images_by_split = {split: _images_of(dataset, split) for split in options.splits or config.data.test_splits}
+        models = [_find_bundle(model, "--model", config, store) for model in options.models]
+        models = models or [_run_bundle(config, options.stage)]
+        compared_model = None
+        if options.compare is not None:
+            compared_model = _find_bundle(options.compare, "--compare", config, store)
         file = options.constraints or config.evaluation.constraints
-        automata = {} if file is None else _automata(Path(file), members[0], parts)
-        other_automata = {} if file is None or other is None else _automata(Path(file), other, parts)
-        return cls(config, options, dataset, parts, members, other, store, automata, other_automata)
+        return cls(
+            config=config,
+            options=options,
+            dataset=dataset,
+            images_by_split=images_by_split,
+            models=models,
+            compared_model=compared_model,
+            store=store,
+            automata=_load_automata(file, models[0], images_by_split),
+            compared_automata=_load_automata(file, compared_model, images_by_split),
+        )
 
     @property
     def label(self) -> str:
-        return "+".join(member.location.name for member in self.members)[:120]
+        """The models' names, cut because the label is also a folder's name."""
+        return "+".join(model.location.name for model in self.models)[:120]
 
     @property
     def folder(self) -> Path:
+        """The folder for the results."""
         return self.options.out or self.config.working_path / "evaluations" / self.label
 
     def log_plan(self) -> None:
-        models = ", ".join(str(member.location) for member in self.members)
-        logger.info(f"models    {models}" + (", as an ensemble" if len(self.members) > 1 else ""))
-        logger.info(f"data      {', '.join(f'{name} {len(part)}' for name, part in self.parts.items())} images")
+        models = ", ".join(str(model.location) for model in self.models)
+        logger.info(f"models    {models}" + (", as an ensemble" if len(self.models) > 1 else ""))
+        counts = ", ".join(f"{split} {len(images)}" for split, images in self.images_by_split.items())
+        logger.info(f"data      {counts} images")
 
     def caption(
         self, models: Sequence[ModelSource], automata: Mapping[int, ConstraintAutomaton]
     ) -> dict[str, Captioned]:
-        """Captions by split. Ray must have been started."""
-        tasks = {name: SplitTask(part, automata) for name, part in self.parts.items()}
+        """Captions every split with one model or an ensemble. Ray must have been started."""
+        tasks = {split: SplitTask(images, automata) for split, images in self.images_by_split.items()}
         return caption_on_cluster(models, tasks, self.config, store=self.store)
 
-    def finish(self, split: str, captioned: Captioned, other: Captioned | None, model: ModelSource) -> dict[str, Any]:
+    def finish(
+        self, split: str, captioned: Captioned, compared: Captioned | None, model: ModelSource
+    ) -> dict[str, Any]:
         """Writes a split's captions, scores and report. Returns its entry in scores.json.
 
-        other: the captions of `--compare`. model: the one whose maps the report shows.
+        compared: the captions of the model of `--compare`. model: the report shows the attention maps of this model.
         """
-        part = self.parts[split]
-        write_captions(self.folder, split, captioned, part, self.options.server)
+        write_captions(self.folder, split, captioned, self.images_by_split[split], self.options.server)
         result = split_result(split, captioned.best, self.automata, captioned.unreadable, f"search    {split}: ")
         result = self._scored(result)
         if result.scores is None:
@@ -174,14 +198,14 @@ class Evaluation:
             return result.to_json()
         self._log_scores(result)
         entry, results = result.to_json(), [result]
-        if other is not None:
-            results.append(self._scored_as(result, other))
+        if compared is not None:
+            results.append(self._scored_as(result, compared))
             entry["compared"] = compare(result, results[1]) | {"images": len(result.captions)}
         self._report(results, model)
         return entry
 
     def _scored(self, result: SplitResult) -> SplitResult:
-        """With scores where the split has references."""
+        """The result with scores, or unchanged if the split has no references."""
         references = self._references(result)
         if not references:
             return result
@@ -194,9 +218,9 @@ class Evaluation:
             result, scores=scores, main_object=main_object_accuracy(captions, references) if is_synthetic else None
         )
 
-    def _scored_as(self, result: SplitResult, other: Captioned) -> SplitResult:
-        """The other model's captions, scored on the same images and by the same metrics as a result."""
-        captions = {image: best.caption for image, best in other.best.items()}
+    def _scored_as(self, result: SplitResult, compared: Captioned) -> SplitResult:
+        """The result of the model of `--compare`, with scores for the same images and metrics as `result`."""
+        captions = {image: best.caption for image, best in compared.best.items()}
         references = self._references(result)
         scores = score_captions(
             references, {image: captions[image] for image in references}, metrics=tuple(result.values)
@@ -204,49 +228,51 @@ class Evaluation:
         return SplitResult(f"{result.split}, the other", captions, scores=scores)
 
     def _references(self, result: SplitResult) -> dict[int, list[str]]:
-        references = self.parts[result.split].references()
+        """The references of the images that have both references and a caption."""
+        references = self.images_by_split[result.split].references()
         return {image: texts for image, texts in references.items() if texts and image in result.captions}
 
     def _log_scores(self, result: SplitResult) -> None:
+        """Logs the scores, and published scores on the same split to compare them with."""
         assert result.scores is not None
         logger.info(f"\n{result.split}, {len(result.scores.image_ids)} images{format_scores(result.scores)}")
         if result.main_object is not None:
             logger.info(f"  main object named in {result.main_object:.1%} of the captions")
-        config, uris = self.config, self.parts[result.split].column("uri")
+        config, uris = self.config, self.images_by_split[result.split].column("uri")
         for row, difference in published_rows(config.model.name, result.split, uris, config.evaluation.beam_size):
             values = "  ".join(f"{name} {value:.3f}" for name, value in row.scores.items())
             logger.info(f"  {row.name}: {values}" + (f"  ({difference})" if difference else ""))
 
     def _report(self, results: Sequence[SplitResult], model: ModelSource) -> None:
-        """report-SPLIT.html of the first result, with the other's scores and captions beside it."""
+        """Writes report-SPLIT.html of the first result. Scores and captions of a second result are shown beside it."""
         from jobs.gallery import MapInputs, with_maps
         from pipeline.reports.page import Report, write_report
         from pipeline.runs.summary import published_table, report_images, score_table
 
         result, others = results[0], results[1:]
-        config, part, label = self.config, self.parts[result.split], self.label
+        config, dataset, label = self.config, self.images_by_split[result.split], self.label
         columns, rows = score_table(results, with_alignment=True)
         images = [
             replace(image, alternatives={"other": others[0].captions[int(image.image_id)]} if others else {})
-            for image in report_images(result, part, config.storage.options)
+            for image in report_images(result, dataset, config.storage.options)
         ]
         report = Report(
             title=f"{label} on {result.split}",
             run_id=label,
             protocol=f"{config.evaluation.protocol}, {result.signature}",
             score_columns=columns,
-            score_rows=rows + published_table(columns, config, result.split, part.column("uri")),
+            score_rows=rows + published_table(columns, config, result.split, dataset.column("uri")),
             stages=[],
-            images=with_maps(images, MapInputs(model, config, self.store, part), label),
-            metadata={"models": ", ".join(label.split("+")), "images": f"{result.split} {len(part)}"},
+            images=with_maps(images, MapInputs(model, config, self.store, dataset), label),
+            metadata={"models": ", ".join(label.split("+")), "images": f"{result.split} {len(dataset)}"},
         )
         path = self.folder / f"report-{result.split}.html"
         write_report(path, report)
         logger.info(f"report       {path}")
 
 
-def write_captions(folder: Path, split: str, captioned: Captioned, part: Dataset, server: str | None) -> None:
-    """predictions-SPLIT.json, the n best captions where there are several, and the COCO server's files.
+def write_captions(folder: Path, split: str, captioned: Captioned, images: Dataset, server: str | None) -> None:
+    """Writes predictions-SPLIT.json, n-best-SPLIT.jsonl if images have several captions, and the server's files.
 
     Raises UserError when the server's file would lack an image.
     """
@@ -256,16 +282,18 @@ def write_captions(folder: Path, split: str, captioned: Captioned, part: Dataset
     logger.info(f"predictions  {predictions}")
     if any(len(ranked) > 1 for ranked in captioned.hypotheses.values()):
         lines = [
-            json.dumps({"image_id": image, "n_best": [each.to_json() for each in ranked]}, ensure_ascii=False)
+            json.dumps(
+                {"image_id": image, "n_best": [hypothesis.to_json() for hypothesis in ranked]}, ensure_ascii=False
+            )
             for image, ranked in captioned.hypotheses.items()
         ]
         write_text(folder / f"n-best-{split}.jsonl", "\n".join(lines) + "\n")
         logger.info(f"n best       {folder / f'n-best-{split}.jsonl'}")
     if server is None:
         return
-    if len(best) != len(part):
+    if len(best) != len(images):
         raise UserError(
-            f"--server: {len(best)} captions for the {len(part)} images of {split}; the server takes all or none"
+            f"--server: {len(best)} captions for the {len(images)} images of {split}; the server takes all or none"
         )
     name = f"captions_{split}_{server}_results"
     write_predictions(folder / f"{name}.json", best)
@@ -275,53 +303,68 @@ def write_captions(folder: Path, split: str, captioned: Captioned, part: Dataset
 
 
 def compare(result: SplitResult, other: SplitResult) -> dict[str, Any]:
-    """The other result's scores, and the paired difference of each metric that is a mean over images; also logged."""
+    """Returns and logs the other result's scores, and the paired difference of every metric that averages images."""
     differences = {}
     logger.info(f"  {'':<9} {'this':>8} {'other':>8}   difference by image, 95 % interval")
     assert result.scores is not None and other.scores is not None
     for name, score in result.scores.by_name.items():
-        theirs = other.scores.by_name[name]
-        if score.value is None or theirs.value is None:
+        other_score = other.scores.by_name[name]
+        if score.value is None or other_score.value is None:
             continue
         text = ""
-        if score.per_image is not None and theirs.per_image is not None and name in COMPARED_BY_IMAGE:
-            difference = paired_difference(score.per_image, theirs.per_image)
+        if score.per_image is not None and other_score.per_image is not None and name in COMPARED_BY_IMAGE:
+            difference = paired_difference(score.per_image, other_score.per_image)
             differences[name] = difference._asdict()
             text = f"{difference}, better in {difference.better:.1%} of resamples"
-        logger.info(f"  {name:<9} {score.value:>8.4f} {theirs.value:>8.4f}   {text}")
+        logger.info(f"  {name:<9} {score.value:>8.4f} {other_score.value:>8.4f}   {text}")
     return other.scores_to_json() | {"differences": differences}
 
 
-def _data(config: RunConfig, with_keys: bool) -> Dataset:
-    """The annotations as they are: an image without a reference can be captioned, though not scored."""
+def _read_data(config: RunConfig, *, with_keys: bool) -> Dataset:
+    """The data set, including images without references, which are captioned and not scored.
+
+    with_keys: leave out images that cannot be read and give the others the keys of a feature store.
+    """
     from pipeline.data.loading import data_root, snapshot_of
 
     dataset, _ = read_annotations(config.data, data_root(config), config.storage.options)
     return snapshot_of(dataset, config)[0].known() if with_keys else dataset
 
 
-def _part(dataset: Dataset, name: str) -> Dataset:
-    part = dataset.split(name)
-    if not len(part) and name == ALL:
-        part = dataset
-    if not len(part):
-        names = ", ".join(sorted(set(dataset.column("split"))))
-        raise UserError(f"--split {name}: no image is in it; the splits are {names}, and {ALL} for every image")
-    return part
+def _images_of(dataset: Dataset, split: str) -> Dataset:
+    """The images of a split, or all of them for `all`, unless that is a split's name. UserError if there are none."""
+    images = dataset.split(split)
+    if not len(images) and split == ALL_IMAGES:
+        images = dataset
+    if not len(images):
+        splits = ", ".join(sorted(set(dataset.column("split"))))
+        raise UserError(
+            f"--split {split}: no image is in it; the splits are {splits}, and {ALL_IMAGES} for every image"
+        )
+    return images
 
 
-def _automata(file: Path, member: Member, parts: Mapping[str, Dataset]) -> dict[int, ConstraintAutomaton]:
-    """The constraints of the images in `parts`, for a model's vocabulary. Raises UserError when no image has any."""
+def _load_automata(
+    file: Path | str | None, model: LocatedBundle | None, images_by_split: Mapping[str, Dataset]
+) -> dict[int, ConstraintAutomaton]:
+    """The constraints in `file` for a model's vocabulary, by image id; {} without a file or a model.
+
+    Raises UserError when the file has no constraints for these images.
+    """
     from pipeline.captioning.constraints import load_automata
 
-    images = {image for part in parts.values() for image in part.column("image_id")}
-    automata = load_automata(file, images, Vocabulary.load(member.folder / "vocabulary.json"))
+    if file is None or model is None:
+        return {}
+    image_ids = {image for images in images_by_split.values() for image in images.column("image_id")}
+    automata = load_automata(Path(file), image_ids, Vocabulary.load(model.folder / "vocabulary.json"))
     if not automata:
-        raise UserError(f"constraints {file}: none of its images is in {', '.join(parts)}; look at the image ids")
+        splits = ", ".join(images_by_split)
+        raise UserError(f"constraints {file}: none of its images is in {splits}; look at the image ids")
     return automata
 
 
-def _bundle(model: str, option: str, config: RunConfig, store: StoragePath | None) -> Member:
+def _find_bundle(model: str, option: str, config: RunConfig, store: StoragePath | None) -> LocatedBundle:
+    """The bundle `model`, given by `option`. UserError if it cannot be loaded or lacks its features."""
     location = storage_path(model, config.storage.options)
     if not location.is_remote and not location.path.is_dir():
         raise UserError(f"{option} {model}: no such folder; give a model bundle, such as results/models/NAME/RUN")
@@ -335,11 +378,11 @@ def _bundle(model: str, option: str, config: RunConfig, store: StoragePath | Non
             f"{option} {model}: this bundle has no backbone; give its feature store with --features, or its "
             "regions as features.hdf5"
         )
-    return Member(location, folder)
+    return LocatedBundle(location, folder)
 
 
-def _run_bundle(config: RunConfig, stage_name: str | None) -> Member:
-    """The bundle of the configuration's own run, written if it does not exist yet."""
+def _run_bundle(config: RunConfig, stage_name: str | None) -> LocatedBundle:
+    """The bundle of the configuration's run, optionally after a stage. It is written if it does not exist yet."""
     from pipeline.data.loading import find_data
     from pipeline.runs.prepare import open_run
     from pipeline.runs.run_bundle import bundle_place, bundle_run
@@ -348,12 +391,15 @@ def _run_bundle(config: RunConfig, stage_name: str | None) -> Member:
     folder = open_run(config, dataset.known().fingerprint())
     stage = None
     if stage_name is not None:
-        names = [each.name for each in config.stages]
+        names = [section.name for section in config.stages]
         if stage_name not in names:
             raise UserError(f"--stage {stage_name}: the configuration has the stages {', '.join(names)}")
         stage = config.stage(stage_name)
-    finished = folder.result(stage_name) if stage_name is not None else (folder.path / "COMPLETE.json").is_file()
-    if not (folder.path / "run.json").is_file() or not finished:
+    if stage_name is not None:
+        is_finished = folder.result(stage_name) is not None
+    else:
+        is_finished = (folder.path / "COMPLETE.json").is_file()
+    if not (folder.path / "run.json").is_file() or not is_finished:
         run = f"stage {stage_name} of run" if stage_name is not None else "run"
         raise UserError(
             f"{run} {folder.run_id} is not finished in {config.storage.uri}; `raycap run` it, or give --model"
@@ -361,7 +407,7 @@ def _run_bundle(config: RunConfig, stage_name: str | None) -> Member:
     location = bundle_place(folder, stage)
     if not (location / "config.yaml").exists():
         bundle_run(folder, stage)
-    return Member(location, fetched(location))
+    return LocatedBundle(location, fetched(location))
 
 
 def command(

@@ -1,4 +1,4 @@
-"""`raycap extract`: features of a data set into the feature store, and `--verify`, which reads everything back."""
+"""`raycap extract`: writes the features of a data set to the feature store. `--verify` reads the whole store back."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 def extract(config: RunConfig, address: str | None = None, verify: bool = False) -> int:
     """Computes the features of every split with the configuration's backbone, or imports its HDF5 file.
 
-    Returns 1 when more than `data.max_bad_fraction` of the images give no features, or `verify` finds damage. Raises
-    UserError for mistakes that can be found before anything is computed.
+    Returns 1 when more than `data.max_bad_fraction` of the images have no features, or when `verify` finds damage.
+    Raises UserError for mistakes that can be found before anything is computed.
     """
     from pipeline.data.loading import read_data, snapshot_of
 
@@ -43,11 +43,11 @@ def extract(config: RunConfig, address: str | None = None, verify: bool = False)
     folder, undecodable = _extract(dataset, unreadable, config, address)
     store = FeatureStore(folder)
     logger.info(f"store        {folder}: {len(store)} images in {len(store.shards)} shards")
-    code = _check_quarantine(dataset, undecodable, unreadable, config, folder)
+    exit_code = _check_quarantine(dataset, undecodable, unreadable, config, folder)
     if verify:
-        code = max(code, _verify(store, dataset.without(sorted(undecodable)).known()))
+        exit_code = max(exit_code, _verify(store, dataset.without(sorted(undecodable)).known()))
     logger.info(f"finished in {time.monotonic() - begin:.1f} s")
-    return code
+    return exit_code
 
 
 def _verify(store: FeatureStore, dataset: Dataset) -> int:
@@ -64,22 +64,24 @@ def _verify(store: FeatureStore, dataset: Dataset) -> int:
 
 
 def _extract(dataset: Dataset, unreadable: dict[str, str], config: RunConfig, address: str | None) -> Extracted:
-    if unreadable and not len(dataset.known()):  # a wrong path and not a damaged data set
+    """Computes the features, or imports them. Raises UserError when no image can be read."""
+    if unreadable and not len(dataset.known()):  # the path is probably wrong, because the files are not all damaged
         uri, reason = next(iter(unreadable.items()))
         raise UserError(f"none of the {len(dataset)} images can be read; check data.images: {uri}: {reason}")
     with TemporaryDirectory(prefix="raycap-") as scratch:
         weights = initial_weights(config, Path(scratch)) if config.has_backbone else None
-        return feature_source(config).extract(dataset, weights, lambda: start_ray(config, address), unreadable)
+        source = feature_source(config)
+        return source.extract(dataset, weights, start_ray=lambda: start_ray(config, address), unreadable=unreadable)
 
 
 def initial_weights(config: RunConfig, scratch: Path) -> Path:
-    """The file with the weights that the configuration's backbone starts from.
+    """The file with the initial weights of the configuration's backbone.
 
-    The storage keeps it under a name made of everything that decides it, because building a backbone takes longer than
-    finding that all of its features exist.
+    The storage caches this file, because building a backbone can take longer than the rest of an extraction that finds
+    all features in the store. The file's name is a digest of everything that decides the weights.
     """
     versions = [importlib.metadata.version(name) for name in ("torch", "timm")]
-    identity = json.dumps([asdict(config.backbone), config.seed, versions, _state_of_file(config)], sort_keys=True)
+    identity = json.dumps([asdict(config.backbone), config.seed, versions, _size_and_mtime(config)], sort_keys=True)
     digest = hashlib.sha256(identity.encode()).hexdigest()[:20]
     stored = config.storage_place / f"backbones/{digest}.safetensors"
     path = scratch / stored.name if stored.is_remote else stored.path
@@ -95,8 +97,8 @@ def initial_weights(config: RunConfig, scratch: Path) -> Path:
     return path
 
 
-def _state_of_file(config: RunConfig) -> list[int]:
-    """Size and modification time of a weights file that the configuration names."""
+def _size_and_mtime(config: RunConfig) -> list[int]:
+    """Size and modification time of the weights file that the configuration names; [] if it names none."""
     if config.backbone.weights in ("none", "pretrained"):
         return []
     try:
@@ -113,8 +115,10 @@ def _check_quarantine(
     config: RunConfig,
     folder: StoragePath,
 ) -> int:
-    """Reports images without features. Returns 1 when there are more than `data.max_bad_fraction`."""
-    num_bad = len(dataset.known()) - len(dataset.without(sorted(undecodable)).known()) + len(unreadable)
+    """Logs how many images have no features. Returns 1 when they are more than `data.max_bad_fraction` of all."""
+    num_readable = len(dataset.known())
+    num_decodable = len(dataset.without(sorted(undecodable)).known())
+    num_bad = num_readable - num_decodable + len(unreadable)
     if not num_bad:
         return 0
     first = next(iter(undecodable.values()), "") or next(iter(unreadable.values()))

@@ -1,4 +1,4 @@
-"""Attention, attribution and cluster maps for the pictures of a report, computed by one Ray task."""
+"""Computes attention, attribution and cluster maps for the pictures of a report in one Ray task."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from models.base import Features
     from pipeline.captioning.bundle import Bundle
 
-MAX_ATTRIBUTIONS = 24  # pictures with attributions, each a backward pass per word and step
-INTEGRATION_STEPS = 16  # more steps do not change the picture
-ATTRIBUTION_BUDGET_S = 60.0  # no attribution is begun later
+MAX_ATTRIBUTED_IMAGES = 24  # an attribution takes one backward pass per word and integration step
+INTEGRATION_STEPS = 16  # with more steps, the picture looks the same
+ATTRIBUTION_BUDGET_S = 60.0  # no attribution is started after this many seconds
 
 ImageKey = tuple[str, int | str]  # split and image id
 
 
 class MapRequest(NamedTuple):
-    """A captioned image whose maps are wanted."""
+    """A captioned image for which maps are to be computed."""
 
     split: str
     image_id: int | str
@@ -41,7 +41,10 @@ class MapRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class MapInputs:
-    """What maps are computed from. store and dataset (with keys): the features for a model without a backbone."""
+    """The model that maps are computed for, and its inputs.
+
+    store, dataset: the features, and the images with their keys in the store, for a model without a backbone.
+    """
 
     model: ModelSource
     config: RunConfig
@@ -50,19 +53,22 @@ class MapInputs:
 
 
 def with_maps(images: Sequence[ReportImage], inputs: MapInputs, seed: str) -> list[ReportImage]:
-    """The images with the maps of their captions, which `inputs.model` gave; only images that the page shows get maps.
+    """Adds attention, attribution and cluster maps to the images that the page shows.
 
-    At most `MAX_ATTRIBUTIONS` of them get an attribution, as far as `ATTRIBUTION_BUDGET_S` allows. Ray must have been
-    started. No maps are computed for files that cannot be read, and for models whose image tokens are neither a square
-    grid nor regions with boxes.
+    `inputs.model` must be the model that wrote the captions. Ray must have been started.
+    At most `MAX_ATTRIBUTED_IMAGES` images get an attribution, and fewer if `ATTRIBUTION_BUDGET_S` does not suffice. No
+    maps are computed for files that cannot be read, nor for models whose image tokens are neither a square grid nor
+    regions with boxes.
     """
     import ray
 
     shown, _ = choose_images(images, MAX_IMAGES, seed=seed)
-    attributed = {_key(image) for image in choose_images(shown, MAX_ATTRIBUTIONS, seed=seed)[0]}
+    attributed = {_key(image) for image in choose_images(shown, MAX_ATTRIBUTED_IMAGES, seed=seed)[0]}
     requests = [
-        MapRequest(image.split, image.image_id, str(image.path), image.caption, _key(image) in attributed)
-        for image in sorted(shown, key=lambda image: _key(image) not in attributed)
+        MapRequest(
+            image.split, image.image_id, str(image.path), image.caption, with_attribution=_key(image) in attributed
+        )
+        for image in sorted(shown, key=lambda image: _key(image) not in attributed)  # attributions come first
     ]
     workers = inputs.config.workers
     task = ray.remote(compute_maps).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
@@ -75,7 +81,7 @@ def _key(image: ReportImage | MapRequest) -> ImageKey:
 
 
 def compute_maps(requests: Sequence[MapRequest], inputs: MapInputs) -> dict[ImageKey, dict[str, Any]]:
-    """The fields `attention`, `attribution` and `clusters` of a `ReportImage`, where they can be computed."""
+    """The fields `attention`, `attribution` and `clusters` of each `ReportImage`, as far as they can be computed."""
     import torch
 
     from models.attention_maps import cross_attention
@@ -98,9 +104,8 @@ def compute_maps(requests: Sequence[MapRequest], inputs: MapInputs) -> dict[Imag
         features = image.features.to(device)
         with torch.no_grad():
             memory = model.encode(features)
-        fields: dict[str, Any] = {
-            "attention": image.paint(cross_attention(model, memory, ids[None])[-1, 0, : len(words)])
-        }
+        attention = cross_attention(model, memory, ids[None])[-1, 0, : len(words)]  # the last layer, one row per word
+        fields: dict[str, Any] = {"attention": image.paint(attention)}
         if request.with_attribution and time.monotonic() - begin < ATTRIBUTION_BUDGET_S:
             attribution = integrated_gradients(model, features, ids, quadrature=Quadrature.exactly(INTEGRATION_STEPS))
             fields["attribution"] = image.paint(attribution.head(len(words)).shares())
@@ -112,13 +117,13 @@ def compute_maps(requests: Sequence[MapRequest], inputs: MapInputs) -> dict[Imag
 
 
 class _LoadedImage(NamedTuple):
-    """Features of one image; for regions with boxes also the picture's width and height."""
+    """The features of one image. `size` is the picture's width and height; it is set only for regions with boxes."""
 
     features: Features
     size: tuple[int, int] = (0, 0)
 
     def paint(self, weights: Tensor) -> np.ndarray:
-        """(words, N) as it is for a grid; of regions painted by their boxes."""
+        """Maps from weights (words, N). Weights of a grid are maps already; those of regions fill their boxes."""
         from pipeline.reports.heat_maps import region_maps
 
         values = weights.float().cpu().numpy()
@@ -129,7 +134,7 @@ class _LoadedImage(NamedTuple):
 def _loaded_images(
     requests: Sequence[MapRequest], bundle: Bundle, inputs: MapInputs
 ) -> Iterator[tuple[MapRequest, _LoadedImage]]:
-    """The images that can be read, each with its features."""
+    """The images that can be read, each with its features, which are computed or come from the store."""
     if bundle.transform is not None:
         yield from _from_files(requests, bundle, inputs)
     elif inputs.store is not None and inputs.dataset is not None:
@@ -139,6 +144,7 @@ def _loaded_images(
 def _from_files(
     requests: Sequence[MapRequest], bundle: Bundle, inputs: MapInputs
 ) -> Iterator[tuple[MapRequest, _LoadedImage]]:
+    """Computes the features of the images that can be read with the bundle's backbone."""
     import torch
 
     from models.base import Features
@@ -160,13 +166,17 @@ def _from_files(
 def _from_store(
     requests: Sequence[MapRequest], store: StoragePath, dataset: Dataset, config: RunConfig
 ) -> Iterator[tuple[MapRequest, _LoadedImage]]:
+    """Reads the images' features from the store. Only for regions with boxes the image itself is read, for its size."""
     from models.base import Features
     from pipeline.captioning.service import MAX_PIXELS
     from pipeline.data.images import BadImage, decode_image
     from pipeline.features.model_inputs import Images
 
     options = config.storage.options
-    images = Images(dataset, open_store(store, config.features), None, config.data.max_pixels, 1, options)
+    feature_store = open_store(store, config.features)
+    images = Images(
+        dataset, feature_store, transform=None, max_pixels=config.data.max_pixels, threads=1, options=options
+    )
     row_of = {int(image): row for row, image in enumerate(images.image_ids)}
     for request in requests:
         row = np.array([row_of[int(request.image_id)]])
@@ -179,6 +189,6 @@ def _from_store(
         except (BadImage, OSError):
             continue
         count = int(features.lengths[0])
-        if count:
+        if count:  # an image may have no regions
             regions = Features(features.tokens[:, :count], boxes=features.boxes[:, :count])
             yield request, _LoadedImage(regions, size)

@@ -1,4 +1,4 @@
-"""`raycap import`: an upstream checkpoint into a model bundle."""
+"""`raycap import`: turns an upstream checkpoint into a model bundle."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ SECTIONS = ("model", "backbone")
 
 
 @dataclass(frozen=True)
-class Order:
-    """What to import: the files, and the checked settings of sections `model` and `backbone` that the user gave."""
+class ImportRequest:
+    """The files to import, and the checked settings of the sections `model` and `backbone` that the user gave."""
 
     checkpoint: Path
     tokens: Path
@@ -42,7 +42,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Imported:
-    """The imported model, and for the user what is notable about its sizes and which features it takes."""
+    """The imported model, with two texts for the user: its sizes, and the features that it takes."""
 
     captioner: Captioner
     vocabulary: Vocabulary
@@ -52,10 +52,10 @@ class Imported:
 
 @dataclass(frozen=True)
 class Format:
-    """An upstream project: its name, how its files are read, and the configuration of its model."""
+    """An upstream project: its name, the function that reads its files, and the class of its model's configuration."""
 
     title: str
-    importer: Callable[[Order], Imported]
+    importer: Callable[[ImportRequest], Imported]
     config: type[ModelConfig]
 
 
@@ -69,16 +69,17 @@ def import_checkpoint(
     overrides: Sequence[str] = (),
     backbone: Path | None = None,
 ) -> None:
-    """Writes the bundle `out` from an upstream checkpoint, its vocabulary and, where it has none, a backbone file.
+    """Writes the bundle `out` from an upstream checkpoint and its vocabulary.
 
-    config: a YAML file whose sections `model` and `backbone` give what the checkpoint does not hold (other sections are
-    ignored); overrides: `model.num_heads=8`. Files are read as tensors and plain values only; nothing in them runs.
-    Raises UserError in one sentence for what does not fit; nothing is written then.
+    config: a YAML file. Its sections `model` and `backbone` give the settings that the checkpoint does not contain.
+    overrides: settings such as `model.num_heads=8`. backbone: a file for a checkpoint that contains no backbone.
+    Files are read as tensors and plain values only, so that no code in them runs. Raises UserError, without writing
+    anything, when the files and settings do not fit together.
     """
     if source not in FORMATS:
         raise UserError(f"--from {source!r} is unknown; known: {', '.join(sorted(FORMATS))}")
-    given = {"--checkpoint": checkpoint, "--tokens": tokens, "--config": config, "--backbone": backbone}
-    for option, path in given.items():
+    input_files = {"--checkpoint": checkpoint, "--tokens": tokens, "--config": config, "--backbone": backbone}
+    for option, path in input_files.items():
         if path is not None and not path.is_file():
             raise UserError(f"{option} {path} does not exist or is not a file")
     if out.exists() and not out.is_dir():
@@ -90,16 +91,16 @@ def import_checkpoint(
     backbone_overrides = [override for override in overrides if override.startswith("backbone.")]
     print(f"Importing {checkpoint} ({upstream.title}) with the vocabulary {tokens} into {out}", flush=True)
     try:
-        imported = upstream.importer(Order(checkpoint, tokens, settings, backbone, backbone_overrides))
+        imported = upstream.importer(ImportRequest(checkpoint, tokens, settings, backbone, backbone_overrides))
         _save(out, imported, {"imported_from": checkpoint.name, "format": source})
-    except UserError:
+    except UserError:  # it is also a ValueError, but has its sentence already
         raise
     except ValueError as error:
         raise UserError(str(error)) from error
     model = imported.captioner.model
-    count = sum(parameter.numel() for parameter in model.parameters())
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     print(
-        f"{count:,} parameters without the backbone, {len(imported.vocabulary):,} words, "
+        f"{num_parameters:,} parameters without the backbone, {len(imported.vocabulary):,} words, "
         f"{model.sizes.max_positions} positions, {model.config.num_heads} heads, {imported.sizes}"
     )
     print(imported.features)
@@ -107,89 +108,91 @@ def import_checkpoint(
 
 
 def read_settings(config: Path | None, overrides: Sequence[str], model: type[ModelConfig]) -> dict[str, dict[str, Any]]:
-    """{section: the settings that the user gave, of the right types}; `model` is the system's configuration.
+    """The settings that the user gave, by section; `model` is the class of the system's configuration.
 
-    Whether they fit together is checked once the checkpoint is read. Raises UserError naming the key.
+    Only each setting's type is checked, because the checkpoint decides whether they fit together. Raises UserError
+    that names the key.
     """
-    file = {} if config is None else read_file(config)
-    given: dict[str, Any] = {name: file.get(name) or {} for name in SECTIONS}
+    file_values = {} if config is None else read_file(config)
+    settings: dict[str, Any] = {name: file_values.get(name) or {} for name in SECTIONS}
     for override in overrides:
         section, dot, _ = override.partition("=")[0].partition(".")
         if not dot or section not in SECTIONS:
             raise UserError(f"--set {override!r} is not of the form model.key=value or backbone.key=value")
-        apply_override(given, override)
-    given = expand_variables(given)
-    kinds = {"model": model, "backbone": BackboneConfig}
-    return {name: parse_given(kind, given[name], name) for name, kind in kinds.items()}
+        apply_override(settings, override)
+    settings = expand_variables(settings)
+    section_types = {"model": model, "backbone": BackboneConfig}
+    return {name: parse_given(section_type, settings[name], name) for name, section_type in section_types.items()}
 
 
-def _import_expansionnet(order: Order) -> Imported:
+def _import_expansionnet(request: ImportRequest) -> Imported:
     from models import convert
     from models.backbone import read_tensors
     from models.captioner import Captioner
 
-    vocabulary = read_expansionnet_vocabulary(order.tokens)
-    tensors = read_tensors(order.checkpoint)
+    vocabulary = read_expansionnet_vocabulary(request.tokens)
+    tensors = read_tensors(request.checkpoint)
+    # the checkpoint of a whole system contains its backbone, a Swin, under names with a prefix
     swin_names = [name for name in tensors if name.startswith(convert.SWIN_PREFIX)]
     swin = {name.removeprefix(convert.SWIN_PREFIX): tensors.pop(name) for name in swin_names}
-    if swin and order.backbone_file is not None:
-        raise UserError(f"{order.checkpoint} contains a Swin ({len(swin)} tensors); leave --backbone out")
+    if swin and request.backbone_file is not None:
+        raise UserError(f"{request.checkpoint} contains a Swin ({len(swin)} tensors); leave --backbone out")
     inferred = convert.infer_expansionnet(tensors)
-    config = convert.complete_config(inferred, order.settings["model"])
-    model = _build(order, config, inferred, vocabulary, convert.convert_expansionnet(tensors, config))
+    config = convert.complete_config(inferred, request.settings["model"])
+    model = _build(request, config, inferred, vocabulary, convert.convert_expansionnet(tensors, config))
     sizes = f"G = {list(config.static_expansion or ())}, N_E = {config.dynamic_expansion}"
-    if order.backbone_file is not None:
-        swin = read_tensors(order.backbone_file)
+    if request.backbone_file is not None:
+        swin = read_tensors(request.backbone_file)
     if not swin:
-        if order.backbone_overrides:
+        if request.backbone_overrides:
             raise UserError(
-                f"--set {order.backbone_overrides[0]}: {order.checkpoint} holds no Swin; add --backbone FILE or leave "
-                "it out"
+                f"--set {request.backbone_overrides[0]}: {request.checkpoint} holds no Swin; add --backbone FILE or "
+                "leave it out"
             )
         features = (
             f"No backbone: the bundle captions stored features of width {inferred.feature_width}; raycap caption needs "
             "images, so import again with --backbone FILE for it"
         )
         return Imported(Captioner(model, None), vocabulary, sizes, features)
-    backbone = _build_backbone(swin, order.settings["backbone"], inferred.feature_width)
+    backbone = _build_backbone(swin, request.settings["backbone"], inferred.feature_width)
     features = f"Backbone: {backbone.config.name} at {backbone.config.image_size} px, {backbone.num_tokens} tokens"
     return Imported(Captioner(model, backbone), vocabulary, sizes, features)
 
 
-def _import_meshed_memory(order: Order) -> Imported:
+def _import_meshed_memory(request: ImportRequest) -> Imported:
     from models import convert_meshed as convert
     from models.backbone import read_tensors
     from models.captioner import Captioner
 
-    if order.backbone_file is not None or order.backbone_overrides:
+    if request.backbone_file is not None or request.backbone_overrides:
         raise UserError(
             "the Meshed-Memory Transformer works on region features; leave --backbone out, and its settings"
         )
-    vocabulary = read_meshed_vocabulary(order.tokens)
-    tensors = read_tensors(order.checkpoint)
+    vocabulary = read_meshed_vocabulary(request.tokens)
+    tensors = read_tensors(request.checkpoint)
     inferred = convert.infer_meshed_memory(tensors)
-    config = convert.complete_meshed_config(inferred, order.settings["model"])
-    model = _build(order, config, inferred, vocabulary, convert.convert_meshed_memory(tensors, config))
+    config = convert.complete_meshed_config(inferred, request.settings["model"])
+    model = _build(request, config, inferred, vocabulary, convert.convert_meshed_memory(tensors, config))
     features = f"No backbone: the bundle captions stored region features of width {inferred.feature_width}"
     return Imported(Captioner(model), vocabulary, f"{config.num_memory_slots} memory slots", features)
 
 
 def _build(
-    order: Order, config: ModelConfig, inferred: Inferred, vocabulary: Vocabulary, tensors: dict[str, Tensor]
+    request: ImportRequest, config: ModelConfig, inferred: Inferred, vocabulary: Vocabulary, tensors: dict[str, Tensor]
 ) -> CaptionModel:
-    """The model with the checkpoint's tensors, which have our names; ValueError where they do not fit."""
+    """The model with the checkpoint's tensors, converted to raycap's names; ValueError if they do not fit the model."""
     from models.base import load_strictly
     from models.convert import imported_sizes
     from models.registry import build_model
 
-    words = {"count": len(vocabulary), "sos": vocabulary.sos, "eos": vocabulary.eos, "pad": vocabulary.pad}
-    model = build_model(config, imported_sizes(inferred, words))
-    load_strictly(model, tensors, str(order.checkpoint))
+    vocabulary_sizes = {"count": len(vocabulary), "sos": vocabulary.sos, "eos": vocabulary.eos, "pad": vocabulary.pad}
+    model = build_model(config, imported_sizes(inferred, vocabulary_sizes))
+    load_strictly(model, tensors, str(request.checkpoint))
     return model
 
 
 def _build_backbone(swin: dict[str, Tensor], settings: dict[str, Any], feature_width: int) -> Backbone:
-    """The backbone with a Swin's tensors; UserError where its features do not have the width that the model takes."""
+    """The backbone with a Swin's tensors; UserError if its features do not have the width that the model takes."""
     from models.backbone import Backbone, load_swin
     from models.convert import backbone_config, infer_swin
 
@@ -204,6 +207,7 @@ def _build_backbone(swin: dict[str, Tensor], settings: dict[str, Any], feature_w
 
 
 def _save(out: Path, imported: Imported, info: dict[str, Any]) -> None:
+    """Writes the bundle; UserError if it cannot be written."""
     try:
         save_bundle(out, imported.captioner, imported.vocabulary, name=out.name, info=info)
     except (OSError, SafetensorError) as error:

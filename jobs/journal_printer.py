@@ -1,4 +1,4 @@
-"""Training progress on the terminal: the entries of a run's journal, printed while the workers write them."""
+"""Shows training progress on the terminal: prints the entries of a run's journal while the workers write them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ POLL_S = 0.5
 
 
 class JournalPrinter:
-    """Prints new journal entries in a background thread for as long as it is entered as a context."""
+    """A context in which a background thread prints new journal entries."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder, self.follower, self._pulled_at = folder, Follower(folder.journal), time.monotonic()
-        self.start: dict[str, tuple[int, float]] = {}  # by stage: the step and the time from which its rate is taken
+        self.rate_start: dict[str, tuple[int, float]] = {}  # by stage: the step and time from which its rate counts
         self.bar = ProgressBar()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="journal-printer", daemon=True)
+        self._thread = threading.Thread(target=self._print_repeatedly, name="journal-printer", daemon=True)
 
     def __enter__(self) -> None:
         self._thread.start()
@@ -33,38 +33,38 @@ class JournalPrinter:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        self._pull()
-        self._print()
+        self._download_journal()
+        self._print_new_entries()
         self.bar.close()
 
-    def _follow(self) -> None:
+    def _print_repeatedly(self) -> None:
         while not self._stop.wait(POLL_S):
             if time.monotonic() - self._pulled_at > JOURNAL_EVERY_S:
-                self._pull()
-            self._print()
+                self._download_journal()
+            self._print_new_entries()
 
-    def _pull(self) -> None:
-        with suppress(OSError):  # failing storage delays the output and does not stop the run
+    def _download_journal(self) -> None:
+        with suppress(OSError):  # while storage fails, the output is late but the run continues
             self.folder.pull(JOURNAL)
         self._pulled_at = time.monotonic()
 
-    def _print(self) -> None:
+    def _print_new_entries(self) -> None:
         for entry in self.follower.new():
             logger.info(self.line(entry))
             if entry["kind"] == "train":
                 self.bar.update(entry["stage"], entry["step"], entry["total"])
 
     def line(self, entry: dict[str, Any]) -> str:
-        """One journal entry as a line of text; rate and remaining time count from the stage's last event."""
+        """One journal entry as a line of text. The remaining time follows from the rate since the last event."""
         stage, step = entry["stage"], entry["step"]
         if entry["kind"] in ("event", "done", "reward"):
-            self.start[stage] = (step, entry["time"])
+            self.rate_start[stage] = (step, entry["time"])
             return f"{stage}  {entry['text']}"
         if entry["kind"] == "validation":
             score = f"validation CIDEr-D {entry['CIDEr-D']:.4f} (best {entry['best']:.4f})"
             return f"{stage}  step {step}: {score}, {entry['seconds']:.1f} s"
-        first_step, since = self.start.get(stage, (0, entry["time"]))
-        steps_per_s = (step - first_step) / max(entry["time"] - since, 1e-3)
+        first_step, first_time = self.rate_start.get(stage, (0, entry["time"]))
+        steps_per_s = (step - first_step) / max(entry["time"] - first_time, 1e-3)
         remaining_s = (entry["total"] - step) / steps_per_s if steps_per_s > 0 else 0.0
         parts = [f"{stage}  {step}/{entry['total']}", f"loss {entry['loss']:.4f}"]
         if "reward" in entry:

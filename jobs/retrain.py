@@ -1,4 +1,4 @@
-"""`raycap retrain`: the command for a schedule. It trains on new data and promotes the model if it is better."""
+"""`raycap retrain`: trains on new data and promotes the model if it is better. A schedule can run it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def retrain(config: RunConfig, *, roll_back: bool = False, address: str | None = None) -> int:
-    """One retraining, or a rollback. Returns the exit code; raises UserError for mistakes in the configuration."""
+    """Retrains once, or rolls back. Returns the exit code; raises UserError for mistakes in the configuration."""
     from pipeline.retrain.retrain import retrain as retrain_once
     from pipeline.retrain.retrain import rollback
 
@@ -33,12 +33,12 @@ def retrain(config: RunConfig, *, roll_back: bool = False, address: str | None =
 
 @dataclass(frozen=True)
 class RayWork:
-    """Training and captions on a Ray cluster."""
+    """Trains and captions on a Ray cluster, for `pipeline.retrain.retrain`."""
 
     address: str | None
 
     def train(self, config: RunConfig) -> Trained:
-        """The same steps as `raycap run`, from the extraction of new images to the registration."""
+        """Runs the same steps as `raycap run`, from the extraction of new images to the registration."""
         from jobs.run import run
         from pipeline.runs.run_bundle import local_bundle
 
@@ -49,7 +49,7 @@ class RayWork:
     def caption(
         self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig
     ) -> dict[int, str]:
-        """The best caption by image id; images that cannot be read are left out. Each worker fetches the bundle."""
+        """The best caption of each readable image by its id. Each worker fetches the bundle."""
 
         start_ray(config, self.address)
         models = [StoredBundle(bundle, files)]

@@ -1,4 +1,4 @@
-"""`raycap run`: from images to a scored, registered model. Finished parts are not repeated."""
+"""`raycap run`: makes a scored and registered model from images. Finished parts are not repeated."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 def run(config: RunConfig, address: str | None = None) -> RunFolder:
-    """Checks, features, every stage, evaluation, report and registration. Returns the run's folder.
+    """Checks, extracts features, trains every stage, evaluates, reports and registers. Returns the run's folder.
 
     Raises UserError for mistakes in the configuration before anything long starts.
     """
@@ -70,11 +70,11 @@ def run(config: RunConfig, address: str | None = None) -> RunFolder:
 
 @contextmanager
 def run_log(folder: RunFolder) -> Iterator[None]:
-    """Writes log/run.log, and uploads it at the end for a run on S3, unless the storage cannot be reached."""
+    """Writes log/run.log. At the end, a run on S3 uploads it, unless the storage cannot be reached."""
     try:
         with log_file(folder.path / "log" / "run.log"):
             yield
-    except StorageError:
+    except StorageError:  # further uploads would only delay the end
         raise
     except BaseException:
         with suppress(OSError):
@@ -85,7 +85,7 @@ def run_log(folder: RunFolder) -> Iterator[None]:
 
 
 def train(config: RunConfig, address: str | None = None) -> RunFolder:
-    """The stages of a run without evaluation and registration; a later `run` continues from there."""
+    """Trains all stages of a run, without evaluation and registration; a later `run` continues after them."""
     from pipeline.runs.prepare import prepare
 
     folder = prepare(config)
@@ -97,17 +97,18 @@ def train(config: RunConfig, address: str | None = None) -> RunFolder:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Raises UserError when another process works on the same run or search."""
-    with is_alone(folder) as first:
-        if not first:
+    """Raises UserError when another process works on the same run or search; otherwise keeps others out."""
+    with is_alone(folder) as has_lock:
+        if not has_lock:
             raise UserError(f"another process is working on {folder.name}; wait for it or stop it")
         yield
 
 
 def stage_groups(stages: Sequence[StageSection]) -> list[list[StageSection]]:
-    """Consecutive stages that one fit can run; features are extracted anew between groups.
+    """Groups consecutive stages that one fit can run. Features are extracted again before each group.
 
-    A frozen stage that follows one which trains the backbone begins a group, because its features do not exist before.
+    A frozen stage after a stage that trains the backbone begins a group, because only the trained backbone can compute
+    its features.
     """
     groups: list[list[StageSection]] = []
     for stage in stages:
@@ -118,10 +119,10 @@ def stage_groups(stages: Sequence[StageSection]) -> list[list[StageSection]]:
 
 
 class RunDriver:
-    """One attempt at a run, from its prepared folder to its summary."""
+    """One attempt at a run. It starts with the prepared folder and ends with the summary."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, address: str | None) -> None:
-        # Keys that do not decide the result (workers, tracking...) may differ from those of an earlier attempt.
+        # An earlier attempt may have had other values of keys that do not decide the result, such as workers.
         if folder.config != config:
             write_text(folder.path / "config.yaml", dump_config(config))
             folder.push("config.yaml")
@@ -129,7 +130,7 @@ class RunDriver:
         self.config, self.address = config, address
         self.driver_token = self.folder.new_driver_token()
         self.durations: dict[str, float] = {}
-        self.excluded: set[str] = set()  # content keys of images without features
+        self.excluded: set[str] = set()  # the content keys of images without features
         self.tracker = Tracker(self.folder, config)
         self.tracker.start()
 
@@ -160,6 +161,7 @@ class RunDriver:
         self._complete(scores, store, registered)
 
     def _log_plan(self) -> None:
+        """Logs the run's folder, data, model and stages."""
         folder, config = self.folder, self.config
         metadata = folder.metadata
         logger.info(f"run       {folder.run_id}  in {folder.path}")
@@ -175,6 +177,7 @@ class RunDriver:
             logger.warning(f"{len(metadata.unreadable)} images cannot be read and are left out (run.json lists them)")
 
     def _describe(self, stage: StageSection) -> str:
+        """A stage as a line of the plan."""
         from pipeline.training.batches import num_samples
 
         workers = self.config.workers.num_workers
@@ -192,9 +195,9 @@ class RunDriver:
         )
 
     def _check(self) -> None:
-        """Disk, constraints, Java, and one step of every stage at its real batch size on a worker."""
+        """Checks disk, constraints and Java, and takes one step of every stage at its real batch size on a worker."""
         self._check_disk()
-        self._automata(self.folder.dataset)  # a word outside the vocabulary is refused now, not after the training
+        self._automata(self.folder.dataset)  # refuses a word outside the vocabulary now, not after training
         if shutil.which("java") is None:
             logger.info("check     java is not on the PATH: METEOR will be reported as unavailable")
         if not self.config.workers.dry_run or not self._pending or any(self.folder.path.glob("stages/*/step-*")):
@@ -213,14 +216,16 @@ class RunDriver:
                 logger.info(f"check     one step of {result.stage}: {result.seconds:.1f} s, {result.memory_mb:.0f} MiB")
 
     def _check_disk(self) -> None:
+        """Raises UserError when the disk has no room for the features and checkpoints of unfinished stages."""
         metadata, pending = self.folder.metadata, self._pending
         bytes_per_value = 2 if self.config.features.stored_dtype == "float16" else 4
+        # one store for the backbone at the start, and one after each stage that trains it
         num_stores = sum(not stage.train_backbone for stage in pending[:1])
         num_stores += sum(stage.train_backbone for stage in pending)
-        num_stores = 0 if self.folder.home else num_stores  # a storage on S3 holds them
+        num_stores = 0 if self.folder.home else num_stores  # with a storage on S3, they need no local disk
         values = len(self.folder.dataset) * metadata.num_tokens * metadata.sizes.feature_width
         features = values * bytes_per_value * num_stores
-        weights = 6 * 4 * sum(metadata.parameters.values())
+        weights = 6 * 4 * sum(metadata.parameters.values())  # room for six float32 copies of the parameters
         free = shutil.disk_usage(self.folder.path).free
         if features + weights > free:
             raise UserError(
@@ -232,6 +237,7 @@ class RunDriver:
 
     @property
     def _pending(self) -> list[StageSection]:
+        """The stages that are not finished."""
         return [stage for stage in self.config.stages if self.folder.result(stage.name) is None]
 
     def _start_ray(self) -> None:
@@ -239,7 +245,7 @@ class RunDriver:
             start_ray(self.config, self.address)
 
     def _features_of(self, group: list[StageSection]) -> StoragePath | None:
-        """The store for a group's frozen stages: all images of training and validation. None without such a stage."""
+        """The features of training and validation for a group's frozen stages; None if it has no such stage."""
         frozen = [stage for stage in group if not stage.train_backbone]
         if not frozen:
             return None
@@ -247,7 +253,7 @@ class RunDriver:
         return self._extract(self.folder.dataset.split(*data.train_splits, data.val_split), frozen[0])
 
     def _extract(self, part: Dataset, stage: StageSection | None) -> StoragePath:
-        """The store with the features of a part of the data that a stage (None: the evaluation) reads."""
+        """Extracts the features of a part of the data for a stage (None: for the evaluation). Returns the store."""
         weights = self.folder.weights_before(stage, "backbone") if self.config.has_backbone else None
         with self._timed("features"):
             extracted = feature_source(self.config).extract(part, weights, self._start_ray)
@@ -259,6 +265,7 @@ class RunDriver:
         return extracted.store
 
     def _train(self, group: list[StageSection], store: StoragePath | None) -> None:
+        """Trains a group of stages on the cluster, and prints their journal meanwhile."""
         from jobs.train import fit
         from pipeline.training.loop import StageJob
 
@@ -277,7 +284,7 @@ class RunDriver:
         logger.info(f"evaluate  {', '.join(splits)} with beam {self.config.evaluation.beam_size}")
         automata = self._automata(dataset)
         tasks = {
-            # training is compared on the validation split, so that its captions have no constraints
+            # Validations during training had no constraints. Without them here, the scores can be compared.
             split: SplitTask(dataset.split(split), {} if split == self.config.data.val_split else automata)
             for split in splits
         }
@@ -290,6 +297,7 @@ class RunDriver:
         return score_run(self.folder, dataset, results)
 
     def _report(self, dataset: Dataset, scores: RunScores, store: StoragePath) -> None:
+        """Writes report.html."""
         from jobs.gallery import MapInputs, with_maps
         from pipeline.runs.run_bundle import bundle_place
         from pipeline.runs.summary import make_report, report_images
@@ -301,7 +309,7 @@ class RunDriver:
             for image in report_images(by_split[split], dataset.split(split), config.storage.options)
         ]
         inputs = MapInputs(StoredBundle(bundle_place(self.folder)), config, store, dataset)
-        images = with_maps(images, inputs, self.folder.run_id)
+        images = with_maps(images, inputs, seed=self.folder.run_id)  # adds attention and attribution maps
         make_report(self.folder, dataset, scores, self.durations, images)
 
     def _complete(self, scores: RunScores, store: StoragePath, registered: str | None) -> None:
@@ -331,7 +339,7 @@ class RunDriver:
         logger.info(table)
 
     def _automata(self, dataset: Dataset) -> dict[int, ConstraintAutomaton]:
-        """The constraints of test images, where the configuration names a constraint file."""
+        """The constraints of the test images by image id; {} if the configuration names no constraint file."""
         from pipeline.captioning.constraints import load_automata
 
         file = self.config.evaluation.constraints
@@ -341,6 +349,7 @@ class RunDriver:
         return load_automata(Path(file), images, self.folder.vocabulary)
 
     def _tracking(self, registered: str | None) -> str:
+        """The summary's text about the tracker."""
         if not self.config.tracking.enabled:
             return "off"
         tracker = public_uri(self.config)
@@ -350,6 +359,7 @@ class RunDriver:
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
+        """Adds the duration of the context to `durations`."""
         begin = time.monotonic()
         try:
             yield

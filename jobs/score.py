@@ -1,4 +1,4 @@
-"""`raycap score`: scores any COCO result file against COCO or Karpathy references; needs no model."""
+"""`raycap score`: scores any COCO result file against COCO or Karpathy references. It needs no model."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def score(
 
     Example: raycap score --references captions_val2014.json --predictions results.json --json scores.json
     """
-    _check_targets(json_file, per_image)
+    _check_output_files(json_file, per_image)
     candidates = read_predictions(predictions)
     captions = read_references(references, split)
-    which = f"split {split} of {references}" if split else str(references)
+    source = f"split {split} of {references}" if split else str(references)
     missing = [image for image in captions if image not in candidates]
     if missing and (complete or split):
         raise UserError(
-            f"{len(missing)} of {len(captions)} images of {which} have no prediction in {predictions} (image ids "
+            f"{len(missing)} of {len(captions)} images of {source} have no prediction in {predictions} (image ids "
             f"{shorten(missing)}); predict them too, or leave --complete and --split out"
         )
-    print(f"Scoring {len(candidates)} captions of {predictions} against {which} ({len(captions)} images)", flush=True)
+    print(f"Scoring {len(candidates)} captions of {predictions} against {source} ({len(captions)} images)", flush=True)
     if missing:
         print(
             f"{len(missing)} of {len(captions)} reference images have no prediction: left out, also of the document "
@@ -65,7 +65,7 @@ def score(
 
 
 def format_scores(scores: Scores) -> str:
-    """One line per metric, then statistics of the captions, and the signature."""
+    """The scores as text: one line per metric, then statistics of the captions, then the signature."""
     lines = [""]
     for name, score in scores.by_name.items():
         value = f"{score.value:.3f}" if score.value is not None else f"unavailable: {score.unavailable}"
@@ -89,7 +89,7 @@ def format_scores(scores: Scores) -> str:
 
 
 def write_scores(path: Path, scores: Scores) -> None:
-    """Writes one JSON object. A score that could not be computed is null; "unavailable" contains the reason."""
+    """Writes one JSON object. A score that could not be computed is null, and `unavailable` contains the reason."""
     content = {
         "scores": {name: score.value for name, score in scores.by_name.items()},
         "unavailable": {name: score.unavailable for name, score in scores.by_name.items() if score.unavailable},
@@ -107,6 +107,7 @@ def write_per_image(path: Path, scores: Scores, captions: Sequence[str]) -> None
     import pyarrow.parquet
 
     columns = {name: score.per_image for name, score in scores.by_name.items() if score.per_image is not None}
+    # a column has one type, so that ids of several types become strings
     ids = scores.image_ids if len({type(image) for image in scores.image_ids}) == 1 else map(str, scores.image_ids)
     table = pa.table({"image_id": list(ids), "caption": list(captions), **columns})
     with atomic_path(path) as temporary:
@@ -116,7 +117,8 @@ def write_per_image(path: Path, scores: Scores, captions: Sequence[str]) -> None
             pyarrow.parquet.write_table(table, temporary)
 
 
-def _check_targets(json_file: Path | None, per_image: Path | None) -> None:
+def _check_output_files(json_file: Path | None, per_image: Path | None) -> None:
+    """Raises UserError for output files that cannot be written."""
     if per_image is not None and per_image.suffix not in (".csv", ".parquet"):
         raise UserError(f"--per-image {per_image}: expected a name that ends in .csv or .parquet")
     for option, path in (("--json", json_file), ("--per-image", per_image)):

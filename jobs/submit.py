@@ -1,4 +1,4 @@
-"""`raycap submit`: a command as a job on a Ray cluster, followed to its end; and `status`, `logs`, `stop` of a job."""
+"""`raycap submit`: runs a command as a job on a Ray cluster and follows it. It also has `status`, `logs` and `stop`."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from pipeline.version import project_root
 logger = logging.getLogger(__name__)
 
 POLL_S = 2.0
-LOST_S = 600.0  # how long a cluster may be unreachable before the follower gives up
+GIVE_UP_AFTER_S = 600.0  # following a job ends when the cluster was unreachable for this long
 
 
 @dataclass(frozen=True)
 class Request:
-    """A command line for the cluster, with the variables that the job needs."""
+    """A command line for the cluster, with the values of --env, --secret and --with-dependencies."""
 
     command: str
     config: Path
@@ -62,32 +62,32 @@ def submit(request: Request, address: str, *, detach: bool = False) -> int:
 
     Raises UserError for every mistake that can be found before anything is sent.
     """
-    given, named = variables(request.env), secret_names(request.secrets)
+    env, secrets = variables(request.env), secret_names(request.secrets)
     if not request.config.is_file():
         raise UserError(f"configuration {request.config} does not exist; give the path of a YAML file")
-    check_texts(request.config, request.arguments, {*given, *named})
-    with _present(named):
-        parsed = _parse(request.command, request.config, request.arguments)
+    check_texts(request.config, request.arguments, {*env, *secrets})
+    with _placeholders(secrets):
+        config = _parse(request.command, request.config, request.arguments)
     server = JobsServer(address)
-    for warning in check_places(parsed):
+    for warning in check_places(config):
         logger.warning(warning)
     _log_versions(server)
     root = project_root()
     dependencies = requirements(root) if request.with_dependencies else ()
     with tempfile.TemporaryDirectory(prefix="raycap-submit-") as scratch:
-        data_folders = [Path(place) for place in (parsed.data.root, parsed.storage.uri) if place and "://" not in place]
+        data_folders = [Path(uri) for uri in (config.data.root, config.storage.uri) if uri and "://" not in uri]
         files, path = package_files(request.config, root, data_folders)
         package = pack(files, Path(scratch) / "code.zip")
-        job = Submission(request.command, path, tuple(request.arguments), given, named, dependencies)
+        job = Submission(request.command, path, tuple(request.arguments), env, secrets, dependencies)
         logger.info(f"code      {package.describe()}")
         logger.info("          sent" if server.upload(package) else "          the cluster has it already")
-        job_id = _new_id(parsed.name)
+        job_id = _new_id(config.name)
         server.submit(job_id, job.entrypoint, job.runtime_env(f"gcs://{package.name}"), job.metadata)
     logger.info(f"job       {job_id}: raycap {request.command} {path}")
-    if given:
-        logger.info(f"variables {', '.join(given)} (their values can be read on the cluster)")
-    if named:
-        logger.info(f"secrets   {', '.join(named)} must be in the environment of the cluster's nodes")
+    if env:
+        logger.info(f"variables {', '.join(env)} (their values can be read on the cluster)")
+    if secrets:
+        logger.info(f"secrets   {', '.join(secrets)} must be in the environment of the cluster's nodes")
     if detach:
         _log_commands(job_id, server)
         return 0
@@ -95,8 +95,8 @@ def submit(request: Request, address: str, *, detach: bool = False) -> int:
 
 
 @contextmanager
-def _present(names: Sequence[str]) -> Iterator[None]:
-    """Sets placeholders for the cluster's secrets, so that a configuration that names them can be checked here."""
+def _placeholders(names: Sequence[str]) -> Iterator[None]:
+    """Sets the variables of the cluster's secrets to a placeholder, to check a configuration that uses them."""
     missing = [name for name in names if name not in os.environ]
     os.environ.update(dict.fromkeys(missing, "on-the-cluster"))
     try:
@@ -107,7 +107,7 @@ def _present(names: Sequence[str]) -> Iterator[None]:
 
 
 def _parse(command: str, config: Path, arguments: Sequence[str]) -> RunConfig:
-    """The run's configuration as the job will read it; UserError for a command line that the job would refuse."""
+    """The configuration as the job will read it. Raises UserError for a command line that the job would refuse."""
     overrides = command_overrides(command, config, arguments)
     if command == "tune":
         from pipeline.search.spec import load_search
@@ -117,7 +117,7 @@ def _parse(command: str, config: Path, arguments: Sequence[str]) -> RunConfig:
 
 
 def command_overrides(command: str, config: Path, arguments: Sequence[str]) -> list[str]:
-    """Parses `raycap COMMAND CONFIG ARGUMENTS` as the job will; returns the values of --set.
+    """Parses `raycap COMMAND CONFIG ARGUMENTS` as the job will parse it. Returns the values of --set.
 
     Raises UserError for a command that does not take a configuration or would refuse its options.
     """
@@ -145,6 +145,7 @@ def refuse_options(command: str, words: Sequence[str], **options: object) -> Non
 
 
 def _log_versions(server: JobsServer) -> None:
+    """Logs the cluster's Ray version. Warns when it is not the local one and when the token is sent unencrypted."""
     local, remote = importlib.metadata.version("ray"), server.version()["ray_version"]
     logger.info(f"cluster   {server.address}, Ray {remote}")
     if local != remote:
@@ -154,17 +155,19 @@ def _log_versions(server: JobsServer) -> None:
 
 
 def _new_id(name: str) -> str:
+    """A new job id from the run's name, the time and random digits."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
     return f"raycap-{re.sub(r'[^A-Za-z0-9-]', '-', name)}-{now}-{uuid.uuid4().hex[:6]}"
 
 
 def _log_commands(job_id: str, server: JobsServer) -> None:
+    """Logs the commands that follow and stop the job."""
     logger.info(f"follow    raycap submit logs {job_id} --address {server.address}")
     logger.info(f"stop      raycap submit stop {job_id} --address {server.address}")
 
 
 def follow(server: JobsServer, job_id: str, write: Callable[[str], None] | None = None) -> int:
-    """Prints a job's log until the job ends and returns its exit code. A broken connection is made again.
+    """Prints a job's log until the job ends, reconnecting when the connection breaks. Returns the job's exit code.
 
     Ctrl-C asks whether to stop the job. Without a terminal the job continues, and the command that stops it is printed.
     """
@@ -172,71 +175,72 @@ def follow(server: JobsServer, job_id: str, write: Callable[[str], None] | None 
         info = asyncio.run(_Follower(server, job_id, write or _write).run())
     except KeyboardInterrupt:
         return _interrupted(server, job_id)
-    return _verdict(job_id, info)
+    return _exit_code(job_id, info)
 
 
 class _Follower:
-    """Follows one job: how much of its log has been printed, and since when the cluster has been unreachable."""
+    """Prints the log of one job until the job ends."""
 
     def __init__(self, server: JobsServer, job_id: str, write: Callable[[str], None]) -> None:
         self.server, self.job_id, self.write = server, job_id, write
-        self.printed = 0  # characters
-        self.lost_at: float | None = None
-        self.waiting = ""
+        self.num_printed = 0  # characters of the log
+        self.unreachable_since: float | None = None
+        self.pending_message = ""  # the last one that was logged
 
     async def run(self) -> dict[str, Any]:
+        """Returns the job's record after its end."""
         while True:
             try:
                 info = await asyncio.to_thread(self.server.job, self.job_id)
-                self._connected()
+                self._note_connected()
                 if info["status"] == "PENDING":
                     self._log_pending(info)
                     await asyncio.sleep(POLL_S)
                     continue
-                await self._print()
+                await self._print_log()
                 info = await asyncio.to_thread(self.server.job, self.job_id)
                 if info["status"] in FINAL_STATES:
                     return info
             except UnreachableError as error:
-                self._lost(error)
+                self._note_unreachable(error)
             await asyncio.sleep(POLL_S)
 
-    async def _print(self) -> None:
-        """Prints the log. Each connection sends it from its beginning, so that the printed part is skipped."""
-        received = 0
+    async def _print_log(self) -> None:
+        """Prints the part of the log that is not printed yet. Each connection sends the log from its beginning."""
+        num_received = 0
         async for text in self.server.tail(self.job_id):
             if not text and (await asyncio.to_thread(self.server.job, self.job_id))["status"] in FINAL_STATES:
                 text = await asyncio.to_thread(self.server.logs, self.job_id)
-                self.write(text[self.printed :])  # the connection is dead, but the job has ended
-                self.printed = len(text)
+                self.write(text[self.num_printed :])  # the connection is dead, but the job has ended
+                self.num_printed = len(text)
                 return
-            self._connected()
-            new = text[max(0, self.printed - received) :]
-            received += len(text)
+            self._note_connected()
+            new = text[max(0, self.num_printed - num_received) :]
+            num_received += len(text)
             if new:
                 self.write(new)
-                self.printed = received
+                self.num_printed = num_received
 
     def _log_pending(self, info: dict[str, Any]) -> None:
         message = " ".join(str(info.get("message") or "waiting for the cluster").split())
-        if message != self.waiting:
+        if message != self.pending_message:
             logger.info(f"pending   {message}")
-            self.waiting = message
+            self.pending_message = message
 
-    def _lost(self, error: UnreachableError) -> None:
-        if self.lost_at is None:
-            self.lost_at = time.monotonic()
+    def _note_unreachable(self, error: UnreachableError) -> None:
+        if self.unreachable_since is None:
+            self.unreachable_since = time.monotonic()
             logger.warning(f"{error}; the job continues, trying again")
-        elif time.monotonic() - self.lost_at > LOST_S:
+        elif time.monotonic() - self.unreachable_since > GIVE_UP_AFTER_S:
             raise UnreachableError(
-                f"{error}; given up after {LOST_S / 60:.0f} minutes, the job may still run: "
+                f"{error}; given up after {GIVE_UP_AFTER_S / 60:.0f} minutes, the job may still run: "
                 f"raycap submit logs {self.job_id} --address {self.server.address} --follow"
             ) from error
 
-    def _connected(self) -> None:
-        if self.lost_at is not None:
+    def _note_connected(self) -> None:
+        if self.unreachable_since is not None:
             logger.info("          connected again")
-        self.lost_at = None
+        self.unreachable_since = None
 
 
 def _write(text: str) -> None:
@@ -244,8 +248,8 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _verdict(job_id: str, info: dict[str, Any]) -> int:
-    """The job's exit code; 1 for a job that has none because it never started or was stopped."""
+def _exit_code(job_id: str, info: dict[str, Any]) -> int:
+    """Logs how the job ended. Returns its exit code, or 1 if it was stopped or never started."""
     status, code = info["status"], info.get("driver_exit_code")
     if status == "SUCCEEDED":
         logger.info(f"job       {job_id} succeeded")
@@ -258,17 +262,18 @@ def _verdict(job_id: str, info: dict[str, Any]) -> int:
         return 1
     code = int(code)
     logger.info(f"job       {job_id} failed with exit code {code}")
-    return code if code > 0 else 128 - code  # killed by a signal: as a shell reports it
+    return code if code > 0 else 128 - code  # a job killed by signal n has code -n, which a shell reports as 128 + n
 
 
 def _interrupted(server: JobsServer, job_id: str) -> int:
-    stop_it = False
+    """After Ctrl-C, asks on a terminal whether to stop the job. Returns the exit code."""
+    is_to_stop = False
     if sys.stdin is not None and sys.stdin.isatty():
         try:
-            stop_it = input(f"\nStop the job {job_id} too? [y/N] ").strip().lower() in ("y", "yes")
+            is_to_stop = input(f"\nStop the job {job_id} too? [y/N] ").strip().lower() in ("y", "yes")
         except (KeyboardInterrupt, EOFError):
             logger.info("")
-    if stop_it:
+    if is_to_stop:
         return stop(job_id, server.address)
     logger.info(f"the job {job_id} continues")
     _log_commands(job_id, server)
@@ -284,20 +289,20 @@ def status(job_id: str, address: str) -> int:
     begin, end = info.get("start_time"), info.get("end_time")
     if begin:
         logger.info(f"{((end or time.time() * 1000) - begin) / 1000:.0f} s, {info['entrypoint']}")
-    return 0 if info["status"] not in ("FAILED", "STOPPED") else _verdict(job_id, info)
+    return 0 if info["status"] not in ("FAILED", "STOPPED") else _exit_code(job_id, info)
 
 
-def logs(job_id: str, address: str, to_the_end: bool = False) -> int:
-    """Prints a job's log so far, or until the job ends."""
+def logs(job_id: str, address: str, until_end: bool = False) -> int:
+    """Prints a job's log so far, or with `until_end` until the job ends."""
     server = JobsServer(address)
-    server.job(job_id)
-    if to_the_end:
+    server.job(job_id)  # raises UserError if there is no such job
+    if until_end:
         return follow(server, job_id)
     _write(server.logs(job_id))
     return 0
 
 
-def stop(job_id: str, address: str, patience_s: float = 60.0) -> int:
+def stop(job_id: str, address: str, timeout_s: float = 60.0) -> int:
     """Stops a job and waits for its end. Ray kills a job that does not end by itself within some seconds."""
     server = JobsServer(address)
     info = server.job(job_id)
@@ -305,10 +310,10 @@ def stop(job_id: str, address: str, patience_s: float = 60.0) -> int:
         logger.info(f"job       {job_id} had ended already: {info['status']}")
         return 0
     server.stop(job_id)
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     while (info := server.job(job_id))["status"] not in FINAL_STATES:
         if time.monotonic() > deadline:
-            raise UnreachableError(f"{job_id} is still {info['status']} after {patience_s:.0f} s; ask again later")
+            raise UnreachableError(f"{job_id} is still {info['status']} after {timeout_s:.0f} s; ask again later")
         time.sleep(0.5)
     logger.info(f"job       {job_id} has ended: {info['status']}; the same command resumes its work")
     return 0

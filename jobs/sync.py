@@ -1,4 +1,4 @@
-"""`raycap sync`: sends a tracker what it missed while it was down."""
+"""`raycap sync`: sends a tracker the data of runs that it missed while it was down."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from pipeline.tracking.run_tracker import Tracker, register_run
 
 logger = logging.getLogger(__name__)
 
-
 Runs = Iterator[tuple[RunFolder, RunConfig]]
 
 
@@ -40,10 +39,11 @@ def sync(
     """
     overrides = set_ or ()
     num_runs, unreachable = 0, set()
-    for folder, config in _from_config(target, overrides) if target.is_file() else _from_folder(target, overrides):
+    runs = _runs_of_config(target, overrides) if target.is_file() else _runs_in_folder(target, overrides)
+    for folder, config in runs:
         num_runs += 1
         uri = public_uri(config)
-        if uri in unreachable:  # every further attempt would wait as long as the first
+        if uri in unreachable:  # another attempt would wait for the tracker again
             logger.info(f"{folder.run_id}: not tried, {uri} did not answer")
         elif not send(folder, config):
             unreachable.add(uri)
@@ -53,17 +53,17 @@ def sync(
 
 
 def send(folder: RunFolder, config: RunConfig) -> bool:
-    """Sends what the tracker lacks of one run. Returns False when it does not accept everything."""
+    """Sends the data of one run that the tracker lacks. Returns False when the tracker does not accept everything."""
     if not config.tracking.enabled:
         logger.info(f"{folder.run_id}: tracking.enabled is false; nothing to send")
         return True
-    with is_alone(folder.path) as alone:
-        if not alone:
+    with is_alone(folder.path) as has_lock:
+        if not has_lock:
             logger.info(f"{folder.run_id}: another process is working on the run and sends what is missing")
             return True
         if (folder.path / "COMPLETE.json").is_file():
             return register(folder, config)
-        # A killed driver has recorded no ending. A run on S3 may still be active on another machine.
+        # A killed driver has recorded no ending. Without one, a run on S3 may still be active on another machine.
         status = stored_ending(folder, config) or (None if folder.home else "KILLED")
         if not Tracker(folder, config).close(status):
             return False
@@ -72,7 +72,7 @@ def send(folder: RunFolder, config: RunConfig) -> bool:
 
 
 def register(folder: RunFolder, config: RunConfig) -> bool:
-    """Sends what the tracker lacks of a complete run, including its model; False when it does not accept everything."""
+    """Sends what the tracker lacks of a complete run, including its model. False when it does not accept everything."""
     if read_json(folder.path / "COMPLETE.json")["tracked"]:
         logger.info(f"{folder.run_id}: {public_uri(config)} has everything")
         return True
@@ -83,14 +83,17 @@ def register(folder: RunFolder, config: RunConfig) -> bool:
     return True
 
 
-def _from_config(path: Path, overrides: Sequence[str]) -> Runs:
-    """The runs in a configuration's storage that have its name, with its tracker."""
+def _runs_of_config(path: Path, overrides: Sequence[str]) -> Runs:
+    """The runs in a configuration's storage that have its name. They get the configuration's tracker and storage."""
     config = load_config(path, overrides)
     home = config.home("runs")
-    names = home.list() if home else [f"{folder.name}/run.json" for folder in _folders(config.working_path / "runs")]
-    for name in sorted(name.removesuffix("/run.json") for name in names if name.endswith("/run.json")):
-        if name.rpartition("-")[0] == config.name:
-            folder = _opened(config.working_path / "runs" / name, home / name if home else None)
+    if home:
+        names = [path.removesuffix("/run.json") for path in home.list() if path.endswith("/run.json")]
+    else:
+        names = [folder.name for folder in _run_folders(config.working_path / "runs")]
+    for name in sorted(names):
+        if name.rpartition("-")[0] == config.name:  # a run's id is the configuration's name and a digest
+            folder = _open_run(config.working_path / "runs" / name, home / name if home else None)
             try:
                 stored = folder.config
             except UserError as error:
@@ -99,35 +102,35 @@ def _from_config(path: Path, overrides: Sequence[str]) -> Runs:
             yield folder, stored.model_copy(update={"tracking": config.tracking, "storage": config.storage})
 
 
-def _from_folder(path: Path, overrides: Sequence[str]) -> Runs:
-    """The run in a folder, or the runs of a storage, each with the tracker that it was started with."""
+def _runs_in_folder(path: Path, overrides: Sequence[str]) -> Runs:
+    """The run in a folder, or all runs of a storage folder. Each gets the tracker that it was started with."""
     path = path.expanduser().resolve()
-    for folder in [path] if (path / "run.json").is_file() else _folders(path / "runs"):
+    for folder in [path] if (path / "run.json").is_file() else _run_folders(path / "runs"):
         try:
             values = read_values(folder / "config.yaml", overrides)
-            plain = parse_config(values)
+            config = parse_config(values)
         except UserError as error:
             if folder == path:
                 raise
             logger.warning(f"{folder.name}: not sent: {error}")
             continue
-        home = plain.home(f"runs/{folder.name}")
-        opened = _opened(folder, home)
-        known = [uri for uri in known_trackers(opened) if uri != public_uri(plain)]
-        if known and plain.tracking.uri is None:
-            values["tracking"]["uri"] = known[-1]
+        home = config.home(f"runs/{folder.name}")
+        opened = _open_run(folder, home)
+        other_trackers = [uri for uri in known_trackers(opened) if uri != public_uri(config)]
+        if other_trackers and config.tracking.uri is None:  # a stored configuration does not contain the address
+            values["tracking"]["uri"] = other_trackers[-1]
         yield opened, parse_config(values)
 
 
-def _folders(runs: Path) -> list[Path]:
+def _run_folders(runs: Path) -> list[Path]:
     return sorted(path.parent for path in runs.glob("*/run.json"))
 
 
-def _opened(path: Path, home: StoragePath | None) -> RunFolder:
-    """The run's folder, updated from S3 if that is its home and no process is working on the local copy."""
+def _open_run(path: Path, home: StoragePath | None) -> RunFolder:
+    """The run's folder. The copy of a run on S3 is updated first, unless a process is working on it."""
     folder = RunFolder(path, home)
     if home is not None:
-        with is_alone(path) as alone:
-            if alone:
+        with is_alone(path) as has_lock:
+            if has_lock:
                 folder.pull()
     return folder

@@ -1,4 +1,4 @@
-"""Training stages on Ray Train: one fit over data-parallel workers, each running `pipeline.training.loop`."""
+"""Trains stages with Ray Train. One fit starts data-parallel workers, and each runs `pipeline.training.loop`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pipeline.training.stage_output import AbandonedError
 
 
 class StageFailedError(JobFailedError):
-    """Training failed and would fail again in the same way. The message names the place and the reason."""
+    """Training failed and would fail again in the same way. The message names the stage and the reason."""
 
 
 def fit(job: StageJob, config: RunConfig) -> None:
     """Runs the job's stages on the cluster. A worker that dies is replaced, and the stage resumes.
 
     Raises StageFailedError without another attempt for failures that would repeat, such as a loss that is not finite
-    or a setting that does not fit the data; and the last worker's error after `workers.max_failures` failures. Each
-    fit has a new name in Ray Train, which returns the old result for a name that it knows.
+    or a setting that does not fit the data. After `workers.max_failures` failures, raises the last worker's error. Each
+    fit gets a new name, because Ray Train returns the old result when a name is used twice.
     """
     from ray.train import FailureConfig, ScalingConfig
     from ray.train import RunConfig as RayRunConfig
@@ -33,7 +33,7 @@ def fit(job: StageJob, config: RunConfig) -> None:
     workers = config.workers
     scratch = job.folder.path / "log" / ".ray"
     trainer = TorchTrainer(
-        _worker,
+        _run_worker,
         train_loop_config={"job": job},
         torch_config=TorchConfig(backend="nccl" if workers.gpus_per_worker else "gloo"),
         scaling_config=ScalingConfig(
@@ -57,16 +57,17 @@ def fit(job: StageJob, config: RunConfig) -> None:
 
 
 def failure_file(job: StageJob) -> StoragePath:
-    """Where a worker writes the reason of a failure that would repeat; one file per driver."""
+    """The file in which a worker writes the reason of a failure that would repeat. Each driver has another file."""
     return job.folder.root / f"log/failure-{job.driver_token}"
 
 
-def _worker(settings: dict[str, Any]) -> None:
+def _run_worker(settings: dict[str, Any]) -> None:
+    """The function that Ray Train runs on every worker."""
     from pipeline.runtime.context import RayContext
 
     job: StageJob = settings["job"]
     if failure_file(job).exists():
-        return  # ends every worker of a repeated attempt, and so the fit
+        return  # When Ray Train restarts the workers, all of them end here, which ends the fit.
     try:
         train_stages(RayContext(), job)
     except (AbandonedError, DivergedError, ValueError) as error:

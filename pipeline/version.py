@@ -15,7 +15,7 @@ def project_root() -> Path:
 
 
 def commit() -> str:
-    """The commit's short hash, with `-dirty` when files differ from it; `unknown` without git and without the file."""
+    """The commit's short hash, with `-dirty` when files differ from it; `unknown` without git and the file."""
     root = project_root()
     git = shutil.which("git")
     if git is not None and (root / ".git").exists():

@@ -30,10 +30,10 @@ from pipeline.storage.path import StorageError, StoragePath, is_remote, storage_
 from pipeline.tracking.mlflow_client import public_uri, reason_of, tracking_client
 
 MIN_DISK_GIB, ENOUGH_DISK_GIB = 1, 10
-MIN_MEMORY_GIB, ENOUGH_MEMORY_GIB = 1, 4  # Ray and one worker; with SPICE's heap in addition
-WORKER_GIB = 0.75  # a worker process before its model: torch, Ray and their libraries
-SHM_GIB = 0.5  # the size of the object store that raycap starts Ray with
-TRACKER_S = 5.0
+MIN_MEMORY_GIB, ENOUGH_MEMORY_GIB = 1, 4  # the first is for Ray and one worker, the second also for SPICE's heap
+WORKER_GIB = 0.75  # a worker process uses this much before it loads a model
+OBJECT_STORE_GIB = 0.5  # the size of the object store that raycap starts Ray with
+TRACKER_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def torch_pair() -> Finding:
     try:
         torch, vision = importlib.import_module("torch"), importlib.import_module("torchvision")
         vision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
-    except Exception as error:  # whatever a broken pair raises
+    except Exception as error:  # a broken pair can raise any error
         reason = reason_of(error)
         return Finding(
             "torch", "fail", f"torch and torchvision do not work together: {reason}",
@@ -85,14 +85,14 @@ def bfloat16(config: RunConfig | None) -> Finding:
     return Finding("bfloat16", "ok", "not in hardware: features are computed in float32")
 
 
-def gpus(config: RunConfig | None, elsewhere: bool) -> Finding:
-    """GPUs that torch sees, against those of the configuration; `elsewhere`: on a cluster, whose nodes have them."""
+def gpus(config: RunConfig | None, on_cluster: bool) -> Finding:
+    """GPUs that torch sees, against those of the configuration; `on_cluster`: on a cluster, whose nodes have them."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
     wanted = gpus_wanted(config)
-    if wanted > count and not elsewhere:
+    if wanted > count and not on_cluster:
         return Finding(
             "gpus", "fail", f"the configuration uses {wanted:g}, torch sees {count}",
             "set workers.gpus_per_worker and features.gpus_per_actor to 0, join a cluster, or check the driver",
@@ -133,9 +133,9 @@ def disk(folder: Path, name: str, remedy: str) -> Finding:
     return Finding(name, "warn" if free >= MIN_DISK_GIB else "fail", text, remedy)
 
 
-def memory(config: RunConfig | None, elsewhere: bool) -> Finding:
+def memory(config: RunConfig | None, on_cluster: bool) -> Finding:
     free = free_memory_mb() / 2**10
-    workers = 0 if config is None or elsewhere else config.workers.num_workers
+    workers = 0 if config is None or on_cluster else config.workers.num_workers
     needed = MIN_MEMORY_GIB + WORKER_GIB * workers
     text = f"{free:.1f} GiB free"
     if free < needed:
@@ -152,7 +152,7 @@ def shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
     if not folder.is_dir():
         return Finding("shm", "ok", f"no {folder} on this system")
     free = shutil.disk_usage(folder).free / 2**30
-    if free < SHM_GIB:
+    if free < OBJECT_STORE_GIB:
         return Finding(
             "shm", "warn", f"{free:.2f} GiB free in {folder}", "start the container with --shm-size=2g or more"
         )
@@ -190,8 +190,7 @@ def data(config: RunConfig) -> Finding:
 
 
 def tracker(config: RunConfig) -> Finding:
-    """Whether the tracker answers; a run continues without it and sends what it missed."""
-
+    """Whether the tracker answers; a run continues without it and sends the missing data later."""
     if not config.tracking.enabled:
         return Finding("tracker", "ok", "off")
     where = public_uri(config)
@@ -200,9 +199,9 @@ def tracker(config: RunConfig) -> Finding:
         return Finding("tracker", "ok", where if parts.hostname else f"{where}: a file, created when it is first used")
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        socket.create_connection((parts.hostname or "", port), TRACKER_S).close()
+        socket.create_connection((parts.hostname or "", port), TRACKER_TIMEOUT_S).close()
         tracking_client(config).search_experiments(max_results=1)
-    except Exception as error:  # whatever the tracker answers
+    except Exception as error:  # a tracker can fail with any error
         reason = reason_of(error)
         return Finding(
             "tracker", "warn", f"{where} does not answer: {reason}",
@@ -266,18 +265,18 @@ def resources_there(address: str, config: RunConfig | None) -> Finding:
     text = f"{len(alive)} with {cpus:g} CPUs and {cards:g} GPUs"
     wanted = 0 if config is None else math.ceil(config.workers.num_workers * config.workers.cpus_per_worker)
     if wanted > cpus or gpus_wanted(config) > cards:
-        asked = f"{wanted} CPUs and {gpus_wanted(config):g} GPUs"
-        return Finding("nodes", "warn", f"{text}; the job needs {asked}", "it waits until the cluster has grown")
+        needed = f"{wanted} CPUs and {gpus_wanted(config):g} GPUs"
+        return Finding("nodes", "warn", f"{text}; the job needs {needed}", "it waits until the cluster has grown")
     return Finding("nodes", "ok", text)
 
 
 def examine(config: RunConfig | None, address: str | None) -> Iterator[Finding]:
     """All checks, one after another; with an address, computing happens on that cluster, not on this machine."""
-    elsewhere = address is not None or "RAY_ADDRESS" in os.environ
+    on_cluster = address is not None or "RAY_ADDRESS" in os.environ
     checks: list[Callable[[], Finding]] = [
-        *(python, torch_pair, lambda: bfloat16(config), lambda: gpus(config, elsewhere), java, spice),
+        *(python, torch_pair, lambda: bfloat16(config), lambda: gpus(config, on_cluster), java, spice),
         lambda: disk(cache_folder(), "cache", "free space, or set RAYCAP_CACHE to a folder on another disk"),
-        *(lambda: memory(config, elsewhere), shared_memory, ray_here, token_here),
+        *(lambda: memory(config, on_cluster), shared_memory, ray_here, token_here),
     ]
     if address is not None:
         checks += [lambda: ray_there(address), lambda: resources_there(address, config)]

@@ -22,7 +22,7 @@ from pipeline.cluster.packaging import Package
 from pipeline.errors import UserError
 
 REQUEST_S, UPLOAD_S = 30.0, 600.0
-SILENCE_S = 20.0  # how long a log may be silent before the server is checked
+SILENCE_S = 20.0  # after this long without output of a job, the server is checked
 FINAL_STATES = ("SUCCEEDED", "FAILED", "STOPPED")
 
 
@@ -51,7 +51,7 @@ class JobsServer:
             and not parts.hostname.startswith("127.")
         )
         self.token, self.token_from = find_token()
-        self.token_sent = False  # it is sent only to a server that asks for one
+        self.token_sent = False  # the token is sent only to a server that asks for one
 
     def version(self) -> dict[str, Any]:
         """The head's versions, among them `ray_version`. UserError when the server refuses the token."""
@@ -190,7 +190,7 @@ async def _pieces(socket: Any) -> AsyncIterator[str]:
         finally:
             waiting.cancel()
         message = waiting.result()
-        if not isinstance(message.data, str):  # closed, cut, or an error
+        if not isinstance(message.data, str):  # the connection was closed or cut, or has failed
             return
         yield message.data
 

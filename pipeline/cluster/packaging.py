@@ -1,8 +1,8 @@
 """The code of this checkout as one archive for a job on a cluster.
 
-Left out is what `.gitignore` and `.rayignore` name, and also data, results, environments, caches, and files whose names
-suggest secrets. Equal files give an archive of equal bytes, so that a cluster receives it only once. Ray's own
-packaging (`working_dir` of a runtime environment) has no such list, and its parts are not public.
+The archive leaves out what `.gitignore` and `.rayignore` name, and also data, results, environments, caches, and files
+whose names suggest secrets. Equal files give an archive of equal bytes, so that a cluster receives it only once. Ray's
+own packaging (`working_dir` of a runtime environment) has no such list, and its parts are not public.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathspec import GitIgnoreSpec
 from pipeline.errors import UserError
 
 LIMIT_BYTES = 100 * 2**20  # the largest request of Ray's jobs server (ray 2.60, DASHBOARD_CLIENT_MAX_SIZE)
-NUM_LARGEST = 5  # files that a message names
+NUM_NAMED_FILES = 5  # messages name this many of the largest files
 IGNORE_FILES = (".gitignore", ".rayignore")
 ALWAYS_LEFT_OUT = (
     *(".git", ".hg", ".venv", "venv/", "__pycache__", "*.py[co]", "*.egg-info", "node_modules", ".ipynb_checkpoints"),
@@ -94,7 +94,7 @@ def pack(files: Mapping[str, Path | bytes], target: Path, limit: int = LIMIT_BYT
     Raises UserError naming the largest files as soon as the archive exceeds `limit` bytes, and removes it.
     """
     sizes = {name: len(value) if isinstance(value, bytes) else value.stat().st_size for name, value in files.items()}
-    largest = tuple(sorted(sizes.items(), key=lambda item: (-item[1], item[0]))[:NUM_LARGEST])
+    largest = tuple(sorted(sizes.items(), key=lambda item: (-item[1], item[0]))[:NUM_NAMED_FILES])
     try:
         with target.open("wb") as file:
             with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -23,14 +23,14 @@ from pipeline.storage.path import is_remote
 from pipeline.version import COMMIT_FILE, commit
 
 SOURCE_FOLDERS = ("models", "pipeline", "jobs")
-LOCK = "requirements.lock"
-OUTSIDE_FOLDER = "submitted"  # of the package, for files from outside the code
+LOCK_FILE = "requirements.lock"
+OUTSIDE_FOLDER = "submitted"  # the package's folder for files that are outside the code
 _SECRET_NAME = re.compile(
     r"(PASS(WORD|WD)?|SECRET|TOKEN|CREDENTIALS?|API_?KEY|ACCESS_KEY|PRIVATE_KEY)(_|$)", re.IGNORECASE
 )
 _PASSWORD_IN_URL = re.compile(r"://[^/\s:@]*:(?!\$\{)[^/\s@]+@")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_FROM_CLUSTER = ("ray",)  # packages of the lock that a job takes from its cluster
+_PROVIDED_BY_CLUSTER = ("ray",)  # packages of the lock file that a job does not install, because its cluster has them
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Submission:
         if self.variables:
             environment["env_vars"] = dict(self.variables)
         if self.requirements:
-            # pip, not uv, because it reuses what the cluster's Python has already
+            # pip rather than uv, because pip reuses packages that the cluster's Python has already
             environment["pip"] = {"packages": list(self.requirements), "pip_check": False}
         return environment
 
@@ -84,13 +84,13 @@ def package_files(config: Path, root: Path, left_out: Iterable[Path] = ()) -> tu
             files.update({f"{name}/{path}": source for path, source in find_files(root / name).items()})
     files[COMMIT_FILE] = commit().encode()
     configs = [path.resolve() for path in referenced_files(config)]
-    known = {source.resolve(): name for name, source in files.items() if isinstance(source, Path)}
-    if not all(path in known for path in configs):
+    packed = {source.resolve(): name for name, source in files.items() if isinstance(source, Path)}
+    if not all(path in packed for path in configs):
         above = Path(os.path.commonpath([path.parent for path in configs]))
         for path in configs:
-            known[path] = f"{OUTSIDE_FOLDER}/{path.relative_to(above).as_posix()}"
-            files[known[path]] = path
-    return files, known[configs[0]]
+            packed[path] = f"{OUTSIDE_FOLDER}/{path.relative_to(above).as_posix()}"
+            files[packed[path]] = path
+    return files, packed[configs[0]]
 
 
 def variables(given: Sequence[str]) -> dict[str, str]:
@@ -176,9 +176,12 @@ def check_places(config: RunConfig) -> list[str]:
 
 
 def requirements(root: Path) -> tuple[str, ...]:
-    """The lock's lines for a runtime environment, without Ray, which the cluster has. UserError without a lock."""
-    lock = root / LOCK
-    if not lock.is_file():
-        raise UserError(f"--with-dependencies needs {lock}, which does not exist; submit from a checkout of raycap")
-    lines = [line.strip() for line in lock.read_text(encoding="utf-8").splitlines()]
-    return tuple(line for line in lines if line and re.split(r"[=\[ ]", line)[0] not in _FROM_CLUSTER)
+    """The packages of the lock file without those that the cluster provides. UserError if the file is missing."""
+    lock_file = root / LOCK_FILE
+    if not lock_file.is_file():
+        raise UserError(
+            f"--with-dependencies needs {lock_file}, which does not exist; submit from a checkout of raycap"
+        )
+    lines = [line.strip() for line in lock_file.read_text(encoding="utf-8").splitlines()]
+    # a line is NAME==VERSION, NAME[extra]==VERSION or NAME @ URL
+    return tuple(line for line in lines if line and re.split(r"[=\[ ]", line)[0] not in _PROVIDED_BY_CLUSTER)

@@ -2,7 +2,7 @@
 
 A file may begin with `extends: other.yaml`, a path relative to the file. Its own values are merged over those of the
 other file: mappings key by key, lists of named items (the stages) by name. Everything else is replaced, and so is a
-section that gets another `name` (another model, schedule or optimizer), because its keys are others.
+section that gets another `name` (another model, schedule or optimizer), because that has different keys.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _chain(path: Path) -> list[tuple[Path, dict[str, Any]]]:
     """
     chain = [(path, _read_yaml(path))]
     while (name := chain[-1][1].pop("extends", None)) is not None:
-        file = _extended_file(name, [each for each, _ in chain])
+        file = _extended_file(name, [file for file, _ in chain])
         values = _read_yaml(file)
         if isinstance(values.get("base"), str):
             values["base"] = os.path.relpath(file.parent / values["base"], path.parent)
@@ -76,7 +76,7 @@ def _chain(path: Path) -> list[tuple[Path, dict[str, Any]]]:
 def _extended_file(name: Any, chain: Sequence[Path]) -> Path:
     """The file that the last one of the chain extends; UserError for one that is missing, outside, or extended before.
 
-    Outside is what does not lie in the first file's folder or below it.
+    A file is outside if it is neither in the first file's folder nor below it.
     """
     last, folder = chain[-1], chain[0].parent.resolve()
     if not isinstance(name, str):
@@ -89,8 +89,8 @@ def _extended_file(name: Any, chain: Sequence[Path]) -> Path:
         )
     if not file.is_file():
         raise UserError(f"{last}: extends names {name}, and {file} does not exist; give the path of a YAML file")
-    if file.resolve() in [each.resolve() for each in chain]:
-        circle = " -> ".join(str(each) for each in (*chain, file))
+    if file.resolve() in [earlier.resolve() for earlier in chain]:
+        circle = " -> ".join(str(link) for link in (*chain, file))
         raise UserError(f"extends forms a circle: {circle}; remove one of these keys")
     return file
 
@@ -169,13 +169,14 @@ def set_value(data: dict[str, Any], key: str, value: Any, source: str) -> None:
         raise UserError(f"{source} {key}: {'.'.join(parents)} is a plain value without keys")
 
 
-def _stage_index(items: list[Any], part: str, where: str) -> int:
+def _stage_index(items: list[Any], part: str, source: str) -> int:
+    """The index of the stage that `part` names or numbers; a UserError begins with `source`."""
     names = [item.get("name") if isinstance(item, dict) else None for item in items]
     if part in names:
         return names.index(part)
     if part.isascii() and part.isdigit() and int(part) < len(items):
         return int(part)
-    raise UserError(f"{where}: {part!r} is none of {', '.join(str(name) for name in names)}")
+    raise UserError(f"{source}: {part!r} is none of {', '.join(str(name) for name in names)}")
 
 
 def expand_variables(values: dict[str, Any]) -> dict[str, Any]:
@@ -208,12 +209,12 @@ def parse_config(data: dict[str, Any]) -> RunConfig:
     return parse_section(RunConfig, data)
 
 
-def parse_section(kind: type[SectionType], data: Any, key: str = "") -> SectionType:
+def parse_section(section_type: type[SectionType], data: Any, key: str = "") -> SectionType:
     """Plain values as a pydantic model or dataclass; UserError as `load_config`.
 
     `key` is the section's place in its file, for the error's sentence.
     """
-    section: SectionType = _validated(kind, data, key)
+    section: SectionType = _validated(section_type, data, key)
     return section
 
 
@@ -223,25 +224,25 @@ def parse_model(data: Any) -> ModelConfig:
     return config
 
 
-def parse_given(kind: type, data: dict[str, Any], key: str) -> dict[str, Any]:
-    """Some of a dataclass's values, each checked by its type; how they go together is not checked. UserError."""
-    hints = get_type_hints(kind)
-    options: dict[str, Any] = {field.name: (hints[field.name], None) for field in fields(kind)}
-    partial = create_model(kind.__name__, __config__=ConfigDict(extra="forbid"), **options)
+def parse_given(section_type: type, data: dict[str, Any], key: str) -> dict[str, Any]:
+    """Some of a dataclass's values. Only the type of each is checked, not whether they fit together. UserError."""
+    hints = get_type_hints(section_type)
+    options: dict[str, Any] = {field.name: (hints[field.name], None) for field in fields(section_type)}
+    partial = create_model(section_type.__name__, __config__=ConfigDict(extra="forbid"), **options)
     return parse_section(partial, data, key).model_dump(exclude_unset=True)
 
 
-def _validated(kind: Any, data: Any, key: str) -> Any:
+def _validated(section_type: Any, data: Any, key: str) -> Any:
     try:
-        return TypeAdapter(kind).validate_python(data)
+        return TypeAdapter(section_type).validate_python(data)
     except ValidationError as error:
-        raise UserError(_sentence(error, data, kind, key)) from error
+        raise UserError(_sentence(error, data, section_type, key)) from error
 
 
 def dump_config(config: RunConfig) -> str:
-    """YAML of the resolved configuration; the tracker's address, which may hold a password, is left out.
+    """The resolved configuration as YAML, without the tracker's address, which may contain a password.
 
-    So is the backbone of a run on region features, which has none.
+    A run on region features has no backbone, so that its default section `backbone` is left out, too.
     """
     values = config.model_dump(mode="json", exclude={"tracking": {"uri"}})
     if not config.has_backbone and config.backbone == BackboneConfig():
@@ -249,13 +250,13 @@ def dump_config(config: RunConfig) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
-def _sentence(error: ValidationError, data: Any, kind: Any, section: str) -> str:
-    """One error as a sentence with the dotted key; a renamed key comes first, else the first error of pydantic."""
+def _sentence(error: ValidationError, data: Any, section_type: Any, section: str) -> str:
+    """One error as a sentence with the dotted key: a renamed key if there is one, otherwise pydantic's first error."""
     prefix = (section,) if section else ()
     errors = [(_location((*prefix, *each["loc"])), each) for each in error.errors()]
     unknown = ("extra_forbidden", "unexpected_keyword_argument")
-    for location, each in errors:
-        new = new_key(location) if each["type"] in unknown else None
+    for location, error_details in errors:
+        new = new_key(location) if error_details["type"] in unknown else None
         if new is not None:
             return f"{_dotted(location, data)}: `{location[-1]}` is now `{new}`"
     location, first = errors[0]
@@ -264,7 +265,7 @@ def _sentence(error: ValidationError, data: Any, kind: Any, section: str) -> str
         name = first["ctx"]["tag"]
         return f"model.name is {name!r}, which is unknown: {_hint(name, list(MODEL_CONFIGS))}"
     if first["type"] in unknown:
-        known = _known_keys(first["loc"][:-1], kind)
+        known = _known_keys(first["loc"][:-1], section_type)
         return f"unknown key {key}: {_hint(str(location[-1]), known, 'known here')}"
     if first["type"] in ("missing", "missing_argument"):
         return f"key {key} is missing; add it to the configuration"
@@ -280,13 +281,13 @@ def _hint(name: str, known: Sequence[str], introduction: str = "known") -> str:
 
 
 def _location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Pydantic's location without the system's name, which it puts behind `model` and which is no key."""
+    """Pydantic's location without the system's name. Pydantic adds it after `model`, but it is not a key."""
     is_tagged = location[:1] == ("model",) and len(location) > 1 and location[1] in MODEL_CONFIGS
     return (location[0], *location[2:]) if is_tagged else location
 
 
 def _dotted(location: Sequence[int | str], data: Any) -> str:
-    """A location as a dotted key, a stage by its name where it has one."""
+    """A location as a dotted key, in which a stage is given by its name if it has one."""
     parts = [str(part) for part in location]
     if len(location) >= 2 and location[0] == "stages" and isinstance(location[1], int):
         stage = data["stages"][location[1]]
@@ -295,11 +296,11 @@ def _dotted(location: Sequence[int | str], data: Any) -> str:
     return ".".join(parts)
 
 
-def _known_keys(location: Sequence[int | str], kind: Any) -> list[str]:
-    """Keys valid at a location, by walking the types of the sections."""
-    node = kind
+def _known_keys(location: Sequence[int | str], section_type: Any) -> list[str]:
+    """The valid keys at a location, found by following the types of the sections."""
+    node = section_type
     for part in location:
-        if part in MODEL_CONFIGS:
+        if part in MODEL_CONFIGS:  # pydantic puts the system's name into a location (`_location`)
             node = MODEL_CONFIGS[str(part)]
         elif isinstance(node, type) and issubclass(node, BaseModel) and part in node.model_fields:
             node = _section_type(node.model_fields[str(part)].annotation)
@@ -309,6 +310,7 @@ def _known_keys(location: Sequence[int | str], kind: Any) -> list[str]:
 
 
 def _section_type(annotation: Any) -> Any:
+    """The section in an annotation such as `Section | None`; None if it contains no section."""
     if isinstance(annotation, type) and (is_dataclass(annotation) or issubclass(annotation, BaseModel)):
         return annotation
     candidates = (_section_type(inner) for inner in getattr(annotation, "__args__", ()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# The dotted path of each old key, without the numbers and names of stages, and the last part of its new path.
+# Keys: the old keys with their sections, without the numbers and names of stages. Values: the new keys' last parts.
 RENAMED_KEYS = {
     "data.more_words": "extra_vocabulary",
     "features.cut_regions": "truncate_regions",
@@ -22,7 +22,7 @@ RENAMED_KEYS = {
     "workers.trial_steps": "dry_run",
 }
 
-# Old values of keys whose new values are the constants of `pipeline.config.sections`.
+# By (key, old value): the new value, which is a constant of `pipeline.config.sections`.
 RENAMED_VALUES = {("features.hdf5", "embedded"): "synthetic"}
 
 

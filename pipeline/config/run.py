@@ -1,4 +1,4 @@
-"""The configuration of a run: its sections together, and what must fit across them."""
+"""The configuration of a run: all of its sections, and the checks across sections."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ from pipeline.storage.path import StoragePath, is_remote, storage_path
 
 
 class RunConfig(Section):
-    """All keys of a run. Those that do not count for its identity are marked (`models.config.Identity`)."""
+    """All keys of a run. Marks (`models.config.Identity`) show how a key counts for the run's identity."""
 
     name: FileName
     seed: Annotated[int, Field(ge=0, lt=2**62)] = 0
     storage: Annotated[StorageSection, Identity.IGNORED] = StorageSection()
     data: DataSection
-    backbone: Annotated[BackboneConfig, Identity.WITH_BACKBONE] = BackboneConfig()  # required without features.hdf5
+    # a run's file must set either the backbone or features.hdf5
+    backbone: Annotated[BackboneConfig, Identity.WITH_BACKBONE] = BackboneConfig()
     features: FeatureSection = FeatureSection()
     model: ModelSection
     stages: Annotated[tuple[StageSection, ...], Field(min_length=1)]
@@ -116,6 +117,7 @@ class RunConfig(Section):
 
     @property
     def storage_place(self) -> StoragePath:
+        """The storage, local or on S3."""
         return storage_path(self.storage.uri, self.storage.options)
 
     def stage(self, name: str) -> StageSection:

@@ -30,7 +30,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-SYNTHETIC = "synthetic"  # as features.hdf5: the regions of the synthetic data set
+SYNTHETIC = "synthetic"  # this value of features.hdf5 selects the regions of the synthetic data set
 
 # Of every 30 images in order 24 are train, 2 val, 3 test and 1 novel: 1,500 give 1,200, 100, 150 and 50.
 SPLIT_CYCLE = ("train",) * 24 + ("val",) * 2 + ("test",) * 3 + ("novel",)
@@ -44,7 +44,7 @@ class StorageSection(Section):
     """Where everything is written. In a YAML, `storage: results` is short for `storage: {uri: results}`."""
 
     uri: str = "results"
-    endpoint_url: str | None = None  # of an S3-compatible server; None: AWS, or AWS_ENDPOINT_URL
+    endpoint_url: str | None = None  # the address of an S3-compatible server; None: AWS_ENDPOINT_URL, or AWS
     region: str | None = None
 
     @model_validator(mode="after")
@@ -66,7 +66,7 @@ class SourceSection(Section):
 
     annotations: str
     images: str = "."  # the folder of its images, relative to data.root, or an s3:// prefix
-    split: str | None = None  # of images that neither the file nor a split list assigns
+    split: str | None = None  # the split of images that neither the file nor a split list assigns to one
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class DataSection(Section):
     """Where images and captions are. `synthetic` generates the synthetic data set instead of reading `root`."""
 
     synthetic: SceneConfig | None = None
-    # a folder or an s3:// prefix; the data's content counts for the run's identity, wherever it is
+    # A folder or an s3:// prefix. The run's identity ignores it and counts the content of the data.
     root: Annotated[str | None, Identity.IGNORED] = None
     format: Literal["auto", "karpathy", "coco", "nocaps", "table"] = "auto"
     annotations: str = "dataset.json"
@@ -142,7 +142,7 @@ class FeatureSection(Section):
     max_regions: Annotated[Positive, Identity.WITH_REGIONS] = 100
     # true: keep the first max_regions of an image that has more; false: refuse it
     truncate_regions: Annotated[bool, Identity.WITH_REGIONS] = False
-    # GiB of local copies of shards that are on S3, and as much again of images
+    # the size in GiB of the cache of shards from S3; a cache of images may be equally large
     cache_gib: Annotated[PositiveFloat, Identity.IGNORED] = 50
 
     @model_validator(mode="after")
@@ -169,7 +169,7 @@ class OptimizerSection(Section):
 
 
 class PlateauSection(Section):
-    """Multiplies the learning rate by `factor` after `patience` validations in a row below or at the best."""
+    """Multiplies the learning rate by `factor` after `patience` validations in a row without a new best score."""
 
     factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
     patience: Positive = 3
@@ -191,7 +191,7 @@ class ScstSection(Section):
     eos_in_loss: bool = True  # whether the log-probability of EOS is part of the loss
     fixed_length: Positive | None = None  # divide each caption's summed log-probability by this number
     document_frequency: Literal["images", "captions"] = "images"
-    sampling_dropout: bool = False  # sample with the captioner's dropout, apart from that inside a dynamic expansion
+    sampling_dropout: bool = False  # sample with the captioner's dropout, except inside a dynamic expansion
     max_cider_drop: Fraction = 0.3  # ends the stage when validation CIDEr-D is below (1 - max_cider_drop) x the best
 
 
@@ -211,13 +211,13 @@ class StageSection(Section):
     schedule: ScheduleSection = ScheduleSection()
     optimizer: OptimizerSection = OptimizerSection()
     label_smoothing: Fraction = 0.1
-    dropout: Fraction | None = None  # None: the model's
-    drop_path: Fraction | None = None  # None: the backbone's
+    dropout: Fraction | None = None  # None: the model's dropout
+    drop_path: Fraction | None = None  # None: the backbone's drop_path
     max_grad_norm: PositiveFloat | None = None
     precision: Literal["float32", "bfloat16", "float64"] = "float32"
     scst: ScstSection | None = None
     validate_every_epochs: PositiveFloat = 1.0
-    patience: Positive | None = None  # end the stage after this many validations in a row below or at the best
+    patience: Positive | None = None  # end the stage after this many validations in a row without a new best score
     plateau: PlateauSection | None = None
     checkpoint_every_steps: Annotated[Positive, Identity.IGNORED] = 500
     checkpoint_every_minutes: Annotated[PositiveFloat, Identity.IGNORED] = 10
@@ -311,17 +311,17 @@ class RetrainSection(Section):
     """
 
     split: str | None = None  # fixed at its first use; None: the first of data.test_splits
-    margin: NonNegativeFloat = 0.0  # CIDEr-D, where published scores are near 1.4
-    confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95  # of the two-sided interval
+    margin: NonNegativeFloat = 0.0  # in units of CIDEr-D; published scores are near 1.4
+    confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95  # the confidence of the two-sided interval
     lease_seconds: PositiveFloat = 120  # how long a killed retraining still blocks the next one
 
 
 def _system(model: Any) -> str:
-    """The system that a section `model` names; without a name expansionnet_v2."""
+    """The name of the system in a section `model`; expansionnet_v2 is the default."""
     return str(model.get("name", "expansionnet_v2") if isinstance(model, dict) else getattr(model, "name", ""))
 
 
-# each system has its own keys; those of another are refused as unknown
+# Every system has other keys, so that its name selects the class that checks the section.
 if TYPE_CHECKING:
     ModelSection = ModelConfig
 else:

@@ -69,7 +69,7 @@ def write_bytes(path: Path, data: bytes | memoryview, *, durable: bool = True) -
 
 
 def write_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """UTF-8, with line ends as they are in `text`."""
+    """Writes UTF-8 and does not change the line ends of `text`."""
     write_bytes(path, text.encode(), durable=durable)
 
 
@@ -103,7 +103,7 @@ def _flush(path: Path) -> None:
 
 
 def _exchange(temporary: Path, folder: Path) -> None:
-    """Puts `temporary` in the place of `folder`, which is put back if that fails."""
+    """Replaces `folder` by `temporary`; restores `folder` if that fails."""
     old = _temporary(folder)
     folder.rename(old)
     try:

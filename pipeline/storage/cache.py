@@ -15,7 +15,7 @@ from pipeline.storage.atomic import file_lock, write_bytes
 from pipeline.storage.path import StorageError, StoragePath
 
 CACHE_VARIABLE = "RAYCAP_CACHE"
-NUM_FILE_LOCKS = 16  # shared by all files, by a hash of their names
+NUM_FILE_LOCKS = 16  # the hash of a file's name decides which of these locks it uses
 NUM_IMAGE_FOLDERS = 256
 
 
@@ -49,7 +49,7 @@ class ShardCache:
         """The content of a small file, from the local copy if there is one; files above the limit are not cached."""
         path = self.folder / sha256
         if _touch(path):
-            with suppress(FileNotFoundError):  # removed since then, to free space
+            with suppress(FileNotFoundError):  # another process has removed it to free space
                 return path.read_bytes()
         data = _fetch(source, sha256)
         if len(data) <= self.limit:

@@ -1,10 +1,10 @@
-"""A lease in storage: one retraining at a time on any machine, with a token that fences out late writers.
+"""A lease in storage lets one retraining at a time run, on any machine. Its token shuts out late writers.
 
     lease.json   {"token", "nonce", "holder", "until"}
 
-It is taken, renewed and returned by conditional writes. Clocks decide only how long others wait for a holder that has
-died. The token decides who may write: it grows with every holder, so that a process which continues after losing the
-lease finds a larger token and stops. The file is never removed, so that no token is used twice.
+A lease is taken, renewed and returned by conditional writes. Clocks decide only how long others wait for a holder that
+has died. The token decides who may write: it grows with every holder, so that a process which continues after losing
+the lease finds a larger token and stops. The file is never removed, so that no token is used twice.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pydantic import BaseModel, ValidationError
 from pipeline.errors import UserError
 from pipeline.storage.path import ConflictError, StoragePath
 
-RENEWALS = 3  # per duration of a lease
+RENEWALS_PER_LEASE = 3  # a lease is renewed this often before it would expire
 
 
 class LostLeaseError(RuntimeError):
-    """Another process holds the lease: this one may not write any more."""
+    """Another process holds the lease, so that this one may not write any more."""
 
 
 class LeaseRecord(BaseModel, frozen=True):
@@ -41,30 +41,30 @@ class LeaseRecord(BaseModel, frozen=True):
 
 
 class Lease:
-    """A lease that this process holds; as a context it is renewed in the background and returned at the end."""
+    """A lease that this process holds. As a context, it is renewed in the background and returned at the end."""
 
     def __init__(
-        self, where: StoragePath, record: LeaseRecord, tag: str, seconds: float, now: Callable[[], float]
+        self, path: StoragePath, record: LeaseRecord, tag: str, seconds: float, now: Callable[[], float]
     ) -> None:
-        self.where, self.seconds, self.now = where, seconds, now
+        self.path, self.seconds, self.now = path, seconds, now
         self._record, self._tag = record, tag
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._renew_repeatedly, name="lease", daemon=True)
 
     @property
     def token(self) -> int:
-        """Larger than the token of every earlier holder."""
+        """A number that is larger than the token of every earlier holder."""
         return self._record.token
 
     def check(self) -> None:
-        """Raises LostLeaseError unless this process holds the lease; one that expired unclaimed is renewed."""
+        """Raises LostLeaseError unless this process holds the lease. Renews one that expires soon or has expired."""
         with self._lock:
-            stored, tag = _read(self.where)
+            stored, tag = _read(self.path)
             if stored is None or tag is None or stored.nonce != self._record.nonce:
                 holder = "nobody" if stored is None else f"{stored.holder} (token {stored.token})"
-                raise LostLeaseError(f"the lease {self.where} has passed to {holder}; token {self.token} is too late")
+                raise LostLeaseError(f"the lease {self.path} has passed to {holder}; token {self.token} is too late")
             self._record, self._tag = stored, tag
-            if stored.until < self.now() + self.seconds * (1 - 1 / RENEWALS):
+            if stored.until < self.now() + self.seconds * (1 - 1 / RENEWALS_PER_LEASE):
                 self._write(self.now() + self.seconds)
 
     def __enter__(self) -> Lease:
@@ -76,39 +76,40 @@ class Lease:
         self._thread.join()
         try:
             with self._lock:
-                self._write(0.0)
-        except (LostLeaseError, OSError):  # it expires by itself, or another process holds it
-            pass
+                self._write(until=0.0)  # an expiry in the past returns the lease
+        except (LostLeaseError, OSError):
+            pass  # another process holds the lease, or it will expire without being returned
 
     def _renew_repeatedly(self) -> None:
-        while not self._stop.wait(self.seconds / RENEWALS):
+        while not self._stop.wait(self.seconds / RENEWALS_PER_LEASE):
             try:
                 self.check()
             except LostLeaseError:
-                return  # the next `check` raises too
+                return  # the holder's next `check` raises this error, too
             except OSError:
-                continue  # storage fails for a while: renewal is possible until the lease expires
+                continue  # storage failed; another attempt may succeed before the lease expires
 
     def _write(self, until: float) -> None:
+        """Changes the time of expiry; LostLeaseError when another process has taken the lease."""
         record = self._record.model_copy(update={"until": until})
         try:
-            self._tag = self.where.write_if(record.model_dump_json().encode(), self._tag)
+            self._tag = self.path.write_if(record.model_dump_json().encode(), self._tag)
         except ConflictError as error:
             raise LostLeaseError(
-                f"the lease {self.where} has passed to another process; token {self.token} is too late"
+                f"the lease {self.path} has passed to another process; token {self.token} is too late"
             ) from error
         self._record = record
 
 
 def take_lease(
-    where: StoragePath, seconds: float, *, above: int = 0, by_force: bool = False, now: Callable[[], float] = time.time
+    path: StoragePath, seconds: float, *, above: int = 0, by_force: bool = False, now: Callable[[], float] = time.time
 ) -> Lease | LeaseRecord:
-    """The lease, or the record of its present holder. Its token is larger than `above` and than every earlier token.
+    """Takes the lease, or returns the record of its present holder.
 
-    `by_force` takes it from its holder, who then cannot write any more. Raises UserError for a file that is not a
-    lease, and StorageError.
+    The token is larger than `above` and than every earlier token. `by_force` takes the lease from its holder, who then
+    cannot write any more. Raises UserError for a file that is not a lease, and StorageError.
     """
-    stored, tag = _read(where)
+    stored, tag = _read(path)
     if stored is not None and stored.until > now() and not by_force:
         return stored
     record = LeaseRecord(
@@ -118,17 +119,18 @@ def take_lease(
         until=now() + seconds,
     )
     try:
-        tag = where.write_if(record.model_dump_json().encode(), tag)
+        tag = path.write_if(record.model_dump_json().encode(), tag)
     except ConflictError:
-        return take_lease(where, seconds, above=above, by_force=by_force, now=now)  # another process was faster
-    return Lease(where, record, tag, seconds, now)
+        return take_lease(path, seconds, above=above, by_force=by_force, now=now)  # another process was faster
+    return Lease(path, record, tag, seconds, now)
 
 
-def _read(where: StoragePath) -> tuple[LeaseRecord | None, str | None]:
+def _read(path: StoragePath) -> tuple[LeaseRecord | None, str | None]:
+    """The stored record and the tag of its file; two None without a file."""
     try:
-        data, tag = where.read_tagged()
+        data, tag = path.read_tagged()
         return LeaseRecord.model_validate_json(data), tag
     except FileNotFoundError:
         return None, None
     except ValidationError as error:
-        raise UserError(f"{where} is not a lease of raycap; remove it when no retraining is running") from error
+        raise UserError(f"{path} is not a lease of raycap; remove it when no retraining is running") from error

@@ -1,4 +1,4 @@
-"""A folder on S3 and its local copy: the objects on S3 are the truth, programs open the copy.
+"""Keeps a local copy of a folder on S3. Programs open the copy; where the two differ, the objects on S3 count.
 
 Each part of a folder has one writer at a time (the driver, or rank 0 of a stage), which pushes it; the others pull.
 A marker file shows that a folder is complete: markers are uploaded last and removed first, so that nobody sees half a
@@ -20,28 +20,28 @@ from pipeline.storage.atomic import atomic_path, file_lock, write_text
 from pipeline.storage.path import Entry, StoragePath
 
 MARKERS = ("progress.json", "run.json", "DONE.json", "COMPLETE.json", "COMPLETE")
-TRANSFERS = 8
+NUM_TRANSFERS = 8  # files that are transferred at the same time
 
-# Of each file that was transferred: [tag on S3, [size, modification time] of the copy].
+# By file name, for each file that was transferred: [tag on S3, [size, modification time] of the copy].
 Record = dict[str, list[Any]]
 
 
 @dataclass(frozen=True)
 class Mirror:
-    """`local` follows `home`; a file beside it records which state of each object it holds."""
+    """`local` is the copy of the folder `home` on S3. A file beside it records the state of each copied object."""
 
     home: StoragePath
     local: Path
 
     def pull(self, under: str = "") -> None:
-        """Makes the copy below `under` (a folder; a file, recognized by its suffix; "" for all) equal to S3.
+        """Makes the copy below `under` equal to S3. `under` is a folder, a file with a suffix, or "" for everything.
 
         Checkpoints without their marker are skipped. Raises StorageError after the last attempt.
         """
         with self._record() as record:
             remote = _complete(self._listed(under))
             outdated = [name for name, entry in remote.items() if not self._is_current(record, name, entry)]
-            with ThreadPoolExecutor(TRANSFERS) as pool:
+            with ThreadPoolExecutor(NUM_TRANSFERS) as pool:
                 for name, state in zip(outdated, pool.map(self._fetch, outdated), strict=True):
                     record[name] = state
             for name in self._local_files(under).keys() - remote.keys():
@@ -49,11 +49,11 @@ class Mirror:
                 record.pop(name, None)
             self._remove_empty_folders(under)
 
-    def push(self, under: str = "", allowed: Callable[[], None] = lambda: None) -> None:
+    def push(self, under: str = "", check_may_write: Callable[[], None] = lambda: None) -> None:
         """Makes S3 below `under` equal to the copy: markers are uploaded last and removed first.
 
-        Only objects that this copy has sent or fetched are removed: what another writer has written since then stays.
-        `allowed` (the fence) is called before markers are uploaded and anything is removed.
+        Only objects that this copy has sent or fetched are removed; newer ones by other writers stay. `check_may_write`
+        is called before markers are uploaded and objects removed. It raises an error where this process may not write.
         """
         with self._record() as record:
             files, remote = self._local_files(under), self._listed(under)
@@ -63,11 +63,11 @@ class Mirror:
                 for name, state in files.items()
                 if name not in remote or record.get(name) != [remote[name].tag, state]
             ]
-            with ThreadPoolExecutor(TRANSFERS) as pool:
-                for markers in (False, True):
-                    if markers:
-                        allowed()
-                    names = [name for name in changed if _is_marker(name) is markers]
+            with ThreadPoolExecutor(NUM_TRANSFERS) as pool:
+                for is_marker in (False, True):
+                    if is_marker:
+                        check_may_write()
+                    names = [name for name in changed if _is_marker(name) is is_marker]
                     for name, state in zip(names, pool.map(self._send, names), strict=True):
                         if state is not None:
                             record[name] = state
@@ -76,8 +76,8 @@ class Mirror:
                 record.pop(name, None)
 
     def _listed(self, under: str) -> dict[str, Entry]:
-        """Objects below `under`, or the object itself, by their names in the folder."""
-        if "." in under.rsplit("/", 1)[-1]:
+        """The objects below `under`, or the object `under` itself, by their names in the folder."""
+        if "." in under.rsplit("/", 1)[-1]:  # a file
             try:
                 return {under: (self.home / under).stat()}
             except FileNotFoundError:
@@ -86,7 +86,7 @@ class Mirror:
         return {prefix + name: entry for name, entry in (self.home / under if under else self.home).list().items()}
 
     def _local_files(self, under: str) -> dict[str, list[int]]:
-        """[size, modification time] of the copy's files below `under`."""
+        """The copy's files below `under` by name, each with [size, modification time]."""
         start = self.local / under
         states = {}
         for path in [start] if start.is_file() else _visible_files(start):
@@ -113,8 +113,8 @@ class Mirror:
             return [(self.home / name).upload(path), state]
         except FileNotFoundError:
             if path.exists():
-                raise  # the bucket is missing
-            return None  # removed since it was listed; the next push removes the object
+                raise  # the file exists, so that the bucket must be missing
+            return None  # the file was removed after the listing; the next push removes the object
 
     def _remove_empty_folders(self, under: str) -> None:
         for folder, _, _ in os.walk(self.local / under, topdown=False):
@@ -125,7 +125,7 @@ class Mirror:
 
     @contextmanager
     def _record(self) -> Iterator[Record]:
-        """The record, for one process of a machine at a time; it is saved also when a transfer fails."""
+        """The record of transferred files, for one process at a time. It is saved even when a transfer fails."""
         self.local.mkdir(parents=True, exist_ok=True)
         path = self.local.with_name(f".{self.local.name}.mirror.json")
         with file_lock(path.with_suffix(".lock")):
@@ -140,7 +140,7 @@ class Mirror:
 
 
 def _visible_files(start: Path) -> Iterator[Path]:
-    """Files below a folder; hidden files and folders are unfinished or local."""
+    """The files below a folder without hidden ones, which are unfinished or only for this machine."""
     for folder, folders, names in os.walk(start):
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (Path(folder) / name for name in names if not name.startswith("."))
@@ -156,7 +156,7 @@ def _is_marker(name: str) -> bool:
 
 
 def _complete(entries: dict[str, Entry]) -> dict[str, Entry]:
-    """Without the files of checkpoints (step-<n>/) that have no marker: their writer was killed."""
+    """The entries without those of checkpoints (step-<n>/) that have no marker, because their writer was killed."""
     marked = {str(PurePosixPath(name).parent) for name in entries if _is_marker(name)}
     complete = {}
     for name, entry in entries.items():

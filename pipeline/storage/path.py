@@ -17,7 +17,7 @@ from pathlib import Path
 from pipeline.storage.atomic import file_lock, write_bytes
 from pipeline.storage.s3 import ConflictError, Entry, S3Object, StorageError, StorageOptions, is_remote
 
-PROBE_ATTEMPTS = 2  # requests per call of `try_rights`, whose answer a person waits for
+PROBE_ATTEMPTS = 2  # requests per call of `try_rights`; few, because a person waits for its answer
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class StoragePath:
         return Path(self.uri)
 
     def read_bytes(self) -> bytes:
-        """All of a file."""
+        """The whole content of a file."""
         return self._object.get()[0] if self.is_remote else self.path.read_bytes()
 
     def read_range(self, start: int, length: int) -> bytes:
@@ -67,7 +67,7 @@ class StoragePath:
             return file.read(length)
 
     def read_tagged(self) -> tuple[bytes, str]:
-        """All of a file with the tag of its content, for `write_if`."""
+        """The whole content of a file with the tag of its content, for `write_if`."""
         if self.is_remote:
             return self._object.get()
         data = self.path.read_bytes()
@@ -115,7 +115,7 @@ class StoragePath:
         return dict(self.walk())
 
     def walk(self) -> Iterator[tuple[str, Entry]]:
-        """As `list`, one file at a time and in no order."""
+        """Yields what `list` returns, one file at a time and in no order."""
         return self._object.list() if self.is_remote else _list_local(self.path)
 
     def delete(self) -> None:
@@ -179,17 +179,17 @@ def _write_local_if(path: Path, data: bytes, tag: str | None) -> str:
 def try_rights(folder: StoragePath) -> None:
     """Writes a small file on the condition that it is new, is refused a second time, reads, lists and removes it.
 
-    Raises StorageError naming what cannot be done. Storage that takes the second write cannot keep two writers apart,
-    which leases rest on.
+    Raises StorageError naming what cannot be done. Leases need storage that refuses the second write, because
+    otherwise two writers could both succeed.
     """
     folder = StoragePath(folder.uri, replace(folder.options, max_attempts=PROBE_ATTEMPTS))
     probe = folder / f".raycap-probe-{uuid.uuid4().hex}"
     text, is_new = probe.name.encode(), not folder.is_remote and not folder.path.exists()
     try:
-        if not _is_written(probe, text):
+        if not _try_create(probe, text):
             raise StorageError(f"{folder}: a file with a new name is said to exist already")
         try:
-            if _is_written(probe, b"second"):
+            if _try_create(probe, b"second"):
                 raise StorageError(f"{folder}: conditional writes are ignored; a second write replaced the first")
             if probe.read_bytes() != text:
                 raise StorageError(f"{folder}: what was written is not what is read")
@@ -207,8 +207,8 @@ def try_rights(folder: StoragePath) -> None:
         raise StorageError(f"{folder}: {error.strerror or error}") from error
 
 
-def _is_written(probe: StoragePath, data: bytes) -> bool:
-    """Whether a file that must be new takes `data`."""
+def _try_create(probe: StoragePath, data: bytes) -> bool:
+    """Writes a file on the condition that it is new. Returns False if the storage refuses."""
     try:
         probe.write_if(data, None)
     except ConflictError:

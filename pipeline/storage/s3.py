@@ -1,7 +1,7 @@
-"""Objects on S3; the only home of boto3.
+"""Objects on S3. No other module imports boto3.
 
-botocore repeats refused requests and cut connections, and boto3's transfer manager moves large objects in parts. Added
-here: reads whose body was cut are repeated, and conditional writes recognize their own write when its answer was lost.
+botocore repeats refused requests and cut connections, and boto3's transfer manager moves large objects in parts. This
+module also repeats reads whose body was cut, and recognizes a conditional write that succeeded but lost its answer.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ REMOTE = "s3://"
 PART_BYTES = 32 * 2**20  # objects of more than two parts are transferred in parts
 PARTS_AT_A_TIME = 4
 # botocore pauses for rand(0, 1) * 2**n seconds after failed request n = 0, 1, ...: two minutes in all on average, four
-# at most. Its "legacy" mode, because the newer modes share some 35 repeats among all threads of a client, which an
-# outage uses up within seconds.
+# at most. The client uses the mode "legacy", because the newer modes share some 35 repeats among all threads of a
+# client, which an outage uses up within seconds.
 MAX_ATTEMPTS = 9
 CONFLICT_PAUSE_S = 0.5
 
@@ -123,7 +123,7 @@ class S3Object:
             with self._errors_translated():
                 try:
                     self._client.download_file(*self._location.values(), str(path), Config=_transfer_config())
-                except S3DownloadFailedError:  # its tag changed between two parts
+                except S3DownloadFailedError:  # the object's tag changed between two parts
                     continue
             if self.head() == before:
                 return before
@@ -164,7 +164,7 @@ class S3Object:
                 return str(self._client.put_object(**self._location, Body=data, **condition)["ETag"])
             except ClientError as error:
                 status = _status(error)
-                if status == 412 or (status == 404 and "IfMatch" in condition):  # replaced, or removed
+                if status == 412 or (status == 404 and "IfMatch" in condition):  # the object was replaced or removed
                     raise ConflictError(f"{self.uri} was written by another process") from error
                 if status != 409:
                     raise
@@ -214,13 +214,13 @@ def _transfer_config() -> Any:
         multipart_threshold=2 * PART_BYTES,
         multipart_chunksize=PART_BYTES,
         max_concurrency=PARTS_AT_A_TIME,
-        preferred_transfer_client="classic",  # the other one ignores this configuration
+        preferred_transfer_client="classic",  # boto3's "crt" client ignores this configuration
     )
 
 
 @lru_cache(maxsize=8)
 def _client(options: StorageOptions, pid: int) -> Any:
-    """One client per process (a fork may not share its sockets); threads share it."""
+    """The client for these options. Threads share it. Processes do not, because a fork must not share its sockets."""
     import boto3
     from botocore.config import Config
 

@@ -20,7 +20,7 @@ def test_ray_data_gives_what_one_process_gives(
     Path(names[5]).write_bytes(b"")
     here, there = tmp_path / "here.jsonl", tmp_path / "there.jsonl"
     assert caption(names, bundle, CaptionOptions(out=here, num_results=2)) == 1
-    monkeypatch.setattr(jobs.caption, "MANY", 70)
+    monkeypatch.setattr(jobs.caption, "MIN_IMAGES_FOR_RAY", 70)
     assert caption(names, bundle, CaptionOptions(out=there, num_results=2)) == 1
     for ours, theirs in zip(here.read_text().splitlines(), there.read_text().splitlines(), strict=True):
         one, other = json.loads(ours), json.loads(theirs)

@@ -171,7 +171,7 @@ def test_a_stopped_job_and_one_that_never_started_are_failures(stub: Stub) -> No
 
 
 def test_a_cluster_out_of_reach_for_too_long_is_given_up(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.submit.LOST_S", 0.2)
+    monkeypatch.setattr("jobs.submit.GIVE_UP_AFTER_S", 0.2)
     server = JobsServer(stub.address)
     server.address = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(UnreachableError, match="submit logs job-1 --address .* --follow"):

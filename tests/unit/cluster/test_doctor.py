@@ -84,9 +84,9 @@ def test_bfloat16_without_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_missing_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     config = config_of(tmp_path, workers__gpus_per_worker=1)
-    found = doctor.gpus(config, elsewhere=False)
+    found = doctor.gpus(config, on_cluster=False)
     assert found.level == "fail" and "uses 1, torch sees 0" in found.text
-    assert doctor.gpus(config, elsewhere=True).level == "ok" and doctor.gpus(None, elsewhere=False).level == "ok"
+    assert doctor.gpus(config, on_cluster=True).level == "ok" and doctor.gpus(None, on_cluster=False).level == "ok"
 
 
 def test_java_that_is_missing_or_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,9 +122,9 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gib: 
 )
 def test_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_mb: float, level: str, eight: str) -> None:
     monkeypatch.setattr("pipeline.cluster.doctor.free_memory_mb", lambda: free_mb)
-    assert doctor.memory(config_of(tmp_path), elsewhere=False).level == level
+    assert doctor.memory(config_of(tmp_path), on_cluster=False).level == level
     many = config_of(tmp_path, workers__num_workers=8)
-    assert doctor.memory(many, elsewhere=False).level == eight and doctor.memory(many, elsewhere=True).level == level
+    assert doctor.memory(many, on_cluster=False).level == eight and doctor.memory(many, on_cluster=True).level == level
 
 
 def test_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
