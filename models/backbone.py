@@ -85,7 +85,7 @@ def _create(config: BackboneConfig, overrides: dict[str, Any]) -> Any:
 
 
 def set_drop_path(module: nn.Module, rate: float) -> None:
-    """Sets the rates of stochastic depth after construction: as in Swin, from 0 in the first block to `rate` in the last.
+    """Sets the rates of stochastic depth: as in Swin, from 0 in the first block to `rate` in the last.
 
     `module` is a Backbone or contains one; otherwise nothing changes. Raises ValueError for a rate outside [0, 1).
     """

@@ -81,7 +81,7 @@ def log_one_minus_exp(x: Tensor) -> Tensor:
 
 
 def window_matrix(rows: int, columns: int, window: int, device: torch.device) -> Tensor:
-    """A matrix (N, N): 1 where two cells are at most `window` apart along both axes, else 0 (text below equation 2)."""
+    """A matrix (N, N): 1 where two cells are at most `window` apart along both axes, else 0 (below equation 2)."""
     cell = torch.arange(rows * columns, device=device)
     row, column = cell // columns, cell % columns
     near = ((row - row[:, None]).abs() <= window) & ((column - column[:, None]).abs() <= window)
@@ -90,7 +90,7 @@ def window_matrix(rows: int, columns: int, window: int, device: torch.device) ->
 
 @dataclass(frozen=True)
 class Layout:
-    """Tokens as a grid, or as a sequence when `rows` is 1; down-up sampling pools groups of `rate` (x `rate`) tokens."""
+    """Tokens as a grid, or as a sequence when `rows` is 1; sampling pools groups of `rate` (x `rate`) tokens."""
 
     rows: int
     columns: int

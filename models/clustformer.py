@@ -109,9 +109,7 @@ class ClusteredAttention(nn.Module):
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         hidden = None if attention_mask is None else ~attention_mask
         if hidden is not None:
-            scores = scores.masked_fill(
-                hidden, MASKED_SCORE
-            )  # finite: no NaN without regions
+            scores = scores.masked_fill(hidden, MASKED_SCORE)  # finite: no NaN without regions
         if clusters is not None and self.reading == "renormalized":
             scores = scores + clusters[:, None].clamp_min(torch.finfo(clusters.dtype).tiny).log()
         weights = scores.softmax(-1)
