@@ -1,14 +1,15 @@
 """The normalized fine-grained alignment score of Ada-ClustFormer's paper (section 4.1): do words and patches agree?
 
-G = D_v D_t^T are the products of the encoder's output and the last decoder states of the caption's words. Word t
-agrees when the image token that it is nearest to, v = argmax G[., t], is nearest to it among the words: argmax G[v, .]
-is t. The score of a caption is the share of its words that agree. The paper counts coincidences of the two maxima and
-normalizes "this number" without a formula; here it is divided by the number of words. The paper
-leaves two things open: a word's state here is that after the word itself, not the one that predicted it; and SOS, EOS,
+G = D_v D_t^T are the products of the encoder's output and the last decoder states of the caption's words. The image
+token nearest to word t is v = argmax G[., t]. Word t agrees when it is in turn the word nearest to v: argmax G[v, .] is
+t. The score of a caption is the share of its words that agree.
+
+The paper leaves three things open. It normalizes the number of words that agree without a formula; here it is divided
+by the number of words. The state of a word is the one after the word was read, not the one that predicted it. SOS, EOS,
 PAD and padded image tokens do not count.
 
-It is defined for any model whose image tokens and words have one width; of a model that keeps every encoder level, the
-last. Scores of different widths or data are comparable only with care: a random model does not have 0.
+The score is defined for any model whose image tokens and words have the same width. Where a model returns every encoder
+level, the last one is used. Compare scores of different widths or data with care: a random model scores above 0.
 
 Shapes: B images, N image tokens, T caption tokens with SOS, D width.
 """
@@ -22,24 +23,25 @@ from models.base import CaptionModel, Memory, valid_tokens
 
 
 def aligned_words(image: Tensor, words: Tensor, valid_mask: Tensor | None, counted: Tensor) -> Tensor:
-    """(B, T) True for the words that agree.
+    """Returns (B, T), True for the words that agree.
 
-    image (B, N, D), words (B, T, D), valid_mask (B, N) or None, counted (B, T) True for the words that count.
+    image (B, N, D), words (B, T, D), valid_mask (B, N) or None; counted (B, T) is True for the words that count.
     """
     products = image @ words.mT  # (B, N, T)
     if valid_mask is not None:
         products = products.masked_fill(~valid_mask[:, :, None], -torch.inf)
-    nearest = products.argmax(1)  # (B, T) the image token of each word
-    back = products.masked_fill(~counted[:, None], -torch.inf)
-    back = back.gather(1, nearest[:, :, None].expand(-1, -1, words.shape[1])).argmax(2)
-    return (back == torch.arange(words.shape[1], device=words.device)) & counted
+    nearest_token = products.argmax(1)  # (B, T) the image token of each word
+    rows = nearest_token[:, :, None].expand(-1, -1, words.shape[1])
+    counted_products = products.masked_fill(~counted[:, None], -torch.inf)
+    nearest_word = counted_products.gather(1, rows).argmax(2)  # (B, T) the word nearest to that image token
+    return (nearest_word == torch.arange(words.shape[1], device=words.device)) & counted
 
 
 @torch.no_grad()
 def alignment_scores(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tensor:
-    """(B,) float32: the score of each image's one caption, tokens (B, T) with SOS; NaN for a caption without words.
+    """The scores (B,) float32 of one caption per image, tokens (B, T) with SOS; NaN for a caption without words.
 
-    It costs one teacher-forced pass. The last word of a caption that fills the positional table has no state and is
+    This takes one teacher-forced pass. When a caption fills the positional table, its last word has no state and is
     left out.
     """
     tokens = tokens[:, : model.sizes.max_positions]
@@ -52,7 +54,7 @@ def alignment_scores(model: CaptionModel, memory: Memory, tokens: Tensor) -> Ten
     finally:
         model.train(training)
         hook.remove()
-    ended = (tokens == sizes.eos).cumsum(1) > 0
+    ended = (tokens == sizes.eos).cumsum(1) > 0  # True at EOS and after it
     counted = ~ended & (tokens != sizes.sos) & (tokens != sizes.pad)
     image = memory.states[:, -1] if memory.states.ndim == 4 else memory.states
     agree = aligned_words(image.float(), states[0].float(), valid_tokens(memory.lengths, image.shape[1]), counted)

@@ -14,12 +14,13 @@ from models.layers import CrossAttention, split_heads
 
 @torch.no_grad()
 def cross_attention(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tensor:
-    """(layers, B*K, T - 1, N): softmax(q k / sqrt(d)) of each decoder layer, rows sum to 1.
+    """The weights softmax(q k / sqrt(d)) of each decoder layer, (layers, B*K, T - 1, N); every row sums to 1.
 
-    The mean over heads, and over the encoder levels that a meshed decoder layer attends to.
+    They are averaged over the heads, and over the encoder levels that a meshed decoder layer attends to.
 
-    tokens (B*K, T) with SOS: row t belongs to the word at t + 1, the one that it predicts. It costs one teacher-forced
-    pass. Decoding itself never forms these weights (it uses a fused attention), so they are recorded from its inputs.
+    tokens (B*K, T) start with SOS. Row t has the weights with which the model predicts the word at t + 1. This takes
+    one teacher-forced pass. The fused attention of decoding never forms these weights, so they are computed here from
+    the inputs of each cross-attention.
     Raises ValueError for a model without cross-attention.
     """
     layers = [module for module in model.modules() if isinstance(module, CrossAttention)]

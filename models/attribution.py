@@ -1,17 +1,19 @@
 """Attribution: how much each image token adds to the log-probability of each word, by integrated gradients.
 
-Integrated gradients (Sundararajan, Taly, Yan 2017) as the Meshed-Memory paper uses them (section 4.6 and appendix A.3):
-along the line from all-zero features to the image's own, the gradient of log p(word | words before it, features) times
-the features, integrated. They hold for any model that is differentiable in its features, attention or not.
+The method is that of Sundararajan, Taly and Yan (2017), as the Meshed-Memory paper uses it (section 4.6 and appendix
+A.3). A line leads from all-zero features to the image's features. The gradient of log p(word | words before it,
+features) times the features is integrated along this line. This works for any model that is differentiable in its
+features, with or without attention.
 
-Complete: over all tokens and channels they add up to log p at the features minus log p at the baseline. The integral is
-a Gauss-Legendre sum, exact for polynomials up to degree 2 S - 1; how far it is from complete is measured each time.
-More steps do not close every gap: where log p jumps, no gradient sees it. ExpansionNet v2 divides positive parts by
-their sums plus 1e-9, so that its weights jump where the last positive score of a row or group goes through 0; a trained
-one was found to jump by 0.04 to 0.12 nats on the way from zeros to a photograph. The other systems are continuous.
+The exact values of a word add up, over all tokens and channels, to log p at the features minus log p at the baseline.
+The integral is computed as a Gauss-Legendre sum, which is exact for polynomials up to degree 2 S - 1. The difference
+that remains, the gap, is measured each time. More steps do not close every gap, because a gradient does not contain a
+jump of log p. ExpansionNet v2 has such jumps: it divides positive parts by their sums plus 1e-9, so that its weights
+jump where the last positive score of a row or group passes 0. A trained model jumped by 0.04 to 0.12 nats between zeros
+and a photograph. The other systems are continuous.
 
-Shapes: N image tokens, C feature width, T caption tokens with SOS, W = T - 1 words that are predicted, EOS with them,
-S steps on the line, R of them at a time.
+Shapes: N image tokens, C feature width, T caption tokens with SOS, W = T - 1 predicted words (EOS is one of them),
+S points on the line, of which R are computed at a time.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from models.base import CaptionModel, Features
 class Quadrature:
     """How the integral is approximated. ValueError unless steps and rows are 1 or more.
 
-    steps: points of the line, doubled up to `max_steps` while a word's values miss the change by more than `tolerance`
-    nats (0.05 is 5 % of a word's probability). rows: points that are computed at a time.
+    steps: number of points on the line. It is doubled, up to `max_steps`, while a word's gap is above `tolerance` nats
+    (0.05 nats are 5 % of a word's probability). rows: number of points that are computed at a time.
     """
 
     steps: int = 32
@@ -43,16 +45,17 @@ class Quadrature:
 
     @classmethod
     def exactly(cls, steps: int) -> Quadrature:
-        """So many steps, whatever the gap."""
+        """Uses this number of steps, however large the gap is."""
         return cls(steps=steps, max_steps=steps)
 
 
 @dataclass(frozen=True)
 class Attribution:
-    """values (W, N) float64, in nats: summed over channels, positive where a token speaks for the word.
+    """How much each image token adds to the log-probability of each word.
 
-    change (W,): log p at the features minus log p at the baseline, which the values of a word add up to.
-    steps: how many points of the line were taken.
+    values: (W, N) float64, in nats, summed over channels; positive where a token makes the word more probable.
+    change: (W,), log p at the features minus log p at the baseline. The exact values of a word add up to it.
+    steps: number of points on the line.
     """
 
     values: Tensor
@@ -61,20 +64,21 @@ class Attribution:
 
     @property
     def gap(self) -> Tensor:
-        """(W,) nats by which each word's values miss the change: what the sum over steps has left of the integral."""
+        """The error (W,) of the integral, in nats: by how much the values of each word miss the change."""
         return (self.values.sum(1) - self.change).abs()
 
     def shares(self) -> Tensor:
-        """(W, N): values divided by the size of their sum, as the paper's are (its mean over channels cancels out).
+        """The values (W, N) divided by the absolute value of their sum, as in the paper.
 
-        The size and not the sum itself, so that a token that speaks for a word stays positive where the image as a
-        whole speaks against it. A word whose values are all 0 keeps them.
+        The paper takes means over channels instead of sums, which gives the same shares. The absolute value is used so
+        that signs do not change: a token that makes a word more probable stays positive even where the whole image
+        makes it less probable. Values whose sum is 0 are returned unchanged.
         """
         total = self.values.sum(1, keepdim=True).abs()
         return self.values / torch.where(total > 0, total, 1.0)
 
     def head(self, words: int) -> Attribution:
-        """Of the first `words` words only."""
+        """The attribution of the first `words` words only."""
         return Attribution(self.values[:words], self.change[:words], self.steps)
 
 
@@ -88,10 +92,10 @@ def integrated_gradients(
 ) -> Attribution:
     """The attribution of every word of one caption, tokens (T,) with SOS, to one image's features (1, N, C).
 
-    `baseline` is (N, C), None for zeros. Doubling the steps ends early when the greatest gap hardly shrinks, as such a
-    gap comes from jumps; `Attribution.gap` holds what remains. There is one forward pass for all words and one backward
-    pass per word: memory is that of `quadrature.rows` images, whatever the caption's length and the steps. Raises
-    ValueError for other shapes.
+    `baseline` is (N, C), or None for zeros. The steps are no longer doubled once the greatest gap hardly shrinks,
+    because such a gap comes from jumps; `Attribution.gap` is what remains. Each group of `quadrature.rows` points takes
+    one forward pass and one backward pass per word, so that the caption's length and the number of steps do not change
+    the memory in use. Raises ValueError for other shapes.
     """
     if features.tokens.ndim != 3 or len(features) != 1 or tokens.ndim != 1 or len(tokens) < 2:
         raise ValueError(
@@ -101,14 +105,14 @@ def integrated_gradients(
     training = model.training
     model.eval()
     try:
-        with torch.inference_mode(False):  # what is made here needs a gradient, wherever this is called
+        with torch.inference_mode(False):  # the caller may be in inference mode, whose tensors get no gradient
             line = _Line(model, features, tokens.clone(), baseline)
             steps, rows = quadrature.steps, quadrature.rows
             result = Attribution(line.integrate(steps, rows), line.change, steps)
             while float(result.gap.max()) > quadrature.tolerance and 2 * result.steps <= quadrature.max_steps:
-                before = float(result.gap.max())
+                previous_gap = float(result.gap.max())
                 result = Attribution(line.integrate(2 * result.steps, rows), line.change, 2 * result.steps)
-                if float(result.gap.max()) > 0.75 * before:
+                if float(result.gap.max()) > 0.75 * previous_gap:
                     break
             return result
     finally:
@@ -124,13 +128,13 @@ class _Line:
         self.boxes = None if features.boxes is None else features.boxes.clone()
         end = features.tokens[0].detach().clone().to(next(model.parameters()).dtype)
         self.start = torch.zeros_like(end) if baseline is None else baseline.detach().to(end)
-        self.way = end - self.start
+        self.difference = end - self.start
         with torch.no_grad():
-            ends = self.log_probs(torch.stack((self.start, end))).double()
-        self.change = ends[1] - ends[0]
+            log_probs = self.log_probs(torch.stack((self.start, end))).double()
+        self.change = log_probs[1] - log_probs[0]
 
     def log_probs(self, features: Tensor) -> Tensor:
-        """(R, W) of the caption's words, teacher-forced, at features (R, N, C)."""
+        """Log-probabilities (R, W) of the caption's words in a teacher-forced pass over features (R, N, C)."""
         rows = features.shape[0]
         lengths = None if self.lengths is None else self.lengths.expand(rows)
         boxes = None if self.boxes is None else self.boxes.expand(rows, -1, -1)
@@ -139,24 +143,29 @@ class _Line:
         return log_probs.gather(2, self.tokens[1:].expand(rows, -1)[:, :, None])[:, :, 0]
 
     def integrate(self, steps: int, rows: int) -> Tensor:
-        """(W, N) by `steps` points, `rows` at a time."""
+        """The integral (W, N) as a sum over `steps` points, of which `rows` are computed at a time."""
         words = len(self.tokens) - 1
-        places, weights = (part.to(self.way.device) for part in gauss_legendre(steps))
-        values = torch.zeros(words, len(self.way), dtype=torch.float64, device=self.way.device)
+        difference = self.difference
+        points, weights = (part.to(difference.device) for part in gauss_legendre(steps))
+        values = torch.zeros(words, len(difference), dtype=torch.float64, device=difference.device)
         for start in range(0, steps, rows):
-            here, weight = places[start : start + rows], weights[start : start + rows]
-            inputs = (self.start + here[:, None, None].to(self.way.dtype) * self.way).requires_grad_()
+            point, weight = points[start : start + rows], weights[start : start + rows]
+            inputs = (self.start + point[:, None, None].to(difference.dtype) * difference).requires_grad_()
             with torch.enable_grad():
-                log_probs = self.log_probs(inputs).sum(0)  # rows are images of their own: gradients stay apart
+                # each row is a separate image, so that the gradient of the sum contains the gradient of each row
+                log_probs = self.log_probs(inputs).sum(0)
             for word in range(words):
                 (gradient,) = torch.autograd.grad(log_probs[word], inputs, retain_graph=word + 1 < words)
-                values[word] += weight @ (gradient * self.way).sum(2, dtype=torch.float64)
+                values[word] += weight @ (gradient * difference).sum(2, dtype=torch.float64)
         return values
 
 
 def gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
-    """Places and weights (count,) in float64 of the quadrature on [0, 1] (Golub and Welsch 1969)."""
+    """Points and weights (count,) in float64 of Gauss-Legendre quadrature on [0, 1] (Golub and Welsch 1969).
+
+    The points on [-1, 1] are the eigenvalues of a tridiagonal matrix, the weights come from its eigenvectors.
+    """
     index = torch.arange(1, count, dtype=torch.float64)
-    beside = index / (4 * index * index - 1).sqrt()
-    places, vectors = torch.linalg.eigh(torch.diag(beside, 1) + torch.diag(beside, -1))
-    return (places + 1) / 2, vectors[0] ** 2
+    off_diagonal = index / (4 * index * index - 1).sqrt()
+    points, vectors = torch.linalg.eigh(torch.diag(off_diagonal, 1) + torch.diag(off_diagonal, -1))
+    return (points + 1) / 2, vectors[0] ** 2

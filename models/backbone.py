@@ -1,6 +1,6 @@
 """The visual backbone: a timm Swin that gives grid features, and the image transform that belongs to it.
 
-The only home of timm. Shapes: B images, N grid tokens (rows x columns, row by row), C feature width.
+No other module imports timm. Shapes: B images, N grid tokens (rows x columns, row by row), C feature width.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from models.config import BackboneConfig
 
 
 class Backbone(nn.Module):
-    """Images (B, 3, H, W), normalized, to features (B, N, C) after the final norm."""
+    """Computes features (B, N, C), after Swin's final norm, from normalized images (B, 3, H, W)."""
 
     def __init__(self, config: BackboneConfig) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Backbone(nn.Module):
         self.width: int = swin.num_features
         rows, columns = swin.patch_embed.grid_size
         for _ in range(len(swin.layers) - 1):
-            rows, columns = (rows + 1) // 2, (columns + 1) // 2  # odd sizes are padded where patches merge
+            rows, columns = (rows + 1) // 2, (columns + 1) // 2  # merging patches halves each side and pads odd ones
         self.grid: tuple[int, int] = (rows, columns)
         self.num_tokens = self.grid[0] * self.grid[1]
 
@@ -49,19 +49,21 @@ class Backbone(nn.Module):
 
 
 def _create(config: BackboneConfig, overrides: dict[str, Any]) -> Any:
-    known = timm.list_models("swin_*")
-    if config.name not in known:
-        raise ValueError(f"backbone.name is {config.name!r}, which timm does not know; known: {', '.join(known)}")
+    """timm's Swin for a configuration. Raises ValueError for settings that timm cannot build."""
+    names = timm.list_models("swin_*")
+    if config.name not in names:
+        raise ValueError(f"backbone.name is {config.name!r}, which timm does not know; known: {', '.join(names)}")
     patch = 4
     if config.image_size < 1 or config.image_size % patch:
         raise ValueError(
             f"backbone.image_size is {config.image_size}; it must be a multiple of the patches' {patch} px"
         )
     pretrained = config.weights == "pretrained"
-    other = sorted(overrides.keys() - {"window_size"})  # timm resizes pretrained position tables to another window
-    if pretrained and other:
+    # another window size is allowed: timm resizes the pretrained position tables to it
+    incompatible = sorted(overrides.keys() - {"window_size"})
+    if pretrained and incompatible:
         raise ValueError(
-            f"backbone.weights is 'pretrained', but {', '.join(other)} make it another model; "
+            f"backbone.weights is 'pretrained', but {', '.join(incompatible)} make it another model; "
             f"leave them out, or set backbone.weights to none"
         )
     try:
@@ -82,22 +84,22 @@ def _create(config: BackboneConfig, overrides: dict[str, Any]) -> Any:
 
 
 def set_drop_path(module: nn.Module, rate: float) -> None:
-    """Sets stochastic depth after construction: from 0 in the first block to `rate` in the last, as Swin has it.
+    """Sets the rates of stochastic depth: as in Swin, from 0 in the first block to `rate` in the last.
 
-    `module` is a Backbone or holds one; without one nothing happens. Raises ValueError for a rate outside [0, 1).
+    `module` is a Backbone or contains one; otherwise nothing changes. Raises ValueError for a rate outside [0, 1).
     """
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"drop_path is {rate}; it must be at least 0 and below 1")
     for backbone in (child for child in module.modules() if isinstance(child, Backbone)):
         blocks = [block for stage in backbone.swin.layers for block in stage.blocks]
         for index, block in enumerate(blocks):
-            share = rate * index / max(len(blocks) - 1, 1)
-            block.drop_path1 = DropPath(share) if share else nn.Identity()
-            block.drop_path2 = DropPath(share) if share else nn.Identity()
+            block_rate = rate * index / max(len(blocks) - 1, 1)
+            block.drop_path1 = DropPath(block_rate) if block_rate else nn.Identity()
+            block.drop_path2 = DropPath(block_rate) if block_rate else nn.Identity()
 
 
 class _Ignored:
-    """Stands in for a NumPy object of a training checkpoint (a random state, a score): keeps nothing."""
+    """Replaces the NumPy objects of a training checkpoint (random states, scores), whose content is not read."""
 
     def __init__(self, *arguments: Any) -> None:
         pass
@@ -106,31 +108,32 @@ class _Ignored:
         pass
 
 
-_NUMPY = [f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")]
-_NUMPY += ["numpy.ndarray", "numpy.dtype"]
+# NumPy renamed its package `core` to `_core`; checkpoints contain either name
+_NUMPY_NAMES = [f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")]
+_NUMPY_NAMES += ["numpy.ndarray", "numpy.dtype"]
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint: safetensors, or a PyTorch file read with `weights_only` (nothing in it runs).
+    """The tensors of a checkpoint: a safetensors file, or a PyTorch file read with `weights_only` (no code in it runs).
 
-    A wrapping `model`, `state_dict` or `model_state_dict` is opened; what a training checkpoint has beside it
-    (optimizer, scheduler, random states) is left out, NumPy's part of it unread. Raises ValueError for anything else.
+    The tensors may be in a dictionary under `model`, `state_dict` or `model_state_dict`. The rest of such a training
+    checkpoint (optimizer, scheduler, random states) is left out. Raises ValueError for any other content.
     """
     try:
         if path.suffix == ".safetensors":
             content: Any = load_file(path)
         else:
-            with torch.serialization.safe_globals([(_Ignored, name) for name in _NUMPY]):
+            with torch.serialization.safe_globals([(_Ignored, name) for name in _NUMPY_NAMES]):
                 content = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, EOFError) as error:
-        # torch's own words advise to switch the protection off
+        # torch's message is not shown, because it advises to turn `weights_only` off
         raise ValueError(
             f"{path} is refused: it is no PyTorch file, or holds more than tensors, plain values and random "
             f"states; save the model's state dict alone"
         ) from error
     except OSError as error:
         raise ValueError(f"the checkpoint {path} cannot be read: {error}") from error
-    except Exception as error:  # a damaged file raises nearly anything
+    except Exception as error:  # a damaged file can raise almost any exception
         reason = type(error).__name__
         if str(error) and "weights_only" not in str(error):
             reason += f": {str(error).splitlines()[0]}"
@@ -142,11 +145,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(
             f"{path} is not a checkpoint: expected a dictionary of tensors, also under 'model' or 'state_dict'"
         )
-    return _checked(path, content)
+    _check_tensors(path, content)
+    return content
 
 
-def _checked(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors that are what they seem: a few bytes can claim any shape. Raises ValueError naming one that is not."""
+def _check_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Raises ValueError for a tensor that is not plain, or whose shape needs more bytes than the file contains."""
     for name, tensor in tensors.items():
         wrong = None
         if not isinstance(name, str):
@@ -159,20 +163,20 @@ def _checked(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             wrong = f"its shape {tuple(tensor.shape)} claims more than the file holds"
         if wrong is not None:
             raise ValueError(f"{path}: the tensor {name!r} is refused: {wrong}")
-    return tensors
 
 
 def load_swin(backbone: Backbone, tensors: dict[str, Tensor]) -> None:
-    """Loads a Swin in timm's or the original naming (which downsamples at a stage's end, timm at the next one's start).
+    """Loads a Swin checkpoint in timm's or the original naming.
 
-    The classifier and computed buffers are left out. Raises ValueError for missing, unknown or misshapen entries.
+    The original counts downsampling to the stage before it, timm to the stage after it. The classifier and computed
+    buffers are left out. Raises ValueError for missing, unknown or misshapen entries.
     """
     original = "layers.0.downsample.reduction.weight" in tensors
     state = {}
     for name, tensor in tensors.items():
         if name.endswith(("relative_position_index", "attn_mask")) or name.startswith("head."):
             continue
-        if original:
-            name = re.sub(r"^layers\.(\d+)\.downsample", lambda m: f"layers.{int(m[1]) + 1}.downsample", name)
+        if original:  # the number of the stage becomes the next one
+            name = re.sub(r"^layers\.(\d+)\.downsample", lambda match: f"layers.{int(match[1]) + 1}.downsample", name)
         state[name] = tensor
     load_strictly(backbone.swin, state, f"a Swin checkpoint for {backbone.config.name}")

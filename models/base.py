@@ -1,4 +1,4 @@
-"""The contract between captioning models and everything that trains, decodes or stores them.
+"""The interface of captioning models, through which other code trains, decodes and stores them.
 
 Shapes in this package: B images, N image tokens, C feature width, D model width, K captions (or beams) per image,
 T caption tokens, V vocabulary, E expanded vectors, H heads.
@@ -20,9 +20,9 @@ from models.config import ModelConfig, ModelSizes
 class Features:
     """A captioner's input for B images.
 
-    tokens: (B, N, C) stored features, or (B, 3, H, W) normalized pixels for a captioner with a backbone.
-    lengths: (B,) numbers of valid image tokens, or None where all N are valid.
-    boxes: (B, N, 4) corners x0 y0 x1 y1 of regions, for the models that arrange regions by position.
+    tokens: stored features (B, N, C), or normalized pixels (B, 3, H, W) for a captioner with a backbone.
+    lengths: numbers (B,) of valid image tokens, or None where all N are valid.
+    boxes: corners x0 y0 x1 y1 of regions, (B, N, 4), for the models that arrange regions by position.
     """
 
     tokens: Tensor
@@ -33,13 +33,13 @@ class Features:
         return self.tokens.shape[0]
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Features:
-        """Moved to `device`; `dtype` converts the tokens only."""
+        """These features on `device`; `dtype` converts the tokens only."""
         lengths = None if self.lengths is None else self.lengths.to(device)
         boxes = None if self.boxes is None else self.boxes.to(device)
         return Features(self.tokens.to(device, dtype), lengths, boxes)
 
     def select(self, rows: Tensor) -> Features:
-        """The features of the images in `rows` (any number, any order; int64)."""
+        """The features of the images with the indices `rows` (int64, in any number and order)."""
         lengths = None if self.lengths is None else self.lengths.index_select(0, rows)
         boxes = None if self.boxes is None else self.boxes.index_select(0, rows)
         return Features(self.tokens.index_select(0, rows), lengths, boxes)
@@ -49,9 +49,9 @@ class Features:
 class Memory:
     """The encoder's output for the decoder.
 
-    states: (B, N, D), or (B, levels, N, D) where a model keeps every encoder level.
-    lengths: (B,) numbers of valid image tokens, or None when all N are valid.
-    boxes: (B, N, 4) region boxes, for the models that need them.
+    states: (B, N, D), or (B, levels, N, D) where the decoder attends to every encoder level.
+    lengths: numbers (B,) of valid image tokens, or None when all N are valid.
+    boxes: region boxes (B, N, 4), for the models that need them.
     """
 
     states: Tensor
@@ -63,9 +63,10 @@ class Memory:
         return self.states.shape[0]
 
     def select(self, index: Tensor) -> Memory:
-        """The memory of the images in `index` (any number, any order; int64)."""
+        """The memory of the images with the indices `index` (int64, in any number and order)."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{k: v.index_select(0, index) for k, v in tensors.items() if v is not None})
+        selected = {name: tensor.index_select(0, index) for name, tensor in tensors.items() if tensor is not None}
+        return replace(self, **selected)
 
 
 class Cache(ABC):
@@ -77,31 +78,34 @@ class Cache(ABC):
 
     @abstractmethod
     def expand_beams(self, beams: int) -> Cache:
-        """Replaces the one beam of each image by `beams` copies, so that their common start is computed once.
+        """Replaces the single beam of each image by `beams` copies, so that their common start is computed once.
 
         Raises ValueError when images have more than one beam. The old cache must not be used afterwards.
         """
 
     @abstractmethod
     def select(self, index: Tensor) -> Cache:
-        """Row r continues row index[r] (int64, (B*K,)), which belongs to the same image.
+        """Makes row r continue row index[r], which belongs to the same image; index (B*K,) is int64.
 
         Nothing that the beams of an image share is copied. The old cache must not be used afterwards.
         """
 
     @abstractmethod
     def keep_images(self, index: Tensor) -> Cache:
-        """The cache of the images in `index` (int64) only: finished images can be dropped."""
+        """Drops all images whose indices are not in `index` (int64), for instance finished ones."""
 
 
 @dataclass(frozen=True)
 class Macs:
     """Multiply-accumulates of the products that a captioner runs for one image in evaluation.
 
-    Element-wise work is not counted. `encoder`: of `encode`. `keys`: of the keys and values of cross-attention, once
-    per image. `token`: per caption token, whatever the length of the caption. `mixing(length)`: what the tokens of one
-    caption exchange in a teacher-forced pass. `step(slots, length)`: the same for one token in a cached step that is
-    the caption's `length`-th, with `slots` slots (`models/beam_cache.py`) of the image.
+    Element-wise work is not counted.
+    encoder: the cost of `encode`.
+    keys: the cost of cross-attention's keys and values, once per image.
+    token: the part of a caption token's cost that does not depend on the caption's length.
+    mixing(length): the cost of mixing the tokens of one caption in a teacher-forced pass.
+    step(slots, length): the cost of mixing one token with the earlier ones in the `length`-th cached step, when the
+    image has `slots` slots (`models/beam_cache.py`).
     """
 
     encoder: float
@@ -111,11 +115,11 @@ class Macs:
     step: Callable[[int, int], float]
 
     def decoder(self, caption_tokens: float) -> float:
-        """Of `decode` for one caption."""
+        """The cost of `decode` for one caption."""
         return self.keys + caption_tokens * self.token + self.mixing(caption_tokens)
 
     def search(self, beams: int, steps: int) -> float:
-        """Of `steps` cached steps with `beams` beams, which begin as one; the encoder is not included."""
+        """The cost of a beam search with `steps` cached steps, without the encoder; the first step has a single row."""
         total, slots = self.keys, 0
         for length in range(1, steps + 1):
             rows = 1 if length == 1 else beams
@@ -130,7 +134,7 @@ def linear_macs(*modules: nn.Module) -> int:
 
 
 class CaptionModel(nn.Module, ABC):
-    """A captioner over features. Devices and dtypes come from the tensors; autocast is the caller's."""
+    """A captioner that reads features. Devices and dtypes are those of the tensors; callers decide about autocast."""
 
     def __init__(self, config: ModelConfig, sizes: ModelSizes) -> None:
         super().__init__()
@@ -157,7 +161,7 @@ class CaptionModel(nn.Module, ABC):
         """
 
     def forward(self, features: Features, tokens: Tensor) -> Tensor:
-        """`decode(encode(features), tokens)`: an image is encoded once, whatever the number of its captions."""
+        """`decode(encode(features), tokens)`: each image is encoded once for all of its captions."""
         return self.decode(self.encode(features), tokens)
 
     def macs(self, image_tokens: int) -> Macs:
@@ -165,7 +169,7 @@ class CaptionModel(nn.Module, ABC):
         raise NotImplementedError(f"{type(self).__name__} does not state its multiply-accumulates")
 
     def paper_macs(self, image_tokens: int, caption_tokens: float) -> float | None:
-        """Multiply-accumulates of an image and one caption as the system's paper counts them; None if it does not."""
+        """Multiply-accumulates of an image and one caption as the paper counts them; None if the paper counts none."""
         return None
 
     @abstractmethod
@@ -174,7 +178,7 @@ class CaptionModel(nn.Module, ABC):
 
     @abstractmethod
     def step(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, Cache]:
-        """Logits (B*K, V) after one more token (B*K,) per row, without gradient: `decode` is for training."""
+        """Logits (B*K, V) after one more token (B*K,) per row. They have no gradient; training uses `decode`."""
 
 
 def check_features(features: Features, width: int) -> None:
@@ -192,7 +196,7 @@ def check_features(features: Features, width: int) -> None:
 
 
 def captions_per_image(memory: Memory, rows: int) -> int:
-    """K for `rows` = B*K caption rows. Raises ValueError when they do not divide."""
+    """K for `rows` = B*K caption rows. Raises ValueError when `rows` is not a multiple of the images."""
     captions, rest = divmod(rows, memory.batch_size) if memory.batch_size else (0, rows)
     if rest or not captions:
         raise ValueError(
@@ -212,7 +216,7 @@ def check_positions(length: int, max_positions: int) -> None:
 
 
 def valid_tokens(lengths: Tensor | None, count: int) -> Tensor | None:
-    """(B, N) True where an image token is valid (not padding); None when all are."""
+    """A mask (B, N) that is True where an image token is valid (not padding); None when all tokens are valid."""
     if lengths is None:
         return None
     return torch.arange(count, device=lengths.device) < lengths[:, None]
@@ -243,4 +247,5 @@ def load_strictly(module: nn.Module, state: dict[str, Tensor], what: str) -> Non
 
 
 def _listed(names: list[str]) -> str:
+    """The first name and the number of the others, for a message."""
     return f"{names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")

@@ -1,10 +1,10 @@
-"""The decoder's memory between steps: a tree of slots that the beams of an image share.
+"""The decoder's cache between steps: a tree of slots that the beams of an image share.
 
-Each step adds one slot per beam. A beam is the path of its slots (`ancestors`), so that choosing beams reorders a small
-table of integers and copies no slot. Products run over all slots of an image,
-which its beams share anyway, and each beam then picks the results of its own path.
+A slot has the cached tensors of one token. Each step adds one slot per beam. A beam is a path of slots (`ancestors`),
+so that choosing beams reorders a small table of integers and copies no slot. Products are computed for all slots of an
+image, and each beam then picks the results of the slots on its path.
 
-Shapes: B images, K beams, t steps so far. Slots are numbered as they were made, those of one step beam by beam.
+Shapes: B images, K beams, t steps so far. Slots are numbered step by step, and within a step beam by beam.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from torch import Tensor
 
 from models.base import Cache
 
-FIRST_CAPACITY = 20  # steps, enough for most captions; doubled when they are not
+INITIAL_STEPS = 20  # room for the steps of most captions; it is doubled for longer ones
 
 
 class TreeSlots:
-    """The cached tensors of one layer, (G, B, slots, ...) with any leading G."""
+    """The cached tensors of one layer, (G, B, slots, ...), where G is the number of tensors cached together."""
 
     def __init__(self, beams: int) -> None:
         self.beams = beams
-        self.count = 0  # slots so far, those of the step in progress included
+        self.count = 0  # slots so far, including those of the current step
         self.cached: dict[str, Tensor] = {}
 
     def allocate(
         self, name: str, shape: tuple[int, ...], like: Tensor, length: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Where the step in progress writes, and all slots with it: (G, B, K, ...) and (G, B, slots, ...).
+        """Two views: the current step's slots (G, B, K, ...), which the caller fills, and all slots (G, B, slots, ...).
 
-        shape (G, B, K, ...). length: a last dimension more, of the positions in a slot's own past, this many so far;
-        beyond a slot's own it holds 0.
+        `shape` is (G, B, K, ...). With `length`, the views get one more dimension of this size: the positions up to
+        the current step. A slot has 0 at the positions after its step.
         """
         cached = self.cached.get(name)
         if cached is None or cached.shape[2] < self.count or (length is not None and cached.shape[-1] < length):
@@ -44,14 +44,15 @@ class TreeSlots:
         return used[:, :, -self.beams :], used
 
     def append(self, name: str, new: Tensor) -> Tensor:
-        """Writes new (G, B, K, ...) as the slots of the step in progress; returns all, (G, B, slots, ...)."""
-        place, used = self.allocate(name, tuple(new.shape), new)
-        place.copy_(new)
-        return used
+        """Writes new (G, B, K, ...) into the current step's slots; returns all slots, (G, B, slots, ...)."""
+        new_slots, all_slots = self.allocate(name, tuple(new.shape), new)
+        new_slots.copy_(new)
+        return all_slots
 
     def _grown(self, old: Tensor | None, shape: tuple[int, ...], like: Tensor, length: int | None) -> Tensor:
-        whole = [*shape[:2], _capacity(self.count, self.beams), *shape[3:]]
-        grown = like.new_empty(whole) if length is None else like.new_zeros([*whole, _capacity(length, 1)])
+        """A larger tensor with the content of `old` at its beginning."""
+        new_shape = [*shape[:2], _capacity(self.count, self.beams), *shape[3:]]
+        grown = like.new_empty(new_shape) if length is None else like.new_zeros([*new_shape, _capacity(length, 1)])
         if old is not None:
             grown[tuple(slice(0, size) for size in old.shape)] = old
         return grown
@@ -60,16 +61,16 @@ class TreeSlots:
         self.cached = {name: cached.index_select(1, index) for name, cached in self.cached.items()}
 
 
-def _capacity(needed: int, a_step: int) -> int:
-    """Room for at least `needed` entries that come `a_step` at a time; doubled rather than grown each time."""
-    steps = FIRST_CAPACITY
-    while steps * a_step < needed:
+def _capacity(needed: int, per_step: int) -> int:
+    """Room for at least `needed` entries, `per_step` for each step. It doubles, so that tensors rarely have to grow."""
+    steps = INITIAL_STEPS
+    while steps * per_step < needed:
         steps *= 2
-    return steps * a_step
+    return steps * per_step
 
 
-def _chosen(x: Tensor, index: Tensor) -> Tensor:
-    """x (B, ...) of the images in `index`, laid out as it was: a transposed one as a transposed one."""
+def _select_images(x: Tensor, index: Tensor) -> Tensor:
+    """x (B, ...) of the images in `index`, in the same memory layout: a transposed tensor stays transposed."""
     return x.index_select(0, index) if x.is_contiguous() else x.mT.index_select(0, index).mT
 
 
@@ -79,15 +80,15 @@ class TreeCache(Cache):
 
     images: int
     beams: int
-    cross: list[tuple[Tensor, Tensor]]  # of each layer, (B, H, N, D / H) both
+    cross: list[tuple[Tensor, Tensor]]  # keys and values of each layer, (B, H, N, D / H)
     bias: Tensor | None  # (B, 1, 1, N), -1e4 at padded image tokens
     layers: list[TreeSlots]
-    ancestors: Tensor  # (B, K, t)
+    ancestors: Tensor  # (B, K, t), the slots on each beam's path
     length: int = 0
     count: int = 0  # slots so far
 
     def advance(self) -> None:
-        """Adds this step's slot to each path."""
+        """Begins a step: adds a new slot to the path of each beam."""
         new_slots = torch.arange(self.count, self.count + self.beams, device=self.ancestors.device)
         self.ancestors = torch.cat((self.ancestors, new_slots.view(1, -1, 1).expand(self.images, -1, -1)), 2)
         self.length += 1
@@ -111,7 +112,7 @@ class TreeCache(Cache):
     def keep_images(self, index: Tensor) -> TreeCache:
         self.images = len(index)
         self.ancestors = self.ancestors.index_select(0, index)
-        self.cross = [(_chosen(key, index), _chosen(value, index)) for key, value in self.cross]
+        self.cross = [(_select_images(key, index), _select_images(value, index)) for key, value in self.cross]
         self.bias = None if self.bias is None else self.bias.index_select(0, index)
         for layer in self.layers:
             layer.keep_images(index)

@@ -11,7 +11,7 @@ from models.base import CaptionModel, Features, Memory
 
 
 class Captioner(nn.Module):
-    """Takes images (B, 3, H, W), normalized, through its backbone, or stored features (B, N, C) as they are."""
+    """Reads normalized images (B, 3, H, W), for which it needs a backbone, or stored features (B, N, C)."""
 
     def __init__(self, model: CaptionModel, backbone: Backbone | None = None) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class Captioner(nn.Module):
         self.backbone = backbone
 
     def features(self, inputs: Features) -> Features:
-        """Pixels become the backbone's features (B, N, C); features pass as they are.
+        """Computes the backbone's features (B, N, C) from pixels; stored features are returned unchanged.
 
         Raises ValueError for pixels when there is no backbone.
         """

@@ -1,24 +1,31 @@
-"""The clustering matrix C of Ada-ClustFormer (equations 3 to 8), without a loop over positions.
+"""The clustering matrix C of Ada-ClustFormer (equations 3 to 8), computed without a loop over positions.
 
 Shapes: B sequences (images or captions), N tokens, D width, H rows and W columns of a grid; token n = row * W + column.
 
 P(s_k | s_i .. s_{k-1}) = sigmoid(z[i,k]), z[i,k] = FC([s_k; mean of s_i .. s_{k-1}]) for i < k (equation 4; the mean
-leaves s_k out). FC is linear, so it commutes with the mean: with u = S w_a, v = S w_m and the prefix sums V of v,
+does not include s_k). FC is linear, so that it commutes with the mean: with u = S w_a, v = S w_m, the prefix sums V of
+v, and the bias b,
 
     z[i,k] = u[k] + (V[k] - V[i]) / (k - i) + b
 
-C[i,j] is the product of the factors k = i + 1 .. j (equations 3 and 5), a cumulative sum in log space; symmetric, with
-diagonal 1. On a grid (equation 8) cells a and b have C[a,b] = Ch[top row][columns] * Cv[left column][rows] over their
-bounding box, so that C is symmetric although its top-left corner may be neither; two maps, one for each direction.
+C[i,j] is the product of the factors k = i + 1 .. j (equations 3 and 5), computed as a cumulative sum of logarithms. C
+is symmetric, with diagonal 1. On a grid (equation 8) two FC layers give one matrix along rows, Ch, and one along
+columns, Cv. For cells a and b, C[a,b] = Ch[top row][columns] * Cv[left column][rows] of their bounding box. C is
+symmetric, although the top-left corner of the box may be neither a nor b.
 
-Choices where the paper is open. The product starts at k = i + 1: the factor k = i has no sub-sequence to join.
-Stacking (equation 6) is of the matrices, as written; "conditional" stacks the conditionals in the same way before
-multiplying them, as Tree Transformer does. One C per layer for all heads, as equation 3 has no index for them. Down-up
-sampling pools means of the members that exist (an odd length has a smaller last group), and repeats each entry.
+Choices where the paper leaves something open:
+
+- The product starts at k = i + 1, because the sub-sequence before k = i is empty.
+- Stacking (equation 6) is applied to the matrices, as written. "conditional" stacks the conditionals instead, before
+  they are multiplied, as Tree Transformer does.
+- All heads of a layer share one C, as equation 3 has no index for heads.
+- Down-up sampling takes means over the members that a group has (the last group of an odd length is smaller), and
+  repeats each entry of the pooled matrix.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -27,27 +34,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-State = tuple[Tensor, ...]  # of equation 6, from one layer to the next; empty before the first
+State = tuple[Tensor, ...]  # what a layer passes to the next one for equation 6; empty before the first layer
 
 
 def conditional_scores(scalar: Tensor, context: Tensor, bias: Tensor) -> Tensor:
-    """z (..., N, N) from u and v (..., N): row i, column k; where i >= k it is 0 and means nothing."""
+    """z (..., N, N), row i and column k, from u and v (..., N). Only i < k is defined; the other entries are 0."""
     count = scalar.shape[-1]
-    places = torch.arange(count, device=scalar.device)
-    apart = places - places[:, None]
+    positions = torch.arange(count, device=scalar.device)
+    distance = positions - positions[:, None]
     sums = F.pad(context.cumsum(-1)[..., :-1], (1, 0))  # V[0] .. V[N-1]
-    z = scalar[..., None, :] + (sums[..., None, :] - sums[..., :, None]) / apart.clamp_min(1) + bias
-    return torch.where(apart > 0, z, 0.0)  # before any sigmoid: no gradient, no overflow from there
+    z = scalar[..., None, :] + (sums[..., None, :] - sums[..., :, None]) / distance.clamp_min(1) + bias
+    # the undefined entries become 0 before the sigmoid, so that they cause no gradient and no overflow
+    return torch.where(distance > 0, z, 0.0)
 
 
 def log_products(log_conditionals: Tensor) -> Tensor:
-    """log C (..., N, N), symmetric with zeros on the diagonal, from log P (..., N, N) where i < k."""
+    """log C (..., N, N), symmetric with zeros on the diagonal, from log P (..., N, N), of which only i < k is read."""
     upper = log_conditionals.triu(1).cumsum(-1).triu(1)
     return upper + upper.mT
 
 
-def boxes_of_cells(rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For every pair of cells, (N * N,): where Ch (H, W, W) and Cv (W, H, H), flattened, hold their box's factors."""
+def factor_indices(rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """For every pair of cells, (N * N,): the indices of its two factors in flattened Ch (H, W, W) and Cv (W, H, H)."""
     cell = torch.arange(rows * columns, device=device)
     row, column = cell // columns, cell % columns
     top, left = torch.minimum(row[:, None], row), torch.minimum(column[:, None], column)
@@ -57,12 +65,12 @@ def boxes_of_cells(rows: int, columns: int, device: torch.device) -> tuple[Tenso
 
 
 def grid_log_products(horizontal: Tensor, vertical: Tensor) -> Tensor:
-    """log C (B, N, N) from log P along rows (B, H, W, W) and along columns (B, W, H, H): equation 8."""
+    """Equation 8: log C (B, N, N) from log P along rows (B, H, W, W) and along columns (B, W, H, H)."""
     rows, columns = horizontal.shape[1:3]
-    places = boxes_of_cells(rows, columns, horizontal.device)
+    indices = factor_indices(rows, columns, horizontal.device)
     parts = [
-        log_products(part).flatten(1).index_select(1, place)
-        for part, place in zip((horizontal, vertical), places, strict=True)
+        log_products(part).flatten(1).index_select(1, index)
+        for part, index in zip((horizontal, vertical), indices, strict=True)
     ]
     return (parts[0] + parts[1]).unflatten(1, (rows * columns, -1))
 
@@ -73,7 +81,7 @@ def log_one_minus_exp(x: Tensor) -> Tensor:
 
 
 def window_matrix(rows: int, columns: int, window: int, device: torch.device) -> Tensor:
-    """(N, N) of 1 where two cells are at most `window` apart along both axes, else 0 (below equation 2)."""
+    """A matrix (N, N): 1 where two cells are at most `window` apart along both axes, else 0 (below equation 2)."""
     cell = torch.arange(rows * columns, device=device)
     row, column = cell // columns, cell % columns
     near = ((row - row[:, None]).abs() <= window) & ((column - column[:, None]).abs() <= window)
@@ -82,15 +90,15 @@ def window_matrix(rows: int, columns: int, window: int, device: torch.device) ->
 
 @dataclass(frozen=True)
 class Layout:
-    """Tokens as a grid (rows, columns), or a sequence (rows 1): how they are pooled, and a matrix comes back up."""
+    """Tokens as a grid, or as a sequence when `rows` is 1; sampling pools groups of `rate` (x `rate`) tokens."""
 
     rows: int
     columns: int
     rate: int = 1
-    valid_mask: Tensor | None = None  # (B, N) True at valid tokens, which padding follows
+    valid_mask: Tensor | None = None  # (B, N), True at valid tokens; padding comes after them
 
     def pool(self, x: Tensor) -> Tensor:
-        """(B, N, D) to means over groups of rate (x rate) neighbors, (B, H, W, D) of the pooled grid."""
+        """Means (B, H, W, D) over the groups, where the pooled grid has H x W cells, from x (B, N, D)."""
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         grid = x.unflatten(1, (self.rows, self.columns))
         if self.rate == 1:
@@ -107,18 +115,19 @@ class Layout:
         return pooled.permute(0, 2, 3, 1)
 
     def spread(self, matrix: Tensor) -> Tensor:
-        """A pooled matrix (B, n, n) at full size (B, N, N): each entry repeated for the members of its groups."""
+        """A pooled matrix (B, n, n) at full size (B, N, N): each entry is repeated for the members of its groups."""
         if self.rate == 1:
             return matrix
         cell = torch.arange(self.rows * self.columns, device=matrix.device)
-        group = cell // self.columns // self.rate * -(-self.columns // self.rate) + cell % self.columns // self.rate
+        pooled_row, pooled_column = cell // self.columns // self.rate, cell % self.columns // self.rate
+        group = pooled_row * math.ceil(self.columns / self.rate) + pooled_column
         return matrix.index_select(1, group).index_select(2, group)
 
 
 class ClusterMaps(nn.Module):
-    """One layer's C: a map FC for each axis, 1 for a sequence and 2 (along rows, along columns) for a grid.
+    """Computes the C of one layer. It has one linear layer FC for a sequence, and two (rows, columns) for a grid.
 
-    `stacking`: "matrix" (equation 6), "conditional" (see the head of this file) or "none".
+    `stacking` is "matrix" (equation 6), "conditional" (see the beginning of this file) or "none".
     """
 
     def __init__(self, d_model: int, axes: int, stacking: str) -> None:
@@ -127,19 +136,24 @@ class ClusterMaps(nn.Module):
         self.maps = cast(Sequence[nn.Linear], nn.ModuleList(nn.Linear(2 * d_model, 1) for _ in range(axes)))
 
     def init_weights(self) -> None:
-        """Nearly constant conditionals of 0.88: C is 0.53, 0.28, 0.09 at distance 5, 10, 19. At b = 0 it halves at
-        every step, and starves the context before anything is learned."""
+        """Starts with b = 2, where all conditionals are about 0.88 and C is 0.53, 0.28, 0.09 at distance 5, 10, 19.
+
+        With b = 0, C would halve at every position, and attention would start almost without context.
+        """
         for linear in self.maps:
             nn.init.normal_(linear.weight, std=0.02)
             nn.init.constant_(linear.bias, 2.0)
 
     def scalars(self, x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-        """u and v (...) of x (..., D) for one axis."""
+        """u and v, (...) each, from x (..., D) for one axis."""
         scalar, context = (x @ self.maps[axis].weight.to(x.dtype).view(2, -1).T).unbind(-1)
         return scalar, context
 
     def forward(self, grid: Tensor, before: State) -> tuple[Tensor, State]:
-        """C (B, N, N), stacked on the layer before, from (B, H, W, D); and what the next layer stacks on."""
+        """C (B, N, N) from a grid (B, H, W, D), and the state for the next layer.
+
+        `before` is the state of the previous layer, on which C is stacked.
+        """
         with torch.autocast(grid.device.type, enabled=False):
             sides = (grid, grid.transpose(1, 2))[: len(self.maps)]
             scores = [
@@ -150,30 +164,32 @@ class ClusterMaps(nn.Module):
             return self._stacked(log_matrix.exp(), hidden, before)
 
     def step(self, x: Tensor, sums: Tensor, log_row: Tensor, before: State) -> tuple[Tensor, State, Tensor, Tensor]:
-        """Row t of a sequence's C, for its next token x (R, D).
+        """Row t of a sequence's C, for the next token x (R, D).
 
-        sums (R, t + 1): V[0] .. V[t]; log_row (R, t): log C[j, t-1] of this layer, not stacked. Returns the row
-        (R, t + 1) stacked on the layer before, what the next layer stacks on, and both caches one longer.
+        sums (R, t + 1) are V[0] .. V[t]; log_row (R, t) is log C[j, t-1] of this layer before stacking. Returns the
+        stacked row (R, t + 1), the state for the next layer, and the new sums and log_row, each longer by one.
         """
         with torch.autocast(x.device.type, enabled=False):
             scalar, context = self.scalars(x.to(sums.dtype), 0)
-            apart = torch.arange(log_row.shape[1], 0, -1, device=x.device)
-            z = scalar[:, None] + (sums[:, -1:] - sums[:, :-1]) / apart + self.maps[0].bias
+            distance = torch.arange(log_row.shape[1], 0, -1, device=x.device)
+            z = scalar[:, None] + (sums[:, -1:] - sums[:, :-1]) / distance + self.maps[0].bias
             (log_p,), hidden = self._conditionals([z], before)
             log_row = F.pad(log_row + log_p, (0, 1))
             row, state = self._stacked(log_row.exp(), hidden, before)
-            return row, state, torch.cat((sums, sums[:, -1:] + context[:, None]), 1), log_row
+            sums = torch.cat((sums, sums[:, -1:] + context[:, None]), 1)
+            return row, state, sums, log_row
 
     def _conditionals(self, scores: Sequence[Tensor], before: State) -> tuple[list[Tensor], State]:
-        """log P of each axis; with conditional stacking also log(1 - P), which is what adds up over layers."""
+        """log P of each axis. With conditional stacking also log(1 - P), whose sum over layers gives the stacked P."""
         if self.stacking != "conditional":
             return [F.logsigmoid(z) for z in scores], ()
         hidden = tuple(F.logsigmoid(-z) for z in scores)
         if before:
             hidden = tuple(old + new for old, new in zip(before, hidden, strict=True))
-        return [log_one_minus_exp(one) for one in hidden], hidden
+        return [log_one_minus_exp(log_complement) for log_complement in hidden], hidden
 
     def _stacked(self, matrix: Tensor, hidden: State, before: State) -> tuple[Tensor, State]:
+        """C after stacking, and the state for the next layer."""
         if self.stacking == "matrix":
             if before:
                 matrix = before[0] + matrix * (1 - before[0])
@@ -183,32 +199,32 @@ class ClusterMaps(nn.Module):
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Regions as a grid: token n of the grid is region order[n]; places behind the last region are dummies."""
+    """Regions arranged into a grid: cell n has region order[n], or a dummy where valid_mask is False."""
 
     order: Tensor  # (B, H * W)
     valid_mask: Tensor  # (B, H * W)
 
     def apply(self, x: Tensor) -> Tensor:
-        """(B, N, D) in the regions' order to (B, H * W, D) in the grid's, zeros at dummies."""
+        """Reorders x (B, N, D) from regions to cells, (B, H * W, D); dummies get zeros."""
         x = F.pad(x, (0, 0, 0, self.order.shape[1] - x.shape[1]))
         return x.gather(1, self.order[:, :, None].expand(-1, -1, x.shape[2]))
 
     def undo(self, x: Tensor, count: int) -> Tensor:
-        """(B, H * W, D) in the grid's order to (B, count, D) in the regions'."""
+        """Reorders x (B, H * W, D) from cells to regions, (B, count, D)."""
         back = self.order.argsort(1)[:, :count]
         return x.gather(1, back[:, :, None].expand(-1, -1, x.shape[2]))
 
     def row_by_row(self) -> Arrangement:
-        """The same order as a sequence, dummies moved to its end."""
+        """The same order as a sequence, with the dummies at its end."""
         moved = (~self.valid_mask).to(torch.uint8).argsort(stable=True, dim=1)
         return Arrangement(self.order.gather(1, moved), self.valid_mask.gather(1, moved))
 
 
 def arrange_regions(boxes: Tensor, lengths: Tensor | None, rows: int) -> Arrangement:
-    """Regions (B, N, 4) by their centers: columns of `rows` from left to right, each sorted from top to bottom.
+    """Arranges regions with boxes (B, N, 4) by their centers into a grid of `rows` rows and ceil(N / rows) columns.
 
-    The last column that has regions is filled up with dummies at the bottom; columns of dummies follow up to
-    ceil(N / rows). Ties keep the regions' order.
+    Sorted from left to right, every `rows` regions form a column, which is then sorted from top to bottom. Dummies
+    fill the bottom of the last column with regions, and the columns after it. Equal centers stay in their order.
     """
     count = boxes.shape[1]
     columns = -(-count // rows)
@@ -217,9 +233,10 @@ def arrange_regions(boxes: Tensor, lengths: Tensor | None, rows: int) -> Arrange
         padding = torch.arange(count, device=boxes.device) >= lengths[:, None]
         center_x, center_y = (axis.masked_fill(padding, torch.inf) for axis in (center_x, center_y))
     center_x, center_y = (F.pad(axis, (0, columns * rows - count), value=torch.inf) for axis in (center_x, center_y))
+    # sort by y, then stably by x: regions with the same x stay sorted by y
     order = center_y.argsort(stable=True, dim=1)
     order = order.gather(1, center_x.gather(1, order).argsort(stable=True, dim=1))
-    inside = center_y.gather(1, order).view(-1, columns, rows).argsort(stable=True, dim=2)
-    order = order.view(-1, columns, rows).gather(2, inside).transpose(1, 2).flatten(1)
+    order_in_column = center_y.gather(1, order).view(-1, columns, rows).argsort(stable=True, dim=2)
+    order = order.view(-1, columns, rows).gather(2, order_in_column).transpose(1, 2).flatten(1)
     limit = count if lengths is None else lengths[:, None]
     return Arrangement(order, order < limit)

@@ -1,23 +1,28 @@
 """Ada-ClustFormer (Hu, Wang, Yang et al. 2022): self-attention inside soft clusters of patches and of words.
 
-Shapes: B images, N image tokens, C feature width (and the clustering matrix), K captions per image, R = B*K rows,
-T caption tokens, D width, H heads, V vocabulary. `models/clusters.py` has the clustering matrix itself.
+Shapes: B images, N image tokens, C feature width, K captions per image, R = B*K rows, T caption tokens, D width,
+H heads, V vocabulary. Elsewhere C is the clustering matrix, which `models/clusters.py` computes.
 
-A layer's self-attention weights are multiplied by its clustering matrix, one for all heads and stacked on the layers
-below (equation 6), separately in encoder and decoder; cross-attention has none. The decoder is causal: C
-between words j <= t is a function of the words j to t, and a step needs one prefix sum and one row of each layer.
+Each layer multiplies its self-attention weights by its clustering matrix. All heads share the matrix, and it is stacked
+on those of the layers below (equation 6), separately in encoder and decoder. Cross-attention has no such matrix. The
+decoder is causal: C between words j <= t depends on the words j to t only, so that a decoding step needs one prefix sum
+and one row of C per layer.
 
-Choices where the paper is open, and why. Where C multiplies: the weights after the softmax, without a second one. The
-printed softmax(A * C) with A a softmax already stays within a factor e of uniform, and a binary window would leave most
-weight outside of it, against the paper's own sentence about windows; Tree Transformer, which it cites, multiplies
-probabilities. Rows then sum to less than 1, which residual and norm absorb; the other readings are settings. The scale
-is sqrt(D / H). Pre-norm is the default, because the recipe has no warm-up; "post" is equation 1. C comes from the same
-normalized input as the queries. Image tokens have no positions beyond what C sees of them; words have sinusoids. A
-causal decoder cannot sample down: a group's mean would hold a later word. Widths and heads are not in the paper: 512
-and 8. Six layers on each side are inferred from its Figure 5.
+Choices where the paper leaves something open:
 
-Regions (`inputs: regions`) are arranged into the grid by their boxes for the encoder; what the decoder sees, and what
-`encode` returns, is in the regions' own order, without dummies.
+- C multiplies the weights after the softmax, and there is no second softmax. The printed softmax(A * C), where A is a
+  softmax already, would stay within a factor e of uniform. A binary window would then leave most of the weight outside
+  of it, which contradicts what the paper writes about windows. Tree Transformer, which the paper cites, multiplies
+  probabilities. The rows then sum to less than 1, which residual and norm absorb. The alternatives are settings.
+- The scale is sqrt(D / H).
+- Pre-norm is the default, because the recipe has no warm-up; "post" is equation 1.
+- C is computed from the same normalized input as the queries.
+- Image tokens have no positions other than those in C; words have sinusoids.
+- The decoder has no down-up sampling, because the mean of a group would contain a later word.
+- The paper does not give the width and the heads: they are 512 and 8. Its Figure 5 suggests six layers on each side.
+
+For the encoder, regions (`inputs: regions`) are arranged into a grid by their boxes. `encode` returns them in their
+original order and without dummies, and so the decoder reads them.
 """
 
 from __future__ import annotations
@@ -63,7 +68,7 @@ from models.token_embeddings import lm_head, token_embedding, token_macs
 
 
 class ClusteredAttention(nn.Module):
-    """Self-attention whose weights the clustering matrix multiplies (equation 2); dropout on the result."""
+    """Self-attention whose weights are multiplied by the clustering matrix (equation 2), then by dropout."""
 
     def __init__(self, config: ClustFormerConfig) -> None:
         super().__init__()
@@ -78,16 +83,16 @@ class ClusteredAttention(nn.Module):
         xavier_blocks_(self.out_proj.weight)
 
     def forward(self, x: Tensor, clusters: Tensor | None, attention_mask: Tensor | None) -> Tensor:
-        """x (B, N, D), clusters (B, N, N), attention_mask True where a query may attend, broadcast to (B, 1, N, N)."""
+        """x (B, N, D), clusters (B, N, N); attention_mask, for (B, 1, N, N), is True where a query may attend."""
         query, key, value = (split_heads(part, self.num_heads) for part in self.in_proj(x).chunk(3, -1))
         return self.out_proj(merge_heads(self._mix(query, key, value, clusters, attention_mask)))
 
     def step(self, x: Tensor, row: Tensor | None, slots: TreeSlots, ancestors: Tensor) -> Tensor:
-        """The next token of each beam: x (B*K, D), its row of C (B*K, t), ancestors (B, K, t)."""
+        """Computes the next token of each beam from x (B*K, D), its row of C (B*K, t) and ancestors (B, K, t)."""
         images, beams, _ = ancestors.shape
-        maps = self.in_proj(x).view(images, beams, 3, -1)
-        query = split_heads(maps[:, :, 0], self.num_heads)
-        cached = slots.append("key_value", maps[:, :, 1:].permute(2, 0, 1, 3))  # (2, B, slots, D)
+        projected = self.in_proj(x).view(images, beams, 3, -1)
+        query = split_heads(projected[:, :, 0], self.num_heads)
+        cached = slots.append("key_value", projected[:, :, 1:].permute(2, 0, 1, 3))  # (2, B, slots, D)
         key, value = (split_heads(part, self.num_heads) for part in cached.unbind())
         path = torch.zeros(images, beams, cached.shape[2], dtype=torch.bool, device=x.device)
         path.scatter_(2, ancestors, True)
@@ -99,11 +104,12 @@ class ClusteredAttention(nn.Module):
     def _mix(
         self, query: Tensor, key: Tensor, value: Tensor, clusters: Tensor | None, attention_mask: Tensor | None
     ) -> Tensor:
+        """The attended values, with C applied as the setting `attention` says."""
         scores = query @ key.mT / math.sqrt(query.shape[-1])
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         hidden = None if attention_mask is None else ~attention_mask
         if hidden is not None:
-            scores = scores.masked_fill(hidden, MASKED_SCORE)  # finite: an image without regions gives no NaN
+            scores = scores.masked_fill(hidden, MASKED_SCORE)  # finite: no NaN without regions
         if clusters is not None and self.reading == "renormalized":
             scores = scores + clusters[:, None].clamp_min(torch.finfo(clusters.dtype).tiny).log()
         weights = scores.softmax(-1)
@@ -117,7 +123,7 @@ class ClusteredAttention(nn.Module):
 
 
 class Clustered(nn.Module):
-    """What encoder and decoder layers share: norms before or after, C, self-attention, feed-forward."""
+    """The base of encoder and decoder layers: norms (before or after a sublayer), C, self-attention, feed-forward."""
 
     def __init__(self, config: ClustFormerConfig, axes: int) -> None:
         super().__init__()
@@ -131,25 +137,26 @@ class Clustered(nn.Module):
         self.dropout = Dropout(config.dropout)
 
     def before(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """A sublayer's input."""
+        """The input of a sublayer."""
         return norm(x) if self.pre else x
 
     def after(self, x: Tensor, result: Tensor, norm: nn.Module) -> Tensor:
-        """Residual, and the norm where it comes last (equation 1)."""
+        """Adds a sublayer's result to its input x; with post-norm (equation 1) the norm follows."""
         x = x + self.dropout(result)
         return x if self.pre else norm(x)
 
     def transform(self, x: Tensor) -> Tensor:
+        """The feed-forward sublayer."""
         return self.after(x, self.feed_forward(self.before(x, self.feed_forward_norm)), self.feed_forward_norm)
 
 
 @dataclass
 class Stack:
-    """C from layer to layer: the last layer's at full size, and the state that equation 6 stacks the next one on."""
+    """What each layer passes to the next: its C at full size, and the state on which the next C is stacked."""
 
-    matrix: Tensor | None = None  # (B, N, N), or a row (R, t)
+    matrix: Tensor | None = None  # (B, N, N), or in a decoding step a row (R, t)
     state: State = ()
-    trace: list[Tensor] = field(default_factory=list)  # the matrix of every layer, if it is recorded
+    trace: list[Tensor] = field(default_factory=list)  # the matrices of all layers, filled only when requested
 
 
 class EncoderLayer(Clustered):
@@ -187,10 +194,10 @@ class DecoderLayer(Clustered):
         if self.clusters is not None:
             stack.matrix, stack.state = self.clusters(Layout(1, y.shape[1]).pool(normed), stack.state)
         y = self.after(y, self.attention(normed, stack.matrix, attention_mask), self.attention_norm)
-        return self._rest(y, self.cross.project(states), bias)
+        return self._after_self_attention(y, self.cross.project(states), bias)
 
     def step(self, y: Tensor, cache: ClusterCache, index: int, stack: Stack, window: Tensor | None) -> Tensor:
-        """y (R, D): the next token of each row, through layer `index`."""
+        """Passes the next token of each row, y (R, D), through this layer, whose index is `index`."""
         normed = self.before(y, self.attention_norm)
         row = window
         if self.clusters is not None:
@@ -198,43 +205,44 @@ class DecoderLayer(Clustered):
                 normed, cache.sums[index], cache.rows[index], stack.state
             )
         y = self.after(y, self.attention.step(normed, row, cache.layers[index], cache.ancestors), self.attention_norm)
-        return self._rest(y[:, None], cache.cross[index], cache.bias)[:, 0]
+        return self._after_self_attention(y[:, None], cache.cross[index], cache.bias)[:, 0]
 
-    def _rest(self, y: Tensor, cross: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
+    def _after_self_attention(self, y: Tensor, cross: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
+        """Cross-attention and feed-forward."""
         result = self.cross(self.before(y, self.cross_norm), *cross, bias)
         return self.transform(self.after(y, result, self.cross_norm))
 
 
 @dataclass
 class ClusterCache(TreeCache):
-    """Beside the slots, for each layer and beam: prefix sums (R, t + 1) of equation 4 and the last row (R, t) of C."""
+    """A tree of slots, and for each layer prefix sums (R, t + 1) of equation 4 and the last row (R, t) of C."""
 
     sums: list[Tensor] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
 
     def expand_beams(self, beams: int) -> ClusterCache:
         super().expand_beams(beams)
-        self._reorder(torch.arange(self.images, device=self.ancestors.device).repeat_interleave(beams))
+        self._select_rows(torch.arange(self.images, device=self.ancestors.device).repeat_interleave(beams))
         return self
 
     def select(self, index: Tensor) -> ClusterCache:
         super().select(index)
-        self._reorder(index)
+        self._select_rows(index)
         return self
 
     def keep_images(self, index: Tensor) -> ClusterCache:
         beams = torch.arange(self.beams, device=index.device)
-        self._reorder((index[:, None] * self.beams + beams).flatten())
+        self._select_rows((index[:, None] * self.beams + beams).flatten())
         super().keep_images(index)
         return self
 
-    def _reorder(self, index: Tensor) -> None:
+    def _select_rows(self, index: Tensor) -> None:
         self.sums = [sums.index_select(0, index) for sums in self.sums]
         self.rows = [row.index_select(0, index) for row in self.rows]
 
 
 class ClustFormer(CaptionModel):
-    """Its memory holds the last encoder level in the order of the input's tokens."""
+    """Ada-ClustFormer. `encode` returns the last encoder level, in the order of the input's tokens."""
 
     config: ClustFormerConfig
 
@@ -243,18 +251,18 @@ class ClustFormer(CaptionModel):
         width = config.d_model
         self.input = nn.Linear(sizes.feature_width, width)
         self.input_dropout = Dropout(config.dropout)
-        kind = {"2d": 2, "1d": 1, "none": 0}
+        num_axes = {"2d": 2, "1d": 1, "none": 0}
         adaptive = config.window is None
 
-        def axes(clusters: str, chosen: tuple[int, ...] | None, index: int) -> int:
-            return kind[clusters] if adaptive and (chosen is None or index + 1 in chosen) else 0
+        def axes(clusters: str, clustered_layers: tuple[int, ...] | None, number: int) -> int:
+            """The number of axes of layer `number` (from 1); 0 for a layer without an adaptive C."""
+            return num_axes[clusters] if adaptive and self._has_clusters(clustered_layers, number) else 0
 
-        encoder, decoder = config.clustered_encoder_layers, config.clustered_decoder_layers
         self.encoder = cast(
             Sequence[EncoderLayer],
             nn.ModuleList(
-                EncoderLayer(config, axes(config.encoder_clusters, encoder, i))
-                for i in range(config.num_encoder_layers)
+                EncoderLayer(config, axes(config.encoder_clusters, config.clustered_encoder_layers, number))
+                for number in range(1, config.num_encoder_layers + 1)
             ),
         )
         self.encoder_norm = nn.LayerNorm(width) if config.norm == "pre" else nn.Identity()
@@ -264,40 +272,42 @@ class ClustFormer(CaptionModel):
         self.decoder = cast(
             Sequence[DecoderLayer],
             nn.ModuleList(
-                DecoderLayer(config, axes(config.decoder_clusters, decoder, i))
-                for i in range(config.num_decoder_layers)
+                DecoderLayer(config, axes(config.decoder_clusters, config.clustered_decoder_layers, number))
+                for number in range(1, config.num_decoder_layers + 1)
             ),
         )
         self.decoder_norm = nn.LayerNorm(width) if config.norm == "pre" else nn.Identity()
         self.lm_head = lm_head(config, sizes, self.token_embedding)
 
     def init_weights(self) -> None:
-        """Xavier uniform; the maps of C as in `ClusterMaps`; biases as PyTorch draws them."""
+        """Draws weights Xavier-uniform, those of C as `ClusterMaps` does, and biases as PyTorch does."""
         for module in self.modules():
             if isinstance(module, ClusteredAttention | CrossAttention | FeedForward | ClusterMaps):
                 module.init_weights()
-        for plain in (self.input, self.token_embedding, self.lm_head):
-            xavier_blocks_(plain.weight)
+        for module in (self.input, self.token_embedding, self.lm_head):
+            xavier_blocks_(module.weight)
 
     def encode(self, features: Features) -> Memory:
-        states, _ = self._encoded(features, False)
+        states, _ = self._encode(features, with_clusters=False)
         return Memory(states, features.lengths, features.boxes)
 
     @torch.no_grad()
     def encoder_clusters(self, features: Features) -> tuple[Tensor, Arrangement | None]:
-        """C (layers, B, N, N) of every encoder layer, 1 where a layer has none; for regions also their arrangement.
+        """C (layers, B, N, N) of every encoder layer, all 1 where a layer has none, and the arrangement of regions.
 
-        Its rows and columns are the grid's cells, row by row; of regions, as the arrangement orders them.
+        Rows and columns of C are the cells of the grid, row by row. For grid features the arrangement is None.
         """
-        _, clusters = self._encoded(features, True)
+        _, clusters = self._encode(features, with_clusters=True)
         return clusters
 
     @torch.no_grad()
     def decoder_clusters(self, memory: Memory, tokens: Tensor) -> Tensor:
-        """C (layers, B*K, T, T) of every decoder layer for tokens (B*K, T) with SOS; 1 where a layer has none."""
-        return torch.stack(self._decoded(memory, tokens, True)[1])
+        """C (layers, B*K, T, T) of every decoder layer for tokens (B*K, T) with SOS; all 1 where a layer has none."""
+        _, matrices = self._decode(memory, tokens, with_clusters=True)
+        return torch.stack(matrices)
 
-    def _encoded(self, features: Features, trace: bool) -> tuple[Tensor, tuple[Tensor, Arrangement | None]]:
+    def _encode(self, features: Features, with_clusters: bool) -> tuple[Tensor, tuple[Tensor, Arrangement | None]]:
+        """The states, and what `encoder_clusters` returns (without clusters the tensor of C has no meaning)."""
         check_features(features, self.sizes.feature_width)
         x = self.input_dropout(F.relu(self.input(features.tokens.to(self.input.weight.dtype))))
         arrangement, layout = self._layout(features)
@@ -307,18 +317,18 @@ class ClustFormer(CaptionModel):
         attention_mask = None if layout.valid_mask is None else layout.valid_mask[:, None, None]
         stack = Stack()
         for number, layer in enumerate(self.encoder, 1):
-            layer_window = window if self._has(self.config.clustered_encoder_layers, number) else None
+            layer_window = window if self._has_clusters(self.config.clustered_encoder_layers, number) else None
             x = layer(x, layout, attention_mask, stack, layer_window)
-            if trace:
+            if with_clusters:
                 matrix = x.new_ones(1, 1, 1) if stack.matrix is None else stack.matrix
                 stack.trace.append(matrix.expand(x.shape[0], x.shape[1], x.shape[1]))
         x = self.encoder_norm(x)
         if arrangement is not None:
             x = arrangement.undo(x, features.tokens.shape[1])
-        return x, (torch.stack(stack.trace) if trace else x, arrangement)
+        return x, (torch.stack(stack.trace) if with_clusters else x, arrangement)
 
     def _layout(self, features: Features) -> tuple[Arrangement | None, Layout]:
-        """The grid that image tokens (B, N, C) form and, for regions, the order in which they fill it."""
+        """The grid that image tokens (B, N, C) form, and for regions their arrangement in it (else None)."""
         config, lengths, boxes = self.config, features.lengths, features.boxes
         images, count = features.tokens.shape[:2]
         if config.inputs == "regions" and config.encoder_clusters != "none":
@@ -351,26 +361,29 @@ class ClustFormer(CaptionModel):
         return None, Layout(rows, columns, config.sampling)
 
     def _window(self, layout: Layout, clusters: str, like: Tensor) -> Tensor | None:
-        """(1, N, N), the fixed window in place of C; None where C is adaptive or there is none."""
+        """The fixed window (1, N, N) that replaces C; None where C is adaptive, and where there is no clustering."""
         if self.config.window is None or clusters == "none":
             return None
         return window_matrix(layout.rows, layout.columns, self.config.window, like.device)[None]
 
     @staticmethod
-    def _has(chosen: tuple[int, ...] | None, number: int) -> bool:
-        return chosen is None or number in chosen
+    def _has_clusters(clustered_layers: tuple[int, ...] | None, number: int) -> bool:
+        """Whether layer `number` (from 1) is one of the clustered layers; None stands for all layers."""
+        return clustered_layers is None or number in clustered_layers
 
     def embed(self, tokens: Tensor, position: int) -> Tensor:
-        """Tokens (R, T) that start at `position`."""
+        """Embeddings (R, T, D) of tokens (R, T) whose first one is at `position`."""
         check_positions(position + tokens.shape[1], self.sizes.max_positions)
         words = self.token_embedding(tokens) * math.sqrt(self.config.d_model)
         positions = cast(Tensor, self.positions)
         return self.word_dropout(words + positions[position : position + tokens.shape[1]])
 
     def decode(self, memory: Memory, tokens: Tensor) -> Tensor:
-        return self._decoded(memory, tokens, False)[0]
+        logits, _ = self._decode(memory, tokens, with_clusters=False)
+        return logits
 
-    def _decoded(self, memory: Memory, tokens: Tensor, trace: bool) -> tuple[Tensor, list[Tensor]]:
+    def _decode(self, memory: Memory, tokens: Tensor, with_clusters: bool) -> tuple[Tensor, list[Tensor]]:
+        """The logits, and with `with_clusters` the matrix of every layer."""
         captions_per_image(memory, tokens.shape[0])
         bias = padding_bias(valid_tokens(memory.lengths, memory.states.shape[1]), memory.states.dtype)
         y = self.embed(tokens, 0)
@@ -379,9 +392,9 @@ class ClustFormer(CaptionModel):
         window = self._window(Layout(1, length), self.config.decoder_clusters, y)
         stack = Stack()
         for number, layer in enumerate(self.decoder, 1):
-            layer_window = window if self._has(self.config.clustered_decoder_layers, number) else None
+            layer_window = window if self._has_clusters(self.config.clustered_decoder_layers, number) else None
             y = layer(y, memory.states, bias, attention_mask, stack, layer_window)
-            if trace:
+            if with_clusters:
                 matrix = y.new_ones(1, 1, 1) if stack.matrix is None else stack.matrix
                 stack.trace.append(matrix.expand(rows, length, length))
         return self.lm_head(self.decoder_norm(y)), stack.trace
@@ -407,12 +420,12 @@ class ClustFormer(CaptionModel):
         row = None if window is None else window[:, -1].expand(y.shape[0], -1)
         stack = Stack()
         for index, layer in enumerate(self.decoder):
-            layer_window = row if self._has(self.config.clustered_decoder_layers, index + 1) else None
+            layer_window = row if self._has_clusters(self.config.clustered_decoder_layers, index + 1) else None
             y = layer.step(y, cache, index, stack, layer_window)
         return self.lm_head(self.decoder_norm(y)), cache
 
     def macs(self, image_tokens: int) -> Macs:
-        """The clustering matrix costs two products of vectors per pooled token and axis."""
+        """See `CaptionModel.macs`. The clustering matrix costs two products of vectors per pooled token and axis."""
         config, width = self.config, self.config.d_model
         tokens, pooled = image_tokens, image_tokens
         if config.inputs == "regions" and config.encoder_clusters != "none":  # dummies fill the last column
@@ -427,7 +440,7 @@ class ClustFormer(CaptionModel):
         linear = linear_macs(*self.encoder) - clusters
         key_value = sum(linear_macs(layer.cross.key_value) for layer in self.decoder)
         token = linear_macs(*self.decoder) - key_value
-        token += len(self.decoder) * 2 * image_tokens * width  # what cross-attention mixes
+        token += len(self.decoder) * 2 * image_tokens * width  # scores and weighted sums of cross-attention
         return Macs(
             encoder=image_tokens * linear_macs(self.input) + tokens * linear + attention + pooled * clusters,
             keys=image_tokens * key_value,

@@ -1,4 +1,4 @@
-"""What a captioner and its backbone are, as plain values: no torch here, so that reading a configuration is instant."""
+"""Configurations of captioners and backbones. This module does not import torch, so that they are read quickly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 
 class Identity(Enum):
-    """How a configuration key enters the identity of a run (`pipeline.runs.identity`); without a mark by its value."""
+    """How a configuration key enters the identity of a run (`pipeline.runs.identity`); unmarked keys: by value."""
 
     IGNORED = "not at all: it decides where, when and with which resources the result is computed"
     WITH_BACKBONE = "by its value where features come from a backbone"
@@ -20,11 +20,11 @@ class Identity(Enum):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What every captioner has, apart from what the data decide (`ModelSizes`); each system adds its own keys.
+    """The settings of every captioner; each system adds more. `ModelSizes` has the values that the data decide.
 
-    `word_vectors`: a text file in GloVe's form whose vectors, `word_vector_width` numbers wide, are the words' on both
-    ends of the decoder (`models/token_embeddings.py`); they are trained on only with `train_word_vectors`. A width
-    without a file is a model that was built so before: its bundle holds the vectors.
+    `word_vectors`: a text file in GloVe's format with vectors of `word_vector_width` numbers. The decoder uses them at
+    its input and output (`models/token_embeddings.py`) and trains them only with `train_word_vectors`. A bundle of such
+    a model contains the vectors, so that its configuration has a width but needs no file.
 
     Raises ValueError for sizes that do not fit.
     """
@@ -44,14 +44,14 @@ class ModelConfig:
     train_word_vectors: bool = False
 
     def __post_init__(self) -> None:
-        self._at_least(1, "d_model", "d_ff", "num_heads", "num_encoder_layers", "num_decoder_layers")
+        self._require_at_least(1, "d_model", "d_ff", "num_heads", "num_encoder_layers", "num_decoder_layers")
         if self.d_model % self.num_heads:
             raise ValueError(
                 f"model.d_model = {self.d_model} does not divide by model.num_heads = {self.num_heads} "
                 f"(remainder {self.d_model % self.num_heads}); choose heads that divide the width"
             )
-        self._at_least(1, "max_positions", also=", or null for the longest caption's")
-        self._at_least(1, "word_vector_width", also=", or null for vectors of the model's own")
+        self._require_at_least(1, "max_positions", message_suffix=", or null for the longest caption's")
+        self._require_at_least(1, "word_vector_width", message_suffix=", or null for vectors of the model's own")
         if self.word_vectors is not None and self.word_vector_width is None:
             raise ValueError(
                 "model.word_vectors needs model.word_vector_width, how many numbers its vectors have (GloVe: 50 to 300)"
@@ -67,29 +67,32 @@ class ModelConfig:
     def check_inputs(self, regions: bool) -> None:
         """Raises ValueError when the model cannot take region features, or grid features where `regions` is False."""
 
-    def _at_least(self, least: int, *keys: str, also: str = "") -> None:
+    def _require_at_least(self, least: int, *keys: str, message_suffix: str = "") -> None:
+        """Raises ValueError when one of the settings `keys` is set and below `least`."""
         for key in keys:
             value = getattr(self, key)
             if value is not None and value < least:
-                raise ValueError(f"model.{key} is {value}; it must be {least} or more{also}")
+                raise ValueError(f"model.{key} is {value}; it must be {least} or more{message_suffix}")
 
-    def _one_of(self, key: str, *known: str) -> None:
-        if getattr(self, key) not in known:
-            listed = " or ".join(repr(value) for value in known)
+    def _require_one_of(self, key: str, *choices: str) -> None:
+        """Raises ValueError when the setting `key` is not one of `choices`."""
+        if getattr(self, key) not in choices:
+            listed = " or ".join(repr(value) for value in choices)
             raise ValueError(f"model.{key} is {getattr(self, key)!r}; it must be {listed}")
 
 
 @dataclass(frozen=True)
 class ExpansionNetConfig(ModelConfig):
-    """ExpansionNet v2, and the papers' baseline Transformer, to which the expansion settings do not apply.
+    """ExpansionNet v2, and the papers' baseline Transformer, which ignores the expansion settings.
 
-    Encoder: `static_expansion` G, or `encoder_dynamic_expansion` N_E (bidirectional), or attention when both are None.
-    Decoder: `dynamic_expansion` N_E (causal), or attention when it is None. All rows of the paper's Table I are here.
+    The encoder has `static_expansion` G, or `encoder_dynamic_expansion` N_E (bidirectional), or attention when both are
+    None. The decoder has `dynamic_expansion` N_E (causal), or attention when it is None. These settings cover all rows
+    of the paper's Table I.
 
-    `expansion_dropout`: "reference" drops single elements of the expanded vectors, as the paper's recipes were trained;
-    it forces the long form (the expanded sequence exists in memory). "factorized" drops whole expanded vectors with the
-    same probability, which keeps the short form in training: faster and leaner, but another regularizer, with no
-    published score. Evaluation is the same for both.
+    `expansion_dropout`: "reference" drops single elements of the expanded vectors, as in the paper's training. It needs
+    the long form, in which the expanded sequence exists in memory. "factorized" drops whole expanded vectors with the
+    same probability and works in the short form, which takes less time and memory. It is a different regularizer, for
+    which no score is published. Evaluation is the same for both.
     """
 
     name: Literal["expansionnet_v2", "transformer"] = "expansionnet_v2"
@@ -101,7 +104,7 @@ class ExpansionNetConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least(1, "dynamic_expansion", "encoder_dynamic_expansion", also=", or null for none")
+        self._require_at_least(1, "dynamic_expansion", "encoder_dynamic_expansion", message_suffix=", or null for none")
         if self.static_expansion is not None:
             groups = list(self.static_expansion)
             if not groups:
@@ -115,16 +118,17 @@ class ExpansionNetConfig(ModelConfig):
                     f"model.static_expansion = {groups} and model.encoder_dynamic_expansion = "
                     f"{self.encoder_dynamic_expansion} are both set; the encoder has one of them: set the other to null"
                 )
-        self._one_of("expansion_dropout", "reference", "factorized")
+        self._require_one_of("expansion_dropout", "reference", "factorized")
 
 
 @dataclass(frozen=True)
 class MeshedMemoryConfig(ModelConfig):
-    """The Meshed-Memory Transformer; the rows of the paper's ablations (Tables 1, 6 and 7) are settings.
+    """The Meshed-Memory Transformer. Its settings cover all rows of the paper's ablations (Tables 1, 6 and 7).
 
-    `num_memory_slots`: learned keys and values beside the regions' own, 0 for none. `connection`: which encoder levels
-    a decoder layer attends to: all of them through gates ("meshed"), the one of its own number ("one_to_one"), or the
-    last ("last", the plain Transformer's). `gates` of the meshed connection: "sigmoid", or "softmax" over the levels.
+    `num_memory_slots`: number of learned keys and values in addition to those of the regions, 0 for none.
+    `connection`: which encoder levels a decoder layer attends to: all through gates ("meshed"), the level with the
+    layer's number ("one_to_one"), or the last level ("last", as in the plain Transformer).
+    `gates`: how the meshed connection weights levels: "sigmoid", or "softmax" over the levels.
     `attention`: "on_attention" is the attention-on-attention baseline, in every attention of encoder and decoder.
     """
 
@@ -136,10 +140,10 @@ class MeshedMemoryConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least(0, "num_memory_slots")
-        self._one_of("connection", "meshed", "one_to_one", "last")
-        self._one_of("gates", "sigmoid", "softmax")
-        self._one_of("attention", "dot_product", "on_attention")
+        self._require_at_least(0, "num_memory_slots")
+        self._require_one_of("connection", "meshed", "one_to_one", "last")
+        self._require_one_of("gates", "sigmoid", "softmax")
+        self._require_one_of("attention", "dot_product", "on_attention")
         if self.connection == "one_to_one" and self.num_encoder_layers != self.num_decoder_layers:
             raise ValueError(
                 f"model.connection is 'one_to_one' with {self.num_encoder_layers} encoder and "
@@ -149,14 +153,14 @@ class MeshedMemoryConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class ClustFormerConfig(ModelConfig):
-    """Ada-ClustFormer; the rows of the paper's ablation (Table 1) are settings.
+    """Ada-ClustFormer. Its settings cover all rows of the paper's ablation (Table 1); C is the clustering matrix.
 
-    `encoder_clusters`: the clustering matrix of the image tokens, "2d", "1d" (row by row) or "none" (the base
-    Transformer); `decoder_clusters` of the words. `stacking`: equation 6 on the matrices, on the conditionals, or not.
-    `sampling`: down-up sampling rate of the encoder. `window`: a fixed window in place of both matrices.
-    `attention`: how C acts: "product" multiplies the attention weights, "renormalized" makes them sum to 1 again,
-    "literal" takes a second softmax of the product, as equation 2 is printed. `clustered_encoder_layers` and
-    `clustered_decoder_layers`: the numbers, from 1, of the layers that have C; null for all.
+    `encoder_clusters`: C of the image tokens: "2d", "1d" (row by row) or "none" (the base Transformer).
+    `decoder_clusters`: C of the words. `stacking`: whether equation 6 stacks the matrices, the conditionals or nothing.
+    `sampling`: down-up sampling rate of the encoder. `window`: size of a fixed window that replaces C everywhere.
+    `attention`: how C is applied: "product" multiplies the attention weights, "renormalized" also makes them sum to 1
+    again, "literal" takes a second softmax of the product, as equation 2 is printed.
+    `clustered_encoder_layers`, `clustered_decoder_layers`: numbers, from 1, of the layers that have C; null for all.
     `inputs`: "grid" features (`grid` [rows, columns], null for a square) or "regions", arranged by their boxes into a
     grid of `region_rows` rows.
     """
@@ -179,14 +183,14 @@ class ClustFormerConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._one_of("encoder_clusters", "2d", "1d", "none")
-        self._one_of("decoder_clusters", "1d", "none")
-        self._one_of("stacking", "matrix", "conditional", "none")
-        self._one_of("attention", "product", "renormalized", "literal")
-        self._one_of("norm", "pre", "post")
-        self._one_of("inputs", "grid", "regions")
-        self._at_least(1, "sampling", "region_rows")
-        self._at_least(0, "window", also=", or null for an adaptive one")
+        self._require_one_of("encoder_clusters", "2d", "1d", "none")
+        self._require_one_of("decoder_clusters", "1d", "none")
+        self._require_one_of("stacking", "matrix", "conditional", "none")
+        self._require_one_of("attention", "product", "renormalized", "literal")
+        self._require_one_of("norm", "pre", "post")
+        self._require_one_of("inputs", "grid", "regions")
+        self._require_at_least(1, "sampling", "region_rows")
+        self._require_at_least(0, "window", message_suffix=", or null for an adaptive one")
         for side, layers in (("encoder", self.num_encoder_layers), ("decoder", self.num_decoder_layers)):
             chosen = getattr(self, f"clustered_{side}_layers")
             if chosen is not None and (len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(1, layers + 1))):
@@ -217,8 +221,8 @@ class ClustFormerConfig(ModelConfig):
             )
 
 
-# The systems by `model.name`. A new captioner is a class here, a file with its model, and an entry in
-# `models/registry.py`; configuration and search follow.
+# The systems by `model.name`. A new captioner needs a configuration class in this file, an entry here, a file with its
+# model, and an entry in `models/registry.py`. Configuration files and searches can then use it.
 MODEL_CONFIGS: dict[str, type[ModelConfig]] = {
     "expansionnet_v2": ExpansionNetConfig,
     "transformer": ExpansionNetConfig,
@@ -229,7 +233,7 @@ MODEL_CONFIGS: dict[str, type[ModelConfig]] = {
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What the data decide: widths and the ids of the special tokens. Raises ValueError for ids outside."""
+    """The sizes that the data decide, and the ids of the special tokens. Raises ValueError for impossible values."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # for pydantic
 
@@ -254,10 +258,10 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class BackboneConfig:
-    """A timm `swin_*` by name, where its weights come from, and overrides for small ones.
+    """A timm model `swin_*`, the source of its weights, and sizes that replace those of the named model.
 
-    weights: "none" (drawn at random), "pretrained" (timm's, over the network) or the path of a checkpoint in timm's or
-    the original Swin naming (.safetensors, or a PyTorch file with tensors only).
+    weights: "none" (drawn at random), "pretrained" (downloaded by timm) or the path of a checkpoint in timm's or the
+    original Swin naming (.safetensors, or a PyTorch file with tensors only).
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # for pydantic

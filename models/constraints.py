@@ -1,9 +1,9 @@
-"""Constrained beam search (Anderson, Fernando, Johnson, Gould 2017): captions that must contain given words; any model.
+"""Constrained beam search (Anderson, Fernando, Johnson, Gould 2017): captions that must contain given words.
 
-A constraint is a set of alternatives, each one word or several in a row; a caption satisfies it when it contains one
-of them. The constraints of an image become a finite-state automaton. A state records which of them are satisfied and,
-within a longer alternative, how much of it the last words match. The search keeps a beam for every state, so that a
-caption on its way to a rare word is not crowded out by more probable ones that never get there.
+It works with every model. A constraint is a set of alternatives, each of one or more consecutive words; a caption
+satisfies it when it contains one of them. The constraints of an image become a finite-state automaton. Its state
+records which constraints are satisfied, and how many words of a longer alternative the last words match. The search has
+separate beams for every state, so that more probable captions do not displace one that approaches a rare word.
 
 Shapes: B images, S states, K beams per state, R = B*S*K rows, T caption tokens, V vocabulary.
 """
@@ -21,17 +21,20 @@ from torch import Tensor
 from models.decoding import Beams, Captions, Decoder, Memories, Models, check_beams, search
 
 Words = tuple[int, ...]
-Constraint = Sequence[Words]  # its alternatives
+Constraint = Sequence[Words]  # the alternatives
 
-MAX_STATES = 256  # eight constraints of single words; the beams of all states run at every step
+# the beams of all states are computed at every step; eight constraints of single words have 256 states
+MAX_STATES = 256
 
 
 @dataclass(frozen=True)
 class ConstraintAutomaton:
     """The finite-state automaton of one image's constraints; state 0 is the start.
 
-    num_satisfied: for each state, how many of the `count` constraints a caption in it satisfies; `num_required` of them
-    must be. `steps[state]` maps the words that matter there to the next state; every other word leads to `rest[state]`.
+    count: number of constraints, of which a caption must satisfy `num_required`.
+    num_satisfied: for each state, the number of constraints that a caption in this state satisfies.
+    steps: for each state, the next state after each word of the constraints.
+    rest: for each state, the next state after any other word.
     """
 
     count: int
@@ -51,13 +54,13 @@ class ConstraintAutomaton:
 def build_automaton(
     constraints: Sequence[Constraint], vocabulary_size: int, at_least: int | None = None
 ) -> ConstraintAutomaton:
-    """The automaton that tracks which constraints (of word ids) a caption satisfies; `at_least` of them are required.
+    """The automaton of constraints given as word ids. A caption must satisfy `at_least` of them, or all if None.
 
-    The last words are followed through a tree of all alternatives, from a word that breaks one off to the longest other
-    that may have begun (Aho and Corasick 1975). Raises ValueError for an empty constraint, a word outside the
-    vocabulary, and constraints that need more than 256 states.
+    A state is the set of satisfied constraints together with the longest beginning of an alternative that the last
+    words form (Aho and Corasick 1975). Raises ValueError for an empty constraint, a word outside the vocabulary, and
+    constraints that need more than 256 states.
     """
-    phrases: dict[Words, int] = {}  # which constraints, as bits, an alternative completes
+    phrases: dict[Words, int] = {}  # the constraints that an alternative satisfies, as bits
     for number, alternatives in enumerate(constraints):
         if not alternatives or not all(alternatives):
             raise ValueError(f"constraint {number + 1} has no words; leave it out")
@@ -68,38 +71,40 @@ def build_automaton(
                     f"constraint {number + 1} holds word {outside[0]}, outside the vocabulary of {vocabulary_size}"
                 )
             phrases[tuple(words)] = phrases.get(tuple(words), 0) | 1 << number
-    begun = {words[:length] for words in phrases for length in range(len(words))} | {()}
+    prefixes = {words[:length] for words in phrases for length in range(len(words))} | {()}
     start: tuple[int, Words] = (0, ())
-    places = {start: 0}
+    states = {start: 0}  # the number of each state
     pending = deque([start])
     steps: list[dict[int, int]] = []
     rest: list[int] = []
 
-    def place(satisfied: int, last: Words) -> int:
-        if (satisfied, last) not in places:
-            if len(places) == MAX_STATES:
+    def state_number(satisfied: int, prefix: Words) -> int:
+        """The number of a state, which is added when it is new."""
+        if (satisfied, prefix) not in states:
+            if len(states) == MAX_STATES:
                 raise ValueError(
                     f"{len(constraints)} constraints need more than {MAX_STATES} states; give fewer of them "
                     f"(each doubles the states), or shorter alternatives"
                 )
-            places[satisfied, last] = len(places)
-            pending.append((satisfied, last))
-        return places[satisfied, last]
+            states[satisfied, prefix] = len(states)
+            pending.append((satisfied, prefix))
+        return states[satisfied, prefix]
 
-    matter = sorted({word for words in phrases for word in words})
+    constraint_words = sorted({word for words in phrases for word in words})
     while pending:
-        satisfied, last = pending.popleft()
+        satisfied, prefix = pending.popleft()
         transitions = {}
-        for word in matter:
-            read = (*last, word)
-            tails = [read[cut:] for cut in range(len(read) + 1)]
-            reached = satisfied
-            for tail in tails:
-                reached |= phrases.get(tail, 0)
-            transitions[word] = place(reached, next(tail for tail in tails if tail in begun))
+        for word in constraint_words:
+            last_words = (*prefix, word)
+            suffixes = [last_words[first:] for first in range(len(last_words) + 1)]  # the longest first
+            now_satisfied = satisfied
+            for suffix in suffixes:
+                now_satisfied |= phrases.get(suffix, 0)
+            longest_prefix = next(suffix for suffix in suffixes if suffix in prefixes)
+            transitions[word] = state_number(now_satisfied, longest_prefix)
         steps.append(transitions)
-        rest.append(place(satisfied, ()))
-    num_satisfied = tuple(satisfied.bit_count() for satisfied, _ in places)
+        rest.append(state_number(satisfied, ()))
+    num_satisfied = tuple(satisfied.bit_count() for satisfied, _ in states)
     count = len(constraints)
     required = count if at_least is None else min(at_least, count)
     return ConstraintAutomaton(count, required, num_satisfied, tuple(steps), tuple(rest))
@@ -107,9 +112,9 @@ def build_automaton(
 
 @dataclass
 class ConstrainedCaptions(Captions):
-    """num_satisfied: (B, n) int64, how many of its image's constraints a caption satisfies.
+    """Captions, and how many of its image's constraints each one satisfies: num_satisfied (B, n) int64.
 
-    -1 where there are fewer captions than asked for (score -inf).
+    Where an image has fewer than n captions, num_satisfied is -1 and the score -inf.
     """
 
     num_satisfied: Tensor
@@ -128,9 +133,9 @@ def constrained_beam_search(
 ) -> ConstrainedCaptions:
     """The `num_results` best captions of each image that satisfy its constraints, best first.
 
-    If any beam satisfies as many constraints as the automaton requires, only such captions are returned; otherwise
-    those that satisfy the most (`num_satisfied` gives the number). For the rest the search is `beam_search` with
-    `beam_size` beams in every state: the cost grows with the number of states of the largest automaton.
+    If any beam satisfies as many constraints as the automaton requires, only such captions are returned. Otherwise
+    those are returned that satisfy the most; `num_satisfied` is this number. In all other ways the search is
+    `beam_search` with `beam_size` beams in every state. Its cost grows with the states of the largest automaton.
     Raises ValueError unless there is one automaton per image and 1 <= num_results <= beam_size.
     """
     check_beams(beam_size, num_results)
@@ -142,17 +147,18 @@ def constrained_beam_search(
     beams = ConstrainedBeams(**vars(Beams.start(decoder, max_length)), beam_size=beam_size, transitions=transitions)
     results = search(decoder, beams, max_length)
     num_satisfied = _num_satisfied(automata, states, beam_size, decoder.device)
-    # more than required is no better; dead beams are no captions
-    enough = torch.tensor([automaton.num_required for automaton in automata], device=decoder.device)[:, None]
-    counted = num_satisfied.clamp(max=enough).masked_fill(results.scores.isneginf(), -1)
-    best, order = results.ranked(num_results, length_normalization, counted < counted.amax(1, keepdim=True))
+    # a caption gains nothing from more constraints than required; a beam with score -inf is no caption
+    required = torch.tensor([automaton.num_required for automaton in automata], device=decoder.device)[:, None]
+    counted = num_satisfied.clamp(max=required).masked_fill(results.scores.isneginf(), -1)
+    excluded = counted < counted.amax(1, keepdim=True)
+    best, order = results.ranked(num_results, length_normalization, excluded)
     return ConstrainedCaptions(
         **vars(best), num_satisfied=num_satisfied.gather(1, order).masked_fill(best.scores.isneginf(), -1)
     )
 
 
 def _transitions(automata: Sequence[ConstraintAutomaton], states: int, vocabulary: int, device: torch.device) -> Tensor:
-    """(B, S, V) the next state; -1 for the states that a smaller automaton does not have."""
+    """The next states (B, S, V); -1 for the states that a smaller automaton does not have."""
     table = torch.full((len(automata), states, vocabulary), -1, dtype=torch.int16)
     for image, automaton in enumerate(automata):
         for state, (steps, rest) in enumerate(zip(automaton.steps, automaton.rest, strict=True)):
@@ -164,7 +170,7 @@ def _transitions(automata: Sequence[ConstraintAutomaton], states: int, vocabular
 def _num_satisfied(
     automata: Sequence[ConstraintAutomaton], states: int, beam_size: int, device: torch.device
 ) -> Tensor:
-    """(B, S*K) how many constraints a beam satisfies; -1 for the states that a smaller automaton does not have."""
+    """The numbers (B, S*K) of constraints that beams satisfy; -1 for states that a smaller automaton does not have."""
     rows = [[*automaton.num_satisfied, *[-1] * (states - len(automaton.num_satisfied))] for automaton in automata]
     return torch.tensor(rows, device=device).repeat_interleave(beam_size, 1)
 
@@ -173,16 +179,16 @@ def _num_satisfied(
 class ConstrainedBeams(Beams):
     """S*K beams per image, of which rows s*K to s*K + K - 1 are in state s of its automaton.
 
-    beam_size is K; transitions (B, S, V) hold the next state of each state and word.
+    beam_size is K; transitions (B, S, V) are the next states of each state and word.
     """
 
     beam_size: int
     transitions: Tensor
 
     def extend(self, log_probs: Tensor, position: int) -> Tensor:
-        """The best K of what all beams offer to each state, from log_probs (B*S*K, V); their parents (B, S*K).
+        """Adds words at `position` so that each state gets its K best beams; returns their parents (B, S*K).
 
-        An ended beam offers itself to its own state, once, as PAD.
+        log_probs (B*S*K, V) are those of the next word. An ended beam is a candidate once, for its state and with PAD.
         """
         rows, pad = self.ended.shape[1], self.sizes.pad
         log_probs = log_probs.unflatten(0, (-1, rows))
@@ -192,14 +198,14 @@ class ConstrainedBeams(Beams):
         offers[:, :, pad] = torch.where(self.ended, 0.0, offers[:, :, pad])
         target[:, :, pad] = torch.where(self.ended, own_state.to(target.dtype), target[:, :, pad])
         sums = self.scores[:, :, None] + offers
-        best, places = [], []
+        best, indices = [], []
         for state in range(rows // self.beam_size):
             candidates = sums.masked_fill(target != state, -torch.inf).flatten(1)
-            value, place = candidates.topk(min(self.beam_size, candidates.shape[1]), -1)
-            missing = self.beam_size - value.shape[1]  # a vocabulary smaller than the beam
+            value, index = candidates.topk(min(self.beam_size, candidates.shape[1]), -1)
+            missing = self.beam_size - value.shape[1]  # above 0 when there are fewer candidates than beams
             best.append(F.pad(value, (0, missing), value=-torch.inf))
-            places.append(F.pad(place, (0, missing)))
-        self.scores, chosen = torch.cat(best, 1), torch.cat(places, 1)
+            indices.append(F.pad(index, (0, missing)))
+        self.scores, chosen = torch.cat(best, 1), torch.cat(indices, 1)
         vocabulary = log_probs.shape[-1]
         parent = chosen // vocabulary
         self.append(parent, chosen % vocabulary, offers.flatten(1).gather(1, chosen), position)

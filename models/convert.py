@@ -1,7 +1,7 @@
-"""Upstream checkpoints as ours: one map of names for each upstream project.
+"""Conversion of upstream checkpoints to this project's names and shapes; this file has ExpansionNet v2 and Swin.
 
-The reference of ExpansionNet v2 keeps each linear map on its own; here the maps of one input are fused into one weight,
-whose row blocks are in the order of the map below.
+The reference of ExpansionNet v2 has a separate weight for each linear layer. Here the linear layers that read the same
+input are fused into one weight; `_STATIC_MAPS` and `_DYNAMIC_MAPS` give the order of its row blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DYNAMIC_MAPS = ("cond_embed", "key_linear", "class_a_embed", "class_b_embed", "
 
 
 def upstream_names(config: ExpansionNetConfig) -> dict[str, tuple[str, ...]]:
-    """Our parameters of an ExpansionNet v2 and the upstream ones whose rows make them up, in order."""
+    """For each parameter of our ExpansionNet v2, the upstream parameters whose rows it consists of, in order."""
     names: dict[str, tuple[str, ...]] = {"token_embedding.weight": ("out_embedder.embed.weight",)}
     names["positions.weight"] = ("pos_encoder.weight",)
 
@@ -75,14 +75,17 @@ def convert_expansionnet(tensors: Mapping[str, Tensor], config: ExpansionNetConf
 def join_rows(
     tensors: Mapping[str, Tensor], names: Mapping[str, tuple[str, ...]], what: str, config: ModelConfig
 ) -> dict[str, Tensor]:
-    """Tensors under our names, the upstream ones' rows one after the other. ValueError for missing and unknown keys."""
-    wanted = {name for parts in names.values() for name in parts}
-    missing, extra = sorted(wanted - tensors.keys()), sorted(tensors.keys() - wanted)
+    """Concatenates the rows of upstream tensors into ours, as `names` says; `what` names the model in messages.
+
+    Raises ValueError for missing and unknown keys, and for shapes that do not fit together.
+    """
+    expected = {name for parts in names.values() for name in parts}
+    missing, extra = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
     if missing or extra:
         problems = [f"lacks {missing[0]!r} ({len(missing)} missing)"] if missing else []
         problems += [f"has {extra[0]!r} ({len(extra)} unknown)"] if extra else []
         raise ValueError(
-            f"the checkpoint {' and '.join(problems)}; expected the {len(wanted)} tensors of {what} with "
+            f"the checkpoint {' and '.join(problems)}; expected the {len(expected)} tensors of {what} with "
             f"{config.num_encoder_layers} encoder and {config.num_decoder_layers} decoder layers"
         )
     for parts in names.values():
@@ -97,19 +100,19 @@ def join_rows(
 
 @dataclass(frozen=True)
 class Inferred:
-    """The configuration that an upstream captioner's tensors imply; they determine neither the groups nor the heads."""
+    """The settings and sizes that follow from an upstream captioner's tensors; groups and heads do not follow."""
 
     model: dict[str, Any]
     feature_width: int
     vocabulary_size: int
     max_positions: int
-    total_expansion: int = 0  # of ExpansionNet v2
+    total_expansion: int = 0  # number of static expansion vectors in all groups of an ExpansionNet v2
 
 
 def infer_expansionnet(tensors: Mapping[str, Tensor]) -> Inferred:
-    """Sizes from shapes. Raises ValueError for tensors that are no ExpansionNet v2."""
+    """Reads the sizes off the shapes. Raises ValueError for tensors that are no ExpansionNet v2."""
 
-    def rows(name: str) -> tuple[int, ...]:
+    def shape_of(name: str) -> tuple[int, ...]:
         if name not in tensors:
             raise ValueError(f"the checkpoint is no ExpansionNet v2: it has no {name!r} among {len(tensors)} tensors")
         shape = tuple(tensors[name].shape)
@@ -117,30 +120,31 @@ def infer_expansionnet(tensors: Mapping[str, Tensor]) -> Inferred:
             raise ValueError(f"the checkpoint's {name!r} has shape {shape}; expected 2 axes, none of them empty")
         return shape
 
-    def layers(prefix: str) -> int:
+    def count_layers(prefix: str) -> int:
         numbers = {name.split(".")[1] for name in tensors if name.startswith(prefix)}
         return len(numbers)
 
-    width, features = rows("input_linear.weight")
+    width, features = shape_of("input_linear.weight")
     return Inferred(
         model={
             "d_model": width,
-            "d_ff": rows("encoders.0.ff.linear_1.weight")[0],
-            "num_encoder_layers": layers("encoders."),
-            "num_decoder_layers": layers("decoders."),
-            "dynamic_expansion": rows("decoders.0.dyn_exp.query_exp_vectors.weight")[0],
+            "d_ff": shape_of("encoders.0.ff.linear_1.weight")[0],
+            "num_encoder_layers": count_layers("encoders."),
+            "num_decoder_layers": count_layers("decoders."),
+            "dynamic_expansion": shape_of("decoders.0.dyn_exp.query_exp_vectors.weight")[0],
         },
-        total_expansion=rows("encoders.0.stc_exp.query_exp_vectors.weight")[0],
+        total_expansion=shape_of("encoders.0.stc_exp.query_exp_vectors.weight")[0],
         feature_width=features,
-        vocabulary_size=rows("vocab_linear.weight")[0],
-        max_positions=rows("pos_encoder.weight")[0],
+        vocabulary_size=shape_of("vocab_linear.weight")[0],
+        max_positions=shape_of("pos_encoder.weight")[0],
     )
 
 
 def complete_config(inferred: Inferred, given: Mapping[str, Any]) -> ExpansionNetConfig:
-    """The model's configuration from shapes and what the user gave; the published G and heads where the sizes fit.
+    """The model's configuration from the checkpoint's shapes and the user's settings `given`.
 
-    Raises ValueError for what contradicts the checkpoint, and naming what is missing.
+    Groups and heads that the user does not give are the published ones, if the checkpoint has the published sizes.
+    Raises ValueError when a setting contradicts the checkpoint, and when one is missing.
     """
     for key, value in given.items():
         if key in inferred.model and value != inferred.model[key]:
@@ -166,7 +170,7 @@ def complete_config(inferred: Inferred, given: Mapping[str, Any]) -> ExpansionNe
 
 
 def complete_heads(width: int, given: Mapping[str, Any]) -> int:
-    """The user's number of heads, or the published 8 at the published width. ValueError naming what is missing."""
+    """The user's number of heads, or 8 at the published width. Raises ValueError when neither is the case."""
     heads = given.get("num_heads")
     if heads is not None:
         return int(heads)
@@ -179,7 +183,7 @@ def complete_heads(width: int, given: Mapping[str, Any]) -> int:
 
 
 def check_given_positions(positions: int, given: Mapping[str, Any]) -> None:
-    """Raises ValueError when the user's max_positions is not the checkpoint's."""
+    """Raises ValueError when the user's max_positions differs from the checkpoint's."""
     if given.get("max_positions") not in (None, positions):
         raise ValueError(
             f"model.max_positions is {given['max_positions']}, the checkpoint has {positions}; leave it out"
@@ -187,9 +191,9 @@ def check_given_positions(positions: int, given: Mapping[str, Any]) -> None:
 
 
 def infer_swin(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The configuration that a Swin's tensors imply, as `BackboneConfig` values; for both namings.
+    """The settings of `BackboneConfig` that follow from a Swin's tensors in timm's or the original naming.
 
-    The image size is read off the shifted windows' masks where the file has them (the original naming does).
+    The image size follows from the masks of shifted windows, which only files in the original naming have.
     Raises ValueError for tensors that are no Swin.
     """
     stages: dict[int, dict[int, tuple[int, int]]] = {}
@@ -198,14 +202,14 @@ def infer_swin(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         if table is not None and tensor.ndim == 2:
             stages.setdefault(int(table[1]), {})[int(table[2])] = (tensor.shape[0], tensor.shape[1])
     patches = tensors.get("patch_embed.proj.weight")
-    numbered = [sorted(stages), *(sorted(blocks) for blocks in stages.values())]
-    whole = all(numbers == list(range(len(numbers))) for numbers in numbered)
-    if not stages or not whole or patches is None or patches.ndim != 4:
+    number_lists = [sorted(stages), *(sorted(blocks) for blocks in stages.values())]
+    complete = all(numbers == list(range(len(numbers))) for numbers in number_lists)
+    if not stages or not complete or patches is None or patches.ndim != 4:
         raise ValueError(
             f"the backbone file is no Swin: among its {len(tensors)} tensors are no patch embedding with 4 axes and "
             "attention bias tables with 2 for all blocks of all stages"
         )
-    window = (math.isqrt(stages[0][0][0]) + 1) // 2
+    window = (math.isqrt(stages[0][0][0]) + 1) // 2  # a bias table has (2 * window - 1) ** 2 rows
     values: dict[str, Any] = {
         "embed_dim": patches.shape[0],
         "depths": tuple(len(stages[stage]) for stage in sorted(stages)),
@@ -214,14 +218,15 @@ def infer_swin(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     }
     mask = tensors.get("layers.0.blocks.1.attn_mask")
     if mask is not None and mask.ndim == 3:
-        values["image_size"] = math.isqrt(mask.shape[0]) * window * patches.shape[-1]
+        values["image_size"] = math.isqrt(mask.shape[0]) * window * patches.shape[-1]  # the mask has a row per window
     return values
 
 
 def backbone_config(inferred: Mapping[str, Any], given: Mapping[str, Any]) -> BackboneConfig:
-    """The backbone's configuration from shapes and what the user gave; the published Swin-L where the sizes fit.
+    """The backbone's configuration from the file's shapes and the user's settings `given`.
 
-    Raises ValueError for what contradicts the file, and naming what is missing.
+    It is the published Swin-L if the file has its sizes. Raises ValueError when a setting contradicts the file, and
+    when one is missing.
     """
     for key, value in given.items():
         if value is not None and key in inferred and value != inferred[key]:
@@ -241,7 +246,7 @@ def backbone_config(inferred: Mapping[str, Any], given: Mapping[str, Any]) -> Ba
 
 
 def imported_sizes(inferred: Inferred, words: Mapping[str, int]) -> ModelSizes:
-    """The sizes that the data decide; `words` gives the ids of SOS, EOS and PAD and the number of words as "count".
+    """The sizes that the data decide; `words` has the ids of SOS, EOS and PAD, and the number of words as "count".
 
     Raises ValueError when the vocabulary does not match the checkpoint.
     """

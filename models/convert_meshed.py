@@ -1,7 +1,8 @@
-"""The Meshed-Memory Transformer's upstream checkpoints as ours.
+"""Conversion of the Meshed-Memory Transformer's upstream checkpoints.
 
-Upstream's first row of positions belongs to padding and is left out; its empty `running_*` buffers are state of its
-decoding. The table of positions is frozen but not computed: the checkpoint's is part of the model.
+The first row of upstream's positions belongs to padding and is left out. Its `running_*` buffers are empty, are used
+only while it decodes, and are left out as well. The table of positions is not trained, but upstream draws it at random,
+so that it must come from the checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from models.convert import Inferred, check_given_positions, complete_heads, join
 
 
 def upstream_names(config: MeshedMemoryConfig) -> dict[str, tuple[str, ...]]:
-    """Our tensors and the upstream ones whose rows make them up, in order."""
+    """For each of our tensors, the upstream tensors whose rows it consists of, in order."""
     names: dict[str, tuple[str, ...]] = {"token_embedding.weight": ("decoder.word_emb.weight",)}
     names["lm_head.weight"] = ("decoder.fc.weight",)
     names["positions"] = ("decoder.pos_emb.weight",)
@@ -69,7 +70,10 @@ def convert_meshed_memory(tensors: Mapping[str, Tensor], config: MeshedMemoryCon
 
 
 def infer_meshed_memory(tensors: Mapping[str, Tensor]) -> Inferred:
-    """Sizes from shapes, which do not hold the heads. ValueError for tensors that are no Meshed-Memory Transformer."""
+    """Reads the sizes, except the number of heads, off the shapes.
+
+    Raises ValueError for tensors that are no Meshed-Memory Transformer.
+    """
 
     def shape(name: str, axes: int = 2) -> tuple[int, ...]:
         if name not in tensors:
@@ -81,18 +85,18 @@ def infer_meshed_memory(tensors: Mapping[str, Tensor]) -> Inferred:
             raise ValueError(f"the checkpoint's {name!r} has shape {size}; expected {axes} axes, none of them empty")
         return size
 
-    def layers(side: str) -> int:
+    def count_layers(side: str) -> int:
         return len({name.split(".")[2] for name in tensors if name.startswith(f"{side}.layers.")})
 
     width, features = shape("encoder.fc.weight")
-    shape("decoder.layers.0.fc_alpha1.weight")
+    shape("decoder.layers.0.fc_alpha1.weight")  # checks that the first gate is present
     memory = "encoder.layers.0.mhatt.attention.m_k"
     return Inferred(
         model={
             "d_model": width,
             "d_ff": shape("encoder.layers.0.pwff.fc1.weight")[0],
-            "num_encoder_layers": layers("encoder"),
-            "num_decoder_layers": layers("decoder"),
+            "num_encoder_layers": count_layers("encoder"),
+            "num_decoder_layers": count_layers("decoder"),
             "num_memory_slots": shape(memory, 3)[1] if memory in tensors else 0,
             "connection": "meshed",
             "gates": "sigmoid",
@@ -105,9 +109,10 @@ def infer_meshed_memory(tensors: Mapping[str, Tensor]) -> Inferred:
 
 
 def complete_meshed_config(inferred: Inferred, given: Mapping[str, Any]) -> MeshedMemoryConfig:
-    """The model's configuration from shapes and what the user gave; the published 8 heads where the width is 512.
+    """The model's configuration from the checkpoint's shapes and the user's settings `given`.
 
-    Raises ValueError for what contradicts the checkpoint, and naming what is missing.
+    If the width is 512, the user need not give the heads: they are the published 8. Raises ValueError when a setting
+    contradicts the checkpoint, and when the heads are missing.
     """
     for key, value in given.items():
         if key in inferred.model and value != inferred.model[key]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from models.base import Cache, CaptionModel, Memory, ModelSizes, check_positions
 
-COLUMN_WORDS = 20  # as many words share a column in `best_words`
+COLUMN_WORDS = 20  # number of words per column in `best_words`
 
 Models = CaptionModel | Sequence[CaptionModel]
 Memories = Memory | Sequence[Memory]
@@ -41,7 +41,7 @@ class Captions:
 
 
 class Decoder:
-    """One or several models that decode the same tokens, for the images that are not finished yet (`images`)."""
+    """One or several models that decode the same tokens; `images` are the indices of the unfinished images."""
 
     def __init__(self, models: Models, memories: Memories, beams: int, max_length: int) -> None:
         self.models = [models] if isinstance(models, CaptionModel) else list(models)
@@ -73,7 +73,7 @@ class Decoder:
         self.caches: list[Cache] = [m.init_cache(memory, rows) for m, memory in zip(self.models, memories, strict=True)]
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Log-probabilities (R, V) of the next token; of an ensemble, of the models' mean probability."""
+        """Log-probabilities (R, V) of the next token. An ensemble takes the logarithm of the mean probability."""
         first = self.together and self.caches[0].length == 0
         tokens = tokens[:: self.beams] if first else tokens
         outputs = []
@@ -92,7 +92,7 @@ class Decoder:
         self.caches = [cache.select(index) for cache in self.caches]
 
     def drop_finished(self, finished: Tensor) -> Tensor | None:
-        """Drops images (B,) that are finished once they are half of the rest, so that few copies are made.
+        """Drops finished images, finished (B,), but only when they are half of the images or more, as this copies data.
 
         Returns the indices of the remaining images, or None when nothing was dropped.
         """
@@ -106,7 +106,7 @@ class Decoder:
 
 
 def caption_lengths(tokens: Tensor, eos: int) -> Tensor:
-    """(..., T) -> (...): tokens up to and with the first EOS; T where there is none."""
+    """The lengths (...) of captions (..., T), including the first EOS; T for a caption without EOS."""
     before = (tokens == eos).cumsum(-1) == 0
     return (before.sum(-1) + 1).clamp_(max=tokens.shape[-1])
 
@@ -151,7 +151,7 @@ def sample(
                 best, words = log_probs.topk(top_k, -1)
                 log_probs = torch.full_like(log_probs, -torch.inf).scatter_(1, words, best)
             log_probs = log_probs.log_softmax(-1)
-        # one number per row, finished or not: a row's draws do not depend on when others end
+        # finished rows draw a number too, so that a row's draws do not depend on when other rows end
         device = log_probs.device if generator is None else generator.device
         uniform = torch.rand(total, dtype=torch.float64, generator=generator, device=device).to(log_probs.device)
         return invert(log_probs.exp(), uniform[rows])
@@ -178,10 +178,10 @@ def invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _locate(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of the weights (R, n) a number (R, 1) in [0, 1) falls on, and where within it, again in [0, 1)."""
+    """The index of the weight (R, n) in whose interval a number (R, 1) in [0, 1) is, and its share of the interval."""
     upper = weights.cumsum(-1, dtype=torch.float64)
     target = uniform * upper[:, -1:]
-    # right=True: the first whose cumulated weight is above the target, so never one of weight 0
+    # right=True finds the first cumulated weight above the target, so that a weight of 0 is never chosen
     place = torch.searchsorted(upper, target, right=True)
     place.clamp_(max=weights.shape[-1] - 1)  # NaN from a diverged model must not raise an index error here
     weight = weights.gather(1, place).double()
@@ -190,7 +190,7 @@ def _locate(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _roll_out(decoder: Decoder, max_length: int, choose: Callable[[Tensor, Tensor], Tensor]) -> Captions:
-    """Rows that never meet: `choose` picks tokens from log-probabilities (R, V) of the rows (R,) still at work."""
+    """Decodes rows independently. `choose` picks tokens from log-probabilities (R, V) of the unfinished rows (R,)."""
     sizes, beams = decoder.sizes, decoder.beams
     total = len(decoder.images) * beams
     rows = torch.arange(total, device=decoder.device)
@@ -283,7 +283,7 @@ def search(decoder: Decoder, beams: BeamsType, max_length: int) -> BeamsType:
         if position == 1:
             beams.log_probs = log_probs.new_zeros(beams.tokens.shape)
             beams.scores = log_probs.new_full(beams.ended.shape, -torch.inf)
-            beams.scores[:, 0] = 0.0  # all beams are copies of the first, so that only it may be extended
+            beams.scores[:, 0] = 0.0  # all beams are equal, so that only the first may be extended
             results = beams.pick(decoder.images)
         parent = beams.extend(log_probs, position)
         first_rows = torch.arange(0, parent.numel(), num_beams, device=parent.device)
@@ -327,7 +327,7 @@ class Beams:
         offered = min(num_beams, self.sizes.vocabulary_size)
         best, words = (part.view(-1, num_beams, offered) for part in best_words(log_probs, offered))
         best = best.masked_fill(self.ended[:, :, None], -torch.inf)
-        best[:, :, 0].masked_fill_(self.ended, 0.0)  # an ended beam offers itself, once
+        best[:, :, 0].masked_fill_(self.ended, 0.0)  # an ended beam is one candidate and keeps its score
         words = words.masked_fill(self.ended[:, :, None], self.sizes.pad).flatten(1)
         self.scores, chosen = (self.scores[:, :, None] + best).flatten(1).topk(num_beams, -1)
         parent = chosen // offered

@@ -26,26 +26,26 @@ from models.beam_cache import TreeSlots
 from models.expansion_weights import dynamic_weights, inverse, signed_parts, static_weights, total
 from models.layers import Dropout, xavier_blocks_
 
-EPSILON = 1e-9  # equation 4's in the reference; it vanishes in float16, hence the float32 sums
+EPSILON = 1e-9  # of equation 4, as in the reference; float16 rounds it to 0, so that sums are float32
 
 
 def gated(gate: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-    """Equation 8, all (..., D): the gate has D channels and multiplies the positive stream, as in the reference."""
+    """Equation 8; all tensors are (..., D). As in the reference, the gate weights the positive stream by channel."""
     return torch.lerp(negative, positive, torch.sigmoid(gate).to(positive.dtype))
 
 
 def full_precision(x: Tensor) -> torch.autocast:
-    """Autocast off, for the dynamic expansion.
+    """A context in which the dynamic expansion is computed without autocast.
 
-    Early positions are normalized over few keys, so that their weights jump where M crosses zero: a wrong sign from
-    bfloat16 moves logits by 0.1 and more. The products are small, too: in 16 bits most of their time would be spent on
-    copies.
+    Early positions are normalized over few keys, so that their weights jump where M crosses zero. A sign that bfloat16
+    rounds wrongly changes logits by 0.1 and more. bfloat16 would not be faster either: the products are small, and most
+    of the time would be spent on conversions.
     """
     return torch.autocast(x.device.type, enabled=False)
 
 
 class Expansion(nn.Module):
-    """What both expansions share: the vectors E_Q and E_B, the places of dropout, the choice of form."""
+    """The base of both expansions: the vectors E_Q and E_B, dropout, and the choice between long and short form."""
 
     def __init__(self, d_model: int, vectors: int, projections: int, dropout: float, factorized_dropout: bool) -> None:
         super().__init__()
@@ -64,6 +64,7 @@ class Expansion(nn.Module):
 
     @property
     def long_form(self) -> bool:
+        """Whether dropout of single elements needs the expanded sequence in memory."""
         return self.dropout.active and not self.factorized_dropout
 
     def drop_vectors(self, backward: Tensor) -> Tensor:
@@ -174,10 +175,10 @@ class DynamicExpansion(Expansion):
         return 3 * vectors * width + 6 * slots * width + 2 * slots * vectors * length
 
     def plain_step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
-        """The next token of each beam in evaluation, x (B*K, D) -> (B*K, D), in the form that is easy to check.
+        """The next token of each beam, x (B*K, D) -> (B*K, D), in a simple form against which `step` is tested.
 
-        ancestors (B, K, t): the slots that each beam has come through, its new one last. The projections of past tokens
-        are cached; every beam expands its whole path anew, as `forward` does, and the last row is the result.
+        ancestors (B, K, t) are the slots on each beam's path, the new one last. Only projections are cached. Each beam
+        expands its whole path again, as `forward` does, and the last row is the result. Dropout must be off.
         """
         with full_precision(x):
             images, beams, length = ancestors.shape
@@ -186,23 +187,23 @@ class DynamicExpansion(Expansion):
             return self._expand(cached.gather(1, path).view(images * beams, length, -1), None)[:, -1]
 
     def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
-        """`plain_step`, optimized: a step takes time in proportion to the path's length, not to its square.
+        """The result of `plain_step`, in time proportional to the path's length instead of its square.
 
-        Causal only, without this layer's own dropouts. Forward weights of past vectors do not change, so that they are
-        cached too. All beams of an image share its slots: products run over all slots of the image, then each beam
-        picks (or sets) those of its ancestors. A step is many small operations: the streams share them, and so do both
-        directions, what the new vectors take from the past tokens and what the new token takes from the past vectors.
+        It is causal and without dropout. The forward weights of past vectors never change, so that they are cached too.
+        Products are computed for all slots of an image; then each beam picks the results of its ancestors. Few large
+        operations are faster than many small ones, so that the leading dimensions combine the two streams and the two
+        directions: the new vectors read the past tokens, and the new token reads the past vectors.
         """
         with full_precision(x):
             images, beams, length = ancestors.shape
-            where = ancestors.expand(2, -1, -1, -1)  # (2, B, K, t)
+            where = ancestors.expand(2, -1, -1, -1)  # (2, B, K, t), indices for both directions
             place, cached = slots.allocate("in_proj", (4, images, beams, x.shape[-1]), self.in_proj.weight)
             gate = self._step_maps(x, place)  # fills C, K, V1, V2
             m = self._step_products(place, cached, slots, where)
             parts = signed_parts(m)  # (2, 2, B, K, N_E, t): streams, directions
             sums = total(parts, -1)
 
-            # a slot's forward weights are over the positions u of its own past, so they need no path
+            # a slot's forward weights are stored by position u on its path, so that they need no lookup by ancestor
             place, columns = slots.allocate("forward", (2, images, beams, self.vectors), m, length)
             torch.mul(parts[:, 0], inverse(sums[:, 0], m.dtype, self.epsilon), out=place)
             scale = inverse(total(sums[:, 1], -2), m.dtype, self.epsilon)  # (2, B, K, 1, 1)
@@ -211,7 +212,7 @@ class DynamicExpansion(Expansion):
             return self._step_streams(by_vector, backward, columns, cached, gate, where)
 
     def _step_maps(self, x: Tensor, place: Tensor) -> Tensor:
-        """C, K, V1 and V2 of the new tokens into their place (4, B, K, D); returns the gate (B*K, D)."""
+        """Writes C, K, V1 and V2 of the new tokens into `place` (4, B, K, D); returns the gate (B*K, D)."""
         maps = self._project(x).view(*place.shape[1:3], 5, -1)
         place.copy_(maps[:, :, :4].permute(2, 0, 1, 3))
         return maps[:, :, 4].flatten(0, 1)
@@ -238,9 +239,9 @@ class DynamicExpansion(Expansion):
     def _step_streams(
         self, by_vector: Tensor, backward: Tensor, columns: Tensor, cached: Tensor, gate: Tensor, where: Tensor
     ) -> Tensor:
-        """Equations 7 and 8 of the new tokens, (B*K, D).
+        """Equations 7 and 8 for the new tokens: returns (B*K, D).
 
-        by_vector (2 B K, N_E) and backward (2, B, K, N_E, s): R of their tokens; columns (2, B, slots, N_E, u): F.
+        backward (2, B, K, N_E, s) is R, by_vector (2 B K, N_E) its sum over s, columns (2, B, slots, N_E, u) is F.
         """
         _, images, beams, length = where.shape
         count, width = cached.shape[2:]

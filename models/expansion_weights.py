@@ -22,7 +22,7 @@ Dims = int | tuple[int, ...]
 
 
 def signed_parts(m: Tensor) -> Tensor:
-    """(...) -> (2, ...): relu(m) and relu(-m)."""
+    """Returns relu(m) and relu(-m) as one tensor (2, ...)."""
     parts = m.new_empty(2, *m.shape)
     torch.clamp_min(m, 0.0, out=parts[0])
     torch.sub(parts[0], m, out=parts[1])
@@ -30,15 +30,15 @@ def signed_parts(m: Tensor) -> Tensor:
 
 
 def total(a: Tensor, dims: Dims) -> Tensor:
-    """The sum over `dims`, which stay as size 1, in float32 at least."""
+    """The sum over `dims`, which keep size 1, in float32 or float64."""
     if a.dtype == torch.bfloat16 and a.device.type == "cpu":
-        # accumulates in float32 too; asking for a float32 result would first copy all of `a` to float32 there
+        # this sum accumulates in float32 as well; with dtype=float32 torch would first convert a copy of `a`
         return a.sum(dims, keepdim=True).float()
     return a.sum(dims, keepdim=True, dtype=torch.promote_types(a.dtype, torch.float32))
 
 
 def inverse(sums: Tensor, dtype: torch.dtype, epsilon: float) -> Tensor:
-    """1 / (sums + epsilon) in `dtype`, in place of them; they are float32 at least, where epsilon does not vanish."""
+    """1 / (sums + epsilon) in `dtype`; overwrites `sums`, which must be float32 or float64 so that epsilon counts."""
     result = sums.add_(epsilon).reciprocal_()
     if dtype == torch.float16:  # an all-zero row would give inf, and inf * 0 = nan
         result = result.clamp_(max=6e4)

@@ -95,7 +95,7 @@ class DecoderLayer(nn.Module):
         return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
 
     def step(self, x: Tensor, cache: TreeCache, index: int) -> Tensor:
-        """x (R, D): the next token of each row, through layer `index`."""
+        """Passes the next token of each row, x (R, D), through this layer, whose index is `index`."""
         x = x + self.dropout(self.mixer.step(self.mixer_norm(x), cache.layers[index], cache.ancestors))
         x = x + self.dropout(self.cross(self.cross_norm(x)[:, None], *cache.cross[index], cache.bias)[:, 0])
         return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
@@ -115,7 +115,7 @@ class LayerSum(nn.Module):
 
 
 class ExpansionNet(CaptionModel):
-    """Raises ValueError (from the configuration) for sizes that do not fit."""
+    """ExpansionNet v2. Its configuration raises ValueError for sizes that do not fit together."""
 
     config: ExpansionNetConfig
 
@@ -163,7 +163,7 @@ class ExpansionNet(CaptionModel):
         return Memory(self.encoder_sum(outputs), features.lengths)
 
     def embed(self, tokens: Tensor, position: int) -> Tensor:
-        """Tokens (R, T) that start at `position`. As in the reference, dropout comes before the scale."""
+        """Embeddings of tokens (R, T) from `position` on. As in the reference, dropout comes before the scale."""
         check_positions(position + tokens.shape[1], self.sizes.max_positions)
         words = self.word_dropout(self.token_embedding(tokens)) * math.sqrt(self.config.d_model)
         return words + self.positions.weight[position : position + tokens.shape[1]]
@@ -244,7 +244,7 @@ class ExpansionNet(CaptionModel):
 
 
 class Transformer(ExpansionNet):
-    """The expansion settings of the configuration do not apply and are taken as null."""
+    """The baseline Transformer. It replaces the expansion settings of its configuration by null."""
 
     def __init__(self, config: ExpansionNetConfig, sizes: ModelSizes) -> None:
         attention = replace(config, static_expansion=None, encoder_dynamic_expansion=None, dynamic_expansion=None)

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from models.beam_cache import TreeSlots
 
-MASKED_SCORE = -1e4  # the reference's value for masked attention scores; finite in float16 too
+MASKED_SCORE = -1e4  # the reference gives masked attention scores this value, which is finite in float16
 
 
 def keep_mask(shape: torch.Size, dropped: int, device: torch.device) -> Tensor:
-    """uint8, 0 with probability `dropped` / 256 and 1 otherwise, from random bytes of torch's default generator."""
+    """A uint8 mask that is 0 with probability `dropped` / 256 and otherwise 1 (torch's default generator)."""
     count = math.prod(shape)
     # whole 64-bit words: one call of the generator gives eight elements
     words = torch.empty((count + 7) // 8, dtype=torch.int64, device=device).random_(-(2**63), None)
@@ -52,7 +52,7 @@ def dropout(x: Tensor, p: float) -> Tensor:
     p above 0 drops at least 1/256). The remaining elements are scaled by the rounded probability, so that the
     expectation is exact. Elements are independent. The mask is saved for the gradient as bytes, a quarter of torch's.
     """
-    if x.device.type != "cpu" or torch.compiler.is_compiling():  # a compiler makes its own masks
+    if x.device.type != "cpu" or torch.compiler.is_compiling():  # compiled code fuses the mask
         return F.dropout(x, p)
     return _ByteDropout.apply(x, min(max(round(256 * p), 1), 255))
 
@@ -162,17 +162,17 @@ class OutputProjection(nn.Linear):
     The latter is (W_i [v, q] + b_i) * sigmoid(W_g [v, q] + b_g) with v the attended values and q the queries' input.
     """
 
-    def __init__(self, d_model: int, on_attention: bool) -> None:
-        width = 2 * d_model if on_attention else d_model
+    def __init__(self, d_model: int, attention_on_attention: bool) -> None:
+        width = 2 * d_model if attention_on_attention else d_model
         super().__init__(width, width)
-        self.on_attention = on_attention
+        self.attention_on_attention = attention_on_attention
 
     def init_weights(self) -> None:
-        xavier_blocks_(self.weight, 2 if self.on_attention else 1)
+        xavier_blocks_(self.weight, 2 if self.attention_on_attention else 1)
 
     def forward(self, mixed: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
         """mixed, the attended values, and x, the queries' input, both (..., D)."""
-        if not self.on_attention:
+        if not self.attention_on_attention:
             return super().forward(mixed)
         return F.glu(super().forward(torch.cat((mixed, x.to(mixed.dtype)), -1)))
 
@@ -180,12 +180,12 @@ class OutputProjection(nn.Linear):
 class CrossAttention(nn.Module):
     """Multi-head attention from caption tokens to image tokens. No dropout on the weights, as in the reference."""
 
-    def __init__(self, d_model: int, num_heads: int, on_attention: bool = False) -> None:
+    def __init__(self, d_model: int, num_heads: int, attention_on_attention: bool = False) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.query = nn.Linear(d_model, d_model)
         self.key_value = nn.Linear(d_model, 2 * d_model)
-        self.out_proj = OutputProjection(d_model, on_attention)
+        self.out_proj = OutputProjection(d_model, attention_on_attention)
 
     def init_weights(self) -> None:
         xavier_blocks_(self.query.weight)
@@ -209,12 +209,12 @@ class CrossAttention(nn.Module):
 class SelfAttention(nn.Module):
     """Multi-head self-attention, causal or bidirectional: the baseline's mixer. No public code has it."""
 
-    def __init__(self, d_model: int, num_heads: int, causal: bool, on_attention: bool = False) -> None:
+    def __init__(self, d_model: int, num_heads: int, causal: bool, attention_on_attention: bool = False) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.causal = causal
         self.in_proj = nn.Linear(d_model, 3 * d_model)
-        self.out_proj = OutputProjection(d_model, on_attention)
+        self.out_proj = OutputProjection(d_model, attention_on_attention)
 
     def init_weights(self) -> None:
         xavier_blocks_(self.in_proj.weight, 3)

@@ -32,7 +32,10 @@ class Cost:
 def cost(
     config: ModelConfig, sizes: ModelSizes, *, image_tokens: int, caption_tokens: float, beams: int = 5, steps: int = 19
 ) -> Cost:
-    """`caption_tokens` of a teacher-forced pass; a beam search of `steps` steps (20 tokens with SOS are 19 steps)."""
+    """The cost of a teacher-forced pass over `caption_tokens` tokens, and of a beam search of `steps` steps.
+
+    A caption of 20 tokens with SOS takes 19 steps.
+    """
     model = _on_meta(config, sizes)
     macs = model.macs(image_tokens)
     return Cost(
@@ -49,6 +52,7 @@ def count_parameters(config: ModelConfig, sizes: ModelSizes) -> int:
 
 
 def _on_meta(config: ModelConfig, sizes: ModelSizes) -> CaptionModel:
+    """The model without memory for its weights, for counting."""
     with torch.device("meta"):
         return build_model(config, sizes)
 

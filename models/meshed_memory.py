@@ -62,47 +62,47 @@ from models.token_embeddings import lm_head, token_embedding, token_macs
 
 
 class MemoryAttention(SelfAttention):
-    """Self-attention whose keys and values are joined by M learned slots a head (equation 3).
+    """Self-attention with M learned slots per head in addition to the keys and values of the input (equation 3).
 
-    The slots come after the projections, as sqrt(D / H) m_k and sqrt(M) m_v; no mask touches them.
+    The slots are not projected: they are sqrt(D / H) m_k and sqrt(M) m_v. They are never masked.
     """
 
-    def __init__(self, d_model: int, num_heads: int, slots: int, on_attention: bool) -> None:
-        super().__init__(d_model, num_heads, causal=False, on_attention=on_attention)
-        self.slots = slots
-        if slots:
-            self.memory_keys = nn.Parameter(torch.empty(slots, d_model))
-            self.memory_values = nn.Parameter(torch.empty(slots, d_model))
+    def __init__(self, d_model: int, num_heads: int, num_slots: int, attention_on_attention: bool) -> None:
+        super().__init__(d_model, num_heads, causal=False, attention_on_attention=attention_on_attention)
+        self.num_slots = num_slots
+        if num_slots:
+            self.memory_keys = nn.Parameter(torch.empty(num_slots, d_model))
+            self.memory_values = nn.Parameter(torch.empty(num_slots, d_model))
 
     def init_weights(self) -> None:
         super().init_weights()
-        if self.slots:
+        if self.num_slots:
             for memory in (self.memory_keys, self.memory_values):
                 nn.init.xavier_uniform_(memory[None])  # the reference's (1, M, D): fans of M * D and D
 
     def forward(self, x: Tensor, valid_mask: Tensor | None = None) -> Tensor:
         """x (B, N, D); valid_mask (B, N) True at valid tokens, or None."""
         query, key, value = (split_heads(part, self.num_heads) for part in self.in_proj(x).chunk(3, -1))
-        if self.slots:
+        if self.num_slots:
             scale = math.sqrt(query.shape[-1])
-            key = torch.cat((key, self._slots_of(self.memory_keys, scale, key)), 2)
-            value = torch.cat((value, self._slots_of(self.memory_values, math.sqrt(self.slots), value)), 2)
+            key = torch.cat((key, self._scaled_slots(self.memory_keys, scale, key)), 2)
+            value = torch.cat((value, self._scaled_slots(self.memory_values, math.sqrt(self.num_slots), value)), 2)
         if valid_mask is not None:
-            valid_mask = F.pad(valid_mask, (0, self.slots), value=True)
+            valid_mask = F.pad(valid_mask, (0, self.num_slots), value=True)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=padding_bias(valid_mask, query.dtype))
         return self.out_proj(merge_heads(mixed), x)
 
     def mixing_macs(self, length: float) -> float:
-        return 2 * length * (length + self.slots) * self.in_proj.in_features
+        return 2 * length * (length + self.num_slots) * self.in_proj.in_features
 
-    def _slots_of(self, memory: Tensor, scale: float, like: Tensor) -> Tensor:
-        """(B, H, M, D / H), in the projections' dtype (which autocast may have chosen)."""
+    def _scaled_slots(self, memory: Tensor, scale: float, like: Tensor) -> Tensor:
+        """Scaled slots (B, H, M, D / H) in the dtype of `like`, the projections, which autocast may have chosen."""
         slots = split_heads(memory[None] * scale, self.num_heads)
         return slots.to(like.dtype).expand(like.shape[0], -1, -1, -1)
 
 
 class LevelAttention(CrossAttention):
-    """Cross-attention to several encoder levels by one set of maps."""
+    """Cross-attention to several encoder levels with the same weights for all levels."""
 
     def project(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (B, L, H, N, D / H) of image tokens (B, L, N, D): once per image."""
@@ -111,7 +111,7 @@ class LevelAttention(CrossAttention):
         return keys.unflatten(0, (-1, levels)), values.unflatten(0, (-1, levels))
 
     def forward(self, x: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        """x (R, T, D) against keys and values of B images; (R, L, T, D)."""
+        """The attended values (R, L, T, D) of queries from x (R, T, D); keys and values are those of B images."""
         length, width = x.shape[1:]
         images, levels = key.shape[:2]
         query = split_heads(self.query(x).view(images, -1, width), self.num_heads)  # (B, H, K*T, D / H)
@@ -125,7 +125,7 @@ class LevelAttention(CrossAttention):
 
 
 class MeshedAttention(nn.Module):
-    """Equations 6 to 8 over the levels that a layer attends to, AddNorm inside; without gates for a single one."""
+    """Equations 6 to 8 over the levels that a layer attends to, with AddNorm for each level. One level has no gate."""
 
     def __init__(self, config: MeshedMemoryConfig, levels: int) -> None:
         super().__init__()
@@ -154,8 +154,8 @@ class MeshedAttention(nn.Module):
 class EncoderLayer(nn.Module):
     def __init__(self, config: MeshedMemoryConfig) -> None:
         super().__init__()
-        width, on_attention = config.d_model, config.attention == "on_attention"
-        self.attention = MemoryAttention(width, config.num_heads, config.num_memory_slots, on_attention)
+        width, attention_on_attention = config.d_model, config.attention == "on_attention"
+        self.attention = MemoryAttention(width, config.num_heads, config.num_memory_slots, attention_on_attention)
         self.attention_norm = nn.LayerNorm(width)
         self.feed_forward = FeedForward(width, config.d_ff, config.dropout)
         self.feed_forward_norm = nn.LayerNorm(width)
@@ -176,7 +176,7 @@ class DecoderLayer(nn.Module):
             level = index if config.connection == "one_to_one" else levels - 1
             self.levels = slice(level, level + 1)
         self.attention = SelfAttention(
-            width, config.num_heads, causal=True, on_attention=config.attention == "on_attention"
+            width, config.num_heads, causal=True, attention_on_attention=config.attention == "on_attention"
         )
         self.attention_norm = nn.LayerNorm(width)
         self.meshed = MeshedAttention(config, levels)
@@ -191,20 +191,20 @@ class DecoderLayer(nn.Module):
     def forward(self, y: Tensor, states: Tensor, bias: Tensor | None) -> Tensor:
         """y (R, T, D), states (B, levels, N, D)."""
         s = self.attention_norm(y + self.dropout(self.attention(y)))
-        return self._rest(s, self.project(states), bias)
+        return self._after_self_attention(s, self.project(states), bias)
 
     def step(self, y: Tensor, cache: TreeCache, index: int) -> Tensor:
-        """y (R, D): the next token of each row, through layer `index`."""
+        """Passes the next token of each row, y (R, D), through this layer, whose index is `index`."""
         s = self.attention_norm(y + self.dropout(self.attention.step(y, cache.layers[index], cache.ancestors)))
-        return self._rest(s[:, None], cache.cross[index], cache.bias)[:, 0]
+        return self._after_self_attention(s[:, None], cache.cross[index], cache.bias)[:, 0]
 
-    def _rest(self, s: Tensor, cross: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
+    def _after_self_attention(self, s: Tensor, cross: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
         z = self.meshed(s, *cross, bias)
         return self.feed_forward_norm(z + self.dropout(self.feed_forward(z)))
 
 
 class MeshedMemoryTransformer(CaptionModel):
-    """Its memory holds every encoder level, (B, levels, N, D)."""
+    """The Meshed-Memory Transformer. `encode` returns every encoder level, (B, levels, N, D)."""
 
     config: MeshedMemoryConfig
 
@@ -218,7 +218,7 @@ class MeshedMemoryTransformer(CaptionModel):
             Sequence[EncoderLayer], nn.ModuleList(EncoderLayer(config) for _ in range(config.num_encoder_layers))
         )
         self.token_embedding = token_embedding(config, sizes)
-        # words count from 1: the reference keeps row 0 for padding
+        # positions of words start at 1, because the reference uses position 0 for padding
         self.register_buffer("positions", sinusoids(sizes.max_positions, width, first=1))
         self.decoder = cast(
             Sequence[DecoderLayer], nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_decoder_layers))
@@ -226,7 +226,7 @@ class MeshedMemoryTransformer(CaptionModel):
         self.lm_head = lm_head(config, sizes, self.token_embedding, bias=False)
 
     def init_weights(self) -> None:
-        """See the head of this file; biases of attention and gates 0, others as PyTorch draws them (the paper: 0)."""
+        """See the beginning of this file. Biases of attention and gates are 0, others as PyTorch draws them."""
         for module in self.modules():
             if isinstance(module, SelfAttention | CrossAttention):
                 module.init_weights()
@@ -291,7 +291,7 @@ class MeshedMemoryTransformer(CaptionModel):
             keys += levels * image_tokens * linear_macs(cross.key_value)
             # all levels share the queries; each has its own attended values and output map
             token += linear_macs(layer) - linear_macs(cross.key_value) + (levels - 1) * linear_macs(cross.out_proj)
-            token += levels * 2 * image_tokens * self.config.d_model  # what cross-attention mixes
+            token += levels * 2 * image_tokens * self.config.d_model  # scores and weighted sums of cross-attention
         linear = linear_macs(self.input, *self.encoder)
         return Macs(
             encoder=image_tokens * linear + sum(layer.attention.mixing_macs(image_tokens) for layer in self.encoder),

@@ -23,10 +23,10 @@ def build_model(config: ModelConfig, sizes: ModelSizes) -> CaptionModel:
     """
     if config.name not in MODELS:
         raise ValueError(f"model.name is {config.name!r}, which is unknown; known: {', '.join(sorted(MODELS))}")
-    wanted = MODEL_CONFIGS[config.name]
-    if not isinstance(config, wanted):
+    expected = MODEL_CONFIGS[config.name]
+    if not isinstance(config, expected):
         raise ValueError(
-            f"model.name is {config.name!r}, whose settings are {wanted.__name__}, found {type(config).__name__}"
+            f"model.name is {config.name!r}, whose settings are {expected.__name__}, found {type(config).__name__}"
         )
     model = MODELS[config.name](config, sizes)
     model.init_weights()

@@ -1,9 +1,9 @@
-"""Words into the model and out of it: its own vectors, or given ones (GloVe's) with two projections and a tied output.
+"""The word embedding and the output layer of a model, with learned word vectors or with given ones such as GloVe's.
 
-The latter are the Meshed-Memory paper's for novel objects (its section "Novel object captioning"): word vectors of
-width G are mapped to D before the first decoder layer, and what leaves the last one back to G, where the products with
-all word vectors are the logits. The model can then produce words of no training caption, as their vectors are near
-those of training words. They remain near because the vectors are fixed, unless the configuration trains them.
+Given vectors are used as in the Meshed-Memory paper's section "Novel object captioning". They have width G and are
+mapped to D before the first decoder layer. The output of the last layer is mapped back to G, and its products with all
+word vectors are the logits. The model can then produce words of no training caption, because their vectors are near
+those of training words. They stay near because the vectors are fixed, unless the configuration trains them.
 
 Shapes: D width, G width of given vectors, V vocabulary.
 """
@@ -19,7 +19,7 @@ from models.config import ModelConfig, ModelSizes
 
 
 class WordVectors(nn.Embedding):
-    """Given vectors (V, G), then a linear map to D. Drawn at random until `fill_word_vectors`."""
+    """Given word vectors (V, G), and a linear map to D. They are random until `fill_word_vectors` sets them."""
 
     def __init__(self, count: int, width: int, d_model: int, trained: bool) -> None:
         super().__init__(count, width)
@@ -35,7 +35,7 @@ class TiedOutput(nn.Linear):
 
     def __init__(self, words: WordVectors, d_model: int) -> None:
         super().__init__(d_model, words.embedding_dim)
-        self.tied = (words,)  # in a tuple: the vectors are the embedding's, not stored a second time
+        self.tied = (words,)  # the tuple hides the embedding from PyTorch, which would store its vectors twice
 
     def forward(self, y: Tensor) -> Tensor:
         return F.linear(super().forward(y), self.tied[0].weight)
@@ -56,7 +56,7 @@ def lm_head(config: ModelConfig, sizes: ModelSizes, embedding: nn.Embedding, bia
 
 
 def token_macs(config: ModelConfig, sizes: ModelSizes) -> float:
-    """Multiply-accumulates of a token's way in and out."""
+    """Multiply-accumulates of embedding one token and computing its logits."""
     width = config.word_vector_width
     if width is None:
         return config.d_model * sizes.vocabulary_size
@@ -79,6 +79,6 @@ def fill_word_vectors(model: CaptionModel, vectors: Tensor, given: Tensor) -> No
             f"vectors {tuple(vectors.shape)}, {int(given.sum())} of them given: the model takes "
             f"{tuple(words.weight.shape)}, one given or more"
         )
-    known = vectors[given].double()
-    drawn = known.mean(0) + known.std(0, correction=0) * torch.randn(vectors.shape, dtype=torch.float64)
+    given_vectors = vectors[given].double()
+    drawn = given_vectors.mean(0) + given_vectors.std(0, correction=0) * torch.randn(vectors.shape, dtype=torch.float64)
     words.weight.copy_(torch.where(given[:, None], vectors.double(), drawn))

@@ -63,16 +63,16 @@ def bench_extract(
         extractor = Extractor(backbone, weights, settings, config.data.max_pixels)
         dtype = resolve_dtype("auto")
         print(f"{len(table)} images, swin_tiny at {image_size} px, batches of {batch_size}, {dtype}, {threads} threads")
-        rates = [in_new_process(_plain_loop, extractor, dtype, table)]
+        plain_before = in_new_process(_plain_loop, extractor, dtype, table)
         start_ray(config, None)
-        rates.append(_ray_data(table, root / "ray", extractor))
+        ray_data = _ray_data(table, root / "ray", extractor)
         ray.shutdown()
-        rates.append(in_new_process(_plain_loop, extractor, dtype, table))
-    plain = (rates[0] + rates[2]) / 2
-    print(f"plain loop   {rates[0]:.1f} and {rates[2]:.1f} images/s, before and after")
-    print(f"Ray Data     {rates[1]:.1f} images/s")
-    print(f"ratio        {rates[1] / plain:.3f}")
-    return rates[1] / plain
+        plain_after = in_new_process(_plain_loop, extractor, dtype, table)
+    ratio = ray_data / ((plain_before + plain_after) / 2)
+    print(f"plain loop   {plain_before:.1f} and {plain_after:.1f} images/s, before and after")
+    print(f"Ray Data     {ray_data:.1f} images/s")
+    print(f"ratio        {ratio:.3f}")
+    return ratio
 
 
 def _images(folder: Path | None, count: int, scratch: Path) -> pa.Table:
@@ -97,15 +97,16 @@ def _plain_loop(extractor: Extractor, dtype: str, table: pa.Table) -> float:
 
     writer = ShardWriter(storage_path(extractor.weights.parent / "plain"), extractor, dtype)
 
-    def one(part: list[str]) -> None:
-        decoded = [writer.transform.resize(decode_image(Path(u).read_bytes(), extractor.max_pixels)) for u in part]
+    def extract(part: list[str]) -> None:
+        images = (decode_image(Path(uri).read_bytes(), extractor.max_pixels) for uri in part)
+        decoded = [writer.transform.resize(image) for image in images]
         writer.features(np.stack(decoded))
 
     size, uris = writer.settings.batch_size, table["uri"].to_pylist()
-    begin, done = 0.0, 0
+    begin, done = 0.0, 0  # timing starts after the first batch
     for start in range(0, len(uris), size):
         part = uris[start : start + size]
-        writer.thread.submit(one, part).result()
+        writer.thread.submit(extract, part).result()
         if start:
             done += len(part)
         else:

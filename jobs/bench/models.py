@@ -40,10 +40,10 @@ SIZES = ModelSizes(FEATURE_WIDTH, 10_000, 74, sos=0, eos=1, pad=2)
 
 @dataclass
 class Row:
-    """Median seconds of both forms in two ways to keep memory, and the ratio that the target is for.
+    """Median seconds of both forms, and the ratio that is required (`target`).
 
-    `materialized` and `factorized` with the allocator as a Python process starts with it, as the reference runs; the
-    `kept` ones after `prepare_processor`, as raycap's own processes run. A ratio is of the same way.
+    `materialized` and `factorized` are measured with Python's default allocator, as the reference runs. The values
+    ending in `kept` are measured after `prepare_processor`, as raycap runs: freed memory is kept for reuse.
     """
 
     name: str
@@ -267,9 +267,12 @@ def _costs(write: Callable[[str], Any]) -> None:
 
 
 def _groups(groups: tuple[int, ...] | None) -> str:
+    """The group sizes as a table cell, such as "64 x 5"; without groups the encoder has attention instead."""
     if groups is None:
         return "attention"
-    return f"{groups[0]} x {len(groups)}" if len(set(groups)) == 1 and len(groups) > 1 else ", ".join(map(str, groups))
+    if len(groups) > 1 and len(set(groups)) == 1:
+        return f"{groups[0]} x {len(groups)}"
+    return ", ".join(map(str, groups))
 
 
 def _header(images: int, repeats: int, device: str) -> str:

@@ -23,7 +23,7 @@ from pipeline.runs.journal import read_journal
 if TYPE_CHECKING:
     from pipeline.runs.folder import RunFolder
 
-STEPS, SKIPPED = 40, 8
+STEPS, SKIPPED = 40, 8  # the first 40 steps are read, of which 8 are a warm-up that is not measured
 
 
 def bench_ray(

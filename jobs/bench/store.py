@@ -121,7 +121,7 @@ def _link_images(folder: Path, count: int) -> tuple[list[str], list[os.stat_resu
 def _write_store(root: Path, uris: list[str], status: list[os.stat_result]) -> None:
     """The manifest of content keys and the store's index, for images that are known."""
     keys = [hashlib.sha256(uri.encode()).hexdigest() for uri in uris]
-    sizes, tags = [each.st_size for each in status], [str(each.st_mtime_ns) for each in status]
+    sizes, tags = [entry.st_size for entry in status], [str(entry.st_mtime_ns) for entry in status]
     pq.write_table(pa.table([uris, sizes, tags, keys], schema=MANIFEST), root / "manifest.parquet")
     rows = range(len(uris))
     shards = [hashlib.sha256(str(row // ROWS_PER_SHARD).encode()).hexdigest()[:32] for row in rows]

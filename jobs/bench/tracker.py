@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pipeline.runs.folder import RunFolder
 
 MODES = ("no tracker", "answers", "stopped")
-WARM_UP, STEPS, SETTLING = 8, 28, 4  # steps before the first phase, per phase, and not counted at a phase's beginning
+WARM_UP, STEPS, SETTLING = 8, 28, 4  # steps before the first phase, in each phase, and left out at its beginning
 SERVER_START_S = 240.0
 
 
@@ -150,5 +150,5 @@ def _mlflow_server(folder: Path) -> Iterator[int]:
             time.sleep(0.2)
         yield port
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # its workers, too: they share its session
+        os.killpg(process.pid, signal.SIGKILL)  # ends the server's workers as well, because they share its session
         process.wait()

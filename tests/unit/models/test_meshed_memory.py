@@ -71,7 +71,7 @@ def literal_attention(layer: Any, x: Tensor, keys: Tensor, values: Tensor, query
         scores = query[:, part] @ keys[:, part].T / width**0.5
         mixed.append(scores.masked_fill(~mask, -torch.inf).softmax(-1) @ values[:, part])
     v, weight, bias = torch.cat(mixed, 1), layer.out_proj.weight, layer.out_proj.bias
-    if not layer.out_proj.on_attention:
+    if not layer.out_proj.attention_on_attention:
         return v @ weight.T + bias
     d = x.shape[1]
     both = torch.cat((v, x), 1)
