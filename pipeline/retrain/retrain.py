@@ -36,6 +36,7 @@ from pipeline.retrain.champion import (
 )
 from pipeline.retrain.data_listing import LISTING, Change, compare, list_data, new_keys, with_keys
 from pipeline.retrain.decision_page import decision_page
+from pipeline.retrain.tracking import follow
 from pipeline.runs.check import check_data
 from pipeline.scoring.bootstrap import RESAMPLES, Difference, paired_difference
 from pipeline.scoring.metrics import score_captions
@@ -366,8 +367,6 @@ class _Retraining:
     def _track(self) -> None:
         """Updates the tracker. If it is down, a later call updates it."""
         if self.config.tracking.enabled and self.state.champion is not None:
-            from pipeline.retrain.tracking import follow  # imported here: slow
-
             follow(self.config, self.store, self.state)
 
 
