@@ -14,6 +14,7 @@ from jobs.run import run_log, stage_groups
 from pipeline.config.sections import StageSection
 from pipeline.errors import JobFailedError
 from pipeline.runs.folder import RunFolder
+from pipeline.storage.s3 import StorageError
 
 TRAIN = {"kind": "train", "total": 40, "loss": 2.5, "gradient_norm": 1.2, "lr": 1e-4, "images_per_s": 99.6}
 TRAIN |= {"data_wait": 0.034, "memory_mb": 512.4}
@@ -128,7 +129,13 @@ def test_steps_move_the_bar(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "sent"), [(None, True), (JobFailedError("a stage diverged"), True), (OSError("no storage"), False)]
+    ("error", "sent"),
+    [
+        (None, True),
+        (JobFailedError("a stage diverged"), True),
+        (OSError("the disk is full"), True),
+        (StorageError("the storage does not answer"), False),
+    ],
 )
 def test_the_log_file_goes_home_with_the_run(error: Exception | None, sent: bool, tmp_path: Path) -> None:
     pushed: list[str] = []
