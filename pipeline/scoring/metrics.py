@@ -209,7 +209,9 @@ def signature(scores: Mapping[str, Score], captions: TokenizedCaptions) -> str:
 
 def why_unavailable(name: str) -> str | None:
     """The reason why this machine cannot compute a score; None when nothing that the score needs is missing."""
-    metric = next(metric for metric in TABLE if name in metric.names)
+    metric = next((metric for metric in TABLE if name in metric.names), None)
+    if metric is None:  # a cost, such as macs, which needs nothing
+        return None
     try:
         metric.check()
     except JavaError as error:
