@@ -20,7 +20,7 @@ from jobs.score import score
 from pipeline.errors import UserError
 from pipeline.scoring import java, ngrams, ptb
 from pipeline.scoring.diagnostics import caption_stats
-from pipeline.scoring.metrics import BLEU, score_captions
+from pipeline.scoring.metrics import BLEU, score_captions, why_unavailable
 from pipeline.scoring.result_files import read_predictions, read_references, write_predictions
 
 SHARED = Path(os.environ.get("RAYCAP_SHARED") or Path(__file__).parents[3].parent / "shared")
@@ -316,3 +316,8 @@ def test_score_of_one_image_gives_the_reason(files: tuple[Path, Path], capsys: p
     score(*files, metrics=WITHOUT_JAVA)
     printed = capsys.readouterr().out
     assert "CIDEr-D   unavailable: one image only" in printed and "1 of the captions have no words" in printed
+
+
+def test_a_cost_is_always_available() -> None:
+    """Objectives of a search may be costs, which are no metrics."""
+    assert why_unavailable("macs") is None and why_unavailable("CIDEr-D") is None
