@@ -59,7 +59,7 @@ COMMANDS = {
     "evaluate": Entry("jobs.evaluate:command", "Caption splits of a data set and score them.", can_submit=True),
     "constraints": Entry("jobs.constraints:constraints", "Turn detected objects into words for captions."),
     "tune": Entry("jobs.tune.command:command", "Search over configuration keys.", can_submit=True),
-    "caption": Entry("jobs.caption:command", "Caption image files."),
+    "caption": Entry("jobs.caption:caption", "Caption image files."),
     "retrain": Entry("jobs.retrain:command", "Train on new data and keep the better model.", can_submit=True),
     "import": Entry("jobs.import_:command", "Turn an upstream checkpoint into a model bundle."),
     "sync": Entry("jobs.sync:sync", "Send the tracker what it missed while it was down."),

@@ -9,15 +9,15 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from jobs.caption_tasks import Captioned, SplitTask, caption_on_cluster
 from jobs.cluster import start_ray
-from jobs.options import Address, Config, Set
+from jobs.options import Address, Config, Set, open_bundle
 from jobs.score import format_scores
-from pipeline.captioning.bundle import fetched, load_bundle
+from pipeline.captioning.bundle import fetched
 from pipeline.captioning.model_sources import ModelSource, bundle_source
 from pipeline.config.load import load_config
 from pipeline.config.run import RunConfig
@@ -28,7 +28,7 @@ from pipeline.errors import UserError
 from pipeline.features.source import feature_source
 from pipeline.runs.evaluation import split_result
 from pipeline.scoring.bootstrap import paired_difference
-from pipeline.scoring.metrics import COMPARED_BY_IMAGE, score_captions
+from pipeline.scoring.metrics import COMPARED_BY_IMAGE, Scores, score_captions
 from pipeline.scoring.published import published_rows
 from pipeline.scoring.result_files import write_predictions
 from pipeline.scoring.split_result import SplitResult
@@ -45,17 +45,7 @@ ALL_IMAGES = "all"  # the name for --split that selects every image
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """The options of `raycap evaluate`.
-
-    splits: the splits to caption, by default data.test_splits; "all" is the whole data set.
-    models: model bundles, by default that of the configuration's run; several form an ensemble.
-    stage: evaluate the run's model as it was after this stage.
-    compare: another bundle, whose captions and scores are shown beside these.
-    features: a feature store, for bundles without a backbone.
-    constraints: a file of words that captions must contain, in place of the configuration's evaluation.constraints.
-    server: also write the COCO server's files, with this name in their file names.
-    out: the folder for the results.
-    """
+    """The options of `raycap evaluate`; `command` explains them."""
 
     splits: Sequence[str] = ()
     models: Sequence[str] = ()
@@ -73,24 +63,28 @@ def evaluate(config: RunConfig, options: EvaluateOptions, address: str | None = 
     Raises UserError for mistakes of the user before anything is computed.
     """
     begin = time.monotonic()
-    _check_options(options)
-    evaluation = Evaluation.prepare(config, options)
+    if options.stage is not None and options.models:
+        raise UserError("--stage names a stage of the configuration's run; leave --model out, or give its bundle there")
+    server = options.server
+    if server is not None and not server.replace("-", "").replace("_", "").isalnum():
+        raise UserError(f"--server {server}: letters, digits, - and _ only; it becomes part of a file's name")
+    evaluation = Evaluation(config, options)
     evaluation.folder.mkdir(parents=True, exist_ok=True)
     evaluation.log_plan()
     start_ray(config, address)
-    models = [bundle_source(member.location, config) for member in evaluation.models]
-    captioned = evaluation.caption(models, evaluation.automata)
+    sources = [bundle_source(model, config) for model in evaluation.models]
+    captioned = evaluation.caption(sources, evaluation.automata)
     compared: dict[str, Captioned] = {}
     if evaluation.compared_model is not None:
-        compared_models = [bundle_source(evaluation.compared_model.location, config)]
-        compared = evaluation.caption(compared_models, evaluation.compared_automata)
+        compared_source = bundle_source(evaluation.compared_model, config)
+        compared = evaluation.caption([compared_source], evaluation.compared_automata)
     entries = {
-        split: evaluation.finish(split, captioned[split], compared.get(split), models[0])
-        for split in evaluation.images_by_split
+        split: evaluation.finish(split, split_captions, compared.get(split), sources[0])
+        for split, split_captions in captioned.items()
     }
-    result = {"models": [str(member.location) for member in evaluation.models], "splits": entries}
-    write_json(evaluation.folder / "scores.json", result)
-    logger.info(f"scores       {evaluation.folder / 'scores.json'}")
+    scores_file = evaluation.folder / "scores.json"
+    write_json(scores_file, {"models": list(map(str, evaluation.models)), "splits": entries})
+    logger.info(f"scores       {scores_file}")
     logger.info(f"finished in {time.monotonic() - begin:.0f} s")
     num_failed = sum(len(split_captions.unreadable) for split_captions in captioned.values())
     if num_failed:
@@ -98,80 +92,68 @@ def evaluate(config: RunConfig, options: EvaluateOptions, address: str | None = 
     return 1 if num_failed else 0
 
 
-def _check_options(options: EvaluateOptions) -> None:
-    """Raises UserError for options that contradict each other or cannot be used."""
-    if options.stage is not None and options.models:
-        raise UserError("--stage names a stage of the configuration's run; leave --model out, or give its bundle there")
-    server = options.server
-    if server is not None and not server.replace("-", "").replace("_", "").isalnum():
-        raise UserError(f"--server {server}: letters, digits, - and _ only; it becomes part of a file's name")
-
-
-class LocatedBundle(NamedTuple):
-    """A model bundle: its location in the storage, which every node can open, and the folder of a local copy."""
-
-    location: StoragePath
-    folder: Path
-
-
-@dataclass(frozen=True)
 class Evaluation:
     """The models and images of one call, with the steps from captions to the report.
 
-    models: the evaluated model, or the members of an ensemble. compared_model: the model of `--compare`.
-    store: the features for models without a backbone.
+    models: the bundle of the evaluated model, or of each member of an ensemble. compared_model: that of `--compare`.
+    store: the features for models without a backbone. label: the models' names. folder: for the results.
     automata, compared_automata: the constraints by image id, for the vocabularies of `models` and `compared_model`.
     """
 
-    config: RunConfig
-    options: EvaluateOptions
-    dataset: Dataset
-    images_by_split: Mapping[str, Dataset]
-    models: Sequence[LocatedBundle]
-    compared_model: LocatedBundle | None
-    store: StoragePath | None
-    automata: Mapping[int, ConstraintAutomaton]
-    compared_automata: Mapping[int, ConstraintAutomaton]
-
-    @classmethod
-    def prepare(cls, config: RunConfig, options: EvaluateOptions) -> Evaluation:
+    def __init__(self, config: RunConfig, options: EvaluateOptions) -> None:
         """Finds data, features, models and constraints. Raises UserError."""
-        dataset = _read_data(config, with_keys=options.features is not None)
+        from pipeline.data.loading import data_root, snapshot_of
+
+        self.config, self.options = config, options
+        # These data include images without references, which are captioned and not scored.
+        dataset, _ = read_annotations(config.data, data_root(config), config.storage.options)
+        self.store: StoragePath | None
         if options.features is None:
-            dataset, store = feature_source(config).for_bundles(dataset)
-        else:
-            store = storage_path(options.features, config.storage.options)
-        images_by_split = {split: _images_of(dataset, split) for split in options.splits or config.data.test_splits}
-        models = [_find_bundle(model, "--model", config, store) for model in options.models]
-        models = models or [_run_bundle(config, options.stage)]
-        compared_model = None
-        if options.compare is not None:
-            compared_model = _find_bundle(options.compare, "--compare", config, store)
-        file = options.constraints or config.evaluation.constraints
-        return cls(
-            config=config,
-            options=options,
-            dataset=dataset,
-            images_by_split=images_by_split,
-            models=models,
-            compared_model=compared_model,
-            store=store,
-            automata=_load_automata(file, models[0], images_by_split),
-            compared_automata=_load_automata(file, compared_model, images_by_split),
-        )
+            self.dataset, self.store = feature_source(config).for_bundles(dataset)
+        else:  # a feature store needs content keys, which images that cannot be read do not have
+            self.dataset = snapshot_of(dataset, config)[0].known()
+            self.store = storage_path(options.features, config.storage.options)
+        splits = options.splits or config.data.test_splits
+        self.images_by_split = {split: _images_of(self.dataset, split) for split in splits}
+        self.models = [self._find_bundle("--model", model) for model in options.models]
+        if not self.models:
+            self.models = [_run_bundle(config, options.stage)]
+        self.compared_model = None if options.compare is None else self._find_bundle("--compare", options.compare)
+        self.automata = self._load_automata(self.models[0])
+        self.compared_automata = self._load_automata(self.compared_model)
+        # The label is cut because it is also a folder's name.
+        self.label = "+".join(model.name for model in self.models)[:120]
+        self.folder = options.out or config.working_path / "evaluations" / self.label
 
-    @property
-    def label(self) -> str:
-        """The models' names, cut because the label is also a folder's name."""
-        return "+".join(model.location.name for model in self.models)[:120]
+    def _find_bundle(self, option: str, model: str) -> StoragePath:
+        """The bundle that an option names. Raises UserError if it cannot be loaded or its features are missing."""
+        opened = open_bundle(option, model, self.config.storage.options)
+        if opened.bundle.transform is None and self.store is None:
+            raise UserError(
+                f"{option} {model}: this bundle has no backbone; give its feature store with --features, or its "
+                "regions as features.hdf5"
+            )
+        return opened.location
 
-    @property
-    def folder(self) -> Path:
-        """The folder for the results."""
-        return self.options.out or self.config.working_path / "evaluations" / self.label
+    def _load_automata(self, model: StoragePath | None) -> dict[int, ConstraintAutomaton]:
+        """The constraints for a model's vocabulary by image id; {} without a constraint file or a model.
+
+        Raises UserError when the file has no constraints for these images.
+        """
+        from pipeline.captioning.constraints import load_automata
+
+        file = self.options.constraints or self.config.evaluation.constraints
+        if file is None or model is None:
+            return {}
+        image_ids = {image for images in self.images_by_split.values() for image in images.column("image_id")}
+        automata = load_automata(Path(file), image_ids, Vocabulary.load(fetched(model) / "vocabulary.json"))
+        if not automata:
+            splits = ", ".join(self.images_by_split)
+            raise UserError(f"constraints {file}: none of its images is in {splits}; look at the image ids")
+        return automata
 
     def log_plan(self) -> None:
-        models = ", ".join(str(model.location) for model in self.models)
+        models = ", ".join(map(str, self.models))
         logger.info(f"models    {models}" + (", as an ensemble" if len(self.models) > 1 else ""))
         counts = ", ".join(f"{split} {len(images)}" for split, images in self.images_by_split.items())
         logger.info(f"data      {counts} images")
@@ -196,13 +178,18 @@ class Evaluation:
         if result.scores is None:
             logger.info(f"{split} has no reference captions: captioned, not scored")
             return result.to_json()
-        self._log_scores(result)
+        self._log_scores(result, result.scores)
         entry, results = result.to_json(), [result]
         if compared is not None:
-            results.append(self._scored_as(result, compared))
+            results.append(self._compared_result(result, compared))
             entry["compared"] = compare(result, results[1]) | {"images": len(result.captions)}
         self._report(results, model)
         return entry
+
+    def _references(self, result: SplitResult) -> dict[int, list[str]]:
+        """The references of the images that have both references and a caption."""
+        references = self.images_by_split[result.split].references()
+        return {image: texts for image, texts in references.items() if texts and image in result.captions}
 
     def _scored(self, result: SplitResult) -> SplitResult:
         """The result with scores, or unchanged if the split has no references."""
@@ -218,24 +205,17 @@ class Evaluation:
             result, scores=scores, main_object=main_object_accuracy(captions, references) if is_synthetic else None
         )
 
-    def _scored_as(self, result: SplitResult, compared: Captioned) -> SplitResult:
+    def _compared_result(self, result: SplitResult, compared: Captioned) -> SplitResult:
         """The result of the model of `--compare`, with scores for the same images and metrics as `result`."""
         captions = {image: best.caption for image, best in compared.best.items()}
         references = self._references(result)
-        scores = score_captions(
-            references, {image: captions[image] for image in references}, metrics=tuple(result.values)
-        )
+        scored_captions = {image: captions[image] for image in references}
+        scores = score_captions(references, scored_captions, metrics=tuple(result.values))
         return SplitResult(f"{result.split}, the other", captions, scores=scores)
 
-    def _references(self, result: SplitResult) -> dict[int, list[str]]:
-        """The references of the images that have both references and a caption."""
-        references = self.images_by_split[result.split].references()
-        return {image: texts for image, texts in references.items() if texts and image in result.captions}
-
-    def _log_scores(self, result: SplitResult) -> None:
+    def _log_scores(self, result: SplitResult, scores: Scores) -> None:
         """Logs the scores, and published scores on the same split to compare them with."""
-        assert result.scores is not None
-        logger.info(f"\n{result.split}, {len(result.scores.image_ids)} images{format_scores(result.scores)}")
+        logger.info(f"\n{result.split}, {len(scores.image_ids)} images{format_scores(scores)}")
         if result.main_object is not None:
             logger.info(f"  main object named in {result.main_object:.1%} of the captions")
         config, uris = self.config, self.images_by_split[result.split].column("uri")
@@ -245,7 +225,7 @@ class Evaluation:
 
     def _report(self, results: Sequence[SplitResult], model: ModelSource) -> None:
         """Writes report-SPLIT.html of the first result. Scores and captions of a second result are shown beside it."""
-        from jobs.gallery import MapInputs, with_maps
+        from jobs.gallery import add_maps
         from pipeline.reports.page import Report, write_report
         from pipeline.runs.summary import published_table, report_images, score_table
 
@@ -263,12 +243,52 @@ class Evaluation:
             score_columns=columns,
             score_rows=rows + published_table(columns, config, result.split, dataset.column("uri")),
             stages=[],
-            images=with_maps(images, MapInputs(model, config, self.store, dataset), label),
+            images=add_maps(images, model, config, self.store, dataset, seed=label),
             metadata={"models": ", ".join(label.split("+")), "images": f"{result.split} {len(dataset)}"},
         )
         path = self.folder / f"report-{result.split}.html"
         write_report(path, report)
         logger.info(f"report       {path}")
+
+
+def _images_of(dataset: Dataset, split: str) -> Dataset:
+    """The images of a split, or all of them for `all`, unless that is a split's name. UserError if there are none."""
+    images = dataset.split(split)
+    if not len(images) and split == ALL_IMAGES:
+        images = dataset
+    if not len(images):
+        splits = ", ".join(sorted(set(dataset.column("split"))))
+        raise UserError(
+            f"--split {split}: no image is in it; the splits are {splits}, and {ALL_IMAGES} for every image"
+        )
+    return images
+
+
+def _run_bundle(config: RunConfig, stage_name: str | None) -> StoragePath:
+    """The bundle of the configuration's run, optionally after a stage. It is written if it does not exist yet."""
+    from pipeline.data.loading import find_data
+    from pipeline.runs.prepare import open_run
+    from pipeline.runs.run_bundle import bundle_place, bundle_run
+
+    dataset, _ = find_data(config)
+    folder = open_run(config, dataset.known().fingerprint())
+    if stage_name is None:
+        stage, subject = None, "run"
+        is_finished = (folder.path / "COMPLETE.json").is_file()
+    else:
+        names = [section.name for section in config.stages]
+        if stage_name not in names:
+            raise UserError(f"--stage {stage_name}: the configuration has the stages {', '.join(names)}")
+        stage, subject = config.stage(stage_name), f"stage {stage_name} of run"
+        is_finished = folder.result(stage_name) is not None
+    if not is_finished or not (folder.path / "run.json").is_file():
+        raise UserError(
+            f"{subject} {folder.run_id} is not finished in {config.storage.uri}; `raycap run` it, or give --model"
+        )
+    location = bundle_place(folder, stage)
+    if not (location / "config.yaml").exists():
+        bundle_run(folder, stage)
+    return location
 
 
 def write_captions(folder: Path, split: str, captioned: Captioned, images: Dataset, server: str | None) -> None:
@@ -281,25 +301,24 @@ def write_captions(folder: Path, split: str, captioned: Captioned, images: Datas
     write_predictions(predictions, best)
     logger.info(f"predictions  {predictions}")
     if any(len(ranked) > 1 for ranked in captioned.hypotheses.values()):
-        lines = [
-            json.dumps(
-                {"image_id": image, "n_best": [hypothesis.to_json() for hypothesis in ranked]}, ensure_ascii=False
-            )
+        rows = [
+            {"image_id": image, "n_best": [hypothesis.to_json() for hypothesis in ranked]}
             for image, ranked in captioned.hypotheses.items()
         ]
-        write_text(folder / f"n-best-{split}.jsonl", "\n".join(lines) + "\n")
-        logger.info(f"n best       {folder / f'n-best-{split}.jsonl'}")
+        n_best = folder / f"n-best-{split}.jsonl"
+        write_text(n_best, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        logger.info(f"n best       {n_best}")
     if server is None:
         return
     if len(best) != len(images):
         raise UserError(
             f"--server: {len(best)} captions for the {len(images)} images of {split}; the server takes all or none"
         )
-    name = f"captions_{split}_{server}_results"
-    write_predictions(folder / f"{name}.json", best)
-    with zipfile.ZipFile(folder / f"{name}.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.write(folder / f"{name}.json", f"{name}.json")
-    logger.info(f"server       {folder / f'{name}.zip'}: {len(best)} rows")
+    server_file = folder / f"captions_{split}_{server}_results.json"
+    write_predictions(server_file, best)
+    with zipfile.ZipFile(server_file.with_suffix(".zip"), "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(server_file, server_file.name)
+    logger.info(f"server       {server_file.with_suffix('.zip')}: {len(best)} rows")
 
 
 def compare(result: SplitResult, other: SplitResult) -> dict[str, Any]:
@@ -318,96 +337,6 @@ def compare(result: SplitResult, other: SplitResult) -> dict[str, Any]:
             text = f"{difference}, better in {difference.better:.1%} of resamples"
         logger.info(f"  {name:<9} {score.value:>8.4f} {other_score.value:>8.4f}   {text}")
     return other.scores_to_json() | {"differences": differences}
-
-
-def _read_data(config: RunConfig, *, with_keys: bool) -> Dataset:
-    """The data set, including images without references, which are captioned and not scored.
-
-    with_keys: leave out images that cannot be read and give the others the keys of a feature store.
-    """
-    from pipeline.data.loading import data_root, snapshot_of
-
-    dataset, _ = read_annotations(config.data, data_root(config), config.storage.options)
-    return snapshot_of(dataset, config)[0].known() if with_keys else dataset
-
-
-def _images_of(dataset: Dataset, split: str) -> Dataset:
-    """The images of a split, or all of them for `all`, unless that is a split's name. UserError if there are none."""
-    images = dataset.split(split)
-    if not len(images) and split == ALL_IMAGES:
-        images = dataset
-    if not len(images):
-        splits = ", ".join(sorted(set(dataset.column("split"))))
-        raise UserError(
-            f"--split {split}: no image is in it; the splits are {splits}, and {ALL_IMAGES} for every image"
-        )
-    return images
-
-
-def _load_automata(
-    file: Path | str | None, model: LocatedBundle | None, images_by_split: Mapping[str, Dataset]
-) -> dict[int, ConstraintAutomaton]:
-    """The constraints in `file` for a model's vocabulary, by image id; {} without a file or a model.
-
-    Raises UserError when the file has no constraints for these images.
-    """
-    from pipeline.captioning.constraints import load_automata
-
-    if file is None or model is None:
-        return {}
-    image_ids = {image for images in images_by_split.values() for image in images.column("image_id")}
-    automata = load_automata(Path(file), image_ids, Vocabulary.load(model.folder / "vocabulary.json"))
-    if not automata:
-        splits = ", ".join(images_by_split)
-        raise UserError(f"constraints {file}: none of its images is in {splits}; look at the image ids")
-    return automata
-
-
-def _find_bundle(model: str, option: str, config: RunConfig, store: StoragePath | None) -> LocatedBundle:
-    """The bundle `model`, given by `option`. UserError if it cannot be loaded or lacks its features."""
-    location = storage_path(model, config.storage.options)
-    if not location.is_remote and not location.path.is_dir():
-        raise UserError(f"{option} {model}: no such folder; give a model bundle, such as results/models/NAME/RUN")
-    folder = fetched(location)
-    try:
-        bundle = load_bundle(folder)
-    except ValueError as error:
-        raise UserError(f"{option}: {error}") from error
-    if bundle.transform is None and store is None:
-        raise UserError(
-            f"{option} {model}: this bundle has no backbone; give its feature store with --features, or its "
-            "regions as features.hdf5"
-        )
-    return LocatedBundle(location, folder)
-
-
-def _run_bundle(config: RunConfig, stage_name: str | None) -> LocatedBundle:
-    """The bundle of the configuration's run, optionally after a stage. It is written if it does not exist yet."""
-    from pipeline.data.loading import find_data
-    from pipeline.runs.prepare import open_run
-    from pipeline.runs.run_bundle import bundle_place, bundle_run
-
-    dataset, _ = find_data(config)
-    folder = open_run(config, dataset.known().fingerprint())
-    stage = None
-    if stage_name is not None:
-        names = [section.name for section in config.stages]
-        if stage_name not in names:
-            raise UserError(f"--stage {stage_name}: the configuration has the stages {', '.join(names)}")
-        stage = config.stage(stage_name)
-    if stage_name is not None:
-        is_finished = folder.result(stage_name) is not None
-    else:
-        is_finished = (folder.path / "COMPLETE.json").is_file()
-    if not (folder.path / "run.json").is_file() or not is_finished:
-        run = f"stage {stage_name} of run" if stage_name is not None else "run"
-        raise UserError(
-            f"{run} {folder.run_id} is not finished in {config.storage.uri}; `raycap run` it, or give --model"
-        )
-    location = bundle_place(folder, stage)
-    if not (location / "config.yaml").exists():
-        bundle_run(folder, stage)
-    return LocatedBundle(location, fetched(location))
 
 
 def command(

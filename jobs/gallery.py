@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.features.store import open_store
 from pipeline.reports.page import MAX_IMAGES, ReportImage, choose_images
-from pipeline.storage.path import StoragePath, storage_path
+from pipeline.storage.path import StoragePath
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,35 +27,23 @@ INTEGRATION_STEPS = 16  # with more steps, the picture looks the same
 ATTRIBUTION_BUDGET_S = 60.0  # no attribution is started after this many seconds
 
 ImageKey = tuple[str, int | str]  # split and image id
+# An image with its features. The last part is the picture's width and height, which only regions with boxes need.
+LoadedImage = tuple[ReportImage, "Features", tuple[int, int]]
 
 
-class MapRequest(NamedTuple):
-    """A captioned image for which maps are to be computed."""
-
-    split: str
-    image_id: int | str
-    uri: str
-    caption: str
-    with_attribution: bool = False
-
-
-@dataclass(frozen=True)
-class MapInputs:
-    """The model that maps are computed for, and its inputs.
-
-    store, dataset: the features, and the images with their keys in the store, for a model without a backbone.
-    """
-
-    model: ModelSource
-    config: RunConfig
-    store: StoragePath | None = None
-    dataset: Dataset | None = None
-
-
-def with_maps(images: Sequence[ReportImage], inputs: MapInputs, seed: str) -> list[ReportImage]:
+def add_maps(
+    images: Sequence[ReportImage],
+    model: ModelSource,
+    config: RunConfig,
+    store: StoragePath | None,
+    dataset: Dataset,
+    *,
+    seed: str,
+) -> list[ReportImage]:
     """Adds attention, attribution and cluster maps to the images that the page shows.
 
-    `inputs.model` must be the model that wrote the captions. Ray must have been started.
+    model: the model that wrote the captions. store, dataset: for a model without a backbone, the features and the
+    images with their keys. seed: that of the page, which shows a random part of the images. Ray must have been started.
     At most `MAX_ATTRIBUTED_IMAGES` images get an attribution, and fewer if `ATTRIBUTION_BUDGET_S` does not suffice. No
     maps are computed for files that cannot be read, nor for models whose image tokens are neither a square grid nor
     regions with boxes.
@@ -64,24 +52,29 @@ def with_maps(images: Sequence[ReportImage], inputs: MapInputs, seed: str) -> li
 
     shown, _ = choose_images(images, MAX_IMAGES, seed=seed)
     attributed = {_key(image) for image in choose_images(shown, MAX_ATTRIBUTED_IMAGES, seed=seed)[0]}
-    requests = [
-        MapRequest(
-            image.split, image.image_id, str(image.path), image.caption, with_attribution=_key(image) in attributed
-        )
-        for image in sorted(shown, key=lambda image: _key(image) not in attributed)  # attributions come first
-    ]
-    workers = inputs.config.workers
+    attributed_first = sorted(shown, key=lambda image: _key(image) not in attributed)
+    workers = config.workers
     task = ray.remote(compute_maps).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
-    maps = ray.get(task.remote(requests, inputs))
+    maps = ray.get(task.remote(attributed_first, attributed, model, config, store, dataset))
     return [replace(image, **maps.get(_key(image), {})) for image in images]
 
 
-def _key(image: ReportImage | MapRequest) -> ImageKey:
+def _key(image: ReportImage) -> ImageKey:
     return image.split, image.image_id
 
 
-def compute_maps(requests: Sequence[MapRequest], inputs: MapInputs) -> dict[ImageKey, dict[str, Any]]:
-    """The fields `attention`, `attribution` and `clusters` of each `ReportImage`, as far as they can be computed."""
+def compute_maps(
+    images: Sequence[ReportImage],
+    attributed: Set[ImageKey],
+    model: ModelSource,
+    config: RunConfig,
+    store: StoragePath | None = None,
+    dataset: Dataset | None = None,
+) -> dict[ImageKey, dict[str, Any]]:
+    """The fields `attention`, `attribution` and `clusters` of each `ReportImage`, as far as they can be computed.
+
+    attributed: the images that get an attribution. The other parameters are those of `add_maps`.
+    """
     import torch
 
     from models.attention_maps import cross_attention
@@ -91,59 +84,45 @@ def compute_maps(requests: Sequence[MapRequest], inputs: MapInputs) -> dict[Imag
     from pipeline.runtime.context import device_for
     from pipeline.runtime.cpu import prepare_processor
 
-    workers = inputs.config.workers
-    prepare_processor(workers.threads_per_worker)
-    bundle = inputs.model.load()
-    device = device_for(workers.gpus_per_worker)
-    model = bundle.captioner.to(device).model
+    prepare_processor(config.workers.threads_per_worker)
+    bundle = model.load()
+    device = device_for(config.workers.gpus_per_worker)
+    caption_model = bundle.captioner.to(device).model
     begin = time.monotonic()
+    loaded: Iterator[LoadedImage] = iter(())
+    if bundle.transform is not None:
+        loaded = _load_from_files(images, bundle)
+    elif store is not None and dataset is not None:
+        loaded = _load_from_store(images, store, dataset, config)
     maps: dict[ImageKey, dict[str, Any]] = {}
-    for request, image in _loaded_images(requests, bundle, inputs):
-        words = request.caption.split()
-        ids = torch.tensor(bundle.vocabulary.encode(words)[: model.sizes.max_positions + 1], device=device)
-        features = image.features.to(device)
+    for image, inputs, size in loaded:
+        words = image.caption.split()
+        ids = torch.tensor(bundle.vocabulary.encode(words)[: caption_model.sizes.max_positions + 1], device=device)
+        features = inputs.to(device)
         with torch.no_grad():
-            memory = model.encode(features)
-        attention = cross_attention(model, memory, ids[None])[-1, 0, : len(words)]  # the last layer, one row per word
-        fields: dict[str, Any] = {"attention": image.paint(attention)}
-        if request.with_attribution and time.monotonic() - begin < ATTRIBUTION_BUDGET_S:
-            attribution = integrated_gradients(model, features, ids, quadrature=Quadrature.exactly(INTEGRATION_STEPS))
-            fields["attribution"] = image.paint(attribution.head(len(words)).shares())
-        clusters = find_clusters(model, features, ids[: len(words) + 1])
+            memory = caption_model.encode(features)
+        attention = cross_attention(caption_model, memory, ids[None])[-1, 0, : len(words)]  # of the last layer
+        fields: dict[str, Any] = {"attention": _paint(attention, inputs, size)}
+        if _key(image) in attributed and time.monotonic() - begin < ATTRIBUTION_BUDGET_S:
+            quadrature = Quadrature.exactly(INTEGRATION_STEPS)
+            attribution = integrated_gradients(caption_model, features, ids, quadrature=quadrature)
+            fields["attribution"] = _paint(attribution.head(len(words)).shares(), inputs, size)
+        clusters = find_clusters(caption_model, features, ids[: len(words) + 1])
         if clusters is not None:
             fields["clusters"] = layer_colors(clusters)
-        maps[_key(request)] = fields
+        maps[_key(image)] = fields
     return maps
 
 
-class _LoadedImage(NamedTuple):
-    """The features of one image. `size` is the picture's width and height; it is set only for regions with boxes."""
+def _paint(weights: Tensor, features: Features, size: tuple[int, int]) -> np.ndarray:
+    """Maps from weights (words, N). Weights of a grid are maps already; those of regions fill their boxes."""
+    from pipeline.reports.heat_maps import region_maps
 
-    features: Features
-    size: tuple[int, int] = (0, 0)
-
-    def paint(self, weights: Tensor) -> np.ndarray:
-        """Maps from weights (words, N). Weights of a grid are maps already; those of regions fill their boxes."""
-        from pipeline.reports.heat_maps import region_maps
-
-        values = weights.float().cpu().numpy()
-        boxes = self.features.boxes
-        return values if boxes is None else region_maps(values, boxes[0].numpy(), self.size)
+    values = weights.float().cpu().numpy()
+    return values if features.boxes is None else region_maps(values, features.boxes[0].numpy(), size)
 
 
-def _loaded_images(
-    requests: Sequence[MapRequest], bundle: Bundle, inputs: MapInputs
-) -> Iterator[tuple[MapRequest, _LoadedImage]]:
-    """The images that can be read, each with its features, which are computed or come from the store."""
-    if bundle.transform is not None:
-        yield from _from_files(requests, bundle, inputs)
-    elif inputs.store is not None and inputs.dataset is not None:
-        yield from _from_store(requests, inputs.store, inputs.dataset, inputs.config)
-
-
-def _from_files(
-    requests: Sequence[MapRequest], bundle: Bundle, inputs: MapInputs
-) -> Iterator[tuple[MapRequest, _LoadedImage]]:
+def _load_from_files(images: Sequence[ReportImage], bundle: Bundle) -> Iterator[LoadedImage]:
     """Computes the features of the images that can be read with the bundle's backbone."""
     import torch
 
@@ -153,42 +132,39 @@ def _from_files(
 
     service = CaptionService(bundle)
     device = next(bundle.captioner.parameters()).device
-    for request in requests:
+    for image in images:
+        assert not isinstance(image.path, bytes)
         try:
-            pixels = service.pixels(storage_path(request.uri, inputs.config.storage.options).read_bytes()).to(device)
+            pixels = service.pixels(image.path.read_bytes()).to(device)
         except (BadImage, OSError):
             continue
         with torch.no_grad():
             features = bundle.captioner.features(Features(pixels[None]))
-        yield request, _LoadedImage(features)
+        yield image, features, (0, 0)
 
 
-def _from_store(
-    requests: Sequence[MapRequest], store: StoragePath, dataset: Dataset, config: RunConfig
-) -> Iterator[tuple[MapRequest, _LoadedImage]]:
+def _load_from_store(
+    images: Sequence[ReportImage], store: StoragePath, dataset: Dataset, config: RunConfig
+) -> Iterator[LoadedImage]:
     """Reads the images' features from the store. Only for regions with boxes the image itself is read, for its size."""
     from models.base import Features
     from pipeline.captioning.service import MAX_PIXELS
     from pipeline.data.images import BadImage, decode_image
     from pipeline.features.model_inputs import Images
 
-    options = config.storage.options
     feature_store = open_store(store, config.features)
-    images = Images(
-        dataset, feature_store, transform=None, max_pixels=config.data.max_pixels, threads=1, options=options
-    )
-    row_of = {int(image): row for row, image in enumerate(images.image_ids)}
-    for request in requests:
-        row = np.array([row_of[int(request.image_id)]])
-        features = images.load(row)
+    inputs = Images(dataset, feature_store, transform=None, max_pixels=config.data.max_pixels, threads=1)
+    row_of = {int(image_id): row for row, image_id in enumerate(inputs.image_ids)}
+    for image in images:
+        features = inputs.load(np.array([row_of[int(image.image_id)]]))
         if features.lengths is None or features.boxes is None:
-            yield request, _LoadedImage(Features(features.tokens))
+            yield image, Features(features.tokens), (0, 0)
             continue
+        assert not isinstance(image.path, bytes)
         try:
-            size = decode_image(storage_path(request.uri, options).read_bytes(), MAX_PIXELS).size
+            size = decode_image(image.path.read_bytes(), MAX_PIXELS).size
         except (BadImage, OSError):
             continue
         count = int(features.lengths[0])
         if count:  # an image may have no regions
-            regions = Features(features.tokens[:, :count], boxes=features.boxes[:, :count])
-            yield request, _LoadedImage(regions, size)
+            yield image, Features(features.tokens[:, :count], boxes=features.boxes[:, :count]), size

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from jobs.caption import CaptionOptions, caption
+from jobs.caption import caption
 from jobs.cli import main
 from models.attention_maps import cross_attention
 from models.backbone import Backbone
@@ -73,9 +73,9 @@ def test_captions_in_bfloat16(bundle: Path, tmp_path: Path, capsys: pytest.Captu
         log_probs.append([json.loads(line)["log_prob"] for line in capsys.readouterr().out.splitlines()])
     assert log_probs[0] != log_probs[1], "autocast was not on"
     assert log_probs[0] == pytest.approx(log_probs[1], abs=0.05)
-    assert caption(names[:2], str(bundle), CaptionOptions(out=out, precision="bfloat16")) == 0
+    assert caption(names[:2], str(bundle), out=out, precision="bfloat16") == 0
     with pytest.raises(UserError, match="'precision': 'bfloat16'"):
-        caption(names, str(bundle), CaptionOptions(out=out))
+        caption(names, str(bundle), out=out)
 
 
 def test_lines_say_captions_and_errors_and_the_exit_code_is_one(
@@ -98,30 +98,32 @@ def test_a_killed_job_continues_and_another_model_is_refused(
     bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names, out = write_images(tmp_path / "images", 4), tmp_path / "captions.jsonl"
-    assert caption(names, str(bundle), CaptionOptions(out=out)) == 0
+    assert caption(names, str(bundle), out=out) == 0
     whole = out.read_text()
     lines = whole.splitlines(keepends=True)
     out.write_text("".join(lines[:2]) + lines[2][:20])  # killed in the middle of the third line
-    assert caption(names, str(bundle), CaptionOptions(out=out)) == 0
+    assert caption(names, str(bundle), out=out) == 0
     assert out.read_text() == whole and "2 of 4 images are in" in capsys.readouterr().err
     for changes in ({"beam_size": 2}, {"num_results": 2}):
         with pytest.raises(UserError, match="was written with"):
-            caption(names, str(bundle), CaptionOptions(out=out, **changes))  # type: ignore[arg-type]
+            caption(names, str(bundle), out=out, **changes)  # type: ignore[arg-type]
     other = tmp_path / "small"  # of the same name, with other weights
     shutil.copytree(bundle, other)
     weights = load_file(other / "model.safetensors")
     save_file({name: tensor + 1 for name, tensor in weights.items()}, other / "model.safetensors")
     with pytest.raises(UserError, match="was written with"):
-        caption(names, str(other), CaptionOptions(out=out))
+        caption(names, str(other), out=out)
     out.write_text(json.dumps({"image": names[0], "caption": "a", "beam_size": 5}) + "\n")  # an earlier version's
     with pytest.raises(UserError, match="was written with"):
-        caption(names, str(bundle), CaptionOptions(out=out))
+        caption(names, str(bundle), out=out)
     out.write_text('{"other": 1}\n')
     with pytest.raises(UserError, match="line 1 is not a caption of this"):
-        caption(names, str(bundle), CaptionOptions(out=out))
+        caption(names, str(bundle), out=out)
 
 
-def test_bad_input_is_said_before_anything_is_written(tmp_path: Path, bundle: Path) -> None:
+def test_bad_input_is_said_before_anything_is_written(
+    tmp_path: Path, bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = write_images(tmp_path / "images", 1)
     features_only = make_bundle(tmp_path / "features-only", backbone=False)
     for model, options, words in (
@@ -129,12 +131,15 @@ def test_bad_input_is_said_before_anything_is_written(tmp_path: Path, bundle: Pa
         (str(tmp_path / "images"), {}, "not a model bundle"),
         (str(features_only), {}, "has no backbone"),
         (str(bundle), {"num_results": 6}, "--n-best 6"),
-        (str(bundle), {"precision": "int8"}, "--precision 'int8': expected float32 or bfloat16"),
         (str(bundle), {"out": tmp_path / "none" / "x.jsonl"}, "does not exist"),
         (str(bundle), {"out": Path("/dev/full")}, "a folder or a device"),
     ):
         with pytest.raises(UserError, match=words):
-            caption(names, model, CaptionOptions(**options))  # type: ignore[arg-type]
+            caption(names, model, **options)  # type: ignore[arg-type]
+    assert main(["caption", *names, "--model", str(bundle), "--precision", "int8"]) == 2
+    assert "'int8' is not one of 'float32', 'bfloat16'" in capsys.readouterr().err
+    assert main(["caption", *names, "--model", str(bundle), "--explain", names[0]]) == 2
+    assert "is a file" in capsys.readouterr().err
 
 
 def test_file_names_that_are_no_utf_8_are_written_and_found_again(bundle: Path, tmp_path: Path) -> None:
@@ -142,7 +147,7 @@ def test_file_names_that_are_no_utf_8_are_written_and_found_again(bundle: Path, 
     strange = os.fsdecode(os.fsencode(tmp_path / "images") + b"/\xff.png")
     Path(name).rename(strange)
     for _ in range(2):
-        assert caption([str(tmp_path / "images")], str(bundle), CaptionOptions(out=out)) == 0
+        assert caption([str(tmp_path / "images")], str(bundle), out=out) == 0
         (line,) = out.read_text(encoding="utf-8").splitlines()
         assert json.loads(line)["image"] == strange
     command = [sys.executable, "-m", "jobs", "caption", str(tmp_path / "images"), "--model", str(bundle), "--json"]
@@ -258,7 +263,7 @@ def test_regions_are_painted_where_their_boxes_are() -> None:
 
 def test_explain_writes_a_picture_an_image(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = write_images(tmp_path / "images", 2)
-    assert caption(names, str(bundle), CaptionOptions(explain=tmp_path / "maps", json_lines=True, max_length=5)) == 0
+    assert caption(names, str(bundle), explain=tmp_path / "maps", json_lines=True, max_length=5) == 0
     pictures = sorted((tmp_path / "maps").iterdir())
     assert [path.name for path in pictures] == ["0000-0.png", "0001-1.png"]
     assert Image.open(pictures[0]).height >= 2 * 224, "attention and attribution, one below the other"
@@ -275,7 +280,7 @@ def test_explain_shows_the_clusters_of_a_model_that_has_them(tmp_path: Path) -> 
     config = ClustFormerConfig(d_model=8, d_ff=8, num_heads=2, num_encoder_layers=2, num_decoder_layers=1, sampling=1)
     save_bundle(tmp_path / "bundle", Captioner(build_model(config, sizes), swin), WORDS, name="c", info={})
     names = write_images(tmp_path / "images", 1)
-    assert caption(names, str(tmp_path / "bundle"), CaptionOptions(explain=tmp_path / "maps", max_length=5)) == 0
+    assert caption(names, str(tmp_path / "bundle"), explain=tmp_path / "maps", max_length=5) == 0
     assert sorted(path.name for path in (tmp_path / "maps").iterdir()) == ["0000-0-clusters.png", "0000-0.png"]
     service = CaptionService(load_bundle(tmp_path / "bundle"))
     clusters = service.clusters(service.pixels(Path(names[0]).read_bytes()), "a red cat")

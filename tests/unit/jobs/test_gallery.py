@@ -9,7 +9,7 @@ import pyarrow as pa
 import torch
 from PIL import Image
 
-from jobs.gallery import MapInputs, MapRequest, compute_maps
+from jobs.gallery import compute_maps
 from models.captioner import Captioner
 from models.config import ClustFormerConfig, ModelSizes
 from models.registry import build_model
@@ -18,20 +18,22 @@ from pipeline.captioning.model_sources import StoredBundle
 from pipeline.config.load import parse_config
 from pipeline.data.dataset import SCHEMA, Dataset
 from pipeline.features.store import mark_complete, write_shard
+from pipeline.reports.page import ReportImage
 from pipeline.storage.path import storage_path
 from tests.conftest import small_config
 from tests.support.bundles import WORDS, make_bundle, write_images
 
 
+def captioned(number: int, path: str, caption: str) -> ReportImage:
+    return ReportImage(number, Path(path), caption, references=[], score=None, split="test")
+
+
 def test_maps_of_image_files(tmp_path: Path) -> None:
     names = write_images(tmp_path / "images", 2)
-    requests = [
-        MapRequest("test", 1, names[0], "a red cat"),
-        MapRequest("test", 2, names[1], "the mat", with_attribution=True),
-        MapRequest("test", 3, "none.png", "a"),
-    ]
+    captions = {1: (names[0], "a red cat"), 2: (names[1], "the mat"), 3: ("none.png", "a")}
+    images = [captioned(number, *values) for number, values in captions.items()]
     model = StoredBundle(storage_path(make_bundle(tmp_path / "b")))
-    found = compute_maps(requests, MapInputs(model, parse_config(small_config(tmp_path))))
+    found = compute_maps(images, {("test", 2)}, model, parse_config(small_config(tmp_path)))
     assert found.keys() == {("test", 1), ("test", 2)}
     assert found["test", 1].keys() == {"attention"} and found["test", 1]["attention"].shape == (3, 16)
     assert found["test", 2]["attribution"].shape == (2, 16)
@@ -63,16 +65,17 @@ def test_maps_of_regions_are_painted_by_their_boxes(tmp_path: Path) -> None:
     mark_complete(tmp_path / "store", {}, 2)
     columns = [range(2), ["test"] * 2, names, [["x"]] * 2, keys]
     part = Dataset(pa.table([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA))
-    requests = [MapRequest("test", number, names[number], "a red cat", with_attribution=True) for number in (1, 0)]
+    images = [captioned(number, names[number], "a red cat") for number in (1, 0)]
+    attributed = {("test", 0), ("test", 1)}
     model, run = StoredBundle(storage_path(tmp_path / "bundle")), parse_config(small_config(tmp_path))
-    inputs = MapInputs(model, run, storage_path(tmp_path / "store"), part)
-    found = compute_maps(requests, inputs)
+    store = storage_path(tmp_path / "store")
+    found = compute_maps(images, attributed, model, run, store, part)
     for kind in ("attention", "attribution"):
         grid = found["test", 0][kind].reshape(3, 24, 24)
         assert all(len(np.unique(half)) == 1 for word in grid for half in (word[:, :12], word[:, 12:]))
         assert (grid[:, 0, 0] != grid[:, 0, -1]).all(), "two regions, two values: padding is not painted"
     assert found["test", 1]["clusters"][0].title.startswith("layer 1: ")
-    assert compute_maps(requests, MapInputs(model, run)) == {}
+    assert compute_maps(images, attributed, model, run) == {}
     Image.new("RGB", (4, 4)).save(names[1])
     Path(names[0]).unlink()
-    assert compute_maps(requests, inputs).keys() == {("test", 1)}
+    assert compute_maps(images, attributed, model, run, store, part).keys() == {("test", 1)}
