@@ -61,7 +61,7 @@ COMMANDS = {
     "tune": Entry("jobs.tune.command:command", "Search over configuration keys.", can_submit=True),
     "caption": Entry("jobs.caption:caption", "Caption image files."),
     "retrain": Entry("jobs.retrain:command", "Train on new data and keep the better model.", can_submit=True),
-    "import": Entry("jobs.import_:command", "Turn an upstream checkpoint into a model bundle."),
+    "import": Entry("jobs.import_:import_checkpoint", "Turn an upstream checkpoint into a model bundle."),
     "sync": Entry("jobs.sync:sync", "Send the tracker what it missed while it was down."),
     "submit": Entry("jobs.submit:command", "Run a command as a job on a Ray cluster.", passes_options_on=True),
     "doctor": Entry("jobs.doctor:command", "Check what this machine or a cluster can run.", can_submit=True),

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 from safetensors import SafetensorError
@@ -29,8 +28,7 @@ if TYPE_CHECKING:
 SECTIONS = ("model", "backbone")
 
 
-@dataclass(frozen=True)
-class ImportRequest:
+class ImportRequest(NamedTuple):
     """The files to import, and the checked settings of the sections `model` and `backbone` that the user gave."""
 
     checkpoint: Path
@@ -40,8 +38,7 @@ class ImportRequest:
     backbone_overrides: Sequence[str]
 
 
-@dataclass(frozen=True)
-class Imported:
+class Imported(NamedTuple):
     """The imported model, with two texts for the user: its sizes, and the features that it takes."""
 
     captioner: Captioner
@@ -50,8 +47,7 @@ class Imported:
     features: str
 
 
-@dataclass(frozen=True)
-class Format:
+class Format(NamedTuple):
     """An upstream project: its name, the function that reads its files, and the class of its model's configuration."""
 
     title: str
@@ -60,41 +56,40 @@ class Format:
 
 
 def import_checkpoint(
-    source: str,
-    *,
-    checkpoint: Path,
-    tokens: Path,
-    out: Path,
-    config: Path | None = None,
-    overrides: Sequence[str] = (),
-    backbone: Path | None = None,
+    source: Annotated[
+        Literal["expansionnet_v2", "meshed_memory"],
+        typer.Option("--from", metavar="FORMAT", help="expansionnet_v2 or meshed_memory."),
+    ],
+    checkpoint: Annotated[
+        Path,
+        typer.Option(exists=True, dir_okay=False, help="The upstream checkpoint. It is read as tensors; no code runs."),
+    ],
+    tokens: Annotated[
+        Path, typer.Option(exists=True, dir_okay=False, help="Its vocabulary pickle. Only plain values are read.")
+    ],
+    out: Annotated[Path, typer.Option(file_okay=False, help="The bundle's folder.")],
+    config: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="YAML with settings that the checkpoint lacks.")
+    ] = None,
+    overrides: Set = None,
+    backbone: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="A Swin checkpoint, for a captioner without one."),
+    ] = None,
 ) -> None:
-    """Writes the bundle `out` from an upstream checkpoint and its vocabulary.
+    """Turn an upstream checkpoint into a model bundle.
 
-    config: a YAML file. Its sections `model` and `backbone` give the settings that the checkpoint does not contain.
-    overrides: settings such as `model.num_heads=8`. backbone: a file for a checkpoint that contains no backbone.
-    Files are read as tensors and plain values only, so that no code in them runs. Raises UserError, without writing
-    anything, when the files and settings do not fit together.
+    Example: raycap import --from expansionnet_v2 --checkpoint rf_model.pth --tokens demo_coco_tokens.pickle --out model
     """
-    if source not in FORMATS:
-        raise UserError(f"--from {source!r} is unknown; known: {', '.join(sorted(FORMATS))}")
-    input_files = {"--checkpoint": checkpoint, "--tokens": tokens, "--config": config, "--backbone": backbone}
-    for option, path in input_files.items():
-        if path is not None and not path.is_file():
-            raise UserError(f"{option} {path} does not exist or is not a file")
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out} is a file; give a folder's name")
     if out.exists() and any(out.iterdir()):
         raise UserError(f"--out {out} exists and is not empty; choose another folder or remove it")
     upstream = FORMATS[source]
-    settings = read_settings(config, overrides, upstream.config)
-    backbone_overrides = [override for override in overrides if override.startswith("backbone.")]
+    settings = _read_settings(config, overrides or (), upstream.config)
+    backbone_overrides = [override for override in overrides or () if override.startswith("backbone.")]
     print(f"Importing {checkpoint} ({upstream.title}) with the vocabulary {tokens} into {out}", flush=True)
     try:
         imported = upstream.importer(ImportRequest(checkpoint, tokens, settings, backbone, backbone_overrides))
         _save(out, imported, {"imported_from": checkpoint.name, "format": source})
-    except UserError:  # it is also a ValueError, but has its sentence already
-        raise
     except ValueError as error:
         raise UserError(str(error)) from error
     model = imported.captioner.model
@@ -107,11 +102,13 @@ def import_checkpoint(
     print(f"The bundle: {out}")
 
 
-def read_settings(config: Path | None, overrides: Sequence[str], model: type[ModelConfig]) -> dict[str, dict[str, Any]]:
-    """The settings that the user gave, by section; `model` is the class of the system's configuration.
+def _read_settings(
+    config: Path | None, overrides: Sequence[str], model: type[ModelConfig]
+) -> dict[str, dict[str, Any]]:
+    """The settings that the user gave, by section. model: the class of the system's configuration.
 
-    Only each setting's type is checked, because the checkpoint decides whether they fit together. Raises UserError
-    that names the key.
+    Only the types of the settings are checked, because the checkpoint decides whether they fit together. Raises
+    UserError that names the key.
     """
     file_values = {} if config is None else read_file(config)
     settings: dict[str, Any] = {name: file_values.get(name) or {} for name in SECTIONS}
@@ -130,8 +127,7 @@ def _import_expansionnet(request: ImportRequest) -> Imported:
     from models.backbone import read_tensors
     from models.captioner import Captioner
 
-    vocabulary = read_expansionnet_vocabulary(request.tokens)
-    tensors = read_tensors(request.checkpoint)
+    vocabulary, tensors = read_expansionnet_vocabulary(request.tokens), read_tensors(request.checkpoint)
     # the checkpoint of a whole system contains its backbone, a Swin, under names with a prefix
     swin_names = [name for name in tensors if name.startswith(convert.SWIN_PREFIX)]
     swin = {name.removeprefix(convert.SWIN_PREFIX): tensors.pop(name) for name in swin_names}
@@ -143,20 +139,20 @@ def _import_expansionnet(request: ImportRequest) -> Imported:
     sizes = f"G = {list(config.static_expansion or ())}, N_E = {config.dynamic_expansion}"
     if request.backbone_file is not None:
         swin = read_tensors(request.backbone_file)
-    if not swin:
-        if request.backbone_overrides:
-            raise UserError(
-                f"--set {request.backbone_overrides[0]}: {request.checkpoint} holds no Swin; add --backbone FILE or "
-                "leave it out"
-            )
-        features = (
-            f"No backbone: the bundle captions stored features of width {inferred.feature_width}; raycap caption needs "
-            "images, so import again with --backbone FILE for it"
+    if swin:
+        backbone = _build_backbone(swin, request.settings["backbone"], inferred.feature_width)
+        features = f"Backbone: {backbone.config.name} at {backbone.config.image_size} px, {backbone.num_tokens} tokens"
+        return Imported(Captioner(model, backbone), vocabulary, sizes, features)
+    if request.backbone_overrides:
+        raise UserError(
+            f"--set {request.backbone_overrides[0]}: {request.checkpoint} holds no Swin; add --backbone FILE or "
+            "leave it out"
         )
-        return Imported(Captioner(model, None), vocabulary, sizes, features)
-    backbone = _build_backbone(swin, request.settings["backbone"], inferred.feature_width)
-    features = f"Backbone: {backbone.config.name} at {backbone.config.image_size} px, {backbone.num_tokens} tokens"
-    return Imported(Captioner(model, backbone), vocabulary, sizes, features)
+    features = (
+        f"No backbone: the bundle captions stored features of width {inferred.feature_width}; raycap caption needs "
+        "images, so import again with --backbone FILE for it"
+    )
+    return Imported(Captioner(model), vocabulary, sizes, features)
 
 
 def _import_meshed_memory(request: ImportRequest) -> Imported:
@@ -168,8 +164,7 @@ def _import_meshed_memory(request: ImportRequest) -> Imported:
         raise UserError(
             "the Meshed-Memory Transformer works on region features; leave --backbone out, and its settings"
         )
-    vocabulary = read_meshed_vocabulary(request.tokens)
-    tensors = read_tensors(request.checkpoint)
+    vocabulary, tensors = read_meshed_vocabulary(request.tokens), read_tensors(request.checkpoint)
     inferred = convert.infer_meshed_memory(tensors)
     config = convert.complete_meshed_config(inferred, request.settings["model"])
     model = _build(request, config, inferred, vocabulary, convert.convert_meshed_memory(tensors, config))
@@ -207,7 +202,7 @@ def _build_backbone(swin: dict[str, Tensor], settings: dict[str, Any], feature_w
 
 
 def _save(out: Path, imported: Imported, info: dict[str, Any]) -> None:
-    """Writes the bundle; UserError if it cannot be written."""
+    """Writes the bundle. Raises UserError if it cannot be written."""
     try:
         save_bundle(out, imported.captioner, imported.vocabulary, name=out.name, info=info)
     except (OSError, SafetensorError) as error:
@@ -218,21 +213,3 @@ FORMATS = {
     "expansionnet_v2": Format("ExpansionNet v2", _import_expansionnet, ExpansionNetConfig),
     "meshed_memory": Format("Meshed-Memory Transformer", _import_meshed_memory, MeshedMemoryConfig),
 }
-
-
-def command(
-    source: Annotated[str, typer.Option("--from", metavar="FORMAT", help="expansionnet_v2 or meshed_memory.")],
-    checkpoint: Annotated[Path, typer.Option(help="The upstream checkpoint. It is read as tensors; no code runs.")],
-    tokens: Annotated[Path, typer.Option(help="Its vocabulary pickle. Only plain values are read.")],
-    out: Annotated[Path, typer.Option(help="The bundle's folder.")],
-    config: Annotated[Path | None, typer.Option(help="YAML with settings that the checkpoint lacks.")] = None,
-    set_: Set = None,
-    backbone: Annotated[Path | None, typer.Option(help="A Swin checkpoint, for a captioner without one.")] = None,
-) -> None:
-    """Turn an upstream checkpoint into a model bundle.
-
-    Example: raycap import --from expansionnet_v2 --checkpoint rf_model.pth --tokens demo_coco_tokens.pickle --out model
-    """
-    import_checkpoint(
-        source, checkpoint=checkpoint, tokens=tokens, out=out, config=config, overrides=set_ or (), backbone=backbone
-    )

@@ -71,17 +71,17 @@ def run(config: RunConfig, address: str | None = None) -> RunFolder:
 @contextmanager
 def run_log(folder: RunFolder) -> Iterator[None]:
     """Writes log/run.log. At the end, a run on S3 uploads it, unless the storage cannot be reached."""
+    can_upload = True
     try:
         with log_file(folder.path / "log" / "run.log"):
             yield
-    except StorageError:  # further uploads would only delay the end
+    except StorageError:
+        can_upload = False  # further attempts would only delay the end
         raise
-    except BaseException:
-        with suppress(OSError):
-            folder.push("log/run.log")
-        raise
-    with suppress(OSError):  # the run is complete, and its log is on this machine
-        folder.push("log/run.log")
+    finally:
+        if can_upload:
+            with suppress(OSError):  # the log is also on this machine
+                folder.push("log/run.log")
 
 
 def train(config: RunConfig, address: str | None = None) -> RunFolder:
@@ -126,7 +126,7 @@ class RunDriver:
         if folder.config != config:
             write_text(folder.path / "config.yaml", dump_config(config))
             folder.push("config.yaml")
-        self.folder = RunFolder(folder.path, folder.home)
+        self.folder = RunFolder(folder.path, folder.home)  # `folder` has cached the earlier configuration
         self.config, self.address = config, address
         self.driver_token = self.folder.new_driver_token()
         self.durations: dict[str, float] = {}
@@ -137,10 +137,15 @@ class RunDriver:
     def train(self) -> None:
         """Runs the stages that are not finished."""
         self._log_plan()
-        self._check()
+        self._check_disk()
+        self._automata(self.folder.dataset)  # refuses a word outside the vocabulary now, not after training
+        if shutil.which("java") is None:
+            logger.info("check     java is not on the PATH: METEOR will be reported as unavailable")
+        if self.config.workers.dry_run and self._pending and not any(self.folder.path.glob("stages/*/step-*")):
+            self._dry_run()
         for group in stage_groups(self.config.stages):
             if not all(self.folder.result(stage.name) for stage in group):
-                self._train(group, self._features_of(group))
+                self._train(group)
 
     def evaluate(self) -> None:
         """Captions and scores all evaluated splits, writes bundle, report and summary, and registers the model."""
@@ -161,14 +166,10 @@ class RunDriver:
         self._complete(scores, store, registered)
 
     def _log_plan(self) -> None:
-        """Logs the run's folder, data, model and stages."""
-        folder, config = self.folder, self.config
-        metadata = folder.metadata
+        folder, config, metadata = self.folder, self.config, self.folder.metadata
         logger.info(f"run       {folder.run_id}  in {folder.path}")
-        logger.info(
-            f"data      {', '.join(f'{split} {count}' for split, count in metadata.splits.items())} images; "
-            f"{metadata.sizes.vocabulary_size} words"
-        )
+        counts = ", ".join(f"{split} {count}" for split, count in metadata.splits.items())
+        logger.info(f"data      {counts} images; {metadata.sizes.vocabulary_size} words")
         source = feature_source(config).describe(metadata.num_tokens, metadata.parameters["backbone"])
         logger.info(f"model     {config.model.name}, {metadata.parameters['model']:,} parameters; {source}")
         for number, stage in enumerate(config.stages, 1):
@@ -180,28 +181,23 @@ class RunDriver:
         """A stage as a line of the plan."""
         from pipeline.training.batches import num_samples
 
-        workers = self.config.workers.num_workers
-        unit = "pairs" if stage.samples_are_pairs else "images"
-        extra = f" x {stage.captions_per_image} captions" if stage.captions_per_image > 1 else ""
+        workers, accumulation_steps = self.config.workers.num_workers, stage.gradient_accumulation_steps
+        per_sample = ""
         if stage.objective == "scst":
-            extra = f" x {stage.sampling.num_samples} samples"
-        share = stage.batch_size // (workers * stage.gradient_accumulation_steps)
+            per_sample = f" x {stage.sampling.num_samples} samples"
+        elif stage.captions_per_image > 1:
+            per_sample = f" x {stage.captions_per_image} captions"
         train = self.folder.dataset.split(*self.config.data.train_splits)
         state = "done" if self.folder.result(stage.name) else f"{total_steps(stage, num_samples(stage, train))} steps"
         return (
             f"{stage.name}: {stage.objective}, {'end to end' if stage.train_backbone else 'frozen features'}, {state} "
-            f"of {stage.batch_size} {unit}{extra} = {workers} workers x {share}"
-            + (f" x {stage.gradient_accumulation_steps} accumulated" if stage.gradient_accumulation_steps > 1 else "")
+            f"of {stage.batch_size} {'pairs' if stage.samples_are_pairs else 'images'}{per_sample} = "
+            f"{workers} workers x {stage.batch_size // (workers * accumulation_steps)}"
+            + (f" x {accumulation_steps} accumulated" if accumulation_steps > 1 else "")
         )
 
-    def _check(self) -> None:
-        """Checks disk, constraints and Java, and takes one step of every stage at its real batch size on a worker."""
-        self._check_disk()
-        self._automata(self.folder.dataset)  # refuses a word outside the vocabulary now, not after training
-        if shutil.which("java") is None:
-            logger.info("check     java is not on the PATH: METEOR will be reported as unavailable")
-        if not self.config.workers.dry_run or not self._pending or any(self.folder.path.glob("stages/*/step-*")):
-            return
+    def _dry_run(self) -> None:
+        """Takes one step of every stage at its real batch size on a worker. Raises UserError if one fails."""
         import ray
 
         from pipeline.training.dry_run import dry_run
@@ -219,10 +215,11 @@ class RunDriver:
         """Raises UserError when the disk has no room for the features and checkpoints of unfinished stages."""
         metadata, pending = self.folder.metadata, self._pending
         bytes_per_value = 2 if self.config.features.stored_dtype == "float16" else 4
-        # one store for the backbone at the start, and one after each stage that trains it
-        num_stores = sum(not stage.train_backbone for stage in pending[:1])
-        num_stores += sum(stage.train_backbone for stage in pending)
-        num_stores = 0 if self.folder.home else num_stores  # with a storage on S3, they need no local disk
+        num_stores = 0
+        if not self.folder.home:  # stores on S3 need no local disk
+            # one store for the backbone at the start, and one after each stage that trains it
+            num_stores = sum(not stage.train_backbone for stage in pending[:1])
+            num_stores += sum(stage.train_backbone for stage in pending)
         values = len(self.folder.dataset) * metadata.num_tokens * metadata.sizes.feature_width
         features = values * bytes_per_value * num_stores
         weights = 6 * 4 * sum(metadata.parameters.values())  # room for six float32 copies of the parameters
@@ -244,14 +241,6 @@ class RunDriver:
         with self._timed("starting ray"):
             start_ray(self.config, self.address)
 
-    def _features_of(self, group: list[StageSection]) -> StoragePath | None:
-        """The features of training and validation for a group's frozen stages; None if it has no such stage."""
-        frozen = [stage for stage in group if not stage.train_backbone]
-        if not frozen:
-            return None
-        data = self.config.data
-        return self._extract(self.folder.dataset.split(*data.train_splits, data.val_split), frozen[0])
-
     def _extract(self, part: Dataset, stage: StageSection | None) -> StoragePath:
         """Extracts the features of a part of the data for a stage (None: for the evaluation). Returns the store."""
         weights = self.folder.weights_before(stage, "backbone") if self.config.has_backbone else None
@@ -264,11 +253,15 @@ class RunDriver:
         self.excluded |= extracted.missing.keys()
         return extracted.store
 
-    def _train(self, group: list[StageSection], store: StoragePath | None) -> None:
+    def _train(self, group: list[StageSection]) -> None:
         """Trains a group of stages on the cluster, and prints their journal meanwhile."""
         from jobs.train import fit
         from pipeline.training.loop import StageJob
 
+        store, data = None, self.config.data
+        frozen = [stage for stage in group if not stage.train_backbone]
+        if frozen:
+            store = self._extract(self.folder.dataset.split(*data.train_splits, data.val_split), frozen[0])
         self._start_ray()
         names = tuple(stage.name for stage in group)
         job = StageJob(self.folder, names, store, tuple(sorted(self.excluded)), self.driver_token)
@@ -297,8 +290,8 @@ class RunDriver:
         return score_run(self.folder, dataset, results)
 
     def _report(self, dataset: Dataset, scores: RunScores, store: StoragePath) -> None:
-        """Writes report.html."""
-        from jobs.gallery import MapInputs, with_maps
+        """Writes report.html, with attention and attribution maps."""
+        from jobs.gallery import add_maps
         from pipeline.runs.run_bundle import bundle_place
         from pipeline.runs.summary import make_report, report_images
 
@@ -308,8 +301,8 @@ class RunDriver:
             for split in config.data.test_splits
             for image in report_images(by_split[split], dataset.split(split), config.storage.options)
         ]
-        inputs = MapInputs(StoredBundle(bundle_place(self.folder)), config, store, dataset)
-        images = with_maps(images, inputs, seed=self.folder.run_id)  # adds attention and attribution maps
+        model = StoredBundle(bundle_place(self.folder))
+        images = add_maps(images, model, config, store, dataset, seed=self.folder.run_id)
         make_report(self.folder, dataset, scores, self.durations, images)
 
     def _complete(self, scores: RunScores, store: StoragePath, registered: str | None) -> None:
@@ -318,44 +311,46 @@ class RunDriver:
         from pipeline.runs.summary import score_table, validation_lines
 
         folder, bundle = self.folder, bundle_place(self.folder)
-        table = "\n".join(
-            [
-                "",
-                format_table(*score_table(scores.splits)),
-                "",
-                *validation_lines(self.config, scores.validation_by_stage),
-                "",
-                f"report       {folder.root / 'report.html'}",
-                f"predictions  {folder.root / 'predictions'}",
-                f"model        {bundle}",
-                f"tracking     {self._tracking(registered)}",
-                f"features     {store}",
-                f"times        {', '.join(f'{name} {seconds:.0f} s' for name, seconds in self.durations.items())}",
-            ]
-        )
-        complete = {"table": table, "durations": self.durations, "bundle": str(bundle), "scores": scores.flat()}
-        write_json(folder.path / "COMPLETE.json", {**complete, "tracked": registered is not None})
+        lines = [
+            "",
+            format_table(*score_table(scores.splits)),
+            "",
+            *validation_lines(self.config, scores.validation_by_stage),
+            "",
+            f"report       {folder.root / 'report.html'}",
+            f"predictions  {folder.root / 'predictions'}",
+            f"model        {bundle}",
+            f"tracking     {self._tracking(registered)}",
+            f"features     {store}",
+            f"times        {', '.join(f'{name} {seconds:.0f} s' for name, seconds in self.durations.items())}",
+        ]
+        summary = {
+            "table": "\n".join(lines),
+            "durations": self.durations,
+            "bundle": str(bundle),
+            "scores": scores.flat(),
+            "tracked": registered is not None,
+        }
+        write_json(folder.path / "COMPLETE.json", summary)
         folder.push("COMPLETE.json")
-        logger.info(table)
+        logger.info(summary["table"])
 
     def _automata(self, dataset: Dataset) -> dict[int, ConstraintAutomaton]:
         """The constraints of the test images by image id; {} if the configuration names no constraint file."""
         from pipeline.captioning.constraints import load_automata
 
-        file = self.config.evaluation.constraints
-        if file is None:
+        if self.config.evaluation.constraints is None:
             return {}
         images = dataset.split(*self.config.data.test_splits).column("image_id")
-        return load_automata(Path(file), images, self.folder.vocabulary)
+        return load_automata(Path(self.config.evaluation.constraints), images, self.folder.vocabulary)
 
     def _tracking(self, registered: str | None) -> str:
         """The summary's text about the tracker."""
         if not self.config.tracking.enabled:
             return "off"
-        tracker = public_uri(self.config)
         if registered:
-            return f"{tracker}, model {registered}"
-        return f"{tracker} did not take everything; {self.tracker.remedy} sends the rest"
+            return f"{public_uri(self.config)}, model {registered}"
+        return f"{public_uri(self.config)} did not take everything; {self.tracker.remedy} sends the rest"
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,49 +45,38 @@ POLL_S = 2.0
 GIVE_UP_AFTER_S = 600.0  # following a job ends when the cluster was unreachable for this long
 
 
-@dataclass(frozen=True)
-class Request:
-    """A command line for the cluster, with the values of --env, --secret and --with-dependencies."""
-
-    command: str
-    config: Path
-    arguments: Sequence[str] = ()
-    env: Sequence[str] = ()
-    secrets: Sequence[str] = ()
-    with_dependencies: bool = False
-
-
-def submit(request: Request, address: str, *, detach: bool = False) -> int:
+def submit(job: Submission, address: str, *, with_dependencies: bool = False, detach: bool = False) -> int:
     """Packs the code, sends it and follows the job. Returns the job's exit code, or 0 at once with `detach`.
 
-    Raises UserError for every mistake that can be found before anything is sent.
+    job: its configuration is a path on this machine. Raises UserError for every mistake that can be found before
+    anything is sent.
     """
-    env, secrets = variables(request.env), secret_names(request.secrets)
-    if not request.config.is_file():
-        raise UserError(f"configuration {request.config} does not exist; give the path of a YAML file")
-    check_texts(request.config, request.arguments, {*env, *secrets})
-    with _placeholders(secrets):
-        config = _parse(request.command, request.config, request.arguments)
+    source = Path(job.config)
+    if not source.is_file():
+        raise UserError(f"configuration {source} does not exist; give the path of a YAML file")
+    check_texts(source, job.arguments, {*job.variables, *job.secrets})
+    with _placeholders(job.secrets):
+        config = _parse(job.command, source, job.arguments)
     server = JobsServer(address)
     for warning in check_places(config):
         logger.warning(warning)
     _log_versions(server)
     root = project_root()
-    dependencies = requirements(root) if request.with_dependencies else ()
+    dependencies = requirements(root) if with_dependencies else ()
     with tempfile.TemporaryDirectory(prefix="raycap-submit-") as scratch:
         data_folders = [Path(uri) for uri in (config.data.root, config.storage.uri) if uri and "://" not in uri]
-        files, path = package_files(request.config, root, data_folders)
+        files, packed_config = package_files(source, root, data_folders)
         package = pack(files, Path(scratch) / "code.zip")
-        job = Submission(request.command, path, tuple(request.arguments), env, secrets, dependencies)
+        job = replace(job, config=packed_config, requirements=dependencies)
         logger.info(f"code      {package.describe()}")
         logger.info("          sent" if server.upload(package) else "          the cluster has it already")
         job_id = _new_id(config.name)
         server.submit(job_id, job.entrypoint, job.runtime_env(f"gcs://{package.name}"), job.metadata)
-    logger.info(f"job       {job_id}: raycap {request.command} {path}")
-    if env:
-        logger.info(f"variables {', '.join(env)} (their values can be read on the cluster)")
-    if secrets:
-        logger.info(f"secrets   {', '.join(secrets)} must be in the environment of the cluster's nodes")
+    logger.info(f"job       {job_id}: raycap {job.command} {job.config}")
+    if job.variables:
+        logger.info(f"variables {', '.join(job.variables)} (their values can be read on the cluster)")
+    if job.secrets:
+        logger.info(f"secrets   {', '.join(job.secrets)} must be in the environment of the cluster's nodes")
     if detach:
         _log_commands(job_id, server)
         return 0
@@ -96,7 +85,7 @@ def submit(request: Request, address: str, *, detach: bool = False) -> int:
 
 @contextmanager
 def _placeholders(names: Sequence[str]) -> Iterator[None]:
-    """Sets the variables of the cluster's secrets to a placeholder, to check a configuration that uses them."""
+    """Sets missing variables to a placeholder, so that a configuration that uses the cluster's secrets can be read."""
     missing = [name for name in names if name not in os.environ]
     os.environ.update(dict.fromkeys(missing, "on-the-cluster"))
     try:
@@ -132,16 +121,6 @@ def command_overrides(command: str, config: Path, arguments: Sequence[str]) -> l
     except TyperException as error:
         raise UserError(f"raycap {command} refuses these options: {error.format_message()}") from error
     return list(context.params.get("set_") or ())
-
-
-def refuse_options(command: str, words: Sequence[str], **options: object) -> None:
-    """Raises UserError for options that have no effect on a command."""
-    refused = [*words, *(f"--{name.replace('_', '-')}" for name, value in options.items() if value)]
-    if refused:
-        raise UserError(
-            f"submit {command} does not take {' '.join(refused)} there; the form is: "
-            "raycap submit COMMAND CONFIG|ID --address URL OPTIONS"
-        )
 
 
 def _log_versions(server: JobsServer) -> None:
@@ -185,7 +164,7 @@ class _Follower:
         self.server, self.job_id, self.write = server, job_id, write
         self.num_printed = 0  # characters of the log
         self.unreachable_since: float | None = None
-        self.pending_message = ""  # the last one that was logged
+        self.pending_message = ""  # that was logged last
 
     async def run(self) -> dict[str, Any]:
         """Returns the job's record after its end."""
@@ -195,12 +174,11 @@ class _Follower:
                 self._note_connected()
                 if info["status"] == "PENDING":
                     self._log_pending(info)
-                    await asyncio.sleep(POLL_S)
-                    continue
-                await self._print_log()
-                info = await asyncio.to_thread(self.server.job, self.job_id)
-                if info["status"] in FINAL_STATES:
-                    return info
+                else:
+                    await self._print_log()
+                    info = await asyncio.to_thread(self.server.job, self.job_id)
+                    if info["status"] in FINAL_STATES:
+                        return info
             except UnreachableError as error:
                 self._note_unreachable(error)
             await asyncio.sleep(POLL_S)
@@ -250,61 +228,49 @@ def _write(text: str) -> None:
 
 def _exit_code(job_id: str, info: dict[str, Any]) -> int:
     """Logs how the job ended. Returns its exit code, or 1 if it was stopped or never started."""
-    status, code = info["status"], info.get("driver_exit_code")
-    if status == "SUCCEEDED":
-        logger.info(f"job       {job_id} succeeded")
-        return 0
-    if status == "STOPPED":
-        logger.info(f"job       {job_id} was stopped")
-        return 1
-    if code is None:
-        logger.info(f"job       {job_id} failed: {' '.join(str(info.get('message') or 'no reason given').split())}")
-        return 1
-    code = int(code)
-    logger.info(f"job       {job_id} failed with exit code {code}")
-    return code if code > 0 else 128 - code  # a job killed by signal n has code -n, which a shell reports as 128 + n
+    code = info.get("driver_exit_code")
+    if info["status"] == "SUCCEEDED":
+        exit_code, outcome = 0, "succeeded"
+    elif info["status"] == "STOPPED":
+        exit_code, outcome = 1, "was stopped"
+    elif code is None:
+        exit_code, outcome = 1, f"failed: {' '.join(str(info.get('message') or 'no reason given').split())}"
+    else:
+        # A job that signal n killed has the code -n. A shell reports this as 128 + n.
+        exit_code, outcome = int(code) if int(code) > 0 else 128 - int(code), f"failed with exit code {code}"
+    logger.info(f"job       {job_id} {outcome}")
+    return exit_code
 
 
 def _interrupted(server: JobsServer, job_id: str) -> int:
     """After Ctrl-C, asks on a terminal whether to stop the job. Returns the exit code."""
-    is_to_stop = False
+    answer = ""
     if sys.stdin is not None and sys.stdin.isatty():
         try:
-            is_to_stop = input(f"\nStop the job {job_id} too? [y/N] ").strip().lower() in ("y", "yes")
+            answer = input(f"\nStop the job {job_id} too? [y/N] ")
         except (KeyboardInterrupt, EOFError):
             logger.info("")
-    if is_to_stop:
-        return stop(job_id, server.address)
+    if answer.strip().lower() in ("y", "yes"):
+        return _stop(server, job_id)
     logger.info(f"the job {job_id} continues")
     _log_commands(job_id, server)
     return 130
 
 
-def status(job_id: str, address: str) -> int:
+def _print_status(server: JobsServer, job_id: str) -> int:
     """Prints the state of a job. Returns 0 unless it failed or was stopped."""
-    info = JobsServer(address).job(job_id)
+    info = server.job(job_id)
     logger.info(f"{job_id}: {info['status']}")
     if info.get("message"):
         logger.info(str(info["message"]).splitlines()[0])
-    begin, end = info.get("start_time"), info.get("end_time")
-    if begin:
-        logger.info(f"{((end or time.time() * 1000) - begin) / 1000:.0f} s, {info['entrypoint']}")
-    return 0 if info["status"] not in ("FAILED", "STOPPED") else _exit_code(job_id, info)
+    if begin := info.get("start_time"):  # in milliseconds
+        seconds = ((info.get("end_time") or time.time() * 1000) - begin) / 1000
+        logger.info(f"{seconds:.0f} s, {info['entrypoint']}")
+    return _exit_code(job_id, info) if info["status"] in ("FAILED", "STOPPED") else 0
 
 
-def logs(job_id: str, address: str, until_end: bool = False) -> int:
-    """Prints a job's log so far, or with `until_end` until the job ends."""
-    server = JobsServer(address)
-    server.job(job_id)  # raises UserError if there is no such job
-    if until_end:
-        return follow(server, job_id)
-    _write(server.logs(job_id))
-    return 0
-
-
-def stop(job_id: str, address: str, timeout_s: float = 60.0) -> int:
+def _stop(server: JobsServer, job_id: str, timeout_s: float = 60.0) -> int:
     """Stops a job and waits for its end. Ray kills a job that does not end by itself within some seconds."""
-    server = JobsServer(address)
     info = server.job(job_id)
     if info["status"] in FINAL_STATES:
         logger.info(f"job       {job_id} had ended already: {info['status']}")
@@ -334,7 +300,7 @@ def command(
         bool, typer.Option("--with-dependencies", help="Install requirements.lock for the job; for development.")
     ] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Do not wait for the job.")] = False,
-    follow: Annotated[bool, typer.Option("--follow", help="With logs: print until the job ends.")] = False,
+    follow_log: Annotated[bool, typer.Option("--follow", help="With logs: print until the job ends.")] = False,
 ) -> int:
     """Run a command as a job on a Ray cluster.
 
@@ -344,13 +310,27 @@ def command(
 
     Example: raycap submit run configs/demo.yaml --address http://head:8265 --set storage=s3://bucket/prefix
     """
-    if command in ("status", "logs", "stop"):
-        refuse_options(
-            command, context.args, env=env, secret=secret, detach=detach, with_dependencies=with_dependencies
+    manages_job = command in ("status", "logs", "stop")
+    if manages_job:
+        options = {"--env": env, "--secret": secret, "--detach": detach, "--with-dependencies": with_dependencies}
+        refused = [*context.args, *(name for name, value in options.items() if value)]
+    else:
+        refused = [config] * config.startswith("-") + ["--follow"] * follow_log
+    if refused:
+        raise UserError(
+            f"submit {command} does not take {' '.join(refused)} there; the form is: "
+            "raycap submit COMMAND CONFIG|ID --address URL OPTIONS"
         )
-        if command == "logs":
-            return logs(config, address, follow)
-        return status(config, address) if command == "status" else stop(config, address)
-    refuse_options(command, [config] if config.startswith("-") else [], follow=follow)
-    request = Request(command, Path(config), context.args, env or (), secret or (), with_dependencies)
-    return submit(request, address, detach=detach)
+    if not manages_job:
+        job = Submission(command, config, tuple(context.args), variables(env or ()), secret_names(secret or ()))
+        return submit(job, address, with_dependencies=with_dependencies, detach=detach)
+    server = JobsServer(address)
+    if command == "status":
+        return _print_status(server, config)
+    if command == "stop":
+        return _stop(server, config)
+    server.job(config)  # raises UserError if this job does not exist
+    if follow_log:
+        return follow(server, config)
+    _write(server.logs(config))
+    return 0

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from jobs.cli import main
 from jobs.import_ import import_checkpoint
 from models.backbone import Backbone, read_tensors
 from models.config import BackboneConfig, ExpansionNetConfig
@@ -69,7 +70,6 @@ def test_imports_that_do_not_fit_are_refused_and_write_nothing(tmp_path: Path) -
             "model.d_model is 64",
         ),
         ({"tokens": foreign}, "the vocabulary has 5 words, the checkpoint predicts 60"),
-        ({"tokens": tmp_path / "none.pickle"}, "--tokens .* does not exist"),
         ({"checkpoint": GOLDEN / "tokens.pickle"}, "no PyTorch file"),
         ({"checkpoint": GOLDEN / "swin_microsoft_format.pth"}, "is no ExpansionNet v2"),
         ({"checkpoint": changed(tmp_path, vocab_linear__bias=None)}, "lacks 'vocab_linear.bias'"),
@@ -89,13 +89,9 @@ def test_imports_that_do_not_fit_are_refused_and_write_nothing(tmp_path: Path) -
     ):
         with pytest.raises(UserError, match=message):
             importing(tmp_path, checkpoint=changed(tmp_path, **extra))
-    with pytest.raises(UserError, match="--from 'something' is unknown; known: expansionnet_v2"):
-        import_checkpoint("something", checkpoint=foreign, tokens=foreign, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match=r"--out .* cannot be written"):
         importing(tmp_path, out=config / "model")
-    with pytest.raises(UserError, match=r"--out .* is a file"):
-        importing(tmp_path, out=config)
     for content in (b"", b"no checkpoint", bytes(1000)):
         (tmp_path / "no.pth").write_bytes(content)
         with pytest.raises(UserError, match=r"no.pth is (refused|no readable checkpoint)") as refused:
@@ -106,6 +102,24 @@ def test_imports_that_do_not_fit_are_refused_and_write_nothing(tmp_path: Path) -
     with pytest.raises(UserError, match="exists and is not empty"):
         importing(tmp_path)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--from", "something", "'something' is not one of 'expansionnet_v2', 'meshed_memory'"),
+        ("--tokens", "none.pickle", "file 'none.pickle' does not exist"),
+        ("--backbone", ".", "file '.' is a directory"),
+        ("--out", str(GOLDEN / "tokens.pickle"), "is a file"),
+    ],
+)
+def test_options_that_are_refused(
+    option: str, value: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = ["--checkpoint", str(GOLDEN / "checkpoint.pth"), "--tokens", str(GOLDEN / "tokens.pickle")]
+    command = ["import", "--from", "expansionnet_v2", *files, "--out", str(tmp_path / "out"), option, value]
+    assert main(command) == 2 and message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_import_with_a_backbone_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
