@@ -64,18 +64,6 @@ class RunModel:
         return Bundle(Captioner(model), folder.vocabulary, transform=None, config={})
 
 
-@dataclass(frozen=True)
-class _Job:
-    """The arguments of `caption_on_cluster`, as every task gets them."""
-
-    models: Sequence[ModelSource]
-    splits: Mapping[str, SplitTask]
-    config: RunConfig
-    store: StoragePath | None
-    with_alignment: bool
-    skip_unreadable: bool
-
-
 def caption_on_cluster(
     models: Sequence[ModelSource],
     splits: Mapping[str, SplitTask],
@@ -87,61 +75,60 @@ def caption_on_cluster(
 ) -> dict[str, Captioned]:
     """Captions each split with a model or an ensemble, in the order of the split's images. Ray must have been started.
 
-    store: the features for models without a backbone. with_alignment, skip_unreadable: as in
-    `pipeline.captioning.captioning.CaptionSearch`.
+    store: the features for models without a backbone. with_alignment, skip_unreadable: as in `CaptionSearch`.
     """
     import ray
 
     workers = config.workers
     task = ray.remote(_caption_shard).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
     begin = time.monotonic()
-    job = ray.put(_Job(models, splits, config, store, with_alignment, skip_unreadable))
-    shards = ray.get([task.remote(job, rank) for rank in range(workers.num_workers)])
-    captioned = {}
+    tasks = ray.put(splits)  # once for all workers
+    arguments = (models, tasks, config, store, with_alignment, skip_unreadable)
+    shards = ray.get([task.remote(rank, *arguments) for rank in range(workers.num_workers)])
+    captioned, num_captioned = {}, 0
     for name, split in splits.items():
         hypotheses = {image: ranked for shard in shards for image, ranked in shard[name].hypotheses.items()}
         unreadable = {image: reason for shard in shards for image, reason in shard[name].unreadable.items()}
         order = split.images.column("image_id")
         captioned[name] = Captioned({image: hypotheses[image] for image in order if image in hypotheses}, unreadable)
+        num_captioned += len(hypotheses)
     seconds = time.monotonic() - begin
-    count = sum(len(split_captions.hypotheses) for split_captions in captioned.values())
-    logger.info(f"captions  {count} images in {seconds:.0f} s, {count / seconds:.1f} images/s")
+    logger.info(f"captions  {num_captioned} images in {seconds:.0f} s, {num_captioned / seconds:.1f} images/s")
     return captioned
 
 
-def _caption_shard(job: _Job, rank: int) -> dict[str, Captioned]:
-    """The captions of one worker's images, by split."""
+def _caption_shard(
+    rank: int,
+    models: Sequence[ModelSource],
+    splits: Mapping[str, SplitTask],
+    config: RunConfig,
+    store: StoragePath | None,
+    with_alignment: bool,
+    skip_unreadable: bool,
+) -> dict[str, Captioned]:
+    """The captions of the images of worker number `rank`, by split."""
     from pipeline.captioning.captioning import CaptionSearch, Shard, caption_split
     from pipeline.features.model_inputs import Images
     from pipeline.runtime.context import device_for
     from pipeline.runtime.cpu import prepare_processor
 
-    config, threads = job.config, job.config.workers.threads_per_worker
-    shard = Shard(rank, config.workers.num_workers, device_for(config.workers.gpus_per_worker))
-    prepare_processor(threads)
-    bundles = [model.load() for model in job.models]
+    workers = config.workers
+    shard = Shard(rank, workers.num_workers, device_for(workers.gpus_per_worker))
+    prepare_processor(workers.threads_per_worker)
+    bundles = [model.load() for model in models]
     vocabulary = bundles[0].vocabulary
     if any(bundle.vocabulary.words != vocabulary.words for bundle in bundles):
         raise UserError("the models of an ensemble must share one vocabulary, word by word; these do not")
     for bundle in bundles:
         bundle.captioner.to(shard.device)
-    store = None if job.store is None else open_store(job.store, config.features)
-    search = CaptionSearch(config.evaluation, vocabulary, job.with_alignment, job.skip_unreadable)
+    feature_store = None if store is None else open_store(store, config.features)
+    search = CaptionSearch(config.evaluation, vocabulary, with_alignment, skip_unreadable)
+    limits = (config.data.max_pixels, workers.threads_per_worker, config.storage.options)
+    captioners = [bundle.captioner for bundle in bundles]
     captioned = {}
-    for name, split in job.splits.items():
+    for name, (images, constraints) in splits.items():
         inputs = [
-            Images(
-                split.images,
-                store if bundle.transform is None else None,
-                bundle.transform,
-                config.data.max_pixels,
-                threads,
-                config.storage.options,
-            )
-            for bundle in bundles
+            Images(images, None if bundle.transform else feature_store, bundle.transform, *limits) for bundle in bundles
         ]
-        captioners = [bundle.captioner for bundle in bundles]
-        captioned[name] = Captioned(
-            *caption_split(captioners, inputs, search, shard=shard, constraints=split.constraints)
-        )
+        captioned[name] = Captioned(*caption_split(captioners, inputs, search, shard=shard, constraints=constraints))
     return captioned

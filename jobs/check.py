@@ -11,14 +11,22 @@ import typer
 
 from jobs.options import Config, Set
 from pipeline.config.load import load_config
-from pipeline.config.run import RunConfig
 
 
-def check(config: RunConfig, json_file: Path | None = None) -> int:
-    """Prints the findings, and writes them to `json_file` if given. Returns 1 when the data are not fit to train on."""
+def check(
+    config: Config,
+    set_: Set = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the findings to this JSON file.")] = None,
+) -> int:
+    """Check whether a data set is fit to train on.
+
+    The exit code is 1 when training on the data would be wrong.
+
+    Example: raycap check configs/coco_subset.yaml --set data.root=/path/to/folder
+    """
     from pipeline.runs.check import check_data
 
-    result = check_data(config)
+    result = check_data(load_config(config, set_ or ()))
     _print_statistics(result.statistics)
     for finding in result.findings:
         print(f"{finding.kind:<8} {finding.text}")
@@ -40,21 +48,6 @@ def _print_statistics(statistics: dict[str, Any]) -> None:
     print(f"vocabulary   {statistics.get('vocabulary', 'empty')} words, specials included")
     print(f"images       {len(statistics['unreadable'])} missing or unreadable; ", end="")
     print(f"{duplicates['across_splits']} in training and held out, {duplicates['elsewhere']} repeated otherwise")
-    print(
-        "short side   " + ", ".join(f"{name} px: {count}" for name, count in statistics.get("short_side", {}).items())
-    )
+    short_sides = statistics.get("short_side", {})
+    print("short side   " + ", ".join(f"{name} px: {count}" for name, count in short_sides.items()))
     print(f"fingerprint  {statistics['fingerprint']}")
-
-
-def command(
-    config: Config,
-    set_: Set = None,
-    json: Annotated[Path | None, typer.Option(help="Write the findings to this JSON file.")] = None,
-) -> int:
-    """Check whether a data set is fit to train on.
-
-    The exit code is 1 when training on the data would be wrong.
-
-    Example: raycap check configs/coco_subset.yaml --set data.root=/path/to/folder
-    """
-    return check(load_config(config, set_ or ()), json)

@@ -53,18 +53,18 @@ class Entry:
 
 COMMANDS = {
     "run": Entry("jobs.run:command", "Train, evaluate and register a model.", can_submit=True),
-    "check": Entry("jobs.check:command", "Check whether a data set is fit to train on.", can_submit=True),
-    "extract": Entry("jobs.extract:command", "Compute the features of a data set.", can_submit=True),
+    "check": Entry("jobs.check:check", "Check whether a data set is fit to train on.", can_submit=True),
+    "extract": Entry("jobs.extract:extract", "Compute the features of a data set.", can_submit=True),
     "score": Entry("jobs.score:score", "Score a COCO result file."),
     "evaluate": Entry("jobs.evaluate:command", "Caption splits of a data set and score them.", can_submit=True),
     "constraints": Entry("jobs.constraints:constraints", "Turn detected objects into words for captions."),
     "tune": Entry("jobs.tune.command:command", "Search over configuration keys.", can_submit=True),
     "caption": Entry("jobs.caption:caption", "Caption image files."),
-    "retrain": Entry("jobs.retrain:command", "Train on new data and keep the better model.", can_submit=True),
+    "retrain": Entry("jobs.retrain:retrain", "Train on new data and keep the better model.", can_submit=True),
     "import": Entry("jobs.import_:import_checkpoint", "Turn an upstream checkpoint into a model bundle."),
     "sync": Entry("jobs.sync:sync", "Send the tracker what it missed while it was down."),
     "submit": Entry("jobs.submit:command", "Run a command as a job on a Ray cluster.", passes_options_on=True),
-    "doctor": Entry("jobs.doctor:command", "Check what this machine or a cluster can run.", can_submit=True),
+    "doctor": Entry("jobs.doctor:doctor", "Check what this machine or a cluster can run.", can_submit=True),
 }
 BENCHMARKS = {
     "models": Entry("jobs.bench.models:command", "Speed of the model's forms and cost of Table VI's rows."),
@@ -169,7 +169,3 @@ def _log_levels(
 def _interrupt(*_: object) -> None:
     """Makes SIGTERM, which schedulers send, end a run as Ctrl-C does, so that the tracker records the end."""
     raise KeyboardInterrupt
-
-
-if __name__ == "__main__":
-    sys.exit(main())

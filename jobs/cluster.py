@@ -22,10 +22,19 @@ def start_ray(config: RunConfig, address: str | None) -> None:
 
     if ray.is_initialized():
         return
-    workers = config.workers
-    needed_cpus = math.ceil(workers.num_workers * workers.cpus_per_worker)
-    is_cluster = connect(address, needed_cpus)
-    _check_gpus(config, ray.cluster_resources().get("GPU", 0), is_cluster)
+    workers, features = config.workers, config.features
+    is_cluster = connect(address, needed_cpus=math.ceil(workers.num_workers * workers.cpus_per_worker))
+    num_gpus = ray.cluster_resources().get("GPU", 0)
+    requested = {
+        "workers.gpus_per_worker": workers.num_workers * workers.gpus_per_worker,
+        "features.gpus_per_actor": features.num_actors * features.gpus_per_actor,
+    }
+    for key, count in requested.items():
+        if count > num_gpus:
+            text = f"{key} asks for {count:g} GPUs in all and this Ray has {num_gpus:g}"
+            if not is_cluster:
+                raise UserError(f"{text}; set it to 0, or join a cluster with --address")
+            logger.warning(f"{text}; waiting until the cluster has them")
 
 
 def connect(address: str | None, needed_cpus: int = 2) -> bool:
@@ -33,9 +42,8 @@ def connect(address: str | None, needed_cpus: int = 2) -> bool:
 
     If this process has joined or started a Ray already, nothing is done and True is returned.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_TRAIN_ENABLE_STATE_TRACKING", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
+        os.environ.setdefault(name, "0")
     import ray
 
     if ray.is_initialized():
@@ -54,17 +62,3 @@ def connect(address: str | None, needed_cpus: int = 2) -> bool:
     )
     logger.debug(f"ray       started on this machine: {ray.cluster_resources()}")
     return False
-
-
-def _check_gpus(config: RunConfig, num_gpus: float, is_cluster: bool) -> None:
-    """Raises UserError, on a cluster warns, when `config` needs more than `num_gpus` GPUs."""
-    requested = {
-        "workers.gpus_per_worker": config.workers.num_workers * config.workers.gpus_per_worker,
-        "features.gpus_per_actor": config.features.num_actors * config.features.gpus_per_actor,
-    }
-    for key, count in requested.items():
-        if count > num_gpus:
-            text = f"{key} asks for {count:g} GPUs in all and this Ray has {num_gpus:g}"
-            if not is_cluster:
-                raise UserError(f"{text}; set it to 0, or join a cluster with --address")
-            logger.warning(f"{text}; waiting until the cluster has them")

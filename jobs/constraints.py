@@ -43,30 +43,25 @@ def constraints(
     boxes = read_detections(detections)
     heights = read_hierarchy(hierarchy, class_names) if hierarchy is not None else {}
     labels = Counter(box.label for image_boxes in boxes.values() for box in image_boxes)
-    excluded = frozenset(_class_names(exclude)) if exclude is not None else EXCLUDED
+    excluded = frozenset(_read_classes(exclude)) if exclude is not None else EXCLUDED
     outside_vocabulary: set[str] = set()
     if model is not None:
-        vocabulary = _vocabulary(model)
+        vocabulary = _read_vocabulary(model)
+        candidates = labels.keys() - excluded
         outside_vocabulary = {
-            label
-            for label in labels.keys() - excluded
-            if unknown_words([label], vocabulary) or not vocabulary.tokenize(label)
+            label for label in candidates if unknown_words([label], vocabulary) or not vocabulary.tokenize(label)
         }
         excluded |= outside_vocabulary
     chosen = {
-        image: [
-            (label,)  # a constraint is a tuple of alternatives, of which the caption must contain one
-            for label in choose_constraints(
-                image_boxes, heights, max_constraints=most, overlap=overlap, excluded=excluded
-            )
-        ]
+        image: choose_constraints(image_boxes, heights, max_constraints=most, overlap=overlap, excluded=excluded)
         for image, image_boxes in boxes.items()
     }
-    write_constraints(out, chosen)
-    words = [word for image_words in chosen.values() for word in image_words]
+    # A constraint is a tuple of alternatives, of which the caption must contain one. Here each has one alternative.
+    write_constraints(out, {image: [(label,) for label in words] for image, words in chosen.items()})
+    all_words = [label for words in chosen.values() for label in words]
     logger.info(
-        f"{labels.total()} detections in {len(boxes)} images: {len(words)} constraints in "
-        f"{sum(map(bool, chosen.values()))} images, {len(set(words))} different classes"
+        f"{labels.total()} detections in {len(boxes)} images: {len(all_words)} constraints in "
+        f"{sum(map(bool, chosen.values()))} images, {len(set(all_words))} different classes"
     )
     if heights and (missing := labels.keys() - heights.keys()):
         logger.info(f"{len(missing)} classes are not in the hierarchy and count as leaves, such as {min(missing)!r}")
@@ -78,7 +73,7 @@ def constraints(
     return 0
 
 
-def _class_names(path: Path) -> list[str]:
+def _read_classes(path: Path) -> list[str]:
     """The class names in a file with one per line, in lower case."""
     try:
         return [line.strip().lower() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -86,8 +81,7 @@ def _class_names(path: Path) -> list[str]:
         raise UserError(f"--exclude {path} cannot be read as text: {error}") from error
 
 
-def _vocabulary(model: Path) -> Vocabulary:
-    """The vocabulary of a model bundle. Raises UserError."""
+def _read_vocabulary(model: Path) -> Vocabulary:
     try:
         return Vocabulary.load(model / "vocabulary.json")
     except (OSError, ValueError) as error:

@@ -16,28 +16,30 @@ from pipeline.config.run import RunConfig
 
 
 def doctor(
-    config: Path | None,
-    overrides: Sequence[str] = (),
-    address: str | None = None,
-    as_lines: bool = True,
+    config: Annotated[Path | None, typer.Argument(help="The YAML file to run here.", metavar="[CONFIG]")] = None,
+    set_: Set = None,
+    address: Annotated[str | None, typer.Option(help="A cluster's dashboard, for example http://head:8265.")] = None,
+    print_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of lines.")] = False,
 ) -> int:
-    """Prints one line per check, or all checks as JSON. Returns 1 when a check fails, because `config` cannot run then.
+    """Check what this machine or a cluster can run.
 
-    Raises UserError when the configuration cannot be read.
+    Each line names a capability and, where it is missing, the remedy. The exit code is 1 when CONFIG cannot run.
+    `raycap submit doctor CONFIG --address URL` checks the nodes of a cluster.
+
+    Example: raycap doctor configs/demo.yaml
     """
     findings: list[Finding] = []
-    for finding in examine(_read_config(config, overrides), address):
+    for finding in examine(_read_config(config, set_ or ()), address):
         findings.append(finding)
-        if as_lines:
+        if not print_json:
             print(finding.line)
-    report = as_json(findings)
-    if not as_lines:
-        print(json.dumps(report, indent=1, ensure_ascii=False))
+    failed = [finding.name for finding in findings if finding.level == "fail"]
+    if print_json:
+        print(json.dumps(as_json(findings), indent=1, ensure_ascii=False))
     else:
-        failed = [finding.name for finding in findings if finding.level == "fail"]
         subject = str(config) if config is not None else "raycap"
         print(f"{subject} cannot run here: {', '.join(failed)}" if failed else f"{subject} can run here")
-    return 0 if report["ok"] else 1
+    return 1 if failed else 0
 
 
 def _read_config(path: Path | None, overrides: Sequence[str]) -> RunConfig | None:
@@ -50,19 +52,3 @@ def _read_config(path: Path | None, overrides: Sequence[str]) -> RunConfig | Non
 
         return load_search(path, overrides).base
     return parse_config(values)
-
-
-def command(
-    config: Annotated[Path | None, typer.Argument(help="The YAML file to run here.", metavar="[CONFIG]")] = None,
-    set_: Set = None,
-    address: Annotated[str | None, typer.Option(help="A cluster's dashboard, for example http://head:8265.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON in place of lines.")] = False,
-) -> int:
-    """Check what this machine or a cluster can run.
-
-    Each line names a capability and, where it is missing, the remedy. The exit code is 1 when CONFIG cannot run.
-    `raycap submit doctor CONFIG --address URL` checks the nodes of a cluster.
-
-    Example: raycap doctor configs/demo.yaml
-    """
-    return doctor(config, set_ or (), address, as_lines=not json)

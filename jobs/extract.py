@@ -20,38 +20,60 @@ from pipeline.config.load import load_config
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
-from pipeline.features.source import Extracted, feature_source
+from pipeline.features.source import feature_source
 from pipeline.features.store import FeatureStore
-from pipeline.storage.path import StoragePath
 from pipeline.storage.weights import save_weights
 
 logger = logging.getLogger(__name__)
 
 
-def extract(config: RunConfig, address: str | None = None, verify: bool = False) -> int:
-    """Computes the features of every split with the configuration's backbone, or imports its HDF5 file.
+def extract(
+    config: Config,
+    set_: Set = None,
+    address: Address = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Read the whole store back and compare digests.")] = False,
+) -> int:
+    """Compute the features of a data set.
 
-    Returns 1 when more than `data.max_bad_fraction` of the images have no features, or when `verify` finds damage.
-    Raises UserError for mistakes that can be found before anything is computed.
+    The features of the configuration's backbone go to the feature store. Images that the store contains already are
+    not computed again. The exit code is 1 when too many images give no features, or --verify finds damage.
+
+    Example: raycap extract configs/coco_subset.yaml --set data.root=/path/to/folder --verify
     """
     from pipeline.data.loading import read_data, snapshot_of
 
     begin = time.monotonic()
-    dataset = read_data(config)
+    run_config = load_config(config, set_ or ())
+    dataset = read_data(run_config)
     logger.info(f"data         {len(dataset)} images in {len(set(dataset.column('split')))} splits")
-    dataset, unreadable = snapshot_of(dataset, config)
-    folder, undecodable = _extract(dataset, unreadable, config, address)
-    store = FeatureStore(folder)
-    logger.info(f"store        {folder}: {len(store)} images in {len(store.shards)} shards")
-    exit_code = _check_quarantine(dataset, undecodable, unreadable, config, folder)
-    if verify:
-        exit_code = max(exit_code, _verify(store, dataset.without(sorted(undecodable)).known()))
+    dataset, unreadable = snapshot_of(dataset, run_config)
+    if unreadable and not len(dataset.known()):  # the path is probably wrong, because the files are not all damaged
+        uri, reason = next(iter(unreadable.items()))
+        raise UserError(f"none of the {len(dataset)} images can be read; check data.images: {uri}: {reason}")
+    with TemporaryDirectory(prefix="raycap-") as scratch:
+        weights = initial_weights(run_config, Path(scratch)) if run_config.has_backbone else None
+        source = feature_source(run_config)
+        extracted = source.extract(dataset, weights, lambda: start_ray(run_config, address), unreadable)
+    store = FeatureStore(extracted.store)
+    logger.info(f"store        {extracted.store}: {len(store)} images in {len(store.shards)} shards")
+    with_features = dataset.without(sorted(extracted.missing)).known()
+    num_bad = len(dataset.known()) - len(with_features) + len(unreadable)
+    exit_code = 0
+    if num_bad:
+        first = next(iter(extracted.missing.values()), "") or next(iter(unreadable.values()))
+        logger.info(f"quarantine   {num_bad} of {len(dataset)} images gave no features (first: {first}):")
+        logger.info(f"             {extracted.store / 'quarantine.parquet'}")
+    if num_bad > run_config.data.max_bad_fraction * len(dataset):
+        logger.info(f"failed       that is more than data.max_bad_fraction = {run_config.data.max_bad_fraction}")
+        exit_code = 1
+    if verify and not _verify(store, with_features):
+        exit_code = 1
     logger.info(f"finished in {time.monotonic() - begin:.1f} s")
     return exit_code
 
 
-def _verify(store: FeatureStore, dataset: Dataset) -> int:
-    """Reads the whole store. Returns 1 when a shard is damaged or an image of the data set is missing."""
+def _verify(store: FeatureStore, dataset: Dataset) -> bool:
+    """Reads the whole store. Returns False when a shard is damaged or an image of the data set is missing."""
     damages = store.verify()
     num_missing = int((~store.contains(dataset.table["key"])).sum())
     for damage in damages:
@@ -60,18 +82,7 @@ def _verify(store: FeatureStore, dataset: Dataset) -> int:
         f"verify       {len(store.shards) - len(damages)} of {len(store.shards)} shards are whole, "
         f"{num_missing} images are missing"
     )
-    return 1 if damages or num_missing else 0
-
-
-def _extract(dataset: Dataset, unreadable: dict[str, str], config: RunConfig, address: str | None) -> Extracted:
-    """Computes the features, or imports them. Raises UserError when no image can be read."""
-    if unreadable and not len(dataset.known()):  # the path is probably wrong, because the files are not all damaged
-        uri, reason = next(iter(unreadable.items()))
-        raise UserError(f"none of the {len(dataset)} images can be read; check data.images: {uri}: {reason}")
-    with TemporaryDirectory(prefix="raycap-") as scratch:
-        weights = initial_weights(config, Path(scratch)) if config.has_backbone else None
-        source = feature_source(config)
-        return source.extract(dataset, weights, start_ray=lambda: start_ray(config, address), unreadable=unreadable)
+    return not damages and not num_missing
 
 
 def initial_weights(config: RunConfig, scratch: Path) -> Path:
@@ -85,15 +96,14 @@ def initial_weights(config: RunConfig, scratch: Path) -> Path:
     digest = hashlib.sha256(identity.encode()).hexdigest()[:20]
     stored = config.storage_place / f"backbones/{digest}.safetensors"
     path = scratch / stored.name if stored.is_remote else stored.path
-    if stored.exists():
-        if stored.is_remote:
-            path.write_bytes(stored.read_bytes())
-        return path
-    from pipeline.runs.prepare import initial_backbone
+    if not stored.exists():
+        from pipeline.runs.prepare import initial_backbone
 
-    save_weights(initial_backbone(config), path)
-    if stored.is_remote:
-        stored.write_bytes(path.read_bytes())
+        save_weights(initial_backbone(config), path)
+        if stored.is_remote:
+            stored.upload(path)
+    elif stored.is_remote:
+        stored.download(path)
     return path
 
 
@@ -106,41 +116,3 @@ def _size_and_mtime(config: RunConfig) -> list[int]:
     except OSError as error:
         raise UserError(f"backbone.weights: {config.backbone.weights} cannot be read: {error.strerror}") from error
     return [status.st_size, status.st_mtime_ns]
-
-
-def _check_quarantine(
-    dataset: Dataset,
-    undecodable: dict[str, str],
-    unreadable: dict[str, str],
-    config: RunConfig,
-    folder: StoragePath,
-) -> int:
-    """Logs how many images have no features. Returns 1 when they are more than `data.max_bad_fraction` of all."""
-    num_readable = len(dataset.known())
-    num_decodable = len(dataset.without(sorted(undecodable)).known())
-    num_bad = num_readable - num_decodable + len(unreadable)
-    if not num_bad:
-        return 0
-    first = next(iter(undecodable.values()), "") or next(iter(unreadable.values()))
-    logger.info(f"quarantine   {num_bad} of {len(dataset)} images gave no features (first: {first}):")
-    logger.info(f"             {folder / 'quarantine.parquet'}")
-    if num_bad > config.data.max_bad_fraction * len(dataset):
-        logger.info(f"failed       that is more than data.max_bad_fraction = {config.data.max_bad_fraction}")
-        return 1
-    return 0
-
-
-def command(
-    config: Config,
-    set_: Set = None,
-    address: Address = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Read the whole store back and compare digests.")] = False,
-) -> int:
-    """Compute the features of a data set.
-
-    The features of the configuration's backbone go to the feature store. Images that the store contains already are
-    not computed again. The exit code is 1 when too many images give no features, or --verify finds damage.
-
-    Example: raycap extract configs/coco_subset.yaml --set data.root=/path/to/folder --verify
-    """
-    return extract(load_config(config, set_ or ()), address, verify)

@@ -21,10 +21,9 @@ class JournalPrinter:
     """A context in which a background thread prints new journal entries."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self.folder, self.follower, self._pulled_at = folder, Follower(folder.journal), time.monotonic()
+        self.folder, self.follower, self.bar = folder, Follower(folder.journal), ProgressBar()
         self.rate_start: dict[str, tuple[int, float]] = {}  # by stage: the step and time from which its rate counts
-        self.bar = ProgressBar()
-        self._stop = threading.Event()
+        self._pulled_at, self._stop = time.monotonic(), threading.Event()
         self._thread = threading.Thread(target=self._print_repeatedly, name="journal-printer", daemon=True)
 
     def __enter__(self) -> None:

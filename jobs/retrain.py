@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
@@ -19,16 +18,6 @@ from pipeline.data.dataset import Dataset
 from pipeline.retrain.retrain import Trained
 from pipeline.runtime.log import indented
 from pipeline.storage.path import StoragePath
-
-logger = logging.getLogger(__name__)
-
-
-def retrain(config: RunConfig, *, roll_back: bool = False, address: str | None = None) -> int:
-    """Retrains once, or rolls back. Returns the exit code; raises UserError for mistakes in the configuration."""
-    from pipeline.retrain.retrain import retrain as retrain_once
-    from pipeline.retrain.retrain import rollback
-
-    return rollback(config) if roll_back else retrain_once(config, RayWork(address))
 
 
 @dataclass(frozen=True)
@@ -50,17 +39,16 @@ class RayWork:
         self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig
     ) -> dict[int, str]:
         """The best caption of each readable image by its id. Each worker fetches the bundle."""
-
         start_ray(config, self.address)
         models = [StoredBundle(bundle, files)]
         captioned = caption_on_cluster(models, {"held out": SplitTask(part)}, config, with_alignment=False)["held out"]
         return {image: best.caption for image, best in captioned.best.items()}
 
 
-def command(
+def retrain(
     config: Config,
     set_: Set = None,
-    rollback: Annotated[bool, typer.Option("--rollback", help="Go back to the previous champion.")] = False,
+    roll_back: Annotated[bool, typer.Option("--rollback", help="Go back to the previous champion.")] = False,
     address: Address = None,
 ) -> int:
     """Train on new data and keep the better model.
@@ -70,4 +58,8 @@ def command(
 
     Example: raycap retrain configs/retrain_demo.yaml
     """
-    return retrain(load_config(config, set_ or ()), roll_back=rollback, address=address)
+    from pipeline.retrain.retrain import retrain as retrain_once
+    from pipeline.retrain.retrain import rollback
+
+    run_config = load_config(config, set_ or ())
+    return rollback(run_config) if roll_back else retrain_once(run_config, RayWork(address))

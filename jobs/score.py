@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from jobs.options import check_output_file
 from pipeline.errors import UserError
 from pipeline.scoring.metrics import METRICS, Scores, score_captions
 from pipeline.scoring.result_files import read_predictions, read_references, shorten
@@ -33,11 +34,16 @@ def score(
 ) -> Scores:
     """Score a COCO result file.
 
-    Neither a model nor Ray is needed. Mistakes in the files are reported before anything is written.
+    Neither a model nor Ray is needed. Mistakes in the files are reported before anything is written. In the JSON file,
+    a score that cannot be computed is null, and `unavailable` contains the reason.
 
     Example: raycap score --references captions_val2014.json --predictions results.json --json scores.json
     """
-    _check_output_files(json_file, per_image)
+    if per_image is not None and per_image.suffix not in (".csv", ".parquet"):
+        raise UserError(f"--per-image {per_image}: expected a name that ends in .csv or .parquet")
+    for option, path in (("--json", json_file), ("--per-image", per_image)):
+        if path is not None:
+            check_output_file(option, path)
     candidates = read_predictions(predictions)
     captions = read_references(references, split)
     source = f"split {split} of {references}" if split else str(references)
@@ -49,17 +55,22 @@ def score(
         )
     print(f"Scoring {len(candidates)} captions of {predictions} against {source} ({len(captions)} images)", flush=True)
     if missing:
-        print(
-            f"{len(missing)} of {len(captions)} reference images have no prediction: left out, also of the document "
-            f"frequencies"
-        )
+        count = f"{len(missing)} of {len(captions)} reference images"
+        print(f"{count} have no prediction: left out, also of the document frequencies")
     scores = score_captions(captions, candidates, metrics=metrics or METRICS, java_deadline_s=java_deadline_s)
     print(format_scores(scores))
     if json_file is not None:
-        write_scores(json_file, scores)
+        content = {
+            "scores": {name: score.value for name, score in scores.by_name.items()},
+            "unavailable": {name: score.unavailable for name, score in scores.by_name.items() if score.unavailable},
+            "images": len(scores.image_ids),
+            "signature": scores.signature,
+            "extras": scores.extras,
+        }
+        write_text(json_file, json.dumps(content, indent=2) + "\n")
         print(f"Scores: {json_file}")
     if per_image is not None:
-        write_per_image(per_image, scores, [candidates[image] for image in scores.image_ids])
+        _write_per_image(per_image, scores, [candidates[image] for image in scores.image_ids])
         print(f"Scores of each image: {per_image}")
     return scores
 
@@ -88,19 +99,7 @@ def format_scores(scores: Scores) -> str:
     return "\n".join([*lines, f"  {scores.signature}", ""])
 
 
-def write_scores(path: Path, scores: Scores) -> None:
-    """Writes one JSON object. A score that could not be computed is null, and `unavailable` contains the reason."""
-    content = {
-        "scores": {name: score.value for name, score in scores.by_name.items()},
-        "unavailable": {name: score.unavailable for name, score in scores.by_name.items() if score.unavailable},
-        "images": len(scores.image_ids),
-        "signature": scores.signature,
-        "extras": scores.extras,
-    }
-    write_text(path, json.dumps(content, indent=2) + "\n")
-
-
-def write_per_image(path: Path, scores: Scores, captions: Sequence[str]) -> None:
+def _write_per_image(path: Path, scores: Scores, captions: Sequence[str]) -> None:
     """Writes one row per image: image_id, caption, and a column for every metric with a value per image."""
     import pyarrow as pa
     import pyarrow.csv
@@ -115,14 +114,3 @@ def write_per_image(path: Path, scores: Scores, captions: Sequence[str]) -> None
             pyarrow.csv.write_csv(table, temporary)
         else:
             pyarrow.parquet.write_table(table, temporary)
-
-
-def _check_output_files(json_file: Path | None, per_image: Path | None) -> None:
-    """Raises UserError for output files that cannot be written."""
-    if per_image is not None and per_image.suffix not in (".csv", ".parquet"):
-        raise UserError(f"--per-image {per_image}: expected a name that ends in .csv or .parquet")
-    for option, path in (("--json", json_file), ("--per-image", per_image)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UserError(f"{option} {path}: the folder {path.absolute().parent} does not exist; make it first")
-        if path is not None and path.is_dir():
-            raise UserError(f"{option} {path}: this is a folder; give a file's name")

@@ -22,8 +22,7 @@ def fit(job: StageJob, config: RunConfig) -> None:
     """Runs the job's stages on the cluster. A worker that dies is replaced, and the stage resumes.
 
     Raises StageFailedError without another attempt for failures that would repeat, such as a loss that is not finite
-    or a setting that does not fit the data. After `workers.max_failures` failures, raises the last worker's error. Each
-    fit gets a new name, because Ray Train returns the old result when a name is used twice.
+    or a setting that does not fit the data. After `workers.max_failures` failures, raises the last worker's error.
     """
     from ray.train import FailureConfig, ScalingConfig
     from ray.train import RunConfig as RayRunConfig
@@ -42,18 +41,18 @@ def fit(job: StageJob, config: RunConfig) -> None:
             resources_per_worker={"CPU": workers.cpus_per_worker, "GPU": workers.gpus_per_worker},
         ),
         run_config=RayRunConfig(
+            # a new name, because Ray Train returns the old result when a name is used twice
             name=f"{job.stages[0]}-{uuid.uuid4().hex[:8]}",
             storage_path=str(scratch),
             failure_config=FailureConfig(max_failures=workers.max_failures),
         ),
     )
-    failure = failure_file(job)
     try:
         trainer.fit()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        if failure.exists():
-            raise StageFailedError(failure.read_bytes().decode())
+        if failure_file(job).exists():
+            raise StageFailedError(failure_file(job).read_bytes().decode())
 
 
 def failure_file(job: StageJob) -> StoragePath:
