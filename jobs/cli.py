@@ -145,22 +145,17 @@ def _as_command(function: Any, name: str, settings: dict[str, Any] | None = None
     return get_command(app)
 
 
-def _log_less(is_set: bool) -> None:
+def _set_log_level(option: typer.CallbackParam, is_set: bool) -> None:
     if is_set:
-        configure_logging(logging.WARNING)
-
-
-def _log_more(is_set: bool) -> None:
-    if is_set:
-        configure_logging(logging.DEBUG)
+        configure_logging(logging.WARNING if option.name == "quiet" else logging.DEBUG)
 
 
 def _log_levels(
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Log warnings only.", callback=_log_less, expose_value=False)
+        bool, typer.Option("--quiet", "-q", help="Log warnings only.", callback=_set_log_level, expose_value=False)
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Log details, too.", callback=_log_more, expose_value=False)
+        bool, typer.Option("--verbose", "-v", help="Log details, too.", callback=_set_log_level, expose_value=False)
     ] = False,
 ) -> None:
     """Has the options that every command and every group accepts. Their callbacks set the log level."""

@@ -27,8 +27,6 @@ INTEGRATION_STEPS = 16  # with more steps, the picture looks the same
 ATTRIBUTION_BUDGET_S = 60.0  # no attribution is started after this many seconds
 
 ImageKey = tuple[str, int | str]  # split and image id
-# An image with its features. The last part is the picture's width and height, which only regions with boxes need.
-LoadedImage = tuple[ReportImage, "Features", tuple[int, int]]
 
 
 def add_maps(
@@ -42,8 +40,8 @@ def add_maps(
 ) -> list[ReportImage]:
     """Adds attention, attribution and cluster maps to the images that the page shows.
 
-    model: the model that wrote the captions. store, dataset: for a model without a backbone, the features and the
-    images with their keys. seed: that of the page, which shows a random part of the images. Ray must have been started.
+    model: the model that wrote the captions. store: the features for a model without a backbone. dataset: contains the
+    images. seed: that of the page, which shows a random part of the images. Ray must have been started.
     At most `MAX_ATTRIBUTED_IMAGES` images get an attribution, and fewer if `ATTRIBUTION_BUDGET_S` does not suffice. No
     maps are computed for files that cannot be read, nor for models whose image tokens are neither a square grid nor
     regions with boxes.
@@ -68,8 +66,8 @@ def compute_maps(
     attributed: Set[ImageKey],
     model: ModelSource,
     config: RunConfig,
-    store: StoragePath | None = None,
-    dataset: Dataset | None = None,
+    store: StoragePath | None,
+    dataset: Dataset,
 ) -> dict[ImageKey, dict[str, Any]]:
     """The fields `attention`, `attribution` and `clusters` of each `ReportImage`, as far as they can be computed.
 
@@ -89,13 +87,8 @@ def compute_maps(
     device = device_for(config.workers.gpus_per_worker)
     caption_model = bundle.captioner.to(device).model
     begin = time.monotonic()
-    loaded: Iterator[LoadedImage] = iter(())
-    if bundle.transform is not None:
-        loaded = _load_from_files(images, bundle)
-    elif store is not None and dataset is not None:
-        loaded = _load_from_store(images, store, dataset, config)
     maps: dict[ImageKey, dict[str, Any]] = {}
-    for image, inputs, size in loaded:
+    for image, inputs, size in _load_inputs(images, bundle, config, store, dataset):
         words = image.caption.split()
         ids = torch.tensor(bundle.vocabulary.encode(words)[: caption_model.sizes.max_positions + 1], device=device)
         features = inputs.to(device)
@@ -122,49 +115,40 @@ def _paint(weights: Tensor, features: Features, size: tuple[int, int]) -> np.nda
     return values if features.boxes is None else region_maps(values, features.boxes[0].numpy(), size)
 
 
-def _load_from_files(images: Sequence[ReportImage], bundle: Bundle) -> Iterator[LoadedImage]:
-    """Computes the features of the images that can be read with the bundle's backbone."""
+def _load_inputs(
+    images: Sequence[ReportImage], bundle: Bundle, config: RunConfig, store: StoragePath | None, dataset: Dataset
+) -> Iterator[tuple[ReportImage, Features, tuple[int, int]]]:
+    """Each readable image with its features, from the bundle's backbone or the store, and with its width and height.
+
+    The size is (0, 0) unless the features are those of regions with boxes. Images without regions are left out.
+    """
     import torch
 
     from models.base import Features
-    from pipeline.captioning.service import CaptionService
-    from pipeline.data.images import BadImage
-
-    service = CaptionService(bundle)
-    device = next(bundle.captioner.parameters()).device
-    for image in images:
-        assert not isinstance(image.path, bytes)
-        try:
-            pixels = service.pixels(image.path.read_bytes()).to(device)
-        except (BadImage, OSError):
-            continue
-        with torch.no_grad():
-            features = bundle.captioner.features(Features(pixels[None]))
-        yield image, features, (0, 0)
-
-
-def _load_from_store(
-    images: Sequence[ReportImage], store: StoragePath, dataset: Dataset, config: RunConfig
-) -> Iterator[LoadedImage]:
-    """Reads the images' features from the store. Only for regions with boxes the image itself is read, for its size."""
-    from models.base import Features
-    from pipeline.captioning.service import MAX_PIXELS
     from pipeline.data.images import BadImage, decode_image
     from pipeline.features.model_inputs import Images
 
-    feature_store = open_store(store, config.features)
-    inputs = Images(dataset, feature_store, transform=None, max_pixels=config.data.max_pixels, threads=1)
+    max_pixels, options = config.data.max_pixels, config.storage.options
+    feature_store = open_store(store, config.features) if store is not None and bundle.transform is None else None
+    inputs = Images(dataset, feature_store, bundle.transform, max_pixels, threads=1, options=options)
     row_of = {int(image_id): row for row, image_id in enumerate(inputs.image_ids)}
+    device = next(bundle.captioner.parameters()).device
     for image in images:
-        features = inputs.load(np.array([row_of[int(image.image_id)]]))
-        if features.lengths is None or features.boxes is None:
-            yield image, Features(features.tokens), (0, 0)
-            continue
-        assert not isinstance(image.path, bytes)
+        row, size = row_of[int(image.image_id)], (0, 0)
         try:
-            size = decode_image(image.path.read_bytes(), MAX_PIXELS).size
+            features = inputs.load(np.array([row]))
+            if features.lengths is not None and features.boxes is not None:
+                size = decode_image(StoragePath(inputs.uris[row], options).read_bytes(), max_pixels).size
         except (BadImage, OSError):
             continue
-        count = int(features.lengths[0])
-        if count:  # an image may have no regions
-            yield image, Features(features.tokens[:, :count], boxes=features.boxes[:, :count]), size
+        if bundle.transform is not None:
+            with torch.no_grad():
+                features = bundle.captioner.features(features.to(device))
+        elif features.lengths is None or features.boxes is None:
+            features = Features(features.tokens)
+        else:
+            count = int(features.lengths[0])
+            if not count:
+                continue
+            features = Features(features.tokens[:, :count], boxes=features.boxes[:, :count])
+        yield image, features, size

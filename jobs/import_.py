@@ -38,21 +38,8 @@ class ImportRequest(NamedTuple):
     backbone_overrides: Sequence[str]
 
 
-class Imported(NamedTuple):
-    """The imported model, with two texts for the user: its sizes, and the features that it takes."""
-
-    captioner: Captioner
-    vocabulary: Vocabulary
-    sizes: str
-    features: str
-
-
-class Format(NamedTuple):
-    """An upstream project: its name, the function that reads its files, and the class of its model's configuration."""
-
-    title: str
-    importer: Callable[[ImportRequest], Imported]
-    config: type[ModelConfig]
+# The imported model, its vocabulary, and two texts for the user: the model's sizes, and the features that it takes.
+Imported = tuple["Captioner", "Vocabulary", str, str]
 
 
 def import_checkpoint(
@@ -60,45 +47,39 @@ def import_checkpoint(
         Literal["expansionnet_v2", "meshed_memory"],
         typer.Option("--from", metavar="FORMAT", help="expansionnet_v2 or meshed_memory."),
     ],
-    checkpoint: Annotated[
-        Path,
-        typer.Option(exists=True, dir_okay=False, help="The upstream checkpoint. It is read as tensors; no code runs."),
-    ],
-    tokens: Annotated[
-        Path, typer.Option(exists=True, dir_okay=False, help="Its vocabulary pickle. Only plain values are read.")
-    ],
+    checkpoint: Annotated[Path, typer.Option(help="The upstream checkpoint. It is read as tensors; no code runs.")],
+    tokens: Annotated[Path, typer.Option(help="Its vocabulary pickle. Only plain values are read.")],
     out: Annotated[Path, typer.Option(file_okay=False, help="The bundle's folder.")],
-    config: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="YAML with settings that the checkpoint lacks.")
-    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML with settings that the checkpoint lacks.")] = None,
     overrides: Set = None,
-    backbone: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="A Swin checkpoint, for a captioner without one."),
-    ] = None,
+    backbone: Annotated[Path | None, typer.Option(help="A Swin checkpoint, for a captioner without one.")] = None,
 ) -> None:
     """Turn an upstream checkpoint into a model bundle.
 
     Example: raycap import --from expansionnet_v2 --checkpoint rf_model.pth --tokens demo_coco_tokens.pickle --out model
     """
+    input_files = {"--checkpoint": checkpoint, "--tokens": tokens, "--config": config, "--backbone": backbone}
+    for option, path in input_files.items():
+        if path is not None and not path.is_file():
+            raise UserError(f"{option} {path} does not exist or is not a file")
     if out.exists() and any(out.iterdir()):
         raise UserError(f"--out {out} exists and is not empty; choose another folder or remove it")
-    upstream = FORMATS[source]
-    settings = _read_settings(config, overrides or (), upstream.config)
+    title, read_checkpoint, config_type = FORMATS[source]
+    settings = _read_settings(config, overrides or (), config_type)
     backbone_overrides = [override for override in overrides or () if override.startswith("backbone.")]
-    print(f"Importing {checkpoint} ({upstream.title}) with the vocabulary {tokens} into {out}", flush=True)
+    print(f"Importing {checkpoint} ({title}) with the vocabulary {tokens} into {out}", flush=True)
     try:
-        imported = upstream.importer(ImportRequest(checkpoint, tokens, settings, backbone, backbone_overrides))
-        _save(out, imported, {"imported_from": checkpoint.name, "format": source})
+        request = ImportRequest(checkpoint, tokens, settings, backbone, backbone_overrides)
+        captioner, vocabulary, sizes, features = read_checkpoint(request)
+        _save(out, captioner, vocabulary, {"imported_from": checkpoint.name, "format": source})
     except ValueError as error:
         raise UserError(str(error)) from error
-    model = imported.captioner.model
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    model = captioner.model
     print(
-        f"{num_parameters:,} parameters without the backbone, {len(imported.vocabulary):,} words, "
-        f"{model.sizes.max_positions} positions, {model.config.num_heads} heads, {imported.sizes}"
+        f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters without the backbone, "
+        f"{len(vocabulary):,} words, {model.sizes.max_positions} positions, {model.config.num_heads} heads, {sizes}"
     )
-    print(imported.features)
+    print(features)
     print(f"The bundle: {out}")
 
 
@@ -142,7 +123,7 @@ def _import_expansionnet(request: ImportRequest) -> Imported:
     if swin:
         backbone = _build_backbone(swin, request.settings["backbone"], inferred.feature_width)
         features = f"Backbone: {backbone.config.name} at {backbone.config.image_size} px, {backbone.num_tokens} tokens"
-        return Imported(Captioner(model, backbone), vocabulary, sizes, features)
+        return Captioner(model, backbone), vocabulary, sizes, features
     if request.backbone_overrides:
         raise UserError(
             f"--set {request.backbone_overrides[0]}: {request.checkpoint} holds no Swin; add --backbone FILE or "
@@ -152,7 +133,7 @@ def _import_expansionnet(request: ImportRequest) -> Imported:
         f"No backbone: the bundle captions stored features of width {inferred.feature_width}; raycap caption needs "
         "images, so import again with --backbone FILE for it"
     )
-    return Imported(Captioner(model), vocabulary, sizes, features)
+    return Captioner(model), vocabulary, sizes, features
 
 
 def _import_meshed_memory(request: ImportRequest) -> Imported:
@@ -169,7 +150,7 @@ def _import_meshed_memory(request: ImportRequest) -> Imported:
     config = convert.complete_meshed_config(inferred, request.settings["model"])
     model = _build(request, config, inferred, vocabulary, convert.convert_meshed_memory(tensors, config))
     features = f"No backbone: the bundle captions stored region features of width {inferred.feature_width}"
-    return Imported(Captioner(model), vocabulary, f"{config.num_memory_slots} memory slots", features)
+    return Captioner(model), vocabulary, f"{config.num_memory_slots} memory slots", features
 
 
 def _build(
@@ -201,15 +182,15 @@ def _build_backbone(swin: dict[str, Tensor], settings: dict[str, Any], feature_w
     return backbone
 
 
-def _save(out: Path, imported: Imported, info: dict[str, Any]) -> None:
-    """Writes the bundle. Raises UserError if it cannot be written."""
+def _save(out: Path, captioner: Captioner, vocabulary: Vocabulary, info: dict[str, Any]) -> None:
     try:
-        save_bundle(out, imported.captioner, imported.vocabulary, name=out.name, info=info)
+        save_bundle(out, captioner, vocabulary, name=out.name, info=info)
     except (OSError, SafetensorError) as error:
         raise UserError(f"--out {out} cannot be written: {error}; choose another folder or make room") from error
 
 
-FORMATS = {
-    "expansionnet_v2": Format("ExpansionNet v2", _import_expansionnet, ExpansionNetConfig),
-    "meshed_memory": Format("Meshed-Memory Transformer", _import_meshed_memory, MeshedMemoryConfig),
+# By format: the project's name, the function that reads its files, and the class of its model's configuration.
+FORMATS: dict[str, tuple[str, Callable[[ImportRequest], Imported], type[ModelConfig]]] = {
+    "expansionnet_v2": ("ExpansionNet v2", _import_expansionnet, ExpansionNetConfig),
+    "meshed_memory": ("Meshed-Memory Transformer", _import_meshed_memory, MeshedMemoryConfig),
 }

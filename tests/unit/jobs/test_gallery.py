@@ -28,12 +28,18 @@ def captioned(number: int, path: str, caption: str) -> ReportImage:
     return ReportImage(number, Path(path), caption, references=[], score=None, split="test")
 
 
+def dataset_of(image_ids: list[int], uris: list[str], keys: list[str]) -> Dataset:
+    columns = [image_ids, ["test"] * len(uris), uris, [["x"]] * len(uris), keys]
+    return Dataset(pa.table([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA))
+
+
 def test_maps_of_image_files(tmp_path: Path) -> None:
     names = write_images(tmp_path / "images", 2)
     captions = {1: (names[0], "a red cat"), 2: (names[1], "the mat"), 3: ("none.png", "a")}
     images = [captioned(number, *values) for number, values in captions.items()]
     model = StoredBundle(storage_path(make_bundle(tmp_path / "b")))
-    found = compute_maps(images, {("test", 2)}, model, parse_config(small_config(tmp_path)))
+    dataset = dataset_of([1, 2, 3], [*names, "none.png"], ["a", "b", "c"])
+    found = compute_maps(images, {("test", 2)}, model, parse_config(small_config(tmp_path)), None, dataset)
     assert found.keys() == {("test", 1), ("test", 2)}
     assert found["test", 1].keys() == {"attention"} and found["test", 1]["attention"].shape == (3, 16)
     assert found["test", 2]["attribution"].shape == (2, 16)
@@ -63,8 +69,7 @@ def test_maps_of_regions_are_painted_by_their_boxes(tmp_path: Path) -> None:
         tmp_path / "store", keys, np.random.default_rng(0).normal(size=(2, 3, 6)).astype(np.float32), [2, 3], boxes
     )
     mark_complete(tmp_path / "store", {}, 2)
-    columns = [range(2), ["test"] * 2, names, [["x"]] * 2, keys]
-    part = Dataset(pa.table([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA))
+    part = dataset_of([0, 1], names, keys)
     images = [captioned(number, names[number], "a red cat") for number in (1, 0)]
     attributed = {("test", 0), ("test", 1)}
     model, run = StoredBundle(storage_path(tmp_path / "bundle")), parse_config(small_config(tmp_path))
@@ -75,7 +80,6 @@ def test_maps_of_regions_are_painted_by_their_boxes(tmp_path: Path) -> None:
         assert all(len(np.unique(half)) == 1 for word in grid for half in (word[:, :12], word[:, 12:]))
         assert (grid[:, 0, 0] != grid[:, 0, -1]).all(), "two regions, two values: padding is not painted"
     assert found["test", 1]["clusters"][0].title.startswith("layer 1: ")
-    assert compute_maps(images, attributed, model, run) == {}
     Image.new("RGB", (4, 4)).save(names[1])
     Path(names[0]).unlink()
     assert compute_maps(images, attributed, model, run, store, part).keys() == {("test", 1)}

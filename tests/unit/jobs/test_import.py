@@ -108,8 +108,8 @@ def test_imports_that_do_not_fit_are_refused_and_write_nothing(tmp_path: Path) -
     ("option", "value", "message"),
     [
         ("--from", "something", "'something' is not one of 'expansionnet_v2', 'meshed_memory'"),
-        ("--tokens", "none.pickle", "file 'none.pickle' does not exist"),
-        ("--backbone", ".", "file '.' is a directory"),
+        ("--tokens", "none.pickle", "--tokens none.pickle does not exist"),
+        ("--backbone", ".", "--backbone . does not exist or is not a file"),
         ("--out", str(GOLDEN / "tokens.pickle"), "is a file"),
     ],
 )
