@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from jobs.cluster import connect
-from jobs.options import Address, OpenedBundle, check_output_file, open_bundle
+from jobs.named_files import OpenedBundle, check_output_file, open_bundle
+from jobs.options import Address
 from pipeline.captioning.bundle import Bundle
 from pipeline.captioning.model_sources import ModelSource, SentBundle, StoredBundle
 from pipeline.config.sections import SEARCH_DEFAULTS
@@ -62,11 +63,20 @@ def caption(
     if num_results > beam_size:
         raise UserError(f"--n-best {num_results}: expected 1 to the beam's size, {beam_size}")
     names = find_images(images)
-    opened = _open_image_model(model)
+    opened = open_bundle("--model", model)
+    if opened.bundle.transform is None:
+        raise UserError(
+            f"--model {model}: this bundle has no backbone, it captions a detector's region features or stored grid "
+            "features and not images; caption a split with `raycap evaluate` and features.hdf5 or --features, or, for "
+            "grid features, import it again with --backbone"
+        )
     search: dict[str, Any] = {"beam_size": beam_size, "max_length": max_length, "precision": precision}
     signature, done = {}, {}
     if out is not None:
-        signature = _signature(opened, search, num_results)
+        with (opened.folder / "model.safetensors").open("rb") as file:  # bundles of one name can have other weights
+            weights = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+        name = opened.bundle.config["name"]
+        signature = search | {"num_results": num_results, "model": name, "weights": weights}
         done = _read_done(out, signature)
     pending = [name for name in names if name not in done]
     if done:
@@ -95,29 +105,11 @@ def caption(
     return 1 if num_failed else 0
 
 
-def _open_image_model(model: str) -> OpenedBundle:
-    """Loads a bundle that captions images. Raises UserError for any other bundle."""
-    opened = open_bundle("--model", model)
-    if opened.bundle.transform is None:
-        raise UserError(
-            f"--model {model}: this bundle has no backbone, it captions a detector's region features or stored grid "
-            "features and not images; caption a split with `raycap evaluate` and features.hdf5 or --features, or, for "
-            "grid features, import it again with --backbone"
-        )
-    return opened
-
-
-def _signature(model: OpenedBundle, search: Mapping[str, Any], num_results: int) -> dict[str, Any]:
-    """The settings and weights that determine the captions. Every line of `--out` contains them."""
-    with (model.folder / "model.safetensors").open("rb") as file:  # bundles of one name can have different weights
-        weights = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    return {**search, "num_results": num_results, "model": model.bundle.config["name"], "weights": weights}
-
-
 def _read_done(out: Path, signature: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The rows that an earlier call has written to `out`, by image.
 
-    Raises UserError if they come from another model or from other settings.
+    signature: the settings and weights that determine the captions. Every line contains them. Raises UserError if a
+    line has another signature.
     """
     check_output_file("--out", out)
     if not out.exists():

@@ -56,7 +56,7 @@ COMMANDS = {
     "check": Entry("jobs.check:check", "Check whether a data set is fit to train on.", can_submit=True),
     "extract": Entry("jobs.extract:extract", "Compute the features of a data set.", can_submit=True),
     "score": Entry("jobs.score:score", "Score a COCO result file."),
-    "evaluate": Entry("jobs.evaluate:command", "Caption splits of a data set and score them.", can_submit=True),
+    "evaluate": Entry("jobs.evaluate:evaluate", "Caption splits of a data set and score them.", can_submit=True),
     "constraints": Entry("jobs.constraints:constraints", "Turn detected objects into words for captions."),
     "tune": Entry("jobs.tune.command:command", "Search over configuration keys.", can_submit=True),
     "caption": Entry("jobs.caption:caption", "Caption image files."),

@@ -7,7 +7,7 @@ import logging
 import time
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,8 @@ import typer
 
 from jobs.caption_tasks import Captioned, SplitTask, caption_on_cluster
 from jobs.cluster import start_ray
-from jobs.options import Address, Config, Set, open_bundle
+from jobs.named_files import open_bundle
+from jobs.options import Address, Config, Set
 from jobs.score import format_scores
 from pipeline.captioning.bundle import fetched
 from pipeline.captioning.model_sources import ModelSource, bundle_source
@@ -43,89 +44,99 @@ logger = logging.getLogger(__name__)
 ALL_IMAGES = "all"  # the name for --split that selects every image
 
 
-@dataclass(frozen=True)
-class EvaluateOptions:
-    """The options of `raycap evaluate`; `command` explains them."""
+def evaluate(
+    config: Config,
+    set_: Set = None,
+    splits: Annotated[
+        list[str] | None, typer.Option("--split", help="A split, or all. The default is data.test_splits.")
+    ] = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Option("--model", help="A model bundle in place of the run's; several form an ensemble."),
+    ] = None,
+    stage: Annotated[str | None, typer.Option(help="The run's model as it was after this stage.")] = None,
+    compared: Annotated[
+        str | None, typer.Option("--compare", help="Another bundle to compare with, caption by caption.")
+    ] = None,
+    features: Annotated[str | None, typer.Option(help="A feature store, for bundles without a backbone.")] = None,
+    constraints: Annotated[Path | None, typer.Option(help="Words that each image's caption must contain.")] = None,
+    server: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Also write the COCO server's result file and zip.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The output folder.")] = None,
+    address: Address = None,
+) -> int:
+    """Caption splits of a data set and score them.
 
-    splits: Sequence[str] = ()
-    models: Sequence[str] = ()
-    stage: str | None = None
-    compare: str | None = None
-    features: str | None = None
-    constraints: Path | None = None
-    server: str | None = None
-    out: Path | None = None
+    The model is the configuration's run, or the bundles given. The exit code is 1 when an image cannot be read.
 
-
-def evaluate(config: RunConfig, options: EvaluateOptions, address: str | None = None) -> int:
-    """Captions and scores splits and writes the results to a folder. Returns 1 when an image cannot be read, else 0.
-
-    Raises UserError for mistakes of the user before anything is computed.
+    Example: raycap evaluate configs/demo.yaml --stage xe_finetune --split test
     """
     begin = time.monotonic()
-    if options.stage is not None and options.models:
+    if stage is not None and models:
         raise UserError("--stage names a stage of the configuration's run; leave --model out, or give its bundle there")
-    server = options.server
     if server is not None and not server.replace("-", "").replace("_", "").isalnum():
         raise UserError(f"--server {server}: letters, digits, - and _ only; it becomes part of a file's name")
-    evaluation = Evaluation(config, options)
-    evaluation.folder.mkdir(parents=True, exist_ok=True)
-    evaluation.log_plan()
-    start_ray(config, address)
-    sources = [bundle_source(model, config) for model in evaluation.models]
-    captioned = evaluation.caption(sources, evaluation.automata)
-    compared: dict[str, Captioned] = {}
-    if evaluation.compared_model is not None:
-        compared_source = bundle_source(evaluation.compared_model, config)
-        compared = evaluation.caption([compared_source], evaluation.compared_automata)
-    entries = {
-        split: evaluation.finish(split, split_captions, compared.get(split), sources[0])
-        for split, split_captions in captioned.items()
-    }
-    scores_file = evaluation.folder / "scores.json"
-    write_json(scores_file, {"models": list(map(str, evaluation.models)), "splits": entries})
-    logger.info(f"scores       {scores_file}")
+    run_config = load_config(config, set_ or ())
+    evaluation = Evaluation(run_config, splits or run_config.data.test_splits, features)
+    bundles = [evaluation.find_bundle("--model", model) for model in models or ()]
+    bundles = bundles or [_run_bundle(run_config, stage)]
+    compared_bundle = None if compared is None else evaluation.find_bundle("--compare", compared)
+    file = constraints or run_config.evaluation.constraints
+    automata = evaluation.load_automata(file, bundles[0])
+    compared_automata = evaluation.load_automata(file, compared_bundle)
+    # The models' names are cut because the label is also a folder's name.
+    evaluation.label = "+".join(bundle.name for bundle in bundles)[:120]
+    folder = evaluation.folder = out or run_config.working_path / "evaluations" / evaluation.label
+    folder.mkdir(parents=True, exist_ok=True)
+    logger.info(f"models    {', '.join(map(str, bundles))}" + (", as an ensemble" if len(bundles) > 1 else ""))
+    counts = ", ".join(f"{split} {len(images)}" for split, images in evaluation.images_by_split.items())
+    logger.info(f"data      {counts} images")
+    start_ray(run_config, address)
+    sources = [bundle_source(bundle, run_config) for bundle in bundles]
+    captioned = evaluation.caption(sources, automata)
+    others: dict[str, Captioned] = {}
+    if compared_bundle is not None:
+        others = evaluation.caption([bundle_source(compared_bundle, run_config)], compared_automata)
+    entries = {}
+    for split, captions in captioned.items():
+        write_captions(folder, split, captions, evaluation.images_by_split[split], server)
+        result = split_result(split, captions.best, automata, captions.unreadable, f"search    {split}: ")
+        entries[split] = evaluation.score(result, others.get(split), sources[0])
+    write_json(folder / "scores.json", {"models": list(map(str, bundles)), "splits": entries})
+    logger.info(f"scores       {folder / 'scores.json'}")
     logger.info(f"finished in {time.monotonic() - begin:.0f} s")
-    num_failed = sum(len(split_captions.unreadable) for split_captions in captioned.values())
+    num_failed = sum(len(captions.unreadable) for captions in captioned.values())
     if num_failed:
         logger.info(f"{num_failed} images could not be read; scores.json lists them with the reasons")
     return 1 if num_failed else 0
 
 
 class Evaluation:
-    """The models and images of one call, with the steps from captions to the report.
+    """The images of one call, with the steps from captions to the report.
 
-    models: the bundle of the evaluated model, or of each member of an ensemble. compared_model: that of `--compare`.
     store: the features for models without a backbone. label: the models' names. folder: for the results.
-    automata, compared_automata: the constraints by image id, for the vocabularies of `models` and `compared_model`.
     """
 
-    def __init__(self, config: RunConfig, options: EvaluateOptions) -> None:
-        """Finds data, features, models and constraints. Raises UserError."""
+    label: str
+    folder: Path
+
+    def __init__(self, config: RunConfig, splits: Sequence[str], features: str | None) -> None:
+        """Reads the data and finds their features. Raises UserError."""
         from pipeline.data.loading import data_root, snapshot_of
 
-        self.config, self.options = config, options
+        self.config = config
         # These data include images without references, which are captioned and not scored.
         dataset, _ = read_annotations(config.data, data_root(config), config.storage.options)
         self.store: StoragePath | None
-        if options.features is None:
+        if features is None:
             self.dataset, self.store = feature_source(config).for_bundles(dataset)
         else:  # a feature store needs content keys, which images that cannot be read do not have
             self.dataset = snapshot_of(dataset, config)[0].known()
-            self.store = storage_path(options.features, config.storage.options)
-        splits = options.splits or config.data.test_splits
+            self.store = storage_path(features, config.storage.options)
         self.images_by_split = {split: _images_of(self.dataset, split) for split in splits}
-        self.models = [self._find_bundle("--model", model) for model in options.models]
-        if not self.models:
-            self.models = [_run_bundle(config, options.stage)]
-        self.compared_model = None if options.compare is None else self._find_bundle("--compare", options.compare)
-        self.automata = self._load_automata(self.models[0])
-        self.compared_automata = self._load_automata(self.compared_model)
-        # The label is cut because it is also a folder's name.
-        self.label = "+".join(model.name for model in self.models)[:120]
-        self.folder = options.out or config.working_path / "evaluations" / self.label
 
-    def _find_bundle(self, option: str, model: str) -> StoragePath:
+    def find_bundle(self, option: str, model: str) -> StoragePath:
         """The bundle that an option names. Raises UserError if it cannot be loaded or its features are missing."""
         opened = open_bundle(option, model, self.config.storage.options)
         if opened.bundle.transform is None and self.store is None:
@@ -135,14 +146,13 @@ class Evaluation:
             )
         return opened.location
 
-    def _load_automata(self, model: StoragePath | None) -> dict[int, ConstraintAutomaton]:
-        """The constraints for a model's vocabulary by image id; {} without a constraint file or a model.
+    def load_automata(self, file: Path | str | None, model: StoragePath | None) -> dict[int, ConstraintAutomaton]:
+        """The constraints in `file` for a model's vocabulary, by image id; {} without a file or a model.
 
         Raises UserError when the file has no constraints for these images.
         """
         from pipeline.captioning.constraints import load_automata
 
-        file = self.options.constraints or self.config.evaluation.constraints
         if file is None or model is None:
             return {}
         image_ids = {image for images in self.images_by_split.values() for image in images.column("image_id")}
@@ -152,12 +162,6 @@ class Evaluation:
             raise UserError(f"constraints {file}: none of its images is in {splits}; look at the image ids")
         return automata
 
-    def log_plan(self) -> None:
-        models = ", ".join(map(str, self.models))
-        logger.info(f"models    {models}" + (", as an ensemble" if len(self.models) > 1 else ""))
-        counts = ", ".join(f"{split} {len(images)}" for split, images in self.images_by_split.items())
-        logger.info(f"data      {counts} images")
-
     def caption(
         self, models: Sequence[ModelSource], automata: Mapping[int, ConstraintAutomaton]
     ) -> dict[str, Captioned]:
@@ -165,18 +169,14 @@ class Evaluation:
         tasks = {split: SplitTask(images, automata) for split, images in self.images_by_split.items()}
         return caption_on_cluster(models, tasks, self.config, store=self.store)
 
-    def finish(
-        self, split: str, captioned: Captioned, compared: Captioned | None, model: ModelSource
-    ) -> dict[str, Any]:
-        """Writes a split's captions, scores and report. Returns its entry in scores.json.
+    def score(self, result: SplitResult, compared: Captioned | None, model: ModelSource) -> dict[str, Any]:
+        """Scores a split's captions, and writes the report. Returns the split's entry in scores.json.
 
         compared: the captions of the model of `--compare`. model: the report shows the attention maps of this model.
         """
-        write_captions(self.folder, split, captioned, self.images_by_split[split], self.options.server)
-        result = split_result(split, captioned.best, self.automata, captioned.unreadable, f"search    {split}: ")
         result = self._scored(result)
         if result.scores is None:
-            logger.info(f"{split} has no reference captions: captioned, not scored")
+            logger.info(f"{result.split} has no reference captions: captioned, not scored")
             return result.to_json()
         self._log_scores(result, result.scores)
         entry, results = result.to_json(), [result]
@@ -337,30 +337,3 @@ def compare(result: SplitResult, other: SplitResult) -> dict[str, Any]:
             text = f"{difference}, better in {difference.better:.1%} of resamples"
         logger.info(f"  {name:<9} {score.value:>8.4f} {other_score.value:>8.4f}   {text}")
     return other.scores_to_json() | {"differences": differences}
-
-
-def command(
-    config: Config,
-    set_: Set = None,
-    split: Annotated[list[str] | None, typer.Option(help="A split, or all. The default is data.test_splits.")] = None,
-    model: Annotated[
-        list[str] | None, typer.Option(help="A model bundle in place of the run's; several form an ensemble.")
-    ] = None,
-    stage: Annotated[str | None, typer.Option(help="The run's model as it was after this stage.")] = None,
-    compare: Annotated[str | None, typer.Option(help="Another bundle to compare with, caption by caption.")] = None,
-    features: Annotated[str | None, typer.Option(help="A feature store, for bundles without a backbone.")] = None,
-    constraints: Annotated[Path | None, typer.Option(help="Words that each image's caption must contain.")] = None,
-    server: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Also write the COCO server's result file and zip.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="The output folder.")] = None,
-    address: Address = None,
-) -> int:
-    """Caption splits of a data set and score them.
-
-    The model is the configuration's run, or the bundles given. The exit code is 1 when an image cannot be read.
-
-    Example: raycap evaluate configs/demo.yaml --stage xe_finetune --split test
-    """
-    options = EvaluateOptions(split or (), model or (), stage, compare, features, constraints, server, out)
-    return evaluate(load_config(config, set_ or ()), options, address)

@@ -149,7 +149,7 @@ class RunDriver:
 
     def evaluate(self) -> None:
         """Captions and scores all evaluated splits, writes bundle, report and summary, and registers the model."""
-        from pipeline.runs.run_bundle import bundle_run
+        from pipeline.runs.run_bundle import bundle_place, bundle_run
 
         folder, data = self.folder, self.config.data
         splits = tuple(dict.fromkeys((*data.test_splits, data.val_split)))
@@ -157,13 +157,13 @@ class RunDriver:
         dataset = folder.dataset.without(sorted(self.excluded))
         with self._timed("evaluation"):
             scores = self._score(dataset, splits, store)
-        bundle = bundle_run(folder, scores=scores.flat())
+        bundle, location = bundle_run(folder, scores=scores.flat()), bundle_place(folder)
         with self._timed("report"):
-            self._report(dataset, scores, store)
+            self._report(dataset, scores, store, StoredBundle(location))
             folder.push("predictions", "scores.json", "report.html")
         with self._timed("registration"):
             registered = self.tracker.finish(scores.flat(), bundle)
-        self._complete(scores, store, registered)
+        self._complete(scores, store, location, registered)
 
     def _log_plan(self) -> None:
         folder, config, metadata = self.folder, self.config, self.folder.metadata
@@ -289,10 +289,9 @@ class RunDriver:
             write_predictions(self.folder.path / "predictions" / f"{split}.json", results[-1].captions)
         return score_run(self.folder, dataset, results)
 
-    def _report(self, dataset: Dataset, scores: RunScores, store: StoragePath) -> None:
+    def _report(self, dataset: Dataset, scores: RunScores, store: StoragePath, model: StoredBundle) -> None:
         """Writes report.html, with attention and attribution maps."""
         from jobs.gallery import add_maps
-        from pipeline.runs.run_bundle import bundle_place
         from pipeline.runs.summary import make_report, report_images
 
         config, by_split = self.config, {result.split: result for result in scores.splits}
@@ -301,16 +300,19 @@ class RunDriver:
             for split in config.data.test_splits
             for image in report_images(by_split[split], dataset.split(split), config.storage.options)
         ]
-        model = StoredBundle(bundle_place(self.folder))
         images = add_maps(images, model, config, store, dataset, seed=self.folder.run_id)
         make_report(self.folder, dataset, scores, self.durations, images)
 
-    def _complete(self, scores: RunScores, store: StoragePath, registered: str | None) -> None:
+    def _complete(self, scores: RunScores, store: StoragePath, bundle: StoragePath, registered: str | None) -> None:
         """Prints the summary and marks the run as complete."""
-        from pipeline.runs.run_bundle import bundle_place
         from pipeline.runs.summary import score_table, validation_lines
 
-        folder, bundle = self.folder, bundle_place(self.folder)
+        folder = self.folder
+        tracking = "off"
+        if self.config.tracking.enabled and registered:
+            tracking = f"{public_uri(self.config)}, model {registered}"
+        elif self.config.tracking.enabled:
+            tracking = f"{public_uri(self.config)} did not take everything; {self.tracker.remedy} sends the rest"
         lines = [
             "",
             format_table(*score_table(scores.splits)),
@@ -320,7 +322,7 @@ class RunDriver:
             f"report       {folder.root / 'report.html'}",
             f"predictions  {folder.root / 'predictions'}",
             f"model        {bundle}",
-            f"tracking     {self._tracking(registered)}",
+            f"tracking     {tracking}",
             f"features     {store}",
             f"times        {', '.join(f'{name} {seconds:.0f} s' for name, seconds in self.durations.items())}",
         ]
@@ -343,14 +345,6 @@ class RunDriver:
             return {}
         images = dataset.split(*self.config.data.test_splits).column("image_id")
         return load_automata(Path(self.config.evaluation.constraints), images, self.folder.vocabulary)
-
-    def _tracking(self, registered: str | None) -> str:
-        """The summary's text about the tracker."""
-        if not self.config.tracking.enabled:
-            return "off"
-        if registered:
-            return f"{public_uri(self.config)}, model {registered}"
-        return f"{public_uri(self.config)} did not take everything; {self.tracker.remedy} sends the rest"
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from jobs.options import check_output_file
+from jobs.named_files import check_output_file
 from pipeline.errors import UserError
 from pipeline.scoring.metrics import METRICS, Scores, score_captions
 from pipeline.scoring.result_files import read_predictions, read_references, shorten

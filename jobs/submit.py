@@ -173,7 +173,10 @@ class _Follower:
                 info = await asyncio.to_thread(self.server.job, self.job_id)
                 self._note_connected()
                 if info["status"] == "PENDING":
-                    self._log_pending(info)
+                    message = " ".join(str(info.get("message") or "waiting for the cluster").split())
+                    if message != self.pending_message:
+                        logger.info(f"pending   {message}")
+                        self.pending_message = message
                 else:
                     await self._print_log()
                     info = await asyncio.to_thread(self.server.job, self.job_id)
@@ -198,12 +201,6 @@ class _Follower:
             if new:
                 self.write(new)
                 self.num_printed = num_received
-
-    def _log_pending(self, info: dict[str, Any]) -> None:
-        message = " ".join(str(info.get("message") or "waiting for the cluster").split())
-        if message != self.pending_message:
-            logger.info(f"pending   {message}")
-            self.pending_message = message
 
     def _note_unreachable(self, error: UnreachableError) -> None:
         if self.unreachable_since is None:

@@ -13,10 +13,9 @@ import pytest
 import yaml
 
 from jobs.caption_tasks import SplitTask, caption_on_cluster
-from jobs.evaluate import EvaluateOptions, evaluate
+from jobs.evaluate import evaluate
 from pipeline.captioning.model_sources import StoredBundle
-from pipeline.config.load import parse_config
-from pipeline.config.run import RunConfig
+from pipeline.config.load import load_config
 from pipeline.config.sections import EvaluationSection
 from pipeline.data.dataset import SCHEMA, Dataset
 from pipeline.errors import UserError
@@ -28,7 +27,8 @@ from tests.support.golden import EXPANSIONNET as GOLDEN
 from tests.support.golden import import_expansionnet as imported
 
 
-def configuration(folder: Path) -> RunConfig:
+def configuration(folder: Path) -> Path:
+    """Writes a data set and a configuration."""
     write_karpathy(folder / "images", {"train": 4, "val": 2, "test": 5})
     data = small_config(folder / "results")
     data["data"] = {
@@ -40,7 +40,8 @@ def configuration(folder: Path) -> RunConfig:
     data["data"] |= {"train_splits": ["train"], "val_split": "val", "min_count": 1}
     data["evaluation"] = {"beam_size": 3, "max_length": 9, "batch_size": 2, "num_results": 2}
     data["workers"]["num_workers"] = 2
-    return parse_config(yaml.safe_load(yaml.safe_dump(data)))
+    (folder / "run.yaml").write_text(yaml.safe_dump(data))
+    return folder / "run.yaml"
 
 
 def scores(folder: Path) -> dict[str, Any]:
@@ -53,8 +54,8 @@ def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
 ) -> None:
     config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
     other = str(make_bundle(tmp_path / "b", seed=1))
-    assert evaluate(config, EvaluateOptions(models=[model], compare=other, server="raycap", out=tmp_path / "one")) == 0
-    assert evaluate(config, EvaluateOptions(models=[model, model], out=tmp_path / "two")) == 0
+    assert evaluate(config, models=[model], compared=other, server="raycap", out=tmp_path / "one") == 0
+    assert evaluate(config, models=[model, model], out=tmp_path / "two") == 0
     one, two = scores(tmp_path / "one"), scores(tmp_path / "two")
     assert one["scores"] == two["scores"] and one["per_image_CIDEr-D"] == two["per_image_CIDEr-D"]
     predictions = json.loads((tmp_path / "one" / "predictions-test.json").read_text())
@@ -70,11 +71,11 @@ def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
     assert "not comparable" in page and "ExpansionNet v2, SCST (paper)" in page
 
     (tmp_path / "images" / "images" / "7.png").write_bytes(b"")
-    assert evaluate(config, EvaluateOptions(models=[model], out=tmp_path / "three")) == 1
+    assert evaluate(config, models=[model], out=tmp_path / "three") == 1
     three = scores(tmp_path / "three")
     assert three["unreadable"] == {"107": "empty file"} and three["images"] == 4
     with pytest.raises(UserError, match="4 captions for the 5 images"):
-        evaluate(config, EvaluateOptions(models=[model], server="raycap", out=tmp_path / "four"))
+        evaluate(config, models=[model], server="raycap", out=tmp_path / "four")
 
 
 @pytest.mark.ray
@@ -84,7 +85,7 @@ def test_captions_satisfy_the_constraints_of_a_file(tmp_path: Path, ray_session:
     file.write_text(
         '{"image_id": 107, "constraints": ["mat", ["the cat", "red"]]}\n{"image_id": 5, "constraints": []}\n'
     )
-    assert evaluate(config, EvaluateOptions(models=[model], constraints=file, out=tmp_path / "out")) == 0
+    assert evaluate(config, models=[model], constraints=file, out=tmp_path / "out") == 0
     entry = scores(tmp_path / "out")
     assert entry["constraints"] == {"images": 1, "all": 1, "some": 0, "none": 0, "not_held": []}
     assert 0 <= entry["alignment"] <= 1
@@ -96,13 +97,12 @@ def test_captions_satisfy_the_constraints_of_a_file(tmp_path: Path, ray_session:
     assert "alignment" in page and "data-attribution=" in page
     file.write_text('{"image_id": 107, "constraints": ["zebra"]}\n')
     with pytest.raises(UserError, match="image 107 needs the word 'zebra'"):
-        evaluate(config, EvaluateOptions(models=[model], constraints=file))
-    named = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"constraints": str(file)})})
+        evaluate(config, models=[model], constraints=file)
     with pytest.raises(UserError, match="zebra"):
-        evaluate(named, EvaluateOptions(models=[model]))
+        evaluate(config, [f"evaluation.constraints={file}"], models=[model])
     file.write_text('{"image_id": 1, "constraints": ["cat"]}\n')
     with pytest.raises(UserError, match="none of its images is in test"):
-        evaluate(config, EvaluateOptions(models=[model], constraints=file))
+        evaluate(config, models=[model], constraints=file)
 
 
 @pytest.mark.ray
@@ -118,7 +118,7 @@ def test_the_golden_ensemble_holds_through_bundles_and_a_store(tmp_path: Path, r
     mark_complete(store, {}, len(keys))
     columns = [range(len(keys)), ["test"] * len(keys), keys, [["x"]] * len(keys), keys]
     part = Dataset(pa.table([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA))
-    config = configuration(tmp_path).model_copy(
+    config = load_config(configuration(tmp_path)).model_copy(
         update={"evaluation": EvaluationSection(beam_size=3, num_results=3, max_length=recorded["config"]["beam_len"])}
     )
     models = [StoredBundle(storage_path(tmp_path / name)) for name in names]
@@ -143,5 +143,5 @@ def test_the_golden_ensemble_holds_through_bundles_and_a_store(tmp_path: Path, r
 )
 def test_wrong_input_is_refused_before_ray_starts(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        evaluate(configuration(tmp_path), EvaluateOptions(**options, out=tmp_path / "out"))
+        evaluate(configuration(tmp_path), **options, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
