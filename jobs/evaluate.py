@@ -6,7 +6,7 @@ import json
 import logging
 import time
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -78,30 +78,28 @@ def evaluate(
     if server is not None and not server.replace("-", "").replace("_", "").isalnum():
         raise UserError(f"--server {server}: letters, digits, - and _ only; it becomes part of a file's name")
     run_config = load_config(config, set_ or ())
-    evaluation = Evaluation(run_config, splits or run_config.data.test_splits, features)
-    bundles = [evaluation.find_bundle("--model", model) for model in models or ()]
-    bundles = bundles or [_run_bundle(run_config, stage)]
+    evaluation = Evaluation(run_config, splits or (), features, models or (), stage, out)
+    bundles, folder = evaluation.bundles, evaluation.folder
     compared_bundle = None if compared is None else evaluation.find_bundle("--compare", compared)
     file = constraints or run_config.evaluation.constraints
-    automata = evaluation.load_automata(file, bundles[0])
-    compared_automata = evaluation.load_automata(file, compared_bundle)
-    # The models' names are cut because the label is also a folder's name.
-    evaluation.label = "+".join(bundle.name for bundle in bundles)[:120]
-    folder = evaluation.folder = out or run_config.working_path / "evaluations" / evaluation.label
+    tasks = evaluation.tasks(file, bundles[0])
+    compared_tasks = {} if compared_bundle is None else evaluation.tasks(file, compared_bundle)
     folder.mkdir(parents=True, exist_ok=True)
     logger.info(f"models    {', '.join(map(str, bundles))}" + (", as an ensemble" if len(bundles) > 1 else ""))
     counts = ", ".join(f"{split} {len(images)}" for split, images in evaluation.images_by_split.items())
     logger.info(f"data      {counts} images")
     start_ray(run_config, address)
     sources = [bundle_source(bundle, run_config) for bundle in bundles]
-    captioned = evaluation.caption(sources, automata)
+    captioned = caption_on_cluster(sources, tasks, run_config, store=evaluation.store)
     others: dict[str, Captioned] = {}
     if compared_bundle is not None:
-        others = evaluation.caption([bundle_source(compared_bundle, run_config)], compared_automata)
+        compared_sources = [bundle_source(compared_bundle, run_config)]
+        others = caption_on_cluster(compared_sources, compared_tasks, run_config, store=evaluation.store)
     entries = {}
     for split, captions in captioned.items():
         write_captions(folder, split, captions, evaluation.images_by_split[split], server)
-        result = split_result(split, captions.best, automata, captions.unreadable, f"search    {split}: ")
+        automata, label = tasks[split].constraints, f"search    {split}: "
+        result = split_result(split, captions.best, automata, captions.unreadable, label)
         entries[split] = evaluation.score(result, others.get(split), sources[0])
     write_json(folder / "scores.json", {"models": list(map(str, bundles)), "splits": entries})
     logger.info(f"scores       {folder / 'scores.json'}")
@@ -113,16 +111,22 @@ def evaluate(
 
 
 class Evaluation:
-    """The images of one call, with the steps from captions to the report.
+    """The models and images of one call, with the steps from captions to the report.
 
-    store: the features for models without a backbone. label: the models' names. folder: for the results.
+    bundles: that of the evaluated model, or of each member of an ensemble. label: the models' names. folder: for the
+    results. store: the features for models without a backbone.
     """
 
-    label: str
-    folder: Path
-
-    def __init__(self, config: RunConfig, splits: Sequence[str], features: str | None) -> None:
-        """Reads the data and finds their features. Raises UserError."""
+    def __init__(
+        self,
+        config: RunConfig,
+        splits: Sequence[str],
+        features: str | None,
+        models: Sequence[str],
+        stage: str | None,
+        out: Path | None,
+    ) -> None:
+        """Finds data, features and models; the parameters are options of `raycap evaluate`. Raises UserError."""
         from pipeline.data.loading import data_root, snapshot_of
 
         self.config = config
@@ -134,7 +138,11 @@ class Evaluation:
         else:  # a feature store needs content keys, which images that cannot be read do not have
             self.dataset = snapshot_of(dataset, config)[0].known()
             self.store = storage_path(features, config.storage.options)
-        self.images_by_split = {split: _images_of(self.dataset, split) for split in splits}
+        self.images_by_split = {split: _images_of(self.dataset, split) for split in splits or config.data.test_splits}
+        self.bundles = [self.find_bundle("--model", model) for model in models] or [_run_bundle(config, stage)]
+        # The label is cut because it is also a folder's name.
+        self.label = "+".join(bundle.name for bundle in self.bundles)[:120]
+        self.folder = out or config.working_path / "evaluations" / self.label
 
     def find_bundle(self, option: str, model: str) -> StoragePath:
         """The bundle that an option names. Raises UserError if it cannot be loaded or its features are missing."""
@@ -146,28 +154,22 @@ class Evaluation:
             )
         return opened.location
 
-    def load_automata(self, file: Path | str | None, model: StoragePath | None) -> dict[int, ConstraintAutomaton]:
-        """The constraints in `file` for a model's vocabulary, by image id; {} without a file or a model.
+    def tasks(self, constraints: Path | str | None, model: StoragePath) -> dict[str, SplitTask]:
+        """The images of each split, with the constraints in a file for a model's vocabulary.
 
         Raises UserError when the file has no constraints for these images.
         """
         from pipeline.captioning.constraints import load_automata
 
-        if file is None or model is None:
-            return {}
-        image_ids = {image for images in self.images_by_split.values() for image in images.column("image_id")}
-        automata = load_automata(Path(file), image_ids, Vocabulary.load(fetched(model) / "vocabulary.json"))
-        if not automata:
-            splits = ", ".join(self.images_by_split)
-            raise UserError(f"constraints {file}: none of its images is in {splits}; look at the image ids")
-        return automata
-
-    def caption(
-        self, models: Sequence[ModelSource], automata: Mapping[int, ConstraintAutomaton]
-    ) -> dict[str, Captioned]:
-        """Captions every split with one model or an ensemble. Ray must have been started."""
-        tasks = {split: SplitTask(images, automata) for split, images in self.images_by_split.items()}
-        return caption_on_cluster(models, tasks, self.config, store=self.store)
+        automata: dict[int, ConstraintAutomaton] = {}
+        if constraints is not None:
+            image_ids = [image for images in self.images_by_split.values() for image in images.column("image_id")]
+            vocabulary = Vocabulary.load(fetched(model) / "vocabulary.json")
+            automata = load_automata(Path(constraints), image_ids, vocabulary)
+            if not automata:
+                splits = ", ".join(self.images_by_split)
+                raise UserError(f"constraints {constraints}: none of its images is in {splits}; look at the image ids")
+        return {split: SplitTask(images, automata) for split, images in self.images_by_split.items()}
 
     def score(self, result: SplitResult, compared: Captioned | None, model: ModelSource) -> dict[str, Any]:
         """Scores a split's captions, and writes the report. Returns the split's entry in scores.json.

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from models.convert import Inferred
     from pipeline.data.vocabulary import Vocabulary
 
-SECTIONS = ("model", "backbone")
-
 
 class ImportRequest(NamedTuple):
     """The files to import, and the checked settings of the sections `model` and `backbone` that the user gave."""
@@ -91,15 +89,15 @@ def _read_settings(
     Only the types of the settings are checked, because the checkpoint decides whether they fit together. Raises
     UserError that names the key.
     """
+    section_types = {"model": model, "backbone": BackboneConfig}
     file_values = {} if config is None else read_file(config)
-    settings: dict[str, Any] = {name: file_values.get(name) or {} for name in SECTIONS}
+    settings: dict[str, Any] = {section: file_values.get(section) or {} for section in section_types}
     for override in overrides:
         section, dot, _ = override.partition("=")[0].partition(".")
-        if not dot or section not in SECTIONS:
+        if not dot or section not in section_types:
             raise UserError(f"--set {override!r} is not of the form model.key=value or backbone.key=value")
         apply_override(settings, override)
     settings = expand_variables(settings)
-    section_types = {"model": model, "backbone": BackboneConfig}
     return {name: parse_given(section_type, settings[name], name) for name, section_type in section_types.items()}
 
 

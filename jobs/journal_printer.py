@@ -23,7 +23,7 @@ class JournalPrinter:
     def __init__(self, folder: RunFolder) -> None:
         self.folder, self.follower, self.bar = folder, Follower(folder.journal), ProgressBar()
         self.rate_start: dict[str, tuple[int, float]] = {}  # by stage: the step and time from which its rate counts
-        self._pulled_at, self._stop = time.monotonic(), threading.Event()
+        self._downloaded_at, self._stop = time.monotonic(), threading.Event()
         self._thread = threading.Thread(target=self._print_repeatedly, name="journal-printer", daemon=True)
 
     def __enter__(self) -> None:
@@ -32,22 +32,18 @@ class JournalPrinter:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        self._download_journal()
-        self._print_new_entries()
+        self._print_new_entries(download=True)
         self.bar.close()
 
     def _print_repeatedly(self) -> None:
         while not self._stop.wait(POLL_S):
-            if time.monotonic() - self._pulled_at > JOURNAL_EVERY_S:
-                self._download_journal()
-            self._print_new_entries()
+            self._print_new_entries(download=time.monotonic() - self._downloaded_at > JOURNAL_EVERY_S)
 
-    def _download_journal(self) -> None:
-        with suppress(OSError):  # while storage fails, the output is late but the run continues
-            self.folder.pull(JOURNAL)
-        self._pulled_at = time.monotonic()
-
-    def _print_new_entries(self) -> None:
+    def _print_new_entries(self, *, download: bool) -> None:
+        if download:
+            with suppress(OSError):  # while storage fails, the output is late but the run continues
+                self.folder.pull(JOURNAL)
+            self._downloaded_at = time.monotonic()
         for entry in self.follower.new():
             logger.info(self.line(entry))
             if entry["kind"] == "train":

@@ -60,7 +60,12 @@ def submit(job: Submission, address: str, *, with_dependencies: bool = False, de
     server = JobsServer(address)
     for warning in check_places(config):
         logger.warning(warning)
-    _log_versions(server)
+    local_ray, cluster_ray = importlib.metadata.version("ray"), server.version()["ray_version"]
+    logger.info(f"cluster   {server.address}, Ray {cluster_ray}")
+    if local_ray != cluster_ray:
+        logger.warning(f"this machine has Ray {local_ray}; the job uses the cluster's, which may not fit this code")
+    if server.token_sent and server.is_unencrypted:
+        logger.warning("the token is sent over http, where others can read it; use https or a tunnel")
     root = project_root()
     dependencies = requirements(root) if with_dependencies else ()
     with tempfile.TemporaryDirectory(prefix="raycap-submit-") as scratch:
@@ -70,7 +75,9 @@ def submit(job: Submission, address: str, *, with_dependencies: bool = False, de
         job = replace(job, config=packed_config, requirements=dependencies)
         logger.info(f"code      {package.describe()}")
         logger.info("          sent" if server.upload(package) else "          the cluster has it already")
-        job_id = _new_id(config.name)
+        begin = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
+        name = re.sub(r"[^A-Za-z0-9-]", "-", config.name)
+        job_id = f"raycap-{name}-{begin}-{uuid.uuid4().hex[:6]}"
         server.submit(job_id, job.entrypoint, job.runtime_env(f"gcs://{package.name}"), job.metadata)
     logger.info(f"job       {job_id}: raycap {job.command} {job.config}")
     if job.variables:
@@ -121,22 +128,6 @@ def command_overrides(command: str, config: Path, arguments: Sequence[str]) -> l
     except TyperException as error:
         raise UserError(f"raycap {command} refuses these options: {error.format_message()}") from error
     return list(context.params.get("set_") or ())
-
-
-def _log_versions(server: JobsServer) -> None:
-    """Logs the cluster's Ray version. Warns when it is not the local one and when the token is sent unencrypted."""
-    local, remote = importlib.metadata.version("ray"), server.version()["ray_version"]
-    logger.info(f"cluster   {server.address}, Ray {remote}")
-    if local != remote:
-        logger.warning(f"this machine has Ray {local}; the job uses the cluster's, which may not fit this code")
-    if server.token_sent and server.is_unencrypted:
-        logger.warning("the token is sent over http, where others can read it; use https or a tunnel")
-
-
-def _new_id(name: str) -> str:
-    """A new job id from the run's name, the time and random digits."""
-    now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
-    return f"raycap-{re.sub(r'[^A-Za-z0-9-]', '-', name)}-{now}-{uuid.uuid4().hex[:6]}"
 
 
 def _log_commands(job_id: str, server: JobsServer) -> None:

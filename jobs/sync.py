@@ -15,7 +15,6 @@ from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
 from pipeline.runs.folder import RunFolder, is_alone
 from pipeline.storage.atomic import read_json
-from pipeline.storage.path import StoragePath
 from pipeline.tracking.mlflow_client import public_uri
 from pipeline.tracking.run_sync import known_trackers, stored_ending
 from pipeline.tracking.run_tracker import Tracker, register_run
@@ -86,14 +85,10 @@ def register(folder: RunFolder, config: RunConfig) -> bool:
 def _runs_of_config(path: Path, overrides: Sequence[str]) -> Runs:
     """The runs in a configuration's storage that have its name. They get the configuration's tracker and storage."""
     config = load_config(path, overrides)
-    home = config.home("runs")
-    if home:
-        names = [path.removesuffix("/run.json") for path in home.list() if path.endswith("/run.json")]
-    else:
-        names = [folder.name for folder in _run_folders(config.working_path / "runs")]
-    for name in sorted(names):
+    files = (config.storage_place / "runs").list()
+    for name in sorted(file.removesuffix("/run.json") for file in files if file.endswith("/run.json")):
         if name.rpartition("-")[0] == config.name:  # a run's id is the configuration's name and a digest
-            folder = _open_run(config.working_path / "runs" / name, home / name if home else None)
+            folder = _open_run(config.working_path / "runs" / name, config)
             try:
                 stored = folder.config
             except UserError as error:
@@ -105,31 +100,27 @@ def _runs_of_config(path: Path, overrides: Sequence[str]) -> Runs:
 def _runs_in_folder(path: Path, overrides: Sequence[str]) -> Runs:
     """The run in a folder, or all runs of a storage folder. Each gets the tracker that it was started with."""
     path = path.expanduser().resolve()
-    for folder in [path] if (path / "run.json").is_file() else _run_folders(path / "runs"):
+    is_run = (path / "run.json").is_file()
+    for folder in [path] if is_run else sorted(file.parent for file in path.glob("runs/*/run.json")):
         try:
             values = read_values(folder / "config.yaml", overrides)
             config = parse_config(values)
         except UserError as error:
-            if folder == path:
+            if is_run:
                 raise
             logger.warning(f"{folder.name}: not sent: {error}")
             continue
-        home = config.home(f"runs/{folder.name}")
-        opened = _open_run(folder, home)
+        opened = _open_run(folder, config)
         other_trackers = [uri for uri in known_trackers(opened) if uri != public_uri(config)]
         if other_trackers and config.tracking.uri is None:  # a stored configuration does not contain the address
             values["tracking"]["uri"] = other_trackers[-1]
         yield opened, parse_config(values)
 
 
-def _run_folders(runs: Path) -> list[Path]:
-    return sorted(path.parent for path in runs.glob("*/run.json"))
-
-
-def _open_run(path: Path, home: StoragePath | None) -> RunFolder:
+def _open_run(path: Path, config: RunConfig) -> RunFolder:
     """The run's folder. The copy of a run on S3 is updated first, unless a process is working on it."""
-    folder = RunFolder(path, home)
-    if home is not None:
+    folder = RunFolder(path, config.home(f"runs/{path.name}"))
+    if folder.home is not None:
         with is_alone(path) as has_lock:
             if has_lock:
                 folder.pull()
