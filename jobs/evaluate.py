@@ -25,7 +25,7 @@ from pipeline.data.dataset import Dataset, read_annotations
 from pipeline.data.synthetic import main_object_accuracy
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
-from pipeline.features.source import feature_source
+from pipeline.features.source import features_for_bundles
 from pipeline.runs.evaluation import split_result
 from pipeline.scoring.bootstrap import paired_difference
 from pipeline.scoring.metrics import COMPARED_BY_IMAGE, score_captions
@@ -138,7 +138,7 @@ class Evaluation:
         """Finds data, features, models and constraints. Raises UserError."""
         dataset = _read_data(config, with_keys=options.features is not None)
         if options.features is None:
-            dataset, store = feature_source(config).for_bundles(dataset)
+            dataset, store = features_for_bundles(config, dataset)
         else:
             store = storage_path(options.features, config.storage.options)
         images_by_split = {split: _images_of(dataset, split) for split in options.splits or config.data.test_splits}

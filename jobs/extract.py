@@ -20,7 +20,7 @@ from pipeline.config.load import load_config
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
-from pipeline.features.source import Extracted, feature_source
+from pipeline.features.source import Extracted, extract_features
 from pipeline.features.store import FeatureStore
 from pipeline.storage.path import StoragePath
 from pipeline.storage.weights import save_weights
@@ -70,8 +70,7 @@ def _extract(dataset: Dataset, unreadable: dict[str, str], config: RunConfig, ad
         raise UserError(f"none of the {len(dataset)} images can be read; check data.images: {uri}: {reason}")
     with TemporaryDirectory(prefix="raycap-") as scratch:
         weights = initial_weights(config, Path(scratch)) if config.has_backbone else None
-        source = feature_source(config)
-        return source.extract(dataset, weights, start_ray=lambda: start_ray(config, address), unreadable=unreadable)
+        return extract_features(config, dataset, weights, lambda: start_ray(config, address), unreadable)
 
 
 def initial_weights(config: RunConfig, scratch: Path) -> Path:
