@@ -76,7 +76,8 @@ def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, di
         f"features  {folder.name}: {len(dataset) - len(missing)} of {len(dataset)} images there, "
         f"{len(missing)} to import"
     )
-    width, unusable = feature_width(dataset, config), {}
+    width = feature_width(dataset, config)
+    unusable: dict[str, str] = {}
     with open_regions(region_file(config)) as file:
         _require_boxes(file, dataset.column("image_id"), config)
         _require_max_regions(file, missing["image_id"].to_pylist(), config)

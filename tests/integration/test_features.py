@@ -49,7 +49,7 @@ def test_features_of_usable_images_and_reasons_for_others(tmp_path: Path, ray_se
         folder, unusable = extract(dataset, tmp_path / "features", extractor, lambda: None)
     keys = dataset.column("key")
     assert set(unusable) == {keys[3], keys[5]} and "not an image" in unusable[keys[5]]
-    listed = pq.read_table(folder / "quarantine.parquet").to_pylist()
+    listed = pq.read_table((folder / "quarantine.parquet").path).to_pylist()
     assert {row["uri"] for row in listed} == {str(root / "images" / name) for name in ("3.png", "5.png")}
 
     store = FeatureStore(folder)
