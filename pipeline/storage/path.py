@@ -11,7 +11,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pipeline.storage.atomic import file_lock, write_bytes
@@ -28,7 +28,7 @@ class StoragePath:
     """
 
     uri: str  # a local path, or s3://bucket/key
-    options: StorageOptions = StorageOptions()
+    options: StorageOptions = field(default_factory=StorageOptions)
 
     def __truediv__(self, name: str) -> StoragePath:
         return StoragePath(join(self.uri, name), self.options)

@@ -87,8 +87,8 @@ class S3Object:
     def put_if(self, data: bytes, tag: str | None) -> str:
         """Replaces the object if it has this tag (None: if there is no object). Returns the new tag.
 
-        Raises ConflictError when another writer was faster. `data` must be unique, for example by a nonce: if the answer
-        to a successful write is lost, the repeated write is refused, and only the content shows the success.
+        Raises ConflictError when another writer was faster. `data` must be unique, for example by a nonce: when the
+        answer to a successful write is lost, the repeated write is refused, and only the content shows the success.
         """
         condition = {"IfNoneMatch": "*"} if tag is None else {"IfMatch": tag}
         try:
