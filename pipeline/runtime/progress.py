@@ -37,7 +37,6 @@ class ProgressBar:
         self._progress.update(task, completed=done, note=note)
 
     def close(self) -> None:
-        """Removes the bar."""
         if self._progress is not None:
             self._progress.stop()
 
@@ -52,7 +51,7 @@ def _start_rich_progress() -> Progress:
         console=Console(stderr=True),
         refresh_per_second=2,
         transient=True,
-        redirect_stdout=sys.stdout.isatty(),  # if standard output is a file or pipe, its lines must stay there
+        redirect_stdout=sys.stdout.isatty(),  # lines for a file or pipe must not be sent to the terminal
     )
     progress.start()
     return progress
@@ -62,13 +61,13 @@ def _start_rich_progress() -> Progress:
 def progress(
     label: str, total: int, unit: str = "images", write: Callable[[str], object] | None = None
 ) -> Iterator[Callable[[int], None]]:
-    """Shows how much of `total` is done. It yields a function, which takes the number of newly finished items.
+    """Shows how much of `total` is done. Yields a function that takes the number of newly finished items.
 
-    Without a bar, `write` gets a line every five seconds. By default a line is logged, with a bar only to the log file.
+    Every five seconds a line is logged; while a bar is drawn, only the log file gets it. With `write`, this function
+    gets the lines instead of the log, and only without a bar.
     """
     begin = last = time.monotonic()
     done = 0
-
     with closing(ProgressBar()) as bar:
 
         def advance(count: int) -> None:

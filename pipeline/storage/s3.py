@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 REMOTE = "s3://"
 PART_BYTES = 32 * 2**20  # objects of more than two parts are transferred in parts
@@ -78,11 +78,7 @@ class S3Object:
 
     def put(self, data: bytes | memoryview) -> str:
         """Replaces the object. Returns its tag."""
-        with self._errors_translated():
-            if len(data) <= 2 * PART_BYTES:
-                return str(self._client.put_object(**self._location, Body=bytes(data))["ETag"])
-            self._client.upload_fileobj(io.BytesIO(data), *self._location.values(), Config=_transfer_config())
-        return self.head().tag
+        return self._put_file(io.BytesIO(data), len(data))
 
     def put_if(self, data: bytes, tag: str | None) -> str:
         """Replaces the object if it has this tag (None: if there is no object). Returns the new tag.
@@ -103,10 +99,14 @@ class S3Object:
 
     def upload(self, path: Path) -> str:
         """Replaces the object by a local file. Returns its tag."""
-        if path.stat().st_size <= 2 * PART_BYTES:
-            return self.put(path.read_bytes())
+        with path.open("rb") as file:
+            return self._put_file(file, path.stat().st_size)
+
+    def _put_file(self, file: BinaryIO, size: int) -> str:
         with self._errors_translated():
-            self._client.upload_file(str(path), *self._location.values(), Config=_transfer_config())
+            if size <= 2 * PART_BYTES:
+                return str(self._client.put_object(**self._location, Body=file)["ETag"])
+            self._client.upload_fileobj(file, *self._location.values(), Config=_transfer_config())
         return self.head().tag
 
     def download(self, path: Path) -> Entry:
@@ -135,7 +135,7 @@ class S3Object:
 
     def list(self) -> Iterator[tuple[str, Entry]]:
         """Every object below this prefix by its relative name."""
-        bucket, key = split_uri(self.uri)
+        bucket, key = self._location.values()
         prefix = f"{key.rstrip('/')}/" if key else ""
         with self._errors_translated():
             for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
@@ -152,7 +152,7 @@ class S3Object:
 
     @property
     def _location(self) -> dict[str, str]:
-        bucket, key = split_uri(self.uri)
+        bucket, _, key = self.uri.removeprefix(REMOTE).partition("/")
         return {"Bucket": bucket, "Key": key}
 
     def _put_on_condition(self, data: bytes, condition: dict[str, str]) -> str:
@@ -194,11 +194,6 @@ class S3Object:
 
 def is_remote(uri: str) -> bool:
     return uri.startswith(REMOTE)
-
-
-def split_uri(uri: str) -> tuple[str, str]:
-    bucket, _, key = uri.removeprefix(REMOTE).partition("/")
-    return bucket, key
 
 
 def _status(error: Any) -> int:
