@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from models.config import BackboneConfig, Identity
 from pipeline.config.sections import (
@@ -53,8 +53,7 @@ class RunConfig(Section):
     def _short_storage(cls, value: Any) -> Any:
         return {"uri": value} if isinstance(value, str) else value
 
-    @model_validator(mode="after")
-    def _consistent(self) -> RunConfig:
+    def check_values(self) -> None:
         if "backbone" not in self.model_fields_set and self.has_backbone:
             raise ValueError(
                 "key backbone is missing; add it to the configuration, or features.hdf5 for region features"
@@ -72,7 +71,6 @@ class RunConfig(Section):
                     f"{counts} workers x {stage.gradient_accumulation_steps} accumulated = {share}; "
                     f"take {max(share, round(stage.batch_size / share) * share)} or another workers.num_workers"
                 )
-        return self
 
     def _check_regions(self) -> None:
         """Refuses a source of features that does not fit the data, the model or the stages."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -35,6 +35,14 @@ SPLIT_CYCLE = ("train",) * 24 + ("val",) * 2 + ("test",) * 3 + ("novel",)
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    def check_values(self) -> None:
+        """Raises ValueError when the values contradict each other. Pydantic has checked each value before."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.check_values()
+        return self
+
 
 class StorageSection(Section):
     """The folder of all results. In a YAML, `storage: results` is short for `storage: {uri: results}`."""
@@ -43,14 +51,12 @@ class StorageSection(Section):
     endpoint_url: str | None = None  # the address of an S3-compatible server; None: AWS_ENDPOINT_URL, or AWS
     region: str | None = None
 
-    @model_validator(mode="after")
-    def _no_password(self) -> StorageSection:
+    def check_values(self) -> None:
         if "@" in (self.endpoint_url or ""):
             raise ValueError(
                 "storage.endpoint_url holds a user or password, which S3 does not read and every run would store; "
                 "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
             )
-        return self
 
     @property
     def options(self) -> StorageOptions:
@@ -110,15 +116,13 @@ class DataSection(Section):
     max_bad_fraction: Fraction = 0.01
     max_pixels: Positive = 100_000_000
 
-    @model_validator(mode="after")
-    def _one_source(self) -> DataSection:
+    def check_values(self) -> None:
         if self.sources and ({"annotations", "images", "split"} & self.model_fields_set):
             raise ValueError("data.sources replaces data.annotations, data.images and data.split; give one of them")
         if (self.synthetic is None) == (self.root is None):
             raise ValueError(
                 "exactly one of data.synthetic and data.root is needed; give the data set's folder as data.root"
             )
-        return self
 
 
 class FeatureSection(Section):
@@ -141,10 +145,8 @@ class FeatureSection(Section):
     # the size in GiB of the cache of shards from S3, and also of the cache of images
     cache_gib: Annotated[PositiveFloat, Identity.IGNORED] = 50
 
-    @model_validator(mode="after")
-    def _current_names(self) -> FeatureSection:
+    def check_values(self) -> None:
         refuse_renamed_value("features.hdf5", self.hdf5)
-        return self
 
 
 class ScheduleSection(Section):
@@ -217,13 +219,11 @@ class StageSection(Section):
     gradient_accumulation_steps: Positive = 1
     keep_if_better: bool = False  # keep the weights only if validation CIDEr-D is above that of the previous stage
 
-    @model_validator(mode="after")
-    def _consistent(self) -> StageSection:
+    def check_values(self) -> None:
         if not re.fullmatch(r"[a-z0-9_]+", self.name):
             raise ValueError(f"stage name {self.name!r} must be made of a-z, 0-9 and _")
         if self.scst is not None and self.objective != "scst":
             raise ValueError(f"stage {self.name} has a section scst but objective {self.objective}")
-        return self
 
     @property
     def samples_are_pairs(self) -> bool:
@@ -254,11 +254,9 @@ class WorkersSection(Section):
         """The numbers of workers that may train."""
         return range(self.min_workers or self.num_workers, self.num_workers + 1)
 
-    @model_validator(mode="after")
-    def _range(self) -> WorkersSection:
+    def check_values(self) -> None:
         if self.min_workers is not None and self.min_workers > self.num_workers:
             raise ValueError(f"min_workers = {self.min_workers} is above num_workers = {self.num_workers}")
-        return self
 
 
 class EvaluationSection(Section):
@@ -278,11 +276,9 @@ class EvaluationSection(Section):
         precision = "" if self.precision == "float32" else f", {self.precision}"
         return f"beam {self.beam_size}, at most {self.max_length} tokens{precision}"
 
-    @model_validator(mode="after")
-    def _fits_the_beam(self) -> EvaluationSection:
+    def check_values(self) -> None:
         if self.num_results > self.beam_size:
             raise ValueError(f"num_results = {self.num_results} is above beam_size = {self.beam_size}; raise the beam")
-        return self
 
 
 SEARCH_DEFAULTS = EvaluationSection()

@@ -107,7 +107,9 @@ def _require_boxes(file: Any, image_ids: Sequence[int], config: RunConfig) -> No
 
     Images without features are quarantined instead.
     """
-    for image_id in image_ids if config.model.needs_boxes else ():
+    if not config.model.needs_boxes:
+        return
+    for image_id in image_ids:
         if f"{image_id}_boxes" not in file and f"{image_id}_features" in file:
             raise UserError(
                 f"features.hdf5: {config.features.hdf5} has no {image_id}_boxes, and {config.model.name} arranges "
@@ -118,7 +120,9 @@ def _require_boxes(file: Any, image_ids: Sequence[int], config: RunConfig) -> No
 def _require_max_regions(file: Any, image_ids: Sequence[int], config: RunConfig) -> None:
     """Raises UserError for an image with more regions than `features.max_regions`, unless they may be truncated."""
     limit = config.features.max_regions
-    for image_id in () if config.features.truncate_regions else image_ids:
+    if config.features.truncate_regions:
+        return
+    for image_id in image_ids:
         features = file.get(f"{image_id}_features")
         if features is not None and features.ndim and features.shape[0] > limit:
             raise UserError(

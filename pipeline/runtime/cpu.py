@@ -27,7 +27,7 @@ def prepare_processor(threads: int | None = None) -> None:
         mallopt(_ARENA_MAX, 1)  # one arena for all threads, because only the main arena keeps large tensors
 
 
-def computing_thread(threads: int | None = None) -> ThreadPoolExecutor:
+def computing_thread(threads: int) -> ThreadPoolExecutor:
     """An executor with one thread for all computing of a process, including weight initialization and loading.
 
     Ray calls an actor from changing threads, and each computing thread gets a permanent team of OpenMP threads. If a

@@ -58,10 +58,8 @@ def _start_rich_progress() -> Progress:
 
 
 @contextmanager
-def progress(
-    label: str, total: int, unit: str = "images", write: Callable[[str], object] | None = None
-) -> Iterator[Callable[[int], None]]:
-    """Shows how much of `total` is done. Yields a function that takes the number of newly finished items.
+def progress(label: str, total: int, write: Callable[[str], object] | None = None) -> Iterator[Callable[[int], None]]:
+    """Shows how many of `total` images are done. Yields a function that takes the number of newly finished images.
 
     Every five seconds a line is logged; while a bar is drawn, only the log file gets it. With `write`, this function
     gets the lines instead of the log, and only without a bar.
@@ -75,11 +73,11 @@ def progress(
             done += count
             now = time.monotonic()
             rate = done / max(now - begin, 1e-3)
-            bar.update(label, done, total, f"{rate:.1f} {unit}/s")
+            bar.update(label, done, total, f"{rate:.1f} images/s")
             if now - last <= LINE_EVERY_S:
                 return
             last = now
-            line = f"{label}  {done}/{total} {unit}, {rate:.1f} {unit}/s, {(total - done) / rate:.0f} s left"
+            line = f"{label}  {done}/{total} images, {rate:.1f} images/s, {(total - done) / rate:.0f} s left"
             if write is None:
                 logger.info(line, extra={"has_bar": bar.is_drawn})
             elif not bar.is_drawn and is_shown(logging.INFO):

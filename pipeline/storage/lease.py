@@ -14,7 +14,6 @@ import platform
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from contextlib import suppress
 
 from pydantic import BaseModel, ValidationError
@@ -44,11 +43,8 @@ class LeaseRecord(BaseModel, frozen=True):
 class Lease:
     """A lease that this process has taken. As a context, it is renewed in the background and returned at the end."""
 
-    def __init__(
-        self, path: StoragePath, record: LeaseRecord, tag: str, seconds: float, now: Callable[[], float]
-    ) -> None:
-        self.path, self.seconds, self.now = path, seconds, now
-        self._record, self._tag = record, tag
+    def __init__(self, path: StoragePath, record: LeaseRecord, tag: str, seconds: float) -> None:
+        self.path, self.seconds, self._record, self._tag = path, seconds, record, tag
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._renew_repeatedly, name="lease", daemon=True)
 
@@ -65,8 +61,8 @@ class Lease:
                 holder = "nobody" if stored is None else f"{stored.holder} (token {stored.token})"
                 raise LostLeaseError(f"the lease {self.path} has passed to {holder}; token {self.token} is too late")
             self._record, self._tag = stored, tag
-            if stored.until < self.now() + self.seconds * (1 - 1 / RENEWALS_PER_LEASE):
-                self._write(self.now() + self.seconds)
+            if stored.until < time.time() + self.seconds * (1 - 1 / RENEWALS_PER_LEASE):
+                self._write(time.time() + self.seconds)
 
     def __enter__(self) -> Lease:
         self._thread.start()
@@ -99,28 +95,26 @@ class Lease:
         self._record = record
 
 
-def take_lease(
-    path: StoragePath, seconds: float, *, above: int = 0, by_force: bool = False, now: Callable[[], float] = time.time
-) -> Lease | LeaseRecord:
+def take_lease(path: StoragePath, seconds: float, *, above: int = 0, by_force: bool = False) -> Lease | LeaseRecord:
     """Takes the lease, or returns the record of its present holder.
 
     The token is larger than `above` and than every earlier token. `by_force` takes the lease from its holder, which
     then cannot write any more. Raises UserError for a file that is not a lease, and StorageError.
     """
     stored, tag = _read(path)
-    if stored is not None and stored.until > now() and not by_force:
+    if stored is not None and stored.until > time.time() and not by_force:
         return stored
     record = LeaseRecord(
         token=max(above, stored.token if stored else 0) + 1,
         nonce=uuid.uuid4().hex,
         holder=f"process {os.getpid()} on {platform.node()}",
-        until=now() + seconds,
+        until=time.time() + seconds,
     )
     try:
         tag = path.write_if(record.model_dump_json().encode(), tag)
     except ConflictError:
-        return take_lease(path, seconds, above=above, by_force=by_force, now=now)  # another process was faster
-    return Lease(path, record, tag, seconds, now)
+        return take_lease(path, seconds, above=above, by_force=by_force)  # another process was faster
+    return Lease(path, record, tag, seconds)
 
 
 def _read(path: StoragePath) -> tuple[LeaseRecord | None, str | None]:

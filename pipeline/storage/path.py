@@ -91,15 +91,12 @@ class StoragePath:
         return _content_tag(data)
 
     def upload(self, source: Path) -> str:
-        """Replaces the file by a copy of a local file, of any size. Returns its new tag."""
-        return self._object.upload(source) if self.is_remote else self.write_bytes(source.read_bytes())
+        """Replaces an object on S3 by a local file of any size. Returns its new tag."""
+        return self._object.upload(source)
 
     def download(self, target: Path) -> Entry:
-        """Copies one version of the file, of any size, to a local path. Returns the version's size and tag."""
-        if self.is_remote:
-            return self._object.download(target)
-        target.write_bytes(self.read_bytes())
-        return self.stat()
+        """Copies one version of an object on S3, of any size, to a local path. Returns the version's size and tag."""
+        return self._object.download(target)
 
     def stat(self) -> Entry:
         return self._object.head() if self.is_remote else _local_entry(self.path)
