@@ -123,7 +123,7 @@ def extract(
 
     Identical images are computed once. Returns the store's folder and {content key: reason} of images that cannot be
     decoded. `quarantine.parquet` lists these images and those in `unreadable` ({URI: reason}). `start_ray` is called
-    only when an image is missing. The driver's memory holds the keys and URIs of the data set.
+    only when an image is missing. The driver needs memory for the keys and URIs of the data set.
     """
     description = extractor.describe()
     folder = storage_path(features) / feature_key(description)
@@ -252,8 +252,8 @@ class ShardWriter:
     def features(self, pixels: np.ndarray) -> np.ndarray:
         """Features (B, N, C) in the stored dtype of pixels (B, H, W, 3) uint8.
 
-        Black images fill up the last batch. The batch size selects kernels, so with one size the features of an image
-        have the same bits whatever else is in its batch.
+        Black images fill up the last batch. torch selects its kernels by the batch size, so that with a fixed size the
+        features of an image have the same bits in every batch.
         """
         import torch
 

@@ -63,7 +63,7 @@ def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, di
 
     Returns the store's folder and {key: reason} of images without usable features. Raises UserError when the file is
     missing or not HDF5, when widths differ, when an image has more regions than `features.max_regions`, and when the
-    model needs boxes and an image has none. Memory holds one shard at a time.
+    model needs boxes and an image has none. Needs memory for one shard at a time.
     """
     settings = config.features
     description = {"source": "hdf5", "file": ends_digest(region_file(config)), "regions": settings.max_regions}
@@ -161,7 +161,7 @@ def _import_shard(file: Any, rows: pa.Table, width: int, folder: StoragePath, co
 
 
 def ends_digest(path: Path) -> str:
-    """Digest of a file's size, first and last bytes: a file of hundreds of gigabytes would take too long to read."""
+    """Digest of a file's size, first and last bytes, because reading hundreds of gigabytes would take too long."""
     _require_file(path)
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())

@@ -19,7 +19,7 @@ import numpy as np
 from pipeline.storage.cache import ShardCache
 from pipeline.storage.path import StoragePath
 
-MAX_OPEN = 400  # open shards; each needs a file descriptor, of which a process usually has at most 1,024
+MAX_OPEN = 400  # open shards; each needs a file descriptor, and a process usually may have 1,024
 _HEADER_BYTES = 256  # longer than numpy's header of an array of few dimensions
 
 

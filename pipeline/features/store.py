@@ -220,7 +220,7 @@ def remove_orphans(folder: StoragePath | Path, min_age_s: float = 3600) -> int:
     """Removes files that local writers left when they died; returns how many.
 
     A file younger than `min_age_s` remains: it may be a shard whose manifest is not yet written.
-    On S3 nothing is removed, because objects there are never partial and a repeated task overwrites its shard.
+    On S3 nothing is removed, because S3 has no partial objects and a repeated task overwrites its shard.
     """
     root = storage_path(folder)
     if root.is_remote:
