@@ -117,7 +117,7 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
         if isinstance(before, dict) and isinstance(value, dict):
             is_other_kind = "name" in before and before["name"] != value.get("name", before["name"])
             merged[key] = value if is_other_kind else merge(before, value)
-        elif _has_names(before) and _has_names(value):
+        elif isinstance(before, list) and _has_names(before) and _has_names(value):
             items = {item["name"]: item for item in before}
             merged_items = {item["name"]: merge(items.get(item["name"], {}), item) for item in value}
             merged[key] = list((items | merged_items).values())
