@@ -26,7 +26,7 @@ from pipeline.data.dataset import Dataset, read_annotations
 from pipeline.data.synthetic import main_object_accuracy
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
-from pipeline.features.source import feature_source
+from pipeline.features.source import features_for_bundles
 from pipeline.runs.evaluation import split_result
 from pipeline.scoring.bootstrap import paired_difference
 from pipeline.scoring.metrics import COMPARED_BY_IMAGE, Scores, score_captions
@@ -134,7 +134,7 @@ class Evaluation:
         dataset, _ = read_annotations(config.data, data_root(config), config.storage.options)
         self.store: StoragePath | None
         if features is None:
-            self.dataset, self.store = feature_source(config).for_bundles(dataset)
+            self.dataset, self.store = features_for_bundles(config, dataset)
         else:  # a feature store needs content keys, which images that cannot be read do not have
             self.dataset = snapshot_of(dataset, config)[0].known()
             self.store = storage_path(features, config.storage.options)

@@ -20,7 +20,7 @@ from pipeline.config.load import load_config
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
-from pipeline.features.source import feature_source
+from pipeline.features.source import extract_features
 from pipeline.features.store import FeatureStore
 from pipeline.storage.weights import save_weights
 
@@ -52,8 +52,7 @@ def extract(
         raise UserError(f"none of the {len(dataset)} images can be read; check data.images: {uri}: {reason}")
     with TemporaryDirectory(prefix="raycap-") as scratch:
         weights = initial_weights(run_config, Path(scratch)) if run_config.has_backbone else None
-        source = feature_source(run_config)
-        extracted = source.extract(dataset, weights, lambda: start_ray(run_config, address), unreadable)
+        extracted = extract_features(run_config, dataset, weights, lambda: start_ray(run_config, address), unreadable)
     store = FeatureStore(extracted.store)
     logger.info(f"store        {extracted.store}: {len(store)} images in {len(store.shards)} shards")
     with_features = dataset.without(sorted(extracted.missing)).known()

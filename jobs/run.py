@@ -21,7 +21,7 @@ from pipeline.config.run import RunConfig, total_steps
 from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
-from pipeline.features.source import feature_source
+from pipeline.features.source import describe_features, extract_features
 from pipeline.reports.text_table import format_table
 from pipeline.runs.evaluation import RunScores
 from pipeline.runs.folder import RunFolder, is_alone
@@ -170,7 +170,7 @@ class RunDriver:
         logger.info(f"run       {folder.run_id}  in {folder.path}")
         counts = ", ".join(f"{split} {count}" for split, count in metadata.splits.items())
         logger.info(f"data      {counts} images; {metadata.sizes.vocabulary_size} words")
-        source = feature_source(config).describe(metadata.num_tokens, metadata.parameters["backbone"])
+        source = describe_features(config, metadata.num_tokens, metadata.parameters["backbone"])
         logger.info(f"model     {config.model.name}, {metadata.parameters['model']:,} parameters; {source}")
         for number, stage in enumerate(config.stages, 1):
             logger.info(f"stage {number}   {self._describe(stage)}")
@@ -245,7 +245,7 @@ class RunDriver:
         """Extracts the features of a part of the data for a stage (None: for the evaluation). Returns the store."""
         weights = self.folder.weights_before(stage, "backbone") if self.config.has_backbone else None
         with self._timed("features"):
-            extracted = feature_source(self.config).extract(part, weights, self._start_ray)
+            extracted = extract_features(self.config, part, weights, self._start_ray)
         extracted.require_enough(len(part), self.config)
         if extracted.missing:
             quarantine = extracted.store / "quarantine.parquet"

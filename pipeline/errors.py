@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class UserError(ValueError):
-    """Something the user can correct: the message names the key or file, what was found and what to do. Exit code 2."""
+    """A mistake that the user can correct. The message names the key or file, its value and a remedy. Exit code 2."""
 
 
 class JobFailedError(RuntimeError):
-    """A job that failed for a known reason, which the message names. Exit code 1."""
+    """The failure of a job, for a reason that the message names. Exit code 1."""

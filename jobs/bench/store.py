@@ -54,7 +54,7 @@ def bench_store(
         rates = []
         for name in ("cold", "warm"):
             store = FeatureStore(root)
-            positions = store.locate(chosen)
+            positions = store.locate(pa.array(chosen))
             if name == "cold":
                 _drop_cache(root / "shards")
             begin = time.monotonic()

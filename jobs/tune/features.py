@@ -12,7 +12,7 @@ from pipeline.config.load import parse_config, set_value
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
-from pipeline.features.source import feature_source
+from pipeline.features.source import extract_features
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.identity import run_identity
 from pipeline.runtime.log import indented
@@ -130,6 +130,6 @@ def extract_once(
     if all(config.stage(name).train_backbone for name in search.stages):
         return None, []
     part = dataset.split(*config.data.train_splits, config.data.val_split)
-    extracted = feature_source(config).extract(part, None if source is None else source.weights, start_ray)
+    extracted = extract_features(config, part, None if source is None else source.weights, start_ray)
     extracted.require_enough(len(part), config)
     return str(extracted.store), sorted(extracted.missing)

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from models.config import BackboneConfig, ModelSizes
-from pipeline.config.load import parse_model, parse_section
+from pipeline.config.load import parse_section
+from pipeline.config.sections import ModelSection
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
 from pipeline.storage.atomic import atomic_folder
@@ -105,7 +106,7 @@ def load_bundle(folder: Path) -> Bundle:
     config = _read_config(folder)
     vocabulary = _read(folder / "vocabulary.json", Vocabulary.load)
     try:
-        model_config = parse_model(config.get("model"))
+        model_config = parse_section(ModelSection, config.get("model"), "model")
         sizes = parse_section(ModelSizes, config.get("sizes"), "sizes")
         settings = config.get("backbone")
         backbone_config = None if settings is None else parse_section(BackboneConfig, settings, "backbone")

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from models.config import BackboneConfig, Identity
 from pipeline.config.sections import (
@@ -30,7 +30,7 @@ from pipeline.storage.path import StoragePath, is_remote, storage_path
 
 
 class RunConfig(Section):
-    """All keys of a run. Marks (`models.config.Identity`) show how a key counts for the run's identity."""
+    """All keys of a run. Marks (`models.config.Identity`) show how a key enters the run's identity."""
 
     name: FileName
     seed: Annotated[int, Field(ge=0, lt=2**62)] = 0
@@ -53,8 +53,7 @@ class RunConfig(Section):
     def _short_storage(cls, value: Any) -> Any:
         return {"uri": value} if isinstance(value, str) else value
 
-    @model_validator(mode="after")
-    def _consistent(self) -> RunConfig:
+    def check_values(self) -> None:
         if "backbone" not in self.model_fields_set and self.has_backbone:
             raise ValueError(
                 "key backbone is missing; add it to the configuration, or features.hdf5 for region features"
@@ -72,21 +71,17 @@ class RunConfig(Section):
                     f"{counts} workers x {stage.gradient_accumulation_steps} accumulated = {share}; "
                     f"take {max(share, round(stage.batch_size / share) * share)} or another workers.num_workers"
                 )
-        return self
 
     def _check_regions(self) -> None:
         """Refuses a source of features that does not fit the data, the model or the stages."""
-        if self.has_backbone:
-            self.model.check_inputs(regions=False)
-            return
         if self.features.hdf5 == SYNTHETIC and self.data.synthetic is None:
             raise ValueError(
                 f"features.hdf5 = {SYNTHETIC} means the synthetic data set's regions, and data.synthetic is not set; "
                 "give the path of an HDF5 file"
             )
-        self.model.check_inputs(regions=True)
+        self.model.check_inputs(regions=not self.has_backbone)
         for stage in self.stages:
-            if stage.train_backbone:
+            if stage.train_backbone and not self.has_backbone:
                 raise ValueError(
                     f"stages.{stage.name}.train_backbone is true, and with features.hdf5 there is no backbone; "
                     "set it to false, or leave features.hdf5 out"
@@ -94,30 +89,29 @@ class RunConfig(Section):
 
     @property
     def has_backbone(self) -> bool:
-        """Whether a backbone computes the features; otherwise they are a detector's, from `features.hdf5`."""
+        """Whether a backbone computes the features. Otherwise they come from a detector's file `features.hdf5`."""
         return self.features.hdf5 is None
 
     @property
     def working_path(self) -> Path:
-        """The local folder to work in: the storage itself, or this machine's copy of a storage on S3."""
+        """The local working folder: the storage itself, or this machine's copy of a storage on S3."""
         if is_remote(self.storage.uri):
             return cache_folder() / "storage" / hashlib.sha256(self.storage_place.uri.encode()).hexdigest()[:16]
         return Path(self.storage.uri).expanduser().resolve()
 
     @property
     def storage_path(self) -> Path:
-        """The storage as a local folder; UserError for one on S3."""
+        """The storage as a local folder. Raises UserError for a storage on S3."""
         if is_remote(self.storage.uri):
             raise UserError(f"storage {self.storage.uri}: this command needs a local folder; set another storage")
         return self.working_path
 
     def home(self, name: str) -> StoragePath | None:
-        """The S3 prefix of the folder `name` of `working_path`; None for a local storage."""
+        """The S3 prefix of the folder `name` of `working_path`. None for a local storage."""
         return self.storage_place / name if is_remote(self.storage.uri) else None
 
     @property
     def storage_place(self) -> StoragePath:
-        """The storage, local or on S3."""
         return storage_path(self.storage.uri, self.storage.options)
 
     def stage(self, name: str) -> StageSection:
@@ -125,5 +119,5 @@ class RunConfig(Section):
 
 
 def total_steps(stage: StageSection, num_samples: int) -> int:
-    """Optimizer steps of a stage with `num_samples` samples per epoch; the last step may run into another epoch."""
+    """Optimizer steps of a stage with `num_samples` samples per epoch. The last step may use samples of a new epoch."""
     return max(1, math.ceil(stage.epochs * num_samples / stage.batch_size))

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from models.config import (
-    MODEL_CONFIGS,
-    Identity,
-    ModelConfig,
-)
+from models.config import MODEL_CONFIGS, Identity, ModelConfig
 from pipeline.config.renamed import refuse_renamed_value
 from pipeline.errors import UserError
 from pipeline.storage.path import StorageOptions
@@ -32,29 +28,35 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 SYNTHETIC = "synthetic"  # this value of features.hdf5 selects the regions of the synthetic data set
 
-# Of every 30 images in order 24 are train, 2 val, 3 test and 1 novel: 1,500 give 1,200, 100, 150 and 50.
+# The splits of every 30 images in order. The default of 1,500 images gives 1,200 train, 100 val, 150 test and 50 novel.
 SPLIT_CYCLE = ("train",) * 24 + ("val",) * 2 + ("test",) * 3 + ("novel",)
 
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    def check_values(self) -> None:
+        """Raises ValueError when the values contradict each other. Pydantic has checked each value before."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.check_values()
+        return self
+
 
 class StorageSection(Section):
-    """Where everything is written. In a YAML, `storage: results` is short for `storage: {uri: results}`."""
+    """The folder of all results. In a YAML, `storage: results` is short for `storage: {uri: results}`."""
 
     uri: str = "results"
     endpoint_url: str | None = None  # the address of an S3-compatible server; None: AWS_ENDPOINT_URL, or AWS
     region: str | None = None
 
-    @model_validator(mode="after")
-    def _no_password(self) -> StorageSection:
+    def check_values(self) -> None:
         if "@" in (self.endpoint_url or ""):
             raise ValueError(
                 "storage.endpoint_url holds a user or password, which S3 does not read and every run would store; "
                 "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
             )
-        return self
 
     @property
     def options(self) -> StorageOptions:
@@ -62,7 +64,7 @@ class StorageSection(Section):
 
 
 class SourceSection(Section):
-    """One annotation file of a data set that has several."""
+    """One annotation file of a data set with several annotation files."""
 
     annotations: str
     images: str = "."  # the folder of its images, relative to data.root, or an s3:// prefix
@@ -92,10 +94,10 @@ class SceneConfig:
 
 
 class DataSection(Section):
-    """Where images and captions are. `synthetic` generates the synthetic data set instead of reading `root`."""
+    """The images and captions. `synthetic` generates the synthetic data set instead of reading `root`."""
 
     synthetic: SceneConfig | None = None
-    # A folder or an s3:// prefix. The run's identity ignores it and counts the content of the data.
+    # a folder or an s3:// prefix; instead of it, the content of the data enters the run's identity
     root: Annotated[str | None, Identity.IGNORED] = None
     format: Literal["auto", "karpathy", "coco", "nocaps", "table"] = "auto"
     annotations: str = "dataset.json"
@@ -109,20 +111,18 @@ class DataSection(Section):
     val_split: str = "val"
     test_splits: tuple[str, ...] = ("test",)
     min_count: Positive = 5
-    # a file of words that join the vocabulary besides those of the captions
+    # a file of words for the vocabulary, in addition to those of the captions
     extra_vocabulary: Annotated[str | None, Identity.FILE] = None
     max_bad_fraction: Fraction = 0.01
     max_pixels: Positive = 100_000_000
 
-    @model_validator(mode="after")
-    def _one_source(self) -> DataSection:
+    def check_values(self) -> None:
         if self.sources and ({"annotations", "images", "split"} & self.model_fields_set):
             raise ValueError("data.sources replaces data.annotations, data.images and data.split; give one of them")
         if (self.synthetic is None) == (self.root is None):
             raise ValueError(
                 "exactly one of data.synthetic and data.root is needed; give the data set's folder as data.root"
             )
-        return self
 
 
 class FeatureSection(Section):
@@ -137,22 +137,20 @@ class FeatureSection(Section):
     threads_per_actor: Annotated[Positive, Identity.IGNORED] = 1
     # up to this many images are extracted by tasks: starting actors would take longer than they save
     max_images_for_tasks: Annotated[NonNegative, Identity.IGNORED] = 2048
-    # a detector's region features in place of a backbone (`pipeline.features.regions`): a file's path, or SYNTHETIC
+    # the file of a detector's region features, which replace a backbone (`pipeline.features.regions`), or SYNTHETIC
     hdf5: Annotated[str | None, Identity.LARGE_FILE] = None
     max_regions: Annotated[Positive, Identity.WITH_REGIONS] = 100
     # true: keep the first max_regions of an image that has more; false: refuse it
     truncate_regions: Annotated[bool, Identity.WITH_REGIONS] = False
-    # the size in GiB of the cache of shards from S3; a cache of images may be equally large
+    # the size in GiB of the cache of shards from S3, and also of the cache of images
     cache_gib: Annotated[PositiveFloat, Identity.IGNORED] = 50
 
-    @model_validator(mode="after")
-    def _current_names(self) -> FeatureSection:
+    def check_values(self) -> None:
         refuse_renamed_value("features.hdf5", self.hdf5)
-        return self
 
 
 class ScheduleSection(Section):
-    """Learning rate over iterations; `pipeline.training.optimizer` has the formulae."""
+    """The learning rate by iteration. `pipeline.training.optimizer` has the formulae."""
 
     name: Literal["hyperbolic", "linear", "inverse_sqrt"] = "hyperbolic"
     warmup_iterations: Positive = 1
@@ -176,7 +174,7 @@ class PlateauSection(Section):
 
 
 class ScstSection(Section):
-    """Self-critical sequence training: what is sampled, the baseline, and the EOS rule.
+    """Self-critical sequence training: the sampler, the baseline, the reward and the loss.
 
     The recipe of the Meshed-Memory Transformer is sampler: beam, baseline: mean, eos_in_reward: false,
     document_frequency: captions, sampling_dropout: true, fixed_length: 20.
@@ -196,16 +194,13 @@ class ScstSection(Section):
 
 
 class StageSection(Section):
-    """One training stage.
-
-    `batch_size` is the total of all workers. It counts images, or pairs of image and caption with captions_per_image 1.
-    """
+    """One training stage."""
 
     name: str
     objective: Literal["cross_entropy", "scst"]
     train_backbone: bool = False
     epochs: PositiveFloat
-    batch_size: Positive
+    batch_size: Positive  # images of all workers; with cross_entropy and captions_per_image 1, (image, caption) pairs
     captions_per_image: Positive = 1
     lr: PositiveFloat
     schedule: ScheduleSection = ScheduleSection()
@@ -222,19 +217,17 @@ class StageSection(Section):
     checkpoint_every_steps: Annotated[Positive, Identity.IGNORED] = 500
     checkpoint_every_minutes: Annotated[PositiveFloat, Identity.IGNORED] = 10
     gradient_accumulation_steps: Positive = 1
-    keep_if_better: bool = False  # keep this stage's weights only if its validation CIDEr-D is above the previous one's
+    keep_if_better: bool = False  # keep the weights only if validation CIDEr-D is above that of the previous stage
 
-    @model_validator(mode="after")
-    def _consistent(self) -> StageSection:
+    def check_values(self) -> None:
         if not re.fullmatch(r"[a-z0-9_]+", self.name):
             raise ValueError(f"stage name {self.name!r} must be made of a-z, 0-9 and _")
         if self.scst is not None and self.objective != "scst":
             raise ValueError(f"stage {self.name} has a section scst but objective {self.objective}")
-        return self
 
     @property
     def samples_are_pairs(self) -> bool:
-        """True when a sample is an (image, caption) pair, not an image with `captions_per_image` captions."""
+        """Whether a sample is an (image, caption) pair, and not an image with `captions_per_image` captions."""
         return self.captions_per_image == 1 and self.objective == "cross_entropy"
 
     @property
@@ -250,10 +243,10 @@ class WorkersSection(Section):
     gpus_per_worker: NonNegativeFloat = 0
     cpus_per_worker: PositiveFloat = 1
     threads_per_worker: Positive = 1
+    dry_run: bool = True
     num_decode_threads: NonNegative = 0
     max_failures: NonNegative = 3
     log_every_steps: Positive = 20
-    dry_run: bool = True
     compile: bool = False  # torch.compile: needs a C++ compiler on CPUs, and its results differ in the last bits
 
     @property
@@ -261,11 +254,9 @@ class WorkersSection(Section):
         """The numbers of workers that may train."""
         return range(self.min_workers or self.num_workers, self.num_workers + 1)
 
-    @model_validator(mode="after")
-    def _range(self) -> WorkersSection:
+    def check_values(self) -> None:
         if self.min_workers is not None and self.min_workers > self.num_workers:
             raise ValueError(f"min_workers = {self.min_workers} is above num_workers = {self.num_workers}")
-        return self
 
 
 class EvaluationSection(Section):
@@ -285,43 +276,40 @@ class EvaluationSection(Section):
         precision = "" if self.precision == "float32" else f", {self.precision}"
         return f"beam {self.beam_size}, at most {self.max_length} tokens{precision}"
 
-    @model_validator(mode="after")
-    def _fits_the_beam(self) -> EvaluationSection:
+    def check_values(self) -> None:
         if self.num_results > self.beam_size:
             raise ValueError(f"num_results = {self.num_results} is above beam_size = {self.beam_size}; raise the beam")
-        return self
 
 
 SEARCH_DEFAULTS = EvaluationSection()
 
 
 class TrackingSection(Section):
-    """MLflow. Without `uri`: a SQLite file in the storage."""
+    """MLflow."""
 
     enabled: bool = True
-    uri: str | None = None
+    uri: str | None = None  # None: a SQLite file in the storage
     experiment: str = "raycap"
     registered_name: str | None = None  # None: the run's name
 
 
 class RetrainSection(Section):
-    """`raycap retrain`: on which images a new model is compared with the champion, and by how much it must be better.
+    """`raycap retrain` compares a new model with the champion on the images of `split`.
 
-    It is promoted if the lower end of the bootstrap interval of the difference in CIDEr-D is above `margin`.
+    The new model is promoted if the lower end of the bootstrap interval of the difference in CIDEr-D is above `margin`.
     """
 
     split: str | None = None  # fixed at its first use; None: the first of data.test_splits
     margin: NonNegativeFloat = 0.0  # in units of CIDEr-D; published scores are near 1.4
     confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95  # the confidence of the two-sided interval
-    lease_seconds: PositiveFloat = 120  # how long a killed retraining still blocks the next one
+    lease_seconds: PositiveFloat = 120  # the time for which a killed retraining blocks the next one
 
 
 def _system(model: Any) -> str:
-    """The name of the system in a section `model`; expansionnet_v2 is the default."""
+    """The name of the system in a section `model`, which selects the class that checks the section."""
     return str(model.get("name", "expansionnet_v2") if isinstance(model, dict) else getattr(model, "name", ""))
 
 
-# Every system has other keys, so that its name selects the class that checks the section.
 if TYPE_CHECKING:
     ModelSection = ModelConfig
 else:

@@ -36,7 +36,7 @@ def take_snapshot(
     manifest: a Parquet file, used when it exists and rewritten when a file is new or has changed.
     """
     manifest_path = storage_path(manifest)
-    stored = _read_manifest(manifest_path)
+    stored = read_table(manifest_path, MANIFEST, missing_ok=True)
     uris: pa.Array = pc.unique(dataset.table["uri"])
     sizes, tags, unreadable = _read_sizes(uris, options)
     previous = stored.take(pc.index_in(uris, value_set=stored["uri"]))  # rows of nulls for new URIs
@@ -54,13 +54,6 @@ def take_snapshot(
         if rows.num_rows:
             write_table(manifest_path, pa.concat_tables([rows, other_rows]))
     return dataset.with_keys(keys.take(pc.index_in(dataset.table["uri"], value_set=uris))), unreadable
-
-
-def _read_manifest(manifest: StoragePath) -> pa.Table:
-    try:
-        return read_table(manifest, MANIFEST)
-    except FileNotFoundError:
-        return MANIFEST.empty_table()
 
 
 def _read_sizes(uris: pa.Array, options: StorageOptions) -> tuple[pa.Array, pa.Array, dict[str, str]]:

@@ -3,8 +3,8 @@
 CPU tasks read, decode and resize the images of a table of content keys and URIs. A pool of actors with the backbone
 computes features and writes shards. Actors return only keys and reasons, so features never enter Ray's object store.
 
-For few images the same tasks also run the backbone. This is faster for repeated extractions, because Ray reuses a
-task's process with its imported modules, whereas an actor's process ends with the actor.
+For few images the same tasks also run the backbone. This is faster when extractions follow each other, because Ray
+reuses a task's process with its imported modules, whereas an actor's process ends with the actor.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ from pipeline.storage.weights import load_weights, weights_file_digest
 
 logger = logging.getLogger(__name__)
 
-# Limits memory. It must be set before an actor starts, because Ray's threads create arenas.
+# One malloc arena per actor limits memory. It must be set before an actor starts, because Ray's threads create arenas.
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
+QUARANTINE_FILE = "quarantine.parquet"
 QUARANTINE = pa.schema([("uri", pa.string()), ("key", pa.string()), ("reason", pa.string())])
 
 
@@ -60,14 +61,9 @@ class Extractor:
 
     def describe(self) -> dict[str, Any]:
         """Everything that changes a feature. `auto` becomes a concrete dtype, so that a store has one precision."""
-
-        architecture = {
-            key: value
-            for key, value in asdict(self.backbone).items()
-            if key not in ("weights", "drop_path", "gradient_checkpointing")
-        }
+        ignored = ("weights", "drop_path", "gradient_checkpointing")
         return {
-            "backbone": architecture,
+            "backbone": {key: value for key, value in asdict(self.backbone).items() if key not in ignored},
             "weights": weights_file_digest(self.weights),
             "transform": ImageTransform(self.backbone.image_size).describe(),
             "compute": resolve_dtype(self.settings.compute_dtype),
@@ -88,12 +84,13 @@ def resolve_dtype(name: str) -> str:
     if name != "auto":
         return name
     if sys.platform == "linux" and not Path("/dev/nvidiactl").exists():  # without a GPU, torch need not be imported
-        return "bfloat16" if "avx512_bf16" in Path("/proc/cpuinfo").read_text() else "float32"
-    import torch
+        has_bfloat16 = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+    else:
+        import torch
 
-    if torch.cuda.is_available():
-        return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
-    return "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
+        on_gpu = torch.cuda.is_available()
+        has_bfloat16 = torch.cuda.is_bf16_supported() if on_gpu else torch.cpu._is_avx512_bf16_supported()
+    return "bfloat16" if has_bfloat16 else "float32"
 
 
 def plan_extraction(dataset: Dataset, folder: StoragePath, max_pixels: int) -> Plan:
@@ -103,17 +100,16 @@ def plan_extraction(dataset: Dataset, folder: StoragePath, max_pixels: int) -> P
     unique = table.take(pc.index_in(keys, value_set=table["key"])) if len(keys) < len(table) else table
     quarantined = {
         row["key"]: row["reason"]
-        for row in _read_quarantine(folder)
+        for row in read_table(folder / QUARANTINE_FILE, QUARANTINE, missing_ok=True).to_pylist()
         if row["key"]
         and not row["reason"].startswith(UNREADABLE)
         # An image that was too large for another limit may be within `max_pixels`, so only this limit counts.
         and ("pixels, more than" not in row["reason"] or row["reason"].endswith(f" {max_pixels}"))
     }
-    stored = pa.chunked_array([pa.array(FeatureStore(folder).contains(unique["key"]))])
+    is_stored = pa.chunked_array([pa.array(FeatureStore(folder).contains(unique["key"]))])
     is_unusable = pc.is_in(unique["key"], value_set=pa.array(list(quarantined), pa.string()))
-    missing = unique.filter(pc.invert(pc.or_(stored, is_unusable)))
-    unusable = set(unique["key"].filter(is_unusable).to_pylist())
-    return Plan(len(unique), missing, {key: reason for key, reason in quarantined.items() if key in unusable})
+    missing = unique.filter(pc.invert(pc.or_(is_stored, is_unusable)))
+    return Plan(len(unique), missing, {key: quarantined[key] for key in unique["key"].filter(is_unusable).to_pylist()})
 
 
 def extract(
@@ -127,7 +123,7 @@ def extract(
 
     Identical images are computed once. Returns the store's folder and {content key: reason} of images that cannot be
     decoded. `quarantine.parquet` lists these images and those in `unreadable` ({URI: reason}). `start_ray` is called
-    only when an image is missing. The driver's memory holds the keys and URIs of the data set.
+    only when an image is missing. The driver needs memory for the keys and URIs of the data set.
     """
     description = extractor.describe()
     folder = storage_path(features) / feature_key(description)
@@ -167,15 +163,9 @@ def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Ite
         "max_pixels": extractor.max_pixels,
         "options": extractor.options,
     }
-    weights = (
-        ray.put(extractor.weights.read_bytes()) if folder.is_remote else None
-    )  # workers cannot read the driver's file
-    arguments = {
-        "folder": folder,
-        "extractor": extractor,
-        "dtype": resolve_dtype(settings.compute_dtype),
-        "weights": weights,
-    }
+    arguments = {"folder": folder, "extractor": extractor, "dtype": resolve_dtype(settings.compute_dtype)}
+    if folder.is_remote:  # workers on other machines cannot read the driver's file
+        arguments["weights"] = ray.put(extractor.weights.read_bytes())
     uses_tasks = count <= settings.max_images_for_tasks and not settings.gpus_per_actor
     # With actors, blocks are small enough to decode in parallel. With tasks, a block is one task and one shard.
     step = settings.rows_per_shard if uses_tasks else max(1, min(settings.rows_per_shard, -(-count // 8)))
@@ -217,7 +207,7 @@ def _decode_and_compute(
 
 @lru_cache(maxsize=1)
 def _writer(**arguments: Any) -> ShardWriter:
-    """The process's writer for all tasks of an extraction. The writer of the next extraction replaces it."""
+    """The process's writer, which all tasks of an extraction share."""
     return ShardWriter(**arguments)
 
 
@@ -262,8 +252,8 @@ class ShardWriter:
     def features(self, pixels: np.ndarray) -> np.ndarray:
         """Features (B, N, C) in the stored dtype of pixels (B, H, W, 3) uint8.
 
-        Black images fill up the last batch. The batch size selects kernels, so with one size the features of an image
-        have the same bits whatever else is in its batch.
+        Black images fill up the last batch. torch selects its kernels by the batch size, so that with a fixed size the
+        features of an image have the same bits in every batch.
         """
         import torch
 
@@ -281,13 +271,6 @@ class ShardWriter:
         return np.concatenate(parts)
 
 
-def _read_quarantine(folder: StoragePath) -> list[dict[str, Any]]:
-    try:
-        return read_table(folder / "quarantine.parquet", QUARANTINE).to_pylist()
-    except FileNotFoundError:
-        return []
-
-
 def write_quarantine(
     folder: StoragePath, dataset: Dataset, unusable: dict[str, str], unreadable: dict[str, str]
 ) -> None:
@@ -295,15 +278,14 @@ def write_quarantine(
 
     unreadable: {URI: reason}. The rows of other data sets remain.
     """
-    before = _read_quarantine(folder)
-    listed_uris = pa.array([row["uri"] for row in before], pa.string())
-    in_dataset = pc.is_in(listed_uris, value_set=dataset.table["uri"]).to_pylist()
-    rows = {row["uri"]: row for row, replaced in zip(before, in_dataset, strict=True) if not replaced}
+    before = read_table(folder / QUARANTINE_FILE, QUARANTINE, missing_ok=True)
+    of_others = before.filter(pc.invert(pc.is_in(before["uri"], value_set=dataset.table["uri"])))
+    rows = {row["uri"]: row for row in of_others.to_pylist()}
     table = dataset.table.filter(pc.is_in(dataset.table["key"], value_set=pa.array(list(unusable), pa.string())))
     for row in table.select(["uri", "key"]).to_pylist():
-        rows[row["uri"]] = {"uri": row["uri"], "key": row["key"], "reason": unusable[row["key"]]}
+        rows[row["uri"]] = row | {"reason": unusable[row["key"]]}
     for uri, reason in unreadable.items():
         rows[uri] = {"uri": uri, "key": None, "reason": f"{UNREADABLE}: {reason}"}
     after = sorted(rows.values(), key=lambda row: row["uri"])
-    if after != before:
-        write_table(folder / "quarantine.parquet", pa.Table.from_pylist(after, QUARANTINE))
+    if after != before.to_pylist():
+        write_table(folder / QUARANTINE_FILE, pa.Table.from_pylist(after, QUARANTINE))

@@ -22,8 +22,8 @@ NUM_REMOTE_THREADS = 8  # threads per worker; they mostly wait for requests
 class Images:
     """Model inputs of a data set's images: features from a store, or without a store pixels.
 
-    A pool of threads decodes pixels. Decoding and resizing release the interpreter's lock, so no processes are needed
-    and nothing is copied between them. Images on S3 are read in parallel, and with a cache only once.
+    Threads decode the images, because decoding and resizing release the interpreter's lock. Images on S3 are read in
+    parallel, and with a cache only once.
     """
 
     def __init__(
@@ -57,12 +57,8 @@ class Images:
             assert self.pool is not None
             return Features(torch.stack(list(self.pool.map(self._pixels, rows))))
         tokens = torch.from_numpy(self.store.gather_at(self.positions[rows])).float()
-        lengths, boxes = self.store.regions_at(self.positions[rows])
-        return Features(
-            tokens,
-            None if lengths is None else torch.from_numpy(lengths),
-            None if boxes is None else torch.from_numpy(boxes),
-        )
+        regions = self.store.regions_at(self.positions[rows])
+        return Features(tokens, *(None if values is None else torch.from_numpy(values) for values in regions))
 
     def _pixels(self, row: int) -> Tensor:
         assert self.transform is not None

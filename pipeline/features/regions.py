@@ -1,7 +1,8 @@
 """Imports a detector's region features (`features.hdf5`), which replace a backbone's, into the feature store.
 
-Rows are padded with zeros to `features.max_regions`; the store holds the length and the boxes of each row. The content
-key of an image contains its id instead of a hash, because the image files need not exist.
+The HDF5 layout is that of bottom-up attention and the Meshed-Memory Transformer: `<image_id>_features` (regions, C) and
+`<image_id>_boxes` (regions, 4). Rows are padded with zeros to `features.max_regions`; the store has the length and the
+boxes of each row. An image's content key contains its id instead of a hash, because the image files need not exist.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pipeline.features.store import FeatureStore, feature_key, mark_complete, re
 from pipeline.storage.atomic import atomic_path
 from pipeline.storage.path import StoragePath
 
+_DIGEST_BYTES = 16 * 2**20  # the digest covers this many bytes at the start and at the end of a file
 logger = logging.getLogger(__name__)
 
 
@@ -37,8 +39,7 @@ def feature_width(dataset: Dataset, config: RunConfig) -> int:
         for image_id in dataset.column("image_id"):
             features = file.get(f"{image_id}_features")
             if features is not None and features.ndim == 2:
-                if config.model.needs_boxes:
-                    _require_boxes(file, [image_id], config)
+                _require_boxes(file, [image_id], config)
                 return int(features.shape[1])
     first = dataset.column("image_id")[0]
     raise UserError(
@@ -49,9 +50,11 @@ def feature_width(dataset: Dataset, config: RunConfig) -> int:
 
 def missing_regions(dataset: Dataset, config: RunConfig) -> dict[str, str]:
     """{key: reason} of images that the file lacks. Raises UserError as `import_regions` does."""
+    image_ids = dataset.column("image_id")
     with open_regions(region_file(config)) as file:
-        _check_file(file, dataset.column("image_id"), dataset.column("image_id"), config)
-        rows = zip(dataset.column("key"), dataset.column("image_id"), strict=True)
+        _require_boxes(file, image_ids, config)
+        _require_max_regions(file, image_ids, config)
+        rows = zip(dataset.column("key"), image_ids, strict=True)
         return {key: f"the file has no {image}_features" for key, image in rows if f"{image}_features" not in file}
 
 
@@ -60,7 +63,7 @@ def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, di
 
     Returns the store's folder and {key: reason} of images without usable features. Raises UserError when the file is
     missing or not HDF5, when widths differ, when an image has more regions than `features.max_regions`, and when the
-    model needs boxes and an image has none. Memory holds one shard at a time.
+    model needs boxes and an image has none. Needs memory for one shard at a time.
     """
     settings = config.features
     description = {"source": "hdf5", "file": ends_digest(region_file(config)), "regions": settings.max_regions}
@@ -73,10 +76,11 @@ def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, di
         f"features  {folder.name}: {len(dataset) - len(missing)} of {len(dataset)} images there, "
         f"{len(missing)} to import"
     )
-    unusable: dict[str, str] = {}
     width = feature_width(dataset, config)
+    unusable: dict[str, str] = {}
     with open_regions(region_file(config)) as file:
-        _check_file(file, dataset.column("image_id"), missing["image_id"].to_pylist(), config)
+        _require_boxes(file, dataset.column("image_id"), config)
+        _require_max_regions(file, missing["image_id"].to_pylist(), config)
         for start in range(0, len(missing), settings.rows_per_shard):
             unusable |= _import_shard(file, missing.slice(start, settings.rows_per_shard), width, folder, config)
     if len(missing):
@@ -87,7 +91,7 @@ def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, di
 
 
 def region_file(config: RunConfig) -> Path:
-    """The HDF5 file that a configuration names. A missing file of the synthetic data set is written first."""
+    """The HDF5 file of a configuration. A missing file of the synthetic data set is written first."""
     if config.features.hdf5 != SYNTHETIC or config.data.synthetic is None:
         return Path(str(config.features.hdf5)).expanduser().absolute()
     from pipeline.data.synthetic_regions import file_name, scene_regions
@@ -98,16 +102,13 @@ def region_file(config: RunConfig) -> Path:
     return path
 
 
-def _check_file(file: Any, image_ids: Sequence[int], new_ids: Sequence[int], config: RunConfig) -> None:
-    """Raises UserError for missing boxes that the model needs, and for too many regions of a new image."""
-    if config.model.needs_boxes:
-        _require_boxes(file, image_ids, config)
-    if not config.features.truncate_regions:
-        _require_max_regions(file, new_ids, config)
-
-
 def _require_boxes(file: Any, image_ids: Sequence[int], config: RunConfig) -> None:
-    """Raises UserError for an image with features but no boxes. Images without features are quarantined instead."""
+    """Raises UserError if the model needs boxes and an image with features has none.
+
+    Images without features are quarantined instead.
+    """
+    if not config.model.needs_boxes:
+        return
     for image_id in image_ids:
         if f"{image_id}_boxes" not in file and f"{image_id}_features" in file:
             raise UserError(
@@ -117,8 +118,10 @@ def _require_boxes(file: Any, image_ids: Sequence[int], config: RunConfig) -> No
 
 
 def _require_max_regions(file: Any, image_ids: Sequence[int], config: RunConfig) -> None:
-    """Raises UserError for an image with more regions than `features.max_regions`."""
+    """Raises UserError for an image with more regions than `features.max_regions`, unless they may be truncated."""
     limit = config.features.max_regions
+    if config.features.truncate_regions:
+        return
     for image_id in image_ids:
         features = file.get(f"{image_id}_features")
         if features is not None and features.ndim and features.shape[0] > limit:
@@ -157,14 +160,8 @@ def _import_shard(file: Any, rows: pa.Table, width: int, folder: StoragePath, co
     return unusable
 
 
-# The functions below read and write the HDF5 layout of bottom-up attention and the Meshed-Memory Transformer:
-# `<image_id>_features` (regions, C) and `<image_id>_boxes` (regions, 4).
-
-_DIGEST_BYTES = 16 * 2**20  # the digest covers this many bytes at the start and at the end of a file
-
-
 def ends_digest(path: Path) -> str:
-    """Digest of a file's size, first and last bytes: a file of hundreds of gigabytes would take too long to read."""
+    """Digest of a file's size, first and last bytes, because reading hundreds of gigabytes would take too long."""
     _require_file(path)
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
@@ -176,7 +173,7 @@ def ends_digest(path: Path) -> str:
 
 
 def write_regions(path: Path, images: Iterator[tuple[int, np.ndarray, np.ndarray]]) -> None:
-    """Writes (image id, features (R, C), boxes (R, 4)) as an HDF5 file in this layout, atomically."""
+    """Writes (image id, features (R, C), boxes (R, 4)) as an HDF5 file, whole or not at all."""
     import h5py
 
     with atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
@@ -212,12 +209,12 @@ def read_image(file: Any, image_id: int, max_regions: int, dtype: str) -> tuple[
         features = stored[:max_regions].astype(dtype)
     if not np.isfinite(features).all():
         raise ValueError(f"{image_id}_features is not finite in {dtype}")
-    stored_boxes = file.get(f"{image_id}_boxes")
-    if stored_boxes is None:
+    boxes = file.get(f"{image_id}_boxes")
+    if boxes is None:
         return features, None
-    if stored_boxes.shape != (stored.shape[0], 4):
-        raise ValueError(f"{image_id}_boxes has shape {stored_boxes.shape}, not ({stored.shape[0]}, 4)")
-    boxes = stored_boxes[:max_regions].astype(np.float32)
+    if boxes.shape != (stored.shape[0], 4):
+        raise ValueError(f"{image_id}_boxes has shape {boxes.shape}, not ({stored.shape[0]}, 4)")
+    boxes = boxes[:max_regions].astype(np.float32)
     if not np.isfinite(boxes).all():
         raise ValueError(f"{image_id}_boxes is not finite")
     return features, boxes

@@ -1,14 +1,14 @@
 """Reads rows of shards: from memory maps of local files, or in ranges from remote files that exceed the cache.
 
-All rows of a shard have the same size. The kernel is first advised of all rows that will be read, and the rows are read
-in their order on disk. So the kernel reads them ahead, instead of one row at a time.
+All rows of a shard have the same size. The kernel is first advised of all rows to come, which are then read in their
+order on disk. So the kernel reads ahead instead of one row at a time.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import mmap
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ import numpy as np
 from pipeline.storage.cache import ShardCache
 from pipeline.storage.path import StoragePath
 
-MAX_OPEN = 400  # shards; each needs a file descriptor, of which a process usually has at most 1,024
-_HEADER_BYTES = 256  # numpy's header of an array of few dimensions is shorter
+MAX_OPEN = 400  # open shards; each needs a file descriptor, and a process usually may have 1,024
+_HEADER_BYTES = 256  # longer than numpy's header of an array of few dimensions
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,9 @@ class _Shard:
     """One open shard. A local shard has a memory map; of a remote shard, `map` is None and rows are read in ranges."""
 
     def __init__(self, path: StoragePath, local: Path | None) -> None:
-        self.path = path
-        self.map: mmap.mmap | None = None
-        if local is not None:
-            with local.open("rb") as file:
-                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self.map.madvise(mmap.MADV_RANDOM)  # without this advice each access would read megabytes ahead
-            header = self.map[:_HEADER_BYTES]
-        else:
-            header = path.read_range(0, _HEADER_BYTES)
-        self.shape, self.dtype, self.start = read_header(header)
+        self.path, self.map = path, None if local is None else _map_file(local)
+        header = path.read_range(0, _HEADER_BYTES) if self.map is None else self.map[:_HEADER_BYTES]
+        self.shape, self.dtype, self.start = _read_header(header)
         self.stride = int(np.prod(self.shape[1:])) * self.dtype.itemsize
 
     def prefetch(self, row: int) -> None:
@@ -65,7 +58,14 @@ class _Shard:
         return flat.reshape(self.shape[1:])
 
 
-def read_header(data: bytes) -> tuple[tuple[int, ...], np.dtype, int]:
+def _map_file(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    content.madvise(mmap.MADV_RANDOM)  # without this advice each access would read megabytes ahead
+    return content
+
+
+def _read_header(data: bytes) -> tuple[tuple[int, ...], np.dtype, int]:
     """Shape, dtype and offset of the data of an .npy file, from its first bytes. Raises ValueError for other bytes."""
     stream = io.BytesIO(data)
     version = np.lib.format.read_magic(stream)
@@ -84,71 +84,51 @@ class ShardMaps:
         self.folder, self.infos, self.cache = folder, infos, cache
         if cache is not None:  # shards beyond the limit are read in ranges: they would evict others
             self._fits = np.cumsum([info.bytes for info in infos]) <= cache.limit
-        self._open: OrderedDict[int, _Shard] = OrderedDict()
-        self._boxes: dict[int, np.ndarray] = {}
+        self.shard = functools.lru_cache(MAX_OPEN)(self._open_shard)
+        self._boxes = functools.cache(self._read_boxes_of_shard)
 
     def read(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """The rows (len(rows), N, C): item i is row `rows[i]` of shard number `shards[i]`."""
-        order = np.lexsort((rows, shards))
-        if not len(order):
+        order = np.lexsort((rows, shards)).tolist()
+        if not order:
             return np.empty((0, 0, 0), np.float16)
-        self._stage(np.unique(shards))
-        first = self._shard(int(shards[order[0]]))
+        shard_numbers, row_numbers = shards.tolist(), rows.tolist()
+        if self.cache is not None:  # opening copies the shard to the cache, so several are opened at a time
+            with ThreadPoolExecutor(4) as pool:
+                list(pool.map(self.shard, sorted(set(shard_numbers))))
+        first = self.shard(shard_numbers[order[0]])
         result = np.empty((len(rows), *first.shape[1:]), first.dtype)
         for index in order:
-            self._shard(int(shards[index])).prefetch(int(rows[index]))
+            self.shard(shard_numbers[index]).prefetch(row_numbers[index])
 
-        def copy(index: int) -> None:
-            result[index] = self._shard(int(shards[index])).row(int(rows[index]))
+        def copy_row(index: int) -> None:
+            result[index] = self.shard(shard_numbers[index]).row(row_numbers[index])
 
-        ranges = [index for index in order if self._shard(int(shards[index])).map is None]
+        remote = []
         for index in order:
-            if self._shard(int(shards[index])).map is not None:
-                copy(index)
-        if ranges:
-            with ThreadPoolExecutor(8) as pool:
-                list(pool.map(copy, ranges))
+            if self.shard(shard_numbers[index]).map is None:
+                remote.append(index)
+            else:
+                copy_row(index)
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(copy_row, remote))
         return result
-
-    def _stage(self, numbers: np.ndarray) -> None:
-        """Copies the shards that are not open to the cache, several at a time."""
-        if self.cache is not None:
-            new = [int(number) for number in numbers if int(number) not in self._open]
-            if len(new) > 1:
-                with ThreadPoolExecutor(4) as pool:
-                    list(pool.map(self._local_file, new))
-
-    def _local_file(self, number: int) -> Path | None:
-        """The local file of a shard; None for a remote one that does not fit the cache."""
-        info = self.infos[number]
-        path = self.folder / f"{info.shard}.npy"
-        if self.cache is None:
-            return path.path
-        return self.cache.get(path, info.bytes, info.sha256) if self._fits[number] else None
 
     def read_boxes(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """The boxes (len(rows), N, 4) float32: item i is row `rows[i]` of shard number `shards[i]`."""
-        return np.stack([self._boxes_of(int(shard))[row] for shard, row in zip(shards, rows, strict=True)])
+        return np.stack([self._boxes(shard)[row] for shard, row in zip(shards.tolist(), rows, strict=True)])
 
-    def _boxes_of(self, number: int) -> np.ndarray:
-        if number not in self._boxes:
-            info = self.infos[number]
-            if info.boxes_sha256:
-                data = (self.folder / f"{info.shard}.boxes.npy").read_bytes()
-                self._boxes[number] = np.load(io.BytesIO(data), allow_pickle=False)
-            else:  # zeros, because a detector's file may have boxes for some images only
-                rows, regions = self._shard(number).shape[:2]
-                self._boxes[number] = np.zeros((rows, regions, 4), np.float32)
-        return self._boxes[number]
+    def _read_boxes_of_shard(self, number: int) -> np.ndarray:
+        info = self.infos[number]
+        if info.boxes_sha256:
+            data = (self.folder / f"{info.shard}.boxes.npy").read_bytes()
+            return np.load(io.BytesIO(data), allow_pickle=False)
+        num_rows, num_regions = self.shard(number).shape[:2]
+        return np.zeros((num_rows, num_regions, 4), np.float32)  # a detector's file may lack the boxes of some images
 
-    def _shard(self, number: int) -> _Shard:
-        """The open shard; opens it, and closes another one if too many are open."""
-        shard = self._open.get(number)
-        if shard is None:
-            path = self.folder / f"{self.infos[number].shard}.npy"
-            shard = self._open[number] = _Shard(path, self._local_file(number))
-            if len(self._open) > MAX_OPEN:
-                self._open.popitem(last=False)  # unmapped once no array refers to it
-        else:
-            self._open.move_to_end(number)
-        return shard
+    def _open_shard(self, number: int) -> _Shard:
+        info = self.infos[number]
+        path = self.folder / f"{info.shard}.npy"
+        if self.cache is None:
+            return _Shard(path, path.path)
+        return _Shard(path, self.cache.get(path, info.bytes, info.sha256) if self._fits[number] else None)

@@ -1,11 +1,10 @@
-"""The source of a run's features: a backbone that reads the image files, or a file of region features."""
+"""The features of a configuration: a backbone computes them from image files, or a detector's file contains them."""
 
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,84 +34,43 @@ class Extracted(NamedTuple):
             )
 
 
-@dataclass(frozen=True)
-class FeatureSource(ABC):
-    """The source of the features that a configuration names."""
+def extract_features(
+    config: RunConfig,
+    dataset: Dataset,
+    weights: Path | None,
+    start_ray: Callable[[], None],
+    unreadable: dict[str, str] | None = None,
+) -> Extracted:
+    """Adds the features of the data set's images that the store lacks.
 
-    config: RunConfig
-
-    @abstractmethod
-    def extract(
-        self,
-        dataset: Dataset,
-        weights: Path | None,
-        start_ray: Callable[[], None],
-        unreadable: dict[str, str] | None = None,
-    ) -> Extracted:
-        """Adds the features of the data set's images that the store lacks.
-
-        weights: the file of the backbone's weights; None without a backbone. start_ray: called only when features must
-        be computed. unreadable: {URI: reason} of images without a content key, which the quarantine lists.
-        """
-
-    @abstractmethod
-    def for_bundles(self, dataset: Dataset) -> tuple[Dataset, StoragePath | None]:
-        """The images that a bundle can caption, and the store with their features.
-
-        The store is None when the bundle contains a backbone, which reads the image files.
-        """
-
-    @abstractmethod
-    def describe(self, num_tokens: int, num_parameters: int) -> str:
-        """One line of text for the log. num_parameters: number of parameters of the backbone."""
+    weights: the file of the backbone's weights; None without a backbone. start_ray: called only when a backbone must
+    compute features. unreadable: {URI: reason} of images without a content key, which the quarantine lists.
+    """
+    if not config.has_backbone:
+        return Extracted(*import_regions(dataset, config))
+    assert weights is not None
+    backbone = replace(config.backbone, weights="none")
+    extractor = Extractor(backbone, weights, config.features, config.data.max_pixels, config.storage.options)
+    return Extracted(*extract(dataset, config.storage_place / "features", extractor, start_ray, unreadable))
 
 
-class BackboneFeatures(FeatureSource):
-    """Features that a backbone computes from the image files."""
+def features_for_bundles(config: RunConfig, dataset: Dataset) -> tuple[Dataset, StoragePath | None]:
+    """The images that a bundle can caption, and the store with their features.
 
-    def extract(
-        self,
-        dataset: Dataset,
-        weights: Path | None,
-        start_ray: Callable[[], None],
-        unreadable: dict[str, str] | None = None,
-    ) -> Extracted:
-        assert weights is not None
-        config = self.config
-        backbone, options = replace(config.backbone, weights="none"), config.storage.options
-        extractor = Extractor(backbone, weights, config.features, config.data.max_pixels, options)
-        return Extracted(*extract(dataset, config.storage_place / "features", extractor, start_ray, unreadable))
-
-    def for_bundles(self, dataset: Dataset) -> tuple[Dataset, StoragePath | None]:
+    The store is None when the bundle contains a backbone, which reads the image files.
+    """
+    if config.has_backbone:
         return dataset, None
-
-    def describe(self, num_tokens: int, num_parameters: int) -> str:
-        backbone = self.config.backbone
-        return f"{backbone.name} at {backbone.image_size} px, {num_parameters:,} parameters, {num_tokens} tokens"
-
-
-class RegionFeatures(FeatureSource):
-    """Region features that a detector wrote to `features.hdf5`. An image's content key is made from its id."""
-
-    def extract(
-        self,
-        dataset: Dataset,
-        weights: Path | None,
-        start_ray: Callable[[], None],
-        unreadable: dict[str, str] | None = None,
-    ) -> Extracted:
-        return Extracted(*import_regions(dataset, self.config))
-
-    def for_bundles(self, dataset: Dataset) -> tuple[Dataset, StoragePath | None]:
-        dataset = dataset.keyed_by_id()
-        store, missing = import_regions(dataset, self.config)
-        if missing:
-            logger.info(f"features  {len(missing)} images are left out: {store / 'quarantine.parquet'} says why")
-        return dataset.without(sorted(missing)), store
-
-    def describe(self, num_tokens: int, num_parameters: int) -> str:
-        return f"regions of {self.config.features.hdf5}, at most {num_tokens}"
+    dataset = dataset.keyed_by_id()
+    store, missing = import_regions(dataset, config)
+    if missing:
+        logger.info(f"features  {len(missing)} images are left out: {store / 'quarantine.parquet'} says why")
+    return dataset.without(sorted(missing)), store
 
 
-def feature_source(config: RunConfig) -> FeatureSource:
-    return BackboneFeatures(config) if config.has_backbone else RegionFeatures(config)
+def describe_features(config: RunConfig, num_tokens: int, num_parameters: int) -> str:
+    """One line of text for the log. num_parameters: number of parameters of the backbone."""
+    if not config.has_backbone:
+        return f"regions of {config.features.hdf5}, at most {num_tokens}"
+    backbone = config.backbone
+    return f"{backbone.name} at {backbone.image_size} px, {num_parameters:,} parameters, {num_tokens} tokens"

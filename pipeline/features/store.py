@@ -7,8 +7,8 @@
                            quarantine.parquet       images without features, with the reason
                            COMPLETE                 JSON: number of rows, and the description of the extraction
 
-Readers ignore a shard without a manifest: its writer died, and a later extraction removes the shard. A shard's name is
-a hash of its content keys. So a repeated task writes the same file again, and concurrent extractions do no damage.
+Readers ignore a shard without a manifest, because its writer died. A later extraction removes the shard.
+A shard's name is a hash of its content keys, so that a repeated task or a concurrent extraction writes the same file.
 The folder is local or on S3. Remote shards are copied to a local cache of limited size.
 """
 
@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -45,17 +45,8 @@ MANIFEST = pa.schema(
     ]
 )
 INDEX = "index.parquet"
-MAX_LOOSE_PARTS = 16  # the index is rewritten when it lacks more manifests than this
+MAX_LOOSE_PARTS = 16  # `write_index` rewrites the index when more manifests than this were added or removed
 CACHE_BYTES = 50 * 2**30
-ContentKeys: TypeAlias = Sequence[str] | pa.Array | pa.ChunkedArray
-
-
-class Regions(NamedTuple):
-    """Features of detected regions; rows are padded with zeros after their `lengths`."""
-
-    features: np.ndarray  # (B, N, C)
-    lengths: np.ndarray  # (B,) int64
-    boxes: np.ndarray | None  # (B, N, 4) float32, unchanged from the detector
 
 
 def feature_key(description: dict[str, Any]) -> str:
@@ -64,7 +55,6 @@ def feature_key(description: dict[str, Any]) -> str:
 
 
 def shard_name(content_keys: Sequence[str]) -> str:
-    """The name of the shard of these images: a hash of their content keys."""
     return hashlib.sha256("\n".join(content_keys).encode()).hexdigest()[:32]
 
 
@@ -85,28 +75,29 @@ def write_shard(
     lengths (rows,), boxes (rows, N, 4): only for regions.
     """
     root, name, count = storage_path(folder), shard_name(content_keys), len(content_keys)
-    body, boxes_digest = _npy_bytes(features), None
-    (root / f"shards/{name}.npy").write_bytes(body)
+    size, digest = _write_array(root / f"shards/{name}.npy", features)
+    boxes_digest = None
     if boxes is not None:
-        boxes_body = _npy_bytes(boxes.astype(np.float32))
-        boxes_digest = hashlib.sha256(boxes_body).hexdigest()
-        (root / f"shards/{name}.boxes.npy").write_bytes(boxes_body)
+        _, boxes_digest = _write_array(root / f"shards/{name}.boxes.npy", boxes.astype(np.float32))
     rows = {
         "key": list(content_keys),
         "shard": [name] * count,
         "row": range(count),
-        "sha256": [hashlib.sha256(body).hexdigest()] * count,
-        "bytes": [len(body)] * count,
-        "length": lengths if lengths is not None else [None] * count,
+        "sha256": [digest] * count,
+        "bytes": [size] * count,
+        "length": [None] * count if lengths is None else lengths,
         "boxes_sha256": [boxes_digest] * count,
     }
     write_table(root / f"manifest/{name}.parquet", pa.table(rows, schema=MANIFEST))
 
 
-def _npy_bytes(array: np.ndarray) -> memoryview:
+def _write_array(path: StoragePath, array: np.ndarray) -> tuple[int, str]:
+    """Writes an .npy file. Returns its size and digest."""
     buffer = io.BytesIO()
     np.save(buffer, np.ascontiguousarray(array), allow_pickle=False)
-    return buffer.getbuffer()
+    data = buffer.getbuffer()
+    path.write_bytes(data)
+    return len(data), hashlib.sha256(data).hexdigest()
 
 
 class FeatureStore:
@@ -122,80 +113,59 @@ class FeatureStore:
         self.folder = storage_path(folder)
         table = _read_manifest(self.folder)
         self.keys: pa.Array = table["key"].combine_chunks()
-        encoded = table["shard"].combine_chunks().dictionary_encode()
-        self.shards: list[str] = encoded.dictionary.to_pylist()
-        self._shard = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int32)
+        shards = table["shard"].combine_chunks().dictionary_encode().indices
+        self._shard = shards.to_numpy(zero_copy_only=False).astype(np.int32)
         self._row = table["row"].to_numpy()
         self._length = pc.fill_null(table["length"], -1).to_numpy()
         first_rows = pa.array(np.unique(self._shard, return_index=True)[1])
         columns = table.select(["shard", "sha256", "bytes", "boxes_sha256"])
-        self._infos = [ShardInfo(**row) for row in columns.take(first_rows).to_pylist()]
-        self._positions: dict[str, int] = {}
+        self.shards = [ShardInfo(**row) for row in columns.take(first_rows).to_pylist()]
         shard_cache = ShardCache(cache or cache_folder() / "shards", cache_bytes) if self.folder.is_remote else None
-        self._maps = ShardMaps(self.folder / "shards", self._infos, shard_cache)
+        self._maps = ShardMaps(self.folder / "shards", self.shards, shard_cache)
 
     def __len__(self) -> int:
         """Number of images in the store."""
         return int(pc.count_distinct(self.keys).as_py()) if len(self.keys) else 0
 
-    def __contains__(self, content_key: str) -> bool:
-        return bool(self.contains([content_key])[0])
-
-    def contains(self, content_keys: ContentKeys) -> np.ndarray:
+    def contains(self, content_keys: pa.Array | pa.ChunkedArray) -> np.ndarray:
         """Whether the store has each image (len(content_keys),). A call builds a hash table of the store's keys."""
-        return pc.is_in(_as_array(content_keys), value_set=self.keys).to_numpy(zero_copy_only=False)
+        return pc.is_in(content_keys, value_set=self.keys).to_numpy(zero_copy_only=False)
 
-    def locate(self, content_keys: ContentKeys) -> np.ndarray:
-        """Positions (len(content_keys),) int64 for `gather_at`, for repeated access to the same images.
+    def locate(self, content_keys: pa.Array | pa.ChunkedArray) -> np.ndarray:
+        """The positions (len(content_keys),) int64 of images, by which the methods below read them.
 
         Raises KeyError naming the first key that the store lacks. A call builds a hash table of the store's keys.
         """
-        requested = _as_array(content_keys)
-        positions = pc.index_in(requested, value_set=self.keys)
+        positions = pc.index_in(content_keys, value_set=self.keys)
         if positions.null_count:
-            missing = requested.filter(pc.is_null(positions))[0].as_py()
+            missing = content_keys.filter(pc.is_null(positions))[0].as_py()
             raise KeyError(f"features of image {missing} are not in {self.folder}; run the extraction again")
         return positions.to_numpy(zero_copy_only=False).astype(np.int64)
 
-    def gather(self, content_keys: Sequence[str]) -> np.ndarray:
-        """Features (len(content_keys), N, C) in the order of the keys. Raises KeyError for a missing key."""
-        if not self._positions and len(self.keys):
-            self._positions = {key: position for position, key in reversed(list(enumerate(self.keys.to_pylist())))}
-        positions = [self._positions.get(key, -1) for key in content_keys]
-        if -1 in positions:
-            self.locate(content_keys)  # raises KeyError naming the missing key
-        return self.gather_at(np.array(positions, np.int64))
-
     def gather_at(self, positions: np.ndarray) -> np.ndarray:
-        """The features that `gather` returns, for positions from `locate`."""
+        """Features (len(positions), N, C). After its length, a row of regions contains zeros."""
         return self._maps.read(self._shard[positions], self._row[positions])
 
-    def gather_regions(self, content_keys: Sequence[str]) -> Regions:
-        """Features with lengths and boxes. A grid's rows have the full length, and its boxes are None."""
-        positions = self.locate(content_keys)
-        features = self.gather_at(positions)
-        lengths, boxes = self.regions_at(positions)
-        return Regions(features, np.full(len(positions), features.shape[1]) if lengths is None else lengths, boxes)
-
     def regions_at(self, positions: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Lengths (len(positions),) int64 and boxes (len(positions), N, 4) of regions, or None."""
+        """Lengths (len(positions),) int64 and boxes (len(positions), N, 4) float32 of regions.
+
+        Both are None for grids. The boxes, which are the detector's, are also None when the detector gave none.
+        """
         lengths = self._length[positions].astype(np.int64)
         if (lengths < 0).any():
             return None, None
-        boxes = None
-        if any(self._infos[shard].boxes_sha256 for shard in np.unique(self._shard[positions])):
-            boxes = self._maps.read_boxes(self._shard[positions], self._row[positions])
-        return lengths, boxes
+        if not any(self.shards[shard].boxes_sha256 for shard in np.unique(self._shard[positions])):
+            return lengths, None
+        return lengths, self._maps.read_boxes(self._shard[positions], self._row[positions])
 
     def verify(self) -> list[str]:
         """Reads the whole store; returns one sentence for each damaged shard."""
         rows = np.bincount(self._shard, minlength=len(self.shards))
         with ThreadPoolExecutor(4) as pool:  # hashing and reading release the interpreter's lock
-            errors = pool.map(self._find_damage, self._infos, rows)
-        return [error for error in errors if error]
+            return [damage for damage in pool.map(self._find_damage, self.shards, rows) if damage]
 
     def _find_damage(self, info: ShardInfo, rows: int) -> str:
-        """A sentence about the damage of one shard; "" when it has none."""
+        """A sentence about the damage of one shard; "" for a whole shard."""
         remedy = f"delete manifest/{info.shard}.parquet and {INDEX} in {self.folder} and extract again"
         files = {f"shards/{info.shard}.npy": info.sha256}
         if info.boxes_sha256:
@@ -213,50 +183,36 @@ class FeatureStore:
         return ""
 
 
-def _as_array(content_keys: ContentKeys) -> pa.Array | pa.ChunkedArray:
-    if isinstance(content_keys, pa.Array | pa.ChunkedArray):
-        return content_keys
-    return pa.array(content_keys, pa.string())
-
-
 def open_store(folder: StoragePath | Path, settings: FeatureSection) -> FeatureStore:
     """Opens a store with a local cache of the configured size."""
     return FeatureStore(folder, cache_bytes=int(settings.cache_gib * 2**30))
 
 
-def _read_manifest(folder: StoragePath) -> pa.Table:
+def _shards_with_manifest(folder: StoragePath) -> set[str]:
+    return {name.removesuffix(".parquet") for name in (folder / "manifest").list() if name.endswith(".parquet")}
+
+
+def _read_manifest(folder: StoragePath, attempts: int = 3) -> pa.Table:
     """All rows of the store: those of the index with a manifest, and those that the index lacks."""
-    for attempt in range(3):  # another process may remove a manifest between its listing and its reading
-        parts = {name.removesuffix(".parquet") for name in (folder / "manifest").list() if name.endswith(".parquet")}
-        try:
-            index = read_table(folder / INDEX, MANIFEST)
-        except FileNotFoundError:
-            index = MANIFEST.empty_table()
-        if len(index):
-            index = index.filter(pc.is_in(index["shard"], value_set=pa.array(sorted(parts), pa.string())))
-        loose = sorted(parts - set(pc.unique(index["shard"]).to_pylist()))
-        try:
-            with ThreadPoolExecutor(8) as pool:
-                read = pool.map(lambda name: read_table(folder / f"manifest/{name}.parquet", MANIFEST), loose)
-                return pa.concat_tables([index, *read])
-        except FileNotFoundError:
-            if attempt == 2:
-                raise
-    raise AssertionError("unreachable")
+    shards = _shards_with_manifest(folder)
+    index = read_table(folder / INDEX, MANIFEST, missing_ok=True)
+    index = index.filter(pc.is_in(index["shard"], value_set=pa.array(sorted(shards), pa.string())))
+    not_indexed = sorted(shards - set(pc.unique(index["shard"]).to_pylist()))
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            tables = pool.map(lambda name: read_table(folder / f"manifest/{name}.parquet", MANIFEST), not_indexed)
+            return pa.concat_tables([index, *tables])
+    except FileNotFoundError:  # another process may remove a manifest between its listing and its reading
+        if attempts == 1:
+            raise
+        return _read_manifest(folder, attempts - 1)
 
 
 def write_index(folder: StoragePath | Path) -> None:
-    """Rewrites the index when it lacks many manifests, or has many that no longer exist.
-
-    A store works without an index, but takes longer to open.
-    """
+    """Rewrites the index if it has become old. A store works without an index, but takes longer to open."""
     root = storage_path(folder)
-    parts = sum(name.endswith(".parquet") for name in (root / "manifest").list())
-    try:
-        indexed = len(pc.unique(read_table(root / INDEX, MANIFEST)["shard"]))
-    except FileNotFoundError:
-        indexed = 0
-    if abs(parts - indexed) > MAX_LOOSE_PARTS:
+    num_indexed = len(pc.unique(read_table(root / INDEX, MANIFEST, missing_ok=True)["shard"]))
+    if abs(len(_shards_with_manifest(root)) - num_indexed) > MAX_LOOSE_PARTS:
         write_table(root / INDEX, _read_manifest(root))
 
 
@@ -264,17 +220,14 @@ def remove_orphans(folder: StoragePath | Path, min_age_s: float = 3600) -> int:
     """Removes files that local writers left when they died; returns how many.
 
     A file younger than `min_age_s` remains: it may be a shard whose manifest is not yet written.
-    On S3 nothing is removed, because objects there are never partial and a repeated task overwrites its shard.
+    On S3 nothing is removed, because S3 has no partial objects and a repeated task overwrites its shard.
     """
     root = storage_path(folder)
     if root.is_remote:
         return 0
     with_manifest = {path.stem for path in (root.path / "manifest").glob("*.parquet")}
-    orphans = [
-        path
-        for path in (root.path / "shards").glob("*")
-        if path.suffix == ".tmp" or path.name.split(".")[0] not in with_manifest
-    ]
+    shards = (root.path / "shards").glob("*")
+    orphans = [path for path in shards if path.suffix == ".tmp" or path.name.split(".")[0] not in with_manifest]
     orphans += [*(root.path / "manifest").glob(".*.tmp"), *root.path.glob(".*.tmp")]
     old = [path for path in orphans if path.stat().st_mtime < time.time() - min_age_s]
     for path in old:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
-from pipeline.features.source import feature_source
+from pipeline.features.source import describe_features
 from pipeline.reports.page import Report, ReportImage, ReportStage, write_report
 from pipeline.runs.evaluation import RunScores
 from pipeline.runs.folder import RunFolder
@@ -112,7 +112,7 @@ def make_report(
         metadata={
             "images": ", ".join(f"{split} {count}" for split, count in metadata.splits.items()),
             "model": f"{config.model.name}, {metadata.parameters['model']:,} parameters",
-            "features": feature_source(config).describe(metadata.num_tokens, metadata.parameters["backbone"]),
+            "features": describe_features(config, metadata.num_tokens, metadata.parameters["backbone"]),
             "durations": ", ".join(f"{name} {seconds:.0f} s" for name, seconds in durations.items()),
             "commit": metadata.commit,
             "data fingerprint": metadata.data_fingerprint[:16],

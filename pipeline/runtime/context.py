@@ -1,8 +1,4 @@
-"""The training loop's environment: rank, world size, device, and how to report metrics.
-
-The loop never imports Ray. `LocalContext` is a single process (tests, a machine without Ray, the dry run); `RayContext`
-is a worker of Ray Train.
-"""
+"""The training loop's environment: rank, world size, device, and how to report metrics. The loop never imports Ray."""
 
 from __future__ import annotations
 
@@ -23,14 +19,10 @@ class Context(Protocol):
 
     def report(self, metrics: dict[str, Any]) -> None:
         """Sends metrics to the driver. It is a barrier: every rank must call it equally often."""
-        ...
 
 
 def device_for(gpus: float) -> torch.device:
-    """The device of a process to which the configuration assigns `gpus` GPUs, whatever GPUs the machine has.
-
-    Raises RuntimeError when GPUs are assigned and torch finds none.
-    """
+    """The device of a process to which the configuration assigns `gpus` GPUs. Raises RuntimeError for a missing GPU."""
     if not gpus:
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -41,15 +33,14 @@ def device_for(gpus: float) -> torch.device:
 
 
 class LocalContext:
-    """A single process without a cluster."""
+    """A single process without a cluster, for tests, benchmarks and trials. It has no driver to report to."""
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.world_rank, self.world_size = 0, 1
         self.device = torch.device(device)
-        self.reports: list[dict[str, Any]] = []
 
     def report(self, metrics: dict[str, Any]) -> None:
-        self.reports.append(metrics)
+        pass
 
 
 class RayContext:
@@ -71,16 +62,15 @@ class RayContext:
 
 
 def gather_objects(context: Context, value: Any) -> list[Any]:
-    """Every rank's value in the order of ranks, on every rank. All ranks must call this together."""
-    if context.world_size == 1:
-        return [value]
-    values: list[Any] = [None] * context.world_size
-    dist.all_gather_object(values, value)
+    """The values of all ranks in their order. All ranks must call this together, and all get the result."""
+    values = [value] * context.world_size
+    if context.world_size > 1:
+        dist.all_gather_object(values, value)
     return values
 
 
 def sum_over_ranks(context: Context, values: torch.Tensor) -> torch.Tensor:
-    """Element-wise sum over the ranks, in place. All ranks must call this together."""
+    """Element-wise sum over all ranks, in place. All ranks must call this together."""
     if context.world_size > 1:
         dist.all_reduce(values)
     return values

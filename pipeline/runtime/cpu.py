@@ -14,9 +14,9 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 def prepare_processor(threads: int | None = None) -> None:
     """Sets the number of torch's threads (None: torch's default) and keeps freed memory in the process.
 
-    Every step allocates the same large tensors again. By default glibc returns each one to the system, which then
-    provides zeroed pages one by one. That took a fifth of the time of a beam search and a tenth of a training step. The
-    cost is that a process keeps its peak memory until it ends. Without glibc the memory settings have no effect.
+    Every step allocates the same large tensors again. By default glibc returns each tensor to the system, which then
+    zeroes new pages. That took a fifth of a beam search and a tenth of a training step. In return, a process keeps its
+    peak memory until it ends. Without glibc the memory settings have no effect.
     """
     if threads is not None:
         torch.set_num_threads(threads)
@@ -27,13 +27,13 @@ def prepare_processor(threads: int | None = None) -> None:
         mallopt(_ARENA_MAX, 1)  # one arena for all threads, because only the main arena keeps large tensors
 
 
-def computing_thread(threads: int | None = None) -> ThreadPoolExecutor:
+def computing_thread(threads: int) -> ThreadPoolExecutor:
     """An executor with one thread for all computing of a process, including weight initialization and loading.
 
-    It is meant for processes that are called from changing threads, such as Ray's actors. Each computing thread gets
-    a permanent team of OpenMP threads. When a process has more of these than cores, they sleep between any two
-    operations instead of spinning, which took a third of the time of a Swin backbone. A thread older than
-    `prepare_processor` also has an arena of its own, which returns large tensors to the system at once.
+    Ray calls an actor from changing threads, and each computing thread gets a permanent team of OpenMP threads. If a
+    process has more of these than cores, they sleep between operations instead of spinning, which took a third of the
+    time of a Swin backbone. Also, a thread older than `prepare_processor` has another malloc arena, which returns large
+    tensors to the system at once.
     """
     prepare_processor(threads)
     return ThreadPoolExecutor(1, initializer=prepare_processor, initargs=(threads,))

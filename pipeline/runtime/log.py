@@ -1,7 +1,7 @@
 """Logging: one formatter for the terminal and one for a run's log file.
 
-Modules log with `logging.getLogger(__name__)`. `configure_logging` makes these records visible; without it (in a test,
-in a program that imports raycap) the standard rules of `logging` apply.
+`configure_logging` shows the records of raycap's modules. Without it (in a test, in a program that imports raycap) the
+standard rules of `logging` apply.
 """
 
 from __future__ import annotations
@@ -22,36 +22,32 @@ _rank = 0
 
 
 def configure_logging(level: int = logging.INFO) -> None:
-    """Shows records from `level` on at the terminal (standard output). Calling it again changes the level.
+    """Shows records of `level` or above at the terminal (standard output). A second call changes the level.
 
-    A log file holds records from INFO on even if the terminal shows warnings only.
+    A log file gets records of INFO or above even if the terminal shows warnings only.
     """
+    handler = _terminal_handler() or _TerminalHandler()
+    handler.setLevel(level)
     for name in PACKAGES:
-        logger = logging.getLogger(name)
-        logger.setLevel(min(level, logging.INFO))
-        handler = next((handler for handler in logger.handlers if isinstance(handler, _TerminalHandler)), None)
-        if handler is None:
-            handler = _TerminalHandler()
-            handler.setFormatter(_Formatter(in_file=False))
-            logger.addHandler(handler)
-        handler.setLevel(level)
+        logging.getLogger(name).setLevel(min(level, logging.INFO))
+        logging.getLogger(name).addHandler(handler)
 
 
 def is_shown(level: int) -> bool:
-    """True when the terminal shows records of this level."""
-    handlers = logging.getLogger(PACKAGES[0]).handlers
-    return any(isinstance(handler, _TerminalHandler) and handler.level <= level for handler in handlers)
+    """Whether the terminal shows records of this level."""
+    handler = _terminal_handler()
+    return handler is not None and handler.level <= level
 
 
 @contextmanager
 def unchanged_level() -> Iterator[None]:
     """Restores the terminal's level afterwards."""
-    handlers = [handler for name in PACKAGES for handler in logging.getLogger(name).handlers]
-    levels = [handler.level for handler in handlers]
+    handler = _terminal_handler()
+    level = handler.level if handler else logging.NOTSET
     try:
         yield
     finally:
-        for handler, level in zip(handlers, levels, strict=True):
+        if handler:
             handler.setLevel(level)
 
 
@@ -63,7 +59,7 @@ def set_rank(rank: int) -> None:
 
 @contextmanager
 def indented() -> Iterator[None]:
-    """Indents the records of a job that runs inside another one, such as the run inside a retraining."""
+    """Indents the records of a job that runs inside another job, such as the run inside a retraining."""
     token = _indent.set(_indent.get() + "  ")
     try:
         yield
@@ -73,7 +69,7 @@ def indented() -> Iterator[None]:
 
 @contextmanager
 def log_file(path: Path) -> Iterator[None]:
-    """Also appends records to a file, each with date and time, and finally the error that ends the context, if any.
+    """Also appends records to a file, with date and time, and finally an error that ends the context.
 
     If the file cannot be written, one warning is logged.
     """
@@ -102,9 +98,9 @@ def log_file(path: Path) -> Iterator[None]:
 
 
 class _Formatter(logging.Formatter):
-    """Begins every line of a record with its indentation and rank, in a file also with date, time and level.
+    """Begins every line of a record with its indentation and rank.
 
-    On the terminal a line has its level unless that is INFO.
+    In a file a line also has its date, time and level. On the terminal it has its level unless that is INFO.
     """
 
     def __init__(self, *, in_file: bool) -> None:
@@ -121,16 +117,19 @@ class _Formatter(logging.Formatter):
 
 
 class _TerminalHandler(logging.StreamHandler[Any]):
-    """Writes to whatever `sys.stdout` is at the time, so that redirections take effect."""
+    """Writes to the present `sys.stdout`, so that redirections take effect."""
 
     def __init__(self) -> None:
-        logging.Handler.__init__(self)
-        self.addFilter(lambda record: not getattr(record, "has_bar", False))  # a progress bar shows the same
+        super().__init__()
+        self.setFormatter(_Formatter(in_file=False))
 
-    @property
-    def stream(self) -> Any:
-        return sys.stdout
+    def emit(self, record: logging.LogRecord) -> None:
+        if not getattr(record, "has_bar", False):  # a progress bar shows the same
+            self.stream = sys.stdout
+            super().emit(record)
 
-    @stream.setter
-    def stream(self, value: Any) -> None:
-        pass
+
+def _terminal_handler() -> _TerminalHandler | None:
+    """The handler that `configure_logging` added."""
+    handlers = logging.getLogger(PACKAGES[0]).handlers
+    return next((handler for handler in handlers if isinstance(handler, _TerminalHandler)), None)

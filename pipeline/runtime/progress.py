@@ -37,7 +37,6 @@ class ProgressBar:
         self._progress.update(task, completed=done, note=note)
 
     def close(self) -> None:
-        """Removes the bar."""
         if self._progress is not None:
             self._progress.stop()
 
@@ -52,23 +51,21 @@ def _start_rich_progress() -> Progress:
         console=Console(stderr=True),
         refresh_per_second=2,
         transient=True,
-        redirect_stdout=sys.stdout.isatty(),  # if standard output is a file or pipe, its lines must stay there
+        redirect_stdout=sys.stdout.isatty(),  # lines for a file or pipe must not be sent to the terminal
     )
     progress.start()
     return progress
 
 
 @contextmanager
-def progress(
-    label: str, total: int, unit: str = "images", write: Callable[[str], object] | None = None
-) -> Iterator[Callable[[int], None]]:
-    """Shows how much of `total` is done. It yields a function, which takes the number of newly finished items.
+def progress(label: str, total: int, write: Callable[[str], object] | None = None) -> Iterator[Callable[[int], None]]:
+    """Shows how many of `total` images are done. Yields a function that takes the number of newly finished images.
 
-    Without a bar, `write` gets a line every five seconds. By default a line is logged, with a bar only to the log file.
+    Every five seconds a line is logged; while a bar is drawn, only the log file gets it. With `write`, this function
+    gets the lines instead of the log, and only without a bar.
     """
     begin = last = time.monotonic()
     done = 0
-
     with closing(ProgressBar()) as bar:
 
         def advance(count: int) -> None:
@@ -76,11 +73,11 @@ def progress(
             done += count
             now = time.monotonic()
             rate = done / max(now - begin, 1e-3)
-            bar.update(label, done, total, f"{rate:.1f} {unit}/s")
+            bar.update(label, done, total, f"{rate:.1f} images/s")
             if now - last <= LINE_EVERY_S:
                 return
             last = now
-            line = f"{label}  {done}/{total} {unit}, {rate:.1f} {unit}/s, {(total - done) / rate:.0f} s left"
+            line = f"{label}  {done}/{total} images, {rate:.1f} images/s, {(total - done) / rate:.0f} s left"
             if write is None:
                 logger.info(line, extra={"has_bar": bar.is_drawn})
             elif not bar.is_drawn and is_shown(logging.INFO):

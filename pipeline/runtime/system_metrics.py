@@ -1,7 +1,7 @@
-"""Measures how busy this machine is, with the names of MLflow's system metrics.
+"""Measures the load of this machine, with the names of MLflow's system metrics.
 
-MLflow's own monitor sends to the tracker from the process it watches. Here a training worker only writes its journal,
-which the driver forwards, so the values are read directly: by psutil and, for GPUs, by NVML through torch.
+MLflow's monitor would send to the tracker from the training worker. Here the worker only writes its journal, which the
+driver forwards.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MEGABYTE = 1e6
 
 
 def system_metrics(device: torch.device) -> dict[str, float]:
-    """CPU (percent since the last call), memory, disk, network since the first call, and on CUDA the visible GPUs."""
+    """CPU load since the last call, network traffic since the first call, memory, disk, and on CUDA visible GPUs."""
     import psutil
 
     memory, disk = psutil.virtual_memory(), psutil.disk_usage("/")
@@ -37,8 +37,8 @@ def system_metrics(device: torch.device) -> dict[str, float]:
 def _gpu_metrics(device: torch.device) -> dict[str, float]:
     """Memory (of all processes) and utilization of every visible GPU, from NVML.
 
-    Without NVML only the memory of `device` is reported, because `torch.cuda.mem_get_info` would open a CUDA context on
-    every other GPU.
+    Without NVML only the memory of `device` is reported, because for each other GPU `torch.cuda.mem_get_info` would
+    open a CUDA context.
     """
     metrics: dict[str, float] = {}
     try:
@@ -46,7 +46,7 @@ def _gpu_metrics(device: torch.device) -> dict[str, float]:
             metrics[f"gpu_{index}_memory_usage_megabytes"] = torch.cuda.device_memory_used(index) / MEGABYTE
             with suppress(Exception):  # not every GPU reports it, for example not a partition (MIG)
                 metrics[f"gpu_{index}_utilization_percentage"] = torch.cuda.utilization(index)
-    except Exception:  # whatever NVML or a missing nvidia-ml-py raises
+    except Exception:  # NVML and a missing nvidia-ml-py raise various types
         free, total = torch.cuda.mem_get_info(device)
         metrics[f"gpu_{device.index or 0}_memory_usage_megabytes"] = (total - free) / MEGABYTE
     return metrics

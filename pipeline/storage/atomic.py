@@ -1,11 +1,11 @@
 """Local files and folders that appear whole or not at all (written under a temporary name, then renamed), and locks.
 
-One rule for durability: content is flushed to the disk (fsync) before the rename, so that after a power cut the name
-holds the old content or the new content, never a part. `durable=False` skips the flush; only caches use it, because
-their content can be made again. Neither flushes the rename itself: the last write may be lost, but not half of it.
+Content is flushed to the disk (fsync) before the rename, so that after a power cut a file has the old or the new
+content, never a part. `durable=False` skips the flush, for content that can be made again. The rename is not flushed:
+a power cut may undo the last write, but not half of it.
 
-Temporary names begin with a dot, end in `.tmp` and are unique, so that several processes may write one name. A killed
-writer leaves one behind; whoever lists a folder skips hidden names.
+Temporary names begin with a dot, end in `.tmp` and are unique, so that several processes may write the same file. A
+killed writer leaves its temporary file behind, so that code that lists a folder must skip hidden names.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 
 @contextmanager
 def atomic_path(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """A temporary path for a writer that takes a path; the file written there replaces `path` when the block ends.
+    """Yields a temporary path; the file written to it replaces `path` when the block ends.
 
-    Makes the folders above `path`. After an error `path` is unchanged and the temporary file is gone.
+    Makes the folders above `path`. After an error `path` is unchanged, and the temporary file is removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(path)
@@ -41,19 +41,18 @@ def atomic_path(path: Path, *, durable: bool = True) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(folder: Path, *, replace: bool = True, durable: bool = True) -> Iterator[Path]:
-    """An empty temporary folder; it takes the place of `folder` when the block ends.
+    """Yields an empty temporary folder, which replaces `folder` when the block ends.
 
-    An older `folder` is removed only after that; with `replace=False` one that holds anything is an OSError. After an
-    error `folder` is unchanged and the temporary folder is gone.
+    With `replace=False` an existing `folder` that is not empty is an OSError. After an error `folder` is unchanged, and
+    the temporary folder is removed.
     """
     temporary = _temporary(folder)
     temporary.mkdir(parents=True)
     try:
         yield temporary
         if durable:
-            for parent, _, names in os.walk(temporary):
-                for path in (*(Path(parent) / name for name in names), Path(parent)):
-                    _flush(path)
+            for path in (temporary, *temporary.rglob("*")):
+                _flush(path)
         if replace and folder.exists():
             _exchange(temporary, folder)
         else:
@@ -69,7 +68,7 @@ def write_bytes(path: Path, data: bytes | memoryview, *, durable: bool = True) -
 
 
 def write_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """Writes UTF-8 and does not change the line ends of `text`."""
+    """Writes UTF-8, without a change to the line ends of `text`."""
     write_bytes(path, text.encode(), durable=durable)
 
 
@@ -83,7 +82,7 @@ def read_json(path: Path) -> Any:
 
 @contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """One process of this machine at a time; the lock is released with the process that holds it."""
+    """Lets one process of this machine at a time run the block. The end of a process also releases its lock."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

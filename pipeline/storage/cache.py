@@ -1,7 +1,7 @@
-"""Caches of remote shards and images on the local disk, of bounded size: each is fetched once and checked by digest.
+"""Caches of remote shards and images on the local disk, with a limited size. Downloads are checked by digest.
 
-All processes of a machine share a cache under file locks. A full cache removes the files that were used least recently;
-a process that has mapped such a file keeps reading it, because the system frees a removed file after its last reader.
+All processes of a machine share a cache under file locks. A full cache removes the least recently used files. A process
+that has mapped such a file can still read it, because the system frees a removed file after its last reader.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pipeline.storage.atomic import file_lock, write_bytes
 from pipeline.storage.path import StorageError, StoragePath
 
 CACHE_VARIABLE = "RAYCAP_CACHE"
-NUM_FILE_LOCKS = 16  # the hash of a file's name decides which of these locks it uses
+NUM_FILE_LOCKS = 16  # the hash of a file's name selects its lock
 NUM_IMAGE_FOLDERS = 256
 
 
@@ -25,15 +25,15 @@ def cache_folder() -> Path:
 
 
 class ShardCache:
-    """Local copies of remote files, at most `limit` bytes of them."""
+    """Local copies of remote files, with at most `limit` bytes in all."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
 
     def get(self, source: StoragePath, size: int, sha256: str) -> Path | None:
-        """The local copy of `source`, fetched if it is not cached; None when it exceeds the limit by itself.
+        """The local copy of `source`, fetched if it is not cached; None for a file that exceeds the limit by itself.
 
-        Raises StorageError when the content does not have the digest, also after a second download.
+        Raises StorageError when even a second download does not have the digest.
         """
         if size > self.limit:
             return None
@@ -41,12 +41,12 @@ class ShardCache:
         if _touch(path):
             return path
         with self._lock(int(hashlib.sha256(path.name.encode()).hexdigest()[:8], 16) % NUM_FILE_LOCKS):
-            if not _touch(path):
+            if not _touch(path):  # another process may have fetched the file while this one waited for the lock
                 self._add(path, _fetch(source, sha256))
         return path
 
     def read(self, source: StoragePath, sha256: str) -> bytes:
-        """The content of a small file, from the local copy if there is one; files above the limit are not cached."""
+        """The content of a small file, which is cached unless it exceeds the limit. Raises StorageError as `get`."""
         path = self.folder / sha256
         if _touch(path):
             with suppress(FileNotFoundError):  # another process has removed it to free space
@@ -57,44 +57,36 @@ class ShardCache:
         return data
 
     def _add(self, path: Path, data: bytes) -> None:
+        """Writes a file, after removing the least recently used files until it is within the limit."""
         with self._lock(NUM_FILE_LOCKS):
-            self._free(len(data))
+            files = [(path.stat(), path) for path in self.folder.iterdir() if path.suffix != ".lock"]
+            total = sum(status.st_size for status, _ in files) + len(data)
+            for status, old_path in sorted(files, key=lambda file: file[0].st_mtime_ns):
+                if total <= self.limit:
+                    break
+                old_path.unlink(missing_ok=True)
+                total -= status.st_size
             write_bytes(path, data, durable=False)
-
-    def _free(self, num_bytes: int) -> None:
-        """Removes the files used least recently until `num_bytes` more are within the limit."""
-        files = []
-        for path in self.folder.iterdir():
-            if path.suffix != ".lock":
-                status = path.stat()
-                files.append((status.st_mtime_ns, status.st_size, path))
-        total = sum(size for _, size, _ in files)
-        for _, size, path in sorted(files):
-            if total + num_bytes <= self.limit:
-                return
-            path.unlink(missing_ok=True)
-            total -= size
 
     def _lock(self, number: int) -> AbstractContextManager[None]:
         return file_lock(self.folder / f"{number}.lock")
 
 
 class ImageCache:
-    """Local copies of remote images by content, at most `limit` bytes: an end-to-end stage reads them every epoch.
+    """Local copies of remote images, at most `limit` bytes, because an end-to-end stage reads every image per epoch.
 
-    They are divided among folders with an equal share of the limit, because freeing space lists a whole folder.
+    They are divided among folders with an equal share of the limit, because adding an image lists its whole folder.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit // NUM_IMAGE_FOLDERS
 
     def read(self, source: StoragePath, sha256: str) -> bytes:
-        """The image file; StorageError when its content no longer has the digest."""
+        """The content of an image file. Raises StorageError when it no longer has the digest."""
         return ShardCache(self.folder / sha256[:2], self.limit).read(source, sha256)
 
 
 def image_cache(gibibytes: float) -> ImageCache:
-    """This machine's cache of images."""
     return ImageCache(cache_folder() / "images", int(gibibytes * 2**30))
 
 

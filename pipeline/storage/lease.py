@@ -1,10 +1,10 @@
-"""A lease in storage lets one retraining at a time run, on any machine. Its token shuts out late writers.
+"""A lease in storage lets one retraining at a time run, on any machine. Its token stops writers that have lost it.
 
     lease.json   {"token", "nonce", "holder", "until"}
 
-A lease is taken, renewed and returned by conditional writes. Clocks decide only how long others wait for a holder that
-has died. The token decides who may write: it grows with every holder, so that a process which continues after losing
-the lease finds a larger token and stops. The file is never removed, so that no token is used twice.
+Conditional writes take, renew and return a lease. Clocks decide only how long others wait for a dead holder. The token
+decides who may write: it grows with every holder, so that a process that has lost the lease finds a larger token and
+stops. The file is never removed, so that no token is used twice.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import platform
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from contextlib import suppress
 
 from pydantic import BaseModel, ValidationError
 
@@ -25,11 +25,11 @@ RENEWALS_PER_LEASE = 3  # a lease is renewed this often before it would expire
 
 
 class LostLeaseError(RuntimeError):
-    """Another process holds the lease, so that this one may not write any more."""
+    """Another process has the lease, so that this process may not write any more."""
 
 
 class LeaseRecord(BaseModel, frozen=True):
-    """The content of a lease's file: its holder, and when it expires (Unix seconds) unless it is renewed."""
+    """The content of a lease's file. Unless renewed, the lease expires at `until` (Unix seconds)."""
 
     token: int
     nonce: str
@@ -41,13 +41,10 @@ class LeaseRecord(BaseModel, frozen=True):
 
 
 class Lease:
-    """A lease that this process holds. As a context, it is renewed in the background and returned at the end."""
+    """A lease that this process has taken. As a context, it is renewed in the background and returned at the end."""
 
-    def __init__(
-        self, path: StoragePath, record: LeaseRecord, tag: str, seconds: float, now: Callable[[], float]
-    ) -> None:
-        self.path, self.seconds, self.now = path, seconds, now
-        self._record, self._tag = record, tag
+    def __init__(self, path: StoragePath, record: LeaseRecord, tag: str, seconds: float) -> None:
+        self.path, self.seconds, self._record, self._tag = path, seconds, record, tag
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._renew_repeatedly, name="lease", daemon=True)
 
@@ -57,15 +54,15 @@ class Lease:
         return self._record.token
 
     def check(self) -> None:
-        """Raises LostLeaseError unless this process holds the lease. Renews one that expires soon or has expired."""
+        """Raises LostLeaseError unless this process has the lease. Renews a lease that expires soon or has expired."""
         with self._lock:
             stored, tag = _read(self.path)
             if stored is None or tag is None or stored.nonce != self._record.nonce:
                 holder = "nobody" if stored is None else f"{stored.holder} (token {stored.token})"
                 raise LostLeaseError(f"the lease {self.path} has passed to {holder}; token {self.token} is too late")
             self._record, self._tag = stored, tag
-            if stored.until < self.now() + self.seconds * (1 - 1 / RENEWALS_PER_LEASE):
-                self._write(self.now() + self.seconds)
+            if stored.until < time.time() + self.seconds * (1 - 1 / RENEWALS_PER_LEASE):
+                self._write(time.time() + self.seconds)
 
     def __enter__(self) -> Lease:
         self._thread.start()
@@ -74,23 +71,20 @@ class Lease:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        try:
-            with self._lock:
-                self._write(until=0.0)  # an expiry in the past returns the lease
-        except (LostLeaseError, OSError):
-            pass  # another process holds the lease, or it will expire without being returned
+        with self._lock, suppress(LostLeaseError, OSError):  # a lease that cannot be returned will expire
+            self._write(until=0.0)  # an expiry in the past returns the lease
 
     def _renew_repeatedly(self) -> None:
         while not self._stop.wait(self.seconds / RENEWALS_PER_LEASE):
             try:
                 self.check()
             except LostLeaseError:
-                return  # the holder's next `check` raises this error, too
+                return  # the next `check` of the main thread raises this error again
             except OSError:
                 continue  # storage failed; another attempt may succeed before the lease expires
 
     def _write(self, until: float) -> None:
-        """Changes the time of expiry; LostLeaseError when another process has taken the lease."""
+        """Changes the time of expiry. Raises LostLeaseError when another process has taken the lease."""
         record = self._record.model_copy(update={"until": until})
         try:
             self._tag = self.path.write_if(record.model_dump_json().encode(), self._tag)
@@ -101,32 +95,30 @@ class Lease:
         self._record = record
 
 
-def take_lease(
-    path: StoragePath, seconds: float, *, above: int = 0, by_force: bool = False, now: Callable[[], float] = time.time
-) -> Lease | LeaseRecord:
+def take_lease(path: StoragePath, seconds: float, *, above: int = 0, by_force: bool = False) -> Lease | LeaseRecord:
     """Takes the lease, or returns the record of its present holder.
 
-    The token is larger than `above` and than every earlier token. `by_force` takes the lease from its holder, who then
-    cannot write any more. Raises UserError for a file that is not a lease, and StorageError.
+    The token is larger than `above` and than every earlier token. `by_force` takes the lease from its holder, which
+    then cannot write any more. Raises UserError for a file that is not a lease, and StorageError.
     """
     stored, tag = _read(path)
-    if stored is not None and stored.until > now() and not by_force:
+    if stored is not None and stored.until > time.time() and not by_force:
         return stored
     record = LeaseRecord(
         token=max(above, stored.token if stored else 0) + 1,
         nonce=uuid.uuid4().hex,
         holder=f"process {os.getpid()} on {platform.node()}",
-        until=now() + seconds,
+        until=time.time() + seconds,
     )
     try:
         tag = path.write_if(record.model_dump_json().encode(), tag)
     except ConflictError:
-        return take_lease(path, seconds, above=above, by_force=by_force, now=now)  # another process was faster
-    return Lease(path, record, tag, seconds, now)
+        return take_lease(path, seconds, above=above, by_force=by_force)  # another process was faster
+    return Lease(path, record, tag, seconds)
 
 
 def _read(path: StoragePath) -> tuple[LeaseRecord | None, str | None]:
-    """The stored record and the tag of its file; two None without a file."""
+    """The stored record and the tag of its file; (None, None) without a file."""
     try:
         data, tag = path.read_tagged()
         return LeaseRecord.model_validate_json(data), tag

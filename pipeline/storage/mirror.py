@@ -1,8 +1,8 @@
 """Keeps a local copy of a folder on S3. Programs open the copy; where the two differ, the objects on S3 count.
 
 Each part of a folder has one writer at a time (the driver, or rank 0 of a stage), which pushes it; the others pull.
-A marker file shows that a folder is complete: markers are uploaded last and removed first, so that nobody sees half a
-checkpoint. A push or pull costs one listing and one transfer per changed file, several at a time.
+A marker file shows that a folder is complete. Markers are uploaded last and removed first, so that nobody reads half a
+checkpoint. A push or pull costs one listing and one transfer per changed file.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from pipeline.storage.atomic import atomic_path, file_lock, write_text
 from pipeline.storage.path import Entry, StoragePath
 
 MARKERS = ("progress.json", "run.json", "DONE.json", "COMPLETE.json", "COMPLETE")
-NUM_TRANSFERS = 8  # files that are transferred at the same time
+NUM_TRANSFERS = 8  # files transferred at the same time
 
-# By file name, for each file that was transferred: [tag on S3, [size, modification time] of the copy].
+# {file name: [tag on S3, [size, modification time] of the copy]} of the transferred files.
 Record = dict[str, list[Any]]
 
 
 @dataclass(frozen=True)
 class Mirror:
-    """`local` is the copy of the folder `home` on S3. A file beside it records the state of each copied object."""
+    """The copy `local` of the folder `home` on S3. A file beside the copy records the transferred files."""
 
     home: StoragePath
     local: Path
@@ -40,34 +40,32 @@ class Mirror:
         """
         with self._record() as record:
             remote = _complete(self._listed(under))
-            outdated = [name for name, entry in remote.items() if not self._is_current(record, name, entry)]
+            files = self._local_files(under)
+            outdated = [name for name, entry in remote.items() if record.get(name) != [entry.tag, files.get(name)]]
             with ThreadPoolExecutor(NUM_TRANSFERS) as pool:
                 for name, state in zip(outdated, pool.map(self._fetch, outdated), strict=True):
                     record[name] = state
-            for name in self._local_files(under).keys() - remote.keys():
+            for name in files.keys() - remote.keys():
                 (self.local / name).unlink(missing_ok=True)
                 record.pop(name, None)
             self._remove_empty_folders(under)
 
     def push(self, under: str = "", check_may_write: Callable[[], None] = lambda: None) -> None:
-        """Makes S3 below `under` equal to the copy: markers are uploaded last and removed first.
+        """Makes S3 below `under` equal to the copy.
 
-        Only objects that this copy has sent or fetched are removed; newer ones by other writers stay. `check_may_write`
-        is called before markers are uploaded and objects removed. It raises an error where this process may not write.
+        Only objects that this copy has sent or fetched are removed; newer objects of other writers remain.
+        `check_may_write` is called before markers are uploaded and objects removed, and may raise an error.
         """
         with self._record() as record:
             files, remote = self._local_files(under), self._listed(under)
             removed = [name for name in remote if name not in files and record.get(name, [""])[0] == remote[name].tag]
-            changed = [
-                name
-                for name, state in files.items()
-                if name not in remote or record.get(name) != [remote[name].tag, state]
-            ]
-            with ThreadPoolExecutor(NUM_TRANSFERS) as pool:
-                for is_marker in (False, True):
-                    if is_marker:
-                        check_may_write()
-                    names = [name for name in changed if _is_marker(name) is is_marker]
+            tags = {name: entry.tag for name, entry in remote.items()}
+            changed = [name for name, state in files.items() if record.get(name) != [tags.get(name), state]]
+            for is_marker in (False, True):
+                if is_marker:
+                    check_may_write()
+                names = [name for name in changed if _is_marker(name) is is_marker]
+                with ThreadPoolExecutor(NUM_TRANSFERS) as pool:
                     for name, state in zip(names, pool.map(self._send, names), strict=True):
                         if state is not None:
                             record[name] = state
@@ -87,18 +85,11 @@ class Mirror:
 
     def _local_files(self, under: str) -> dict[str, list[int]]:
         """The copy's files below `under` by name, each with [size, modification time]."""
-        start = self.local / under
-        states = {}
+        start, states = self.local / under, {}
         for path in [start] if start.is_file() else _visible_files(start):
             with suppress(FileNotFoundError):  # renamed or removed since it was listed
                 states[path.relative_to(self.local).as_posix()] = _state(path)
         return states
-
-    def _is_current(self, record: Record, name: str, entry: Entry) -> bool:
-        try:
-            return record.get(name) == [entry.tag, _state(self.local / name)]
-        except FileNotFoundError:
-            return False
 
     def _fetch(self, name: str) -> list[Any]:
         path = self.local / name
@@ -113,7 +104,7 @@ class Mirror:
             return [(self.home / name).upload(path), state]
         except FileNotFoundError:
             if path.exists():
-                raise  # the file exists, so that the bucket must be missing
+                raise  # the bucket must be missing, because the file exists
             return None  # the file was removed after the listing; the next push removes the object
 
     def _remove_empty_folders(self, under: str) -> None:
@@ -129,10 +120,9 @@ class Mirror:
         self.local.mkdir(parents=True, exist_ok=True)
         path = self.local.with_name(f".{self.local.name}.mirror.json")
         with file_lock(path.with_suffix(".lock")):
-            try:
+            record: Record = {}
+            with suppress(FileNotFoundError, ValueError):
                 record = json.loads(path.read_text())
-            except (FileNotFoundError, ValueError):
-                record = {}
             try:
                 yield record
             finally:
@@ -140,7 +130,7 @@ class Mirror:
 
 
 def _visible_files(start: Path) -> Iterator[Path]:
-    """The files below a folder without hidden ones, which are unfinished or only for this machine."""
+    """The files below a folder. Hidden files are left out: they are unfinished or only for this machine."""
     for folder, folders, names in os.walk(start):
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (Path(folder) / name for name in names if not name.startswith("."))
@@ -157,10 +147,6 @@ def _is_marker(name: str) -> bool:
 
 def _complete(entries: dict[str, Entry]) -> dict[str, Entry]:
     """The entries without those of checkpoints (step-<n>/) that have no marker, because their writer was killed."""
-    marked = {str(PurePosixPath(name).parent) for name in entries if _is_marker(name)}
-    complete = {}
-    for name, entry in entries.items():
-        folder = PurePosixPath(name).parent
-        if not folder.name.startswith("step-") or str(folder) in marked:
-            complete[name] = entry
-    return complete
+    folders = {name: PurePosixPath(name).parent for name in entries}
+    complete = {folder for name, folder in folders.items() if _is_marker(name) or not folder.name.startswith("step-")}
+    return {name: entry for name, entry in entries.items() if folders[name] in complete}

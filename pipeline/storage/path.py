@@ -1,8 +1,7 @@
 """Files and folders, local or on S3, behind one small interface.
 
-A `StoragePath` is a path or an `s3://bucket/key` with the options that reach it; it pickles, so that Ray's workers open
-what the driver named. Every write becomes visible whole or not at all: by a rename on disk, by one put or a completed
-multi-part upload on S3.
+A `StoragePath` can be pickled, so that Ray's workers open the driver's files. Every write becomes visible whole or not
+at all: by a rename on disk, by one put or a completed multi-part upload on S3.
 """
 
 from __future__ import annotations
@@ -11,23 +10,24 @@ import hashlib
 import os
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pipeline.storage.atomic import file_lock, write_bytes
 from pipeline.storage.s3 import ConflictError, Entry, S3Object, StorageError, StorageOptions, is_remote
 
-PROBE_ATTEMPTS = 2  # requests per call of `try_rights`; few, because a person waits for its answer
+PROBE_ATTEMPTS = 2  # requests per operation of `try_rights`; few, because a person waits for the result
 
 
 @dataclass(frozen=True)
 class StoragePath:
     """A file or folder, local or on S3.
 
-    Methods raise FileNotFoundError for what is missing and, on S3, StorageError after the last attempt.
+    Methods raise FileNotFoundError for a missing file and, on S3, StorageError after the last attempt.
     """
 
-    uri: str
+    uri: str  # a local path, or s3://bucket/key
     options: StorageOptions = field(default_factory=StorageOptions)
 
     def __truediv__(self, name: str) -> StoragePath:
@@ -35,9 +35,6 @@ class StoragePath:
 
     def __str__(self) -> str:
         return self.uri
-
-    def __fspath__(self) -> str:
-        return str(self.path)
 
     @property
     def is_remote(self) -> bool:
@@ -55,11 +52,9 @@ class StoragePath:
         return Path(self.uri)
 
     def read_bytes(self) -> bytes:
-        """The whole content of a file."""
         return self._object.get()[0] if self.is_remote else self.path.read_bytes()
 
     def read_range(self, start: int, length: int) -> bytes:
-        """`length` bytes from `start`."""
         if self.is_remote:
             return self._object.get(Range=f"bytes={start}-{start + length - 1}")[0]
         with self.path.open("rb") as file:
@@ -67,40 +62,43 @@ class StoragePath:
             return file.read(length)
 
     def read_tagged(self) -> tuple[bytes, str]:
-        """The whole content of a file with the tag of its content, for `write_if`."""
+        """The content of a file and the tag of this content, for `write_if`."""
         if self.is_remote:
             return self._object.get()
         data = self.path.read_bytes()
         return data, _content_tag(data)
 
     def write_bytes(self, data: bytes | memoryview) -> str:
-        """Replaces the file in one piece; makes the folders above it. Returns its new tag."""
+        """Replaces the file and makes the folders above it. Returns its new tag."""
         if self.is_remote:
             return self._object.put(data)
         write_bytes(self.path, data)
         return self.stat().tag
 
     def write_if(self, data: bytes, tag: str | None) -> str:
-        """Replaces the file only while it is what `read_tagged` gave `tag` for (None: while there is none).
+        """Replaces the file if its content still has the `tag` of `read_tagged` (None: if there is no file).
 
-        Returns the new tag. Raises ConflictError when another writer was faster. `data` must be unique (hold a nonce),
-        because on S3 a write whose answer was lost is recognized by its content.
+        Returns the new tag. Raises ConflictError when another writer was faster. `data` must be unique, for example by
+        a nonce, because on S3 a write whose answer was lost is recognized by its content.
         """
-        return self._object.put_if(data, tag) if self.is_remote else _write_local_if(self.path, data, tag)
+        if self.is_remote:
+            return self._object.put_if(data, tag)
+        with file_lock(_lock_of(self.path)):
+            current = self.read_tagged()[1] if self.path.exists() else None
+            if current != tag:
+                raise ConflictError(f"{self.path} was written by another process")
+            write_bytes(self.path, data)
+        return _content_tag(data)
 
     def upload(self, source: Path) -> str:
-        """Replaces the file by a copy of a local file, of any size. Returns its new tag."""
-        return self._object.upload(source) if self.is_remote else self.write_bytes(source.read_bytes())
+        """Replaces an object on S3 by a local file of any size. Returns its new tag."""
+        return self._object.upload(source)
 
     def download(self, target: Path) -> Entry:
-        """Copies one state of the file, of any size, to a local path; returns which."""
-        if self.is_remote:
-            return self._object.download(target)
-        target.write_bytes(self.read_bytes())
-        return self.stat()
+        """Copies one version of an object on S3, of any size, to a local path. Returns the version's size and tag."""
+        return self._object.download(target)
 
     def stat(self) -> Entry:
-        """Size and tag."""
         return self._object.head() if self.is_remote else _local_entry(self.path)
 
     def exists(self) -> bool:
@@ -111,15 +109,21 @@ class StoragePath:
         return True
 
     def list(self) -> dict[str, Entry]:
-        """Every file below this folder by its relative name; empty when there is none."""
+        """Every file below this folder by its relative name; empty for a missing folder."""
         return dict(self.walk())
 
     def walk(self) -> Iterator[tuple[str, Entry]]:
-        """Yields what `list` returns, one file at a time and in no order."""
-        return self._object.list() if self.is_remote else _list_local(self.path)
+        """Yields the items of `list` one by one, in no order."""
+        if self.is_remote:
+            yield from self._object.list()
+            return
+        for folder, _, names in os.walk(self.path):
+            for path in (Path(folder) / name for name in names):
+                with suppress(FileNotFoundError):  # renamed or removed since it was listed
+                    yield path.relative_to(self.path).as_posix(), _local_entry(path)
 
     def delete(self) -> None:
-        """Removes a file; a missing one is no error."""
+        """Removes a file. A missing file is no error."""
         if self.is_remote:
             self._object.delete()
         else:
@@ -130,13 +134,12 @@ class StoragePath:
         return S3Object(self.uri, self.options)
 
 
-def storage_path(where: StoragePath | Path | str, options: StorageOptions = StorageOptions()) -> StoragePath:
-    """A StoragePath from what people write: a path (made absolute) or an s3:// URI."""
-    if isinstance(where, StoragePath):
-        return where
-    if is_remote(str(where)):
-        return StoragePath(str(where).rstrip("/"), options)
-    return StoragePath(str(Path(where).expanduser().absolute()), options)
+def storage_path(path: StoragePath | Path | str, options: StorageOptions = StorageOptions()) -> StoragePath:
+    """A StoragePath from a local path, which is made absolute, or from an s3:// URI."""
+    if isinstance(path, StoragePath):
+        return path
+    uri = str(path).rstrip("/") if is_remote(str(path)) else str(Path(path).expanduser().absolute())
+    return StoragePath(uri, options)
 
 
 def join(folder: str, name: str) -> str:
@@ -148,16 +151,6 @@ def _local_entry(path: Path) -> Entry:
     return Entry(status.st_size, str(status.st_mtime_ns))
 
 
-def _list_local(root: Path) -> Iterator[tuple[str, Entry]]:
-    for folder, _, names in os.walk(root):
-        for name in names:
-            path = Path(folder) / name
-            try:
-                yield path.relative_to(root).as_posix(), _local_entry(path)
-            except FileNotFoundError:  # renamed or removed since it was listed
-                continue
-
-
 def _content_tag(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
@@ -166,25 +159,15 @@ def _lock_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.lock")
 
 
-def _write_local_if(path: Path, data: bytes, tag: str | None) -> str:
-    """Compares and replaces under a lock beside the file."""
-    with file_lock(_lock_of(path)):
-        current = _content_tag(path.read_bytes()) if path.exists() else None
-        if current != tag:
-            raise ConflictError(f"{path} was written by another process")
-        write_bytes(path, data)
-    return _content_tag(data)
-
-
 def try_rights(folder: StoragePath) -> None:
-    """Writes a small file on the condition that it is new, is refused a second time, reads, lists and removes it.
+    """Writes a small file on the condition that it is new, tries this a second time, reads, lists and removes the file.
 
-    Raises StorageError naming what cannot be done. Leases need storage that refuses the second write, because
+    Raises StorageError naming the operation that fails. Leases need storage that refuses the second write, because
     otherwise two writers could both succeed.
     """
     folder = StoragePath(folder.uri, replace(folder.options, max_attempts=PROBE_ATTEMPTS))
     probe = folder / f".raycap-probe-{uuid.uuid4().hex}"
-    text, is_new = probe.name.encode(), not folder.is_remote and not folder.path.exists()
+    text, is_new_folder = probe.name.encode(), not folder.is_remote and not folder.path.exists()
     try:
         if not _try_create(probe, text):
             raise StorageError(f"{folder}: a file with a new name is said to exist already")
@@ -199,7 +182,7 @@ def try_rights(folder: StoragePath) -> None:
             probe.delete()
             if not folder.is_remote:
                 _lock_of(probe.path).unlink(missing_ok=True)
-            if is_new:
+            if is_new_folder:
                 folder.path.rmdir()
     except StorageError:
         raise

@@ -1,7 +1,7 @@
 """Objects on S3. No other module imports boto3.
 
 botocore repeats refused requests and cut connections, and boto3's transfer manager moves large objects in parts. This
-module also repeats reads whose body was cut, and recognizes a conditional write that succeeded but lost its answer.
+module also repeats reads whose body was cut, and recognizes a successful conditional write whose answer was lost.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import os
 import random
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 REMOTE = "s3://"
 PART_BYTES = 32 * 2**20  # objects of more than two parts are transferred in parts
 PARTS_AT_A_TIME = 4
 # botocore pauses for rand(0, 1) * 2**n seconds after failed request n = 0, 1, ...: two minutes in all on average, four
-# at most. The client uses the mode "legacy", because the newer modes share some 35 repeats among all threads of a
-# client, which an outage uses up within seconds.
+# at most. The client uses the mode "legacy", because in the newer modes all threads of a client share about 35 repeats,
+# which an outage uses up within seconds.
 MAX_ATTEMPTS = 9
 CONFLICT_PAUSE_S = 0.5
 
 
 class StorageError(OSError):
-    """A request that storage refused, or that failed in every attempt; the message names the URI."""
+    """A request that storage refused, or that failed in every attempt. The message names the URI."""
 
 
 class ConflictError(OSError):
@@ -36,18 +36,18 @@ class ConflictError(OSError):
 
 
 class Entry(NamedTuple):
-    """A file as a listing describes it: its size in bytes, and a tag that changes with the content."""
+    """The size of a file, and a tag that changes with its content."""
 
-    size: int
+    size: int  # in bytes
     tag: str  # modification time in ns, or the ETag
 
 
 @dataclass(frozen=True)
 class StorageOptions:
-    """How S3 is reached; None leaves the choice to the usual AWS sources (environment, profile, instance role)."""
+    """How S3 is reached."""
 
-    endpoint_url: str | None = None
-    region: str | None = None
+    endpoint_url: str | None = None  # None: from the usual AWS sources (environment, profile, instance role)
+    region: str | None = None  # None: from the same sources
     max_attempts: int = MAX_ATTEMPTS  # requests per call
 
 
@@ -66,52 +66,51 @@ class S3Object:
         from botocore.exceptions import IncompleteReadError, ReadTimeoutError, ResponseStreamingError
 
         with self._errors_translated():
-            for attempts_left in reversed(range(self.options.max_attempts)):
+            attempts_left = self.options.max_attempts
+            while True:
                 response = self._client.get_object(**self._location, **extra)
                 try:
                     return response["Body"].read(), str(response["ETag"])
                 except (IncompleteReadError, ReadTimeoutError, ResponseStreamingError):
+                    attempts_left -= 1
                     if not attempts_left:
                         raise
-        raise AssertionError("unreachable")
 
     def put(self, data: bytes | memoryview) -> str:
-        """Replaces the object in one piece; returns its tag."""
-        with self._errors_translated():
-            if len(data) <= 2 * PART_BYTES:
-                return str(self._client.put_object(**self._location, Body=bytes(data))["ETag"])
-            self._client.upload_fileobj(io.BytesIO(data), *self._location.values(), Config=_transfer_config())
-        return self.head().tag
+        """Replaces the object. Returns its tag."""
+        return self._put_file(io.BytesIO(data), len(data))
 
     def put_if(self, data: bytes, tag: str | None) -> str:
-        """Replaces the object only while it has this tag (None: while there is none); returns the new tag.
+        """Replaces the object if it has this tag (None: if there is no object). Returns the new tag.
 
-        Raises ConflictError when another writer was faster. `data` must be unique (hold a nonce): when the answer to
-        the write was lost, its repetition is refused, and the content shows that the write succeeded.
+        Raises ConflictError when another writer was faster. `data` must be unique, for example by a nonce: when the
+        answer to a successful write is lost, the repeated write is refused, and only the content shows the success.
         """
         condition = {"IfNoneMatch": "*"} if tag is None else {"IfMatch": tag}
         try:
             with self._errors_translated():
                 return self._put_on_condition(data, condition)
         except ConflictError:
-            try:
+            with suppress(FileNotFoundError):
                 content, new_tag = self.get()
-            except FileNotFoundError:
-                content, new_tag = b"", ""
-            if content != data:
-                raise
-            return new_tag
+                if content == data:
+                    return new_tag
+            raise
 
     def upload(self, path: Path) -> str:
-        """Replaces the object by a local file; returns its tag."""
-        if path.stat().st_size <= 2 * PART_BYTES:
-            return self.put(path.read_bytes())
+        """Replaces the object by a local file. Returns its tag."""
+        with path.open("rb") as file:
+            return self._put_file(file, path.stat().st_size)
+
+    def _put_file(self, file: BinaryIO, size: int) -> str:
         with self._errors_translated():
-            self._client.upload_file(str(path), *self._location.values(), Config=_transfer_config())
+            if size <= 2 * PART_BYTES:
+                return str(self._client.put_object(**self._location, Body=file)["ETag"])
+            self._client.upload_fileobj(file, *self._location.values(), Config=_transfer_config())
         return self.head().tag
 
     def download(self, path: Path) -> Entry:
-        """Writes one state of the object, whole, to a local file; returns which."""
+        """Writes one version of the object to a local file. Returns the version's size and tag."""
         from s3transfer.exceptions import S3DownloadFailedError
 
         for _ in range(5):
@@ -136,7 +135,7 @@ class S3Object:
 
     def list(self) -> Iterator[tuple[str, Entry]]:
         """Every object below this prefix by its relative name."""
-        bucket, key = split_uri(self.uri)
+        bucket, key = self._location.values()
         prefix = f"{key.rstrip('/')}/" if key else ""
         with self._errors_translated():
             for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
@@ -153,7 +152,7 @@ class S3Object:
 
     @property
     def _location(self) -> dict[str, str]:
-        bucket, key = split_uri(self.uri)
+        bucket, _, key = self.uri.removeprefix(REMOTE).partition("/")
         return {"Bucket": bucket, "Key": key}
 
     def _put_on_condition(self, data: bytes, condition: dict[str, str]) -> str:
@@ -173,7 +172,7 @@ class S3Object:
 
     @contextmanager
     def _errors_translated(self) -> Iterator[None]:
-        """boto3's errors as FileNotFoundError or StorageError."""
+        """Raises FileNotFoundError or StorageError instead of boto3's errors."""
         from boto3.exceptions import Boto3Error
         from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, HTTPClientError
 
@@ -197,12 +196,6 @@ def is_remote(uri: str) -> bool:
     return uri.startswith(REMOTE)
 
 
-def split_uri(uri: str) -> tuple[str, str]:
-    """Bucket and key of an s3:// URI."""
-    bucket, _, key = uri.removeprefix(REMOTE).partition("/")
-    return bucket, key
-
-
 def _status(error: Any) -> int:
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
@@ -220,7 +213,7 @@ def _transfer_config() -> Any:
 
 @lru_cache(maxsize=8)
 def _client(options: StorageOptions, pid: int) -> Any:
-    """The client for these options. Threads share it. Processes do not, because a fork must not share its sockets."""
+    """The client for these options. Threads share it, but not processes, because a fork must not share its sockets."""
     import boto3
     from botocore.config import Config
 

@@ -1,4 +1,4 @@
-"""Arrow tables as Parquet files, in storage or in memory."""
+"""Arrow tables as Parquet files."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ import pyarrow.parquet as pq
 from pipeline.storage.path import StoragePath
 
 
-def read_table(where: StoragePath, schema: pa.Schema) -> pa.Table:
-    """A Parquet file of the storage. Raises FileNotFoundError."""
-    return from_bytes(where.read_bytes(), schema)
+def read_table(path: StoragePath, schema: pa.Schema, *, missing_ok: bool = False) -> pa.Table:
+    """A Parquet file. A missing file is a FileNotFoundError, or an empty table with `missing_ok`."""
+    try:
+        return from_bytes(path.read_bytes(), schema)
+    except FileNotFoundError:
+        if missing_ok:
+            return schema.empty_table()
+        raise
 
 
-def write_table(where: StoragePath, table: pa.Table) -> None:
-    """Writes a Parquet file, whole or not at all."""
-    where.write_bytes(memoryview(_buffer(table)))
+def write_table(path: StoragePath, table: pa.Table) -> None:
+    path.write_bytes(to_bytes(table))
 
 
 def to_bytes(table: pa.Table) -> bytes:
-    """A table as a Parquet file."""
-    return bytes(_buffer(table))
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    return sink.getvalue().to_pybytes()
 
 
 def from_bytes(data: bytes, schema: pa.Schema) -> pa.Table:
     return pq.read_table(pa.BufferReader(data), schema=schema)
-
-
-def _buffer(table: pa.Table) -> pa.Buffer:
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink)
-    return sink.getvalue()

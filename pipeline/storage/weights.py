@@ -15,7 +15,6 @@ if TYPE_CHECKING:  # a digest needs no torch, whose import takes seconds
 
 
 def save_weights(module: nn.Module, path: Path) -> None:
-    """The module's state as one safetensors file, whole or not at all."""
     from safetensors.torch import save_file
 
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
@@ -24,7 +23,7 @@ def save_weights(module: nn.Module, path: Path) -> None:
 
 
 def load_weights(module: nn.Module, path: Path, data: bytes | None = None) -> None:
-    """Loads a file (or its content `data`) into `module`; ValueError naming keys that do not match one to one."""
+    """Loads a file (or its content `data`) into `module`. Raises ValueError naming keys or shapes that do not match."""
     from safetensors.torch import load, load_file
 
     tensors: dict[str, torch.Tensor] = load_file(path) if data is None else load(data)
@@ -50,15 +49,12 @@ def export_backbone(source: Path, target: Path) -> None:
 
 
 def weights_file_digest(path: Path) -> str:
-    """sha256 of the file; safetensors files of equal tensors are equal."""
+    """sha256 of the file. Safetensors files of equal tensors are equal."""
     status = path.stat()
     return _digest(str(path), status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(maxsize=64)
 def _digest(path: str, size: int, mtime_ns: int) -> str:
-    digest = hashlib.sha256()
     with Path(path).open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

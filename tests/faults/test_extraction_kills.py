@@ -22,6 +22,7 @@ from PIL import Image
 from pipeline.features.store import FeatureStore
 from pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from tests.conftest import ROOT, small_config
+from tests.support.features import gather
 from tests.support.s3_server import CREDENTIALS, s3_server
 
 NUM_IMAGES, ROWS = 96, 4
@@ -81,7 +82,7 @@ class Extraction:
 
 def content(store: FeatureStore) -> dict[str, bytes]:
     keys = store.keys.to_pylist()
-    return dict(zip(keys, (row.tobytes() for row in store.gather(keys)), strict=True))
+    return dict(zip(keys, (row.tobytes() for row in gather(store, keys)), strict=True))
 
 
 def kill(extraction: Extraction, process: subprocess.Popen[str], what: str, dice: random.Random) -> None:

@@ -25,6 +25,7 @@ from pipeline.features.extraction import Extractor, extract
 from pipeline.features.store import FeatureStore
 from pipeline.storage.weights import save_weights
 from tests.conftest import small_config, write_karpathy
+from tests.support.features import contains, gather
 from tests.support.logs import on_message
 
 
@@ -48,7 +49,7 @@ def test_features_of_usable_images_and_reasons_for_others(tmp_path: Path, ray_se
         folder, unusable = extract(dataset, tmp_path / "features", extractor, lambda: None)
     keys = dataset.column("key")
     assert set(unusable) == {keys[3], keys[5]} and "not an image" in unusable[keys[5]]
-    listed = pq.read_table(folder / "quarantine.parquet").to_pylist()
+    listed = pq.read_table((folder / "quarantine.parquet").path).to_pylist()
     assert {row["uri"] for row in listed} == {str(root / "images" / name) for name in ("3.png", "5.png")}
 
     store = FeatureStore(folder)
@@ -58,7 +59,7 @@ def test_features_of_usable_images_and_reasons_for_others(tmp_path: Path, ray_se
         pixels = transform(decode_image((root / "images" / f"{row}.png").read_bytes(), 10**6))
         with torch.inference_mode():
             expected = backbone(pixels[None])[0].numpy()
-        assert np.allclose(store.gather([keys[row]])[0], expected, atol=1e-5)
+        assert np.allclose(gather(store, [keys[row]])[0], expected, atol=1e-5)
 
     def refuse() -> None:
         pytest.fail("Ray was asked for though nothing is missing")
@@ -116,7 +117,7 @@ def test_a_folder_with_every_kind_of_unusual_image(tmp_path: Path, ray_session: 
     store = FeatureStore(folder)
     for path in (root / "images").iterdir():
         key = hashlib.sha256(path.read_bytes()).hexdigest()
-        assert (key in store) == (path.name not in unusable), path.name
+        assert contains(store, key) == (path.name not in unusable), path.name
 
     # A larger limit accepts the large image; a repaired file leaves the list.
     (root / "images" / "empty.jpg").write_bytes((root / "images" / "whole.jpg").read_bytes())
@@ -156,5 +157,5 @@ def test_photographs_and_gray_ones_among_them(shared: Path, tmp_path: Path, ray_
     store = FeatureStore(folder)
     keys = [hashlib.sha256((images / name).read_bytes()).hexdigest() for name in gray]
     keys += [hashlib.sha256((converted / f"{number}.png").read_bytes()).hexdigest() for number in range(2)]
-    features = store.gather(keys)
+    features = gather(store, keys)
     assert features.std() > 0 and np.array_equal(features[:2], features[2:])

@@ -24,6 +24,7 @@ from pipeline.training.batches import Batches, CaptionTokens
 from pipeline.training.dry_run import dry_run
 from pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import small_config
+from tests.support.features import positions
 from tests.support.runs import FROZEN_STAGES, MESHED_MEMORY, SMALL_MODEL, prepare_region_run
 
 CLUSTERED = {"name": "clustformer", "inputs": "regions", "sampling": 1, "region_rows": 2}
@@ -105,10 +106,10 @@ def test_a_batch_carries_the_regions_of_its_images(tmp_path: Path) -> None:
         images, CaptionTokens(train, folder.vocabulary), folder.config.stages[0], seed=1, rank=0, world_size=1
     )
     (batch,) = batches.at(3)
-    whole = FeatureStore(store).gather_regions([train.column("key")[row] for row in batch.images])
-    lengths, boxes = batch.features.lengths, batch.features.boxes
-    assert lengths is not None and boxes is not None
-    assert np.array_equal(lengths.numpy(), whole.lengths) and np.array_equal(boxes.numpy(), whole.boxes)
+    whole = FeatureStore(store)
+    expected = whole.regions_at(positions(whole, [train.column("key")[row] for row in batch.images]))
+    for values, expected_values in zip((batch.features.lengths, batch.features.boxes), expected, strict=True):
+        assert values is not None and expected_values is not None and np.array_equal(values.numpy(), expected_values)
 
 
 def test_a_bundle_of_regions_captions_no_image_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from pipeline.storage import s3
 from pipeline.storage.cache import ImageCache, ShardCache
 from pipeline.storage.path import StorageError, StorageOptions, StoragePath
 from tests.conftest import write_karpathy
+from tests.support.features import gather
 from tests.support.s3_server import s3_server
 
 
@@ -87,7 +88,7 @@ def test_a_remote_store_is_cached_within_its_limit(options: StorageOptions, tmp_
         cache = tmp_path / str(limit)
         store = FeatureStore(folder, cache=cache, cache_bytes=limit)
         for _ in range(2):
-            assert np.array_equal(store.gather([keys[row] for row in order]), rows[order])
+            assert np.array_equal(gather(store, [keys[row] for row in order]), rows[order])
         staged = sum(path.stat().st_size for path in cache.glob("*.npy"))
         assert staged == min(5, limit // size) * size
     assert store.verify() == []
@@ -103,7 +104,7 @@ def test_a_full_cache_removes_only_shards(
         folder, rows = StoragePath(f"s3://data/full/{number}", options), np.full((4, 6, 50), number, np.float16)
         write_shard(folder, list("abcd"), rows)
         store = FeatureStore(folder, cache_bytes=rows.nbytes + 128)
-        assert np.array_equal(store.gather(list("abcd")), rows)
+        assert np.array_equal(gather(store, list("abcd")), rows)
     assert len(list(tmp_path.glob("**/*.npy"))) == 1 and (tmp_path / "bundles" / "model").is_dir()
 
 

@@ -16,6 +16,7 @@ from pipeline.config.load import load_config
 from pipeline.features.store import FeatureStore
 from pipeline.runs.identity import config_identity
 from tests.conftest import small_config
+from tests.support.features import positions
 
 
 def make(tmp_path: Path) -> tuple[dict[int, Any], Path]:
@@ -47,14 +48,16 @@ def test_import_with_lengths_and_boxes(tmp_path: Path, capsys: pytest.CaptureFix
     (folder,) = (tmp_path / "storage" / "features").iterdir()
     store = FeatureStore(folder)
     assert len(store) == 10
-    stored = store.gather_regions([f"id-{number}" for number in regions])
-    assert stored.boxes is not None and stored.features.dtype == np.float16 and stored.features.shape == (10, 9, 7)
+    rows = positions(store, [f"id-{number}" for number in regions])
+    stored, (lengths, stored_boxes) = store.gather_at(rows), store.regions_at(rows)
+    assert lengths is not None and stored_boxes is not None
+    assert stored.dtype == np.float16 and stored.shape == (10, 9, 7)
     for row, (features, boxes) in enumerate(regions.values()):
         count = min(len(features), 9)
-        assert stored.lengths[row] == count
-        assert np.array_equal(stored.features[row, :count], features[:9].astype(np.float16))
-        assert not stored.features[row, count:].any()
-        assert np.allclose(stored.boxes[row, :count], boxes[:9])
+        assert lengths[row] == count
+        assert np.array_equal(stored[row, :count], features[:9].astype(np.float16))
+        assert not stored[row, count:].any()
+        assert np.allclose(stored_boxes[row, :count], boxes[:9])
     capsys.readouterr()
     assert main(["extract", str(config)]) == 0
     assert "10 of 12 images there, 2 to import" in capsys.readouterr().out
@@ -144,7 +147,8 @@ def test_boxes_of_some_images_only(tmp_path: Path) -> None:
             del file[f"{image_id}_boxes"]
     assert main(["extract", str(config)]) == 0
     (folder,) = (tmp_path / "storage" / "features").iterdir()
-    boxes = FeatureStore(folder).gather_regions([f"id-{number}" for number in regions]).boxes
+    store = FeatureStore(folder)
+    _, boxes = store.regions_at(positions(store, [f"id-{number}" for number in regions]))
     assert boxes is not None and boxes[0].any() and not boxes[4:9].any() and boxes[9].any()
 
 

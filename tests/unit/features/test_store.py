@@ -19,6 +19,7 @@ from pipeline.features.store import (
     write_index,
     write_shard,
 )
+from tests.support.features import contains, gather, positions
 
 
 def test_rows_follow_the_order_of_the_request(tmp_path: Path) -> None:
@@ -29,10 +30,10 @@ def test_rows_follow_the_order_of_the_request(tmp_path: Path) -> None:
     write_shard(tmp_path, keys[6:], rows[6:])
     store = FeatureStore(tmp_path)
     order = rng.permutation(10)
-    assert np.array_equal(store.gather([keys[row] for row in order]), rows[order])
-    assert len(store) == 10 and "k3" in store and "other" not in store
+    assert np.array_equal(gather(store, [keys[row] for row in order]), rows[order])
+    assert len(store) == 10 and contains(store, "k3") and not contains(store, "other")
     with pytest.raises(KeyError, match="other"):
-        store.gather(["other"])
+        gather(store, ["other"])
 
 
 def test_a_shard_without_its_manifest_does_not_exist(tmp_path: Path) -> None:
@@ -110,7 +111,7 @@ def test_a_task_done_twice_writes_the_same_shard(tmp_path: Path) -> None:
     assert len(store.shards) == 3 and len(store.keys) == len(store) == 12
     write_shard(tmp_path, keys[2:6], features[2:6])  # another extraction has other shard boundaries
     store = FeatureStore(tmp_path)
-    assert len(store.keys) == 16 and len(store) == 12 and np.array_equal(store.gather(keys), features)
+    assert len(store.keys) == 16 and len(store) == 12 and np.array_equal(gather(store, keys), features)
 
 
 def test_the_index_is_only_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,11 +120,13 @@ def test_the_index_is_only_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     write_index(tmp_path)
     assert (tmp_path / "index.parquet").is_file()
     write_shard(tmp_path, ["new"], features[:1])
-    assert "new" in FeatureStore(tmp_path), "manifests outside of the index are read"
+    assert contains(FeatureStore(tmp_path), "new"), "manifests outside of the index are read"
     next(path for path in (tmp_path / "manifest").iterdir() if path.stem == shard_name(keys[:4])).unlink()
     store = FeatureStore(tmp_path)
-    assert keys[0] not in store and keys[4] in store, "rows of the index without a manifest do not exist"
-    assert np.array_equal(store.gather(keys[4:]), features[4:])
+    assert not contains(store, keys[0]) and contains(store, keys[4]), (
+        "the index's rows without a manifest count as missing"
+    )
+    assert np.array_equal(gather(store, keys[4:]), features[4:])
 
 
 def test_verify_reads_everything_back(tmp_path: Path) -> None:
@@ -144,12 +147,14 @@ def test_regions_keep_lengths_and_boxes(tmp_path: Path) -> None:
     features = np.zeros((2, 5, 3), np.float32)
     boxes = np.random.default_rng(0).random((2, 5, 4)).astype(np.float32)
     write_shard(tmp_path, ["a", "b"], features, lengths=[3, 5], boxes=boxes)
-    regions = FeatureStore(tmp_path).gather_regions(["b", "a"])
-    assert regions.lengths.tolist() == [5, 3]
-    assert regions.boxes is not None and np.array_equal(regions.boxes, boxes[::-1])
+    store = FeatureStore(tmp_path)
+    stored_lengths, stored_boxes = store.regions_at(positions(store, ["b", "a"]))
+    assert stored_lengths is not None and stored_lengths.tolist() == [5, 3]
+    assert stored_boxes is not None and np.array_equal(stored_boxes, boxes[::-1])
     keys, grids = filled(tmp_path / "grids")
-    grid = FeatureStore(tmp_path / "grids").gather_regions(keys[:2])
-    assert grid.lengths.tolist() == [3, 3] and grid.boxes is None and np.array_equal(grid.features, grids[:2])
+    store = FeatureStore(tmp_path / "grids")
+    assert store.regions_at(positions(store, keys[:2])) == (None, None)
+    assert np.array_equal(gather(store, keys[:2]), grids[:2])
 
 
 def test_many_shards_need_few_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,5 +162,5 @@ def test_many_shards_need_few_open_files(tmp_path: Path, monkeypatch: pytest.Mon
     keys, features = filled(tmp_path, shards=6)
     order = np.random.default_rng(2).permutation(len(keys))
     store = FeatureStore(tmp_path)
-    assert np.array_equal(store.gather([keys[row] for row in order]), features[order])
-    assert len(store._maps._open) <= 2
+    assert np.array_equal(gather(store, [keys[row] for row in order]), features[order])
+    assert store._maps.shard.cache_info().currsize <= 2
