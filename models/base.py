@@ -181,31 +181,6 @@ class CaptionModel(nn.Module, ABC):
         """Logits (B*K, V) after one more token (B*K,) per row. They have no gradient; training uses `decode`."""
 
 
-def check_features(features: Features, width: int) -> None:
-    """Raises ValueError unless the tokens are (B, N, width) and the lengths (B,)."""
-    tokens, lengths = features.tokens, features.lengths
-    if tokens.ndim != 3 or tokens.shape[-1] != width:
-        raise ValueError(
-            f"features have shape {tuple(tokens.shape)}; expected (images, tokens, {width}), "
-            f"the width this model was built for"
-        )
-    if lengths is not None and lengths.shape != tokens.shape[:1]:
-        raise ValueError(
-            f"lengths have shape {tuple(lengths.shape)}; expected one number per image, ({len(features)},)"
-        )
-
-
-def captions_per_image(memory: Memory, rows: int) -> int:
-    """K for `rows` = B*K caption rows. Raises ValueError when `rows` is not a multiple of the images."""
-    captions, rest = divmod(rows, memory.batch_size) if memory.batch_size else (0, rows)
-    if rest or not captions:
-        raise ValueError(
-            f"{rows} captions do not divide by {memory.batch_size} images (remainder {rest}); "
-            f"give the same number of captions for each image, row b*K+k for caption k of image b"
-        )
-    return captions
-
-
 def check_positions(length: int, max_positions: int) -> None:
     """Raises ValueError for a caption longer than the positional table."""
     if length > max_positions:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from models.beam_cache import TreeSlots
 from models.expansion_weights import dynamic_weights, inverse, signed_parts, static_weights, total
-from models.layers import Dropout, xavier_blocks_
+from models.layers import Dropout, Mixer, xavier_blocks_
 
 EPSILON = 1e-9  # of equation 4, as in the reference; float16 rounds it to 0, so that sums are float32
 
@@ -44,7 +44,7 @@ def full_precision(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, enabled=False)
 
 
-class Expansion(nn.Module):
+class Expansion(Mixer):
     """The base of both expansions: the vectors E_Q and E_B, dropout, and the choice between long and short form."""
 
     def __init__(self, d_model: int, vectors: int, projections: int, dropout: float, factorized_dropout: bool) -> None:
@@ -170,21 +170,8 @@ class DynamicExpansion(Expansion):
         return 5 * length * length * width + 3 * vectors * length * width + 2 * vectors * length**3
 
     def step_macs(self, slots: int, length: int) -> float:
-        """The same for one token of a cached step, whose products run over all slots of the image."""
         vectors, width = self.queries.shape
         return 3 * vectors * width + 6 * slots * width + 2 * slots * vectors * length
-
-    def plain_step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
-        """The next token of each beam, x (B*K, D) -> (B*K, D), in a simple form against which `step` is tested.
-
-        ancestors (B, K, t) are the slots on each beam's path, the new one last. Only projections are cached. Each beam
-        expands its whole path again, as `forward` does, and the last row is the result. Dropout must be off.
-        """
-        with full_precision(x):
-            images, beams, length = ancestors.shape
-            (cached,) = slots.append("projected", self._project(x).view(1, images, beams, -1))  # (B, slots, 5 D)
-            path = ancestors.flatten(1)[:, :, None].expand(-1, -1, cached.shape[-1])
-            return self._expand(cached.gather(1, path).view(images * beams, length, -1), None)[:, -1]
 
     def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
         """The result of `plain_step`, in time proportional to the path's length instead of its square.

@@ -163,22 +163,20 @@ class OutputProjection(nn.Linear):
     """
 
     def __init__(self, d_model: int, attention_on_attention: bool) -> None:
-        width = 2 * d_model if attention_on_attention else d_model
-        super().__init__(width, width)
-        self.attention_on_attention = attention_on_attention
-
-    def init_weights(self) -> None:
-        xavier_blocks_(self.weight, 2 if self.attention_on_attention else 1)
+        self.blocks = 2 if attention_on_attention else 1  # number of maps that the weight fuses
+        super().__init__(self.blocks * d_model, self.blocks * d_model)
 
     def forward(self, mixed: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
         """mixed, the attended values, and x, the queries' input, both (..., D)."""
-        if not self.attention_on_attention:
+        if self.blocks == 1:
             return super().forward(mixed)
         return F.glu(super().forward(torch.cat((mixed, x.to(mixed.dtype)), -1)))
 
 
 class CrossAttention(nn.Module):
     """Multi-head attention from caption tokens to image tokens. No dropout on the weights, as in the reference."""
+
+    levels = 1  # number of encoder levels that a caption token attends to
 
     def __init__(self, d_model: int, num_heads: int, attention_on_attention: bool = False) -> None:
         super().__init__()
@@ -190,7 +188,7 @@ class CrossAttention(nn.Module):
     def init_weights(self) -> None:
         xavier_blocks_(self.query.weight)
         xavier_blocks_(self.key_value.weight, 2)
-        self.out_proj.init_weights()
+        xavier_blocks_(self.out_proj.weight, self.out_proj.blocks)
 
     def project(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (B, H, N, D / H) of image tokens (B, N, D): once per image."""
@@ -206,8 +204,22 @@ class CrossAttention(nn.Module):
         return self.out_proj(merge_heads(mixed).reshape(rows, length, width), x)
 
 
-class SelfAttention(nn.Module):
-    """Multi-head self-attention, causal or bidirectional: the baseline's mixer. No public code has it."""
+class Mixer(nn.Module):
+    """The base of the modules that mix the tokens of a sequence, x (B, L, D) -> (B, L, D): attention and expansions."""
+
+    in_proj: nn.Linear
+
+    def mixing_macs(self, length: float) -> float:
+        """Multiply-accumulates beside the linear maps."""
+        raise NotImplementedError
+
+    def step_macs(self, slots: int, length: int) -> float:
+        """The same for one token of a cached step, whose products run over all slots of the image."""
+        raise NotImplementedError
+
+
+class SelfAttention(Mixer):
+    """Multi-head self-attention, causal or bidirectional: the baseline's mixer, of which no code is public."""
 
     def __init__(self, d_model: int, num_heads: int, causal: bool, attention_on_attention: bool = False) -> None:
         super().__init__()
@@ -218,31 +230,40 @@ class SelfAttention(nn.Module):
 
     def init_weights(self) -> None:
         xavier_blocks_(self.in_proj.weight, 3)
-        self.out_proj.init_weights()
+        xavier_blocks_(self.out_proj.weight, self.out_proj.blocks)
+
+    def project(self, x: Tensor) -> list[Tensor]:
+        """Queries, keys and values (B, H, L, D / H) of x (B, L, D)."""
+        return [split_heads(part, self.num_heads) for part in self.in_proj(x).chunk(3, -1)]
 
     def forward(self, x: Tensor, valid_mask: Tensor | None = None) -> Tensor:
         """x (B, L, D); valid_mask (B, L) True at valid tokens, or None."""
-        query, key, value = (split_heads(part, self.num_heads) for part in self.in_proj(x).chunk(3, -1))
+        query, key, value = self.project(x)
         bias = padding_bias(valid_mask, query.dtype)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, is_causal=self.causal)
         return self.out_proj(merge_heads(mixed), x)
 
     def mixing_macs(self, length: float) -> float:
-        """Multiply-accumulates beside the linear maps: scores, and the weighted sum of values."""
-        return 2 * length * length * self.in_proj.in_features
+        return 2 * length * length * self.in_proj.in_features  # scores, and the weighted sum of values
 
     def step_macs(self, slots: int, length: int) -> float:
-        """The same for one token of a cached step, whose products run over all slots of the image."""
         return 2 * slots * self.in_proj.in_features
 
-    def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
-        """The next token of each beam: x (B*K, D) -> (B*K, D); ancestors (B, K, t), the slots of each beam's path."""
+    def project_step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> tuple[Tensor, ...]:
+        """Queries (B, H, K, D / H) of x (B*K, D), keys and values of all slots, and whether a slot is on a beam's path.
+
+        The last is (B, K, slots); ancestors (B, K, t) are the slots on the paths.
+        """
         images, beams, _ = ancestors.shape
         maps = self.in_proj(x).view(images, beams, 3, -1)
         query = split_heads(maps[:, :, 0], self.num_heads)
         cached = slots.append("key_value", maps[:, :, 1:].permute(2, 0, 1, 3))  # (2, B, slots, D)
         key, value = (split_heads(part, self.num_heads) for part in cached.unbind())
         path = torch.zeros(images, beams, cached.shape[2], dtype=torch.bool, device=x.device)
-        path.scatter_(2, ancestors, True)
+        return query, key, value, path.scatter_(2, ancestors, True)
+
+    def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
+        """The next token of each beam: x (B*K, D) -> (B*K, D); ancestors (B, K, t), the slots of each beam's path."""
+        query, key, value, path = self.project_step(x, slots, ancestors)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=path[:, None])
         return self.out_proj(merge_heads(mixed).flatten(0, 1), x)
