@@ -84,11 +84,7 @@ def grid_groups(
 
 @torch.no_grad()
 def find_clusters(
-    model: CaptionModel,
-    features: Features,
-    tokens: Tensor,
-    *,
-    threshold: float = THRESHOLD,
+    model: CaptionModel, features: Features, tokens: Tensor, *, threshold: float = THRESHOLD
 ) -> Clusters | None:
     """The clusters of one image, features (1, N, C), and of the words after SOS in one caption, tokens (T,).
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from jobs.bench.reference_expansionnet import MaterializedModel
 from models.base import CaptionModel, Features, ModelSizes
-from models.beam_cache import TreeCache
+from models.beam_cache import TreeCache, TreeSlots
 from models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig
 from models.decoding import Captions, Decoder, beam_search, best_words, caption_lengths, greedy, invert, sample
 from models.expansion import DynamicExpansion
@@ -53,6 +53,14 @@ def test_cached_steps_are_the_teacher_forced_logits(
     follow_steps(model, model.encode(Features(features, lengths)), beams, steps, generator)
 
 
+def plain_step(layer: DynamicExpansion, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
+    """`DynamicExpansion.step` in a simple form: each beam expands its whole path again, as teacher forcing does."""
+    images, beams, length = ancestors.shape
+    (cached,) = slots.append("projected", layer._project(x).view(1, images, beams, -1))  # (B, slots, 5 D)
+    path = ancestors.flatten(1)[:, :, None].expand(-1, -1, cached.shape[-1])
+    return layer._expand(cached.gather(1, path).view(images * beams, length, -1), None)[:, -1]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_the_fast_step_of_the_dynamic_expansion_is_the_plain_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both match teacher forcing on random trees of beams, and give the same beams."""
@@ -60,7 +68,7 @@ def test_the_fast_step_of_the_dynamic_expansion_is_the_plain_one(seed: int, monk
     generator = torch.Generator().manual_seed(seed)
     memory = model.encode(Features(torch.randn(3, 5, 7, dtype=torch.float64, generator=generator)))
     fast = beam_search(model, memory, beam_size=3, max_length=9)
-    monkeypatch.setattr(DynamicExpansion, "step", DynamicExpansion.plain_step)
+    monkeypatch.setattr(DynamicExpansion, "step", plain_step)
     follow_steps(model, memory, 3, 8, generator)
     plain = beam_search(model, memory, beam_size=3, max_length=9)
     assert torch.equal(plain.tokens, fast.tokens)
