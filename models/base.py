@@ -7,8 +7,10 @@ T caption tokens, V vocabulary, E expanded vectors, H heads.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,15 +36,12 @@ class Features:
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Features:
         """These features on `device`; `dtype` converts the tokens only."""
-        lengths = None if self.lengths is None else self.lengths.to(device)
-        boxes = None if self.boxes is None else self.boxes.to(device)
-        return Features(self.tokens.to(device, dtype), lengths, boxes)
+        moved = map_tensors(self, lambda tensor: tensor.to(device))
+        return replace(moved, tokens=moved.tokens.to(dtype=dtype))
 
     def select(self, rows: Tensor) -> Features:
         """The features of the images with the indices `rows` (int64, in any number and order)."""
-        lengths = None if self.lengths is None else self.lengths.index_select(0, rows)
-        boxes = None if self.boxes is None else self.boxes.index_select(0, rows)
-        return Features(self.tokens.index_select(0, rows), lengths, boxes)
+        return map_tensors(self, lambda tensor: tensor.index_select(0, rows))
 
 
 @dataclass(frozen=True)
@@ -64,9 +63,15 @@ class Memory:
 
     def select(self, index: Tensor) -> Memory:
         """The memory of the images with the indices `index` (int64, in any number and order)."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        selected = {name: tensor.index_select(0, index) for name, tensor in tensors.items() if tensor is not None}
-        return replace(self, **selected)
+        return map_tensors(self, lambda tensor: tensor.index_select(0, index))
+
+
+Tensors = TypeVar("Tensors", Features, Memory)
+
+
+def map_tensors(tensors: Tensors, change: Callable[[Tensor], Tensor]) -> Tensors:
+    """The same dataclass with every tensor changed; fields that are None stay None."""
+    return replace(tensors, **{name: change(tensor) for name, tensor in vars(tensors).items() if tensor is not None})
 
 
 class Cache(ABC):
@@ -99,18 +104,14 @@ class Cache(ABC):
 class Macs:
     """Multiply-accumulates of the products that a captioner runs for one image in evaluation.
 
-    Element-wise work is not counted.
-    encoder: the cost of `encode`.
-    keys: the cost of cross-attention's keys and values, once per image.
-    token: the part of a caption token's cost that does not depend on the caption's length.
-    mixing(length): the cost of mixing the tokens of one caption in a teacher-forced pass.
-    step(slots, length): the cost of mixing one token with the earlier ones in the `length`-th cached step, when the
-    image has `slots` slots (`models/beam_cache.py`).
+    Element-wise work is not counted. mixing(length) mixes the tokens of one caption in a teacher-forced pass.
+    step(slots, length) mixes one token with the earlier ones in the `length`-th cached step, when the image has `slots`
+    slots (`models/beam_cache.py`).
     """
 
     encoder: float
-    keys: float
-    token: float
+    keys: float  # cross-attention's keys and values, once per image
+    token: float  # the part of a caption token's cost that does not depend on the caption's length
     mixing: Callable[[float], float]
     step: Callable[[int, int], float]
 
@@ -138,8 +139,7 @@ class CaptionModel(nn.Module, ABC):
 
     def __init__(self, config: ModelConfig, sizes: ModelSizes) -> None:
         super().__init__()
-        self.config = config
-        self.sizes = sizes
+        self.config, self.sizes = config, sizes
 
     @abstractmethod
     def init_weights(self) -> None:
@@ -190,6 +190,20 @@ def check_positions(length: int, max_positions: int) -> None:
         )
 
 
+@contextmanager
+def hooked(model: CaptionModel, modules: list[nn.Module], hook: Callable[..., None]) -> Iterator[None]:
+    """The model in evaluation; `hook` is called with each of the modules and its inputs before the module runs."""
+    training = model.training
+    model.eval()
+    handles = [module.register_forward_pre_hook(hook) for module in modules]
+    try:
+        yield
+    finally:
+        model.train(training)
+        for handle in handles:
+            handle.remove()
+
+
 def valid_tokens(lengths: Tensor | None, count: int) -> Tensor | None:
     """A mask (B, N) that is True where an image token is valid (not padding); None when all tokens are valid."""
     if lengths is None:
@@ -203,11 +217,12 @@ def load_strictly(module: nn.Module, state: dict[str, Tensor], what: str) -> Non
     Raises ValueError naming what does not match.
     """
     expected = module.state_dict()
-    missing, extra = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
-    if missing or extra:
-        parts = [f"lacks {_listed(missing)}"] if missing else []
-        parts += [f"has unknown {_listed(extra)}"] if extra else []
-        raise ValueError(f"{what} {' and '.join(parts)}; it does not belong to this configuration")
+    problems = []
+    for verb, names in (("lacks", expected.keys() - state.keys()), ("has unknown", state.keys() - expected.keys())):
+        if names:
+            problems.append(f"{verb} {min(names)!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else ""))
+    if problems:
+        raise ValueError(f"{what} {' and '.join(problems)}; it does not belong to this configuration")
     for name, tensor in expected.items():
         if tensor.shape != state[name].shape:
             raise ValueError(
@@ -219,8 +234,3 @@ def load_strictly(module: nn.Module, state: dict[str, Tensor], what: str) -> Non
         if tensor.is_floating_point() and not bool(state[name].to(tensor.dtype).isfinite().all()):
             raise ValueError(f"{what} holds numbers in {name} that are not finite in {tensor.dtype}; it is damaged")
     module.load_state_dict(state)
-
-
-def _listed(names: list[str]) -> str:
-    """The first name and the number of the others, for a message."""
-    return f"{names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")

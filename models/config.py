@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 
 class Identity(Enum):
@@ -37,13 +37,17 @@ class ModelConfig:
     num_heads: int = 8
     num_encoder_layers: int = 3
     num_decoder_layers: int = 3
-    dropout: float = 0.1
     max_positions: int | None = None  # None: the longest training caption with SOS and EOS
+    dropout: float = 0.1
     word_vectors: Annotated[str | None, Identity.FILE] = None
     word_vector_width: int | None = None
     train_word_vectors: bool = False
 
     def __post_init__(self) -> None:
+        for key, kind in get_type_hints(type(self)).items():
+            if get_origin(kind) is Literal and getattr(self, key) not in get_args(kind):
+                choices = " or ".join(repr(value) for value in get_args(kind))
+                raise ValueError(f"model.{key} is {getattr(self, key)!r}; it must be {choices}")
         self._require_at_least(1, "d_model", "d_ff", "num_heads", "num_encoder_layers", "num_decoder_layers")
         if self.d_model % self.num_heads:
             raise ValueError(
@@ -74,12 +78,6 @@ class ModelConfig:
             if value is not None and value < least:
                 raise ValueError(f"model.{key} is {value}; it must be {least} or more{message_suffix}")
 
-    def _require_one_of(self, key: str, *choices: str) -> None:
-        """Raises ValueError when the setting `key` is not one of `choices`."""
-        if getattr(self, key) not in choices:
-            listed = " or ".join(repr(value) for value in choices)
-            raise ValueError(f"model.{key} is {getattr(self, key)!r}; it must be {listed}")
-
 
 @dataclass(frozen=True)
 class ExpansionNetConfig(ModelConfig):
@@ -89,10 +87,9 @@ class ExpansionNetConfig(ModelConfig):
     None. The decoder has `dynamic_expansion` N_E (causal), or attention when it is None. These settings cover all rows
     of the paper's Table I.
 
-    `expansion_dropout`: "reference" drops single elements of the expanded vectors, as in the paper's training. It needs
-    the long form, in which the expanded sequence exists in memory. "factorized" drops whole expanded vectors with the
-    same probability and works in the short form, which takes less time and memory. It is a different regularizer, for
-    which no score is published. Evaluation is the same for both.
+    `expansion_dropout`: "reference" drops single elements of the expanded vectors, as in the paper's training, for which
+    the expanded sequence must exist in memory. "factorized" drops whole expanded vectors and takes less time and memory;
+    no score of it is published. Evaluation is the same for both.
     """
 
     name: Literal["expansionnet_v2", "transformer"] = "expansionnet_v2"
@@ -118,7 +115,6 @@ class ExpansionNetConfig(ModelConfig):
                     f"model.static_expansion = {groups} and model.encoder_dynamic_expansion = "
                     f"{self.encoder_dynamic_expansion} are both set; the encoder has one of them: set the other to null"
                 )
-        self._require_one_of("expansion_dropout", "reference", "factorized")
 
 
 @dataclass(frozen=True)
@@ -141,9 +137,6 @@ class MeshedMemoryConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_at_least(0, "num_memory_slots")
-        self._require_one_of("connection", "meshed", "one_to_one", "last")
-        self._require_one_of("gates", "sigmoid", "softmax")
-        self._require_one_of("attention", "dot_product", "on_attention")
         if self.connection == "one_to_one" and self.num_encoder_layers != self.num_decoder_layers:
             raise ValueError(
                 f"model.connection is 'one_to_one' with {self.num_encoder_layers} encoder and "
@@ -183,12 +176,6 @@ class ClustFormerConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_one_of("encoder_clusters", "2d", "1d", "none")
-        self._require_one_of("decoder_clusters", "1d", "none")
-        self._require_one_of("stacking", "matrix", "conditional", "none")
-        self._require_one_of("attention", "product", "renormalized", "literal")
-        self._require_one_of("norm", "pre", "post")
-        self._require_one_of("inputs", "grid", "regions")
         self._require_at_least(1, "sampling", "region_rows")
         self._require_at_least(0, "window", message_suffix=", or null for an adaptive one")
         for side, layers in (("encoder", self.num_encoder_layers), ("decoder", self.num_decoder_layers)):

@@ -52,16 +52,17 @@ class Decoder:
             raise ValueError(f"max_length is {max_length}; it counts SOS and EOS and must be 2 or more")
         self.sizes = self.models[0].sizes
         for index, (model, memory) in enumerate(zip(self.models, memories, strict=True)):
-            s, first = model.sizes, self.sizes
-            if (s.vocabulary_size, s.sos, s.eos, s.pad) != (first.vocabulary_size, first.sos, first.eos, first.pad):
+            described, first = (
+                f"a vocabulary of {s.vocabulary_size} words (SOS {s.sos}, EOS {s.eos}, PAD {s.pad})"
+                for s in (model.sizes, self.sizes)
+            )
+            if described != first:
                 raise ValueError(
-                    f"model {index + 1} of the ensemble has a vocabulary of {s.vocabulary_size} words "
-                    f"(SOS {s.sos}, EOS {s.eos}, PAD {s.pad}), model 1 one of {first.vocabulary_size} "
-                    f"(SOS {first.sos}, EOS {first.eos}, PAD {first.pad}); they must share one vocabulary"
+                    f"model {index + 1} of the ensemble has {described}, model 1 {first}; they must share one vocabulary"
                 )
             if memory.batch_size != memories[0].batch_size:
                 raise ValueError(f"memories of {memories[0].batch_size} and {memory.batch_size} images; expected equal")
-            check_positions(max_length - 1, s.max_positions)
+            check_positions(max_length - 1, model.sizes.max_positions)
         self.beams = beams
         self.device = memories[0].states.device
         self.images = torch.arange(memories[0].batch_size, device=self.device)
@@ -125,32 +126,24 @@ def sample(
     num_samples: int,
     max_length: int,
     temperature: float = 1.0,
-    top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Captions:
-    """`num_samples` captions per image, each token drawn from softmax(logits / temperature) among the `top_k` best.
+    """`num_samples` captions per image, each token drawn from softmax(logits / temperature).
 
     `max_length` counts SOS and EOS; a caption that has not ended by then has no EOS. (The reference's sampler counts
-    without SOS: its 20 is 21 here.) `log_probs` are the model's own, at temperature 1 and without top-k.
+    without SOS: its 20 is 21 here.) `log_probs` are the model's own, at temperature 1.
     The draw is one uniform number per row and step from `generator`, so that it is reproducible.
     """
     if num_samples < 1:
         raise ValueError(f"num_samples is {num_samples}; it must be 1 or more")
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0 (use greedy for the most probable caption)")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k is {top_k}; it must be 1 or more, or None")
-
     decoder = Decoder(models, memories, num_samples, max_length)
     total = len(decoder.images) * num_samples
 
     def draw(log_probs: Tensor, rows: Tensor) -> Tensor:
-        if temperature != 1.0 or top_k is not None:
-            log_probs = log_probs / temperature
-            if top_k is not None and top_k < log_probs.shape[-1]:
-                best, words = log_probs.topk(top_k, -1)
-                log_probs = torch.full_like(log_probs, -torch.inf).scatter_(1, words, best)
-            log_probs = log_probs.log_softmax(-1)
+        if temperature != 1.0:
+            log_probs = (log_probs / temperature).log_softmax(-1)
         # finished rows draw a number too, so that a row's draws do not depend on when other rows end
         device = log_probs.device if generator is None else generator.device
         uniform = torch.rand(total, dtype=torch.float64, generator=generator, device=device).to(log_probs.device)
