@@ -21,7 +21,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from models.base import CaptionModel, Memory, hooked, valid_tokens
+from models.base import CaptionModel, Memory, evaluating, hooked, valid_tokens
 
 
 def aligned_words(image: Tensor, words: Tensor, valid_mask: Tensor | None, counted: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def alignment_scores(model: CaptionModel, memory: Memory, tokens: Tensor) -> Ten
     tokens = tokens[:, : model.sizes.max_positions]
     sizes = model.sizes
     states: list[Tensor] = []
-    with hooked(model, [cast(nn.Module, model.lm_head)], lambda _, inputs: states.append(inputs[0])):
+    with evaluating(model), hooked([cast(nn.Module, model.lm_head)], lambda _, inputs: states.append(inputs[0])):
         model.decode(memory, tokens)
     ended = (tokens == sizes.eos).cumsum(1) > 0  # True at EOS and after it
     counted = ~ended & (tokens != sizes.sos) & (tokens != sizes.pad)

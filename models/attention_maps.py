@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.base import CaptionModel, Memory, hooked
+from models.base import CaptionModel, Memory, evaluating, hooked
 from models.layers import CrossAttention, split_heads
 
 
@@ -36,6 +36,6 @@ def cross_attention(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tens
             scores = scores + bias.float()
         weights.append(scores.softmax(-1).mean(1).view(x.shape[0], x.shape[1], -1))
 
-    with hooked(model, layers, record):
+    with evaluating(model), hooked(layers, record):
         model.decode(memory, tokens[:, :-1])
     return torch.stack(weights)

@@ -191,15 +191,23 @@ def check_positions(length: int, max_positions: int) -> None:
 
 
 @contextmanager
-def hooked(model: CaptionModel, modules: list[nn.Module], hook: Callable[..., None]) -> Iterator[None]:
-    """The model in evaluation; `hook` is called with each of the modules and its inputs before the module runs."""
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model is in evaluation mode; afterwards it is in its former mode again."""
     training = model.training
     model.eval()
-    handles = [module.register_forward_pre_hook(hook) for module in modules]
     try:
         yield
     finally:
         model.train(training)
+
+
+@contextmanager
+def hooked(modules: list[nn.Module], hook: Callable[..., None]) -> Iterator[None]:
+    """`hook` is called with each module and its inputs before the module runs."""
+    handles = [module.register_forward_pre_hook(hook) for module in modules]
+    try:
+        yield
+    finally:
         for handle in handles:
             handle.remove()
 

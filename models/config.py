@@ -87,9 +87,9 @@ class ExpansionNetConfig(ModelConfig):
     None. The decoder has `dynamic_expansion` N_E (causal), or attention when it is None. These settings cover all rows
     of the paper's Table I.
 
-    `expansion_dropout`: "reference" drops single elements of the expanded vectors, as in the paper's training, for which
-    the expanded sequence must exist in memory. "factorized" drops whole expanded vectors and takes less time and memory;
-    no score of it is published. Evaluation is the same for both.
+    `expansion_dropout`: "reference" drops single elements of the expanded vectors, as in the paper's training. This needs
+    the expanded sequence in memory. "factorized" drops whole expanded vectors and takes less time and memory; no score
+    of it is published. Evaluation is the same for both.
     """
 
     name: Literal["expansionnet_v2", "transformer"] = "expansionnet_v2"

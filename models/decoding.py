@@ -1,9 +1,9 @@
-"""Decoding as free functions over `init_cache` and `step`: greedy, sampling, beam search; one model or an ensemble.
-
-Shapes: B images, K beams or samples per image, R = B*K rows, T caption tokens, V vocabulary.
+"""Greedy decoding, sampling and beam search with one model or an ensemble.
 
 `models` and `memories` are one model and its memory, or equally long sequences: an ensemble averages probabilities.
-Log-probabilities are float32 (float64 for a float64 model) and outside autocast, whatever the model ran in.
+Log-probabilities are float32 (float64 for a float64 model) and outside autocast.
+
+Shapes: B images, K beams or samples per image, R = B*K rows, T caption tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Decoder:
             )
             if described != first:
                 raise ValueError(
-                    f"model {index + 1} of the ensemble has {described}, model 1 {first}; they must share one vocabulary"
+                    f"model {index + 1} of the ensemble has {described}, model 1 has {first}; "
+                    "they must share one vocabulary"
                 )
             if memory.batch_size != memories[0].batch_size:
                 raise ValueError(f"memories of {memories[0].batch_size} and {memory.batch_size} images; expected equal")
