@@ -20,16 +20,11 @@ from models.config import ModelConfig, ModelSizes
 
 @dataclass(frozen=True)
 class Features:
-    """A captioner's input for B images.
+    """A captioner's input for B images."""
 
-    tokens: stored features (B, N, C), or normalized pixels (B, 3, H, W) for a captioner with a backbone.
-    lengths: numbers (B,) of valid image tokens, or None where all N are valid.
-    boxes: corners x0 y0 x1 y1 of regions, (B, N, 4), for the models that arrange regions by position.
-    """
-
-    tokens: Tensor
-    lengths: Tensor | None = None
-    boxes: Tensor | None = None
+    tokens: Tensor  # stored features (B, N, C), or normalized pixels (B, 3, H, W) for a captioner with a backbone
+    lengths: Tensor | None = None  # numbers (B,) of valid image tokens; None where all N are valid
+    boxes: Tensor | None = None  # corners x0 y0 x1 y1 of regions, (B, N, 4), for models that arrange regions by them
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -46,14 +41,9 @@ class Features:
 
 @dataclass(frozen=True)
 class Memory:
-    """The encoder's output for the decoder.
+    """The encoder's output for the decoder, with the lengths and boxes of `Features`."""
 
-    states: (B, N, D), or (B, levels, N, D) where the decoder attends to every encoder level.
-    lengths: numbers (B,) of valid image tokens, or None when all N are valid.
-    boxes: region boxes (B, N, 4), for the models that need them.
-    """
-
-    states: Tensor
+    states: Tensor  # (B, N, D), or (B, levels, N, D) where the decoder attends to every encoder level
     lengths: Tensor | None = None
     boxes: Tensor | None = None
 

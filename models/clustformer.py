@@ -10,10 +10,10 @@ and one row of C per layer.
 
 Choices where the paper leaves something open:
 
-- C multiplies the weights after the softmax, and there is no second softmax. The printed softmax(A * C), where A is a
-  softmax already, would stay within a factor e of uniform. A binary window would then leave most of the weight outside
-  of it, which contradicts what the paper writes about windows. Tree Transformer, which the paper cites, multiplies
-  probabilities. The rows then sum to less than 1, which residual and norm absorb. The alternatives are settings.
+- C multiplies the weights after the softmax, as in Tree Transformer, which the paper cites, and there is no second
+  softmax. The printed softmax(A * C), where A is a softmax already, would stay within a factor e of uniform, so that a
+  binary window would leave most of the weight outside of it. The rows then sum to less than 1, which residual and norm
+  absorb. The alternatives are settings.
 - The scale is sqrt(D / H).
 - Pre-norm is the default, because the recipe has no warm-up; "post" is equation 1.
 - C is computed from the same normalized input as the queries.
@@ -258,9 +258,9 @@ class ClustFormer(EncoderDecoder):
         images, count = features.tokens.shape[:2]
         if config.inputs == "regions" and config.encoder_clusters != "none":
             if boxes is None or boxes.shape != (images, count, 4):
-                found = "none" if boxes is None else f"shape {tuple(boxes.shape)}"
+                given = "none" if boxes is None else f"shape {tuple(boxes.shape)}"
                 raise ValueError(
-                    f"regions are arranged by their boxes: expected boxes {(images, count, 4)}, found {found}; "
+                    f"regions are arranged by their boxes: expected boxes {(images, count, 4)}, found {given}; "
                     "import region features with their boxes, or set model.encoder_clusters to none"
                 )
             arrangement = arrange_regions(boxes, lengths, config.region_rows)

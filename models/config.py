@@ -87,7 +87,7 @@ class ExpansionNetConfig(ModelConfig):
     None. The decoder has `dynamic_expansion` N_E (causal), or attention when it is None. These settings cover all rows
     of the paper's Table I.
 
-    `expansion_dropout`: "reference" drops single elements of the expanded vectors, as in the paper's training, and keeps
+    `expansion_dropout`: "reference" drops single elements of the expanded vectors, as in the paper, and needs
     the expanded sequence in memory. "factorized" drops whole expanded vectors and takes less time and memory; no score
     of it is published. Evaluation is the same for both.
     """

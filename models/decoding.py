@@ -26,18 +26,12 @@ Memories = Memory | Sequence[Memory]
 
 @dataclass
 class Captions:
-    """n captions of each of B images, T the longest of them.
+    """n captions of each of B images; the longest one has T tokens."""
 
-    tokens: (B, n, T) int64 with SOS and, where the caption ended, EOS; PAD after that.
-    log_probs: (B, n, T) float32, each token's own; 0 at SOS and after the end.
-    lengths: (B, n) int64, tokens counting SOS and EOS.
-    scores: (B, n) float32, what they are ranked by: the mean log-probability over `lengths`, or the sum.
-    """
-
-    tokens: Tensor
-    log_probs: Tensor
-    lengths: Tensor
-    scores: Tensor
+    tokens: Tensor  # (B, n, T) int64 with SOS and, where the caption ended, EOS; PAD after that
+    log_probs: Tensor  # (B, n, T) float32 of each token; 0 at SOS and after the end
+    lengths: Tensor  # (B, n) int64, numbers of tokens with SOS and EOS
+    scores: Tensor  # (B, n) float32 for the ranking: the mean log-probability over `lengths`, or the sum
 
 
 class Decoder:
@@ -72,7 +66,8 @@ class Decoder:
         if not len(self.images):
             raise ValueError("a memory of no images; nothing can be decoded")
         rows = 1 if self.together else beams
-        self.caches: list[Cache] = [m.init_cache(memory, rows) for m, memory in zip(self.models, memories, strict=True)]
+        pairs = zip(self.models, memories, strict=True)
+        self.caches: list[Cache] = [model.init_cache(memory, rows) for model, memory in pairs]
 
     def step(self, tokens: Tensor) -> Tensor:
         """Log-probabilities (R, V) of the next token. An ensemble takes the logarithm of the mean probability."""

@@ -35,17 +35,16 @@ def gated(gate: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
 
 
 def full_precision(x: Tensor) -> torch.autocast:
-    """A context in which the dynamic expansion is computed without autocast.
+    """A context without autocast, for the dynamic expansion.
 
     Early positions are normalized over few keys, so that their weights jump where M crosses zero. A sign that bfloat16
-    rounds wrongly changes logits by 0.1 and more. bfloat16 would not be faster either: the products are small, and most
-    of the time would be spent on conversions.
+    rounds wrongly changes logits by 0.1 and more. bfloat16 would not be faster either, as the products are small.
     """
     return torch.autocast(x.device.type, enabled=False)
 
 
 class Expansion(Mixer):
-    """The base of both expansions: the vectors E_Q and E_B, dropout, and the choice between long and short form."""
+    """The base of both expansions: the vectors E_Q and E_B, dropout, and the choice between the two forms."""
 
     def __init__(self, d_model: int, vectors: int, projections: int, dropout: float, factorized_dropout: bool) -> None:
         super().__init__()
@@ -174,19 +173,19 @@ class DynamicExpansion(Expansion):
         return 3 * vectors * width + 6 * slots * width + 2 * slots * vectors * length
 
     def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
-        """The result of `plain_step`, in time proportional to the path's length instead of its square.
+        """The next token of each beam, x (B*K, D) -> (B*K, D); causal and without dropout.
 
-        It is causal and without dropout. The forward weights of past vectors never change, so that they are cached too.
-        Products are computed for all slots of an image; then each beam picks the results of its ancestors. Few large
-        operations are faster than many small ones, so that the leading dimensions combine the two streams and the two
-        directions: the new vectors read the past tokens, and the new token reads the past vectors.
+        ancestors (B, K, t) are the slots on each beam's path, the new one last. The forward weights of past vectors
+        never change, so that they are cached too. Products are computed for all slots of an image; then each beam picks
+        the results of its ancestors. The leading dimensions combine the two streams and the two directions, because few
+        large operations are faster: the new vectors read the past tokens, and the new token reads the past vectors.
         """
         with full_precision(x):
             images, beams, length = ancestors.shape
-            where = ancestors.expand(2, -1, -1, -1)  # (2, B, K, t), indices for both directions
+            paths = ancestors.expand(2, -1, -1, -1)  # (2, B, K, t), indices for both directions
             place, cached = slots.allocate("in_proj", (4, images, beams, x.shape[-1]), self.in_proj.weight)
             gate = self._step_maps(x, place)  # fills C, K, V1, V2
-            m = self._step_products(place, cached, slots, where)
+            m = self._step_products(place, cached, slots, paths)
             parts = signed_parts(m)  # (2, 2, B, K, N_E, t): streams, directions
             sums = total(parts, -1)
 
@@ -196,7 +195,7 @@ class DynamicExpansion(Expansion):
             scale = inverse(total(sums[:, 1], -2), m.dtype, self.epsilon)  # (2, B, K, 1, 1)
             by_vector = (sums[:, 1] * scale).flatten(0, 2)[..., 0].to(m.dtype)  # (2 B K, N_E): R, summed over s
             backward = parts[:, 1] * scale  # (2, B, K, N_E, s)
-            return self._step_streams(by_vector, backward, columns, cached, gate, where)
+            return self._step_streams(by_vector, backward, columns, cached, gate, paths)
 
     def _step_maps(self, x: Tensor, place: Tensor) -> Tensor:
         """Writes C, K, V1 and V2 of the new tokens into `place` (4, B, K, D); returns the gate (B*K, D)."""
@@ -204,40 +203,40 @@ class DynamicExpansion(Expansion):
         place.copy_(maps[:, :, :4].permute(2, 0, 1, 3))
         return maps[:, :, 4].flatten(0, 1)
 
-    def _step_products(self, new: Tensor, cached: Tensor, slots: TreeSlots, where: Tensor) -> Tensor:
+    def _step_products(self, new: Tensor, cached: Tensor, slots: TreeSlots, paths: Tensor) -> Tensor:
         """M of the new vectors over their path's tokens, and of the path's vectors over the new token.
 
         (2, B, K, N_E, t), from C and K of the new tokens, new (4, B, K, D), and of all slots, cached (4, B, slots, D).
         """
-        _, images, beams, length = where.shape
+        _, images, beams, length = paths.shape
         condition, key = new[0], new[1]  # (B, K, D)
         place, by_vector = slots.allocate("by_vector", (1, images, beams, self.vectors), new)
         place.copy_(torch.matmul(key, self.queries.t()))  # e_n k
         products = new.new_empty(2, images, beams, cached.shape[2])
         torch.bmm(condition, cached[1].mT, out=products[0])
         torch.bmm(key, cached[0].mT, out=products[1])
-        over_tokens, over_vectors = products.gather(3, where)[:, :, :, None]  # (B, K, 1, t) each: c k'
-        path = where[0].flatten(1)[..., None].expand(-1, -1, self.vectors)
+        over_tokens, over_vectors = products.gather(3, paths)[:, :, :, None]  # (B, K, 1, t) each: c k'
+        path = paths[0].flatten(1)[..., None].expand(-1, -1, self.vectors)
         m = new.new_empty(2, images, beams, self.vectors, length)
         torch.add(over_tokens, by_vector[0].gather(1, path).view(images, beams, length, -1).mT, out=m[0])
         torch.add(over_vectors, place[0][..., None], out=m[1])
         return m
 
     def _step_streams(
-        self, by_vector: Tensor, backward: Tensor, columns: Tensor, cached: Tensor, gate: Tensor, where: Tensor
+        self, by_vector: Tensor, backward: Tensor, columns: Tensor, cached: Tensor, gate: Tensor, paths: Tensor
     ) -> Tensor:
         """Equations 7 and 8 for the new tokens: returns (B*K, D).
 
         backward (2, B, K, N_E, s) is R, by_vector (2 B K, N_E) its sum over s, columns (2, B, slots, N_E, u) is F.
         """
-        _, images, beams, length = where.shape
+        _, images, beams, length = paths.shape
         count, width = cached.shape[2:]
         rows = backward.new_zeros(2, images, beams, count, self.vectors)
-        rows.scatter_(3, where[..., None].expand(-1, -1, -1, -1, self.vectors), backward.mT)
+        rows.scatter_(3, paths[..., None].expand(-1, -1, -1, -1, self.vectors), backward.mT)
         over = backward.new_empty(2, 2, images, beams, length)  # over V and over C, of each stream
         torch.bmm(rows.flatten(3).flatten(0, 1), columns.flatten(2, 3).flatten(0, 1), out=over[0].flatten(0, 1))
         torch.sum(backward, 3, out=over[1])
-        weights = backward.new_zeros(2, 2, images, beams, count).scatter_(4, where.expand(2, -1, -1, -1, -1), over)
+        weights = backward.new_zeros(2, 2, images, beams, count).scatter_(4, paths.expand(2, -1, -1, -1, -1), over)
         streams = torch.mm(by_vector, self.biases).view(2, images, beams, width)
         for stream, value, over_values, over_conditions in zip(streams, cached[2:], *weights, strict=True):
             stream.baddbmm_(over_values, value).baddbmm_(over_conditions, cached[0])

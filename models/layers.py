@@ -48,9 +48,9 @@ def _scaled(x: Tensor, mask: Tensor, scale: float) -> Tensor:
 def dropout(x: Tensor, p: float) -> Tensor:
     """Dropout. On the CPU the mask comes from random bytes, about eight times faster than torch's Bernoulli numbers.
 
-    The price: p is rounded to a multiple of 1/256 there (0.3 becomes 77/256 = 0.3008, 0.1 becomes 26/256 = 0.1016; a
-    p above 0 drops at least 1/256). The remaining elements are scaled by the rounded probability, so that the
-    expectation is exact. Elements are independent. The mask is saved for the gradient as bytes, a quarter of torch's.
+    There p is rounded to a multiple of 1/256, at least 1/256 (0.3 becomes 77/256 = 0.3008, 0.1 becomes 26/256). The
+    remaining elements are scaled by the rounded probability, so that the expectation is exact. The mask is saved for
+    the gradient as bytes, a quarter of torch's.
     """
     if x.device.type != "cpu" or torch.compiler.is_compiling():  # compiled code fuses the mask
         return F.dropout(x, p)
@@ -70,9 +70,6 @@ class Dropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return dropout(x, self.p) if self.active else x
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}"
 
 
 def set_dropout(module: nn.Module, p: float) -> None:
