@@ -21,8 +21,8 @@ Choices where the paper leaves something open:
 - The decoder has no down-up sampling, because the mean of a group would contain a later word.
 - The paper does not give the width and the heads: they are 512 and 8. Its Figure 5 suggests six layers on each side.
 
-For the encoder, regions (`inputs: regions`) are arranged into a grid by their boxes. `encode` returns them in their
-original order and without dummies, and so the decoder reads them.
+The encoder arranges regions (`inputs: regions`) into a grid by their boxes. `encode` returns them in their original
+order and without dummies.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class ClusteredAttention(SelfAttention):
 
 @dataclass
 class Stack:
-    """The tokens of one pass, and what its layers pass on for equation 6."""
+    """The layout of the tokens in one pass, and the matrices and state that its layers stack (equation 6)."""
 
     layout: Layout
     attention_mask: Tensor | None  # for (B, 1, N, N), True where a query may attend
@@ -104,7 +104,7 @@ class Stack:
 
 
 class ClusteredLayer(Layer):
-    """Layer `number` (from 1) of the encoder or the decoder, `side`: its C and self-attention."""
+    """Layer `number` (from 1) of a `side`, "encoder" or "decoder": C, self-attention and feed-forward."""
 
     def __init__(self, config: ClustFormerConfig, side: str, number: int) -> None:
         super().__init__(config, pre_norm=config.norm == "pre")
@@ -122,7 +122,7 @@ class ClusteredLayer(Layer):
 
     def _attend(self, x: Tensor, stack: Stack) -> Tensor:
         matrix = stack.window if self.has_clusters else None
-        if self.clusters is not None:  # from the same normalized input as the queries
+        if self.clusters is not None:
             pooled, stack.state = self.clusters(stack.layout.pool(x), stack.state)
             matrix = stack.layout.spread(pooled)
         stack.matrices.append(matrix)

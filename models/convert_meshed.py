@@ -1,8 +1,7 @@
 """Conversion of the Meshed-Memory Transformer's upstream checkpoints.
 
-The first row of upstream's positions belongs to padding and is left out. Its `running_*` buffers are empty, are used
-only while it decodes, and are left out as well. The table of positions is not trained, but upstream draws it at random,
-so that it must come from the checkpoint.
+The first row of upstream's positions belongs to padding and is left out, as are the empty `running_*` buffers of its
+decoding. The table of positions is not trained, but drawn at random, so that it must come from the checkpoint.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def sample(
     """`num_samples` captions per image, each token drawn from softmax(logits / temperature).
 
     `max_length` counts SOS and EOS; a caption that has not ended by then has no EOS. (The reference's sampler counts
-    without SOS: its 20 is 21 here.) `log_probs` are the model's own, at temperature 1.
+    without SOS: its 20 is 21 here.) `log_probs` are those of temperature 1.
     The draw is one uniform number per row and step from `generator`, so that it is reproducible.
     """
     if num_samples < 1:
@@ -171,11 +171,11 @@ def _locate(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     upper = weights.cumsum(-1, dtype=torch.float64)
     target = uniform * upper[:, -1:]
     # right=True finds the first cumulated weight above the target, so that a weight of 0 is never chosen
-    place = torch.searchsorted(upper, target, right=True)
-    place.clamp_(max=weights.shape[-1] - 1)  # NaN from a diverged model must not raise an index error here
-    weight = weights.gather(1, place).double()
-    within = (target - (upper.gather(1, place) - weight)) / weight
-    return place, within.clamp_(0.0, 1.0 - 2.0**-52)
+    position = torch.searchsorted(upper, target, right=True)
+    position.clamp_(max=weights.shape[-1] - 1)  # NaN from a diverged model must not raise an index error here
+    weight = weights.gather(1, position).double()
+    within = (target - (upper.gather(1, position) - weight)) / weight
+    return position, within.clamp_(0.0, 1.0 - 2.0**-52)
 
 
 def _roll_out(decoder: Decoder, max_length: int, choose: Callable[[Tensor, Tensor], Tensor]) -> Captions:
@@ -220,13 +220,13 @@ def best_words(log_probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return log_probs.topk(count, -1)
     whole = columns * COLUMN_WORDS
     column = log_probs[:, :whole].unflatten(1, (COLUMN_WORDS, columns)).amax(1).topk(count, -1).indices
-    places = torch.arange(0, whole, columns, device=column.device)
-    offered = (column[:, :, None] + places).flatten(1)
+    starts = torch.arange(0, whole, columns, device=column.device)
+    offered = (column[:, :, None] + starts).flatten(1)
     if whole < words:
         rest = torch.arange(whole, words, device=column.device)
         offered = torch.cat((offered, rest.expand(len(offered), -1)), 1)
-    best, place = log_probs.gather(1, offered).topk(count, -1)
-    return best, offered.gather(1, place)
+    best, index = log_probs.gather(1, offered).topk(count, -1)
+    return best, offered.gather(1, index)
 
 
 @torch.no_grad()
@@ -244,7 +244,7 @@ def beam_search(
     Each beam offers its `beam_size` best words; the best `beam_size` sums of log-probabilities survive. An ended beam
     keeps its sum and stays a candidate. The search stops when every beam has ended or at `max_length` (counting SOS and
     EOS). Captions are then ranked by their sum divided by the number of tokens counting SOS and EOS, or by the sum.
-    When the search has fewer captions than asked for, the remaining results have score -inf.
+    When the search finds fewer than `num_results` captions, the remaining results have score -inf.
     """
     check_beams(beam_size, num_results)
     decoder = Decoder(models, memories, beam_size, max_length)
@@ -303,7 +303,7 @@ class Beams:
 
     @classmethod
     def start(cls, decoder: Decoder, max_length: int) -> Beams:
-        """Beams that hold SOS; `search` allocates log_probs and scores once it knows their dtype."""
+        """Beams of SOS only. `search` allocates log_probs and scores at the first step, which decides their dtype."""
         shape = (len(decoder.images), decoder.beams)
         tokens = torch.full((*shape, max_length), decoder.sizes.pad, device=decoder.device)
         tokens[:, :, 0] = decoder.sizes.sos

@@ -155,7 +155,7 @@ class EncoderDecoder(CaptionModel):
         return self.lm_head(outputs[-1])
 
     def decode(self, memory: Memory, tokens: Tensor, *context: Any) -> Tensor:
-        """See `CaptionModel.decode`; every decoder layer gets `context` too."""
+        """See `CaptionModel.decode`; `context` are further arguments of every decoder layer."""
         rows, images = tokens.shape[0], memory.batch_size
         if not rows or not images or rows % images:
             raise ValueError(
@@ -190,7 +190,7 @@ class EncoderDecoder(CaptionModel):
             (cross,) = (module for module in layer.modules() if isinstance(module, CrossAttention))
             levels = cross.levels
             keys += levels * image_tokens * linear_macs(cross.key_value)
-            # all levels share the queries; each has its own attended values and output map
+            # all levels share the queries; the attended values and the output map are computed for each level
             token += linear_macs(layer) - linear_macs(cross.key_value) + (levels - 1) * linear_macs(cross.out_proj)
             token += levels * 2 * image_tokens * self.config.d_model  # scores and weighted sums of cross-attention
         encoder = image_tokens * linear_macs(self.input, *self.encoder)

@@ -8,8 +8,8 @@ normalized over the expanded vectors), a stream of equations 5 and 7 is
 
     R (F V + bias) = (R F) V + R bias
 
-so that an (L, L) product takes the place of an (E, D) one. Exact in evaluation. The reference drops single elements of
-the expanded vectors in training, which forces the long form there (`ExpansionNetConfig.expansion_dropout`).
+so that an (L, L) product replaces an (E, D) one. This is exact in evaluation. In training the reference drops single
+elements of the expanded vectors, which needs the long form (`ExpansionNetConfig.expansion_dropout`).
 
 M is not divided by sqrt(D) as in equation 2: the normalization cancels the factor, with an epsilon that is sqrt(D)
 times as large (`Expansion.epsilon`). The weights and their gradient are written out by hand in `expansion_weights.py`.
@@ -154,7 +154,7 @@ class DynamicExpansion(Expansion):
         return self.in_proj(x.to(self.in_proj.weight.dtype))
 
     def _masks(self, m: Tensor, valid_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """1 where the vectors of s take from token t, and where they give to it; 0 elsewhere. None: no mask."""
+        """Masks with 1 where the vectors of s read token t, and where token t reads them; None for no mask."""
         if self.causal:
             length = m.shape[-1]
             earlier = torch.ones(length, length, dtype=m.dtype, device=m.device).tril_()  # t <= s
@@ -183,24 +183,24 @@ class DynamicExpansion(Expansion):
         with full_precision(x):
             images, beams, length = ancestors.shape
             paths = ancestors.expand(2, -1, -1, -1)  # (2, B, K, t), indices for both directions
-            place, cached = slots.allocate("in_proj", (4, images, beams, x.shape[-1]), self.in_proj.weight)
-            gate = self._step_maps(x, place)  # fills C, K, V1, V2
-            m = self._step_products(place, cached, slots, paths)
+            new_slots, cached = slots.allocate("in_proj", (4, images, beams, x.shape[-1]), self.in_proj.weight)
+            gate = self._step_maps(x, new_slots)  # fills C, K, V1, V2
+            m = self._step_products(new_slots, cached, slots, paths)
             parts = signed_parts(m)  # (2, 2, B, K, N_E, t): streams, directions
             sums = total(parts, -1)
 
             # a slot's forward weights are stored by position u on its path, so that they need no lookup by ancestor
-            place, columns = slots.allocate("forward", (2, images, beams, self.vectors), m, length)
-            torch.mul(parts[:, 0], inverse(sums[:, 0], m.dtype, self.epsilon), out=place)
+            new_slots, columns = slots.allocate("forward", (2, images, beams, self.vectors), m, length)
+            torch.mul(parts[:, 0], inverse(sums[:, 0], m.dtype, self.epsilon), out=new_slots)
             scale = inverse(total(sums[:, 1], -2), m.dtype, self.epsilon)  # (2, B, K, 1, 1)
             by_vector = (sums[:, 1] * scale).flatten(0, 2)[..., 0].to(m.dtype)  # (2 B K, N_E): R, summed over s
             backward = parts[:, 1] * scale  # (2, B, K, N_E, s)
             return self._step_streams(by_vector, backward, columns, cached, gate, paths)
 
-    def _step_maps(self, x: Tensor, place: Tensor) -> Tensor:
-        """Writes C, K, V1 and V2 of the new tokens into `place` (4, B, K, D); returns the gate (B*K, D)."""
-        maps = self._project(x).view(*place.shape[1:3], 5, -1)
-        place.copy_(maps[:, :, :4].permute(2, 0, 1, 3))
+    def _step_maps(self, x: Tensor, new_slots: Tensor) -> Tensor:
+        """Writes C, K, V1 and V2 of the new tokens into `new_slots` (4, B, K, D); returns the gate (B*K, D)."""
+        maps = self._project(x).view(*new_slots.shape[1:3], 5, -1)
+        new_slots.copy_(maps[:, :, :4].permute(2, 0, 1, 3))
         return maps[:, :, 4].flatten(0, 1)
 
     def _step_products(self, new: Tensor, cached: Tensor, slots: TreeSlots, paths: Tensor) -> Tensor:
@@ -210,8 +210,8 @@ class DynamicExpansion(Expansion):
         """
         _, images, beams, length = paths.shape
         condition, key = new[0], new[1]  # (B, K, D)
-        place, by_vector = slots.allocate("by_vector", (1, images, beams, self.vectors), new)
-        place.copy_(torch.matmul(key, self.queries.t()))  # e_n k
+        new_slots, by_vector = slots.allocate("by_vector", (1, images, beams, self.vectors), new)
+        new_slots.copy_(torch.matmul(key, self.queries.t()))  # e_n k
         products = new.new_empty(2, images, beams, cached.shape[2])
         torch.bmm(condition, cached[1].mT, out=products[0])
         torch.bmm(key, cached[0].mT, out=products[1])
@@ -219,7 +219,7 @@ class DynamicExpansion(Expansion):
         path = paths[0].flatten(1)[..., None].expand(-1, -1, self.vectors)
         m = new.new_empty(2, images, beams, self.vectors, length)
         torch.add(over_tokens, by_vector[0].gather(1, path).view(images, beams, length, -1).mT, out=m[0])
-        torch.add(over_vectors, place[0][..., None], out=m[1])
+        torch.add(over_vectors, new_slots[0][..., None], out=m[1])
         return m
 
     def _step_streams(

@@ -154,9 +154,9 @@ def sinusoids(count: int, width: int, first: int = 0) -> Tensor:
 
 
 class OutputProjection(nn.Linear):
-    """The linear map behind the heads, or attention on attention (Huang et al. 2019) in its place.
+    """The linear map after the heads, or attention on attention (Huang et al. 2019) instead of it.
 
-    The latter is (W_i [v, q] + b_i) * sigmoid(W_g [v, q] + b_g) with v the attended values and q the queries' input.
+    The latter is (W_i [v, q] + b_i) * sigmoid(W_g [v, q] + b_g) with the attended values v and the queries' input q.
     """
 
     def __init__(self, d_model: int, attention_on_attention: bool) -> None:

@@ -3,22 +3,23 @@
 Shapes: B images, N image tokens, C feature width, K captions per image, R = B*K rows, T caption tokens, D width,
 H heads, L encoder levels that a decoder layer attends to, M memory slots, V vocabulary.
 
-Post-norm layers, LN(x + dropout(sublayer(x))), as the reference has them, also where its paper reads otherwise:
+Layers are post-norm, LN(x + dropout(sublayer(x))). Where the paper and its reference differ, this is the reference:
 
-- the AddNorm of equation 9 is inside each cross-attention, c_i = LN(s + dropout(C(X_i, s))), one module and one norm
-  for all levels; z = sum of a_i * c_i / sqrt(levels) has no residual and no norm of its own;
-- every weight of two or more dimensions is drawn Xavier-uniform, the memories and the feed-forward's with them (the
-  paper: memories normal, feed-forward as He); a memory counts as one map from M * D to D.
+- the AddNorm of equation 9 is inside each cross-attention, c_i = LN(s + dropout(C(X_i, s))), with one module and one
+  norm for all levels; z = sum of a_i * c_i / sqrt(levels) has neither residual nor norm;
+- every weight of two or more dimensions is drawn Xavier-uniform, also memories and feed-forward (the paper draws
+  memories normal and feed-forward as He); a memory counts as one map from M * D to D.
 
-Where this differs from the reference: padded image tokens are masked by their lengths, in the encoder and in
-cross-attention (the reference looks for rows that are exactly 0 after its first LayerNorm, which padding never is: it
-is attended everywhere); new models have sinusoidal positions, as the paper says (the reference draws its frozen table
-at random; an imported checkpoint brings its own); projected keys and values are kept between steps. PAD after a
-caption needs no mask: a row depends only on the tokens before it.
+This differs from the reference in three ways. Padded image tokens are masked by their lengths, in the encoder and in
+cross-attention (the reference masks rows that are exactly 0 after its first LayerNorm, which padding never is). New
+models have sinusoidal positions, as the paper says (the reference draws a frozen table at random, which an imported
+checkpoint contains). Projected keys and values are cached between steps. PAD after a caption needs no mask, because a
+row depends only on the tokens before it.
 
-Where the paper is open: softmax gates are a softmax over the levels for each channel, the scale stays; one-to-one and
-last level attend to one level, without gate and scale; attention on attention replaces the output map of every
-attention by (W_i [v, q] + b_i) * sigmoid(W_g [v, q] + b_g), v being the attended values and q the input of the queries.
+The paper leaves open the baselines' details. Softmax gates are a softmax over the levels for each channel; the scale
+stays. One-to-one and last level attend to one level, without gate and scale. Attention on attention replaces the output
+map of every attention by (W_i [v, q] + b_i) * sigmoid(W_g [v, q] + b_g), where v are the attended values and q the
+input of the queries.
 """
 
 from __future__ import annotations

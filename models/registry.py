@@ -19,7 +19,7 @@ MODELS: dict[str, type[CaptionModel]] = {
 def build_model(config: ModelConfig, sizes: ModelSizes) -> CaptionModel:
     """A model with weights drawn as the reference draws them (from torch's default generator).
 
-    Raises ValueError for an unknown name, listing the known ones, and for sizes that do not fit.
+    Raises ValueError for an unknown name, and for sizes that do not fit.
     """
     if config.name not in MODELS:
         raise ValueError(f"model.name is {config.name!r}, which is unknown; known: {', '.join(sorted(MODELS))}")
