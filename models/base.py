@@ -7,7 +7,7 @@ T caption tokens, V vocabulary, E expanded vectors, H heads.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -209,18 +209,23 @@ def valid_tokens(lengths: Tensor | None, count: int) -> Tensor | None:
     return torch.arange(count, device=lengths.device) < lengths[:, None]
 
 
+def name_problems(expected: Set[str], given: Set[str]) -> str:
+    """The missing and the unknown names, for a message about a checkpoint; empty if all are as expected."""
+    missing, unknown = expected - given, given - expected
+    problems = [f"lacks {min(missing)!r} ({len(missing)} missing)"] if missing else []
+    problems += [f"has {min(unknown)!r} ({len(unknown)} unknown)"] if unknown else []
+    return " and ".join(problems)
+
+
 def load_strictly(module: nn.Module, state: dict[str, Tensor], what: str) -> None:
     """Loads a state dict whose keys, shapes and kinds of number must match exactly; weights must be finite.
 
     Raises ValueError naming what does not match.
     """
     expected = module.state_dict()
-    problems = []
-    for verb, names in (("lacks", expected.keys() - state.keys()), ("has unknown", state.keys() - expected.keys())):
-        if names:
-            problems.append(f"{verb} {min(names)!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else ""))
+    problems = name_problems(expected.keys(), state.keys())
     if problems:
-        raise ValueError(f"{what} {' and '.join(problems)}; it does not belong to this configuration")
+        raise ValueError(f"{what} {problems}; it does not belong to this configuration")
     for name, tensor in expected.items():
         if tensor.shape != state[name].shape:
             raise ValueError(

@@ -254,24 +254,11 @@ class ClustFormer(EncoderDecoder):
 
     def _layout(self, features: Features) -> tuple[Arrangement | None, Layout]:
         """The grid that image tokens (B, N, C) form, and for regions their arrangement in it (else None)."""
-        config, lengths, boxes = self.config, features.lengths, features.boxes
-        images, count = features.tokens.shape[:2]
+        config, lengths, count = self.config, features.lengths, features.tokens.shape[1]
         if config.inputs == "regions" and config.encoder_clusters != "none":
-            if boxes is None or boxes.shape != (images, count, 4):
-                given = "none" if boxes is None else f"shape {tuple(boxes.shape)}"
-                raise ValueError(
-                    f"regions are arranged by their boxes: expected boxes {(images, count, 4)}, found {given}; "
-                    "import region features with their boxes, or set model.encoder_clusters to none"
-                )
-            arrangement = arrange_regions(boxes, lengths, config.region_rows)
-            columns = arrangement.order.shape[1] // config.region_rows
-            if config.encoder_clusters == "1d":
-                arrangement = arrangement.row_by_row()
-                return arrangement, Layout(1, arrangement.order.shape[1], valid_mask=arrangement.valid_mask)
-            return arrangement, Layout(config.region_rows, columns, valid_mask=arrangement.valid_mask)
-        valid_mask = valid_tokens(lengths, count)
+            return self._arrange(features)
         if config.encoder_clusters != "2d":
-            return None, Layout(1, count, config.sampling, valid_mask)
+            return None, Layout(1, count, config.sampling, valid_tokens(lengths, count))
         if lengths is not None and bool((lengths != count).any()):
             raise ValueError(
                 f"grid features have no padding, found lengths from {int(lengths.min())} to {int(lengths.max())} of "
@@ -284,6 +271,19 @@ class ClustFormer(EncoderDecoder):
                 "set model.grid to [rows, columns]"
             )
         return None, Layout(rows, columns, config.sampling)
+
+    def _arrange(self, features: Features) -> tuple[Arrangement, Layout]:
+        boxes, expected, rows = features.boxes, (*features.tokens.shape[:2], 4), self.config.region_rows
+        if boxes is None or boxes.shape != expected:
+            given = "none" if boxes is None else f"shape {tuple(boxes.shape)}"
+            raise ValueError(
+                f"regions are arranged by their boxes: expected boxes {expected}, found {given}; "
+                "import region features with their boxes, or set model.encoder_clusters to none"
+            )
+        arrangement = arrange_regions(boxes, features.lengths, rows)
+        if self.config.encoder_clusters == "1d":
+            arrangement, rows = arrangement.row_by_row(), 1
+        return arrangement, Layout(rows, arrangement.order.shape[1] // rows, valid_mask=arrangement.valid_mask)
 
     def embed(self, tokens: Tensor, position: int) -> Tensor:
         words = self.token_embedding(tokens) * math.sqrt(self.config.d_model)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.base import ModelConfig, ModelSizes
+from models.base import ModelConfig, ModelSizes, name_problems
 from models.config import BackboneConfig, ExpansionNetConfig
 
 PUBLISHED_GROUPS = (32, 64, 128, 256, 512)
@@ -91,12 +91,10 @@ def join_rows(
     Raises ValueError for missing and unknown keys, and for shapes that do not fit together.
     """
     expected = {name for parts in names.values() for name in parts}
-    missing, extra = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
-    if missing or extra:
-        problems = [f"lacks {missing[0]!r} ({len(missing)} missing)"] if missing else []
-        problems += [f"has {extra[0]!r} ({len(extra)} unknown)"] if extra else []
+    problems = name_problems(expected, tensors.keys())
+    if problems:
         raise ValueError(
-            f"the checkpoint {' and '.join(problems)}; expected the {len(expected)} tensors of {what} with "
+            f"the checkpoint {problems}; expected the {len(expected)} tensors of {what} with "
             f"{config.num_encoder_layers} encoder and {config.num_decoder_layers} decoder layers"
         )
     for parts in names.values():
@@ -256,7 +254,7 @@ def backbone_config(inferred: Mapping[str, Any], given: Mapping[str, Any]) -> Ba
 
 
 def imported_sizes(inferred: Inferred, words: Mapping[str, int]) -> ModelSizes:
-    """The sizes that the data decide; `words` has the ids of SOS, EOS and PAD, and the number of words as "count".
+    """The sizes that the data decide; `words` has the number of words as "count", and the ids of SOS, EOS and PAD.
 
     Raises ValueError when the vocabulary does not match the checkpoint.
     """
