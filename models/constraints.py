@@ -37,13 +37,6 @@ class ConstraintAutomaton:
     steps: tuple[dict[int, int], ...]  # for each state, the next state after each word of the constraints
     rest: tuple[int, ...]  # for each state, the next state after any other word
 
-    def follow(self, words: Sequence[int]) -> int:
-        """The state that a caption's words lead to."""
-        state = 0
-        for word in words:
-            state = self.steps[state].get(word, self.rest[state])
-        return state
-
 
 def build_automaton(
     constraints: Sequence[Constraint], vocabulary_size: int, at_least: int | None = None
