@@ -94,11 +94,9 @@ def set_drop_path(module: nn.Module, rate: float) -> None:
 class _Ignored:
     """Replaces the NumPy objects of a training checkpoint (random states, scores), whose content is not read."""
 
-    def __init__(self, *arguments: Any) -> None:
-        pass
+    def __init__(self, *arguments: Any) -> None: ...
 
-    def __setstate__(self, state: Any) -> None:
-        pass
+    def __setstate__(self, state: Any) -> None: ...
 
 
 # NumPy renamed its package `core` to `_core`; checkpoints contain either name

@@ -73,17 +73,14 @@ class Cache(ABC):
 
     @abstractmethod
     def expand_beams(self, beams: int) -> Cache:
-        """Replaces the single beam of each image by `beams` copies, so that their common start is computed once.
+        """Replaces the single beam of each image by `beams` copies. The old cache must not be used afterwards.
 
-        Raises ValueError when images have more than one beam. The old cache must not be used afterwards.
+        Raises ValueError when images have more than one beam.
         """
 
     @abstractmethod
     def select(self, index: Tensor) -> Cache:
-        """Makes row r continue row index[r], which belongs to the same image; index (B*K,) is int64.
-
-        Nothing that the beams of an image share is copied. The old cache must not be used afterwards.
-        """
+        """Row r continues row index[r] of the same image, index (B*K,) int64. The old cache must not be used again."""
 
     @abstractmethod
     def keep_images(self, index: Tensor) -> Cache:

@@ -65,11 +65,6 @@ def grid_log_products(horizontal: Tensor, vertical: Tensor) -> Tensor:
     return along_rows[:, across] + along_columns[:, down]
 
 
-def log_one_minus_exp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) for x <= 0, finite at 0."""
-    return torch.log(-torch.expm1(x.clamp(max=-torch.finfo(x.dtype).tiny)))
-
-
 def window_matrix(rows: int, columns: int, window: int, device: torch.device) -> Tensor:
     """A matrix (N, N): 1 where two cells are at most `window` apart along both axes, else 0 (below equation 2)."""
     cell = torch.arange(rows * columns, device=device)
@@ -173,7 +168,8 @@ class ClusterMaps(nn.Module):
         hidden = tuple(F.logsigmoid(-z) for z in scores)
         if before:
             hidden = tuple(old + new for old, new in zip(before, hidden, strict=True))
-        return [log_one_minus_exp(log_complement) for log_complement in hidden], hidden
+        largest = -torch.finfo(hidden[0].dtype).tiny  # below 0, so that the logarithm is finite
+        return [torch.log(-torch.expm1(log_complement.clamp(max=largest))) for log_complement in hidden], hidden
 
     def _stacked(self, matrix: Tensor, hidden: State, before: State) -> tuple[Tensor, State]:
         """C after stacking, and the state for the next layer."""

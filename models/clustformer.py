@@ -234,7 +234,7 @@ class ClustFormer(EncoderDecoder):
         return stack.all_matrices(super().decode(memory, tokens, stack))
 
     def _encode(self, features: Features) -> tuple[Tensor, Stack, Arrangement | None]:
-        """The states of all cells (B, N, D), with their matrices, and the arrangement of regions in the cells."""
+        """The states (B, N, D) of all cells, the stack with their matrices, and the arrangement of regions in them."""
         x = self.input_dropout(F.relu(self.read_features(features)))
         arrangement, layout = self._layout(features)
         if arrangement is not None:

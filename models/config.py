@@ -20,13 +20,11 @@ class Identity(Enum):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The settings of every captioner; each system adds more. `ModelSizes` has the values that the data decide.
+    """The settings of every captioner; each system adds more. Raises ValueError for sizes that do not fit.
 
     `word_vectors`: a text file in GloVe's format with vectors of `word_vector_width` numbers. The decoder uses them at
-    its input and output (`models/token_embeddings.py`) and trains them only with `train_word_vectors`. A bundle of such
-    a model contains the vectors, so that its configuration has a width but needs no file.
-
-    Raises ValueError for sizes that do not fit.
+    its input and output (`models/token_embeddings.py`) and trains them only with `train_word_vectors`. Bundles contain
+    the vectors, so that its configuration has a width but needs no file.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # for pydantic

@@ -184,7 +184,9 @@ class DynamicExpansion(Expansion):
             images, beams, length = ancestors.shape
             paths = ancestors.expand(2, -1, -1, -1)  # (2, B, K, t), indices for both directions
             new_slots, cached = slots.allocate("in_proj", (4, images, beams, x.shape[-1]), self.in_proj.weight)
-            gate = self._step_maps(x, new_slots)  # fills C, K, V1, V2
+            maps = self._project(x).view(images, beams, 5, -1)
+            new_slots.copy_(maps[:, :, :4].permute(2, 0, 1, 3))  # C, K, V1 and V2 (4, B, K, D)
+            gate = maps[:, :, 4].flatten(0, 1)
             m = self._step_products(new_slots, cached, slots, paths)
             parts = signed_parts(m)  # (2, 2, B, K, N_E, t): streams, directions
             sums = total(parts, -1)
@@ -196,12 +198,6 @@ class DynamicExpansion(Expansion):
             by_vector = (sums[:, 1] * scale).flatten(0, 2)[..., 0].to(m.dtype)  # (2 B K, N_E): R, summed over s
             backward = parts[:, 1] * scale  # (2, B, K, N_E, s)
             return self._step_streams(by_vector, backward, columns, cached, gate, paths)
-
-    def _step_maps(self, x: Tensor, new_slots: Tensor) -> Tensor:
-        """Writes C, K, V1 and V2 of the new tokens into `new_slots` (4, B, K, D); returns the gate (B*K, D)."""
-        maps = self._project(x).view(*new_slots.shape[1:3], 5, -1)
-        new_slots.copy_(maps[:, :, :4].permute(2, 0, 1, 3))
-        return maps[:, :, 4].flatten(0, 1)
 
     def _step_products(self, new: Tensor, cached: Tensor, slots: TreeSlots, paths: Tensor) -> Tensor:
         """M of the new vectors over their path's tokens, and of the path's vectors over the new token.

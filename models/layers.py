@@ -5,7 +5,6 @@ Shapes: B images, N image tokens, K captions per image, T caption tokens, D widt
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -17,19 +16,14 @@ from models.beam_cache import TreeSlots
 MASKED_SCORE = -1e4  # the reference gives masked attention scores this value, which is finite in float16
 
 
-def keep_mask(shape: torch.Size, dropped: int, device: torch.device) -> Tensor:
-    """A uint8 mask that is 0 with probability `dropped` / 256 and otherwise 1 (torch's default generator)."""
-    count = math.prod(shape)
-    # whole 64-bit words: one call of the generator gives eight elements
-    words = torch.empty((count + 7) // 8, dtype=torch.int64, device=device).random_(-(2**63), None)
-    mask = words.view(torch.uint8)[:count].view(shape)
-    return mask.clamp_(dropped - 1, dropped).sub_(dropped - 1)
-
-
 class _ByteDropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dropped: int) -> Tensor:
-        mask = keep_mask(x.shape, dropped, x.device)
+        """Drops each element with probability `dropped` / 256 (torch's default generator)."""
+        count = x.numel()
+        # whole 64-bit words: one call of the generator gives eight elements
+        words = torch.empty((count + 7) // 8, dtype=torch.int64, device=x.device).random_(-(2**63), None)
+        mask = words.view(torch.uint8)[:count].view(x.shape).clamp_(dropped - 1, dropped).sub_(dropped - 1)
         ctx.save_for_backward(mask)
         ctx.scale = 256 / (256 - dropped)
         return _scaled(x, mask, ctx.scale)
