@@ -25,10 +25,7 @@ from models.base import CaptionModel, Memory, evaluating, hooked, valid_tokens
 
 
 def aligned_words(image: Tensor, words: Tensor, valid_mask: Tensor | None, counted: Tensor) -> Tensor:
-    """Returns (B, T), True for the words that agree.
-
-    image (B, N, D), words (B, T, D), valid_mask (B, N) or None; counted (B, T) is True for the words that count.
-    """
+    """(B, T) True for agreeing words; image (B, N, D), words (B, T, D), masks valid_mask (B, N) and counted (B, T)."""
     products = image @ words.mT  # (B, N, T)
     if valid_mask is not None:
         products = products.masked_fill(~valid_mask[:, :, None], -torch.inf)

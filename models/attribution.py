@@ -144,10 +144,7 @@ class _Line:
 
 
 def gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
-    """Points and weights (count,) in float64 of Gauss-Legendre quadrature on [0, 1] (Golub and Welsch 1969).
-
-    The points on [-1, 1] are the eigenvalues of a tridiagonal matrix, the weights come from its eigenvectors.
-    """
+    """Float64 points and weights (count,) on [0, 1], from a tridiagonal eigenproblem (Golub and Welsch 1969)."""
     index = torch.arange(1, count, dtype=torch.float64)
     off_diagonal = index / (4 * index * index - 1).sqrt()
     points, vectors = torch.linalg.eigh(torch.diag(off_diagonal, 1) + torch.diag(off_diagonal, -1))

@@ -77,10 +77,7 @@ def _create(config: BackboneConfig) -> Any:
 
 
 def set_drop_path(module: nn.Module, rate: float) -> None:
-    """Sets the rates of stochastic depth: as in Swin, from 0 in the first block to `rate` in the last.
-
-    `module` is a Backbone or contains one; otherwise nothing changes. Raises ValueError for a rate outside [0, 1).
-    """
+    """Sets stochastic depth of all backbones in `module`, from 0 up to `rate`. ValueError for a rate outside [0, 1)."""
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"drop_path is {rate}; it must be at least 0 and below 1")
     for backbone in (child for child in module.modules() if isinstance(child, Backbone)):

@@ -73,10 +73,7 @@ class Cache(ABC):
 
     @abstractmethod
     def expand_beams(self, beams: int) -> Cache:
-        """Replaces the single beam of each image by `beams` copies. The old cache must not be used afterwards.
-
-        Raises ValueError when images have more than one beam.
-        """
+        """Replaces the single beam of each image by `beams` copies in this cache. ValueError for more than one beam."""
 
     @abstractmethod
     def select(self, index: Tensor) -> Cache:
@@ -134,10 +131,7 @@ class CaptionModel(nn.Module, ABC):
 
     @abstractmethod
     def encode(self, features: Features) -> Memory:
-        """Encodes features whose tokens are (B, N, C); models that do not need boxes ignore them.
-
-        Raises ValueError for another feature width, and when a model lacks the boxes that it needs.
-        """
+        """Encodes features (B, N, C). Raises ValueError for another feature width, and for boxes that are missing."""
 
     @abstractmethod
     def decode(self, memory: Memory, tokens: Tensor) -> Tensor:
@@ -215,10 +209,7 @@ def name_problems(expected: Set[str], given: Set[str]) -> str:
 
 
 def load_strictly(module: nn.Module, state: dict[str, Tensor], what: str) -> None:
-    """Loads a state dict whose keys, shapes and kinds of number must match exactly; weights must be finite.
-
-    Raises ValueError naming what does not match.
-    """
+    """Loads a state dict. Raises ValueError unless keys, shapes and kinds of number match and weights are finite."""
     expected = module.state_dict()
     problems = name_problems(expected.keys(), state.keys())
     if problems:

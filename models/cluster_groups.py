@@ -51,10 +51,7 @@ def sequence_groups(matrix: Tensor, threshold: float = THRESHOLD) -> Tensor:
 def grid_groups(
     matrix: Tensor, rows: int, columns: int, valid_mask: Tensor | None = None, threshold: float = THRESHOLD
 ) -> Tensor:
-    """The number (N,) of each cell's group, from C (N, N); groups are numbered in the order of their first cells.
-
-    valid_mask (N,) is False at dummies, which are in no group and get -1.
-    """
+    """The number (N,) of each cell's group from C (N, N), in the order of first cells; -1 where valid_mask is False."""
     weights = matrix.tolist()
     cells = [divmod(cell, columns) for cell in range(rows * columns)]
     free = {cell for n, cell in enumerate(cells) if valid_mask is None or valid_mask[n]}

@@ -109,10 +109,7 @@ class Layout:
 
 
 class ClusterMaps(nn.Module):
-    """Computes the C of one layer. It has one linear layer FC for a sequence, and two (rows, columns) for a grid.
-
-    `stacking` is "matrix" (equation 6), "conditional" (see the beginning of this file) or "none".
-    """
+    """Computes one layer's C, with one linear layer FC for a sequence and two (rows, columns) for a grid."""
 
     def __init__(self, d_model: int, axes: int, stacking: str) -> None:
         super().__init__()
@@ -134,10 +131,7 @@ class ClusterMaps(nn.Module):
         return scalar, context
 
     def forward(self, grid: Tensor, before: State) -> tuple[Tensor, State]:
-        """C (B, N, N) from a grid (B, H, W, D), and the state for the next layer.
-
-        `before` is the state of the previous layer, on which C is stacked.
-        """
+        """C (B, N, N) from a grid (B, H, W, D), and the next layer's state; `before` is the previous layer's."""
         with torch.autocast(grid.device.type, enabled=False):
             sides = enumerate((grid, grid.transpose(1, 2))[: len(self.maps)])
             scores = [conditional_scores(*self.scalars(side, axis), self.maps[axis].bias) for axis, side in sides]

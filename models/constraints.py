@@ -98,12 +98,9 @@ def build_automaton(
 
 @dataclass
 class ConstrainedCaptions(Captions):
-    """Captions, and how many of its image's constraints each one satisfies: num_satisfied (B, n) int64.
+    """Captions with the number of constraints that each satisfies; -1 where an image has fewer than n captions."""
 
-    Where an image has fewer than n captions, num_satisfied is -1 and the score -inf.
-    """
-
-    num_satisfied: Tensor
+    num_satisfied: Tensor  # (B, n) int64
 
 
 @torch.no_grad()
@@ -156,13 +153,10 @@ def _transitions(automata: Sequence[ConstraintAutomaton], states: int, vocabular
 
 @dataclass
 class ConstrainedBeams(Beams):
-    """S*K beams per image, of which rows s*K to s*K + K - 1 are in state s of its automaton.
+    """S*K beams per image; rows s*K to s*K + K - 1 are in state s of the automaton."""
 
-    beam_size is K; transitions (B, S, V) are the next states of each state and word.
-    """
-
-    beam_size: int
-    transitions: Tensor
+    beam_size: int  # K
+    transitions: Tensor  # the next states (B, S, V) of each state and word
 
     def extend(self, log_probs: Tensor, position: int) -> Tensor:
         """Adds words at `position` so that each state gets its K best beams; returns their parents (B, S*K).

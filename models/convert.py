@@ -26,14 +26,6 @@ SWIN_PREFIX = "swin_transf."
 
 _SWIN_TABLE = re.compile(r"layers\.(\d{1,3})\.blocks\.(\d{1,3})\.attn\.relative_position_bias_table")
 # Our linear layers and norms, and those of ExpansionNet v2's reference.
-_ENDS = {
-    "input": "input_linear",
-    "lm_head": "vocab_linear",
-    "encoder_sum.map": "enc_reduce_group",
-    "encoder_sum.norm": "enc_reduce_norm",
-    "decoder_sum.map": "dec_reduce_group",
-    "decoder_sum.norm": "dec_reduce_norm",
-}
 _FEED_FORWARD = {"feed_forward.inner": "ff.linear_1", "feed_forward.outer": "ff.linear_2"}
 _ENCODER_LAYER = {
     "mixer.in_proj": "stc_exp.key_embed stc_exp.class_a_embed stc_exp.class_b_embed stc_exp.selector_embed",
@@ -65,7 +57,9 @@ def linear_names(table: Mapping[str, str], ours: str = "", theirs: str = "") -> 
 
 def upstream_names(config: ExpansionNetConfig) -> dict[str, tuple[str, ...]]:
     """For each parameter of our ExpansionNet v2, the upstream parameters whose rows it consists of, in order."""
-    names = linear_names(_ENDS)
+    names = linear_names({"input": "input_linear", "lm_head": "vocab_linear"})
+    for side in ("encoder", "decoder"):
+        names |= linear_names({"map": "reduce_group", "norm": "reduce_norm"}, f"{side}_sum.", f"{side[:3]}_")
     names["token_embedding.weight"] = ("out_embedder.embed.weight",)
     names["positions.weight"] = ("pos_encoder.weight",)
     encoder = [("encoder", "stc_exp", _ENCODER_LAYER, index) for index in range(config.num_encoder_layers)]
@@ -86,10 +80,7 @@ def convert_expansionnet(tensors: Mapping[str, Tensor], config: ExpansionNetConf
 def join_rows(
     tensors: Mapping[str, Tensor], names: Mapping[str, tuple[str, ...]], what: str, config: ModelConfig
 ) -> dict[str, Tensor]:
-    """Concatenates the rows of upstream tensors into ours, as `names` says; `what` names the model in messages.
-
-    Raises ValueError for missing and unknown keys, and for shapes that do not fit together.
-    """
+    """Our tensors from upstream's rows by `names`. ValueError for missing or unknown keys, and other shapes."""
     expected = {name for parts in names.values() for name in parts}
     problems = name_problems(expected, tensors.keys())
     if problems:
@@ -155,8 +146,8 @@ def infer_expansionnet(tensors: Mapping[str, Tensor]) -> Inferred:
 def complete_config(inferred: Inferred, given: Mapping[str, Any]) -> ExpansionNetConfig:
     """The model's configuration from the checkpoint's shapes and the user's settings `given`.
 
-    Groups that the user does not give are the published ones, if the checkpoint has as many vectors.
-    Raises ValueError as `complete_settings`, and for groups that are missing or do not sum to the checkpoint's vectors.
+    Groups that the user does not give are the published ones. Raises ValueError as `complete_settings`, and for groups
+    that do not sum to the checkpoint's vectors.
     """
     total, groups = inferred.total_expansion, given.get("static_expansion")
     if groups is None:
@@ -176,10 +167,7 @@ def complete_config(inferred: Inferred, given: Mapping[str, Any]) -> ExpansionNe
 
 
 def complete_settings(inferred: Inferred, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The checkpoint's settings and the user's `given`; at the published width the heads may be left out.
-
-    Raises ValueError when a setting contradicts the checkpoint, and when the heads are missing.
-    """
+    """The checkpoint's settings and the user's. ValueError for a contradiction, and when the heads are missing."""
     for key, value in given.items():
         if key in inferred.model and value != inferred.model[key]:
             raise ValueError(f"model.{key} is {value}, the checkpoint has {inferred.model[key]}; leave it out")
@@ -199,10 +187,9 @@ def complete_settings(inferred: Inferred, given: Mapping[str, Any]) -> dict[str,
 
 
 def infer_swin(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The settings of `BackboneConfig` that follow from a Swin's tensors in timm's or the original naming.
+    """The settings of `BackboneConfig` from a Swin's tensors in timm's or the original naming; ValueError for others.
 
     The image size follows from the masks of shifted windows, which only files in the original naming have.
-    Raises ValueError for tensors that are no Swin.
     """
     stages: dict[int, dict[int, tuple[int, int]]] = {}
     for name, tensor in tensors.items():
@@ -254,10 +241,7 @@ def backbone_config(inferred: Mapping[str, Any], given: Mapping[str, Any]) -> Ba
 
 
 def imported_sizes(inferred: Inferred, words: Mapping[str, int]) -> ModelSizes:
-    """The sizes that the data decide; `words` has the number of words as "count", and the ids of SOS, EOS and PAD.
-
-    Raises ValueError when the vocabulary does not match the checkpoint.
-    """
+    """The sizes for the ids of SOS, EOS, PAD and the "count" of words. ValueError for another number of words."""
     if words["count"] != inferred.vocabulary_size:
         raise ValueError(
             f"the vocabulary has {words['count']} words, the checkpoint predicts {inferred.vocabulary_size}; "

@@ -69,10 +69,7 @@ def convert_meshed_memory(tensors: Mapping[str, Tensor], config: MeshedMemoryCon
 
 
 def infer_meshed_memory(tensors: Mapping[str, Tensor]) -> Inferred:
-    """Reads the sizes, except the number of heads, off the shapes.
-
-    Raises ValueError for tensors that are no Meshed-Memory Transformer.
-    """
+    """Reads the sizes off the shapes. Raises ValueError for tensors that are no Meshed-Memory Transformer."""
     shape = partial(shape_of, tensors, "Meshed-Memory Transformer")
     width, features = shape("encoder.fc.weight")
     shape("decoder.layers.0.fc_alpha1.weight")  # checks that the first gate is present

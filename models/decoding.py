@@ -290,10 +290,7 @@ def search(decoder: Decoder, beams: BeamsType, max_length: int) -> BeamsType:
 
 @dataclass
 class Beams:
-    """The captions in progress of B images with K beams each.
-
-    tokens and log_probs are (B, K, max_length), scores (B, K) the sums of log_probs, ended (B, K) True behind EOS.
-    """
+    """Captions in progress, tokens and log_probs (B, K, max_length), their sums `scores`, and `ended` (B, K)."""
 
     sizes: ModelSizes
     tokens: Tensor

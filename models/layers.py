@@ -67,10 +67,7 @@ class Dropout(nn.Module):
 
 
 def set_dropout(module: nn.Module, p: float) -> None:
-    """Sets the probability of every dropout of a captioner (0.3 in cross entropy, 0.1 in SCST in the paper's recipe).
-
-    Raises ValueError for a probability outside [0, 1).
-    """
+    """Sets the probability of every dropout of a captioner. Raises ValueError for one outside [0, 1)."""
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout is {p}; it must be at least 0 and below 1")
     for child in module.modules():

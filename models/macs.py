@@ -38,10 +38,7 @@ def model_on_meta(config: ModelConfig, sizes: ModelSizes) -> CaptionModel:
 def cost(
     config: ModelConfig, sizes: ModelSizes, *, image_tokens: int, caption_tokens: float, beams: int = 5, steps: int = 19
 ) -> Cost:
-    """The cost of a teacher-forced pass over `caption_tokens` tokens, and of a beam search of `steps` steps.
-
-    A caption of 20 tokens with SOS takes 19 steps.
-    """
+    """The cost of teacher forcing over `caption_tokens`, and of a search of `steps` steps (20 tokens take 19)."""
     model = model_on_meta(config, sizes)
     macs = model.macs(image_tokens)
     return Cost(

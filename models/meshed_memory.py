@@ -51,10 +51,7 @@ from models.token_embeddings import lm_head, token_embedding
 
 
 class MemoryAttention(SelfAttention):
-    """Self-attention with M learned slots per head in addition to the keys and values of the input (equation 3).
-
-    The slots are not projected: they are sqrt(D / H) m_k and sqrt(M) m_v. They are never masked.
-    """
+    """Self-attention with M learned keys sqrt(D / H) m_k and values sqrt(M) m_v per head, never masked (equation 3)."""
 
     def __init__(self, config: MeshedMemoryConfig) -> None:
         super().__init__(config.d_model, config.num_heads, False, config.attention == "on_attention")
