@@ -119,18 +119,15 @@ class ExpansionNetConfig(ModelConfig):
 class MeshedMemoryConfig(ModelConfig):
     """The Meshed-Memory Transformer. Its settings cover all rows of the paper's ablations (Tables 1, 6 and 7).
 
-    `num_memory_slots`: number of learned keys and values in addition to those of the regions, 0 for none.
     `connection`: which encoder levels a decoder layer attends to: all through gates ("meshed"), the level with the
     layer's number ("one_to_one"), or the last level ("last", as in the plain Transformer).
-    `gates`: how the meshed connection weights levels: "sigmoid", or "softmax" over the levels.
-    `attention`: "on_attention" is the attention-on-attention baseline, in every attention of encoder and decoder.
     """
 
     name: Literal["meshed_memory"] = "meshed_memory"
-    num_memory_slots: int = 40
+    num_memory_slots: int = 40  # learned keys and values in addition to those of the regions; 0 for none
     connection: Literal["meshed", "one_to_one", "last"] = "meshed"
-    gates: Literal["sigmoid", "softmax"] = "sigmoid"
-    attention: Literal["dot_product", "on_attention"] = "dot_product"
+    gates: Literal["sigmoid", "softmax"] = "sigmoid"  # how meshed levels are weighted; softmax is over the levels
+    attention: Literal["dot_product", "on_attention"] = "dot_product"  # of every attention in encoder and decoder
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,31 +143,25 @@ class MeshedMemoryConfig(ModelConfig):
 class ClustFormerConfig(ModelConfig):
     """Ada-ClustFormer. Its settings cover all rows of the paper's ablation (Table 1); C is the clustering matrix.
 
-    `encoder_clusters`: C of the image tokens: "2d", "1d" (row by row) or "none" (the base Transformer).
-    `decoder_clusters`: C of the words. `stacking`: whether equation 6 stacks the matrices, the conditionals or nothing.
-    `sampling`: down-up sampling rate of the encoder. `window`: size of a fixed window that replaces C everywhere.
     `attention`: how C is applied: "product" multiplies the attention weights, "renormalized" also makes them sum to 1
     again, "literal" takes a second softmax of the product, as equation 2 is printed.
-    `clustered_encoder_layers`, `clustered_decoder_layers`: numbers, from 1, of the layers that have C; null for all.
-    `inputs`: "grid" features (`grid` [rows, columns], null for a square) or "regions", arranged by their boxes into a
-    grid of `region_rows` rows.
     """
 
     name: Literal["clustformer"] = "clustformer"
     num_encoder_layers: int = 6
     num_decoder_layers: int = 6
-    encoder_clusters: Literal["2d", "1d", "none"] = "2d"
-    decoder_clusters: Literal["1d", "none"] = "1d"
-    clustered_encoder_layers: tuple[int, ...] | None = None
+    encoder_clusters: Literal["2d", "1d", "none"] = "2d"  # C of the image tokens; 1d: row by row
+    decoder_clusters: Literal["1d", "none"] = "1d"  # C of the words
+    clustered_encoder_layers: tuple[int, ...] | None = None  # numbers, from 1, of the layers that have C; None: all
     clustered_decoder_layers: tuple[int, ...] | None = None
-    stacking: Literal["matrix", "conditional", "none"] = "matrix"
-    sampling: int = 2
-    window: int | None = None
+    stacking: Literal["matrix", "conditional", "none"] = "matrix"  # of the matrices or conditionals in equation 6
+    sampling: int = 2  # down-up sampling rate of the encoder
+    window: int | None = None  # size of a fixed window that replaces C everywhere
     attention: Literal["product", "renormalized", "literal"] = "product"
     norm: Literal["pre", "post"] = "pre"
     inputs: Literal["grid", "regions"] = "grid"
-    grid: tuple[int, int] | None = None
-    region_rows: int = 6
+    grid: tuple[int, int] | None = None  # [rows, columns]; None: a square
+    region_rows: int = 6  # rows of the grid into which regions are arranged by their boxes
 
     def __post_init__(self) -> None:
         super().__post_init__()
