@@ -16,17 +16,16 @@ Shapes: B images, N image tokens, T caption tokens with SOS, D width.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import cast
 
-from models.base import CaptionModel, Memory, valid_tokens
+import torch
+from torch import Tensor, nn
+
+from models.base import CaptionModel, Memory, evaluating, hooked, valid_tokens
 
 
 def aligned_words(image: Tensor, words: Tensor, valid_mask: Tensor | None, counted: Tensor) -> Tensor:
-    """Returns (B, T), True for the words that agree.
-
-    image (B, N, D), words (B, T, D), valid_mask (B, N) or None; counted (B, T) is True for the words that count.
-    """
+    """(B, T) True for agreeing words; image (B, N, D), words (B, T, D), masks valid_mask (B, N) and counted (B, T)."""
     products = image @ words.mT  # (B, N, T)
     if valid_mask is not None:
         products = products.masked_fill(~valid_mask[:, :, None], -torch.inf)
@@ -45,15 +44,10 @@ def alignment_scores(model: CaptionModel, memory: Memory, tokens: Tensor) -> Ten
     left out.
     """
     tokens = tokens[:, : model.sizes.max_positions]
-    sizes, states = model.sizes, []
-    hook = model.lm_head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))  # type: ignore[union-attr]
-    training = model.training
-    model.eval()
-    try:
+    sizes = model.sizes
+    states: list[Tensor] = []
+    with evaluating(model), hooked([cast(nn.Module, model.lm_head)], lambda _, inputs: states.append(inputs[0])):
         model.decode(memory, tokens)
-    finally:
-        model.train(training)
-        hook.remove()
     ended = (tokens == sizes.eos).cumsum(1) > 0  # True at EOS and after it
     counted = ~ended & (tokens != sizes.sos) & (tokens != sizes.pad)
     image = memory.states[:, -1] if memory.states.ndim == 4 else memory.states

@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from models.base import CaptionModel, Memory
+from models.base import CaptionModel, Memory, evaluating, hooked
 from models.layers import CrossAttention, split_heads
 
 
@@ -16,14 +16,12 @@ from models.layers import CrossAttention, split_heads
 def cross_attention(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tensor:
     """The weights softmax(q k / sqrt(d)) of each decoder layer, (layers, B*K, T - 1, N); every row sums to 1.
 
-    They are averaged over the heads, and over the encoder levels that a meshed decoder layer attends to.
-
-    tokens (B*K, T) start with SOS. Row t has the weights with which the model predicts the word at t + 1. This takes
-    one teacher-forced pass. The fused attention of decoding never forms these weights, so they are computed here from
-    the inputs of each cross-attention.
+    They are means over the heads, and over the encoder levels that a meshed decoder layer attends to. tokens (B*K, T)
+    start with SOS; row t has the weights with which the model predicts the word at t + 1. This takes one teacher-forced
+    pass. Fused attention never forms the weights, so that they are computed here from the inputs of cross-attention.
     Raises ValueError for a model without cross-attention.
     """
-    layers = [module for module in model.modules() if isinstance(module, CrossAttention)]
+    layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, CrossAttention)]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no cross-attention to show")
     weights: list[Tensor] = []
@@ -38,13 +36,6 @@ def cross_attention(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tens
             scores = scores + bias.float()
         weights.append(scores.softmax(-1).mean(1).view(x.shape[0], x.shape[1], -1))
 
-    hooks = [layer.register_forward_pre_hook(record) for layer in layers]
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model), hooked(layers, record):
         model.decode(memory, tokens[:, :-1])
-    finally:
-        model.train(training)
-        for hook in hooks:
-            hook.remove()
     return torch.stack(weights)

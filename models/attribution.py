@@ -2,15 +2,14 @@
 
 The method is that of Sundararajan, Taly and Yan (2017), as the Meshed-Memory paper uses it (section 4.6 and appendix
 A.3). A line leads from all-zero features to the image's features. The gradient of log p(word | words before it,
-features) times the features is integrated along this line. This works for any model that is differentiable in its
-features, with or without attention.
+features) times the features is integrated along this line. Any model that is differentiable in its features will do.
 
 The exact values of a word add up, over all tokens and channels, to log p at the features minus log p at the baseline.
-The integral is computed as a Gauss-Legendre sum, which is exact for polynomials up to degree 2 S - 1. The difference
-that remains, the gap, is measured each time. More steps do not close every gap, because a gradient does not contain a
-jump of log p. ExpansionNet v2 has such jumps: it divides positive parts by their sums plus 1e-9, so that its weights
-jump where the last positive score of a row or group passes 0. A trained model jumped by 0.04 to 0.12 nats between zeros
-and a photograph. The other systems are continuous.
+The integral is computed as a Gauss-Legendre sum, which is exact for polynomials up to degree 2 S - 1. The remaining
+difference, the gap, is measured. More steps do not close every gap, because a gradient does not contain a jump of
+log p. ExpansionNet v2 has such jumps: it divides positive parts by their sums plus 1e-9, so that its weights jump where
+the last positive score of a row or group passes 0. A trained model jumped by 0.04 to 0.12 nats between zeros and a
+photograph. The other systems are continuous.
 
 Shapes: N image tokens, C feature width, T caption tokens with SOS, W = T - 1 predicted words (EOS is one of them),
 S points on the line, of which R are computed at a time.
@@ -18,26 +17,23 @@ S points on the line, of which R are computed at a time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from models.base import CaptionModel, Features
+from models.base import CaptionModel, Features, evaluating, map_tensors
 
 
 @dataclass(frozen=True)
 class Quadrature:
-    """How the integral is approximated. ValueError unless steps and rows are 1 or more.
+    """How the integral is approximated. Raises ValueError unless steps and rows are 1 or more."""
 
-    steps: number of points on the line. It is doubled, up to `max_steps`, while a word's gap is above `tolerance` nats
-    (0.05 nats are 5 % of a word's probability). rows: number of points that are computed at a time.
-    """
-
-    steps: int = 32
+    steps: int = 32  # points on the line; doubled up to `max_steps` while a word's gap is above `tolerance`
     max_steps: int = 256
-    tolerance: float = 0.05
-    rows: int = 16
+    tolerance: float = 0.05  # in nats; 0.05 nats are 5 % of a word's probability
+    rows: int = 16  # points that are computed at a time
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.rows < 1:
@@ -51,16 +47,11 @@ class Quadrature:
 
 @dataclass(frozen=True)
 class Attribution:
-    """How much each image token adds to the log-probability of each word.
+    """How much each image token adds to the log-probability of each word."""
 
-    values: (W, N) float64, in nats, summed over channels; positive where a token makes the word more probable.
-    change: (W,), log p at the features minus log p at the baseline. The exact values of a word add up to it.
-    steps: number of points on the line.
-    """
-
-    values: Tensor
-    change: Tensor
-    steps: int
+    values: Tensor  # (W, N) float64, in nats, summed over channels; above 0 where a token makes the word more probable
+    change: Tensor  # (W,), log p at the features minus log p at the baseline
+    steps: int  # points on the line
 
     @property
     def gap(self) -> Tensor:
@@ -68,11 +59,10 @@ class Attribution:
         return (self.values.sum(1) - self.change).abs()
 
     def shares(self) -> Tensor:
-        """The values (W, N) divided by the absolute value of their sum, as in the paper.
+        """The values (W, N) divided by the absolute value of their sum, as in the paper; unchanged if the sum is 0.
 
-        The paper takes means over channels instead of sums, which gives the same shares. The absolute value is used so
-        that signs do not change: a token that makes a word more probable stays positive even where the whole image
-        makes it less probable. Values whose sum is 0 are returned unchanged.
+        The paper takes means over channels instead of sums, which gives the same shares. The absolute value keeps the
+        signs where the whole image makes a word less probable.
         """
         total = self.values.sum(1, keepdim=True).abs()
         return self.values / torch.where(total > 0, total, 1.0)
@@ -93,30 +83,25 @@ def integrated_gradients(
     """The attribution of every word of one caption, tokens (T,) with SOS, to one image's features (1, N, C).
 
     `baseline` is (N, C), or None for zeros. The steps are no longer doubled once the greatest gap hardly shrinks,
-    because such a gap comes from jumps; `Attribution.gap` is what remains. Each group of `quadrature.rows` points takes
-    one forward pass and one backward pass per word, so that the caption's length and the number of steps do not change
-    the memory in use. Raises ValueError for other shapes.
+    because such a gap comes from jumps. Each group of `quadrature.rows` points takes one forward pass and one backward
+    pass per word, so that the memory in use does not depend on the number of steps. Raises ValueError for other shapes.
     """
     if features.tokens.ndim != 3 or len(features) != 1 or tokens.ndim != 1 or len(tokens) < 2:
         raise ValueError(
             f"features {tuple(features.tokens.shape)} and tokens {tuple(tokens.shape)}: expected one image "
             "(1, tokens, width) and one caption of SOS and a word or more"
         )
-    training = model.training
-    model.eval()
-    try:
-        with torch.inference_mode(False):  # the caller may be in inference mode, whose tensors get no gradient
-            line = _Line(model, features, tokens.clone(), baseline)
-            steps, rows = quadrature.steps, quadrature.rows
-            result = Attribution(line.integrate(steps, rows), line.change, steps)
-            while float(result.gap.max()) > quadrature.tolerance and 2 * result.steps <= quadrature.max_steps:
-                previous_gap = float(result.gap.max())
-                result = Attribution(line.integrate(2 * result.steps, rows), line.change, 2 * result.steps)
-                if float(result.gap.max()) > 0.75 * previous_gap:
-                    break
-            return result
-    finally:
-        model.train(training)
+    # the caller may be in inference mode, whose tensors get no gradient
+    with evaluating(model), torch.inference_mode(False):
+        line = _Line(model, features, tokens.clone(), baseline)
+        steps, previous_gap = quadrature.steps, math.inf
+        while True:
+            result = Attribution(line.integrate(steps, quadrature.rows), line.change, steps)
+            gap = float(result.gap.max())
+            steps *= 2
+            if not gap > quadrature.tolerance or steps > quadrature.max_steps or gap > 0.75 * previous_gap:
+                return result
+            previous_gap = gap
 
 
 class _Line:
@@ -124,9 +109,8 @@ class _Line:
 
     def __init__(self, model: CaptionModel, features: Features, tokens: Tensor, baseline: Tensor | None) -> None:
         self.model, self.tokens = model, tokens
-        self.lengths = None if features.lengths is None else features.lengths.clone()
-        self.boxes = None if features.boxes is None else features.boxes.clone()
-        end = features.tokens[0].detach().clone().to(next(model.parameters()).dtype)
+        self.image = map_tensors(features, lambda tensor: tensor.detach().clone())
+        end = self.image.tokens[0].to(next(model.parameters()).dtype)
         self.start = torch.zeros_like(end) if baseline is None else baseline.detach().to(end)
         self.difference = end - self.start
         with torch.no_grad():
@@ -136,9 +120,8 @@ class _Line:
     def log_probs(self, features: Tensor) -> Tensor:
         """Log-probabilities (R, W) of the caption's words in a teacher-forced pass over features (R, N, C)."""
         rows = features.shape[0]
-        lengths = None if self.lengths is None else self.lengths.expand(rows)
-        boxes = None if self.boxes is None else self.boxes.expand(rows, -1, -1)
-        logits = self.model(Features(features, lengths, boxes), self.tokens[:-1].expand(rows, -1))
+        image = map_tensors(self.image, lambda tensor: tensor.expand(rows, *tensor.shape[1:]))
+        logits = self.model(replace(image, tokens=features), self.tokens[:-1].expand(rows, -1))
         log_probs = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         return log_probs.gather(2, self.tokens[1:].expand(rows, -1)[:, :, None])[:, :, 0]
 
@@ -161,10 +144,7 @@ class _Line:
 
 
 def gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
-    """Points and weights (count,) in float64 of Gauss-Legendre quadrature on [0, 1] (Golub and Welsch 1969).
-
-    The points on [-1, 1] are the eigenvalues of a tridiagonal matrix, the weights come from its eigenvectors.
-    """
+    """Float64 points and weights (count,) on [0, 1], from a tridiagonal eigenproblem (Golub and Welsch 1969)."""
     index = torch.arange(1, count, dtype=torch.float64)
     off_diagonal = index / (4 * index * index - 1).sqrt()
     points, vectors = torch.linalg.eigh(torch.diag(off_diagonal, 1) + torch.diag(off_diagonal, -1))

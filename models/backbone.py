@@ -26,13 +26,7 @@ class Backbone(nn.Module):
     def __init__(self, config: BackboneConfig) -> None:
         super().__init__()
         self.config = config
-        overrides: dict[str, Any] = {
-            key: value
-            for key in ("embed_dim", "depths", "num_heads", "window_size")
-            if (value := getattr(config, key)) is not None
-        }
-        swin = _create(config, overrides)
-        self.swin = swin
+        self.swin = swin = _create(config)
         if config.weights not in ("none", "pretrained"):
             load_swin(self, read_tensors(Path(config.weights)))
         swin.set_grad_checkpointing(config.gradient_checkpointing)
@@ -48,16 +42,15 @@ class Backbone(nn.Module):
         return features.flatten(1, 2)
 
 
-def _create(config: BackboneConfig, overrides: dict[str, Any]) -> Any:
+def _create(config: BackboneConfig) -> Any:
     """timm's Swin for a configuration. Raises ValueError for settings that timm cannot build."""
+    sizes = {key: getattr(config, key) for key in ("embed_dim", "depths", "num_heads", "window_size")}
+    overrides = {key: value for key, value in sizes.items() if value is not None}
     names = timm.list_models("swin_*")
     if config.name not in names:
         raise ValueError(f"backbone.name is {config.name!r}, which timm does not know; known: {', '.join(names)}")
-    patch = 4
-    if config.image_size < 1 or config.image_size % patch:
-        raise ValueError(
-            f"backbone.image_size is {config.image_size}; it must be a multiple of the patches' {patch} px"
-        )
+    if config.image_size < 1 or config.image_size % 4:
+        raise ValueError(f"backbone.image_size is {config.image_size}; it must be a multiple of the patches' 4 px")
     pretrained = config.weights == "pretrained"
     # another window size is allowed: timm resizes the pretrained position tables to it
     incompatible = sorted(overrides.keys() - {"window_size"})
@@ -84,28 +77,23 @@ def _create(config: BackboneConfig, overrides: dict[str, Any]) -> Any:
 
 
 def set_drop_path(module: nn.Module, rate: float) -> None:
-    """Sets the rates of stochastic depth: as in Swin, from 0 in the first block to `rate` in the last.
-
-    `module` is a Backbone or contains one; otherwise nothing changes. Raises ValueError for a rate outside [0, 1).
-    """
+    """Sets stochastic depth of all backbones in `module`, from 0 up to `rate`. ValueError for a rate outside [0, 1)."""
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"drop_path is {rate}; it must be at least 0 and below 1")
     for backbone in (child for child in module.modules() if isinstance(child, Backbone)):
         blocks = [block for stage in backbone.swin.layers for block in stage.blocks]
         for index, block in enumerate(blocks):
             block_rate = rate * index / max(len(blocks) - 1, 1)
-            block.drop_path1 = DropPath(block_rate) if block_rate else nn.Identity()
-            block.drop_path2 = DropPath(block_rate) if block_rate else nn.Identity()
+            for name in ("drop_path1", "drop_path2"):
+                setattr(block, name, DropPath(block_rate) if block_rate else nn.Identity())
 
 
 class _Ignored:
     """Replaces the NumPy objects of a training checkpoint (random states, scores), whose content is not read."""
 
-    def __init__(self, *arguments: Any) -> None:
-        pass
+    def __init__(self, *arguments: Any) -> None: ...
 
-    def __setstate__(self, state: Any) -> None:
-        pass
+    def __setstate__(self, state: Any) -> None: ...
 
 
 # NumPy renamed its package `core` to `_core`; checkpoints contain either name

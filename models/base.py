@@ -7,8 +7,10 @@ T caption tokens, V vocabulary, E expanded vectors, H heads.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,43 +20,30 @@ from models.config import ModelConfig, ModelSizes
 
 @dataclass(frozen=True)
 class Features:
-    """A captioner's input for B images.
+    """A captioner's input for B images."""
 
-    tokens: stored features (B, N, C), or normalized pixels (B, 3, H, W) for a captioner with a backbone.
-    lengths: numbers (B,) of valid image tokens, or None where all N are valid.
-    boxes: corners x0 y0 x1 y1 of regions, (B, N, 4), for the models that arrange regions by position.
-    """
-
-    tokens: Tensor
-    lengths: Tensor | None = None
-    boxes: Tensor | None = None
+    tokens: Tensor  # stored features (B, N, C), or normalized pixels (B, 3, H, W) for a captioner with a backbone
+    lengths: Tensor | None = None  # numbers (B,) of valid image tokens; None where all N are valid
+    boxes: Tensor | None = None  # corners x0 y0 x1 y1 of regions, (B, N, 4), for models that arrange regions by them
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Features:
         """These features on `device`; `dtype` converts the tokens only."""
-        lengths = None if self.lengths is None else self.lengths.to(device)
-        boxes = None if self.boxes is None else self.boxes.to(device)
-        return Features(self.tokens.to(device, dtype), lengths, boxes)
+        moved = map_tensors(self, lambda tensor: tensor.to(device))
+        return replace(moved, tokens=moved.tokens.to(dtype=dtype))
 
     def select(self, rows: Tensor) -> Features:
         """The features of the images with the indices `rows` (int64, in any number and order)."""
-        lengths = None if self.lengths is None else self.lengths.index_select(0, rows)
-        boxes = None if self.boxes is None else self.boxes.index_select(0, rows)
-        return Features(self.tokens.index_select(0, rows), lengths, boxes)
+        return map_tensors(self, lambda tensor: tensor.index_select(0, rows))
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The encoder's output for the decoder.
+    """The encoder's output for the decoder, with the lengths and boxes of `Features`."""
 
-    states: (B, N, D), or (B, levels, N, D) where the decoder attends to every encoder level.
-    lengths: numbers (B,) of valid image tokens, or None when all N are valid.
-    boxes: region boxes (B, N, 4), for the models that need them.
-    """
-
-    states: Tensor
+    states: Tensor  # (B, N, D), or (B, levels, N, D) where the decoder attends to every encoder level
     lengths: Tensor | None = None
     boxes: Tensor | None = None
 
@@ -64,9 +53,15 @@ class Memory:
 
     def select(self, index: Tensor) -> Memory:
         """The memory of the images with the indices `index` (int64, in any number and order)."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        selected = {name: tensor.index_select(0, index) for name, tensor in tensors.items() if tensor is not None}
-        return replace(self, **selected)
+        return map_tensors(self, lambda tensor: tensor.index_select(0, index))
+
+
+Tensors = TypeVar("Tensors", Features, Memory)
+
+
+def map_tensors(tensors: Tensors, change: Callable[[Tensor], Tensor]) -> Tensors:
+    """The same dataclass with every tensor changed; fields that are None stay None."""
+    return replace(tensors, **{name: change(tensor) for name, tensor in vars(tensors).items() if tensor is not None})
 
 
 class Cache(ABC):
@@ -78,17 +73,11 @@ class Cache(ABC):
 
     @abstractmethod
     def expand_beams(self, beams: int) -> Cache:
-        """Replaces the single beam of each image by `beams` copies, so that their common start is computed once.
-
-        Raises ValueError when images have more than one beam. The old cache must not be used afterwards.
-        """
+        """Replaces the single beam of each image by `beams` copies in this cache. ValueError for more than one beam."""
 
     @abstractmethod
     def select(self, index: Tensor) -> Cache:
-        """Makes row r continue row index[r], which belongs to the same image; index (B*K,) is int64.
-
-        Nothing that the beams of an image share is copied. The old cache must not be used afterwards.
-        """
+        """Row r continues row index[r] of the same image, index (B*K,) int64. The old cache must not be used again."""
 
     @abstractmethod
     def keep_images(self, index: Tensor) -> Cache:
@@ -99,18 +88,14 @@ class Cache(ABC):
 class Macs:
     """Multiply-accumulates of the products that a captioner runs for one image in evaluation.
 
-    Element-wise work is not counted.
-    encoder: the cost of `encode`.
-    keys: the cost of cross-attention's keys and values, once per image.
-    token: the part of a caption token's cost that does not depend on the caption's length.
-    mixing(length): the cost of mixing the tokens of one caption in a teacher-forced pass.
-    step(slots, length): the cost of mixing one token with the earlier ones in the `length`-th cached step, when the
-    image has `slots` slots (`models/beam_cache.py`).
+    Element-wise work is not counted. mixing(length) mixes the tokens of one caption in a teacher-forced pass.
+    step(slots, length) mixes one token with the earlier ones in the `length`-th cached step, when the image has `slots`
+    slots (`models/beam_cache.py`).
     """
 
     encoder: float
-    keys: float
-    token: float
+    keys: float  # cross-attention's keys and values, once per image
+    token: float  # the part of a caption token's cost that does not depend on the caption's length
     mixing: Callable[[float], float]
     step: Callable[[int, int], float]
 
@@ -138,8 +123,7 @@ class CaptionModel(nn.Module, ABC):
 
     def __init__(self, config: ModelConfig, sizes: ModelSizes) -> None:
         super().__init__()
-        self.config = config
-        self.sizes = sizes
+        self.config, self.sizes = config, sizes
 
     @abstractmethod
     def init_weights(self) -> None:
@@ -147,10 +131,7 @@ class CaptionModel(nn.Module, ABC):
 
     @abstractmethod
     def encode(self, features: Features) -> Memory:
-        """Encodes features whose tokens are (B, N, C); models that do not need boxes ignore them.
-
-        Raises ValueError for another feature width, and when a model lacks the boxes that it needs.
-        """
+        """Encodes features (B, N, C). Raises ValueError for another feature width, and for boxes that are missing."""
 
     @abstractmethod
     def decode(self, memory: Memory, tokens: Tensor) -> Tensor:
@@ -181,31 +162,6 @@ class CaptionModel(nn.Module, ABC):
         """Logits (B*K, V) after one more token (B*K,) per row. They have no gradient; training uses `decode`."""
 
 
-def check_features(features: Features, width: int) -> None:
-    """Raises ValueError unless the tokens are (B, N, width) and the lengths (B,)."""
-    tokens, lengths = features.tokens, features.lengths
-    if tokens.ndim != 3 or tokens.shape[-1] != width:
-        raise ValueError(
-            f"features have shape {tuple(tokens.shape)}; expected (images, tokens, {width}), "
-            f"the width this model was built for"
-        )
-    if lengths is not None and lengths.shape != tokens.shape[:1]:
-        raise ValueError(
-            f"lengths have shape {tuple(lengths.shape)}; expected one number per image, ({len(features)},)"
-        )
-
-
-def captions_per_image(memory: Memory, rows: int) -> int:
-    """K for `rows` = B*K caption rows. Raises ValueError when `rows` is not a multiple of the images."""
-    captions, rest = divmod(rows, memory.batch_size) if memory.batch_size else (0, rows)
-    if rest or not captions:
-        raise ValueError(
-            f"{rows} captions do not divide by {memory.batch_size} images (remainder {rest}); "
-            f"give the same number of captions for each image, row b*K+k for caption k of image b"
-        )
-    return captions
-
-
 def check_positions(length: int, max_positions: int) -> None:
     """Raises ValueError for a caption longer than the positional table."""
     if length > max_positions:
@@ -215,6 +171,28 @@ def check_positions(length: int, max_positions: int) -> None:
         )
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model is in evaluation mode; afterwards it is in its former mode again."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+@contextmanager
+def hooked(modules: list[nn.Module], hook: Callable[..., None]) -> Iterator[None]:
+    """`hook` is called with each module and its inputs before the module runs."""
+    handles = [module.register_forward_pre_hook(hook) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def valid_tokens(lengths: Tensor | None, count: int) -> Tensor | None:
     """A mask (B, N) that is True where an image token is valid (not padding); None when all tokens are valid."""
     if lengths is None:
@@ -222,17 +200,20 @@ def valid_tokens(lengths: Tensor | None, count: int) -> Tensor | None:
     return torch.arange(count, device=lengths.device) < lengths[:, None]
 
 
-def load_strictly(module: nn.Module, state: dict[str, Tensor], what: str) -> None:
-    """Loads a state dict whose keys, shapes and kinds of number must match exactly; weights must be finite.
+def name_problems(expected: Set[str], given: Set[str]) -> str:
+    """The missing and the unknown names, for a message about a checkpoint; empty if all are as expected."""
+    missing, unknown = expected - given, given - expected
+    problems = [f"lacks {min(missing)!r} ({len(missing)} missing)"] if missing else []
+    problems += [f"has {min(unknown)!r} ({len(unknown)} unknown)"] if unknown else []
+    return " and ".join(problems)
 
-    Raises ValueError naming what does not match.
-    """
+
+def load_strictly(module: nn.Module, state: dict[str, Tensor], what: str) -> None:
+    """Loads a state dict. Raises ValueError unless keys, shapes and kinds of number match and weights are finite."""
     expected = module.state_dict()
-    missing, extra = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
-    if missing or extra:
-        parts = [f"lacks {_listed(missing)}"] if missing else []
-        parts += [f"has unknown {_listed(extra)}"] if extra else []
-        raise ValueError(f"{what} {' and '.join(parts)}; it does not belong to this configuration")
+    problems = name_problems(expected.keys(), state.keys())
+    if problems:
+        raise ValueError(f"{what} {problems}; it does not belong to this configuration")
     for name, tensor in expected.items():
         if tensor.shape != state[name].shape:
             raise ValueError(
@@ -244,8 +225,3 @@ def load_strictly(module: nn.Module, state: dict[str, Tensor], what: str) -> Non
         if tensor.is_floating_point() and not bool(state[name].to(tensor.dtype).isfinite().all()):
             raise ValueError(f"{what} holds numbers in {name} that are not finite in {tensor.dtype}; it is damaged")
     module.load_state_dict(state)
-
-
-def _listed(names: list[str]) -> str:
-    """The first name and the number of the others, for a message."""
-    return f"{names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")

@@ -50,23 +50,18 @@ class TreeSlots:
         return all_slots
 
     def _grown(self, old: Tensor | None, shape: tuple[int, ...], like: Tensor, length: int | None) -> Tensor:
-        """A larger tensor with the content of `old` at its beginning."""
-        new_shape = [*shape[:2], _capacity(self.count, self.beams), *shape[3:]]
-        grown = like.new_empty(new_shape) if length is None else like.new_zeros([*new_shape, _capacity(length, 1)])
+        """A larger tensor with the content of `old` at its beginning. Its room doubles, so that it rarely grows."""
+        steps = INITIAL_STEPS
+        while steps * self.beams < self.count or steps < (length or 0):
+            steps *= 2
+        new_shape = [*shape[:2], steps * self.beams, *shape[3:]]
+        grown = like.new_empty(new_shape) if length is None else like.new_zeros([*new_shape, steps])
         if old is not None:
             grown[tuple(slice(0, size) for size in old.shape)] = old
         return grown
 
     def keep_images(self, index: Tensor) -> None:
         self.cached = {name: cached.index_select(1, index) for name, cached in self.cached.items()}
-
-
-def _capacity(needed: int, per_step: int) -> int:
-    """Room for at least `needed` entries, `per_step` for each step. It doubles, so that tensors rarely have to grow."""
-    steps = INITIAL_STEPS
-    while steps * per_step < needed:
-        steps *= 2
-    return steps * per_step
 
 
 def _select_images(x: Tensor, index: Tensor) -> Tensor:

@@ -19,10 +19,7 @@ class Captioner(nn.Module):
         self.backbone = backbone
 
     def features(self, inputs: Features) -> Features:
-        """Computes the backbone's features (B, N, C) from pixels; stored features are returned unchanged.
-
-        Raises ValueError for pixels when there is no backbone.
-        """
+        """The backbone's features of pixels, or stored features unchanged. ValueError for pixels without a backbone."""
         if inputs.tokens.ndim != 4:
             return inputs
         if self.backbone is None:

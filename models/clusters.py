@@ -16,9 +16,8 @@ symmetric, although the top-left corner of the box may be neither a nor b.
 Choices where the paper leaves something open:
 
 - The product starts at k = i + 1, because the sub-sequence before k = i is empty.
-- Stacking (equation 6) is applied to the matrices, as written. "conditional" stacks the conditionals instead, before
-  they are multiplied, as Tree Transformer does.
-- All heads of a layer share one C, as equation 3 has no index for heads.
+- "matrix" stacking applies equation 6 to the matrices, as written. "conditional" stacks the conditionals instead,
+  before they are multiplied, as Tree Transformer does.
 - Down-up sampling takes means over the members that a group has (the last group of an odd length is smaller), and
   repeats each entry of the pooled matrix.
 """
@@ -54,30 +53,16 @@ def log_products(log_conditionals: Tensor) -> Tensor:
     return upper + upper.mT
 
 
-def factor_indices(rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For every pair of cells, (N * N,): the indices of its two factors in flattened Ch (H, W, W) and Cv (W, H, H)."""
-    cell = torch.arange(rows * columns, device=device)
-    row, column = cell // columns, cell % columns
-    top, left = torch.minimum(row[:, None], row), torch.minimum(column[:, None], column)
-    horizontal = (top * columns + column[:, None]) * columns + column
-    vertical = (left * rows + row[:, None]) * rows + row
-    return horizontal.flatten(), vertical.flatten()
-
-
 def grid_log_products(horizontal: Tensor, vertical: Tensor) -> Tensor:
     """Equation 8: log C (B, N, N) from log P along rows (B, H, W, W) and along columns (B, W, H, H)."""
     rows, columns = horizontal.shape[1:3]
-    indices = factor_indices(rows, columns, horizontal.device)
-    parts = [
-        log_products(part).flatten(1).index_select(1, index)
-        for part, index in zip((horizontal, vertical), indices, strict=True)
-    ]
-    return (parts[0] + parts[1]).unflatten(1, (rows * columns, -1))
-
-
-def log_one_minus_exp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) for x <= 0, finite at 0."""
-    return torch.log(-torch.expm1(x.clamp(max=-torch.finfo(x.dtype).tiny)))
+    cell = torch.arange(rows * columns, device=horizontal.device)
+    row, column = cell // columns, cell % columns
+    top, left = torch.minimum(row[:, None], row), torch.minimum(column[:, None], column)
+    # (N, N) indices into the flattened factors Ch (H, W, W) and Cv (W, H, H)
+    across, down = (top * columns + column[:, None]) * columns + column, (left * rows + row[:, None]) * rows + row
+    along_rows, along_columns = (log_products(part).flatten(1) for part in (horizontal, vertical))
+    return along_rows[:, across] + along_columns[:, down]
 
 
 def window_matrix(rows: int, columns: int, window: int, device: torch.device) -> Tensor:
@@ -90,7 +75,7 @@ def window_matrix(rows: int, columns: int, window: int, device: torch.device) ->
 
 @dataclass(frozen=True)
 class Layout:
-    """Tokens as a grid, or as a sequence when `rows` is 1; sampling pools groups of `rate` (x `rate`) tokens."""
+    """Tokens as a grid, or as a sequence when `rows` is 1. Sampling pools groups of `rate` (x `rate`) tokens."""
 
     rows: int
     columns: int
@@ -103,9 +88,8 @@ class Layout:
         grid = x.unflatten(1, (self.rows, self.columns))
         if self.rate == 1:
             return grid
-        pooled = self._means(grid)
         if self.valid_mask is None:
-            return pooled
+            return self._means(grid)
         valid_mask = self.valid_mask.to(x.dtype).view(-1, self.rows, self.columns, 1)
         return self._means(torch.where(valid_mask > 0, grid, 0.0)) / self._means(valid_mask).clamp_min(1e-6)
 
@@ -125,10 +109,7 @@ class Layout:
 
 
 class ClusterMaps(nn.Module):
-    """Computes the C of one layer. It has one linear layer FC for a sequence, and two (rows, columns) for a grid.
-
-    `stacking` is "matrix" (equation 6), "conditional" (see the beginning of this file) or "none".
-    """
+    """Computes one layer's C, with one linear layer FC for a sequence and two (rows, columns) for a grid."""
 
     def __init__(self, d_model: int, axes: int, stacking: str) -> None:
         super().__init__()
@@ -150,15 +131,10 @@ class ClusterMaps(nn.Module):
         return scalar, context
 
     def forward(self, grid: Tensor, before: State) -> tuple[Tensor, State]:
-        """C (B, N, N) from a grid (B, H, W, D), and the state for the next layer.
-
-        `before` is the state of the previous layer, on which C is stacked.
-        """
+        """C (B, N, N) from a grid (B, H, W, D), and the next layer's state; `before` is the previous layer's."""
         with torch.autocast(grid.device.type, enabled=False):
-            sides = (grid, grid.transpose(1, 2))[: len(self.maps)]
-            scores = [
-                conditional_scores(*self.scalars(side, axis), self.maps[axis].bias) for axis, side in enumerate(sides)
-            ]
+            sides = enumerate((grid, grid.transpose(1, 2))[: len(self.maps)])
+            scores = [conditional_scores(*self.scalars(side, axis), self.maps[axis].bias) for axis, side in sides]
             logs, hidden = self._conditionals(scores, before)
             log_matrix = grid_log_products(*logs) if len(logs) == 2 else log_products(logs[0][:, 0])
             return self._stacked(log_matrix.exp(), hidden, before)
@@ -186,7 +162,8 @@ class ClusterMaps(nn.Module):
         hidden = tuple(F.logsigmoid(-z) for z in scores)
         if before:
             hidden = tuple(old + new for old, new in zip(before, hidden, strict=True))
-        return [log_one_minus_exp(log_complement) for log_complement in hidden], hidden
+        largest = -torch.finfo(hidden[0].dtype).tiny  # below 0, so that the logarithm is finite
+        return [torch.log(-torch.expm1(log_complement.clamp(max=largest))) for log_complement in hidden], hidden
 
     def _stacked(self, matrix: Tensor, hidden: State, before: State) -> tuple[Tensor, State]:
         """C after stacking, and the state for the next layer."""

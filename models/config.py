@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 
 class Identity(Enum):
@@ -20,13 +20,11 @@ class Identity(Enum):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The settings of every captioner; each system adds more. `ModelSizes` has the values that the data decide.
+    """The settings of every captioner; each system adds more. Raises ValueError for sizes that do not fit.
 
     `word_vectors`: a text file in GloVe's format with vectors of `word_vector_width` numbers. The decoder uses them at
-    its input and output (`models/token_embeddings.py`) and trains them only with `train_word_vectors`. A bundle of such
-    a model contains the vectors, so that its configuration has a width but needs no file.
-
-    Raises ValueError for sizes that do not fit.
+    its input and output (`models/token_embeddings.py`) and trains them only with `train_word_vectors`. Bundles contain
+    the vectors, so that its configuration has a width but needs no file.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # for pydantic
@@ -37,13 +35,17 @@ class ModelConfig:
     num_heads: int = 8
     num_encoder_layers: int = 3
     num_decoder_layers: int = 3
-    dropout: float = 0.1
     max_positions: int | None = None  # None: the longest training caption with SOS and EOS
+    dropout: float = 0.1
     word_vectors: Annotated[str | None, Identity.FILE] = None
     word_vector_width: int | None = None
     train_word_vectors: bool = False
 
     def __post_init__(self) -> None:
+        for key, kind in get_type_hints(type(self)).items():
+            if get_origin(kind) is Literal and getattr(self, key) not in get_args(kind):
+                choices = " or ".join(repr(value) for value in get_args(kind))
+                raise ValueError(f"model.{key} is {getattr(self, key)!r}; it must be {choices}")
         self._require_at_least(1, "d_model", "d_ff", "num_heads", "num_encoder_layers", "num_decoder_layers")
         if self.d_model % self.num_heads:
             raise ValueError(
@@ -74,12 +76,6 @@ class ModelConfig:
             if value is not None and value < least:
                 raise ValueError(f"model.{key} is {value}; it must be {least} or more{message_suffix}")
 
-    def _require_one_of(self, key: str, *choices: str) -> None:
-        """Raises ValueError when the setting `key` is not one of `choices`."""
-        if getattr(self, key) not in choices:
-            listed = " or ".join(repr(value) for value in choices)
-            raise ValueError(f"model.{key} is {getattr(self, key)!r}; it must be {listed}")
-
 
 @dataclass(frozen=True)
 class ExpansionNetConfig(ModelConfig):
@@ -89,10 +85,9 @@ class ExpansionNetConfig(ModelConfig):
     None. The decoder has `dynamic_expansion` N_E (causal), or attention when it is None. These settings cover all rows
     of the paper's Table I.
 
-    `expansion_dropout`: "reference" drops single elements of the expanded vectors, as in the paper's training. It needs
-    the long form, in which the expanded sequence exists in memory. "factorized" drops whole expanded vectors with the
-    same probability and works in the short form, which takes less time and memory. It is a different regularizer, for
-    which no score is published. Evaluation is the same for both.
+    `expansion_dropout`: "reference" drops single elements of the expanded vectors, as in the paper, and needs
+    the expanded sequence in memory. "factorized" drops whole expanded vectors and takes less time and memory; no score
+    of it is published. Evaluation is the same for both.
     """
 
     name: Literal["expansionnet_v2", "transformer"] = "expansionnet_v2"
@@ -118,32 +113,25 @@ class ExpansionNetConfig(ModelConfig):
                     f"model.static_expansion = {groups} and model.encoder_dynamic_expansion = "
                     f"{self.encoder_dynamic_expansion} are both set; the encoder has one of them: set the other to null"
                 )
-        self._require_one_of("expansion_dropout", "reference", "factorized")
 
 
 @dataclass(frozen=True)
 class MeshedMemoryConfig(ModelConfig):
     """The Meshed-Memory Transformer. Its settings cover all rows of the paper's ablations (Tables 1, 6 and 7).
 
-    `num_memory_slots`: number of learned keys and values in addition to those of the regions, 0 for none.
     `connection`: which encoder levels a decoder layer attends to: all through gates ("meshed"), the level with the
     layer's number ("one_to_one"), or the last level ("last", as in the plain Transformer).
-    `gates`: how the meshed connection weights levels: "sigmoid", or "softmax" over the levels.
-    `attention`: "on_attention" is the attention-on-attention baseline, in every attention of encoder and decoder.
     """
 
     name: Literal["meshed_memory"] = "meshed_memory"
-    num_memory_slots: int = 40
+    num_memory_slots: int = 40  # learned keys and values in addition to those of the regions; 0 for none
     connection: Literal["meshed", "one_to_one", "last"] = "meshed"
-    gates: Literal["sigmoid", "softmax"] = "sigmoid"
-    attention: Literal["dot_product", "on_attention"] = "dot_product"
+    gates: Literal["sigmoid", "softmax"] = "sigmoid"  # how meshed levels are weighted; softmax is over the levels
+    attention: Literal["dot_product", "on_attention"] = "dot_product"  # of every attention in encoder and decoder
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_at_least(0, "num_memory_slots")
-        self._require_one_of("connection", "meshed", "one_to_one", "last")
-        self._require_one_of("gates", "sigmoid", "softmax")
-        self._require_one_of("attention", "dot_product", "on_attention")
         if self.connection == "one_to_one" and self.num_encoder_layers != self.num_decoder_layers:
             raise ValueError(
                 f"model.connection is 'one_to_one' with {self.num_encoder_layers} encoder and "
@@ -155,40 +143,28 @@ class MeshedMemoryConfig(ModelConfig):
 class ClustFormerConfig(ModelConfig):
     """Ada-ClustFormer. Its settings cover all rows of the paper's ablation (Table 1); C is the clustering matrix.
 
-    `encoder_clusters`: C of the image tokens: "2d", "1d" (row by row) or "none" (the base Transformer).
-    `decoder_clusters`: C of the words. `stacking`: whether equation 6 stacks the matrices, the conditionals or nothing.
-    `sampling`: down-up sampling rate of the encoder. `window`: size of a fixed window that replaces C everywhere.
     `attention`: how C is applied: "product" multiplies the attention weights, "renormalized" also makes them sum to 1
     again, "literal" takes a second softmax of the product, as equation 2 is printed.
-    `clustered_encoder_layers`, `clustered_decoder_layers`: numbers, from 1, of the layers that have C; null for all.
-    `inputs`: "grid" features (`grid` [rows, columns], null for a square) or "regions", arranged by their boxes into a
-    grid of `region_rows` rows.
     """
 
     name: Literal["clustformer"] = "clustformer"
     num_encoder_layers: int = 6
     num_decoder_layers: int = 6
-    encoder_clusters: Literal["2d", "1d", "none"] = "2d"
-    decoder_clusters: Literal["1d", "none"] = "1d"
-    clustered_encoder_layers: tuple[int, ...] | None = None
+    encoder_clusters: Literal["2d", "1d", "none"] = "2d"  # C of the image tokens; 1d: row by row
+    decoder_clusters: Literal["1d", "none"] = "1d"  # C of the words
+    clustered_encoder_layers: tuple[int, ...] | None = None  # numbers, from 1, of the layers that have C; None: all
     clustered_decoder_layers: tuple[int, ...] | None = None
-    stacking: Literal["matrix", "conditional", "none"] = "matrix"
-    sampling: int = 2
-    window: int | None = None
+    stacking: Literal["matrix", "conditional", "none"] = "matrix"  # of the matrices or conditionals in equation 6
+    sampling: int = 2  # down-up sampling rate of the encoder
+    window: int | None = None  # size of a fixed window that replaces C everywhere
     attention: Literal["product", "renormalized", "literal"] = "product"
     norm: Literal["pre", "post"] = "pre"
     inputs: Literal["grid", "regions"] = "grid"
-    grid: tuple[int, int] | None = None
-    region_rows: int = 6
+    grid: tuple[int, int] | None = None  # [rows, columns]; None: a square
+    region_rows: int = 6  # rows of the grid into which regions are arranged by their boxes
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_one_of("encoder_clusters", "2d", "1d", "none")
-        self._require_one_of("decoder_clusters", "1d", "none")
-        self._require_one_of("stacking", "matrix", "conditional", "none")
-        self._require_one_of("attention", "product", "renormalized", "literal")
-        self._require_one_of("norm", "pre", "post")
-        self._require_one_of("inputs", "grid", "regions")
         self._require_at_least(1, "sampling", "region_rows")
         self._require_at_least(0, "window", message_suffix=", or null for an adaptive one")
         for side, layers in (("encoder", self.num_encoder_layers), ("decoder", self.num_decoder_layers)):

@@ -29,26 +29,13 @@ MAX_STATES = 256
 
 @dataclass(frozen=True)
 class ConstraintAutomaton:
-    """The finite-state automaton of one image's constraints; state 0 is the start.
+    """The finite-state automaton of one image's constraints; state 0 is the start."""
 
-    count: number of constraints, of which a caption must satisfy `num_required`.
-    num_satisfied: for each state, the number of constraints that a caption in this state satisfies.
-    steps: for each state, the next state after each word of the constraints.
-    rest: for each state, the next state after any other word.
-    """
-
-    count: int
-    num_required: int
-    num_satisfied: tuple[int, ...]
-    steps: tuple[dict[int, int], ...]
-    rest: tuple[int, ...]
-
-    def follow(self, words: Sequence[int]) -> int:
-        """The state that a caption's words lead to."""
-        state = 0
-        for word in words:
-            state = self.steps[state].get(word, self.rest[state])
-        return state
+    count: int  # number of constraints
+    num_required: int  # number of constraints that a caption must satisfy
+    num_satisfied: tuple[int, ...]  # for each state, the number of constraints that a caption in it satisfies
+    steps: tuple[dict[int, int], ...]  # for each state, the next state after each word of the constraints
+    rest: tuple[int, ...]  # for each state, the next state after any other word
 
 
 def build_automaton(
@@ -72,9 +59,8 @@ def build_automaton(
                 )
             phrases[tuple(words)] = phrases.get(tuple(words), 0) | 1 << number
     prefixes = {words[:length] for words in phrases for length in range(len(words))} | {()}
-    start: tuple[int, Words] = (0, ())
-    states = {start: 0}  # the number of each state
-    pending = deque([start])
+    states: dict[tuple[int, Words], int] = {(0, ()): 0}  # the number of each state
+    pending: deque[tuple[int, Words]] = deque(states)
     steps: list[dict[int, int]] = []
     rest: list[int] = []
 
@@ -112,12 +98,9 @@ def build_automaton(
 
 @dataclass
 class ConstrainedCaptions(Captions):
-    """Captions, and how many of its image's constraints each one satisfies: num_satisfied (B, n) int64.
+    """Captions with the number of constraints that each satisfies; -1 where an image has fewer than n captions."""
 
-    Where an image has fewer than n captions, num_satisfied is -1 and the score -inf.
-    """
-
-    num_satisfied: Tensor
+    num_satisfied: Tensor  # (B, n) int64
 
 
 @torch.no_grad()
@@ -133,10 +116,9 @@ def constrained_beam_search(
 ) -> ConstrainedCaptions:
     """The `num_results` best captions of each image that satisfy its constraints, best first.
 
-    If any beam satisfies as many constraints as the automaton requires, only such captions are returned. Otherwise
-    those are returned that satisfy the most; `num_satisfied` is this number. In all other ways the search is
-    `beam_search` with `beam_size` beams in every state. Its cost grows with the states of the largest automaton.
-    Raises ValueError unless there is one automaton per image and 1 <= num_results <= beam_size.
+    If no beam satisfies as many constraints as its automaton requires, those that satisfy the most are returned.
+    Otherwise the search is `beam_search` with `beam_size` beams in every state, so that its cost grows with the states
+    of the largest automaton. Raises ValueError unless images have one automaton each and 1 <= num_results <= beam_size.
     """
     check_beams(beam_size, num_results)
     states = max((len(automaton.num_satisfied) for automaton in automata), default=1)
@@ -146,7 +128,9 @@ def constrained_beam_search(
     transitions = _transitions(automata, states, decoder.sizes.vocabulary_size, decoder.device)
     beams = ConstrainedBeams(**vars(Beams.start(decoder, max_length)), beam_size=beam_size, transitions=transitions)
     results = search(decoder, beams, max_length)
-    num_satisfied = _num_satisfied(automata, states, beam_size, decoder.device)
+    # -1 for states that a smaller automaton does not have
+    satisfied = [[*automaton.num_satisfied, *[-1] * (states - len(automaton.num_satisfied))] for automaton in automata]
+    num_satisfied = torch.tensor(satisfied, device=decoder.device).repeat_interleave(beam_size, 1)  # (B, S*K)
     # a caption gains nothing from more constraints than required; a beam with score -inf is no caption
     required = torch.tensor([automaton.num_required for automaton in automata], device=decoder.device)[:, None]
     counted = num_satisfied.clamp(max=required).masked_fill(results.scores.isneginf(), -1)
@@ -167,23 +151,12 @@ def _transitions(automata: Sequence[ConstraintAutomaton], states: int, vocabular
     return table.to(device)
 
 
-def _num_satisfied(
-    automata: Sequence[ConstraintAutomaton], states: int, beam_size: int, device: torch.device
-) -> Tensor:
-    """The numbers (B, S*K) of constraints that beams satisfy; -1 for states that a smaller automaton does not have."""
-    rows = [[*automaton.num_satisfied, *[-1] * (states - len(automaton.num_satisfied))] for automaton in automata]
-    return torch.tensor(rows, device=device).repeat_interleave(beam_size, 1)
-
-
 @dataclass
 class ConstrainedBeams(Beams):
-    """S*K beams per image, of which rows s*K to s*K + K - 1 are in state s of its automaton.
+    """S*K beams per image; rows s*K to s*K + K - 1 are in state s of the automaton."""
 
-    beam_size is K; transitions (B, S, V) are the next states of each state and word.
-    """
-
-    beam_size: int
-    transitions: Tensor
+    beam_size: int  # K
+    transitions: Tensor  # the next states (B, S, V) of each state and word
 
     def extend(self, log_probs: Tensor, position: int) -> Tensor:
         """Adds words at `position` so that each state gets its K best beams; returns their parents (B, S*K).
@@ -193,10 +166,10 @@ class ConstrainedBeams(Beams):
         rows, pad = self.ended.shape[1], self.sizes.pad
         log_probs = log_probs.unflatten(0, (-1, rows))
         target = self.transitions.repeat_interleave(self.beam_size, 1)  # (B, S*K, V)
-        own_state = torch.arange(rows, device=log_probs.device) // self.beam_size
+        current_state = torch.arange(rows, device=log_probs.device) // self.beam_size
         offers = log_probs.masked_fill(self.ended[:, :, None], -torch.inf)
         offers[:, :, pad] = torch.where(self.ended, 0.0, offers[:, :, pad])
-        target[:, :, pad] = torch.where(self.ended, own_state.to(target.dtype), target[:, :, pad])
+        target[:, :, pad] = torch.where(self.ended, current_state.to(target.dtype), target[:, :, pad])
         sums = self.scores[:, :, None] + offers
         best, indices = [], []
         for state in range(rows // self.beam_size):

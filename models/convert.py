@@ -1,7 +1,7 @@
 """Conversion of upstream checkpoints to this project's names and shapes; this file has ExpansionNet v2 and Swin.
 
-The reference of ExpansionNet v2 has a separate weight for each linear layer. Here the linear layers that read the same
-input are fused into one weight; `_STATIC_MAPS` and `_DYNAMIC_MAPS` give the order of its row blocks.
+The references have a separate weight for each linear layer. Here the linear layers that read the same input are fused
+into one weight, whose row blocks are in the order of the tables below.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from models.base import ModelConfig, ModelSizes
+from models.base import ModelConfig, ModelSizes, name_problems
 from models.config import BackboneConfig, ExpansionNetConfig
 
 PUBLISHED_GROUPS = (32, 64, 128, 256, 512)
@@ -24,46 +25,50 @@ PUBLISHED_WIDTH = 512
 SWIN_PREFIX = "swin_transf."
 
 _SWIN_TABLE = re.compile(r"layers\.(\d{1,3})\.blocks\.(\d{1,3})\.attn\.relative_position_bias_table")
-_STATIC_MAPS = ("key_embed", "class_a_embed", "class_b_embed", "selector_embed")
-_DYNAMIC_MAPS = ("cond_embed", "key_linear", "class_a_embed", "class_b_embed", "selector_embed")
+# Our linear layers and norms, and those of ExpansionNet v2's reference.
+_FEED_FORWARD = {"feed_forward.inner": "ff.linear_1", "feed_forward.outer": "ff.linear_2"}
+_ENCODER_LAYER = {
+    "mixer.in_proj": "stc_exp.key_embed stc_exp.class_a_embed stc_exp.class_b_embed stc_exp.selector_embed",
+    "mixer_norm": "norm_1",
+    "feed_forward_norm": "norm_2",
+    **_FEED_FORWARD,
+}
+_DECODER_LAYER = {
+    "mixer.in_proj": "dyn_exp.cond_embed dyn_exp.key_linear dyn_exp.class_a_embed dyn_exp.class_b_embed "
+    "dyn_exp.selector_embed",
+    "mixer_norm": "norm_1",
+    "cross_norm": "norm_2",
+    "feed_forward_norm": "norm_3",
+    "cross.query": "mha.Wq",
+    "cross.key_value": "mha.Wk mha.Wv",
+    "cross.out_proj": "mha.out_linear",
+    **_FEED_FORWARD,
+}
+
+
+def linear_names(table: Mapping[str, str], ours: str = "", theirs: str = "") -> dict[str, tuple[str, ...]]:
+    """Names of weights and biases, ours and upstream's, from a table of layers and the prefixes of the names."""
+    return {
+        f"{ours}{layer}.{part}": tuple(f"{theirs}{name}.{part}" for name in names.split())
+        for layer, names in table.items()
+        for part in ("weight", "bias")
+    }
 
 
 def upstream_names(config: ExpansionNetConfig) -> dict[str, tuple[str, ...]]:
     """For each parameter of our ExpansionNet v2, the upstream parameters whose rows it consists of, in order."""
-    names: dict[str, tuple[str, ...]] = {"token_embedding.weight": ("out_embedder.embed.weight",)}
+    names = linear_names({"input": "input_linear", "lm_head": "vocab_linear"})
+    for side in ("encoder", "decoder"):
+        names |= linear_names({"map": "reduce_group", "norm": "reduce_norm"}, f"{side}_sum.", f"{side[:3]}_")
+    names["token_embedding.weight"] = ("out_embedder.embed.weight",)
     names["positions.weight"] = ("pos_encoder.weight",)
-
-    def linear(ours: str, *theirs: str) -> None:
-        for part in ("weight", "bias"):
-            names[f"{ours}.{part}"] = tuple(f"{name}.{part}" for name in theirs)
-
-    def expansion(ours: str, theirs: str, maps: tuple[str, ...]) -> None:
-        linear(f"{ours}.in_proj", *(f"{theirs}.{name}" for name in maps))
-        names[f"{ours}.queries"] = (f"{theirs}.query_exp_vectors.weight",)
-        names[f"{ours}.biases"] = (f"{theirs}.bias_exp_vectors.weight",)
-
-    linear("input", "input_linear")
-    linear("lm_head", "vocab_linear")
-    for side, theirs in (("encoder", "enc"), ("decoder", "dec")):
-        linear(f"{side}_sum.map", f"{theirs}_reduce_group")
-        linear(f"{side}_sum.norm", f"{theirs}_reduce_norm")
-    for index in range(config.num_encoder_layers):
-        ours, up = f"encoder.{index}", f"encoders.{index}"
-        expansion(f"{ours}.mixer", f"{up}.stc_exp", _STATIC_MAPS)
-        for norm, number in (("mixer_norm", 1), ("feed_forward_norm", 2)):
-            linear(f"{ours}.{norm}", f"{up}.norm_{number}")
-        linear(f"{ours}.feed_forward.inner", f"{up}.ff.linear_1")
-        linear(f"{ours}.feed_forward.outer", f"{up}.ff.linear_2")
-    for index in range(config.num_decoder_layers):
-        ours, up = f"decoder.{index}", f"decoders.{index}"
-        expansion(f"{ours}.mixer", f"{up}.dyn_exp", _DYNAMIC_MAPS)
-        for norm, number in (("mixer_norm", 1), ("cross_norm", 2), ("feed_forward_norm", 3)):
-            linear(f"{ours}.{norm}", f"{up}.norm_{number}")
-        linear(f"{ours}.cross.query", f"{up}.mha.Wq")
-        linear(f"{ours}.cross.key_value", f"{up}.mha.Wk", f"{up}.mha.Wv")
-        linear(f"{ours}.cross.out_proj", f"{up}.mha.out_linear")
-        linear(f"{ours}.feed_forward.inner", f"{up}.ff.linear_1")
-        linear(f"{ours}.feed_forward.outer", f"{up}.ff.linear_2")
+    encoder = [("encoder", "stc_exp", _ENCODER_LAYER, index) for index in range(config.num_encoder_layers)]
+    decoder = [("decoder", "dyn_exp", _DECODER_LAYER, index) for index in range(config.num_decoder_layers)]
+    for side, expansion, table, index in encoder + decoder:
+        ours, theirs = f"{side}.{index}.", f"{side}s.{index}."
+        names |= linear_names(table, ours, theirs)
+        names[f"{ours}mixer.queries"] = (f"{theirs}{expansion}.query_exp_vectors.weight",)
+        names[f"{ours}mixer.biases"] = (f"{theirs}{expansion}.bias_exp_vectors.weight",)
     return names
 
 
@@ -75,17 +80,12 @@ def convert_expansionnet(tensors: Mapping[str, Tensor], config: ExpansionNetConf
 def join_rows(
     tensors: Mapping[str, Tensor], names: Mapping[str, tuple[str, ...]], what: str, config: ModelConfig
 ) -> dict[str, Tensor]:
-    """Concatenates the rows of upstream tensors into ours, as `names` says; `what` names the model in messages.
-
-    Raises ValueError for missing and unknown keys, and for shapes that do not fit together.
-    """
+    """Our tensors from upstream's rows by `names`. ValueError for missing or unknown keys, and other shapes."""
     expected = {name for parts in names.values() for name in parts}
-    missing, extra = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
-    if missing or extra:
-        problems = [f"lacks {missing[0]!r} ({len(missing)} missing)"] if missing else []
-        problems += [f"has {extra[0]!r} ({len(extra)} unknown)"] if extra else []
+    problems = name_problems(expected, tensors.keys())
+    if problems:
         raise ValueError(
-            f"the checkpoint {' and '.join(problems)}; expected the {len(expected)} tensors of {what} with "
+            f"the checkpoint {problems}; expected the {len(expected)} tensors of {what} with "
             f"{config.num_encoder_layers} encoder and {config.num_decoder_layers} decoder layers"
         )
     for parts in names.values():
@@ -109,92 +109,87 @@ class Inferred:
     total_expansion: int = 0  # number of static expansion vectors in all groups of an ExpansionNet v2
 
 
+def shape_of(tensors: Mapping[str, Tensor], system: str, name: str, axes: int = 2) -> tuple[int, ...]:
+    """The shape of a tensor. Raises ValueError when it is missing, and for another number of axes or an empty one."""
+    if name not in tensors:
+        raise ValueError(f"the checkpoint is no {system}: it has no {name!r} among {len(tensors)} tensors")
+    shape = tuple(tensors[name].shape)
+    if len(shape) != axes or not all(shape):
+        raise ValueError(f"the checkpoint's {name!r} has shape {shape}; expected {axes} axes, none of them empty")
+    return shape
+
+
+def count_layers(tensors: Mapping[str, Tensor], prefix: str) -> int:
+    """The number of layers whose names are the prefix and a number."""
+    return len({name.removeprefix(prefix).split(".")[0] for name in tensors if name.startswith(prefix)})
+
+
 def infer_expansionnet(tensors: Mapping[str, Tensor]) -> Inferred:
     """Reads the sizes off the shapes. Raises ValueError for tensors that are no ExpansionNet v2."""
-
-    def shape_of(name: str) -> tuple[int, ...]:
-        if name not in tensors:
-            raise ValueError(f"the checkpoint is no ExpansionNet v2: it has no {name!r} among {len(tensors)} tensors")
-        shape = tuple(tensors[name].shape)
-        if len(shape) != 2 or not all(shape):
-            raise ValueError(f"the checkpoint's {name!r} has shape {shape}; expected 2 axes, none of them empty")
-        return shape
-
-    def count_layers(prefix: str) -> int:
-        numbers = {name.split(".")[1] for name in tensors if name.startswith(prefix)}
-        return len(numbers)
-
-    width, features = shape_of("input_linear.weight")
+    shape = partial(shape_of, tensors, "ExpansionNet v2")
+    width, features = shape("input_linear.weight")
     return Inferred(
         model={
             "d_model": width,
-            "d_ff": shape_of("encoders.0.ff.linear_1.weight")[0],
-            "num_encoder_layers": count_layers("encoders."),
-            "num_decoder_layers": count_layers("decoders."),
-            "dynamic_expansion": shape_of("decoders.0.dyn_exp.query_exp_vectors.weight")[0],
+            "d_ff": shape("encoders.0.ff.linear_1.weight")[0],
+            "num_encoder_layers": count_layers(tensors, "encoders."),
+            "num_decoder_layers": count_layers(tensors, "decoders."),
+            "dynamic_expansion": shape("decoders.0.dyn_exp.query_exp_vectors.weight")[0],
         },
-        total_expansion=shape_of("encoders.0.stc_exp.query_exp_vectors.weight")[0],
+        total_expansion=shape("encoders.0.stc_exp.query_exp_vectors.weight")[0],
         feature_width=features,
-        vocabulary_size=shape_of("vocab_linear.weight")[0],
-        max_positions=shape_of("pos_encoder.weight")[0],
+        vocabulary_size=shape("vocab_linear.weight")[0],
+        max_positions=shape("pos_encoder.weight")[0],
     )
 
 
 def complete_config(inferred: Inferred, given: Mapping[str, Any]) -> ExpansionNetConfig:
     """The model's configuration from the checkpoint's shapes and the user's settings `given`.
 
-    Groups and heads that the user does not give are the published ones, if the checkpoint has the published sizes.
-    Raises ValueError when a setting contradicts the checkpoint, and when one is missing.
+    Groups that the user does not give are the published ones. Raises ValueError as `complete_settings`, and for groups
+    that do not sum to the checkpoint's vectors.
     """
+    total, groups = inferred.total_expansion, given.get("static_expansion")
+    if groups is None:
+        if total != sum(PUBLISHED_GROUPS):
+            raise ValueError(
+                f"model.static_expansion is missing: the checkpoint holds {total} expansion vectors "
+                f"but not their groups (the published {list(PUBLISHED_GROUPS)} sum to {sum(PUBLISHED_GROUPS)}); give "
+                f"--set model.static_expansion=[...] with groups that sum to {total}"
+            )
+        groups = PUBLISHED_GROUPS
+    if sum(groups) != total:
+        raise ValueError(
+            f"model.static_expansion = {list(groups)} sums to {sum(groups)}, "
+            f"the checkpoint holds {total} expansion vectors"
+        )
+    return ExpansionNetConfig(**(complete_settings(inferred, given) | {"static_expansion": tuple(groups)}))
+
+
+def complete_settings(inferred: Inferred, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The checkpoint's settings and the user's. ValueError for a contradiction, and when the heads are missing."""
     for key, value in given.items():
         if key in inferred.model and value != inferred.model[key]:
             raise ValueError(f"model.{key} is {value}, the checkpoint has {inferred.model[key]}; leave it out")
-    groups = given.get("static_expansion")
-    if groups is None:
-        if inferred.total_expansion != sum(PUBLISHED_GROUPS):
-            raise ValueError(
-                f"model.static_expansion is missing: the checkpoint holds {inferred.total_expansion} expansion vectors "
-                f"but not their groups (the published {list(PUBLISHED_GROUPS)} sum to {sum(PUBLISHED_GROUPS)}); give "
-                f"--set model.static_expansion=[...] with groups that sum to {inferred.total_expansion}"
-            )
-        groups = PUBLISHED_GROUPS
-    if sum(groups) != inferred.total_expansion:
+    if given.get("max_positions") not in (None, inferred.max_positions):
         raise ValueError(
-            f"model.static_expansion = {list(groups)} sums to {sum(groups)}, "
-            f"the checkpoint holds {inferred.total_expansion} expansion vectors"
+            f"model.max_positions is {given['max_positions']}, the checkpoint has {inferred.max_positions}; "
+            "leave it out"
         )
-    heads = complete_heads(inferred.model["d_model"], given)
-    rest = {key: value for key, value in given.items() if key not in ("num_heads", "static_expansion", "max_positions")}
-    check_given_positions(inferred.max_positions, given)
-    return ExpansionNetConfig(**(inferred.model | rest | {"num_heads": heads, "static_expansion": tuple(groups)}))
-
-
-def complete_heads(width: int, given: Mapping[str, Any]) -> int:
-    """The user's number of heads, or 8 at the published width. Raises ValueError when neither is the case."""
-    heads = given.get("num_heads")
-    if heads is not None:
-        return int(heads)
-    if width != PUBLISHED_WIDTH:
+    width = inferred.model["d_model"]
+    if given.get("num_heads") is None and width != PUBLISHED_WIDTH:
         raise ValueError(
             f"model.num_heads is missing: a checkpoint does not hold it, and its width {width} is "
             f"not the published {PUBLISHED_WIDTH} with {PUBLISHED_HEADS} heads; give --set model.num_heads=N"
         )
-    return PUBLISHED_HEADS
-
-
-def check_given_positions(positions: int, given: Mapping[str, Any]) -> None:
-    """Raises ValueError when the user's max_positions differs from the checkpoint's."""
-    if given.get("max_positions") not in (None, positions):
-        raise ValueError(
-            f"model.max_positions is {given['max_positions']}, the checkpoint has {positions}; leave it out"
-        )
+    settings = {key: value for key, value in given.items() if value is not None and key != "max_positions"}
+    return {"num_heads": PUBLISHED_HEADS} | inferred.model | settings
 
 
 def infer_swin(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The settings of `BackboneConfig` that follow from a Swin's tensors in timm's or the original naming.
+    """The settings of `BackboneConfig` from a Swin's tensors in timm's or the original naming; ValueError for others.
 
     The image size follows from the masks of shifted windows, which only files in the original naming have.
-    Raises ValueError for tensors that are no Swin.
     """
     stages: dict[int, dict[int, tuple[int, int]]] = {}
     for name, tensor in tensors.items():
@@ -246,10 +241,7 @@ def backbone_config(inferred: Mapping[str, Any], given: Mapping[str, Any]) -> Ba
 
 
 def imported_sizes(inferred: Inferred, words: Mapping[str, int]) -> ModelSizes:
-    """The sizes that the data decide; `words` has the ids of SOS, EOS and PAD, and the number of words as "count".
-
-    Raises ValueError when the vocabulary does not match the checkpoint.
-    """
+    """The sizes for the ids of SOS, EOS, PAD and the "count" of words. ValueError for another number of words."""
     if words["count"] != inferred.vocabulary_size:
         raise ValueError(
             f"the vocabulary has {words['count']} words, the checkpoint predicts {inferred.vocabulary_size}; "

@@ -1,60 +1,59 @@
 """Conversion of the Meshed-Memory Transformer's upstream checkpoints.
 
-The first row of upstream's positions belongs to padding and is left out. Its `running_*` buffers are empty, are used
-only while it decodes, and are left out as well. The table of positions is not trained, but upstream draws it at random,
-so that it must come from the checkpoint.
+The first row of upstream's positions belongs to padding and is left out, as are the empty `running_*` buffers of its
+decoding. The table of positions is not trained, but drawn at random, so that it must come from the checkpoint.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from models.config import MeshedMemoryConfig
-from models.convert import Inferred, check_given_positions, complete_heads, join_rows
+from models.convert import Inferred, complete_settings, count_layers, join_rows, linear_names, shape_of
+
+# Our linear layers and norms, and upstream's.
+_FEED_FORWARD = {
+    "feed_forward.inner": "pwff.fc1",
+    "feed_forward.outer": "pwff.fc2",
+    "feed_forward_norm": "pwff.layer_norm",
+}
+_ENCODER_LAYER = {
+    "attention.in_proj": "mhatt.attention.fc_q mhatt.attention.fc_k mhatt.attention.fc_v",
+    "attention.out_proj": "mhatt.attention.fc_o",
+    "attention_norm": "mhatt.layer_norm",
+    **_FEED_FORWARD,
+}
+_DECODER_LAYER = {
+    "attention.in_proj": "self_att.attention.fc_q self_att.attention.fc_k self_att.attention.fc_v",
+    "attention.out_proj": "self_att.attention.fc_o",
+    "attention_norm": "self_att.layer_norm",
+    "meshed.attention.query": "enc_att.attention.fc_q",
+    "meshed.attention.key_value": "enc_att.attention.fc_k enc_att.attention.fc_v",
+    "meshed.attention.out_proj": "enc_att.attention.fc_o",
+    "meshed.norm": "enc_att.layer_norm",
+    **_FEED_FORWARD,
+}
 
 
 def upstream_names(config: MeshedMemoryConfig) -> dict[str, tuple[str, ...]]:
     """For each of our tensors, the upstream tensors whose rows it consists of, in order."""
-    names: dict[str, tuple[str, ...]] = {"token_embedding.weight": ("decoder.word_emb.weight",)}
+    names = linear_names({"input": "encoder.fc", "input_norm": "encoder.layer_norm"})
+    names["token_embedding.weight"] = ("decoder.word_emb.weight",)
     names["lm_head.weight"] = ("decoder.fc.weight",)
     names["positions"] = ("decoder.pos_emb.weight",)
-
-    def linear(ours: str, *theirs: str) -> None:
-        for part in ("weight", "bias"):
-            names[f"{ours}.{part}"] = tuple(f"{name}.{part}" for name in theirs)
-
-    def feed_forward(ours: str, theirs: str) -> None:
-        linear(f"{ours}.feed_forward.inner", f"{theirs}.pwff.fc1")
-        linear(f"{ours}.feed_forward.outer", f"{theirs}.pwff.fc2")
-        linear(f"{ours}.feed_forward_norm", f"{theirs}.pwff.layer_norm")
-
-    def self_attention(ours: str, theirs: str) -> None:
-        linear(f"{ours}.attention.in_proj", *(f"{theirs}.attention.fc_{part}" for part in "qkv"))
-        linear(f"{ours}.attention.out_proj", f"{theirs}.attention.fc_o")
-        linear(f"{ours}.attention_norm", f"{theirs}.layer_norm")
-
-    linear("input", "encoder.fc")
-    linear("input_norm", "encoder.layer_norm")
     for index in range(config.num_encoder_layers):
-        ours, up = f"encoder.{index}", f"encoder.layers.{index}"
-        self_attention(ours, f"{up}.mhatt")
+        ours, theirs = f"encoder.{index}.", f"encoder.layers.{index}."
+        names |= linear_names(_ENCODER_LAYER, ours, theirs)
         if config.num_memory_slots:
-            names[f"{ours}.attention.memory_keys"] = (f"{up}.mhatt.attention.m_k",)
-            names[f"{ours}.attention.memory_values"] = (f"{up}.mhatt.attention.m_v",)
-        feed_forward(ours, up)
+            names[f"{ours}attention.memory_keys"] = (f"{theirs}mhatt.attention.m_k",)
+            names[f"{ours}attention.memory_values"] = (f"{theirs}mhatt.attention.m_v",)
+    gates = {f"meshed.gates.{level}": f"fc_alpha{level + 1}" for level in range(config.num_encoder_layers)}
     for index in range(config.num_decoder_layers):
-        ours, up = f"decoder.{index}", f"decoder.layers.{index}"
-        self_attention(ours, f"{up}.self_att")
-        linear(f"{ours}.meshed.attention.query", f"{up}.enc_att.attention.fc_q")
-        linear(f"{ours}.meshed.attention.key_value", *(f"{up}.enc_att.attention.fc_{part}" for part in "kv"))
-        linear(f"{ours}.meshed.attention.out_proj", f"{up}.enc_att.attention.fc_o")
-        linear(f"{ours}.meshed.norm", f"{up}.enc_att.layer_norm")
-        for level in range(config.num_encoder_layers):
-            linear(f"{ours}.meshed.gates.{level}", f"{up}.fc_alpha{level + 1}")
-        feed_forward(ours, up)
+        names |= linear_names(_DECODER_LAYER | gates, f"decoder.{index}.", f"decoder.layers.{index}.")
     return names
 
 
@@ -70,24 +69,8 @@ def convert_meshed_memory(tensors: Mapping[str, Tensor], config: MeshedMemoryCon
 
 
 def infer_meshed_memory(tensors: Mapping[str, Tensor]) -> Inferred:
-    """Reads the sizes, except the number of heads, off the shapes.
-
-    Raises ValueError for tensors that are no Meshed-Memory Transformer.
-    """
-
-    def shape(name: str, axes: int = 2) -> tuple[int, ...]:
-        if name not in tensors:
-            raise ValueError(
-                f"the checkpoint is no Meshed-Memory Transformer: it has no {name!r} among {len(tensors)} tensors"
-            )
-        size = tuple(tensors[name].shape)
-        if len(size) != axes or not all(size):
-            raise ValueError(f"the checkpoint's {name!r} has shape {size}; expected {axes} axes, none of them empty")
-        return size
-
-    def count_layers(side: str) -> int:
-        return len({name.split(".")[2] for name in tensors if name.startswith(f"{side}.layers.")})
-
+    """Reads the sizes off the shapes. Raises ValueError for tensors that are no Meshed-Memory Transformer."""
+    shape = partial(shape_of, tensors, "Meshed-Memory Transformer")
     width, features = shape("encoder.fc.weight")
     shape("decoder.layers.0.fc_alpha1.weight")  # checks that the first gate is present
     memory = "encoder.layers.0.mhatt.attention.m_k"
@@ -95,8 +78,8 @@ def infer_meshed_memory(tensors: Mapping[str, Tensor]) -> Inferred:
         model={
             "d_model": width,
             "d_ff": shape("encoder.layers.0.pwff.fc1.weight")[0],
-            "num_encoder_layers": count_layers("encoder"),
-            "num_decoder_layers": count_layers("decoder"),
+            "num_encoder_layers": count_layers(tensors, "encoder.layers."),
+            "num_decoder_layers": count_layers(tensors, "decoder.layers."),
             "num_memory_slots": shape(memory, 3)[1] if memory in tensors else 0,
             "connection": "meshed",
             "gates": "sigmoid",
@@ -109,15 +92,5 @@ def infer_meshed_memory(tensors: Mapping[str, Tensor]) -> Inferred:
 
 
 def complete_meshed_config(inferred: Inferred, given: Mapping[str, Any]) -> MeshedMemoryConfig:
-    """The model's configuration from the checkpoint's shapes and the user's settings `given`.
-
-    If the width is 512, the user need not give the heads: they are the published 8. Raises ValueError when a setting
-    contradicts the checkpoint, and when the heads are missing.
-    """
-    for key, value in given.items():
-        if key in inferred.model and value != inferred.model[key]:
-            raise ValueError(f"model.{key} is {value}, the checkpoint has {inferred.model[key]}; leave it out")
-    heads = complete_heads(inferred.model["d_model"], given)
-    check_given_positions(inferred.max_positions, given)
-    rest = {key: value for key, value in given.items() if key not in ("num_heads", "max_positions")}
-    return MeshedMemoryConfig(**(inferred.model | rest | {"num_heads": heads}))
+    """The model's configuration from the checkpoint's shapes and the user's settings. Errors: `complete_settings`."""
+    return MeshedMemoryConfig(**complete_settings(inferred, given))

@@ -1,9 +1,9 @@
-"""Decoding as free functions over `init_cache` and `step`: greedy, sampling, beam search; one model or an ensemble.
-
-Shapes: B images, K beams or samples per image, R = B*K rows, T caption tokens, V vocabulary.
+"""Greedy decoding, sampling and beam search with one model or an ensemble.
 
 `models` and `memories` are one model and its memory, or equally long sequences: an ensemble averages probabilities.
-Log-probabilities are float32 (float64 for a float64 model) and outside autocast, whatever the model ran in.
+Log-probabilities are float32 (float64 for a float64 model) and outside autocast.
+
+Shapes: B images, K beams or samples per image, R = B*K rows, T caption tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,18 +26,12 @@ Memories = Memory | Sequence[Memory]
 
 @dataclass
 class Captions:
-    """n captions of each of B images, T the longest of them.
+    """n captions of each of B images; the longest one has T tokens."""
 
-    tokens: (B, n, T) int64 with SOS and, where the caption ended, EOS; PAD after that.
-    log_probs: (B, n, T) float32, each token's own; 0 at SOS and after the end.
-    lengths: (B, n) int64, tokens counting SOS and EOS.
-    scores: (B, n) float32, what they are ranked by: the mean log-probability over `lengths`, or the sum.
-    """
-
-    tokens: Tensor
-    log_probs: Tensor
-    lengths: Tensor
-    scores: Tensor
+    tokens: Tensor  # (B, n, T) int64 with SOS and, where the caption ended, EOS; PAD after that
+    log_probs: Tensor  # (B, n, T) float32 of each token; 0 at SOS and after the end
+    lengths: Tensor  # (B, n) int64, numbers of tokens with SOS and EOS
+    scores: Tensor  # (B, n) float32 for the ranking: the mean log-probability over `lengths`, or the sum
 
 
 class Decoder:
@@ -52,16 +46,18 @@ class Decoder:
             raise ValueError(f"max_length is {max_length}; it counts SOS and EOS and must be 2 or more")
         self.sizes = self.models[0].sizes
         for index, (model, memory) in enumerate(zip(self.models, memories, strict=True)):
-            s, first = model.sizes, self.sizes
-            if (s.vocabulary_size, s.sos, s.eos, s.pad) != (first.vocabulary_size, first.sos, first.eos, first.pad):
+            described, first = (
+                f"a vocabulary of {s.vocabulary_size} words (SOS {s.sos}, EOS {s.eos}, PAD {s.pad})"
+                for s in (model.sizes, self.sizes)
+            )
+            if described != first:
                 raise ValueError(
-                    f"model {index + 1} of the ensemble has a vocabulary of {s.vocabulary_size} words "
-                    f"(SOS {s.sos}, EOS {s.eos}, PAD {s.pad}), model 1 one of {first.vocabulary_size} "
-                    f"(SOS {first.sos}, EOS {first.eos}, PAD {first.pad}); they must share one vocabulary"
+                    f"model {index + 1} of the ensemble has {described}, model 1 has {first}; "
+                    "they must share one vocabulary"
                 )
             if memory.batch_size != memories[0].batch_size:
                 raise ValueError(f"memories of {memories[0].batch_size} and {memory.batch_size} images; expected equal")
-            check_positions(max_length - 1, s.max_positions)
+            check_positions(max_length - 1, model.sizes.max_positions)
         self.beams = beams
         self.device = memories[0].states.device
         self.images = torch.arange(memories[0].batch_size, device=self.device)
@@ -70,7 +66,8 @@ class Decoder:
         if not len(self.images):
             raise ValueError("a memory of no images; nothing can be decoded")
         rows = 1 if self.together else beams
-        self.caches: list[Cache] = [m.init_cache(memory, rows) for m, memory in zip(self.models, memories, strict=True)]
+        pairs = zip(self.models, memories, strict=True)
+        self.caches: list[Cache] = [model.init_cache(memory, rows) for model, memory in pairs]
 
     def step(self, tokens: Tensor) -> Tensor:
         """Log-probabilities (R, V) of the next token. An ensemble takes the logarithm of the mean probability."""
@@ -125,32 +122,24 @@ def sample(
     num_samples: int,
     max_length: int,
     temperature: float = 1.0,
-    top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Captions:
-    """`num_samples` captions per image, each token drawn from softmax(logits / temperature) among the `top_k` best.
+    """`num_samples` captions per image, each token drawn from softmax(logits / temperature).
 
     `max_length` counts SOS and EOS; a caption that has not ended by then has no EOS. (The reference's sampler counts
-    without SOS: its 20 is 21 here.) `log_probs` are the model's own, at temperature 1 and without top-k.
+    without SOS: its 20 is 21 here.) `log_probs` are those of temperature 1.
     The draw is one uniform number per row and step from `generator`, so that it is reproducible.
     """
     if num_samples < 1:
         raise ValueError(f"num_samples is {num_samples}; it must be 1 or more")
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0 (use greedy for the most probable caption)")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k is {top_k}; it must be 1 or more, or None")
-
     decoder = Decoder(models, memories, num_samples, max_length)
     total = len(decoder.images) * num_samples
 
     def draw(log_probs: Tensor, rows: Tensor) -> Tensor:
-        if temperature != 1.0 or top_k is not None:
-            log_probs = log_probs / temperature
-            if top_k is not None and top_k < log_probs.shape[-1]:
-                best, words = log_probs.topk(top_k, -1)
-                log_probs = torch.full_like(log_probs, -torch.inf).scatter_(1, words, best)
-            log_probs = log_probs.log_softmax(-1)
+        if temperature != 1.0:
+            log_probs = (log_probs / temperature).log_softmax(-1)
         # finished rows draw a number too, so that a row's draws do not depend on when other rows end
         device = log_probs.device if generator is None else generator.device
         uniform = torch.rand(total, dtype=torch.float64, generator=generator, device=device).to(log_probs.device)
@@ -182,11 +171,11 @@ def _locate(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     upper = weights.cumsum(-1, dtype=torch.float64)
     target = uniform * upper[:, -1:]
     # right=True finds the first cumulated weight above the target, so that a weight of 0 is never chosen
-    place = torch.searchsorted(upper, target, right=True)
-    place.clamp_(max=weights.shape[-1] - 1)  # NaN from a diverged model must not raise an index error here
-    weight = weights.gather(1, place).double()
-    within = (target - (upper.gather(1, place) - weight)) / weight
-    return place, within.clamp_(0.0, 1.0 - 2.0**-52)
+    position = torch.searchsorted(upper, target, right=True)
+    position.clamp_(max=weights.shape[-1] - 1)  # NaN from a diverged model must not raise an index error here
+    weight = weights.gather(1, position).double()
+    within = (target - (upper.gather(1, position) - weight)) / weight
+    return position, within.clamp_(0.0, 1.0 - 2.0**-52)
 
 
 def _roll_out(decoder: Decoder, max_length: int, choose: Callable[[Tensor, Tensor], Tensor]) -> Captions:
@@ -231,13 +220,13 @@ def best_words(log_probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return log_probs.topk(count, -1)
     whole = columns * COLUMN_WORDS
     column = log_probs[:, :whole].unflatten(1, (COLUMN_WORDS, columns)).amax(1).topk(count, -1).indices
-    places = torch.arange(0, whole, columns, device=column.device)
-    offered = (column[:, :, None] + places).flatten(1)
+    starts = torch.arange(0, whole, columns, device=column.device)
+    offered = (column[:, :, None] + starts).flatten(1)
     if whole < words:
         rest = torch.arange(whole, words, device=column.device)
         offered = torch.cat((offered, rest.expand(len(offered), -1)), 1)
-    best, place = log_probs.gather(1, offered).topk(count, -1)
-    return best, offered.gather(1, place)
+    best, index = log_probs.gather(1, offered).topk(count, -1)
+    return best, offered.gather(1, index)
 
 
 @torch.no_grad()
@@ -255,7 +244,7 @@ def beam_search(
     Each beam offers its `beam_size` best words; the best `beam_size` sums of log-probabilities survive. An ended beam
     keeps its sum and stays a candidate. The search stops when every beam has ended or at `max_length` (counting SOS and
     EOS). Captions are then ranked by their sum divided by the number of tokens counting SOS and EOS, or by the sum.
-    When the search has fewer captions than asked for, the remaining results have score -inf.
+    When the search finds fewer than `num_results` captions, the remaining results have score -inf.
     """
     check_beams(beam_size, num_results)
     decoder = Decoder(models, memories, beam_size, max_length)
@@ -301,10 +290,7 @@ def search(decoder: Decoder, beams: BeamsType, max_length: int) -> BeamsType:
 
 @dataclass
 class Beams:
-    """The captions in progress of B images with K beams each.
-
-    tokens and log_probs are (B, K, max_length), scores (B, K) the sums of log_probs, ended (B, K) True behind EOS.
-    """
+    """Captions in progress, tokens and log_probs (B, K, max_length), their sums `scores`, and `ended` (B, K)."""
 
     sizes: ModelSizes
     tokens: Tensor
@@ -314,7 +300,7 @@ class Beams:
 
     @classmethod
     def start(cls, decoder: Decoder, max_length: int) -> Beams:
-        """Beams that hold SOS; `search` allocates log_probs and scores once it knows their dtype."""
+        """Beams of SOS only. `search` allocates log_probs and scores at the first step, which decides their dtype."""
         shape = (len(decoder.images), decoder.beams)
         tokens = torch.full((*shape, max_length), decoder.sizes.pad, device=decoder.device)
         tokens[:, :, 0] = decoder.sizes.sos

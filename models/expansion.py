@@ -8,8 +8,8 @@ normalized over the expanded vectors), a stream of equations 5 and 7 is
 
     R (F V + bias) = (R F) V + R bias
 
-so that an (L, L) product takes the place of an (E, D) one. Exact in evaluation. The reference drops single elements of
-the expanded vectors in training, which forces the long form there (`ExpansionNetConfig.expansion_dropout`).
+so that an (L, L) product replaces an (E, D) one. This is exact in evaluation. In training the reference drops single
+elements of the expanded vectors, which needs the long form (`ExpansionNetConfig.expansion_dropout`).
 
 M is not divided by sqrt(D) as in equation 2: the normalization cancels the factor, with an epsilon that is sqrt(D)
 times as large (`Expansion.epsilon`). The weights and their gradient are written out by hand in `expansion_weights.py`.
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from models.beam_cache import TreeSlots
 from models.expansion_weights import dynamic_weights, inverse, signed_parts, static_weights, total
-from models.layers import Dropout, xavier_blocks_
+from models.layers import Dropout, Mixer, xavier_blocks_
 
 EPSILON = 1e-9  # of equation 4, as in the reference; float16 rounds it to 0, so that sums are float32
 
@@ -35,17 +35,16 @@ def gated(gate: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
 
 
 def full_precision(x: Tensor) -> torch.autocast:
-    """A context in which the dynamic expansion is computed without autocast.
+    """A context without autocast, for the dynamic expansion.
 
     Early positions are normalized over few keys, so that their weights jump where M crosses zero. A sign that bfloat16
-    rounds wrongly changes logits by 0.1 and more. bfloat16 would not be faster either: the products are small, and most
-    of the time would be spent on conversions.
+    rounds wrongly changes logits by 0.1 and more. bfloat16 would not be faster either, as the products are small.
     """
     return torch.autocast(x.device.type, enabled=False)
 
 
-class Expansion(nn.Module):
-    """The base of both expansions: the vectors E_Q and E_B, dropout, and the choice between long and short form."""
+class Expansion(Mixer):
+    """The base of both expansions: the vectors E_Q and E_B, dropout, and the choice between the two forms."""
 
     def __init__(self, d_model: int, vectors: int, projections: int, dropout: float, factorized_dropout: bool) -> None:
         super().__init__()
@@ -155,7 +154,7 @@ class DynamicExpansion(Expansion):
         return self.in_proj(x.to(self.in_proj.weight.dtype))
 
     def _masks(self, m: Tensor, valid_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """1 where the vectors of s take from token t, and where they give to it; 0 elsewhere. None: no mask."""
+        """Masks with 1 where the vectors of s read token t, and where token t reads them; None for no mask."""
         if self.causal:
             length = m.shape[-1]
             earlier = torch.ones(length, length, dtype=m.dtype, device=m.device).tril_()  # t <= s
@@ -170,87 +169,70 @@ class DynamicExpansion(Expansion):
         return 5 * length * length * width + 3 * vectors * length * width + 2 * vectors * length**3
 
     def step_macs(self, slots: int, length: int) -> float:
-        """The same for one token of a cached step, whose products run over all slots of the image."""
         vectors, width = self.queries.shape
         return 3 * vectors * width + 6 * slots * width + 2 * slots * vectors * length
 
-    def plain_step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
-        """The next token of each beam, x (B*K, D) -> (B*K, D), in a simple form against which `step` is tested.
-
-        ancestors (B, K, t) are the slots on each beam's path, the new one last. Only projections are cached. Each beam
-        expands its whole path again, as `forward` does, and the last row is the result. Dropout must be off.
-        """
-        with full_precision(x):
-            images, beams, length = ancestors.shape
-            (cached,) = slots.append("projected", self._project(x).view(1, images, beams, -1))  # (B, slots, 5 D)
-            path = ancestors.flatten(1)[:, :, None].expand(-1, -1, cached.shape[-1])
-            return self._expand(cached.gather(1, path).view(images * beams, length, -1), None)[:, -1]
-
     def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
-        """The result of `plain_step`, in time proportional to the path's length instead of its square.
+        """The next token of each beam, x (B*K, D) -> (B*K, D); causal and without dropout.
 
-        It is causal and without dropout. The forward weights of past vectors never change, so that they are cached too.
-        Products are computed for all slots of an image; then each beam picks the results of its ancestors. Few large
-        operations are faster than many small ones, so that the leading dimensions combine the two streams and the two
-        directions: the new vectors read the past tokens, and the new token reads the past vectors.
+        ancestors (B, K, t) are the slots on each beam's path, the new one last. The forward weights of past vectors
+        never change, so that they are cached too. Products are computed for all slots of an image; then each beam picks
+        the results of its ancestors. The leading dimensions combine the two streams and the two directions, because few
+        large operations are faster: the new vectors read the past tokens, and the new token reads the past vectors.
         """
         with full_precision(x):
             images, beams, length = ancestors.shape
-            where = ancestors.expand(2, -1, -1, -1)  # (2, B, K, t), indices for both directions
-            place, cached = slots.allocate("in_proj", (4, images, beams, x.shape[-1]), self.in_proj.weight)
-            gate = self._step_maps(x, place)  # fills C, K, V1, V2
-            m = self._step_products(place, cached, slots, where)
+            paths = ancestors.expand(2, -1, -1, -1)  # (2, B, K, t), indices for both directions
+            new_slots, cached = slots.allocate("in_proj", (4, images, beams, x.shape[-1]), self.in_proj.weight)
+            maps = self._project(x).view(images, beams, 5, -1)
+            new_slots.copy_(maps[:, :, :4].permute(2, 0, 1, 3))  # C, K, V1 and V2 (4, B, K, D)
+            gate = maps[:, :, 4].flatten(0, 1)
+            m = self._step_products(new_slots, cached, slots, paths)
             parts = signed_parts(m)  # (2, 2, B, K, N_E, t): streams, directions
             sums = total(parts, -1)
 
             # a slot's forward weights are stored by position u on its path, so that they need no lookup by ancestor
-            place, columns = slots.allocate("forward", (2, images, beams, self.vectors), m, length)
-            torch.mul(parts[:, 0], inverse(sums[:, 0], m.dtype, self.epsilon), out=place)
+            new_slots, columns = slots.allocate("forward", (2, images, beams, self.vectors), m, length)
+            torch.mul(parts[:, 0], inverse(sums[:, 0], m.dtype, self.epsilon), out=new_slots)
             scale = inverse(total(sums[:, 1], -2), m.dtype, self.epsilon)  # (2, B, K, 1, 1)
             by_vector = (sums[:, 1] * scale).flatten(0, 2)[..., 0].to(m.dtype)  # (2 B K, N_E): R, summed over s
             backward = parts[:, 1] * scale  # (2, B, K, N_E, s)
-            return self._step_streams(by_vector, backward, columns, cached, gate, where)
+            return self._step_streams(by_vector, backward, columns, cached, gate, paths)
 
-    def _step_maps(self, x: Tensor, place: Tensor) -> Tensor:
-        """Writes C, K, V1 and V2 of the new tokens into `place` (4, B, K, D); returns the gate (B*K, D)."""
-        maps = self._project(x).view(*place.shape[1:3], 5, -1)
-        place.copy_(maps[:, :, :4].permute(2, 0, 1, 3))
-        return maps[:, :, 4].flatten(0, 1)
-
-    def _step_products(self, new: Tensor, cached: Tensor, slots: TreeSlots, where: Tensor) -> Tensor:
+    def _step_products(self, new: Tensor, cached: Tensor, slots: TreeSlots, paths: Tensor) -> Tensor:
         """M of the new vectors over their path's tokens, and of the path's vectors over the new token.
 
         (2, B, K, N_E, t), from C and K of the new tokens, new (4, B, K, D), and of all slots, cached (4, B, slots, D).
         """
-        _, images, beams, length = where.shape
+        _, images, beams, length = paths.shape
         condition, key = new[0], new[1]  # (B, K, D)
-        place, by_vector = slots.allocate("by_vector", (1, images, beams, self.vectors), new)
-        place.copy_(torch.matmul(key, self.queries.t()))  # e_n k
+        new_slots, by_vector = slots.allocate("by_vector", (1, images, beams, self.vectors), new)
+        new_slots.copy_(torch.matmul(key, self.queries.t()))  # e_n k
         products = new.new_empty(2, images, beams, cached.shape[2])
         torch.bmm(condition, cached[1].mT, out=products[0])
         torch.bmm(key, cached[0].mT, out=products[1])
-        over_tokens, over_vectors = products.gather(3, where)[:, :, :, None]  # (B, K, 1, t) each: c k'
-        path = where[0].flatten(1)[..., None].expand(-1, -1, self.vectors)
+        over_tokens, over_vectors = products.gather(3, paths)[:, :, :, None]  # (B, K, 1, t) each: c k'
+        path = paths[0].flatten(1)[..., None].expand(-1, -1, self.vectors)
         m = new.new_empty(2, images, beams, self.vectors, length)
         torch.add(over_tokens, by_vector[0].gather(1, path).view(images, beams, length, -1).mT, out=m[0])
-        torch.add(over_vectors, place[0][..., None], out=m[1])
+        torch.add(over_vectors, new_slots[0][..., None], out=m[1])
         return m
 
     def _step_streams(
-        self, by_vector: Tensor, backward: Tensor, columns: Tensor, cached: Tensor, gate: Tensor, where: Tensor
+        self, by_vector: Tensor, backward: Tensor, columns: Tensor, cached: Tensor, gate: Tensor, paths: Tensor
     ) -> Tensor:
         """Equations 7 and 8 for the new tokens: returns (B*K, D).
 
         backward (2, B, K, N_E, s) is R, by_vector (2 B K, N_E) its sum over s, columns (2, B, slots, N_E, u) is F.
         """
-        _, images, beams, length = where.shape
+        _, images, beams, length = paths.shape
         count, width = cached.shape[2:]
         rows = backward.new_zeros(2, images, beams, count, self.vectors)
-        rows.scatter_(3, where[..., None].expand(-1, -1, -1, -1, self.vectors), backward.mT)
+        rows.scatter_(3, paths[..., None].expand(-1, -1, -1, -1, self.vectors), backward.mT)
         over = backward.new_empty(2, 2, images, beams, length)  # over V and over C, of each stream
         torch.bmm(rows.flatten(3).flatten(0, 1), columns.flatten(2, 3).flatten(0, 1), out=over[0].flatten(0, 1))
         torch.sum(backward, 3, out=over[1])
-        weights = backward.new_zeros(2, 2, images, beams, count).scatter_(4, where.expand(2, -1, -1, -1, -1), over)
+        weights = backward.new_zeros(2, 2, images, beams, count).scatter_(4, paths.expand(2, -1, -1, -1, -1), over)
         streams = torch.mm(by_vector, self.biases).view(2, images, beams, width)
         for stream, value, over_values, over_conditions in zip(streams, cached[2:], *weights, strict=True):
             stream.baddbmm_(over_values, value).baddbmm_(over_conditions, cached[0])

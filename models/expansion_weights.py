@@ -57,15 +57,14 @@ def _signed_gradient(positive: Tensor, above: Tensor, negative: Tensor, below: T
 
 
 class _StaticWeights(torch.autograd.Function):
-    """Each stream separately: the tensors are large, and their gradients arrive separately."""
+    """Computes each stream separately, because the tensors are large and their gradients arrive separately."""
 
     @staticmethod
     def forward(ctx: Any, m: Tensor, valid_mask: Tensor | None, groups: tuple[int, ...], epsilon: float) -> Any:
         results, inverses = [], []
         for part in (m.clamp_min(0.0), m.clamp_max(0.0).neg_()):  # (B, L, E)
-            masked = (
-                part if valid_mask is None else part * valid_mask
-            )  # before the product, which overflows at padding in float16
+            # masked before the product, which overflows at padding in float16
+            masked = part if valid_mask is None else part * valid_mask
             inverses.append(inverse(total(masked, 1), m.dtype, epsilon))
             results.append(masked * inverses[-1])
             for group in part.split(groups, -1):  # in place: `part` becomes the backward weights
@@ -99,7 +98,7 @@ class _StaticWeights(torch.autograd.Function):
 
 
 class _DynamicWeights(torch.autograd.Function):
-    """Both streams in one tensor: the tensors are small, so the number of operations dominates."""
+    """Computes both streams in one tensor: as the tensors are small, the number of operations decides the time."""
 
     @staticmethod
     def forward(ctx: Any, m: Tensor, forward_mask: Tensor | None, backward_mask: Tensor | None, epsilon: float) -> Any:
@@ -116,11 +115,11 @@ class _DynamicWeights(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         m, forward_mask, backward_mask, *saved = ctx.saved_tensors
         da = _normalized_gradient(gradients[0], saved[0], saved[2], 4)
-        other = _normalized_gradient(gradients[1], saved[1], saved[3], (2, 3))
+        backward_da = _normalized_gradient(gradients[1], saved[1], saved[3], (2, 3))
         if forward_mask is not None:
             da *= forward_mask
-            other *= backward_mask
-        da += other
+            backward_da *= backward_mask
+        da += backward_da
         return _signed_gradient(da[0], m, da[1], -m), None, None, None
 
 
@@ -140,6 +139,6 @@ def dynamic_weights(
     """Forward and backward weights (2, B, s, N_E, t) of M (B, s, N_E, t).
 
     Forward: normalized over t where `forward_mask` is 1; backward: over (s, N_E) where `backward_mask` is 1; both are 0
-    elsewhere. The masks broadcast to M, hold 0 and 1 in its dtype, and are given together or not at all.
+    elsewhere. The masks broadcast to M and have its dtype; both are None or neither.
     """
     return _DynamicWeights.apply(m, forward_mask, backward_mask, epsilon)

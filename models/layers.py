@@ -5,7 +5,6 @@ Shapes: B images, N image tokens, K captions per image, T caption tokens, D widt
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -17,19 +16,14 @@ from models.beam_cache import TreeSlots
 MASKED_SCORE = -1e4  # the reference gives masked attention scores this value, which is finite in float16
 
 
-def keep_mask(shape: torch.Size, dropped: int, device: torch.device) -> Tensor:
-    """A uint8 mask that is 0 with probability `dropped` / 256 and otherwise 1 (torch's default generator)."""
-    count = math.prod(shape)
-    # whole 64-bit words: one call of the generator gives eight elements
-    words = torch.empty((count + 7) // 8, dtype=torch.int64, device=device).random_(-(2**63), None)
-    mask = words.view(torch.uint8)[:count].view(shape)
-    return mask.clamp_(dropped - 1, dropped).sub_(dropped - 1)
-
-
 class _ByteDropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dropped: int) -> Tensor:
-        mask = keep_mask(x.shape, dropped, x.device)
+        """Drops each element with probability `dropped` / 256 (torch's default generator)."""
+        count = x.numel()
+        # whole 64-bit words: one call of the generator gives eight elements
+        words = torch.empty((count + 7) // 8, dtype=torch.int64, device=x.device).random_(-(2**63), None)
+        mask = words.view(torch.uint8)[:count].view(x.shape).clamp_(dropped - 1, dropped).sub_(dropped - 1)
         ctx.save_for_backward(mask)
         ctx.scale = 256 / (256 - dropped)
         return _scaled(x, mask, ctx.scale)
@@ -48,9 +42,9 @@ def _scaled(x: Tensor, mask: Tensor, scale: float) -> Tensor:
 def dropout(x: Tensor, p: float) -> Tensor:
     """Dropout. On the CPU the mask comes from random bytes, about eight times faster than torch's Bernoulli numbers.
 
-    The price: p is rounded to a multiple of 1/256 there (0.3 becomes 77/256 = 0.3008, 0.1 becomes 26/256 = 0.1016; a
-    p above 0 drops at least 1/256). The remaining elements are scaled by the rounded probability, so that the
-    expectation is exact. Elements are independent. The mask is saved for the gradient as bytes, a quarter of torch's.
+    There p is rounded to a multiple of 1/256, at least 1/256 (0.3 becomes 77/256 = 0.3008, 0.1 becomes 26/256). The
+    remaining elements are scaled by the rounded probability, so that the expectation is exact. The mask is saved for
+    the gradient as bytes, a quarter of torch's.
     """
     if x.device.type != "cpu" or torch.compiler.is_compiling():  # compiled code fuses the mask
         return F.dropout(x, p)
@@ -71,15 +65,9 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return dropout(x, self.p) if self.active else x
 
-    def extra_repr(self) -> str:
-        return f"p={self.p}"
-
 
 def set_dropout(module: nn.Module, p: float) -> None:
-    """Sets the probability of every dropout of a captioner (0.3 in cross entropy, 0.1 in SCST in the paper's recipe).
-
-    Raises ValueError for a probability outside [0, 1).
-    """
+    """Sets the probability of every dropout of a captioner. Raises ValueError for one outside [0, 1)."""
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout is {p}; it must be at least 0 and below 1")
     for child in module.modules():
@@ -157,28 +145,26 @@ def sinusoids(count: int, width: int, first: int = 0) -> Tensor:
 
 
 class OutputProjection(nn.Linear):
-    """The linear map behind the heads, or attention on attention (Huang et al. 2019) in its place.
+    """The linear map after the heads, or attention on attention (Huang et al. 2019) instead of it.
 
-    The latter is (W_i [v, q] + b_i) * sigmoid(W_g [v, q] + b_g) with v the attended values and q the queries' input.
+    The latter is (W_i [v, q] + b_i) * sigmoid(W_g [v, q] + b_g) with the attended values v and the queries' input q.
     """
 
     def __init__(self, d_model: int, attention_on_attention: bool) -> None:
-        width = 2 * d_model if attention_on_attention else d_model
-        super().__init__(width, width)
-        self.attention_on_attention = attention_on_attention
-
-    def init_weights(self) -> None:
-        xavier_blocks_(self.weight, 2 if self.attention_on_attention else 1)
+        self.blocks = 2 if attention_on_attention else 1  # number of maps that the weight fuses
+        super().__init__(self.blocks * d_model, self.blocks * d_model)
 
     def forward(self, mixed: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
         """mixed, the attended values, and x, the queries' input, both (..., D)."""
-        if not self.attention_on_attention:
+        if self.blocks == 1:
             return super().forward(mixed)
         return F.glu(super().forward(torch.cat((mixed, x.to(mixed.dtype)), -1)))
 
 
 class CrossAttention(nn.Module):
     """Multi-head attention from caption tokens to image tokens. No dropout on the weights, as in the reference."""
+
+    levels = 1  # number of encoder levels that a caption token attends to
 
     def __init__(self, d_model: int, num_heads: int, attention_on_attention: bool = False) -> None:
         super().__init__()
@@ -190,7 +176,7 @@ class CrossAttention(nn.Module):
     def init_weights(self) -> None:
         xavier_blocks_(self.query.weight)
         xavier_blocks_(self.key_value.weight, 2)
-        self.out_proj.init_weights()
+        xavier_blocks_(self.out_proj.weight, self.out_proj.blocks)
 
     def project(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (B, H, N, D / H) of image tokens (B, N, D): once per image."""
@@ -206,8 +192,22 @@ class CrossAttention(nn.Module):
         return self.out_proj(merge_heads(mixed).reshape(rows, length, width), x)
 
 
-class SelfAttention(nn.Module):
-    """Multi-head self-attention, causal or bidirectional: the baseline's mixer. No public code has it."""
+class Mixer(nn.Module):
+    """The base of the modules that mix the tokens of a sequence, x (B, L, D) -> (B, L, D): attention and expansions."""
+
+    in_proj: nn.Linear
+
+    def mixing_macs(self, length: float) -> float:
+        """Multiply-accumulates beside the linear maps."""
+        raise NotImplementedError
+
+    def step_macs(self, slots: int, length: int) -> float:
+        """The same for one token of a cached step, whose products run over all slots of the image."""
+        raise NotImplementedError
+
+
+class SelfAttention(Mixer):
+    """Multi-head self-attention, causal or bidirectional: the baseline's mixer, of which no code is public."""
 
     def __init__(self, d_model: int, num_heads: int, causal: bool, attention_on_attention: bool = False) -> None:
         super().__init__()
@@ -218,31 +218,40 @@ class SelfAttention(nn.Module):
 
     def init_weights(self) -> None:
         xavier_blocks_(self.in_proj.weight, 3)
-        self.out_proj.init_weights()
+        xavier_blocks_(self.out_proj.weight, self.out_proj.blocks)
+
+    def project(self, x: Tensor) -> list[Tensor]:
+        """Queries, keys and values (B, H, L, D / H) of x (B, L, D)."""
+        return [split_heads(part, self.num_heads) for part in self.in_proj(x).chunk(3, -1)]
 
     def forward(self, x: Tensor, valid_mask: Tensor | None = None) -> Tensor:
         """x (B, L, D); valid_mask (B, L) True at valid tokens, or None."""
-        query, key, value = (split_heads(part, self.num_heads) for part in self.in_proj(x).chunk(3, -1))
+        query, key, value = self.project(x)
         bias = padding_bias(valid_mask, query.dtype)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, is_causal=self.causal)
         return self.out_proj(merge_heads(mixed), x)
 
     def mixing_macs(self, length: float) -> float:
-        """Multiply-accumulates beside the linear maps: scores, and the weighted sum of values."""
-        return 2 * length * length * self.in_proj.in_features
+        return 2 * length * length * self.in_proj.in_features  # scores, and the weighted sum of values
 
     def step_macs(self, slots: int, length: int) -> float:
-        """The same for one token of a cached step, whose products run over all slots of the image."""
         return 2 * slots * self.in_proj.in_features
 
-    def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
-        """The next token of each beam: x (B*K, D) -> (B*K, D); ancestors (B, K, t), the slots of each beam's path."""
+    def project_step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> tuple[Tensor, ...]:
+        """Queries (B, H, K, D / H) of x (B*K, D), keys and values of all slots, and whether a slot is on a beam's path.
+
+        The last is (B, K, slots); ancestors (B, K, t) are the slots on the paths.
+        """
         images, beams, _ = ancestors.shape
         maps = self.in_proj(x).view(images, beams, 3, -1)
         query = split_heads(maps[:, :, 0], self.num_heads)
         cached = slots.append("key_value", maps[:, :, 1:].permute(2, 0, 1, 3))  # (2, B, slots, D)
         key, value = (split_heads(part, self.num_heads) for part in cached.unbind())
         path = torch.zeros(images, beams, cached.shape[2], dtype=torch.bool, device=x.device)
-        path.scatter_(2, ancestors, True)
+        return query, key, value, path.scatter_(2, ancestors, True)
+
+    def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
+        """The next token of each beam: x (B*K, D) -> (B*K, D); ancestors (B, K, t), the slots of each beam's path."""
+        query, key, value, path = self.project_step(x, slots, ancestors)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=path[:, None])
         return self.out_proj(merge_heads(mixed).flatten(0, 1), x)

@@ -1,6 +1,6 @@
-"""What a captioner costs: multiply-accumulates per image, and parameters.
+"""The cost of a captioner: multiply-accumulates per image, and parameters without a backbone.
 
-Two accountings. `Cost.paper` is that of ExpansionNet v2's Table VI (`ExpansionNet.paper_macs`). `Cost.executed` and
+`Cost.paper` counts as ExpansionNet v2's Table VI does (`ExpansionNet.paper_macs`). `Cost.executed` and
 `Cost.beam_search` count the products that this code runs in evaluation (`CaptionModel.macs`).
 """
 
@@ -29,33 +29,21 @@ class Cost:
     parameters: int
 
 
+def model_on_meta(config: ModelConfig, sizes: ModelSizes) -> CaptionModel:
+    """The model without memory for its weights, for counting and for checking its settings."""
+    with torch.device("meta"):
+        return build_model(config, sizes)
+
+
 def cost(
     config: ModelConfig, sizes: ModelSizes, *, image_tokens: int, caption_tokens: float, beams: int = 5, steps: int = 19
 ) -> Cost:
-    """The cost of a teacher-forced pass over `caption_tokens` tokens, and of a beam search of `steps` steps.
-
-    A caption of 20 tokens with SOS takes 19 steps.
-    """
-    model = _on_meta(config, sizes)
+    """The cost of teacher forcing over `caption_tokens`, and of a search of `steps` steps (20 tokens take 19)."""
+    model = model_on_meta(config, sizes)
     macs = model.macs(image_tokens)
     return Cost(
         paper=model.paper_macs(image_tokens, caption_tokens),
         executed=macs.encoder + macs.decoder(caption_tokens),
         beam_search=macs.encoder + macs.search(beams, steps),
-        parameters=_parameters(model),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
     )
-
-
-def count_parameters(config: ModelConfig, sizes: ModelSizes) -> int:
-    """Parameters of the captioner without a backbone; nothing is allocated."""
-    return _parameters(_on_meta(config, sizes))
-
-
-def _on_meta(config: ModelConfig, sizes: ModelSizes) -> CaptionModel:
-    """The model without memory for its weights, for counting."""
-    with torch.device("meta"):
-        return build_model(config, sizes)
-
-
-def _parameters(model: CaptionModel) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())

@@ -3,76 +3,62 @@
 Shapes: B images, N image tokens, C feature width, K captions per image, R = B*K rows, T caption tokens, D width,
 H heads, L encoder levels that a decoder layer attends to, M memory slots, V vocabulary.
 
-Post-norm layers, LN(x + dropout(sublayer(x))), as the reference has them, also where its paper reads otherwise:
+Layers are post-norm, LN(x + dropout(sublayer(x))). Where the paper and its reference differ, this is the reference:
 
-- the AddNorm of equation 9 is inside each cross-attention, c_i = LN(s + dropout(C(X_i, s))), one module and one norm
-  for all levels; z = sum of a_i * c_i / sqrt(levels) has no residual and no norm of its own;
-- every weight of two or more dimensions is drawn Xavier-uniform, the memories and the feed-forward's with them (the
-  paper: memories normal, feed-forward as He); a memory counts as one map from M * D to D.
+- the AddNorm of equation 9 is inside each cross-attention, c_i = LN(s + dropout(C(X_i, s))), with one module and one
+  norm for all levels; z = sum of a_i * c_i / sqrt(levels) has neither residual nor norm;
+- every weight of two or more dimensions is drawn Xavier-uniform, also memories and feed-forward (the paper draws
+  memories normal and feed-forward as He); a memory counts as one map from M * D to D.
 
-Where this differs from the reference: padded image tokens are masked by their lengths, in the encoder and in
-cross-attention (the reference looks for rows that are exactly 0 after its first LayerNorm, which padding never is: it
-is attended everywhere); new models have sinusoidal positions, as the paper says (the reference draws its frozen table
-at random; an imported checkpoint brings its own); projected keys and values are kept between steps. PAD after a
-caption needs no mask: a row depends only on the tokens before it.
+This differs from the reference in three ways. Padded image tokens are masked by their lengths, in the encoder and in
+cross-attention (the reference masks rows that are exactly 0 after its first LayerNorm, which padding never is). New
+models have sinusoidal positions, as the paper says (the reference draws a frozen table at random, which an imported
+checkpoint contains). Projected keys and values are cached between steps. PAD after a caption needs no mask, because a
+row depends only on the tokens before it.
 
-Where the paper is open: softmax gates are a softmax over the levels for each channel, the scale stays; one-to-one and
-last level attend to one level, without gate and scale; attention on attention replaces the output map of every
-attention by (W_i [v, q] + b_i) * sigmoid(W_g [v, q] + b_g), v being the attended values and q the input of the queries.
+The paper leaves open the baselines' details. Softmax gates are a softmax over the levels for each channel; the scale
+stays. One-to-one and last level attend to one level, without gate and scale. Attention on attention replaces the output
+map of every attention by (W_i [v, q] + b_i) * sigmoid(W_g [v, q] + b_g), where v are the attended values and q the
+input of the queries.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import cast
+import re
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import (
-    Cache,
-    CaptionModel,
-    Features,
-    Macs,
-    Memory,
-    ModelSizes,
-    captions_per_image,
-    check_features,
-    check_positions,
-    linear_macs,
-    valid_tokens,
-)
-from models.beam_cache import TreeCache, TreeSlots
+from models.base import Features, Memory, ModelSizes, valid_tokens
+from models.beam_cache import TreeCache
 from models.config import MeshedMemoryConfig
+from models.encoder_decoder import DecoderLayer, EncoderDecoder, Layer, layer_list, layer_outputs, position_rows
 from models.layers import (
     CrossAttention,
     Dropout,
     FeedForward,
     SelfAttention,
     attend,
-    cached_for_steps,
     merge_heads,
     padding_bias,
     sinusoids,
     split_heads,
 )
-from models.token_embeddings import lm_head, token_embedding, token_macs
+from models.token_embeddings import lm_head, token_embedding
 
 
 class MemoryAttention(SelfAttention):
-    """Self-attention with M learned slots per head in addition to the keys and values of the input (equation 3).
+    """Self-attention with M learned keys sqrt(D / H) m_k and values sqrt(M) m_v per head, never masked (equation 3)."""
 
-    The slots are not projected: they are sqrt(D / H) m_k and sqrt(M) m_v. They are never masked.
-    """
-
-    def __init__(self, d_model: int, num_heads: int, num_slots: int, attention_on_attention: bool) -> None:
-        super().__init__(d_model, num_heads, causal=False, attention_on_attention=attention_on_attention)
-        self.num_slots = num_slots
-        if num_slots:
-            self.memory_keys = nn.Parameter(torch.empty(num_slots, d_model))
-            self.memory_values = nn.Parameter(torch.empty(num_slots, d_model))
+    def __init__(self, config: MeshedMemoryConfig) -> None:
+        super().__init__(config.d_model, config.num_heads, False, config.attention == "on_attention")
+        self.num_slots = config.num_memory_slots
+        if self.num_slots:
+            self.memory_keys = nn.Parameter(torch.empty(self.num_slots, config.d_model))
+            self.memory_values = nn.Parameter(torch.empty(self.num_slots, config.d_model))
 
     def init_weights(self) -> None:
         super().init_weights()
@@ -82,7 +68,7 @@ class MemoryAttention(SelfAttention):
 
     def forward(self, x: Tensor, valid_mask: Tensor | None = None) -> Tensor:
         """x (B, N, D); valid_mask (B, N) True at valid tokens, or None."""
-        query, key, value = (split_heads(part, self.num_heads) for part in self.in_proj(x).chunk(3, -1))
+        query, key, value = self.project(x)
         if self.num_slots:
             scale = math.sqrt(query.shape[-1])
             key = torch.cat((key, self._scaled_slots(self.memory_keys, scale, key)), 2)
@@ -103,6 +89,10 @@ class MemoryAttention(SelfAttention):
 
 class LevelAttention(CrossAttention):
     """Cross-attention to several encoder levels with the same weights for all levels."""
+
+    def __init__(self, config: MeshedMemoryConfig, levels: int) -> None:
+        super().__init__(config.d_model, config.num_heads, config.attention == "on_attention")
+        self.levels = levels
 
     def project(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (B, L, H, N, D / H) of image tokens (B, L, N, D): once per image."""
@@ -129,15 +119,16 @@ class MeshedAttention(nn.Module):
 
     def __init__(self, config: MeshedMemoryConfig, levels: int) -> None:
         super().__init__()
-        self.attention = LevelAttention(config.d_model, config.num_heads, config.attention == "on_attention")
+        self.attention = LevelAttention(config, levels)
         self.norm = nn.LayerNorm(config.d_model)
         self.dropout = Dropout(config.dropout)
         self.softmax = config.gates == "softmax"
-        gated = config.connection == "meshed"
-        self.gates = cast(
-            Sequence[nn.Linear],
-            nn.ModuleList(nn.Linear(2 * config.d_model, config.d_model) for _ in range(levels * gated)),
-        )
+        gates = levels if config.connection == "meshed" else 0
+        self.gates = nn.ModuleList(nn.Linear(2 * config.d_model, config.d_model) for _ in range(gates))
+
+    def init_weights(self) -> None:
+        for gate in self.gates:
+            nn.init.xavier_uniform_(cast(nn.Linear, gate).weight)
 
     def forward(self, s: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
         """s (R, T, D), keys and values (B, L, H, N, D / H); (R, T, D)."""
@@ -151,157 +142,76 @@ class MeshedAttention(nn.Module):
         return (gates * results).sum(1) / math.sqrt(len(self.gates))
 
 
-class EncoderLayer(nn.Module):
+class MeshedEncoderLayer(Layer):
     def __init__(self, config: MeshedMemoryConfig) -> None:
-        super().__init__()
-        width, attention_on_attention = config.d_model, config.attention == "on_attention"
-        self.attention = MemoryAttention(width, config.num_heads, config.num_memory_slots, attention_on_attention)
-        self.attention_norm = nn.LayerNorm(width)
-        self.feed_forward = FeedForward(width, config.d_ff, config.dropout)
-        self.feed_forward_norm = nn.LayerNorm(width)
-        self.dropout = Dropout(config.dropout)
+        super().__init__(config, pre_norm=False)
+        self.attention = MemoryAttention(config)
+        self.attention_norm = nn.LayerNorm(config.d_model)
+        self.feed_forward = FeedForward(config.d_model, config.d_ff, config.dropout)
+        self.feed_forward_norm = nn.LayerNorm(config.d_model)
 
     def forward(self, x: Tensor, valid_mask: Tensor | None) -> Tensor:
-        x = self.attention_norm(x + self.dropout(self.attention(x, valid_mask)))
-        return self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))
+        return self.transform(self.residual(x, self.attention_norm, self.attention, valid_mask))
 
 
-class DecoderLayer(nn.Module):
+class MeshedDecoderLayer(DecoderLayer):
+    """Layer `index` of the decoder. `levels` are the encoder levels that it attends to."""
+
     def __init__(self, config: MeshedMemoryConfig, index: int) -> None:
-        super().__init__()
-        width, levels = config.d_model, config.num_encoder_layers
-        if config.connection == "meshed":
-            self.levels = slice(0, levels)
-        else:
-            level = index if config.connection == "one_to_one" else levels - 1
-            self.levels = slice(level, level + 1)
-        self.attention = SelfAttention(
-            width, config.num_heads, causal=True, attention_on_attention=config.attention == "on_attention"
-        )
-        self.attention_norm = nn.LayerNorm(width)
-        self.meshed = MeshedAttention(config, levels)
-        self.feed_forward = FeedForward(width, config.d_ff, config.dropout)
-        self.feed_forward_norm = nn.LayerNorm(width)
-        self.dropout = Dropout(config.dropout)
+        super().__init__(config, pre_norm=False)
+        count = config.num_encoder_layers
+        last = {"one_to_one": index + 1}.get(config.connection, count)
+        self.levels = slice(0 if config.connection == "meshed" else last - 1, last)
+        attention_on_attention = config.attention == "on_attention"
+        self.attention = SelfAttention(config.d_model, config.num_heads, True, attention_on_attention)
+        self.attention_norm = nn.LayerNorm(config.d_model)
+        self.meshed = MeshedAttention(config, self.levels.stop - self.levels.start)
+        self.feed_forward = FeedForward(config.d_model, config.d_ff, config.dropout)
+        self.feed_forward_norm = nn.LayerNorm(config.d_model)
 
     def project(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (B, L, H, N, D / H) of all encoder levels (B, levels, N, D) that this layer attends to."""
         return self.meshed.attention.project(states[:, self.levels])
 
-    def forward(self, y: Tensor, states: Tensor, bias: Tensor | None) -> Tensor:
-        """y (R, T, D), states (B, levels, N, D)."""
-        s = self.attention_norm(y + self.dropout(self.attention(y)))
-        return self._after_self_attention(s, self.project(states), bias)
+    def mix(self, y: Tensor, *context: Any) -> Tensor:
+        return self.residual(y, self.attention_norm, self.attention)
 
-    def step(self, y: Tensor, cache: TreeCache, index: int) -> Tensor:
-        """Passes the next token of each row, y (R, D), through this layer, whose index is `index`."""
-        s = self.attention_norm(y + self.dropout(self.attention.step(y, cache.layers[index], cache.ancestors)))
-        return self._after_self_attention(s[:, None], cache.cross[index], cache.bias)[:, 0]
+    def mix_step(self, y: Tensor, cache: TreeCache, index: int) -> Tensor:
+        return self.residual(y, self.attention_norm, self.attention.step, cache.layers[index], cache.ancestors)
 
-    def _after_self_attention(self, s: Tensor, cross: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
-        z = self.meshed(s, *cross, bias)
-        return self.feed_forward_norm(z + self.dropout(self.feed_forward(z)))
+    def read_image(self, y: Tensor, cross: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
+        return self.transform(self.meshed(y, *cross, bias))
 
 
-class MeshedMemoryTransformer(CaptionModel):
+class MeshedMemoryTransformer(EncoderDecoder):
     """The Meshed-Memory Transformer. `encode` returns every encoder level, (B, levels, N, D)."""
 
     config: MeshedMemoryConfig
 
     def __init__(self, config: MeshedMemoryConfig, sizes: ModelSizes) -> None:
         super().__init__(config, sizes)
-        width = config.d_model
-        self.input = nn.Linear(sizes.feature_width, width)
-        self.input_norm = nn.LayerNorm(width)
+        self.input = nn.Linear(sizes.feature_width, config.d_model)
+        self.input_norm = nn.LayerNorm(config.d_model)
         self.input_dropout = Dropout(config.dropout)
-        self.encoder = cast(
-            Sequence[EncoderLayer], nn.ModuleList(EncoderLayer(config) for _ in range(config.num_encoder_layers))
-        )
+        self.encoder = layer_list(MeshedEncoderLayer(config) for _ in range(config.num_encoder_layers))
         self.token_embedding = token_embedding(config, sizes)
         # positions of words start at 1, because the reference uses position 0 for padding
-        self.register_buffer("positions", sinusoids(sizes.max_positions, width, first=1))
-        self.decoder = cast(
-            Sequence[DecoderLayer], nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_decoder_layers))
-        )
+        self.register_buffer("positions", sinusoids(sizes.max_positions, config.d_model, first=1))
+        self.decoder = layer_list(MeshedDecoderLayer(config, index) for index in range(config.num_decoder_layers))
         self.lm_head = lm_head(config, sizes, self.token_embedding, bias=False)
 
     def init_weights(self) -> None:
         """See the beginning of this file. Biases of attention and gates are 0, others as PyTorch draws them."""
-        for module in self.modules():
-            if isinstance(module, SelfAttention | CrossAttention):
-                module.init_weights()
-                for name, bias in module.named_parameters():
-                    if name.endswith("bias"):
-                        nn.init.zeros_(bias)
-            elif isinstance(module, FeedForward):
-                module.init_weights()
-            elif isinstance(module, MeshedAttention):
-                for gate in module.gates:
-                    nn.init.xavier_uniform_(gate.weight)
-                    nn.init.zeros_(gate.bias)
-        for plain in (self.input, self.token_embedding, self.lm_head):
-            nn.init.xavier_uniform_(plain.weight)
+        super().init_weights()
+        for name, parameter in self.named_parameters():
+            if re.search(r"\.(in_proj|out_proj|query|key_value|gates\.\d+)\.bias$", name):
+                nn.init.zeros_(parameter)
 
     def encode(self, features: Features) -> Memory:
-        check_features(features, self.sizes.feature_width)
-        x = F.relu(self.input(features.tokens.to(self.input.weight.dtype)))
-        x = self.input_norm(self.input_dropout(x))
+        x = self.input_norm(self.input_dropout(F.relu(self.read_features(features))))
         valid_mask = valid_tokens(features.lengths, x.shape[1])
-        levels = []
-        for layer in self.encoder:
-            x = layer(x, valid_mask)
-            levels.append(x)
-        return Memory(torch.stack(levels, 1), features.lengths)
+        return Memory(torch.stack(layer_outputs(self.encoder, x, valid_mask), 1), features.lengths)
 
     def embed(self, tokens: Tensor, position: int) -> Tensor:
-        """Tokens (R, T) that start at `position`; neither scaled nor dropped, as in the reference."""
-        check_positions(position + tokens.shape[1], self.sizes.max_positions)
-        positions = cast(Tensor, self.positions)
-        return self.token_embedding(tokens) + positions[position : position + tokens.shape[1]]
-
-    def decode(self, memory: Memory, tokens: Tensor) -> Tensor:
-        captions_per_image(memory, tokens.shape[0])
-        bias = _bias(memory)
-        y = self.embed(tokens, 0)
-        for layer in self.decoder:
-            y = layer(y, memory.states, bias)
-        return self.lm_head(y)
-
-    @torch.no_grad()
-    def init_cache(self, memory: Memory, beams: int) -> TreeCache:
-        images = memory.batch_size
-        cross = [cached_for_steps(*layer.project(memory.states)) for layer in self.decoder]
-        slots = [TreeSlots(beams) for _ in self.decoder]
-        paths = torch.empty(images, beams, 0, dtype=torch.int64, device=memory.states.device)
-        return TreeCache(images, beams, cross, _bias(memory), slots, paths)
-
-    @torch.no_grad()
-    def step(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, TreeCache]:
-        assert isinstance(cache, TreeCache)
-        y = self.embed(tokens[:, None], cache.length)[:, 0]
-        cache.advance()
-        for index, layer in enumerate(self.decoder):
-            y = layer.step(y, cache, index)
-        return self.lm_head(y), cache
-
-    def macs(self, image_tokens: int) -> Macs:
-        keys = token = 0
-        for layer in self.decoder:
-            cross, levels = layer.meshed.attention, len(range(self.config.num_encoder_layers)[layer.levels])
-            keys += levels * image_tokens * linear_macs(cross.key_value)
-            # all levels share the queries; each has its own attended values and output map
-            token += linear_macs(layer) - linear_macs(cross.key_value) + (levels - 1) * linear_macs(cross.out_proj)
-            token += levels * 2 * image_tokens * self.config.d_model  # scores and weighted sums of cross-attention
-        linear = linear_macs(self.input, *self.encoder)
-        return Macs(
-            encoder=image_tokens * linear + sum(layer.attention.mixing_macs(image_tokens) for layer in self.encoder),
-            keys=keys,
-            token=token + token_macs(self.config, self.sizes),
-            mixing=lambda length: sum(layer.attention.mixing_macs(length) for layer in self.decoder),
-            step=lambda slots, length: sum(layer.attention.step_macs(slots, length) for layer in self.decoder),
-        )
-
-
-def _bias(memory: Memory) -> Tensor | None:
-    """(B, 1, 1, N) to add to scores of cross-attention; None without padding."""
-    return padding_bias(valid_tokens(memory.lengths, memory.states.shape[2]), memory.states.dtype)
+        """The embeddings are neither scaled nor dropped, as in the reference."""
+        return self.token_embedding(tokens) + position_rows(cast(Tensor, self.positions), position, tokens.shape[1])

@@ -17,10 +17,7 @@ MODELS: dict[str, type[CaptionModel]] = {
 
 
 def build_model(config: ModelConfig, sizes: ModelSizes) -> CaptionModel:
-    """A model with weights drawn as the reference draws them (from torch's default generator).
-
-    Raises ValueError for an unknown name, listing the known ones, and for sizes that do not fit.
-    """
+    """A model with weights drawn as its reference draws them. ValueError for an unknown name or misfitting sizes."""
     if config.name not in MODELS:
         raise ValueError(f"model.name is {config.name!r}, which is unknown; known: {', '.join(sorted(MODELS))}")
     expected = MODEL_CONFIGS[config.name]

@@ -2,8 +2,8 @@
 
 Given vectors are used as in the Meshed-Memory paper's section "Novel object captioning". They have width G and are
 mapped to D before the first decoder layer. The output of the last layer is mapped back to G, and its products with all
-word vectors are the logits. The model can then produce words of no training caption, because their vectors are near
-those of training words. They stay near because the vectors are fixed, unless the configuration trains them.
+word vectors are the logits. The model can then produce words of no training caption, whose fixed vectors are near those
+of training words.
 
 Shapes: D width, G width of given vectors, V vocabulary.
 """

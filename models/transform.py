@@ -18,10 +18,10 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 class ImageTransform:
-    """A PIL RGB image to a normalized float32 tensor (3, H, W).
+    """A PIL RGB image to a normalized float32 tensor (3, H, W), as ExpansionNet v2's reference does it.
 
-    As ExpansionNet v2's reference does it: resized to the square without keeping the aspect ratio, bilinear with
-    antialiasing on the PIL image, scaled to [0, 1], normalized with ImageNet's mean and standard deviation.
+    The image is resized to the square, bilinear with antialiasing and without keeping the aspect ratio, scaled to
+    [0, 1], and normalized with ImageNet's mean and standard deviation.
     """
 
     def __init__(self, image_size: int) -> None:

@@ -376,10 +376,10 @@ class Search:
 
 def build_on_meta(config: RunConfig) -> None:
     """Builds the captioner on the meta device; ValueError for settings that do not fit together."""
-    from models.macs import count_parameters
+    from models.macs import model_on_meta
 
     # any data sizes will do, because only the settings are checked
-    count_parameters(config.model, ModelSizes(64, 100, config.model.max_positions or 74, 0, 1, 2))
+    model_on_meta(config.model, ModelSizes(64, 100, config.model.max_positions or 74, 0, 1, 2))
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

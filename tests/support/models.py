@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from models.base import CaptionModel, Features, Memory, ModelSizes
 from models.captioner import Captioner
 from models.clusters import ClusterMaps
 from models.config import BackboneConfig, ExpansionNetConfig
+from models.constraints import ConstraintAutomaton
 from models.decoding import Captions
 from models.expansionnet import ExpansionNet
 from models.registry import build_model
@@ -184,3 +185,11 @@ def small_captioner(backbone: bool = True) -> tuple[Captioner, Vocabulary]:
     sizes = ModelSizes(width, len(vocabulary), 9, vocabulary.sos, vocabulary.eos, vocabulary.pad)
     config = ExpansionNetConfig(d_model=8, d_ff=8, num_heads=2, static_expansion=(3, 2), dynamic_expansion=2)
     return Captioner(build_model(config, sizes), swin).eval(), vocabulary
+
+
+def follow(automaton: ConstraintAutomaton, words: Sequence[int]) -> int:
+    """The state that a caption's words lead to."""
+    state = 0
+    for word in words:
+        state = automaton.steps[state].get(word, automaton.rest[state])
+    return state

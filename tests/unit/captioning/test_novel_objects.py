@@ -32,6 +32,7 @@ from pipeline.runs.evaluation import split_result
 from pipeline.scoring.split_result import ConstraintCounts, SplitResult
 from tests.support.bundles import WORDS, make_bundle
 from tests.support.logs import on_message
+from tests.support.models import follow
 
 TREE = {
     "LabelName": "Entity",
@@ -79,9 +80,9 @@ def test_malformed_files_are_refused_with_the_line(tmp_path: Path, line: str, wo
 def test_a_word_outside_the_vocabulary_is_refused() -> None:
     automata = build_automata({7: (("red cat", "mat"),)}, WORDS, "c.jsonl")
     ids = WORDS.ids
-    assert automata[7].num_satisfied[automata[7].follow([ids["red"], ids["cat"]])] == 1
-    assert automata[7].num_satisfied[automata[7].follow([ids["red"], ids["mat"]])] == 1
-    assert automata[7].num_satisfied[automata[7].follow([ids["red"], ids["sits"], ids["cat"]])] == 0
+    assert automata[7].num_satisfied[follow(automata[7], [ids["red"], ids["cat"]])] == 1
+    assert automata[7].num_satisfied[follow(automata[7], [ids["red"], ids["mat"]])] == 1
+    assert automata[7].num_satisfied[follow(automata[7], [ids["red"], ids["sits"], ids["cat"]])] == 0
     with pytest.raises(UserError, match="image 7 needs the word 'dog', which is not among the model's 11 words"):
         build_automata({7: (("red dog",),)}, WORDS, "c.jsonl")
     with pytest.raises(UserError, match="without a word"):

@@ -100,7 +100,7 @@ def literal_attention(layer: ClusteredAttention, x: Tensor, matrix: Tensor | Non
                 elif layer.reading == "literal":
                     weights = weights.softmax(-1)
             mixed[n, part] = weights @ v[places][:, part]
-    return layer.out_proj(mixed)
+    return layer.out_proj(mixed, x)
 
 
 class Literal:
