@@ -13,7 +13,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -105,21 +105,20 @@ def java_process(command: list[str], folder: Path, *, talks: bool) -> Iterator[s
                     pipe.close()
 
 
-def talk(process: subprocess.Popen[bytes], request: str, on_line: Callable[[str], bool], until: float) -> None:
-    """Writes the request and passes each line of the answer to `on_line` until `on_line` returns True.
+def talk(process: subprocess.Popen[bytes], requests: Sequence[str], answers: int, until: float) -> Iterator[str]:
+    """Writes the requests as lines and yields as many lines of the process as `answers` says.
 
     Both pipes are non-blocking, so a process that does not read or does not answer cannot block the caller. Raises
     JavaError when no line comes within SILENCE_S or before the time `until`, and when the process ends early.
     """
     assert process.stdin is not None and process.stdout is not None
-    unsent, buffer = memoryview(request.encode()), b""
-    os.set_blocking(process.stdin.fileno(), False)
-    os.set_blocking(process.stdout.fileno(), False)
+    unsent, buffer = memoryview("".join(f"{request}\n" for request in requests).encode()), b""
     with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        selector.register(process.stdin, selectors.EVENT_WRITE)
+        for pipe, event in ((process.stdout, selectors.EVENT_READ), (process.stdin, selectors.EVENT_WRITE)):
+            os.set_blocking(pipe.fileno(), False)
+            selector.register(pipe, event)
         deadline = min(until, time.monotonic() + SILENCE_S)
-        while True:
+        while answers > 0:
             ready = selector.select(max(0.0, deadline - time.monotonic()))
             if time.monotonic() > deadline:
                 raise JavaError("java gave no answer within the deadline")
@@ -138,9 +137,9 @@ def talk(process: subprocess.Popen[bytes], request: str, on_line: Callable[[str]
                 *lines, buffer = (buffer + chunk).split(b"\n")
                 if len(buffer) > 65536:
                     raise JavaError(f"java answered what is not a score: {buffer[:60]!r}...")
-                for line in lines:
-                    if on_line(line.decode(errors="replace").strip()):
-                        return
+                for line in lines[:answers]:
+                    answers -= 1
+                    yield line.decode(errors="replace").strip()
                     deadline = min(until, time.monotonic() + SILENCE_S)
 
 

@@ -7,8 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,8 @@ SPICE_CATEGORIES = {
 SPICE_MODELS_VARIABLE = "RAYCAP_SPICE_MODELS"  # the folder with the two jars below
 SPICE_MODELS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
 
-# The smallest and largest Java heap in MB. METEOR's paraphrase table needs more than 512 MB. The largest heap is that
-# of pycocoevalcap.
+# The smallest and largest Java heap in MB. METEOR's paraphrase table needs more than 512 MB. pycocoevalcap's heap is
+# the largest one.
 _METEOR_HEAP_MB = (640, 2048)
 _SPICE_HEAP_MB = (3072, 8192)
 # METEOR answers a caption with a line of more than ten numbers, and the final request with lines of one number.
@@ -64,30 +63,27 @@ def meteor(
         return " ".join(tokens).replace("|||", "")  # METEOR separates captions by |||
 
     requests = [
-        " ||| ".join(("SCORE", *map(to_text, captions), to_text(prediction))) + "\n"
+        " ||| ".join(("SCORE", *map(to_text, captions), to_text(prediction)))
         for prediction, captions in zip(predictions, references, strict=True)
     ]
     statistics: list[str] = []
-    values: list[float] = []
-
-    def add(into: list[Any], pattern: re.Pattern[str], expected: int, convert: Callable[[str], Any], line: str) -> bool:
-        """Appends a line of the answer to a list; returns whether the list has the expected number of lines."""
-        if not pattern.fullmatch(line):
-            raise JavaError(f"java answered what is not a score: {line[:60]!r}")
-        into.append(convert(line))
-        return len(into) == expected
 
     def attempt(folder: Path, until: float) -> tuple[float, list[float]]:
-        values.clear()
         with java_process(command, folder, talks=True) as process:
-            if missing := requests[len(statistics) :]:
-                on_line = partial(add, statistics, _STATISTICS, len(requests), str)
-                talk(process, "".join(missing), on_line, until)
-            evaluation = " ||| ".join(("EVAL", *statistics)) + "\n"
-            talk(process, evaluation, partial(add, values, _NUMBER, len(requests) + 1, float), until)
-        return values[-1], values[:-1]
+            for line in talk(process, requests[len(statistics) :], len(requests) - len(statistics), until):
+                statistics.append(_checked(line, _STATISTICS))
+            evaluation = " ||| ".join(("EVAL", *statistics))
+            lines = talk(process, [evaluation], len(requests) + 1, until)
+            *per_image, value = [float(_checked(line, _NUMBER)) for line in lines]
+        return value, per_image
 
     return with_one_restart(attempt, deadline_s)
+
+
+def _checked(line: str, pattern: re.Pattern[str]) -> str:
+    if not pattern.fullmatch(line):
+        raise JavaError(f"java answered what is not a score: {line[:60]!r}")
+    return line
 
 
 def spice(

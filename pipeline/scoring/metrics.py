@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -41,20 +41,15 @@ class TokenizedCaptions:
 
     predictions: list[list[str]]
     references: list[list[list[str]]]
-    java_deadline_s: float | None = None  # longest time for one Java metric; None for the metric's default
-
-    def deadline_s(self, default: float) -> float:
-        return default if self.java_deadline_s is None else self.java_deadline_s
+    java_deadline_s: float | None  # longest time for one Java metric; None for the metric's default
 
     @cached_property
     def corpus(self) -> ngrams.Corpus:
         """The captions as word ids for BLEU and CIDEr-D, which split a PTB token at white space ("1 1/2")."""
-
-        def split(tokens: list[str]) -> list[str]:
-            return " ".join(tokens).split()
-
-        references = [[split(caption) for caption in image] for image in self.references]
-        return ngrams.Corpus.build([split(caption) for caption in self.predictions], references)
+        predictions, *references = (
+            [" ".join(tokens).split() for tokens in captions] for captions in (self.predictions, *self.references)
+        )
+        return ngrams.Corpus.build(predictions, references)
 
 
 @dataclass(frozen=True)
@@ -81,7 +76,9 @@ def _bleu(captions: TokenizedCaptions) -> list[Score]:
 
 
 def _meteor(captions: TokenizedCaptions) -> list[Score]:
-    deadline_s = captions.deadline_s(120 + 0.05 * len(captions.predictions))
+    deadline_s = captions.java_deadline_s
+    if deadline_s is None:
+        deadline_s = 120 + 0.05 * len(captions.predictions)
     return [Score(*java_metrics.meteor(captions.predictions, captions.references, deadline_s=deadline_s))]
 
 
@@ -98,7 +95,9 @@ def _cider_d(captions: TokenizedCaptions) -> list[Score]:
 
 
 def _spice(captions: TokenizedCaptions) -> list[Score]:
-    deadline_s = captions.deadline_s(300 + len(captions.predictions))
+    deadline_s = captions.java_deadline_s
+    if deadline_s is None:
+        deadline_s = 300 + len(captions.predictions)
     values, categories = java_metrics.spice(captions.predictions, captions.references, deadline_s=deadline_s)
     return [Score(sum(values) / len(values), values, categories=categories)]
 
@@ -122,7 +121,7 @@ class Scores:
     by_name: dict[str, Score]
     image_ids: list[Any]
     signature: str
-    extras: dict[str, Any] = field(default_factory=dict)
+    extras: dict[str, Any]
 
 
 def score_captions(
@@ -148,20 +147,20 @@ def score_captions(
     image_ids = [image for image in references if image in predictions]
     predicted = ptb.tokenize_all([predictions[image] for image in image_ids])
     lines = iter(ptb.tokenize_all([caption for image in image_ids for caption in references[image]]))
-    captions = TokenizedCaptions(
-        predicted, [[next(lines) for _ in references[image]] for image in image_ids], java_deadline_s
-    )
-
+    tokenized_references = [[next(lines) for _ in references[image]] for image in image_ids]
+    captions = TokenizedCaptions(predicted, tokenized_references, java_deadline_s)
     by_name: dict[str, Score] = {}
     for metric in TABLE:
         if set(metric.names) & set(metrics):
-            by_name |= _compute(metric, captions)
+            try:
+                by_name |= zip(metric.names, metric.compute(captions), strict=True)
+            except JavaError as error:
+                by_name |= dict.fromkeys(metric.names, Score(unavailable=str(error)))
     extras: dict[str, Any] = {"references_without_prediction": len(references) - len(image_ids)}
-    for name, score in by_name.items():
-        if score.categories is not None:
-            extras[f"{name.lower()}_categories"] = score.categories
+    with_categories = {name: score for name, score in by_name.items() if score.categories is not None}
+    extras |= {f"{name.lower()}_categories": score.categories for name, score in with_categories.items()}
     extras |= caption_stats(predicted, training_captions)
-    return Scores({name: by_name[name] for name in metrics}, image_ids, signature(by_name, captions), extras)
+    return Scores({name: by_name[name] for name in metrics}, image_ids, _signature(by_name, captions), extras)
 
 
 def _check_input(
@@ -180,16 +179,9 @@ def _check_input(
         )
 
 
-def _compute(metric: Metric, captions: TokenizedCaptions) -> dict[str, Score]:
-    try:
-        return dict(zip(metric.names, metric.compute(captions), strict=True))
-    except JavaError as error:
-        return {name: Score(unavailable=str(error)) for name in metric.names}
-
-
-def signature(scores: Mapping[str, Score], captions: TokenizedCaptions) -> str:
+def _signature(scores: Mapping[str, Score], captions: TokenizedCaptions) -> str:
     """A text that two scores must share to be comparable: tokenizer, document frequencies, EOS rule, data, versions."""
-    counts = [len(image) for image in captions.references]
+    counts = {len(image) for image in captions.references}
     try:
         version = importlib.metadata.version("raycap")
     except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
@@ -198,9 +190,9 @@ def signature(scores: Mapping[str, Score], captions: TokenizedCaptions) -> str:
     jars = [metric.jar for metric in TABLE if metric.jar and available.issuperset(metric.names)]
     parts = {
         "tok": ptb.SIGNATURE,
-        "df": f"corpus({len(counts)} images)",
+        "df": f"corpus({len(captions.references)} images)",
         "eos": "none",
-        "refs": str(min(counts)) if min(counts) == max(counts) else f"{min(counts)}-{max(counts)}",
+        "refs": "-".join(map(str, sorted({min(counts), max(counts)}))),
         "as": "+".join(["pycocoevalcap-1.2", *jars]),
         "raycap": version,
     }
@@ -208,12 +200,11 @@ def signature(scores: Mapping[str, Score], captions: TokenizedCaptions) -> str:
 
 
 def why_unavailable(name: str) -> str | None:
-    """The reason why this machine cannot compute a score; None when nothing that the score needs is missing."""
-    metric = next((metric for metric in TABLE if name in metric.names), None)
-    if metric is None:  # a cost, such as macs, which needs nothing
-        return None
+    """The reason why this machine cannot compute a score or a cost such as macs; None when nothing is missing."""
     try:
-        metric.check()
+        for metric in TABLE:
+            if name in metric.names:
+                metric.check()
     except JavaError as error:
         return str(error)
     return None

@@ -1,12 +1,9 @@
-"""n-grams of word ids as int64 keys, and tables of such keys, for the CIDEr-D index.
-
-Shapes: R captions, T words.
-"""
+"""n-grams of word ids as int64 keys, and tables of such keys, for the CIDEr-D index. Shapes: R captions, T words."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,22 +39,18 @@ class NgramKeys:
 
     def __init__(self, num_words: int, prefixes: tuple[HashTable, ...] = ()) -> None:
         self.num_words, self.prefixes = num_words, prefixes
-        self._uses_tables = bool(prefixes)
+        self._uses_tables = num_words > _MAX_WORDS
 
     @classmethod
     def build(cls, num_words: int, captions: Ragged) -> NgramKeys:
         """Keys for these references. From 2^15 words on, builds the tables of their shorter n-grams."""
         keys = cls(num_words)
-        if num_words <= _MAX_WORDS:
-            return keys
-        keys._uses_tables = True
-        for order in range(1, N_MAX):  # the keys of longer n-grams need the tables of shorter ones
+        for order in range(1, N_MAX) if keys._uses_tables else ():  # longer n-grams need the tables of shorter ones
             parts = [torch.zeros(0, dtype=torch.long)]  # the keys of the n-grams of this order
             for _, words, lengths in captions.batches():
                 grams = keys.count(words, lengths, longest=order)
                 parts.append(grams.key[grams.column % N_MAX == order - 1])
-            ordered = np.sort(torch.cat(parts).numpy())
-            keys.prefixes += (HashTable.build(ordered[run_starts(ordered)])[0],)
+            keys.prefixes += (HashTable.build(np.unique(torch.cat(parts).numpy()))[0],)
         return keys
 
     def count(self, words: Tensor, lengths: Tensor, longest: int = N_MAX) -> Grams:
@@ -135,14 +128,20 @@ class HashTable:
     @classmethod
     def number(cls, keys: np.ndarray) -> tuple[HashTable, np.ndarray]:
         """The table of the distinct values among `keys` (M,), and the position (M,) of each key in it."""
-        by_key = np.argsort(keys)
-        starts = run_starts(keys[by_key])
-        table, order = cls.build(keys[by_key[starts]])
+        distinct, inverse = np.unique(keys, return_inverse=True)
+        table, order = cls.build(distinct)
         position = np.empty_like(order)
         position[order] = np.arange(len(order))
-        numbers = np.empty_like(keys)
-        numbers[by_key] = np.repeat(position, np.diff(starts, append=len(keys)))
-        return table, numbers
+        return table, position[inverse]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], name: str) -> HashTable:
+        """The table whose two tensors `tensors` has stored under this name. Raises KeyError."""
+        return cls(tensors[f"{name}.keys"], tensors[f"{name}.start"])
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """The two tensors by the names that `of` reads."""
+        return {f"{name}.keys": self.keys, f"{name}.start": self.start}
 
     def __len__(self) -> int:
         return len(self.keys) - 1
@@ -177,13 +176,6 @@ def index_type(limit: int) -> Any:
     return np.int32 if limit < 1 << 31 else np.int64
 
 
-def run_starts(ordered: np.ndarray) -> np.ndarray:
-    """Positions in a sorted array at which a new value begins."""
-    is_start = np.ones(len(ordered), bool)
-    np.not_equal(ordered[1:], ordered[:-1], out=is_start[1:])
-    return np.flatnonzero(is_start)
-
-
 def by_length(lengths: Tensor) -> Iterator[tuple[Tensor, int]]:
     """Splits a batch by length, so that each part needs little padding and bounded memory.
 
@@ -200,26 +192,18 @@ def by_length(lengths: Tensor) -> Iterator[tuple[Tensor, int]]:
         end = start
 
 
-@dataclass(frozen=True)
 class Ragged:
     """Captions of different lengths: all their words in one array, and the length of each."""
 
-    words: np.ndarray
-    lengths: np.ndarray
+    def __init__(self, captions: Sequence[Sequence[int]]) -> None:
+        self.lengths = np.array([len(caption) for caption in captions], np.int64)
+        self.words = np.fromiter(itertools.chain.from_iterable(captions), np.int64, int(self.lengths.sum()))
 
-    @classmethod
-    def of(cls, captions: Sequence[Sequence[int]]) -> Ragged:
-        lengths = np.array([len(caption) for caption in captions], np.int64)
-        return cls(np.fromiter(itertools.chain.from_iterable(captions), np.int64, int(lengths.sum())), lengths)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def batches(self) -> Iterator[tuple[np.ndarray, Tensor, Tensor]]:
+    def batches(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Batches of captions of similar length: their numbers (R,), their padded words (R, T), their lengths (R,)."""
         starts = np.cumsum(self.lengths) - self.lengths
-        for part, width in by_length(torch.from_numpy(self.lengths)):
-            rows = part.numpy()
+        for numbers, width in by_length(torch.from_numpy(self.lengths)):
+            rows = numbers.numpy()
             positions = starts[rows, None] + np.arange(width)
             words = self.words[np.minimum(positions, max(len(self.words) - 1, 0))] if width else positions
-            yield rows, torch.from_numpy(words), torch.from_numpy(self.lengths[rows])
+            yield numbers, torch.from_numpy(words), torch.from_numpy(self.lengths[rows])
