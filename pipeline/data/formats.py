@@ -1,4 +1,4 @@
-"""Annotation files to rows: Karpathy's JSON, COCO's captions_*.json, nocaps, and plain tables.
+"""Reads annotation files as rows: Karpathy's JSON, COCO's captions_*.json, nocaps, and plain tables.
 
 A reader does not change captions, not even empty ones. It collects the problems of single captions: training stops at
 the first problem, and `raycap check` reports all of them. A file that does not have its format raises UserError.
@@ -7,6 +7,7 @@ the first problem, and `raycap check` reports all of them. A file that does not 
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import io
@@ -23,6 +24,7 @@ from pipeline.errors import UserError
 from pipeline.storage.path import StoragePath, is_remote, join
 
 TABLE_ENDINGS = (".jsonl", ".ndjson", ".csv", ".parquet")
+_Image = tuple[int, str, tuple[str, ...], list[Any]]  # its id, its split, the parts of its path, its captions
 MAX_CAPTION = 10_000  # characters; a longer text is reported as a problem and cut, which bounds the memory
 
 
@@ -58,33 +60,21 @@ class Source:
     split_lists: dict[str, str]  # {image name or id: split}
 
 
-@dataclass(frozen=True)
-class Format:
-    """One file format: `load` reads a file, and `add` appends the images of what `load` returned to rows."""
-
-    load: Callable[[StoragePath], Any]
-    add: Callable[[Source, Any, Rows], None]
-
-
 def read_source(source: Source, name: str, rows: Rows) -> None:
     """Adds an annotation file's images to `rows`. name: a key of `FORMATS`, or "auto". Raises UserError."""
+    path = source.annotations
+    is_table = name == "table" or (name == "auto" and path.name.removesuffix(".gz").endswith(TABLE_ENDINGS))
+    content = _entries(path) if is_table else _read_json(path)
     if name == "auto":
-        annotation_format, content = _detect(source.annotations)
-    else:
-        annotation_format = FORMATS[name]
-        content = annotation_format.load(source.annotations)
-    annotation_format.add(source, content, rows)
+        name = "table" if is_table else _detect_json(path, content)
+    FORMATS[name](source, content, rows)
 
 
-def _detect(annotations: StoragePath) -> tuple[Format, Any]:
-    """The format of a file and its content. The file's ending or its JSON shows the format."""
-    if annotations.name.removesuffix(".gz").endswith(TABLE_ENDINGS):
-        return FORMATS["table"], FORMATS["table"].load(annotations)
-    data = _read_json(annotations)
+def _detect_json(path: StoragePath, data: Any) -> str:
     if isinstance(data, dict) and isinstance(data.get("images"), list):
-        return FORMATS["coco" if isinstance(data.get("annotations"), list) else "karpathy"], data
+        return "coco" if isinstance(data.get("annotations"), list) else "karpathy"
     raise UserError(
-        f"{annotations} has an unknown format; expected Karpathy's or COCO's JSON (an object with a list 'images') or "
+        f"{path} has an unknown format; expected Karpathy's or COCO's JSON (an object with a list 'images') or "
         f"a table that ends in {', '.join(TABLE_ENDINGS)}"
     )
 
@@ -110,23 +100,19 @@ def _read_json(annotations: StoragePath) -> Any:
 
 def _add_karpathy(source: Source, data: Any, rows: Rows) -> None:
     """Reads `images`: each has filepath, filename, split, sentences with a raw text, and cocoid or imgid."""
-    path = source.annotations
     entries = data.get("images") if isinstance(data, dict) else None
     if not isinstance(entries, list) or not entries:
-        raise UserError(f"{path} is not in Karpathy layout: expected an object with a list 'images' that is not empty")
-    for number, entry in enumerate(entries):
-        where = f"{path}: images[{number}]"
-        try:
-            image_id = int(entry["cocoid"] if "cocoid" in entry else entry["imgid"])
-            raw = [sentence["raw"] for sentence in entry["sentences"]]
-            split, filename = source.split_lists.get(entry["filename"], entry["split"]), entry["filename"]
-            folder = entry.get("filepath") or "."
-            if not all(isinstance(text, str) for text in (split, filename, folder)):
-                raise TypeError("a split, filename or filepath is not text")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{where} is malformed ({type(error).__name__}: {error})") from error
-        captions = _texts(raw, where, rows)
-        rows.add(image_id, split, _inside(source.images, f"{folder}/{filename}", where), captions, where)
+        raise UserError(
+            f"{source.annotations} is not in Karpathy layout: expected an object with a list 'images' that is not empty"
+        )
+
+    def parse(entry: dict[str, Any]) -> _Image:
+        image_id = int(entry["cocoid"] if "cocoid" in entry else entry["imgid"])
+        captions = [sentence["raw"] for sentence in entry["sentences"]]
+        split = source.split_lists.get(entry["filename"], entry["split"])
+        return image_id, split, (entry.get("filepath") or ".", entry["filename"]), captions
+
+    _add_images(source, entries, parse, rows)
 
 
 def _add_coco(source: Source, data: Any, rows: Rows) -> None:
@@ -140,24 +126,38 @@ def _add_coco(source: Source, data: Any, rows: Rows) -> None:
         try:
             captions_of.setdefault(int(entry["image_id"]), []).append(entry["caption"])
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{path}: annotations[{number}] is malformed ({type(error).__name__}: {error})") from error
+            raise _malformed(f"{path}: annotations[{number}]", error) from error
     default_split = source.split or _split_of_name(path.name)
-    for number, entry in enumerate(images):
-        where = f"{path}: images[{number}]"
-        try:
-            image_id, filename = int(entry["id"]), entry["file_name"]
-            split = source.split_lists.get(filename) or source.split_lists.get(str(image_id))
-            split = split or (entry.get("domain") if source.split is None else None) or default_split
-            if not isinstance(filename, str) or not isinstance(split, str):
-                raise TypeError("file_name or domain is not text")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{where} is malformed ({type(error).__name__}: {error})") from error
-        captions = _texts(captions_of.pop(image_id, []), where, rows)
-        rows.add(image_id, split, _inside(source.images, filename, where), captions, where)
+
+    def parse(entry: dict[str, Any]) -> _Image:
+        image_id, filename = int(entry["id"]), entry["file_name"]
+        split = source.split_lists.get(filename) or source.split_lists.get(str(image_id))
+        split = split or (entry.get("domain") if source.split is None else None) or default_split
+        return image_id, split, (filename,), captions_of.pop(image_id, [])
+
+    _add_images(source, images, parse, rows)
     if captions_of:
         raise UserError(
             f"{path}: {len(captions_of)} image ids of 'annotations' are not in 'images', first {min(captions_of)}"
         )
+
+
+def _add_images(source: Source, entries: list[Any], parse: Callable[[dict[str, Any]], _Image], rows: Rows) -> None:
+    """Adds the images of a JSON file. `parse` reads one entry, and may fail in any way if the entry is malformed."""
+    for number, entry in enumerate(entries):
+        where = f"{source.annotations}: images[{number}]"
+        try:
+            image_id, split, names, captions = parse(entry)
+            if not all(isinstance(text, str) for text in (split, *names)):
+                raise TypeError("its split, domain or file name is not text")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _malformed(where, error) from error
+        texts = _texts(captions, where, rows)
+        rows.add(image_id, split, _inside(source.images, "/".join(names), where), texts, where)
+
+
+def _malformed(where: str, error: Exception) -> UserError:
+    return UserError(f"{where} is malformed ({type(error).__name__}: {error})")
 
 
 def _split_of_name(name: str) -> str:
@@ -182,16 +182,15 @@ def _add_table(source: Source, entries: Iterator[dict[str, Any]], rows: Rows) ->
             rows.captions[row_of[image]].extend(captions)
             continue
         identifier = entry.get("id")
-        if identifier is None or identifier == "":
-            identifier = len(rows.uri)
+        identifier = len(rows.uri) if identifier in (None, "") else identifier
         try:
             image_id = int(identifier)
         except (TypeError, ValueError) as error:
             raise UserError(
                 f"{where}: id {identifier!r} is not a whole number; without a column id, rows are numbered"
             ) from error
-        listed_split = source.split_lists.get(image) or source.split_lists.get(str(identifier))
-        split = listed_split or entry.get("split") or source.split or "train"
+        split = source.split_lists.get(image) or source.split_lists.get(str(identifier))
+        split = split or entry.get("split") or source.split or "train"
         uri = image if is_remote(image) else _inside(source.images, image, where)
         row_of[image] = len(rows.uri)
         rows.add(image_id, str(split), uri, captions, where)
@@ -222,12 +221,9 @@ def _entries(path: StoragePath) -> Iterator[dict[str, Any]]:
 def _as_list(value: Any) -> list[Any]:
     """The captions of a cell that holds a list, a JSON list as text, one caption, or nothing."""
     if isinstance(value, str) and value.startswith("["):  # may be a JSON list in a CSV cell
-        try:
+        with contextlib.suppress(ValueError):
             parsed = json.loads(value)
-        except ValueError:
-            parsed = None
-        if isinstance(parsed, list):
-            return parsed
+            return parsed if isinstance(parsed, list) else [value]
     if value is None:
         return []
     return value if isinstance(value, list) else [value]
@@ -266,8 +262,7 @@ def read_split_lists(root: StoragePath, lists: dict[str, str]) -> dict[str, str]
     for split, name in lists.items():
         path = root / name
         for line in _read(path).decode("utf-8", errors="replace").splitlines():
-            words = line.split()
-            if not words:
+            if not (words := line.split()):
                 continue
             filename = words[0].rsplit("/", 1)[-1]
             if split_of.setdefault(filename, split) != split:
@@ -290,22 +285,21 @@ def _inside(folder: StoragePath, name: str, where: str) -> str:
     """`folder/name` without '.' and '..'. Raises UserError for a path outside of `folder`."""
     if name and name[0] not in "./" and "/." not in name and "//" not in name and not name.endswith("/"):
         return join(folder.uri, name)  # skips the slow checks below in the usual case: there may be a million images
-    outside = f"{where}: {name} is outside of {folder}; give a path below it"
     if folder.is_remote:
-        normal = os.path.normpath(name)
-        if normal.startswith(("..", "/")):
-            raise UserError(outside)
-        return folder.uri if normal == "." else join(folder.uri, normal)
-    base = os.path.normpath(folder.uri)
-    normal = os.path.normpath(os.path.join(base, name))  # noqa: PTH118 (a Path would keep the '..')
-    if normal != base and not normal.startswith(base.rstrip("/") + "/"):
-        raise UserError(outside)
-    return normal
+        relative = os.path.normpath(name)
+        is_inside, uri = not relative.startswith(("..", "/")), join(folder.uri, relative).removesuffix("/.")
+    else:
+        base = os.path.normpath(folder.uri)
+        uri = os.path.normpath(os.path.join(base, name))  # noqa: PTH118 (a Path would keep the '..')
+        is_inside = uri == base or uri.startswith(base.rstrip("/") + "/")
+    if not is_inside:
+        raise UserError(f"{where}: {name} is outside of {folder}; give a path below it")
+    return uri
 
 
-FORMATS = {
-    "karpathy": Format(_read_json, _add_karpathy),
-    "coco": Format(_read_json, _add_coco),
-    "nocaps": Format(_read_json, _add_coco),
-    "table": Format(_entries, _add_table),
+FORMATS: dict[str, Callable[[Source, Any, Rows], None]] = {
+    "karpathy": _add_karpathy,
+    "coco": _add_coco,
+    "nocaps": _add_coco,
+    "table": _add_table,
 }

@@ -27,12 +27,8 @@ def read_word_vectors(path: Path, words: Sequence[str], width: int) -> tuple[np.
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if number == 1:
-                    parts = line.split()
-                    is_header = len(parts) == 2 and all(part.isdigit() for part in parts)
-                    _check_width(path, int(parts[1]) if is_header else len(parts) - 1, width)
-                    if is_header:
-                        continue
+                if number == 1 and _is_header(path, line.split(), width):
+                    continue
                 word, _, rest = line.partition(b" ")
                 row = rows.get(word)
                 if row is None or given[row]:
@@ -52,12 +48,16 @@ def read_word_vectors(path: Path, words: Sequence[str], width: int) -> tuple[np.
     return vectors, given
 
 
-def _check_width(path: Path, actual: int, width: int) -> None:
+def _is_header(path: Path, parts: Sequence[bytes], width: int) -> bool:
+    """Whether the first line is word2vec's. Raises UserError when the line shows another width."""
+    is_header = len(parts) == 2 and all(part.isdigit() for part in parts)
+    actual = int(parts[1]) if is_header else len(parts) - 1
     if actual != width:
         raise UserError(
             f"model.word_vectors {path} has vectors of {actual} numbers, and model.word_vector_width is {width}; "
             f"set it to {actual}, or give another file"
         )
+    return is_header
 
 
 def _parse(path: Path, line: int, numbers: Sequence[bytes], width: int) -> np.ndarray:

@@ -1,7 +1,4 @@
-"""Java subprocesses. Their heap fits the free memory, and they never outlive the call that started them.
-
-Every call has a deadline, and a program that fails is started once more.
-"""
+"""Java subprocesses. Their heap fits the free memory, and they never outlive the call that started them."""
 
 from __future__ import annotations
 
@@ -32,11 +29,9 @@ def java_version() -> str:
     """The first line of `java -version`. Raises JavaError when java is missing or does not start."""
     java = _find_java()
     try:
-        done = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        done = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
         raise JavaError(f"{java} does not start: {error}") from error
-    if done.returncode:
-        raise JavaError(f"{java} -version ends with exit code {done.returncode}")
     lines = (done.stderr or done.stdout).strip().splitlines()
     return lines[0] if lines else "java"
 
@@ -47,8 +42,7 @@ def java_command(heap_mb: tuple[int, int], *options: str) -> list[str]:
     Raises JavaError when java is missing or the free memory is too small.
     """
     java = _find_java()
-    smallest, largest = heap_mb
-    free = free_memory_mb()
+    (smallest, largest), free = heap_mb, free_memory_mb()
     if free < smallest * 1.25:
         raise JavaError(f"it needs a Java heap of {smallest} MB, and only {free:.0f} MB of memory are free")
     heap = int(min(largest, max(smallest, free / 2)))
@@ -75,21 +69,15 @@ def free_memory_mb() -> float:
 
 @contextlib.contextmanager
 def java_process(command: list[str], folder: Path, *, talks: bool) -> Iterator[subprocess.Popen[bytes]]:
-    """A Java process in `folder`, killed when the block ends.
+    """A Java process in `folder`, killed when the block ends. talks: whether stdin and stdout are pipes.
 
-    stderr goes to a file in the folder. talks: whether stdin and stdout are pipes. Without them stdout goes to a file,
-    because a pipe that nobody reads would block the process.
+    stderr goes to a file in the folder.
     """
-    with (folder / "stdout.txt").open("wb") as stdout, (folder / "stderr.txt").open("wb") as stderr:
+    pipe = subprocess.PIPE if talks else subprocess.DEVNULL
+    with (folder / "stderr.txt").open("wb") as stderr:
         try:
-            process = subprocess.Popen(
-                command,
-                cwd=folder,
-                stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
-                stdout=subprocess.PIPE if talks else stdout,
-                stderr=stderr,
-                process_group=0,  # lets killpg end child processes as well: java may be a wrapper script
-            )
+            # The process group lets killpg end child processes as well: java may be a wrapper script.
+            process = subprocess.Popen(command, cwd=folder, stdin=pipe, stdout=pipe, stderr=stderr, process_group=0)
         except OSError as error:
             raise JavaError(f"java could not be started: {error}") from error
     try:
@@ -133,7 +121,9 @@ def talk(process: subprocess.Popen[bytes], requests: Sequence[str], answers: int
                     continue
                 chunk = os.read(key.fd, 65536)
                 if not chunk:
-                    raise JavaError(f"java ended early{_exit_code(process)}")
+                    with contextlib.suppress(subprocess.TimeoutExpired):  # raised if it only closed its output
+                        raise JavaError(f"java ended early with exit code {process.wait(timeout=1)}")
+                    raise JavaError("java ended early")
                 *lines, buffer = (buffer + chunk).split(b"\n")
                 if len(buffer) > 65536:
                     raise JavaError(f"java answered what is not a score: {buffer[:60]!r}...")
@@ -157,7 +147,7 @@ def with_one_restart(attempt: Callable[[Path, float], T], deadline_s: float) -> 
     """Calls `attempt(folder, until)` at most twice within the deadline; the first call gets two thirds of it."""
     start = time.monotonic()
     reasons: list[str] = []
-    for share in (2 / 3, 1):  # the share of the deadline that has passed when an attempt must end
+    for share in (2 / 3, 1):  # of the deadline, which has passed when an attempt must end
         with tempfile.TemporaryDirectory(prefix="raycap-java-") as name:
             try:
                 return attempt(Path(name), start + deadline_s * share)
@@ -165,13 +155,6 @@ def with_one_restart(attempt: Callable[[Path, float], T], deadline_s: float) -> 
                 reasons.append(f"{error}{_stderr_excerpt(Path(name))}")
     second_reason = "the same again" if reasons[0] == reasons[1] else reasons[1]
     raise JavaError(f"{reasons[0]}; after one restart: {second_reason}")
-
-
-def _exit_code(process: subprocess.Popen[bytes]) -> str:
-    try:
-        return f" with exit code {process.wait(timeout=1)}"
-    except subprocess.TimeoutExpired:  # the process closed its output but is still running
-        return ""
 
 
 def _stderr_excerpt(folder: Path) -> str:

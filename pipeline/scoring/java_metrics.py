@@ -51,8 +51,7 @@ def meteor(
 ) -> tuple[float, list[float]]:
     """METEOR 1.5 (English, normalized) of tokenized captions: the score over all images, and that of each image.
 
-    Requests and answers are lines. After a failure the process is restarted once, and scores only the images without an
-    answer. Raises JavaError.
+    After a failure the process is restarted once, and scores only the images without an answer. Raises JavaError.
     """
     jar = _package_folder() / "meteor" / "meteor-1.5.jar"
     command = java_command(_METEOR_HEAP_MB, "-jar", str(jar), "-", "-", "-stdio", "-l", "en", "-norm")
@@ -99,7 +98,7 @@ def spice(
     models = spice_models()
     # SPICE's serializer needs access to these packages, which Java forbids by default since version 16.
     opens = [f"--add-opens=java.base/java.{name}=ALL-UNNAMED" for name in ("lang", "util", "math")]
-    paths = [folder / "spice-1.0.jar", folder / "lib" / "*", models / "*"]
+    paths = os.pathsep.join(map(str, (folder / "spice-1.0.jar", folder / "lib" / "*", models / "*")))
     data = [
         {"image_id": i, "test": " ".join(prediction), "refs": [" ".join(caption) for caption in captions]}
         for i, (prediction, captions) in enumerate(zip(predictions, references, strict=True))
@@ -108,7 +107,7 @@ def spice(
     def attempt(temporary: Path, until: float) -> list[dict[str, dict[str, Any]]]:
         source, target = temporary / "in.json", temporary / "out.json"
         source.write_text(json.dumps(data), encoding="utf-8")
-        options = ["-XX:+IgnoreUnrecognizedVMOptions", *opens, "-cp", os.pathsep.join(map(str, paths))]
+        options = ["-XX:+IgnoreUnrecognizedVMOptions", *opens, "-cp", paths]
         main = ["edu.anu.spice.SpiceScorer", str(source), "-out", str(target), "-subset", "-silent"]
         with java_process([*java, *options, *main], temporary, talks=False) as process:
             finish(process, until)

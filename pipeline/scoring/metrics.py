@@ -1,8 +1,7 @@
 """Scores of captions as pycocoevalcap computes them, and `TABLE`, which lists all metrics.
 
-The names of metrics in configurations, tables, reports and on the command line come from `TABLE`. BLEU, ROUGE-L and
-CIDEr-D run in this process (`ngrams.py`, on tokens from `ptb.py`), METEOR and SPICE in Java (`java_metrics.py`). A
-metric that cannot run is reported as unavailable with the reason, never as 0.
+BLEU, ROUGE-L and CIDEr-D run in this process (`ngrams.py`, on tokens from `ptb.py`), METEOR and SPICE in Java
+(`java_metrics.py`). A metric that cannot run is reported as unavailable with the reason, never as 0.
 """
 
 from __future__ import annotations
@@ -54,20 +53,14 @@ class TokenizedCaptions:
 
 @dataclass(frozen=True)
 class Metric:
-    """A row of `TABLE`.
-
-    names: the names of the metric's scores. compute: returns one `Score` for each name, or raises JavaError.
-    in_runs: whether every run computes the metric at its end. compare_by_image: whether a paired bootstrap of its
-    per-image scores compares two models. jar: the name of the Java program in the signature. check: raises JavaError
-    when the machine lacks a program or file that the metric needs.
-    """
+    """A row of `TABLE`."""
 
     names: tuple[str, ...]
-    compute: Callable[[TokenizedCaptions], Sequence[Score]]
-    in_runs: bool = True
-    compare_by_image: bool = True
-    jar: str | None = None
-    check: Callable[[], None] = lambda: None
+    compute: Callable[[TokenizedCaptions], Sequence[Score]]  # returns one score for each name, or raises JavaError
+    in_runs: bool = True  # whether every run computes the metric at its end
+    compare_by_image: bool = True  # whether a paired bootstrap of its per-image scores compares two models
+    jar: str | None = None  # the name of the Java program in the signature
+    check: Callable[[], None] = lambda: None  # raises JavaError when the machine lacks what the metric needs
 
 
 def _bleu(captions: TokenizedCaptions) -> list[Score]:
@@ -137,8 +130,7 @@ def score_captions(
     Images have the order of `references`, as in coco-caption. Images without a prediction are left out, also from the
     document frequencies; `extras["references_without_prediction"]` counts them. An empty caption matches nothing.
     java_deadline_s: the longest time for METEOR and for SPICE each, a restart included; by default 120 s plus 50 ms per
-    image for METEOR, and 300 s plus 1 s per image for SPICE. training_captions: raw captions; with them the extras
-    contain the share of predictions that occur word for word in training.
+    image for METEOR, and 300 s plus 1 s per image for SPICE. training_captions: see `caption_stats`.
 
     Raises UserError (a ValueError) for an unknown metric, for predictions without references and for no predictions.
     """

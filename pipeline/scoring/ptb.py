@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
 SIGNATURE = "stanford-ptb-3.4.1-no-punctuation"
 
@@ -170,7 +170,7 @@ _PRINT_FORMS = (
     | dict.fromkeys("€¤\u0080", "$")
     | {"£": "#", "¢": "cents", "½": "1/2", "¼": "1/4", "¾": "3/4", "⅓": "1/3", "⅔": "2/3"}
     | {"&lt;": "<", "&gt;": ">", "&amp;": "&", "&quot;": "''", "&apos;": "'", "&nbsp;": "", "&mdash;": "--"}
-    | {"---": "--", "----": "--", "{": "-lcb-", "}": "-rcb-", "[": "-lsb-", "]": "-rsb-"}
+    | {"(": "-lrb-", ")": "-rrb-", "---": "--", "----": "--", "{": "-lcb-", "}": "-rcb-", "[": "-lsb-", "]": "-rsb-"}
 )
 _QUOTES = frozenset("“”«»‘’‹›„‚\u0091\u0092\u0093\u0094'`")
 _DROPPED = PUNCTUATION | {""}
@@ -179,13 +179,13 @@ _WITHOUT_WIDTH = frozenset("\u200b\ufeff\u00ad")  # these characters are dropped
 _PIECE = re.compile(r"\S+")
 
 
-@lru_cache(maxsize=1)
+@cache
 def _rules() -> tuple[re.Pattern[str], ...]:
     """The compiled rules; group 1 is the token, and the text after it is the look-ahead."""
     return tuple(re.compile(f"({main})(?:{ahead})") for main, ahead in _RULES)
 
 
-@lru_cache(maxsize=1)
+@cache
 def _plain() -> re.Pattern[str]:
     """Matches a piece whose tokens do not depend on its context: a word, possibly with a comma, full stop or 's."""
     stopped = " ".join((_CLOSING_ABBREVIATIONS, _ABBREVIATIONS, _CAPITALIZED_ABBREVIATIONS, _CLOSING_NOT_UPPER))
@@ -245,10 +245,8 @@ def _apply_rules(caption: str, following: str) -> list[str]:
                 tokens += plain
                 position = piece.end()
                 continue
-        longest, token = 0, ""
-        for pattern in _rules():
-            if (match := pattern.match(text, position)) and match.end() - position > longest:
-                longest, token = match.end() - position, match[1]
+        matches = [match for pattern in _rules() if (match := pattern.match(text, position))]
+        token = max(matches, key=re.Match.end)[1] if matches else ""  # the first of equally long matches
         position += len(token)
         if token < _FIRST_DROPPED and token not in _WITHOUT_WIDTH and (printed := _print_form(token)) not in _DROPPED:
             tokens.append(printed)
@@ -266,8 +264,6 @@ def _print_form(token: str) -> str:
         return "".join(_PRINT_FORMS.get(character, character) for character in token)
     if len(token) > 1:  # phone numbers and emoticons contain brackets; spaces inside a token become no-break spaces
         token = token.replace("(", "-lrb-").replace(")", "-rrb-").replace(" ", "\u00a0").replace("\u00ad", "")
-        if token[0] in "’\u0092nN" and re.fullmatch("[’\u0092](?i:[msd]|ll|re|ve)|[nN][’\u0092][tT]", token):
+        if re.fullmatch("[’\u0092](?i:[msd]|ll|re|ve)|[nN][’\u0092][tT]", token):
             token = token.replace("’", "'").replace("\u0092", "'")
-    elif token in "()":
-        token = "-lrb-" if token == "(" else "-rrb-"
     return token.lower()

@@ -60,12 +60,13 @@ def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[
 
 
 def _read_coco(path: Path, images: list[Any], annotations: list[Any]) -> dict[ImageId, list[str]]:
-    references: dict[ImageId, list[str]] = {}
-    for number, image in enumerate(images):
-        references[_image_id(image, "id", f"{path}: images[{number}]")] = []
+    references: dict[ImageId, list[str]] = {
+        _value(image, "id", int, str, where=f"{path}: images[{number}]"): [] for number, image in enumerate(images)
+    }
     for number, annotation in enumerate(annotations):
         where = f"{path}: annotations[{number}]"
-        references.setdefault(_image_id(annotation, "image_id", where), []).append(_text(annotation, "caption", where))
+        captions = references.setdefault(_value(annotation, "image_id", int, str, where=where), [])
+        captions.append(_value(annotation, "caption", str, where=where))
     return references
 
 
@@ -78,7 +79,7 @@ def _read_karpathy(path: Path, images: list[Any], split: str | None) -> dict[Ima
     references: dict[ImageId, list[str]] = {}
     for number, image in enumerate(images):
         where = f"{path}: images[{number}]"
-        image_id = _image_id(image, id_key, where)
+        image_id = _value(image, id_key, int, str, where=where)
         if image_id in references:
             raise UserError(f"{where} repeats {id_key} {image_id}; every image must occur once")
         if split is not None and image.get("split") != split:
@@ -86,7 +87,7 @@ def _read_karpathy(path: Path, images: list[Any], split: str | None) -> dict[Ima
         sentences = image.get("sentences")
         if not isinstance(sentences, list):
             raise UserError(f"{where} has no list 'sentences'; give a file in Karpathy's layout")
-        references[image_id] = [_text(sentence, "raw", where) for sentence in sentences]
+        references[image_id] = [_value(sentence, "raw", str, where=where) for sentence in sentences]
     return references
 
 
@@ -100,20 +101,17 @@ def read_predictions(path: Path) -> dict[ImageId, str]:
     """Raw caption by image id from a COCO result file. Raises UserError."""
     data = read_json(path)
     if not isinstance(data, list) or not data:
-        content = "an empty list" if data == [] else f"a JSON {type(data).__name__}"
+        found = "an empty list" if data == [] else f"a JSON {type(data).__name__}"
         raise UserError(
-            f"{path} is no result file: expected a list of objects with image_id and caption, found {content}"
+            f"{path} is no result file: expected a list of objects with image_id and caption, found {found}"
         )
     rows = []
     for number, row in enumerate(data):
         where = f"{path}: entry {number}"
-        rows.append((_image_id(row, "image_id", where), _text(row, "caption", where)))
-    repeated = [image for image, count in Counter(image for image, _ in rows).items() if count > 1]
-    if repeated:
-        raise UserError(
-            f"{path} holds more than one caption for {len(repeated)} images (ids {shorten(repeated)}); keep one per "
-            "image"
-        )
+        rows.append((_value(row, "image_id", int, str, where=where), _value(row, "caption", str, where=where)))
+    if repeated := [image for image, count in Counter(image for image, _ in rows).items() if count > 1]:
+        count = f"{len(repeated)} images (ids {shorten(repeated)})"
+        raise UserError(f"{path} holds more than one caption for {count}; keep one per image")
     return dict(rows)
 
 
@@ -123,20 +121,12 @@ def shorten(ids: Iterable[ImageId], limit: int = 10) -> str:
     return ", ".join(names) if len(names) <= limit else f"{', '.join(names[:limit])} and {len(names) - limit} more"
 
 
-def _image_id(row: Any, key: str, where: str) -> ImageId:
+def _value(row: Any, key: str, *types: type, where: str) -> Any:
+    """row[key] if it has one of the types, `str` or also `int`. Raises UserError, as for a row that is no object."""
     value = row.get(key) if isinstance(row, dict) else None
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise UserError(f"{where} has no {key} that is a number or text: found {_excerpt(row)}")
+    if isinstance(value, bool) or not isinstance(value, types):
+        text = json.dumps(row)
+        excerpt = text if len(text) <= 100 else f"{text[:100]}..."
+        kind = "a number or text" if int in types else "text"
+        raise UserError(f"{where} has no {key} that is {kind}: found {excerpt}")
     return value
-
-
-def _text(row: Any, key: str, where: str) -> str:
-    value = row.get(key) if isinstance(row, dict) else None
-    if not isinstance(value, str):
-        raise UserError(f"{where} has no {key} that is text: found {_excerpt(row)}")
-    return value
-
-
-def _excerpt(row: Any) -> str:
-    text = json.dumps(row)
-    return text if len(text) <= 100 else f"{text[:100]}..."
