@@ -328,7 +328,7 @@ def _read_data(config: RunConfig, *, with_keys: bool) -> Dataset:
     from pipeline.data.loading import data_root, snapshot_of
 
     dataset, _ = read_annotations(config.data, data_root(config), config.storage.options)
-    return snapshot_of(dataset, config)[0].known() if with_keys else dataset
+    return snapshot_of(dataset, config)[0].readable() if with_keys else dataset
 
 
 def _images_of(dataset: Dataset, split: str) -> Dataset:
@@ -388,7 +388,7 @@ def _run_bundle(config: RunConfig, stage_name: str | None) -> LocatedBundle:
     from pipeline.runs.run_bundle import bundle_place, bundle_run
 
     dataset, _ = find_data(config)
-    folder = open_run(config, dataset.known().fingerprint())
+    folder = open_run(config, dataset.readable().fingerprint())
     stage = None
     if stage_name is not None:
         names = [section.name for section in config.stages]

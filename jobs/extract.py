@@ -45,7 +45,7 @@ def extract(config: RunConfig, address: str | None = None, verify: bool = False)
     logger.info(f"store        {folder}: {len(store)} images in {len(store.shards)} shards")
     exit_code = _check_quarantine(dataset, undecodable, unreadable, config, folder)
     if verify:
-        exit_code = max(exit_code, _verify(store, dataset.without(sorted(undecodable)).known()))
+        exit_code = max(exit_code, _verify(store, dataset.without(sorted(undecodable)).readable()))
     logger.info(f"finished in {time.monotonic() - begin:.1f} s")
     return exit_code
 
@@ -65,7 +65,7 @@ def _verify(store: FeatureStore, dataset: Dataset) -> int:
 
 def _extract(dataset: Dataset, unreadable: dict[str, str], config: RunConfig, address: str | None) -> Extracted:
     """Computes the features, or imports them. Raises UserError when no image can be read."""
-    if unreadable and not len(dataset.known()):  # the path is probably wrong, because the files are not all damaged
+    if unreadable and not len(dataset.readable()):  # the path is probably wrong, because the files are not all damaged
         uri, reason = next(iter(unreadable.items()))
         raise UserError(f"none of the {len(dataset)} images can be read; check data.images: {uri}: {reason}")
     with TemporaryDirectory(prefix="raycap-") as scratch:
@@ -116,8 +116,8 @@ def _check_quarantine(
     folder: StoragePath,
 ) -> int:
     """Logs how many images have no features. Returns 1 when they are more than `data.max_bad_fraction` of all."""
-    num_readable = len(dataset.known())
-    num_decodable = len(dataset.without(sorted(undecodable)).known())
+    num_readable = len(dataset.readable())
+    num_decodable = len(dataset.without(sorted(undecodable)).readable())
     num_bad = num_readable - num_decodable + len(unreadable)
     if not num_bad:
         return 0

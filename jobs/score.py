@@ -90,14 +90,7 @@ def format_scores(scores: Scores) -> str:
 
 def write_scores(path: Path, scores: Scores) -> None:
     """Writes one JSON object. A score that could not be computed is null, and `unavailable` contains the reason."""
-    content = {
-        "scores": {name: score.value for name, score in scores.by_name.items()},
-        "unavailable": {name: score.unavailable for name, score in scores.by_name.items() if score.unavailable},
-        "images": len(scores.image_ids),
-        "signature": scores.signature,
-        "extras": scores.extras,
-    }
-    write_text(path, json.dumps(content, indent=2) + "\n")
+    write_text(path, json.dumps(scores.to_json() | {"images": len(scores.image_ids)}, indent=2) + "\n")
 
 
 def write_per_image(path: Path, scores: Scores, captions: Sequence[str]) -> None:

@@ -47,7 +47,7 @@ class Dataset:
         """The images of these splits."""
         return Dataset(self.table.filter(pc.is_in(self.table["split"], pa.array(names, pa.string()))))
 
-    def known(self) -> Dataset:
+    def readable(self) -> Dataset:
         """The images with a content key: the files of all others could not be read."""
         return Dataset(self.table.filter(pc.is_valid(self.table["key"])))
 
@@ -121,18 +121,14 @@ def read_dataset(config: DataSection, root: Path | str, options: StorageOptions 
 
 def require_splits(dataset: Dataset, config: DataSection) -> None:
     """Raises UserError, naming the configuration key, when a split that the configuration needs has no image."""
-    needed = {
-        "data.train_splits": config.train_splits,
-        "data.val_split": (config.val_split,),
-        **{f"data.test_splits ({name})": (name,) for name in config.test_splits},
-        "data.vocabulary_splits": config.vocabulary_splits or config.train_splits,
-    }
+    needed = {"data.train_splits": config.train_splits, "data.val_split": (config.val_split,)}
+    needed |= {f"data.test_splits ({name})": (name,) for name in config.test_splits}
+    needed["data.vocabulary_splits"] = config.vocabulary_splits or config.train_splits
     for key, names in needed.items():
         if not len(dataset.split(*names)):
             splits = ", ".join(pc.unique(dataset.table["split"]).sort().to_pylist()) or "none at all"
-            raise UserError(
-                f"{key}: no image of {config.annotations} is in {' or '.join(names)}; it has the splits {splits}"
-            )
+            missing = f"no image of {config.annotations} is in {' or '.join(names)}"
+            raise UserError(f"{key}: {missing}; it has the splits {splits}")
 
 
 def read_annotations(

@@ -24,8 +24,8 @@ from pipeline.errors import UserError
 from pipeline.storage.path import StoragePath, is_remote, join
 
 TABLE_ENDINGS = (".jsonl", ".ndjson", ".csv", ".parquet")
-_Image = tuple[int, str, tuple[str, ...], list[Any]]  # its id, its split, the parts of its path, its captions
 MAX_CAPTION = 10_000  # characters; a longer text is reported as a problem and cut, which bounds the memory
+_Image = tuple[int, str, tuple[str, ...], list[Any]]  # its id, its split, the parts of its path, its captions
 
 
 @dataclass
@@ -79,32 +79,29 @@ def _detect_json(path: StoragePath, data: Any) -> str:
     )
 
 
-def _read(annotations: StoragePath) -> bytes:
+def _read(path: StoragePath) -> bytes:
     try:
-        data = annotations.read_bytes()
-        return gzip.decompress(data) if annotations.name.endswith(".gz") else data
+        data = path.read_bytes()
+        return gzip.decompress(data) if path.name.endswith(".gz") else data
     except (FileNotFoundError, IsADirectoryError) as error:
-        raise UserError(
-            f"annotation file {annotations} does not exist; data.annotations is relative to data.root"
-        ) from error
+        raise UserError(f"annotation file {path} does not exist; data.annotations is relative to data.root") from error
     except (OSError, EOFError) as error:
-        raise UserError(f"annotation file {annotations} cannot be read: {error}") from error
+        raise UserError(f"annotation file {path} cannot be read: {error}") from error
 
 
-def _read_json(annotations: StoragePath) -> Any:
+def _read_json(path: StoragePath) -> Any:
     try:
-        return json.loads(_read(annotations))
+        return json.loads(_read(path))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{annotations} is not valid JSON: {error}") from error
+        raise UserError(f"{path} is not valid JSON: {error}") from error
 
 
 def _add_karpathy(source: Source, data: Any, rows: Rows) -> None:
     """Reads `images`: each has filepath, filename, split, sentences with a raw text, and cocoid or imgid."""
+    path = source.annotations
     entries = data.get("images") if isinstance(data, dict) else None
     if not isinstance(entries, list) or not entries:
-        raise UserError(
-            f"{source.annotations} is not in Karpathy layout: expected an object with a list 'images' that is not empty"
-        )
+        raise UserError(f"{path} is not in Karpathy layout: expected an object with a list 'images' that is not empty")
 
     def parse(entry: dict[str, Any]) -> _Image:
         image_id = int(entry["cocoid"] if "cocoid" in entry else entry["imgid"])
@@ -137,9 +134,8 @@ def _add_coco(source: Source, data: Any, rows: Rows) -> None:
 
     _add_images(source, images, parse, rows)
     if captions_of:
-        raise UserError(
-            f"{path}: {len(captions_of)} image ids of 'annotations' are not in 'images', first {min(captions_of)}"
-        )
+        count, first = len(captions_of), min(captions_of)
+        raise UserError(f"{path}: {count} image ids of 'annotations' are not in 'images', first {first}")
 
 
 def _add_images(source: Source, entries: list[Any], parse: Callable[[dict[str, Any]], _Image], rows: Rows) -> None:
@@ -186,9 +182,8 @@ def _add_table(source: Source, entries: Iterator[dict[str, Any]], rows: Rows) ->
         try:
             image_id = int(identifier)
         except (TypeError, ValueError) as error:
-            raise UserError(
-                f"{where}: id {identifier!r} is not a whole number; without a column id, rows are numbered"
-            ) from error
+            message = f"{where}: id {identifier!r} is not a whole number; without a column id, rows are numbered"
+            raise UserError(message) from error
         split = source.split_lists.get(image) or source.split_lists.get(str(identifier))
         split = split or entry.get("split") or source.split or "train"
         uri = image if is_remote(image) else _inside(source.images, image, where)
@@ -219,11 +214,10 @@ def _entries(path: StoragePath) -> Iterator[dict[str, Any]]:
 
 
 def _as_list(value: Any) -> list[Any]:
-    """The captions of a cell that holds a list, a JSON list as text, one caption, or nothing."""
-    if isinstance(value, str) and value.startswith("["):  # may be a JSON list in a CSV cell
+    """The captions of a cell that holds a list, a JSON list as text (in a CSV file), one caption, or nothing."""
+    if isinstance(value, str) and value.startswith("["):
         with contextlib.suppress(ValueError):
-            parsed = json.loads(value)
-            return parsed if isinstance(parsed, list) else [value]
+            value = json.loads(value)
     if value is None:
         return []
     return value if isinstance(value, list) else [value]
@@ -254,16 +248,15 @@ def _is_encodable(text: str) -> bool:
 
 
 def read_split_lists(root: StoragePath, lists: dict[str, str]) -> dict[str, str]:
-    """{image name or id: split} from files with one image per line, as Karpathy's `karpathy_val_images.txt`.
+    """{image name or id: split} from files of lines with a file name and optionally an id.
 
-    A line holds a file name and optionally an id. Without an id, a file name that is a number is the id.
+    Without an id, a file name that is a number is the id.
     """
     split_of: dict[str, str] = {}
     for split, name in lists.items():
         path = root / name
-        for line in _read(path).decode("utf-8", errors="replace").splitlines():
-            if not (words := line.split()):
-                continue
+        lines = _read(path).decode("utf-8", errors="replace").splitlines()
+        for words in filter(None, map(str.split, lines)):
             filename = words[0].rsplit("/", 1)[-1]
             if split_of.setdefault(filename, split) != split:
                 raise UserError(f"data.split_lists: {filename} is in {split_of[filename]} and again in {path}")

@@ -147,11 +147,11 @@ def _pair(rng: random.Random, split: str, background: str, main: tuple[str, str]
         centers = [[rng.uniform(0.03 + extents[0], 0.97 - extents[0]) for _ in range(2)]] * 2
     else:
         centers = _side_by_side(rng, relation, extents)
-    objects = [
-        SceneObject(*pair, size, *center, extent, rng.uniform(-8, 8))
-        for pair, size, center, extent in zip((main, second), sizes, centers, extents, strict=True)
-    ]
-    return Scene(split, background, *objects, relation, position=None)
+    main_object, second_object = (
+        SceneObject(*pair, size, x, y, extent, rng.uniform(-8, 8))
+        for pair, size, (x, y), extent in zip((main, second), sizes, centers, extents, strict=True)
+    )
+    return Scene(split, background, main_object, second_object, relation, position=None)
 
 
 def _side_by_side(rng: random.Random, relation: str, extents: Sequence[float]) -> list[list[float]]:

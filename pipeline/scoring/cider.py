@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.scoring.ngram_keys import N_MAX, HashTable, NgramKeys, Ragged, by_length, index_type, take
+from pipeline.scoring.ngram_keys import N_MAX, HashTable, Ragged, by_length, count_ngrams, index_type, take
 
 SIGMA = 6.0
 
@@ -45,34 +45,29 @@ class CiderD:
         entry_weight (M,) float64    tf-idf of the n-gram in that caption
         ngrams.*                     table of the keys of the V n-grams
         pairs.*                      table of the P numbers image * V + n-gram
-        prefix1.* to prefix3.*       tables of the references' 1-, 2- and 3-grams; only from 2^15 words on (`NgramKeys`)
+        bigrams.*                    table of the keys of the references' 2-grams
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
         self.metadata = dict(metadata)
         self._tensors = dict(tensors)
         self._log_documents = float(metadata["log_documents"])
-        self._ngrams, self._pairs = (HashTable.of(self._tensors, name) for name in ("ngrams", "pairs"))
-        orders = range(1, N_MAX) if "prefix1.keys" in tensors else ()
-        prefixes = tuple(HashTable.of(self._tensors, f"prefix{order}") for order in orders)
-        self._keys = NgramKeys(int(metadata["num_words"]), prefixes)
+        self._bigrams, self._ngrams, self._pairs = (
+            HashTable.of(tensors, name) for name in ("bigrams", "ngrams", "pairs")
+        )
 
     @classmethod
-    def build(
-        cls, references: Sequence[Sequence[Sequence[int]]], *, caption_documents: bool = False, num_words: int = 0
-    ) -> CiderD:
+    def build(cls, references: Sequence[Sequence[Sequence[int]]], *, caption_documents: bool = False) -> CiderD:
         """The index of each image's reference captions, given as word-id sequences.
 
-        num_words: size of the vocabulary; needed when scored captions may use higher word ids than the references.
         caption_documents: compute document frequencies over captions instead of images, as the meshed-memory
         transformer's reward does. The cost is a few sorts of all reference n-grams.
         """
         captions = Ragged([caption for image in references for caption in image])
         num_references = np.array([len(image) for image in references], np.int64)
         num_captions = len(captions.lengths)
-        num_words = max(num_words, int(captions.words.max(initial=0)) + 1)
-        keys = NgramKeys.build(num_words, captions)
-        caption, column, key, times = _entries(keys, captions)
+        bigrams, _ = HashTable.build(captions.bigrams())
+        caption, column, key, times = _entries(captions, bigrams)
         ngrams, ngram = HashTable.number(key)
 
         # Sorts the entries, and joins those of one image and n-gram to pairs.
@@ -99,10 +94,8 @@ class CiderD:
             "entry_weight": weight[order],
         }
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        tensors |= ngrams.tensors("ngrams") | pairs.tensors("pairs")
-        for words, table in enumerate(keys.prefixes, 1):
-            tensors |= table.tensors(f"prefix{words}")
-        return cls(tensors, {"num_words": num_words, "log_documents": log_documents})
+        tensors |= bigrams.tensors("bigrams") | ngrams.tensors("ngrams") | pairs.tensors("pairs")
+        return cls(tensors, {"log_documents": log_documents})
 
     def to(self, device: torch.device | str) -> CiderD:
         """The same index on a device."""
@@ -145,7 +138,7 @@ class CiderD:
 
     def _score(self, captions: Tensor, lengths: Tensor, images: Tensor) -> Tensor:
         index = self._tensors
-        grams = self._keys.count(captions, lengths)
+        grams = count_ngrams(captions, lengths, self._bigrams)
         ngram, in_references = self._ngrams.find(grams.key)
         # log_documents is the idf of document frequency 1. Index 0 avoids reading at a position without meaning.
         idf = take(index["idf"], ngram.where(in_references, 0))
@@ -177,12 +170,12 @@ class CiderD:
         return matched / N_MAX / index["num_references"][images].clamp(min=1) * 10.0
 
 
-def _entries(keys: NgramKeys, captions: Ragged) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _entries(captions: Ragged, bigrams: HashTable) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The distinct n-grams of every caption: four arrays (M,), the number of the caption and the columns of `Grams`."""
     empty = torch.zeros(0, dtype=torch.long)
     parts = [(empty, empty, empty, empty.double())]
     for numbers, words, lengths in captions.batches():
-        grams = keys.count(words, lengths)
+        grams = count_ngrams(words, lengths, bigrams)
         parts.append((take(numbers, grams.caption), grams.column, grams.key, grams.times))
     caption, column, key, times = (torch.cat(columns).numpy() for columns in zip(*parts, strict=True))
     return caption, column, key, times

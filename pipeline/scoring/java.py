@@ -32,8 +32,7 @@ def java_version() -> str:
         done = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise JavaError(f"{java} does not start: {error}") from error
-    lines = (done.stderr or done.stdout).strip().splitlines()
-    return lines[0] if lines else "java"
+    return next(iter((done.stderr or done.stdout).strip().splitlines()), "java")
 
 
 def java_command(heap_mb: tuple[int, int], *options: str) -> list[str]:
@@ -73,24 +72,19 @@ def java_process(command: list[str], folder: Path, *, talks: bool) -> Iterator[s
 
     stderr goes to a file in the folder.
     """
-    pipe = subprocess.PIPE if talks else subprocess.DEVNULL
+    target = subprocess.PIPE if talks else subprocess.DEVNULL
     with (folder / "stderr.txt").open("wb") as stderr:
         try:
             # The process group lets killpg end child processes as well: java may be a wrapper script.
-            process = subprocess.Popen(command, cwd=folder, stdin=pipe, stdout=pipe, stderr=stderr, process_group=0)
+            process = subprocess.Popen(command, cwd=folder, stdin=target, stdout=target, stderr=stderr, process_group=0)
         except OSError as error:
             raise JavaError(f"java could not be started: {error}") from error
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                # Closing stdin writes its buffer to the process, which fails because the process has ended.
-                with contextlib.suppress(OSError):
-                    pipe.close()
+    with process:  # closes the pipes at its end
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def talk(process: subprocess.Popen[bytes], requests: Sequence[str], answers: int, until: float) -> Iterator[str]:

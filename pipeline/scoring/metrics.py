@@ -116,6 +116,20 @@ class Scores:
     signature: str
     extras: dict[str, Any]
 
+    @property
+    def values(self) -> dict[str, float | None]:
+        """Score by metric; None for a metric that is unavailable."""
+        return {name: score.value for name, score in self.by_name.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        unavailable = {name: score.unavailable for name, score in self.by_name.items() if score.unavailable}
+        return {
+            "scores": self.values,
+            "unavailable": unavailable,
+            "signature": self.signature,
+            "extras": self.extras,
+        }
+
 
 def score_captions(
     references: Mapping[Any, Sequence[str]],
@@ -159,7 +173,7 @@ def _check_input(
     references: Mapping[Any, Sequence[str]], predictions: Mapping[Any, str], metrics: Sequence[str]
 ) -> None:
     if unknown := [name for name in metrics if name not in METRICS]:
-        raise UserError(f"unknown metric {unknown[0]!r}; the known ones are {', '.join(METRICS)}")
+        raise UserError(f"unknown metric {unknown[0]!r}; the metrics are {', '.join(METRICS)}")
     if not predictions:
         raise UserError("there are no predictions to score; give a caption for at least one image")
     if unpaired := [image for image in predictions if not references.get(image)]:

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 N_MAX = 4  # CIDEr-D uses n-grams of 1 to 4 words
-_WORD_BITS = 15  # bits per word of a key, so that four words fit into an int64
-_MAX_WORDS = (1 << _WORD_BITS) - 1
 _PAIRS = 1 << 20  # at most this many pairs of positions are compared at a time, to stay in a processor's cache
 _ROWS = 256  # at most this many captions are compared at a time
 _FIBONACCI = -7046029254386353131  # 2^64 divided by the golden ratio, as int64 (Fibonacci hashing)
@@ -24,82 +22,56 @@ class Grams(NamedTuple):
 
     caption: Tensor  # index of the caption
     column: Tensor  # start * 4 + n - 1, where start is the position of the n-gram's first word
-    key: Tensor
+    key: Tensor  # see `_ngram_keys`
     times: Tensor  # float64, how often the caption contains the n-gram
 
 
-class NgramKeys:
-    """n-grams as int64 keys, exact for any number of words.
+def count_ngrams(words: Tensor, lengths: Tensor, bigrams: HashTable) -> Grams:
+    """The distinct n-grams of captions (R, T) of `lengths` (R,). bigrams: the keys of the references' 2-grams.
 
-    Below 2^15 words a key consists of the n-gram's word ids plus 1, with 15 bits each; no id plus 1 is 0, so keys of
-    different n differ. With more words a key consists of the number of the (n-1)-gram, the last word and n. The number
-    of an (n-1)-gram is its position in the references' table of (n-1)-grams (`prefixes`). An (n-1)-gram outside of the
-    table gets a number beyond the table, which is valid only within one call of `count`.
+    All positions are compared with each other, which for captions is faster than sorting.
     """
+    width = words.shape[1]
+    inside = torch.arange(width, device=words.device) < lengths[:, None]
+    # Captions are the last dimension, for vectorized comparisons. Padding gets negative ids, each different.
+    padded = words.where(inside, -1 - torch.arange(width, device=words.device)).t().int().contiguous()  # (T, R)
+    same_word = padded[:, None] == padded[None]  # (T, T, R)
+    same, is_before = same_word, torch.ones_like(same_word[:, :, :1]).squeeze(2).tril(-1).unsqueeze(2)
+    parts = [(words.new_zeros(0),) * 4]
+    for order, key in enumerate(_ngram_keys(words, bigrams)[:width]):
+        if order:  # two n-grams are equal when their (n-1)-grams and their last words are equal
+            same = same[:-1, :-1] & same_word[order:, order:]
+        starts = width - order
+        earlier = (same & is_before[:starts, :starts]).sum(1, dtype=torch.int32)
+        first = (inside[:, order:] & (earlier == 0).t()).flatten().nonzero().squeeze(1)
+        times = same.sum(1, dtype=torch.int32).t().flatten()
+        column = first % starts * N_MAX + order
+        parts.append((first // starts, column, take(key.flatten(), first), take(times, first)))
+    caption, column, keys, times = (torch.cat(part) for part in zip(*parts, strict=True))
+    by_caption = caption.argsort(stable=True)
+    return Grams(*(take(part, by_caption) for part in (caption, column, keys, times.double())))
 
-    def __init__(self, num_words: int, prefixes: tuple[HashTable, ...] = ()) -> None:
-        self.num_words, self.prefixes = num_words, prefixes
-        self._uses_tables = num_words > _MAX_WORDS
 
-    @classmethod
-    def build(cls, num_words: int, captions: Ragged) -> NgramKeys:
-        """Keys for these references. From 2^15 words on, builds the tables of their shorter n-grams."""
-        keys = cls(num_words)
-        for order in range(1, N_MAX) if keys._uses_tables else ():  # longer n-grams need the tables of shorter ones
-            parts = [torch.zeros(0, dtype=torch.long)]  # the keys of the n-grams of this order
-            for _, words, lengths in captions.batches():
-                grams = keys.count(words, lengths, longest=order)
-                parts.append(grams.key[grams.column % N_MAX == order - 1])
-            keys.prefixes += (HashTable.build(np.unique(torch.cat(parts).numpy()))[0],)
-        return keys
+def bigram_keys(first: Any, second: Any) -> Any:
+    """Keys of 2-grams, from arrays or tensors with their two words."""
+    return (first << 30 | second) << 2 | 1
 
-    def count(self, words: Tensor, lengths: Tensor, longest: int = N_MAX) -> Grams:
-        """The distinct n-grams of captions (R, T) of `lengths` (R,), with n up to `longest`.
 
-        All positions are compared with each other, which for captions is faster than sorting. Raises ValueError for
-        a word id that is not below `num_words`.
-        """
-        width = words.shape[1]
-        inside = torch.arange(width, device=words.device) < lengths[:, None]
-        if bool((words.ge(self.num_words) & inside).any()):
-            largest = int(words.masked_fill(~inside, 0).max())
-            raise ValueError(f"word id {largest} is not below num_words = {self.num_words}; pass a larger num_words")
-        # Captions are the last dimension, for vectorized comparisons. Padding gets negative ids, each different.
-        padded = words.where(inside, -1 - torch.arange(width, device=words.device)).t().int().contiguous()  # (T, R)
-        same_word = padded[:, None] == padded[None]  # (T, T, R)
-        same, is_before = same_word, torch.ones_like(same_word[:, :, :1]).squeeze(2).tril(-1).unsqueeze(2)
-        key, parts = torch.zeros_like(words), []
-        for order in range(min(longest, width)):
-            if order:  # two n-grams are equal when their (n-1)-grams and their last words are equal
-                same = same[:-1, :-1] & same_word[order:, order:]
-            starts = width - order
-            key = self._extend(key[:, :starts], words[:, order:], inside[:, order:], order)
-            earlier = (same & is_before[:starts, :starts]).sum(1, dtype=torch.int32)
-            first = (inside[:, order:] & (earlier == 0).t()).flatten().nonzero().squeeze(1)
-            times = same.sum(1, dtype=torch.int32).t().flatten()
-            column = first % starts * N_MAX + order
-            parts.append((first // starts, column, take(key.flatten(), first), take(times, first)))
-        if not parts:
-            empty = words.new_zeros(0)
-            return Grams(empty, empty, empty, empty.double())
-        caption, column, keys, times = (torch.cat(part) for part in zip(*parts, strict=True))
-        by_caption = caption.argsort(stable=True)
-        return Grams(*(take(part, by_caption) for part in (caption, column, keys, times.double())))
+def _ngram_keys(words: Tensor, bigrams: HashTable) -> list[Tensor]:
+    """Keys of the n-grams at every position (R, T - n + 1), exact for up to 2^30 words; one tensor for each n.
 
-    def _extend(self, prefix: Tensor, words: Tensor, inside: Tensor, order: int) -> Tensor:
-        """Keys of the (order + 1)-grams, from the keys of their first `order` words and their last words."""
-        last = words + 1
-        if not self._uses_tables:
-            return (prefix << _WORD_BITS) | last
-        if order == 0:
-            return last << 2
-        table = self.prefixes[order - 1]
-        number, in_table = table.find(prefix[inside])
-        _, new_number = torch.unique(prefix[inside][~in_table], return_inverse=True)
-        number[~in_table] = len(table) + new_number
-        key = torch.zeros_like(prefix)
-        key[inside] = ((number << 30 | last[inside]) << 2) | order
-        return key
+    A key holds n - 1 in its two lowest bits, and above them the word, both words of a 2-gram, the number of the first
+    2-gram and the last word of a 3-gram, or the numbers of both 2-grams of a 4-gram. The number of a 2-gram is its
+    position in `bigrams`. The key is -1 if a 2-gram is not in `bigrams`, because then no reference has the n-gram.
+    """
+    pairs = bigram_keys(words[:, :-1], words[:, 1:])
+    number, in_table = (part.view_as(pairs) for part in bigrams.find(pairs.flatten()))
+    number = number.where(in_table, -1)
+    first, last = number[:, :-1], words[:, 2:]
+    three = ((first << 30 | last) << 2 | 2).where(first >= 0, -1)
+    first, last = number[:, :-2], number[:, 2:]
+    four = ((first << 30 | last) << 2 | 3).where((first >= 0) & (last >= 0), -1)
+    return [words << 2, pairs, three, four]
 
 
 @dataclass(frozen=True)
@@ -198,6 +170,13 @@ class Ragged:
     def __init__(self, captions: Sequence[Sequence[int]]) -> None:
         self.lengths = np.array([len(caption) for caption in captions], np.int64)
         self.words = np.fromiter(itertools.chain.from_iterable(captions), np.int64, int(self.lengths.sum()))
+
+    def bigrams(self) -> np.ndarray:
+        """The keys of the distinct 2-grams."""
+        has_next = np.ones(len(self.words), bool)
+        has_next[np.cumsum(self.lengths[self.lengths > 0]) - 1] = False
+        starts = np.flatnonzero(has_next)
+        return np.unique(bigram_keys(self.words[starts], self.words[starts + 1]))
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Batches of captions of similar length: their numbers (R,), their padded words (R, T), their lengths (R,)."""

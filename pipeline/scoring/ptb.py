@@ -1,13 +1,12 @@
 """The Stanford PTB tokenizer as pycocoevalcap's PTBTokenizer runs it, in Python, with its removal of punctuation.
 
 pycocoevalcap 1.2 runs Stanford CoreNLP 3.4.1 (`PTBTokenizer -preserveLines -lowerCase`) over all captions, one per
-line, and drops the tokens in `PUNCTUATION`. This file does the same without Java. Its rules were derived from that
-program's output, not from its source code. The tests compare the outputs of both.
+line, and drops the tokens in `PUNCTUATION`. The rules here were derived from that program's output, not from its source
+code. The tests compare the outputs of both.
 
 At each position the tokenizer takes the longest match of all rules, or the first rule among equally long matches. A
 rule may look ahead: the text after the token that its second pattern matches adds to the length of the match, and is
-tokenized afterwards. Almost every piece between spaces is plain: a word, possibly with a comma, a full stop or 's.
-Plain pieces are cached and need no rule.
+tokenized afterwards. A plain piece between spaces (a word, possibly with a comma, a full stop or 's) needs no rule.
 
 Known differences, none of which occurs in the 242,654 captions of COCO val2014 and Flickr8k: scripts with vowel signs
 (Thai, Devanagari), runs of different curly quotes, letters after a tag or e-mail address. This file treats a line
@@ -156,7 +155,7 @@ _RULES: tuple[tuple[str, str], ...] = (
     (r"--?-?-?|-{5,}", ""),
     (r"[!?]+|''|``|_+|\*+|#+|@+|<<|>>", ""),
     (r"[“”«»‘’‹›„‚\u0091-\u0094][“”«»‘’‹›„‚\u0091-\u0094'`]", ""),
-    (r"\S", ""),
+    ("[\\S\u0085]", ""),
 )
 
 # Tokens and the form in which the tokenizer prints them; `tokenize` drops those that become punctuation.

@@ -35,9 +35,8 @@ def read_json(path: Path) -> Any:
 def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[str]]:
     """Raw captions by image id, in the file's order of images. split: leaves out the images of other splits.
 
-    COCO annotations (`images`, and `annotations` with image_id and caption) have no splits. In Karpathy's layout
-    (`images` with `sentences`) an image's id is its cocoid, or its imgid in a file without cocoids. Images without a
-    caption are left out. Raises UserError.
+    COCO annotations have no splits. In Karpathy's layout an image's id is its cocoid, or its imgid in a file without
+    cocoids. Images without a caption are left out. Raises UserError.
     """
     data = read_json(path)
     content = data if isinstance(data, dict) else {}
@@ -118,7 +117,7 @@ def read_predictions(path: Path) -> dict[ImageId, str]:
 def shorten(ids: Iterable[ImageId], limit: int = 10) -> str:
     """The first `limit` ids and the number of the others, for a message."""
     names = [str(image) for image in ids]
-    return ", ".join(names) if len(names) <= limit else f"{', '.join(names[:limit])} and {len(names) - limit} more"
+    return ", ".join(names) if len(names) <= limit else f"{', '.join(names[:limit])} and {len(names) - limit:,} more"
 
 
 def _value(row: Any, key: str, *types: type, where: str) -> Any:

@@ -70,7 +70,7 @@ class SplitResult:
     @property
     def values(self) -> dict[str, float | None]:
         """Score by metric; None for a metric that is unavailable."""
-        return {} if self.scores is None else {name: score.value for name, score in self.scores.by_name.items()}
+        return {} if self.scores is None else self.scores.values
 
     @property
     def signature(self) -> str:
@@ -96,15 +96,7 @@ class SplitResult:
         """The part of the entry that needs references; {} without scores."""
         if self.scores is None:
             return {}
-        by_name = self.scores.by_name
-        return {
-            "scores": self.values,
-            "unavailable": {name: score.unavailable for name, score in by_name.items() if score.unavailable},
-            "signature": self.signature,
-            "extras": self.scores.extras,
-            "main_object": self.main_object,
-            "per_image_CIDEr-D": self.cider_by_image,
-        }
+        return self.scores.to_json() | {"main_object": self.main_object, "per_image_CIDEr-D": self.cider_by_image}
 
     def flat(self) -> dict[str, float]:
         """The scores as the tracker and the model registry store them, with keys like "test_CIDEr-D"."""
