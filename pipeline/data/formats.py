@@ -13,6 +13,7 @@ import gzip
 import io
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from pipeline.storage.path import StoragePath, is_remote, join
 
 TABLE_ENDINGS = (".jsonl", ".ndjson", ".csv", ".parquet")
 MAX_CAPTION = 10_000  # characters; a longer text is reported as a problem and cut, which bounds the memory
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can contain such a code point, and no encoding can
 _Image = tuple[int, str, tuple[str, ...], list[Any]]  # its id, its split, the parts of its path, its captions
 
 
@@ -42,7 +44,7 @@ class Rows:
         """Adds an image. Raises UserError for values that a table or file system cannot hold."""
         if not -(2**63) <= image_id < 2**63:
             raise UserError(f"{where} is malformed: the image id {image_id} has more than 64 bits")
-        if "\0" in uri or not _is_encodable(uri + split):
+        if "\0" in uri or _SURROGATE.search(uri + split):
             raise UserError(f"{where} is malformed: its file name or split is not text")
         self.image_id.append(image_id)
         self.split.append(split)
@@ -124,12 +126,13 @@ def _add_coco(source: Source, data: Any, rows: Rows) -> None:
             captions_of.setdefault(int(entry["image_id"]), []).append(entry["caption"])
         except (KeyError, TypeError, ValueError) as error:
             raise _malformed(f"{path}: annotations[{number}]", error) from error
-    default_split = source.split or _split_of_name(path.name)
+    # A name like COCO's, for example captions_val2014.json, contains the split.
+    split_of_name = next((split for split in ("train", "val", "test") if split in path.name), "train")
 
     def parse(entry: dict[str, Any]) -> _Image:
         image_id, filename = int(entry["id"]), entry["file_name"]
         split = source.split_lists.get(filename) or source.split_lists.get(str(image_id))
-        split = split or (entry.get("domain") if source.split is None else None) or default_split
+        split = split or source.split or entry.get("domain") or split_of_name
         return image_id, split, (filename,), captions_of.pop(image_id, [])
 
     _add_images(source, images, parse, rows)
@@ -139,7 +142,7 @@ def _add_coco(source: Source, data: Any, rows: Rows) -> None:
 
 
 def _add_images(source: Source, entries: list[Any], parse: Callable[[dict[str, Any]], _Image], rows: Rows) -> None:
-    """Adds the images of a JSON file. `parse` reads one entry, and may fail in any way if the entry is malformed."""
+    """Adds the images of a JSON file. `parse` reads one entry, and may raise any error if the entry is malformed."""
     for number, entry in enumerate(entries):
         where = f"{source.annotations}: images[{number}]"
         try:
@@ -156,15 +159,10 @@ def _malformed(where: str, error: Exception) -> UserError:
     return UserError(f"{where} is malformed ({type(error).__name__}: {error})")
 
 
-def _split_of_name(name: str) -> str:
-    """The split that a file name like COCO's contains, for example "val" in captions_val2014.json."""
-    return next((split for split in ("train", "val", "test") if split in name), "train")
-
-
 def _add_table(source: Source, entries: Iterator[dict[str, Any]], rows: Rows) -> None:
     """Reads the columns image, captions or caption, and optionally id and split.
 
-    captions: a list, or one text; rows that name the same image add up. The default id is the row's number.
+    captions: a list, or one text. Rows of the same image are joined. The default id is the row's number.
     """
     path = source.annotations
     row_of: dict[str, int] = {}
@@ -229,22 +227,13 @@ def _texts(values: list[Any], where: str, rows: Rows) -> list[str]:
     for value in values:
         if not isinstance(value, str):
             rows.problems.append(f"{where} is malformed: a caption is not text but {type(value).__name__}")
-        elif not _is_encodable(value):  # a lone surrogate, which JSON can contain
+        elif _SURROGATE.search(value):
             rows.problems.append(f"{where} is malformed: a caption is not text in any encoding")
-        elif len(value) > MAX_CAPTION:
-            rows.problems.append(f"{where} is malformed: a caption has {len(value)} characters")
-            texts.append(value[:MAX_CAPTION])
         else:
-            texts.append(value)
+            if len(value) > MAX_CAPTION:
+                rows.problems.append(f"{where} is malformed: a caption has {len(value)} characters")
+            texts.append(value[:MAX_CAPTION])
     return texts
-
-
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def read_split_lists(root: StoragePath, lists: dict[str, str]) -> dict[str, str]:

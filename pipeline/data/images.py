@@ -36,8 +36,6 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
             raise BadImage(f"{image.width} x {image.height} pixels, more than {max_pixels}")
         image.load()
         return _to_rgb(ImageOps.exif_transpose(image))
-    except BadImage:
-        raise
     except Image.UnidentifiedImageError as error:
         raise BadImage("not an image in a known format") from error
     except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError, IndexError, TypeError) as error:

@@ -7,6 +7,7 @@ equals the first images of a larger one.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -34,7 +35,7 @@ COLORS: dict[str, tuple[int, int, int]] = {
 SHAPES = ("circle", "square", "triangle", "star", "cross")
 # The main objects of the split "novel". Other splits never combine these colors and shapes, but show each by itself.
 NOVEL = (("red", "star"), ("yellow", "circle"), ("green", "cross"), ("blue", "triangle"), ("purple", "square"))
-# None of these words is in COLORS: `main_object` reads the first word of COLORS as an object's color.
+# None of these words is in COLORS, because `main_object` takes a word of COLORS as an object's color.
 BACKGROUNDS = {"white": (252, 252, 250), "gray": (208, 210, 214), "pink": (252, 218, 224), "cream": (246, 236, 204)}
 
 # Half the width of an object as a share of the image. The gaps between classes make clear which object is larger.
@@ -117,7 +118,7 @@ def make_scene(seed: int, index: int) -> tuple[Scene, list[str]]:
     rng = random.Random(f"{seed}/{index}")
     split = SPLIT_CYCLE[index % len(SPLIT_CYCLE)]
     background = rng.choice(list(BACKGROUNDS))
-    familiar = [(color, shape) for color in COLORS for shape in SHAPES if (color, shape) not in NOVEL]
+    familiar = [pair for pair in itertools.product(COLORS, SHAPES) if pair not in NOVEL]
     main = rng.choice(NOVEL if split == "novel" else familiar)
     if rng.random() < SINGLE_SHARE:
         scene = _single(rng, split, background, main)
@@ -178,24 +179,20 @@ def _captions(rng: random.Random, scene: Scene) -> list[str]:
     templates = SINGLE_TEMPLATES if scene.second is None else PAIR_TEMPLATES
     captions = []
     for template in rng.sample(templates, CAPTIONS_PER_IMAGE):
-        words = {
-            "main": _name(rng, scene.main),
-            "plain_main": _article(f"{scene.main.color} {scene.main.shape}"),
-            "background": _article(scene.background),
-            "position": scene.position,
-        }
+        words = {"background": _article(scene.background), "position": scene.position}
+        words["main"], words["plain_main"] = _names(rng, scene.main)
         if scene.second is not None and scene.relation is not None:
-            words["second"] = _name(rng, scene.second)
-            words["plain_second"] = _article(f"{scene.second.color} {scene.second.shape}")
+            words["second"], words["plain_second"] = _names(rng, scene.second)
             words["relation"], words["inverse"] = map(rng.choice, RELATION_WORDS[scene.relation])
         caption = template.format(**words)
         captions.append(f"{caption[0].upper()}{caption[1:]}.")
     return captions
 
 
-def _name(rng: random.Random, item: SceneObject) -> str:
-    """An object's size, color and shape, for example "a big red star"."""
-    return _article(f"{rng.choice(SIZE_WORDS[item.size])} {item.color} {item.shape}")
+def _names(rng: random.Random, item: SceneObject) -> tuple[str, str]:
+    """An object's name with its size and without it, for example "a big red star" and "a red star"."""
+    plain = f"{item.color} {item.shape}"
+    return _article(f"{rng.choice(SIZE_WORDS[item.size])} {plain}"), _article(plain)
 
 
 def _article(noun: str) -> str:

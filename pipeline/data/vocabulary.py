@@ -18,11 +18,10 @@ _TOKEN = re.compile(r"\w+|[^\w ]")
 
 
 def tokenize(caption: str) -> list[str]:
-    """Tokens of a raw caption, as in ExpansionNet v2's published code.
+    """Lower-case tokens of a raw caption, as in ExpansionNet v2's published code.
 
-    Tokens are lower case. Words are runs of letters, digits and underscores; each other character is a token, except
-    spaces and ``. , ? ! : ; - ' ` ``, which are dropped. A newline inside a caption is a token, because the published
-    vocabulary has this word; a newline at the end is dropped.
+    Words are runs of letters, digits and underscores; each other character is a token, except spaces and the characters
+    ``. , ? ! : ; - ' ` ``. A newline inside a caption is a token, because the published vocabulary has this word.
     """
     return [token for token in _TOKEN.findall(caption.lower().rstrip()) if token not in _DROPPED]
 
@@ -39,10 +38,8 @@ def tokenize_like_spacy(caption: str) -> list[str]:
 
     These few rules approximate spaCy: they split rare abbreviations ("u.s.", "a.m.") and emoticons differently.
     """
-    tokens: list[str] = []
-    for piece in _SPACY_SUFFIX.sub(" ", caption.lower()).split():
-        for token in _SPACY.findall(piece):
-            tokens.extend(_SPACY_CONTRACTED.get(token, (token,)))
+    pieces = _SPACY.findall(_SPACY_SUFFIX.sub(" ", caption.lower()))
+    tokens = (token for piece in pieces for token in _SPACY_CONTRACTED.get(piece, (piece,)))
     return [token for token in tokens if any(character.isalnum() for character in token)]
 
 

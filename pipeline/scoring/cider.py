@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.scoring.ngram_keys import N_MAX, HashTable, Ragged, by_length, count_ngrams, index_type, take
+from pipeline.scoring.ngram_keys import N_MAX, HashTable, Ragged, bigram_keys, by_length, count_ngrams, index_type, take
 
 SIGMA = 6.0
 
@@ -66,9 +66,12 @@ class CiderD:
         captions = Ragged([caption for image in references for caption in image])
         num_references = np.array([len(image) for image in references], np.int64)
         num_captions = len(captions.lengths)
-        bigrams, _ = HashTable.build(captions.bigrams())
+        # 2-grams across the end of a caption are not left out: they do no harm.
+        bigrams, _ = HashTable.build(np.unique(bigram_keys(captions.words[:-1], captions.words[1:])))
         caption, column, key, times = _entries(captions, bigrams)
-        ngrams, ngram = HashTable.number(key)
+        distinct, inverse = np.unique(key, return_inverse=True)
+        ngrams, bucket_order = HashTable.build(distinct)
+        ngram = np.argsort(bucket_order)[inverse]  # the position of each key in the table
 
         # Sorts the entries, and joins those of one image and n-gram to pairs.
         num_ngrams = max(len(ngrams), 1)

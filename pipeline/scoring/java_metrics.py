@@ -47,11 +47,12 @@ def check_spice() -> None:
 
 
 def meteor(
-    predictions: Sequence[Caption], references: Sequence[Sequence[Caption]], *, deadline_s: float
+    predictions: Sequence[Caption], references: Sequence[Sequence[Caption]], deadline_s: float | None
 ) -> tuple[float, list[float]]:
     """METEOR 1.5 (English, normalized) of tokenized captions: the score over all images, and that of each image.
 
-    After a failure the process is restarted once, and scores only the images without an answer. Raises JavaError.
+    After a failure the process is restarted once, and scores only the images without an answer. deadline_s: by default
+    120 s plus 50 ms per image. Raises JavaError.
     """
     jar = _package_folder() / "meteor" / "meteor-1.5.jar"
     command = java_command(_METEOR_HEAP_MB, "-jar", str(jar), "-", "-", "-stdio", "-l", "en", "-norm")
@@ -76,7 +77,7 @@ def meteor(
             *per_image, value = [float(_checked(line, _NUMBER)) for line in lines]
         return value, per_image
 
-    return with_one_restart(attempt, deadline_s)
+    return with_one_restart(attempt, 120 + 0.05 * len(requests) if deadline_s is None else deadline_s)
 
 
 def _checked(line: str, pattern: re.Pattern[str]) -> str:
@@ -86,12 +87,12 @@ def _checked(line: str, pattern: re.Pattern[str]) -> str:
 
 
 def spice(
-    predictions: Sequence[Caption], references: Sequence[Sequence[Caption]], *, deadline_s: float
+    predictions: Sequence[Caption], references: Sequence[Sequence[Caption]], deadline_s: float | None
 ) -> tuple[list[float], dict[str, float | None]]:
     """SPICE 1.0 of tokenized captions: the F-score of each image, and the mean F-score of each sub-category.
 
     The mean is over the images whose caption or references mention the category; None when no image does.
-    Raises JavaError.
+    deadline_s: by default 300 s plus 1 s per image. Raises JavaError.
     """
     folder = _package_folder() / "spice"
     java = java_command(_SPICE_HEAP_MB)
@@ -117,7 +118,7 @@ def spice(
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise JavaError(f"java left no readable result ({type(error).__name__}: {error})") from error
 
-    scores_by_image = with_one_restart(attempt, deadline_s)
+    scores_by_image = with_one_restart(attempt, 300 + len(data) if deadline_s is None else deadline_s)
     categories = {name: _mean_f(scores_by_image, category) for category, name in SPICE_CATEGORIES.items()}
     return [scores["All"]["f"] for scores in scores_by_image], categories
 

@@ -23,15 +23,12 @@ BLEU = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4")
 
 @dataclass(frozen=True)
 class Score:
-    """The value of a metric over all images and for each image, or in `unavailable` the reason why it has none.
-
-    categories: the values of the sub-categories; only SPICE has them.
-    """
+    """The value of a metric over all images and for each image, or in `unavailable` the reason why it has none."""
 
     value: float | None = None
     per_image: list[float] | None = None
     unavailable: str | None = None
-    categories: dict[str, float | None] | None = None
+    categories: dict[str, float | None] | None = None  # the values of SPICE's sub-categories
 
 
 @dataclass(frozen=True)
@@ -69,10 +66,7 @@ def _bleu(captions: TokenizedCaptions) -> list[Score]:
 
 
 def _meteor(captions: TokenizedCaptions) -> list[Score]:
-    deadline_s = captions.java_deadline_s
-    if deadline_s is None:
-        deadline_s = 120 + 0.05 * len(captions.predictions)
-    return [Score(*java_metrics.meteor(captions.predictions, captions.references, deadline_s=deadline_s))]
+    return [Score(*java_metrics.meteor(captions.predictions, captions.references, captions.java_deadline_s))]
 
 
 def _rouge_l(captions: TokenizedCaptions) -> list[Score]:
@@ -88,10 +82,7 @@ def _cider_d(captions: TokenizedCaptions) -> list[Score]:
 
 
 def _spice(captions: TokenizedCaptions) -> list[Score]:
-    deadline_s = captions.java_deadline_s
-    if deadline_s is None:
-        deadline_s = 300 + len(captions.predictions)
-    values, categories = java_metrics.spice(captions.predictions, captions.references, deadline_s=deadline_s)
+    values, categories = java_metrics.spice(captions.predictions, captions.references, captions.java_deadline_s)
     return [Score(sum(values) / len(values), values, categories=categories)]
 
 
@@ -123,12 +114,8 @@ class Scores:
 
     def to_json(self) -> dict[str, Any]:
         unavailable = {name: score.unavailable for name, score in self.by_name.items() if score.unavailable}
-        return {
-            "scores": self.values,
-            "unavailable": unavailable,
-            "signature": self.signature,
-            "extras": self.extras,
-        }
+        scores = {"scores": self.values, "unavailable": unavailable}
+        return scores | {"signature": self.signature, "extras": self.extras}
 
 
 def score_captions(
@@ -143,8 +130,8 @@ def score_captions(
 
     Images have the order of `references`, as in coco-caption. Images without a prediction are left out, also from the
     document frequencies; `extras["references_without_prediction"]` counts them. An empty caption matches nothing.
-    java_deadline_s: the longest time for METEOR and for SPICE each, a restart included; by default 120 s plus 50 ms per
-    image for METEOR, and 300 s plus 1 s per image for SPICE. training_captions: see `caption_stats`.
+    java_deadline_s: the longest time for METEOR and for SPICE each, a restart included; the defaults are those of
+    `java_metrics.py`. training_captions: see `caption_stats`.
 
     Raises UserError (a ValueError) for an unknown metric, for predictions without references and for no predictions.
     """

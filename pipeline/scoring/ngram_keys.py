@@ -27,15 +27,12 @@ class Grams(NamedTuple):
 
 
 def count_ngrams(words: Tensor, lengths: Tensor, bigrams: HashTable) -> Grams:
-    """The distinct n-grams of captions (R, T) of `lengths` (R,). bigrams: the keys of the references' 2-grams.
-
-    All positions are compared with each other, which for captions is faster than sorting.
-    """
+    """The distinct n-grams of captions (R, T) of `lengths` (R,). bigrams: the keys of the references' 2-grams."""
     width = words.shape[1]
     inside = torch.arange(width, device=words.device) < lengths[:, None]
     # Captions are the last dimension, for vectorized comparisons. Padding gets negative ids, each different.
     padded = words.where(inside, -1 - torch.arange(width, device=words.device)).t().int().contiguous()  # (T, R)
-    same_word = padded[:, None] == padded[None]  # (T, T, R)
+    same_word = padded[:, None] == padded[None]  # (T, T, R); for captions this is faster than sorting
     same, is_before = same_word, torch.ones_like(same_word[:, :, :1]).squeeze(2).tril(-1).unsqueeze(2)
     parts = [(words.new_zeros(0),) * 4]
     for order, key in enumerate(_ngram_keys(words, bigrams)[:width]):
@@ -78,8 +75,7 @@ def _ngram_keys(words: Tensor, bigrams: HashTable) -> list[Tensor]:
 class HashTable:
     """Distinct int64 keys in the order of their hash buckets; a key's position in `keys` is its number.
 
-    A bucket holds about one key. So a look-up costs about two memory accesses; a binary search in millions of keys
-    would cost twenty.
+    A bucket holds about one key, so a look-up costs about two memory accesses. A binary search would cost twenty.
     """
 
     keys: Tensor  # (size + 1,); the last one is no key, but makes the position after the last key readable
@@ -96,15 +92,6 @@ class HashTable:
         np.cumsum(np.bincount(buckets, minlength=1 << bits), out=start[1:])
         ordered = torch.cat([values[torch.from_numpy(order)], values.new_zeros(1)])
         return cls(ordered, torch.from_numpy(start)), order
-
-    @classmethod
-    def number(cls, keys: np.ndarray) -> tuple[HashTable, np.ndarray]:
-        """The table of the distinct values among `keys` (M,), and the position (M,) of each key in it."""
-        distinct, inverse = np.unique(keys, return_inverse=True)
-        table, order = cls.build(distinct)
-        position = np.empty_like(order)
-        position[order] = np.arange(len(order))
-        return table, position[inverse]
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], name: str) -> HashTable:
@@ -149,19 +136,16 @@ def index_type(limit: int) -> Any:
 
 
 def by_length(lengths: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Splits a batch by length, so that each part needs little padding and bounded memory.
+    """Splits a batch into parts of similar length, which need little padding and bounded memory.
 
     Yields (row numbers, longest length) of each part, the longest captions first.
     """
     order = lengths.argsort(stable=True)
-    ordered = lengths[order].tolist()
-    end = len(ordered)
-    while end:
-        longest = ordered[end - 1]
-        max_rows = max(1, _PAIRS // max(longest, 1) ** 2)
-        start = max(0, end - _ROWS, end - max_rows)
-        yield order[start:end], longest
-        end = start
+    while len(order):
+        longest = int(lengths[order[-1]])
+        rows = min(_ROWS, max(1, _PAIRS // max(longest, 1) ** 2))
+        yield order[-rows:], longest
+        order = order[:-rows]
 
 
 class Ragged:
@@ -170,13 +154,6 @@ class Ragged:
     def __init__(self, captions: Sequence[Sequence[int]]) -> None:
         self.lengths = np.array([len(caption) for caption in captions], np.int64)
         self.words = np.fromiter(itertools.chain.from_iterable(captions), np.int64, int(self.lengths.sum()))
-
-    def bigrams(self) -> np.ndarray:
-        """The keys of the distinct 2-grams."""
-        has_next = np.ones(len(self.words), bool)
-        has_next[np.cumsum(self.lengths[self.lengths > 0]) - 1] = False
-        starts = np.flatnonzero(has_next)
-        return np.unique(bigram_keys(self.words[starts], self.words[starts + 1]))
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Batches of captions of similar length: their numbers (R,), their padded words (R, T), their lengths (R,)."""

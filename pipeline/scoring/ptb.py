@@ -21,8 +21,7 @@ from functools import cache, lru_cache
 
 SIGNATURE = "stanford-ptb-3.4.1-no-punctuation"
 
-# Source: pycocoevalcap/tokenizer/ptbtokenizer.py. The list has brackets in upper case and tokens are in lower case, so
-# brackets remain in captions, for example as "-lrb-".
+# Source: pycocoevalcap/tokenizer/ptbtokenizer.py. Brackets remain in captions as "-lrb-", because tokens are lower case.
 PUNCTUATION = frozenset(
     ["''", "'", "``", "`", "-LRB-", "-RRB-", "-LCB-", "-RCB-", ".", "?", "!", ",", ":", "-", "--", "...", ";"]
 )
@@ -70,8 +69,8 @@ def _not_upper(words: str) -> str:
 
 _APOSTROPHE = "(?:['’\u0092]|&apos;)"
 _ANY_QUOTE = "['’‘`\u0091\u0092]"
-# Python's \w includes superscripts and fractions, which are no letters for the tokenizer. It excludes combining accents
-# and soft hyphens, which are letters for the tokenizer.
+# For the tokenizer superscripts and fractions are no letters, unlike in Python's \w; combining accents and soft hyphens
+# are letters.
 _NO_LETTERS = "\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u209c\u2150-\u218f\u2460-\u249b\U00010000-\U0010ffff"
 _MARKS = "\u0300-\u036f\u00ad"
 _DIGIT = "[0-9]"
@@ -82,6 +81,7 @@ _ACRONYM = r"[A-Za-z](?:\.[A-Za-z])+"
 _HYPHENATED = rf"{_ALNUM}+(?:-[A-Za-z]+){{0,2}}"
 _COMPANY = "[A-Z]+(?:(?:[+&]|&amp;)[A-Z]+)+"
 _LABEL = r"[^\s\"<>|.!?(){},\-/_=$'@:;0-9]+"
+_LOCAL_NUMBER = rf"{_DIGIT}{{3,4}}[- \u00a0]?{_DIGIT}{{3,5}}"  # a telephone number without its area code
 _EYE = "[-^x=~<>']"
 
 # (pattern of the token, pattern of the text after it)
@@ -127,18 +127,11 @@ _RULES: tuple[tuple[str, str], ...] = (
     (rf"[-+]?(?:{_DIGIT}*(?:[.:,]{_DIGIT}+)+|{_DIGIT}+)", ""),
     (rf"{_DIGIT}{{1,2}}[-/]{_DIGIT}{{1,2}}[-/]{_DIGIT}{{2,4}}", ""),
     (rf"(?:{_DIGIT}{{1,4}}[- \u00a0])?{_DIGIT}{{1,4}}(?:\\?/|⁄){_DIGIT}{{1,4}}", ""),
-    (
-        rf"(?:\({_DIGIT}{{2,3}}\)[ \u00a0]?|\+{{0,2}}{_DIGIT}{{2,4}}[- \u00a0])"
-        rf"{_DIGIT}{{3,4}}[- \u00a0]?{_DIGIT}{{3,5}}",
-        "",
-    ),
+    (rf"(?:\({_DIGIT}{{2,3}}\)[ \u00a0]?|\+{{0,2}}{_DIGIT}{{2,4}}[- \u00a0]){_LOCAL_NUMBER}", ""),
     # Abbreviations
     (rf"(?:{_any_case(_ABBREVIATIONS)}|{_not_upper(_NOT_UPPER)})\.", ""),
-    (
-        rf"(?:{_any_case(_CLOSING_ABBREVIATIONS)}|{_not_upper(_CLOSING_NOT_UPPER)}"
-        rf"|{_capitalized(_CAPITALIZED_ABBREVIATIONS)})\.",
-        r"[\s\S]{0,2}",
-    ),
+    (rf"(?:{_any_case(_CLOSING_ABBREVIATIONS)}|{_not_upper(_CLOSING_NOT_UPPER)})\.", r"[\s\S]{0,2}"),
+    (rf"{_capitalized(_CAPITALIZED_ABBREVIATIONS)}\.", r"[\s\S]{0,2}"),
     (rf"{_any_case(_NUMBER_ABBREVIATIONS)}\.", f"[ \t\n\u00a0]?{_DIGIT}"),
     (rf"{_ACRONYM}\.?", ""),
     (rf"{_ALNUM}+\.{_any_case(_FILE_EXTENSIONS)}", r"[\s.?!,]"),
@@ -187,12 +180,11 @@ def _rules() -> tuple[re.Pattern[str], ...]:
 @cache
 def _plain() -> re.Pattern[str]:
     """Matches a piece whose tokens do not depend on its context: a word, possibly with a comma, full stop or 's."""
-    stopped = " ".join((_CLOSING_ABBREVIATIONS, _ABBREVIATIONS, _CAPITALIZED_ABBREVIATIONS, _CLOSING_NOT_UPPER))
-    stopped = " ".join((stopped, _NOT_UPPER, _NUMBER_ABBREVIATIONS))
+    stopped = f"{_CLOSING_ABBREVIATIONS} {_ABBREVIATIONS} {_CAPITALIZED_ABBREVIATIONS} {_CLOSING_NOT_UPPER}"
+    stopped = f"{stopped} {_NOT_UPPER} {_NUMBER_ABBREVIATIONS}"
     special = rf"(?!{_any_case(_TWO_WORDS)}(?![a-zA-Z])|{_any_case(stopped)}\.)"
-    return re.compile(
-        rf"{special}([A-Za-z]+|[A-Za-z]{{2,}}(?:-[A-Za-z]{{2,}})*)(?:,|(?<=..)\.|(?<=[A-Za-z]{{2}})('s))?"
-    )
+    word = r"([A-Za-z]+|[A-Za-z]{2,}(?:-[A-Za-z]{2,})*)"
+    return re.compile(rf"{special}{word}(?:,|(?<=..)\.|(?<=[A-Za-z]{{2}})('s))?")
 
 
 @lru_cache(maxsize=1 << 17)
@@ -201,10 +193,7 @@ def _plain_tokens(piece: str) -> tuple[str, ...] | None:
     if piece in (".", ","):
         return ()
     match = _plain().fullmatch(piece)
-    if match is None:
-        return None
-    word = match[1].lower()
-    return (word, "'s") if match[2] else (word,)
+    return match and tuple(filter(None, (match[1].lower(), match[2])))
 
 
 def tokenize(caption: str, following: str = "") -> list[str]:
@@ -214,8 +203,7 @@ def tokenize(caption: str, following: str = "") -> list[str]:
     unless the next line starts with "A", "The" or another of about forty words.
     """
     tokens: list[str] = []
-    for piece in caption.split():
-        plain = _plain_tokens(piece)
+    for plain in map(_plain_tokens, caption.split()):
         if plain is None:
             return _apply_rules(caption, following)
         tokens += plain
@@ -229,12 +217,10 @@ def tokenize_all(captions: Sequence[str]) -> list[list[str]]:
 
 def _apply_rules(caption: str, following: str) -> list[str]:
     """The tokens of a caption with a piece that is not plain."""
-    text = caption.replace("\n", " ")
-    end = len(text)
-    text = f"{text}\n{following}"
+    text = caption.replace("\n", " ") + "\n" + following
     tokens: list[str] = []
     position = 0
-    while position < end:
+    while position < len(caption):
         if text[position].isspace() and text[position] != "\u0085":
             position += 1
             continue

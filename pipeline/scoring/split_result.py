@@ -52,20 +52,15 @@ class ConstraintCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class SplitResult:
-    """The captions of a split by image id, and their scores where the split has references.
-
-    unreadable: {image id: reason} of images without a caption.
-    alignment: mean over the captions that have one. constraints: None where no image has any.
-    main_object: share of images whose main object is named; only for the synthetic data set.
-    """
+    """The captions of a split by image id, and their scores if the split has references."""
 
     split: str
     captions: Mapping[int, str]
-    unreadable: Mapping[int, str] = field(default_factory=dict)
-    alignment: float | None = None
-    constraints: ConstraintCounts | None = None
+    unreadable: Mapping[int, str] = field(default_factory=dict)  # {image id: reason} of images without a caption
+    alignment: float | None = None  # mean over the captions that have one
+    constraints: ConstraintCounts | None = None  # None if no image has any
     scores: Scores | None = None
-    main_object: float | None = None
+    main_object: float | None = None  # share of images whose main object is named; only for the synthetic data set
 
     @property
     def values(self) -> dict[str, float | None]:
@@ -94,9 +89,8 @@ class SplitResult:
 
     def scores_to_json(self) -> dict[str, Any]:
         """The part of the entry that needs references; {} without scores."""
-        if self.scores is None:
-            return {}
-        return self.scores.to_json() | {"main_object": self.main_object, "per_image_CIDEr-D": self.cider_by_image}
+        of_images = {"main_object": self.main_object, "per_image_CIDEr-D": self.cider_by_image}
+        return {} if self.scores is None else self.scores.to_json() | of_images
 
     def flat(self) -> dict[str, float]:
         """The scores as the tracker and the model registry store them, with keys like "test_CIDEr-D"."""
