@@ -2,7 +2,7 @@
 
 A manifest holds the URI, size, tag and content key of each image; the tag is the modification time, or the ETag on S3.
 A file with the same size and tag as in the manifest counts as unchanged. The cost is one stat per image (on S3 one
-listing request per thousand images), one read per new or changed image, and about 300 bytes of memory per image.
+listing request per thousand images), and one read per new or changed image.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ def take_snapshot(
     unchanged = pc.and_(pc.equal(previous["size"], sizes), pc.equal(previous["tag"], tags))
     unchanged = pc.fill_null(unchanged, False).combine_chunks()
     keys = pc.if_else(unchanged, previous["key"].combine_chunks(), pa.scalar(None, pa.string()))
-    is_readable = sizes.to_numpy() >= 0
-    changed = np.flatnonzero(~unchanged.to_numpy(zero_copy_only=False) & is_readable)
+    changed = np.flatnonzero(~unchanged.to_numpy(zero_copy_only=False) & (sizes.to_numpy() >= 0))
     if len(changed):
         values = np.full(len(uris), None, object)
         values[changed] = _hash_files(uris.take(pa.array(changed)).to_pylist(), options, unreadable)

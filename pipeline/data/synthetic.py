@@ -222,9 +222,8 @@ def _outline(item: SceneObject) -> list[tuple[float, float]]:
         "cross": half_cross + [(-x, -y) for x, y in half_cross],
     }[item.shape]
     cos, sin = math.cos(math.radians(item.angle)), math.sin(math.radians(item.angle))
-    return [
-        (item.x + item.extent * (x * cos - y * sin), item.y + item.extent * (x * sin + y * cos)) for x, y in corners
-    ]
+    rotated = [(x * cos - y * sin, x * sin + y * cos) for x, y in corners]
+    return [(item.x + item.extent * x, item.y + item.extent * y) for x, y in rotated]
 
 
 def _radial(radii: Sequence[float]) -> list[tuple[float, float]]:
@@ -255,22 +254,16 @@ def write_dataset(folder: Path, config: SceneConfig) -> None:
 
 def _is_complete(folder: Path, marker: str) -> bool:
     """Whether the folder holds the data set that `marker` describes. Raises UserError when it holds anything else."""
-    if not folder.exists():
-        return False
-    if not folder.is_dir():
+    if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file, but the synthetic data set needs a folder; give another path for it")
-    if not any(folder.iterdir()):
+    if not folder.exists() or not any(folder.iterdir()):
         return False
     if not (folder / MARKER).is_file():
-        raise UserError(
-            f"{folder} holds files but no {MARKER} marker, so it is not a synthetic data set; "
-            "give an empty or new folder for it"
-        )
+        problem = f"holds files but no {MARKER} marker, so it is not a synthetic data set"
+        raise UserError(f"{folder} {problem}; give an empty or new folder for it")
     if (text := (folder / MARKER).read_text("utf-8")) != marker:
-        raise UserError(
-            f"{folder} holds a synthetic data set of another configuration ({text} instead of {marker}); "
-            "give another folder, or delete this one"
-        )
+        problem = f"holds a synthetic data set of another configuration ({text} instead of {marker})"
+        raise UserError(f"{folder} {problem}; give another folder, or delete this one")
     return True
 
 

@@ -85,10 +85,8 @@ class Vocabulary:
         counts = Counter(itertools.chain.from_iterable(captions))
         words = {word for word, count in counts.items() if count >= min_count}
         if not words:
-            raise ValueError(
-                f"the vocabulary is empty: none of the {len(counts)} distinct words of the training captions is used "
-                f"data.min_count = {min_count} times or more; lower data.min_count"
-            )
+            problem = f"none of the {len(counts)} distinct words of the training captions is used data.min_count"
+            raise ValueError(f"the vocabulary is empty: {problem} = {min_count} times or more; lower data.min_count")
         return cls(tuple(sorted(words | set(SPECIALS))), tokenizer)
 
     def tokenize(self, caption: str) -> list[str]:

@@ -40,10 +40,8 @@ def read_word_vectors(path: Path, words: Sequence[str], width: int) -> tuple[np.
     except OSError as error:
         raise UserError(f"model.word_vectors {path} cannot be read: {error.strerror or error}") from error
     if not given.any():
-        raise UserError(
-            f"model.word_vectors {path} has none of the vocabulary's {len(words)} words; give a text file of lines "
-            f"with a word and {width} numbers"
-        )
+        remedy = f"give a text file of lines with a word and {width} numbers"
+        raise UserError(f"model.word_vectors {path} has none of the vocabulary's {len(words)} words; {remedy}")
     return vectors, given
 
 
@@ -52,10 +50,8 @@ def _is_header(path: Path, parts: Sequence[bytes], width: int) -> bool:
     is_header = len(parts) == 2 and all(part.isdigit() for part in parts)
     actual = int(parts[1]) if is_header else len(parts) - 1
     if actual != width:
-        raise UserError(
-            f"model.word_vectors {path} has vectors of {actual} numbers, and model.word_vector_width is {width}; "
-            f"set it to {actual}, or give another file"
-        )
+        problem = f"has vectors of {actual} numbers, and model.word_vector_width is {width}"
+        raise UserError(f"model.word_vectors {path} {problem}; set it to {actual}, or give another file")
     return is_header
 
 

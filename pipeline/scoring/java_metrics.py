@@ -137,10 +137,8 @@ def spice_models() -> Path:
     for folder in candidates:
         if all((folder / jar).is_file() for jar in SPICE_MODELS):
             return folder.absolute()
-    raise JavaError(
-        f"SPICE's parser models are not in {candidates[0]}; run `make spice`, or name the folder that holds "
-        f"{' and '.join(SPICE_MODELS)} in {SPICE_MODELS_VARIABLE}"
-    )
+    remedy = f"run `make spice`, or name the folder that holds {' and '.join(SPICE_MODELS)} in {SPICE_MODELS_VARIABLE}"
+    raise JavaError(f"SPICE's parser models are not in {candidates[0]}; {remedy}")
 
 
 def _package_folder() -> Path:

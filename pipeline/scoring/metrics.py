@@ -150,8 +150,8 @@ def score_captions(
             except JavaError as error:
                 by_name |= dict.fromkeys(metric.names, Score(unavailable=str(error)))
     extras: dict[str, Any] = {"references_without_prediction": len(references) - len(image_ids)}
-    with_categories = {name: score for name, score in by_name.items() if score.categories is not None}
-    extras |= {f"{name.lower()}_categories": score.categories for name, score in with_categories.items()}
+    if "SPICE" in by_name and by_name["SPICE"].categories is not None:
+        extras["spice_categories"] = by_name["SPICE"].categories
     extras |= caption_stats(predicted, training_captions)
     return Scores({name: by_name[name] for name in metrics}, image_ids, _signature(by_name, captions), extras)
 
@@ -166,10 +166,9 @@ def _check_input(
     if unpaired := [image for image in predictions if not references.get(image)]:
         kinds = {type(image).__name__ for image in references} ^ {type(image).__name__ for image in unpaired}
         hint = "; ids are numbers on one side and text on the other" if kinds == {"int", "str"} else ""
-        raise UserError(
-            f"{len(unpaired)} of {len(predictions)} predictions have no reference captions (image ids "
-            f"{shorten(unpaired)}){hint}; score them against the references of their own images"
-        )
+        problem = f"{len(unpaired)} of {len(predictions)} predictions have no reference captions"
+        remedy = "score them against the references of their own images"
+        raise UserError(f"{problem} (image ids {shorten(unpaired)}){hint}; {remedy}")
 
 
 def _signature(scores: Mapping[str, Score], captions: TokenizedCaptions) -> str:
@@ -181,15 +180,11 @@ def _signature(scores: Mapping[str, Score], captions: TokenizedCaptions) -> str:
         version = "unknown"
     available = {name for name, score in scores.items() if score.unavailable is None}
     jars = [metric.jar for metric in TABLE if metric.jar and available.issuperset(metric.names)]
-    parts = {
-        "tok": ptb.SIGNATURE,
-        "df": f"corpus({len(captions.references)} images)",
-        "eos": "none",
-        "refs": "-".join(map(str, sorted({min(counts), max(counts)}))),
-        "as": "+".join(["pycocoevalcap-1.2", *jars]),
-        "raycap": version,
-    }
-    return "|".join(f"{key}:{value}" for key, value in parts.items())
+    refs = "-".join(map(str, sorted({min(counts), max(counts)})))
+    return (
+        f"tok:{ptb.SIGNATURE}|df:corpus({len(captions.references)} images)|eos:none|refs:{refs}"
+        f"|as:{'+'.join(['pycocoevalcap-1.2', *jars])}|raycap:{version}"
+    )
 
 
 def why_unavailable(name: str) -> str | None:

@@ -1,7 +1,7 @@
 """BLEU, ROUGE-L and CIDEr-D with the values of pycocoevalcap 1.2, computed by sorts and sums over integers.
 
-A corpus consists of C captions, each of one image. Words and n-grams are integers. The number of an n-gram is the rank
-of its pair (number of the (n-1)-gram, last word) among all such pairs, which is exact for any vocabulary size.
+Words and n-grams are integers. The number of an n-gram is the rank of its pair (number of the (n-1)-gram, last word)
+among all such pairs, which is exact for any vocabulary size.
 """
 
 from __future__ import annotations
@@ -48,10 +48,8 @@ class Corpus:
         Raises ValueError when an image lacks its prediction or its references.
         """
         if len(predictions) != len(references) or not all(references):
-            raise ValueError(
-                f"every image needs one prediction and at least one reference: found {len(predictions)} predictions "
-                f"and {sum(map(bool, references))} images with references"
-            )
+            counts = f"{len(predictions)} predictions and {sum(map(bool, references))} images with references"
+            raise ValueError(f"every image needs one prediction and at least one reference: found {counts}")
         captions = [*predictions, *(caption for image in references for caption in image)]
         image = [*range(len(predictions)), *(i for i, group in enumerate(references) for _ in group)]
         ids: dict[str, int] = {}
@@ -103,10 +101,8 @@ def bleu(corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
     images = corpus.images
     length, reference_length = corpus.lengths[:images], corpus.lengths[images:]
     image = corpus.image[images:]
-    distance = np.abs(reference_length - length[image])
-    order = np.lexsort((reference_length, distance, image))
-    first = np.concatenate(([0], np.cumsum(corpus.reference_counts)[:-1]))
-    closest = reference_length[order][first]
+    order = np.lexsort((reference_length, np.abs(reference_length - length[image]), image))
+    closest = reference_length[order][np.cumsum(corpus.reference_counts) - corpus.reference_counts]
 
     # BLEU's precision is `correct` divided by `guess`, the number of n-grams of the predictions.
     guess = np.maximum(0, length - np.arange(ORDERS)[:, None])  # (4, images)
@@ -130,10 +126,9 @@ def bleu(corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
 def cider_d(corpus: Corpus) -> np.ndarray:
     """CIDEr-D of each image (images,), for n = 1..4, sigma 6, times 10.
 
-    Document frequencies are over the references of the images. Source: pycocoevalcap/cider/cider_scorer.py. An n-gram
-    that no reference contains gets a document frequency of 1 and adds to the prediction's norm. The length in the
-    penalty is the number of bigrams. With one image every weight is log(1) = 0 and the value has no meaning, so callers
-    report it as unavailable.
+    Source: pycocoevalcap/cider/cider_scorer.py. An n-gram that no reference contains gets a document frequency of 1 and
+    adds to the prediction's norm. The length in the penalty is the number of bigrams. With one image every weight is
+    log(1) = 0, so the value has no meaning.
     """
     images = corpus.images
     log_images = np.log(float(images))

@@ -21,7 +21,7 @@ from functools import cache, lru_cache
 
 SIGNATURE = "stanford-ptb-3.4.1-no-punctuation"
 
-# Source: pycocoevalcap/tokenizer/ptbtokenizer.py. Brackets remain in captions as "-lrb-", because tokens are lower case.
+# Source: pycocoevalcap/tokenizer/ptbtokenizer.py. Brackets remain in captions as "-lrb-": tokens have lower case.
 PUNCTUATION = frozenset(
     ["''", "'", "``", "`", "-LRB-", "-RRB-", "-LCB-", "-RCB-", ".", "?", "!", ",", ":", "-", "--", "...", ";"]
 )

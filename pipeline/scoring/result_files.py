@@ -48,11 +48,9 @@ def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[
     elif isinstance(images, list) and images and isinstance(images[0], dict) and "sentences" in images[0]:
         references = _read_karpathy(path, images, split)
     else:
-        layout = f"an object with {', '.join(map(repr, content))}" if content else type(data).__name__
-        raise UserError(
-            f"{path} holds no reference captions: expected COCO's 'annotations' or Karpathy's 'images' with "
-            f"'sentences', found {layout}"
-        )
+        found = f"an object with {', '.join(map(repr, content))}" if content else type(data).__name__
+        expected = "COCO's 'annotations' or Karpathy's 'images' with 'sentences'"
+        raise UserError(f"{path} holds no reference captions: expected {expected}, found {found}")
     if not any(references.values()):
         raise UserError(f"{path} holds no reference captions: its lists are empty; give a file with captions")
     return {image: captions for image, captions in references.items() if captions}
