@@ -61,7 +61,7 @@ class Dataset:
         return self.with_column("key", pc.binary_join_element_wise("id", ids, "-"))
 
     def without(self, content_keys: Sequence[str]) -> Dataset:
-        """The data set without the images that have these content keys."""
+        """The images that have none of these content keys."""
         return Dataset(self.table.filter(pc.invert(pc.is_in(self.table["key"], pa.array(content_keys, pa.string())))))
 
     def column(self, name: str) -> list[Any]:
@@ -106,10 +106,10 @@ class Dataset:
 
 
 def read_dataset(config: DataSection, root: Path | str, options: StorageOptions = StorageOptions()) -> Dataset:
-    """The data set of a configuration. Every split that training needs has an image, and every image has a caption.
+    """The data set of a configuration, without wordless captions.
 
-    Captions without a word are left out. Raises UserError when a file or folder is missing or malformed, a caption is
-    not text, an image has no caption with a word in it, or a needed split is empty.
+    Raises UserError when a file or folder is missing or malformed, a caption is not text, an image has no caption with
+    a word in it, or a split that training needs is empty.
     """
     dataset, problems = read_annotations(config, root, options)
     if problems:

@@ -44,19 +44,15 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
 
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode in ("I;16", "I;16L", "I;16B", "I;16N", "I", "F"):
-        return _from_16_bit(image)
+        # More than 8 bits are scaled to 8 bits, as viewers do; Pillow's conversion would clip them at 255.
+        values = np.asarray(image).astype(np.float64)
+        white = 65535.0 if values.max(initial=0) > 255 else 255.0
+        image = Image.fromarray(np.clip(values * (255.0 / white) + 0.5, 0, 255).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         layer = image.convert("RGBA")
         white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, layer).convert("RGB")
     return image.convert("RGB")
-
-
-def _from_16_bit(image: Image.Image) -> Image.Image:
-    """An image of more than 8 bits, scaled to 8 bits as viewers do; Pillow's conversion would clip it at 255."""
-    values = np.asarray(image).astype(np.float64)
-    white = 65535.0 if values.max(initial=0) > 255 else 255.0
-    return Image.fromarray(np.clip(values * (255.0 / white) + 0.5, 0, 255).astype(np.uint8)).convert("RGB")
 
 
 def decode_batch(

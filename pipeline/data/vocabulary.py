@@ -36,7 +36,7 @@ _SPACY_CONTRACTED = {"cannot": ("can", "not"), "gonna": ("gon", "na"), "gotta": 
 def tokenize_like_spacy(caption: str) -> list[str]:
     """Lower-case tokens as spaCy splits English, without punctuation (the meshed-memory transformer's vocabulary).
 
-    These few rules approximate spaCy: they split rare abbreviations ("u.s.", "a.m.") and emoticons differently.
+    The rules approximate spaCy: they split rare abbreviations ("u.s.", "a.m.") and emoticons differently.
     """
     pieces = _SPACY.findall(_SPACY_SUFFIX.sub(" ", caption.lower()))
     tokens = (token for piece in pieces for token in _SPACY_CONTRACTED.get(piece, (piece,)))
@@ -79,8 +79,7 @@ class Vocabulary:
     def build(cls, captions: Iterable[Sequence[str]], min_count: int, tokenizer: str = "expansionnet") -> Vocabulary:
         """The words that captions use `min_count` times or more, and the special tokens.
 
-        Words are sorted by code point, as in the published code. Memory grows only with the number of distinct words.
-        Raises ValueError when no word remains.
+        Words are sorted by code point, as in the published code. Raises ValueError when no word remains.
         """
         counts = Counter(itertools.chain.from_iterable(captions))
         words = {word for word, count in counts.items() if count >= min_count}

@@ -30,11 +30,9 @@ class CiderD:
     """Scores captions (word ids) of images against their references, with document frequencies over the images.
 
     `CiderD.build` creates it. An image is identified by its position among the references. The index takes about 5 kB
-    per image with five references. Processes that `load` the same file share its memory pages. `metadata` is a
-    dictionary of JSON values, saved with the index.
-
-    An entry of the index is one n-gram of one reference. Entries are sorted by (image, n-gram, reference), so those of
-    one (image, n-gram) pair are adjacent. The tensors of the index by name:
+    per image with five references. Processes that `load` the same file share its memory pages. `metadata` has JSON
+    values, saved with the index. An entry of the index is one n-gram of one reference. Entries are sorted by (image,
+    n-gram, reference), so those of one (image, n-gram) pair are adjacent. The tensors of the index by name:
 
         num_references (I,) int64
         length (C,) float64          number of bigrams of each caption: CIDEr-D's length
@@ -52,9 +50,8 @@ class CiderD:
         self.metadata = dict(metadata)
         self._tensors = dict(tensors)
         self._log_documents = float(metadata["log_documents"])
-        self._bigrams, self._ngrams, self._pairs = (
-            HashTable.of(tensors, name) for name in ("bigrams", "ngrams", "pairs")
-        )
+        tables = (HashTable.of(tensors, name) for name in ("bigrams", "ngrams", "pairs"))
+        self._bigrams, self._ngrams, self._pairs = tables
 
     @classmethod
     def build(cls, references: Sequence[Sequence[Sequence[int]]], *, caption_documents: bool = False) -> CiderD:

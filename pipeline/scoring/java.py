@@ -68,10 +68,7 @@ def free_memory_mb() -> float:
 
 @contextlib.contextmanager
 def java_process(command: list[str], folder: Path, *, talks: bool) -> Iterator[subprocess.Popen[bytes]]:
-    """A Java process in `folder`, killed when the block ends. talks: whether stdin and stdout are pipes.
-
-    stderr goes to a file in the folder.
-    """
+    """A Java process in `folder`, killed when the block ends. talks: whether stdin and stdout are pipes."""
     target = subprocess.PIPE if talks else subprocess.DEVNULL
     with (folder / "stderr.txt").open("wb") as stderr:
         try:

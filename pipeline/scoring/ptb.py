@@ -22,9 +22,8 @@ from functools import cache, lru_cache
 SIGNATURE = "stanford-ptb-3.4.1-no-punctuation"
 
 # Source: pycocoevalcap/tokenizer/ptbtokenizer.py. Brackets remain in captions as "-lrb-": tokens have lower case.
-PUNCTUATION = frozenset(
-    ["''", "'", "``", "`", "-LRB-", "-RRB-", "-LCB-", "-RCB-", ".", "?", "!", ",", ":", "-", "--", "...", ";"]
-)
+_PUNCTUATION = "'' ' `` ` -LRB- -RRB- -LCB- -RCB- . ? ! , : - -- ... ;"
+PUNCTUATION = frozenset(_PUNCTUATION.split())
 
 # Abbreviations, of which the full stop is a part, in upper and lower case. These may also end a sentence:
 _CLOSING_ABBREVIATIONS = (
@@ -162,12 +161,21 @@ _PRINT_FORMS = (
     | dict.fromkeys("€¤\u0080", "$")
     | {"£": "#", "¢": "cents", "½": "1/2", "¼": "1/4", "¾": "3/4", "⅓": "1/3", "⅔": "2/3"}
     | {"&lt;": "<", "&gt;": ">", "&amp;": "&", "&quot;": "''", "&apos;": "'", "&nbsp;": "", "&mdash;": "--"}
-    | {"(": "-lrb-", ")": "-rrb-", "---": "--", "----": "--", "{": "-lcb-", "}": "-rcb-", "[": "-lsb-", "]": "-rsb-"}
+    | {
+        "\u00ad": "",
+        "(": "-lrb-",
+        ")": "-rrb-",
+        "---": "--",
+        "----": "--",
+        "{": "-lcb-",
+        "}": "-rcb-",
+        "[": "-lsb-",
+        "]": "-rsb-",
+    }
 )
 _QUOTES = frozenset("“”«»‘’‹›„‚\u0091\u0092\u0093\u0094'`")
-_DROPPED = PUNCTUATION | {""}
+_DROPPED = PUNCTUATION | {"", "\u200b", "\ufeff"}  # the last two are characters without width
 _FIRST_DROPPED = "\U00010000"  # this character and all after it in Unicode, such as emoji, are dropped
-_WITHOUT_WIDTH = frozenset("\u200b\ufeff\u00ad")  # these characters are dropped as well
 _PIECE = re.compile(r"\S+")
 
 
@@ -233,7 +241,7 @@ def _apply_rules(caption: str, following: str) -> list[str]:
         matches = [match for pattern in _rules() if (match := pattern.match(text, position))]
         token = max(matches, key=re.Match.end)[1] if matches else ""  # the first of equally long matches
         position += len(token)
-        if token < _FIRST_DROPPED and token not in _WITHOUT_WIDTH and (printed := _print_form(token)) not in _DROPPED:
+        if token < _FIRST_DROPPED and (printed := _print_form(token)) not in _DROPPED:
             tokens.append(printed)
     return tokens
 

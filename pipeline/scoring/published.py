@@ -45,15 +45,12 @@ class AblationRow:
 
 @dataclass(frozen=True)
 class PrintedTable:
-    """A table of a paper. Reports show differences from the row with the index `baseline`.
-
-    keys: the keys of the section `model` in which the rows differ; each row sets all of them.
-    """
+    """A table of a paper. Reports show differences from the row with the index `baseline`."""
 
     title: str
-    columns: tuple[str, ...]
-    keys: tuple[str, ...]
-    rows: tuple[PrintedRow, ...]
+    columns: Sequence[str]
+    keys: Sequence[str]  # the keys of the section `model` in which the rows differ; each row sets all of them
+    rows: Sequence[PrintedRow]
     baseline: int = 0
 
 
@@ -77,12 +74,14 @@ def printed_tables(compare: str | None) -> tuple[PrintedTable, ...]:
     return tuple(_table(**table) for table in _published()["tables"].get(compare, ()))
 
 
-def _table(title: str, columns: list[str], keys: list[str], rows: list[Any], baseline: int = 0) -> PrintedTable:
+def _table(rows: list[Any], **table: Any) -> PrintedTable:
     printed = [
-        PrintedRow(name, dict(zip(columns, scores, strict=True)), dict(zip(keys, values, strict=True)))
+        PrintedRow(
+            name, dict(zip(table["columns"], scores, strict=True)), dict(zip(table["keys"], values, strict=True))
+        )
         for name, values, scores in rows
     ]
-    return PrintedTable(title, tuple(columns), tuple(keys), tuple(printed), baseline)
+    return PrintedTable(rows=printed, **table)
 
 
 def published_rows(model: str, split: str, uris: Sequence[str], beam_size: int) -> list[tuple[PrintedRow, str]]:
