@@ -66,19 +66,17 @@ def read_source(source: Source, name: str, rows: Rows) -> None:
     """Adds an annotation file's images to `rows`. name: a key of `FORMATS`, or "auto". Raises UserError."""
     path = source.annotations
     is_table = name == "table" or (name == "auto" and path.name.removesuffix(".gz").endswith(TABLE_ENDINGS))
-    content = _entries(path) if is_table else _read_json(path)
+    if is_table:
+        _add_table(source, _entries(path), rows)
+        return
+    data = _read_json(path)
     if name == "auto":
-        name = "table" if is_table else _detect_json(path, content)
-    FORMATS[name](source, content, rows)
-
-
-def _detect_json(path: StoragePath, data: Any) -> str:
-    if isinstance(data, dict) and isinstance(data.get("images"), list):
-        return "coco" if isinstance(data.get("annotations"), list) else "karpathy"
-    raise UserError(
-        f"{path} has an unknown format; expected Karpathy's or COCO's JSON (an object with a list 'images') or "
-        f"a table that ends in {', '.join(TABLE_ENDINGS)}"
-    )
+        if not isinstance(data, dict) or not isinstance(data.get("images"), list):
+            expected = "Karpathy's or COCO's JSON (an object with a list 'images')"
+            endings = ", ".join(TABLE_ENDINGS)
+            raise UserError(f"{path} has an unknown format; expected {expected} or a table that ends in {endings}")
+        name = "coco" if isinstance(data.get("annotations"), list) else "karpathy"
+    FORMATS[name](source, data, rows)
 
 
 def _read(path: StoragePath) -> bytes:
@@ -258,9 +256,8 @@ def read_split_lists(root: StoragePath, lists: dict[str, str]) -> dict[str, str]
 
 def images_folder(root: StoragePath, images: str) -> StoragePath:
     """The folder of the images: a path below the root, or an s3:// prefix."""
-    if is_remote(images):
-        return StoragePath(images.rstrip("/"), root.options)
-    return StoragePath(_inside(root, images, "data.images"), root.options)
+    uri = images.rstrip("/") if is_remote(images) else _inside(root, images, "data.images")
+    return StoragePath(uri, root.options)
 
 
 def _inside(folder: StoragePath, name: str, where: str) -> str:

@@ -75,7 +75,7 @@ def _ngram_keys(words: Tensor, bigrams: HashTable) -> list[Tensor]:
 class HashTable:
     """Distinct int64 keys in the order of their hash buckets; a key's position in `keys` is its number.
 
-    A bucket holds about one key, so a look-up costs about two memory accesses. A binary search would cost twenty.
+    A bucket has about one key, so a look-up costs about two memory accesses. A binary search would cost twenty.
     """
 
     keys: Tensor  # (size + 1,); the last one is no key, but makes the position after the last key readable

@@ -52,13 +52,12 @@ _TWO_WORDS = "cannot gonna gotta wanna lemme gimme"
 
 def _any_case(words: str) -> str:
     """A pattern for any of the words, in upper or lower case."""
-    return "(?i:" + "|".join(sorted(words.split(), key=len, reverse=True)) + ")"
+    return f"(?i:{'|'.join(sorted(words.split(), key=len, reverse=True))})"
 
 
 def _capitalized(words: str) -> str:
     """A pattern for any of the words with a capital first letter."""
-    longest_first = sorted(words.split(), key=len, reverse=True)
-    return "(?:" + "|".join(f"{word[0].upper()}(?i:{word[1:]})" for word in longest_first) + ")"
+    return f"(?=[A-Z]){_any_case(words)}"
 
 
 def _not_upper(words: str) -> str:

@@ -57,9 +57,8 @@ def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[
 
 
 def _read_coco(path: Path, images: list[Any], annotations: list[Any]) -> dict[ImageId, list[str]]:
-    references: dict[ImageId, list[str]] = {
-        _value(image, "id", int, str, where=f"{path}: images[{number}]"): [] for number, image in enumerate(images)
-    }
+    ids = [_value(image, "id", int, str, where=f"{path}: images[{i}]") for i, image in enumerate(images)]
+    references: dict[ImageId, list[str]] = {image_id: [] for image_id in ids}
     for number, annotation in enumerate(annotations):
         where = f"{path}: annotations[{number}]"
         captions = references.setdefault(_value(annotation, "image_id", int, str, where=where), [])
@@ -99,9 +98,8 @@ def read_predictions(path: Path) -> dict[ImageId, str]:
     data = read_json(path)
     if not isinstance(data, list) or not data:
         found = "an empty list" if data == [] else f"a JSON {type(data).__name__}"
-        raise UserError(
-            f"{path} is no result file: expected a list of objects with image_id and caption, found {found}"
-        )
+        expected = "a list of objects with image_id and caption"
+        raise UserError(f"{path} is no result file: expected {expected}, found {found}")
     rows = []
     for number, row in enumerate(data):
         where = f"{path}: entry {number}"
