@@ -40,12 +40,12 @@ class Rows:
     captions: list[list[str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    def add(self, image_id: int, split: str, uri: str, captions: list[str], where: str) -> None:
+    def add(self, image_id: int, split: str, uri: str, captions: list[str], location: str) -> None:
         """Adds an image. Raises UserError for values that a table or file system cannot hold."""
         if not -(2**63) <= image_id < 2**63:
-            raise UserError(f"{where} is malformed: the image id {image_id} has more than 64 bits")
+            raise UserError(f"{location} is malformed: the image id {image_id} has more than 64 bits")
         if "\0" in uri or _SURROGATE.search(uri + split):
-            raise UserError(f"{where} is malformed: its file name or split is not text")
+            raise UserError(f"{location} is malformed: its file name or split is not text")
         self.image_id.append(image_id)
         self.split.append(split)
         self.uri.append(uri)
@@ -142,19 +142,19 @@ def _add_coco(source: Source, data: Any, rows: Rows) -> None:
 def _add_images(source: Source, entries: list[Any], parse: Callable[[dict[str, Any]], _Image], rows: Rows) -> None:
     """Adds the images of a JSON file. `parse` reads one entry, and may raise any error if the entry is malformed."""
     for number, entry in enumerate(entries):
-        where = f"{source.annotations}: images[{number}]"
+        location = f"{source.annotations}: images[{number}]"
         try:
             image_id, split, names, captions = parse(entry)
             if not all(isinstance(text, str) for text in (split, *names)):
                 raise TypeError("its split, domain or file name is not text")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _malformed(where, error) from error
-        texts = _texts(captions, where, rows)
-        rows.add(image_id, split, _inside(source.images, "/".join(names), where), texts, where)
+            raise _malformed(location, error) from error
+        texts = _texts(captions, location, rows)
+        rows.add(image_id, split, _inside(source.images, "/".join(names), location), texts, location)
 
 
-def _malformed(where: str, error: Exception) -> UserError:
-    return UserError(f"{where} is malformed ({type(error).__name__}: {error})")
+def _malformed(location: str, error: Exception) -> UserError:
+    return UserError(f"{location} is malformed ({type(error).__name__}: {error})")
 
 
 def _add_table(source: Source, entries: Iterator[dict[str, Any]], rows: Rows) -> None:
@@ -165,11 +165,11 @@ def _add_table(source: Source, entries: Iterator[dict[str, Any]], rows: Rows) ->
     path = source.annotations
     row_of: dict[str, int] = {}
     for number, entry in enumerate(entries):
-        where = f"{path}: row {number + 1}"
+        location = f"{path}: row {number + 1}"
         image = entry.get("image")
         if not isinstance(image, str) or not image:
-            raise UserError(f"{where} has no text in the column image; the columns are {', '.join(map(str, entry))}")
-        captions = _texts(_as_list(entry.get("captions", entry.get("caption"))), where, rows)
+            raise UserError(f"{location} has no text in the column image; the columns are {', '.join(map(str, entry))}")
+        captions = _texts(_as_list(entry.get("captions", entry.get("caption"))), location, rows)
         if image in row_of:  # the table has one row per caption
             rows.captions[row_of[image]].extend(captions)
             continue
@@ -178,13 +178,13 @@ def _add_table(source: Source, entries: Iterator[dict[str, Any]], rows: Rows) ->
         try:
             image_id = int(identifier)
         except (TypeError, ValueError) as error:
-            message = f"{where}: id {identifier!r} is not a whole number; without a column id, rows are numbered"
+            message = f"{location}: id {identifier!r} is not a whole number; without a column id, rows are numbered"
             raise UserError(message) from error
         split = source.split_lists.get(image) or source.split_lists.get(str(identifier))
         split = split or entry.get("split") or source.split or "train"
-        uri = image if is_remote(image) else _inside(source.images, image, where)
+        uri = image if is_remote(image) else _inside(source.images, image, location)
         row_of[image] = len(rows.uri)
-        rows.add(image_id, str(split), uri, captions, where)
+        rows.add(image_id, str(split), uri, captions, location)
     if not row_of:
         raise UserError(f"{path} has no rows")
 
@@ -219,17 +219,17 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _texts(values: list[Any], where: str, rows: Rows) -> list[str]:
+def _texts(values: list[Any], location: str, rows: Rows) -> list[str]:
     """The values that are text, cut to MAX_CAPTION. A value that is no text or is too long adds a problem."""
     texts = []
     for value in values:
         if not isinstance(value, str):
-            rows.problems.append(f"{where} is malformed: a caption is not text but {type(value).__name__}")
+            rows.problems.append(f"{location} is malformed: a caption is not text but {type(value).__name__}")
         elif _SURROGATE.search(value):
-            rows.problems.append(f"{where} is malformed: a caption is not text in any encoding")
+            rows.problems.append(f"{location} is malformed: a caption is not text in any encoding")
         else:
             if len(value) > MAX_CAPTION:
-                rows.problems.append(f"{where} is malformed: a caption has {len(value)} characters")
+                rows.problems.append(f"{location} is malformed: a caption has {len(value)} characters")
             texts.append(value[:MAX_CAPTION])
     return texts
 
@@ -260,7 +260,7 @@ def images_folder(root: StoragePath, images: str) -> StoragePath:
     return StoragePath(uri, root.options)
 
 
-def _inside(folder: StoragePath, name: str, where: str) -> str:
+def _inside(folder: StoragePath, name: str, location: str) -> str:
     """`folder/name` without '.' and '..'. Raises UserError for a path outside of `folder`."""
     if name and name[0] not in "./" and "/." not in name and "//" not in name and not name.endswith("/"):
         return join(folder.uri, name)  # skips the slow checks below in the usual case: there may be a million images
@@ -272,7 +272,7 @@ def _inside(folder: StoragePath, name: str, where: str) -> str:
         uri = os.path.normpath(os.path.join(base, name))  # noqa: PTH118 (a Path would keep the '..')
         is_inside = uri == base or uri.startswith(base.rstrip("/") + "/")
     if not is_inside:
-        raise UserError(f"{where}: {name} is outside of {folder}; give a path below it")
+        raise UserError(f"{location}: {name} is outside of {folder}; give a path below it")
     return uri
 
 

@@ -48,21 +48,21 @@ def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[
     elif isinstance(images, list) and images and isinstance(images[0], dict) and "sentences" in images[0]:
         references = _read_karpathy(path, images, split)
     else:
-        found = f"an object with {', '.join(map(repr, content))}" if content else type(data).__name__
+        content_name = f"an object with {', '.join(map(repr, content))}" if content else type(data).__name__
         expected = "COCO's 'annotations' or Karpathy's 'images' with 'sentences'"
-        raise UserError(f"{path} holds no reference captions: expected {expected}, found {found}")
+        raise UserError(f"{path} holds no reference captions: expected {expected}, found {content_name}")
     if not any(references.values()):
         raise UserError(f"{path} holds no reference captions: its lists are empty; give a file with captions")
     return {image: captions for image, captions in references.items() if captions}
 
 
 def _read_coco(path: Path, images: list[Any], annotations: list[Any]) -> dict[ImageId, list[str]]:
-    ids = [_value(image, "id", int, str, where=f"{path}: images[{i}]") for i, image in enumerate(images)]
+    ids = [_value(image, "id", int, str, location=f"{path}: images[{i}]") for i, image in enumerate(images)]
     references: dict[ImageId, list[str]] = {image_id: [] for image_id in ids}
     for number, annotation in enumerate(annotations):
-        where = f"{path}: annotations[{number}]"
-        captions = references.setdefault(_value(annotation, "image_id", int, str, where=where), [])
-        captions.append(_value(annotation, "caption", str, where=where))
+        location = f"{path}: annotations[{number}]"
+        captions = references.setdefault(_value(annotation, "image_id", int, str, location=location), [])
+        captions.append(_value(annotation, "caption", str, location=location))
     return references
 
 
@@ -74,16 +74,16 @@ def _read_karpathy(path: Path, images: list[Any], split: str | None) -> dict[Ima
     id_key = "cocoid" if all(isinstance(image, dict) and "cocoid" in image for image in images) else "imgid"
     references: dict[ImageId, list[str]] = {}
     for number, image in enumerate(images):
-        where = f"{path}: images[{number}]"
-        image_id = _value(image, id_key, int, str, where=where)
+        location = f"{path}: images[{number}]"
+        image_id = _value(image, id_key, int, str, location=location)
         if image_id in references:
-            raise UserError(f"{where} repeats {id_key} {image_id}; every image must occur once")
+            raise UserError(f"{location} repeats {id_key} {image_id}; every image must occur once")
         if split is not None and image.get("split") != split:
             continue
         sentences = image.get("sentences")
         if not isinstance(sentences, list):
-            raise UserError(f"{where} has no list 'sentences'; give a file in Karpathy's layout")
-        references[image_id] = [_value(sentence, "raw", str, where=where) for sentence in sentences]
+            raise UserError(f"{location} has no list 'sentences'; give a file in Karpathy's layout")
+        references[image_id] = [_value(sentence, "raw", str, location=location) for sentence in sentences]
     return references
 
 
@@ -97,13 +97,15 @@ def read_predictions(path: Path) -> dict[ImageId, str]:
     """Raw caption by image id from a COCO result file. Raises UserError."""
     data = read_json(path)
     if not isinstance(data, list) or not data:
-        found = "an empty list" if data == [] else f"a JSON {type(data).__name__}"
+        content_name = "an empty list" if data == [] else f"a JSON {type(data).__name__}"
         expected = "a list of objects with image_id and caption"
-        raise UserError(f"{path} is no result file: expected {expected}, found {found}")
+        raise UserError(f"{path} is no result file: expected {expected}, found {content_name}")
     rows = []
     for number, row in enumerate(data):
-        where = f"{path}: entry {number}"
-        rows.append((_value(row, "image_id", int, str, where=where), _value(row, "caption", str, where=where)))
+        location = f"{path}: entry {number}"
+        rows.append(
+            (_value(row, "image_id", int, str, location=location), _value(row, "caption", str, location=location))
+        )
     if repeated := [image for image, count in Counter(image for image, _ in rows).items() if count > 1]:
         count = f"{len(repeated)} images (ids {shorten(repeated)})"
         raise UserError(f"{path} holds more than one caption for {count}; keep one per image")
@@ -116,12 +118,12 @@ def shorten(ids: Iterable[ImageId], limit: int = 10) -> str:
     return ", ".join(names) if len(names) <= limit else f"{', '.join(names[:limit])} and {len(names) - limit:,} more"
 
 
-def _value(row: Any, key: str, *types: type, where: str) -> Any:
+def _value(row: Any, key: str, *types: type, location: str) -> Any:
     """row[key] if it has one of the types, `str` or also `int`. Raises UserError, as for a row that is no object."""
     value = row.get(key) if isinstance(row, dict) else None
     if isinstance(value, bool) or not isinstance(value, types):
         text = json.dumps(row)
         excerpt = text if len(text) <= 100 else f"{text[:100]}..."
         kind = "a number or text" if int in types else "text"
-        raise UserError(f"{where} has no {key} that is {kind}: found {excerpt}")
+        raise UserError(f"{location} has no {key} that is {kind}: found {excerpt}")
     return value
