@@ -136,7 +136,7 @@ class Evaluation:
         if features is None:
             self.dataset, self.store = features_for_bundles(config, dataset)
         else:  # a feature store needs content keys, which images that cannot be read do not have
-            self.dataset = snapshot_of(dataset, config)[0].known()
+            self.dataset = snapshot_of(dataset, config)[0].readable()
             self.store = storage_path(features, config.storage.options)
         self.images_by_split = {split: _images_of(self.dataset, split) for split in splits or config.data.test_splits}
         self.bundles = [self.find_bundle("--model", model) for model in models] or [_run_bundle(config, stage)]
@@ -273,7 +273,7 @@ def _run_bundle(config: RunConfig, stage_name: str | None) -> StoragePath:
     from pipeline.runs.run_bundle import bundle_place, bundle_run
 
     dataset, _ = find_data(config)
-    folder = open_run(config, dataset.known().fingerprint())
+    folder = open_run(config, dataset.readable().fingerprint())
     if stage_name is None:
         stage, subject = None, "run"
         is_finished = (folder.path / "COMPLETE.json").is_file()

@@ -47,7 +47,7 @@ def extract(
     dataset = read_data(run_config)
     logger.info(f"data         {len(dataset)} images in {len(set(dataset.column('split')))} splits")
     dataset, unreadable = snapshot_of(dataset, run_config)
-    if unreadable and not len(dataset.known()):  # the path is probably wrong, because the files are not all damaged
+    if unreadable and not len(dataset.readable()):  # the path is probably wrong, because the files are not all damaged
         uri, reason = next(iter(unreadable.items()))
         raise UserError(f"none of the {len(dataset)} images can be read; check data.images: {uri}: {reason}")
     with TemporaryDirectory(prefix="raycap-") as scratch:
@@ -55,8 +55,8 @@ def extract(
         extracted = extract_features(run_config, dataset, weights, lambda: start_ray(run_config, address), unreadable)
     store = FeatureStore(extracted.store)
     logger.info(f"store        {extracted.store}: {len(store)} images in {len(store.shards)} shards")
-    with_features = dataset.without(sorted(extracted.missing)).known()
-    num_bad = len(dataset.known()) - len(with_features) + len(unreadable)
+    with_features = dataset.without(sorted(extracted.missing)).readable()
+    num_bad = len(dataset.readable()) - len(with_features) + len(unreadable)
     exit_code = 0
     if num_bad:
         first = next(iter(extracted.missing.values()), "") or next(iter(unreadable.values()))

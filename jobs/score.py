@@ -60,13 +60,7 @@ def score(
     scores = score_captions(captions, candidates, metrics=metrics or METRICS, java_deadline_s=java_deadline_s)
     print(format_scores(scores))
     if json_file is not None:
-        content = {
-            "scores": {name: score.value for name, score in scores.by_name.items()},
-            "unavailable": {name: score.unavailable for name, score in scores.by_name.items() if score.unavailable},
-            "images": len(scores.image_ids),
-            "signature": scores.signature,
-            "extras": scores.extras,
-        }
+        content = scores.to_json() | {"images": len(scores.image_ids)}
         write_text(json_file, json.dumps(content, indent=2) + "\n")
         print(f"Scores: {json_file}")
     if per_image is not None:

@@ -2,7 +2,7 @@
 
 A manifest holds the URI, size, tag and content key of each image; the tag is the modification time, or the ETag on S3.
 A file with the same size and tag as in the manifest counts as unchanged. The cost is one stat per image (on S3 one
-listing request per thousand images), one read per new or changed image, and about 300 bytes of memory per image.
+listing request per thousand images), and one read per new or changed image.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from pipeline.data.dataset import Dataset
 from pipeline.storage.path import StorageOptions, StoragePath, is_remote, storage_path
-from pipeline.storage.s3 import REMOTE
+from pipeline.storage.s3 import REMOTE, Entry
 from pipeline.storage.tables import read_table, write_table
 
 MANIFEST = pa.schema([("uri", pa.string()), ("size", pa.int64()), ("tag", pa.string()), ("key", pa.string())])
@@ -43,8 +43,7 @@ def take_snapshot(
     unchanged = pc.and_(pc.equal(previous["size"], sizes), pc.equal(previous["tag"], tags))
     unchanged = pc.fill_null(unchanged, False).combine_chunks()
     keys = pc.if_else(unchanged, previous["key"].combine_chunks(), pa.scalar(None, pa.string()))
-    is_readable = sizes.to_numpy() >= 0
-    changed = np.flatnonzero(~unchanged.to_numpy(zero_copy_only=False) & is_readable)
+    changed = np.flatnonzero(~unchanged.to_numpy(zero_copy_only=False) & (sizes.to_numpy() >= 0))
     if len(changed):
         values = np.full(len(uris), None, object)
         values[changed] = _hash_files(uris.take(pa.array(changed)).to_pylist(), options, unreadable)
@@ -53,7 +52,7 @@ def take_snapshot(
         other_rows = stored.filter(pc.invert(pc.is_in(stored["uri"], value_set=rows["uri"])))
         if rows.num_rows:
             write_table(manifest_path, pa.concat_tables([rows, other_rows]))
-    return dataset.with_keys(keys.take(pc.index_in(dataset.table["uri"], value_set=uris))), unreadable
+    return dataset.with_column("key", keys.take(pc.index_in(dataset.table["uri"], value_set=uris))), unreadable
 
 
 def _read_sizes(uris: pa.Array, options: StorageOptions) -> tuple[pa.Array, pa.Array, dict[str, str]]:
@@ -61,57 +60,44 @@ def _read_sizes(uris: pa.Array, options: StorageOptions) -> tuple[pa.Array, pa.A
     unreadable: dict[str, str] = {}
     remote_objects = _list_remote(uris.filter(pc.starts_with(uris, REMOTE)).to_pylist(), options)
 
-    def stat_chunk(chunk: pa.Array) -> tuple[pa.Array, pa.Array]:
-        sizes, tags = [], []
-        for uri in chunk.to_pylist():
-            size, tag = _UNREADABLE_SIZE, ""
+    def read_size(uri: str) -> tuple[int, str]:
+        try:
             if is_remote(uri):
-                if uri in remote_objects:
-                    size, tag = remote_objects[uri]
-                else:
-                    unreadable[uri] = "no such object"
+                size, tag = remote_objects[uri].size, remote_objects[uri].tag
             else:
-                try:
-                    status = os.stat(uri)  # noqa: PTH116 (making a Path costs more than the stat)
-                    size, tag = status.st_size, str(status.st_mtime_ns)
-                except OSError as error:
-                    unreadable[uri] = error.strerror or str(error)
-            if size > MAX_BYTES:
-                unreadable[uri] = f"larger than {MAX_BYTES} bytes"
-                size = _UNREADABLE_SIZE
-            sizes.append(size)
-            tags.append(tag)
-        return pa.array(sizes, pa.int64()), pa.array(
-            tags, pa.string()
-        )  # arrays need a tenth of the memory of the lists
+                status = os.stat(uri)  # noqa: PTH116 (making a Path costs more than the stat)
+                size, tag = status.st_size, str(status.st_mtime_ns)
+            if size <= MAX_BYTES:
+                return size, tag
+            unreadable[uri] = f"larger than {MAX_BYTES} bytes"
+        except KeyError:
+            unreadable[uri] = "no such object"
+        except OSError as error:
+            unreadable[uri] = error.strerror or str(error)
+        return _UNREADABLE_SIZE, ""
+
+    def read_chunk(chunk: pa.Array) -> tuple[pa.Array, pa.Array]:
+        sizes, tags = zip(*map(read_size, chunk.to_pylist()), strict=True)
+        # Arrays need a tenth of the memory of the lists.
+        return pa.array(sizes, pa.int64()), pa.array(tags, pa.string())
 
     chunks = [uris.slice(start, _URIS_PER_TASK) for start in range(0, len(uris), _URIS_PER_TASK)]
     with ThreadPoolExecutor(max_workers=8) as pool:  # threads, because a stat on a network file system mostly waits
-        parts = list(pool.map(stat_chunk, chunks))
+        parts = list(pool.map(read_chunk, chunks))
     sizes = pa.chunked_array([chunk_sizes for chunk_sizes, _ in parts], pa.int64()).combine_chunks()
     tags = pa.chunked_array([chunk_tags for _, chunk_tags in parts], pa.string()).combine_chunks()
     return sizes, tags, unreadable
 
 
-def _list_remote(uris: Sequence[str], options: StorageOptions) -> dict[str, tuple[int, str]]:
-    """Size and ETag of the objects, from one listing per folder instead of one request per image."""
-    listed: dict[str, tuple[int, str]] = {}
+def _list_remote(uris: Sequence[str], options: StorageOptions) -> dict[str, Entry]:
+    """The objects by URI, from one listing per folder instead of one request per image."""
     wanted = set(uris)
-    for folder in _outermost(sorted({uri.rsplit("/", 1)[0] for uri in uris})):
-        for name, entry in StoragePath(folder, options).list().items():
-            uri = f"{folder}/{name}"
-            if uri in wanted:
-                listed[uri] = (entry.size, entry.tag)
-    return listed
-
-
-def _outermost(folders: Sequence[str]) -> list[str]:
-    """The sorted folders without those inside another of them, because a listing is recursive."""
-    outermost: list[str] = []
-    for folder in folders:
-        if not outermost or not folder.startswith(outermost[-1] + "/"):
-            outermost.append(folder)
-    return outermost
+    folders: list[str] = []
+    for folder in sorted({uri.rsplit("/", 1)[0] for uri in uris}):
+        if not folders or not folder.startswith(f"{folders[-1]}/"):  # a listing includes the folders below
+            folders.append(folder)
+    objects = ((f"{folder}/{name}", entry) for folder in folders for name, entry in StoragePath(folder, options).walk())
+    return {uri: entry for uri, entry in objects if uri in wanted}
 
 
 def _hash_files(uris: Sequence[str], options: StorageOptions, unreadable: dict[str, str]) -> list[str | None]:

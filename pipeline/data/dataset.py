@@ -1,13 +1,13 @@
-"""Captioned images: reading annotation files, splits, and the table that every later step reads.
+"""Captioned images: reads annotation files, and defines the table that every later step reads.
 
-A `Dataset` is columnar, one row per image; processes exchange it as an Arrow file. A training worker holds the caption
-ids of its splits in memory, which takes about 60 bytes per caption.
+Processes exchange a `Dataset` as an Arrow file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ SCHEMA = pa.schema(
         ("image_id", pa.int64()),
         ("split", pa.string()),
         ("uri", pa.string()),  # the path or s3:// URI of the image file
-        ("captions", pa.list_(pa.string())),  # unchanged from the annotation file
+        ("captions", pa.list_(pa.string())),  # as in the annotation file
         ("key", pa.string()),  # content key: sha256 of the image file; null until `content_keys.py` sets it
     ]
 )
@@ -47,20 +47,21 @@ class Dataset:
         """The images of these splits."""
         return Dataset(self.table.filter(pc.is_in(self.table["split"], pa.array(names, pa.string()))))
 
-    def known(self) -> Dataset:
+    def readable(self) -> Dataset:
         """The images with a content key: the files of all others could not be read."""
         return Dataset(self.table.filter(pc.is_valid(self.table["key"])))
 
+    def with_column(self, name: str, values: pa.Array | pa.ChunkedArray) -> Dataset:
+        """A copy in which this column of SCHEMA has these values, one per row."""
+        return Dataset(self.table.set_column(self.table.schema.get_field_index(name), name, values))
+
     def keyed_by_id(self) -> Dataset:
         """The data set with `id-<image id>` as content keys, for images whose files are not available."""
-        return self.with_keys(pc.binary_join_element_wise("id", pc.cast(self.table["image_id"], pa.string()), "-"))
-
-    def with_keys(self, content_keys: pa.Array | pa.ChunkedArray) -> Dataset:
-        """A copy with these content keys, one per row."""
-        return Dataset(self.table.set_column(self.table.schema.get_field_index("key"), "key", content_keys))
+        ids = pc.cast(self.table["image_id"], pa.string())
+        return self.with_column("key", pc.binary_join_element_wise("id", ids, "-"))
 
     def without(self, content_keys: Sequence[str]) -> Dataset:
-        """The data set without the images that have these content keys."""
+        """The images that have none of these content keys."""
         return Dataset(self.table.filter(pc.invert(pc.is_in(self.table["key"], pa.array(content_keys, pa.string())))))
 
     def column(self, name: str) -> list[Any]:
@@ -77,17 +78,13 @@ class Dataset:
         if [] in captions:
             row = self.table.slice(captions.index([]), 1).to_pylist()[0]
             raise UserError(f"image {row['uri']} (id {row['image_id']}) has no caption with a word in it; add one")
-        index = self.table.schema.get_field_index("captions")
-        column = pa.array(captions, pa.list_(pa.string()))
-        return Dataset(self.table.set_column(index, SCHEMA.field("captions"), column))
+        return self.with_column("captions", pa.array(captions, pa.list_(pa.string())))
 
     def tokens(self, tokenizer: str = "expansionnet") -> Iterator[list[str]]:
         """The tokens of every caption, one caption at a time."""
-        split = TOKENIZERS[tokenizer]
         for batch in self.table.select(["captions"]).to_batches(max_chunksize=4096):
             for captions in batch.column(0).to_pylist():
-                for caption in captions:
-                    yield split(caption)
+                yield from map(TOKENIZERS[tokenizer], captions)
 
     def fingerprint(self) -> str:
         """Hash of content keys, ids, splits and captions. It does not depend on the paths of the image files."""
@@ -99,11 +96,7 @@ class Dataset:
 
     def save(self, path: Path) -> None:
         """Writes an Arrow file atomically."""
-        with (
-            atomic_path(path) as temporary,
-            pa.OSFile(str(temporary), "wb") as sink,
-            pa.ipc.new_file(sink, SCHEMA) as writer,
-        ):
+        with atomic_path(path) as temporary, pa.ipc.new_file(temporary, SCHEMA) as writer:
             writer.write_table(self.table, max_chunksize=4096)
 
     @classmethod
@@ -113,10 +106,10 @@ class Dataset:
 
 
 def read_dataset(config: DataSection, root: Path | str, options: StorageOptions = StorageOptions()) -> Dataset:
-    """The data set of a configuration. Every split that training needs has an image, and every image has a caption.
+    """The data set of a configuration, without wordless captions.
 
-    Captions without a word are left out. Raises UserError when a file or folder is missing or malformed, a caption is
-    not text, an image has no caption with a word in it, or a needed split is empty.
+    Raises UserError when a file or folder is missing or malformed, a caption is not text, an image has no caption with
+    a word in it, or a split that training needs is empty.
     """
     dataset, problems = read_annotations(config, root, options)
     if problems:
@@ -128,18 +121,14 @@ def read_dataset(config: DataSection, root: Path | str, options: StorageOptions 
 
 def require_splits(dataset: Dataset, config: DataSection) -> None:
     """Raises UserError, naming the configuration key, when a split that the configuration needs has no image."""
-    needed = {
-        "data.train_splits": config.train_splits,
-        "data.val_split": (config.val_split,),
-        **{f"data.test_splits ({name})": (name,) for name in config.test_splits},
-        "data.vocabulary_splits": config.vocabulary_splits or config.train_splits,
-    }
+    needed = {"data.train_splits": config.train_splits, "data.val_split": (config.val_split,)}
+    needed |= {f"data.test_splits ({name})": (name,) for name in config.test_splits}
+    needed["data.vocabulary_splits"] = config.vocabulary_splits or config.train_splits
     for key, names in needed.items():
         if not len(dataset.split(*names)):
             splits = ", ".join(pc.unique(dataset.table["split"]).sort().to_pylist()) or "none at all"
-            raise UserError(
-                f"{key}: no image of {config.annotations} is in {' or '.join(names)}; it has the splits {splits}"
-            )
+            missing = f"no image of {config.annotations} is in {' or '.join(names)}"
+            raise UserError(f"{key}: {missing}; it has the splits {splits}")
 
 
 def read_annotations(
@@ -163,14 +152,9 @@ def read_annotations(
         read_source(Source(base / section.annotations, images, section.split, lists), config.format, rows)
     ids = pa.array(rows.image_id, pa.int64())
     if pc.count_distinct(ids).as_py() < len(ids):
-        counts = pc.value_counts(ids)
-        repeated = next(item["values"] for item in counts.to_pylist() if item["counts"] > 1)
-        first_row = rows.image_id.index(repeated)
-        second_row = rows.image_id.index(repeated, first_row + 1)
-        raise UserError(
-            f"{config.annotations}: image {rows.uri[second_row]} repeats the image id {repeated}; "
-            "every id must occur once"
-        )
+        repeated, _ = Counter(rows.image_id).most_common(1)[0]
+        uri = dict(zip(rows.image_id, rows.uri, strict=True))[repeated]  # the last image with this id
+        raise UserError(f"{config.annotations}: image {uri} repeats the image id {repeated}; every id must occur once")
     columns = [ids, rows.split, rows.uri, rows.captions, pa.nulls(len(ids), pa.string())]
     return Dataset(pa.table(columns, schema=SCHEMA)), rows.problems
 

@@ -1,4 +1,4 @@
-"""Annotation files to rows: Karpathy's JSON, COCO's captions_*.json, nocaps, and plain tables.
+"""Reads annotation files as rows: Karpathy's JSON, COCO's captions_*.json, nocaps, and plain tables.
 
 A reader does not change captions, not even empty ones. It collects the problems of single captions: training stops at
 the first problem, and `raycap check` reports all of them. A file that does not have its format raises UserError.
@@ -7,11 +7,13 @@ the first problem, and `raycap check` reports all of them. A file that does not 
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import io
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +26,8 @@ from pipeline.storage.path import StoragePath, is_remote, join
 
 TABLE_ENDINGS = (".jsonl", ".ndjson", ".csv", ".parquet")
 MAX_CAPTION = 10_000  # characters; a longer text is reported as a problem and cut, which bounds the memory
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can contain such a code point, and no encoding can
+_Image = tuple[int, str, tuple[str, ...], list[Any]]  # its id, its split, the parts of its path, its captions
 
 
 @dataclass
@@ -36,12 +40,12 @@ class Rows:
     captions: list[list[str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    def add(self, image_id: int, split: str, uri: str, captions: list[str], where: str) -> None:
+    def add(self, image_id: int, split: str, uri: str, captions: list[str], location: str) -> None:
         """Adds an image. Raises UserError for values that a table or file system cannot hold."""
         if not -(2**63) <= image_id < 2**63:
-            raise UserError(f"{where} is malformed: the image id {image_id} has more than 64 bits")
-        if "\0" in uri or not _is_encodable(uri + split):
-            raise UserError(f"{where} is malformed: its file name or split is not text")
+            raise UserError(f"{location} is malformed: the image id {image_id} has more than 64 bits")
+        if "\0" in uri or _SURROGATE.search(uri + split):
+            raise UserError(f"{location} is malformed: its file name or split is not text")
         self.image_id.append(image_id)
         self.split.append(split)
         self.uri.append(uri)
@@ -58,54 +62,38 @@ class Source:
     split_lists: dict[str, str]  # {image name or id: split}
 
 
-@dataclass(frozen=True)
-class Format:
-    """One file format: `load` reads a file, and `add` appends the images of what `load` returned to rows."""
-
-    load: Callable[[StoragePath], Any]
-    add: Callable[[Source, Any, Rows], None]
-
-
 def read_source(source: Source, name: str, rows: Rows) -> None:
     """Adds an annotation file's images to `rows`. name: a key of `FORMATS`, or "auto". Raises UserError."""
+    path = source.annotations
+    is_table = name == "table" or (name == "auto" and path.name.removesuffix(".gz").endswith(TABLE_ENDINGS))
+    if is_table:
+        _add_table(source, _entries(path), rows)
+        return
+    data = _read_json(path)
     if name == "auto":
-        annotation_format, content = _detect(source.annotations)
-    else:
-        annotation_format = FORMATS[name]
-        content = annotation_format.load(source.annotations)
-    annotation_format.add(source, content, rows)
+        if not isinstance(data, dict) or not isinstance(data.get("images"), list):
+            expected = "Karpathy's or COCO's JSON (an object with a list 'images')"
+            endings = ", ".join(TABLE_ENDINGS)
+            raise UserError(f"{path} has an unknown format; expected {expected} or a table that ends in {endings}")
+        name = "coco" if isinstance(data.get("annotations"), list) else "karpathy"
+    FORMATS[name](source, data, rows)
 
 
-def _detect(annotations: StoragePath) -> tuple[Format, Any]:
-    """The format of a file and its content. The file's ending or its JSON shows the format."""
-    if annotations.name.removesuffix(".gz").endswith(TABLE_ENDINGS):
-        return FORMATS["table"], FORMATS["table"].load(annotations)
-    data = _read_json(annotations)
-    if isinstance(data, dict) and isinstance(data.get("images"), list):
-        return FORMATS["coco" if isinstance(data.get("annotations"), list) else "karpathy"], data
-    raise UserError(
-        f"{annotations} has an unknown format; expected Karpathy's or COCO's JSON (an object with a list 'images') or "
-        f"a table that ends in {', '.join(TABLE_ENDINGS)}"
-    )
-
-
-def _read(annotations: StoragePath) -> bytes:
+def _read(path: StoragePath) -> bytes:
     try:
-        data = annotations.read_bytes()
-        return gzip.decompress(data) if annotations.name.endswith(".gz") else data
+        data = path.read_bytes()
+        return gzip.decompress(data) if path.name.endswith(".gz") else data
     except (FileNotFoundError, IsADirectoryError) as error:
-        raise UserError(
-            f"annotation file {annotations} does not exist; data.annotations is relative to data.root"
-        ) from error
+        raise UserError(f"annotation file {path} does not exist; data.annotations is relative to data.root") from error
     except (OSError, EOFError) as error:
-        raise UserError(f"annotation file {annotations} cannot be read: {error}") from error
+        raise UserError(f"annotation file {path} cannot be read: {error}") from error
 
 
-def _read_json(annotations: StoragePath) -> Any:
+def _read_json(path: StoragePath) -> Any:
     try:
-        return json.loads(_read(annotations))
+        return json.loads(_read(path))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{annotations} is not valid JSON: {error}") from error
+        raise UserError(f"{path} is not valid JSON: {error}") from error
 
 
 def _add_karpathy(source: Source, data: Any, rows: Rows) -> None:
@@ -114,19 +102,14 @@ def _add_karpathy(source: Source, data: Any, rows: Rows) -> None:
     entries = data.get("images") if isinstance(data, dict) else None
     if not isinstance(entries, list) or not entries:
         raise UserError(f"{path} is not in Karpathy layout: expected an object with a list 'images' that is not empty")
-    for number, entry in enumerate(entries):
-        where = f"{path}: images[{number}]"
-        try:
-            image_id = int(entry["cocoid"] if "cocoid" in entry else entry["imgid"])
-            raw = [sentence["raw"] for sentence in entry["sentences"]]
-            split, filename = source.split_lists.get(entry["filename"], entry["split"]), entry["filename"]
-            folder = entry.get("filepath") or "."
-            if not all(isinstance(text, str) for text in (split, filename, folder)):
-                raise TypeError("a split, filename or filepath is not text")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{where} is malformed ({type(error).__name__}: {error})") from error
-        captions = _texts(raw, where, rows)
-        rows.add(image_id, split, _inside(source.images, f"{folder}/{filename}", where), captions, where)
+
+    def parse(entry: dict[str, Any]) -> _Image:
+        image_id = int(entry["cocoid"] if "cocoid" in entry else entry["imgid"])
+        captions = [sentence["raw"] for sentence in entry["sentences"]]
+        split = source.split_lists.get(entry["filename"], entry["split"])
+        return image_id, split, (entry.get("filepath") or ".", entry["filename"]), captions
+
+    _add_images(source, entries, parse, rows)
 
 
 def _add_coco(source: Source, data: Any, rows: Rows) -> None:
@@ -140,61 +123,68 @@ def _add_coco(source: Source, data: Any, rows: Rows) -> None:
         try:
             captions_of.setdefault(int(entry["image_id"]), []).append(entry["caption"])
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{path}: annotations[{number}] is malformed ({type(error).__name__}: {error})") from error
-    default_split = source.split or _split_of_name(path.name)
-    for number, entry in enumerate(images):
-        where = f"{path}: images[{number}]"
-        try:
-            image_id, filename = int(entry["id"]), entry["file_name"]
-            split = source.split_lists.get(filename) or source.split_lists.get(str(image_id))
-            split = split or (entry.get("domain") if source.split is None else None) or default_split
-            if not isinstance(filename, str) or not isinstance(split, str):
-                raise TypeError("file_name or domain is not text")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{where} is malformed ({type(error).__name__}: {error})") from error
-        captions = _texts(captions_of.pop(image_id, []), where, rows)
-        rows.add(image_id, split, _inside(source.images, filename, where), captions, where)
+            raise _malformed(f"{path}: annotations[{number}]", error) from error
+    # A name like COCO's, for example captions_val2014.json, contains the split.
+    split_of_name = next((split for split in ("train", "val", "test") if split in path.name), "train")
+
+    def parse(entry: dict[str, Any]) -> _Image:
+        image_id, filename = int(entry["id"]), entry["file_name"]
+        split = source.split_lists.get(filename) or source.split_lists.get(str(image_id))
+        split = split or source.split or entry.get("domain") or split_of_name
+        return image_id, split, (filename,), captions_of.pop(image_id, [])
+
+    _add_images(source, images, parse, rows)
     if captions_of:
-        raise UserError(
-            f"{path}: {len(captions_of)} image ids of 'annotations' are not in 'images', first {min(captions_of)}"
-        )
+        count, first = len(captions_of), min(captions_of)
+        raise UserError(f"{path}: {count} image ids of 'annotations' are not in 'images', first {first}")
 
 
-def _split_of_name(name: str) -> str:
-    """The split that a file name like COCO's contains, for example "val" in captions_val2014.json."""
-    return next((split for split in ("train", "val", "test") if split in name), "train")
+def _add_images(source: Source, entries: list[Any], parse: Callable[[dict[str, Any]], _Image], rows: Rows) -> None:
+    """Adds the images of a JSON file. `parse` reads one entry, and may raise any error if the entry is malformed."""
+    for number, entry in enumerate(entries):
+        location = f"{source.annotations}: images[{number}]"
+        try:
+            image_id, split, names, captions = parse(entry)
+            if not all(isinstance(text, str) for text in (split, *names)):
+                raise TypeError("its split, domain or file name is not text")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _malformed(location, error) from error
+        texts = _texts(captions, location, rows)
+        rows.add(image_id, split, _inside(source.images, "/".join(names), location), texts, location)
+
+
+def _malformed(location: str, error: Exception) -> UserError:
+    return UserError(f"{location} is malformed ({type(error).__name__}: {error})")
 
 
 def _add_table(source: Source, entries: Iterator[dict[str, Any]], rows: Rows) -> None:
     """Reads the columns image, captions or caption, and optionally id and split.
 
-    captions: a list, or one text; rows that name the same image add up. The default id is the row's number.
+    captions: a list, or one text. Rows of the same image are joined. The default id is the row's number.
     """
     path = source.annotations
     row_of: dict[str, int] = {}
     for number, entry in enumerate(entries):
-        where = f"{path}: row {number + 1}"
+        location = f"{path}: row {number + 1}"
         image = entry.get("image")
         if not isinstance(image, str) or not image:
-            raise UserError(f"{where} has no text in the column image; the columns are {', '.join(map(str, entry))}")
-        captions = _texts(_as_list(entry.get("captions", entry.get("caption"))), where, rows)
+            raise UserError(f"{location} has no text in the column image; the columns are {', '.join(map(str, entry))}")
+        captions = _texts(_as_list(entry.get("captions", entry.get("caption"))), location, rows)
         if image in row_of:  # the table has one row per caption
             rows.captions[row_of[image]].extend(captions)
             continue
         identifier = entry.get("id")
-        if identifier is None or identifier == "":
-            identifier = len(rows.uri)
+        identifier = len(rows.uri) if identifier in (None, "") else identifier
         try:
             image_id = int(identifier)
         except (TypeError, ValueError) as error:
-            raise UserError(
-                f"{where}: id {identifier!r} is not a whole number; without a column id, rows are numbered"
-            ) from error
-        listed_split = source.split_lists.get(image) or source.split_lists.get(str(identifier))
-        split = listed_split or entry.get("split") or source.split or "train"
-        uri = image if is_remote(image) else _inside(source.images, image, where)
+            message = f"{location}: id {identifier!r} is not a whole number; without a column id, rows are numbered"
+            raise UserError(message) from error
+        split = source.split_lists.get(image) or source.split_lists.get(str(identifier))
+        split = split or entry.get("split") or source.split or "train"
+        uri = image if is_remote(image) else _inside(source.images, image, location)
         row_of[image] = len(rows.uri)
-        rows.add(image_id, str(split), uri, captions, where)
+        rows.add(image_id, str(split), uri, captions, location)
     if not row_of:
         raise UserError(f"{path} has no rows")
 
@@ -220,55 +210,40 @@ def _entries(path: StoragePath) -> Iterator[dict[str, Any]]:
 
 
 def _as_list(value: Any) -> list[Any]:
-    """The captions of a cell that holds a list, a JSON list as text, one caption, or nothing."""
-    if isinstance(value, str) and value.startswith("["):  # may be a JSON list in a CSV cell
-        try:
-            parsed = json.loads(value)
-        except ValueError:
-            parsed = None
-        if isinstance(parsed, list):
-            return parsed
+    """The captions of a cell that holds a list, a JSON list as text (in a CSV file), one caption, or nothing."""
+    if isinstance(value, str) and value.startswith("["):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
     if value is None:
         return []
     return value if isinstance(value, list) else [value]
 
 
-def _texts(values: list[Any], where: str, rows: Rows) -> list[str]:
+def _texts(values: list[Any], location: str, rows: Rows) -> list[str]:
     """The values that are text, cut to MAX_CAPTION. A value that is no text or is too long adds a problem."""
     texts = []
     for value in values:
         if not isinstance(value, str):
-            rows.problems.append(f"{where} is malformed: a caption is not text but {type(value).__name__}")
-        elif not _is_encodable(value):  # a lone surrogate, which JSON can contain
-            rows.problems.append(f"{where} is malformed: a caption is not text in any encoding")
-        elif len(value) > MAX_CAPTION:
-            rows.problems.append(f"{where} is malformed: a caption has {len(value)} characters")
-            texts.append(value[:MAX_CAPTION])
+            rows.problems.append(f"{location} is malformed: a caption is not text but {type(value).__name__}")
+        elif _SURROGATE.search(value):
+            rows.problems.append(f"{location} is malformed: a caption is not text in any encoding")
         else:
-            texts.append(value)
+            if len(value) > MAX_CAPTION:
+                rows.problems.append(f"{location} is malformed: a caption has {len(value)} characters")
+            texts.append(value[:MAX_CAPTION])
     return texts
 
 
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def read_split_lists(root: StoragePath, lists: dict[str, str]) -> dict[str, str]:
-    """{image name or id: split} from files with one image per line, as Karpathy's `karpathy_val_images.txt`.
+    """{image name or id: split} from files of lines with a file name and optionally an id.
 
-    A line holds a file name and optionally an id. Without an id, a file name that is a number is the id.
+    Without an id, a file name that is a number is the id.
     """
     split_of: dict[str, str] = {}
     for split, name in lists.items():
         path = root / name
-        for line in _read(path).decode("utf-8", errors="replace").splitlines():
-            words = line.split()
-            if not words:
-                continue
+        lines = _read(path).decode("utf-8", errors="replace").splitlines()
+        for words in filter(None, map(str.split, lines)):
             filename = words[0].rsplit("/", 1)[-1]
             if split_of.setdefault(filename, split) != split:
                 raise UserError(f"data.split_lists: {filename} is in {split_of[filename]} and again in {path}")
@@ -281,31 +256,29 @@ def read_split_lists(root: StoragePath, lists: dict[str, str]) -> dict[str, str]
 
 def images_folder(root: StoragePath, images: str) -> StoragePath:
     """The folder of the images: a path below the root, or an s3:// prefix."""
-    if is_remote(images):
-        return StoragePath(images.rstrip("/"), root.options)
-    return StoragePath(_inside(root, images, "data.images"), root.options)
+    uri = images.rstrip("/") if is_remote(images) else _inside(root, images, "data.images")
+    return StoragePath(uri, root.options)
 
 
-def _inside(folder: StoragePath, name: str, where: str) -> str:
+def _inside(folder: StoragePath, name: str, location: str) -> str:
     """`folder/name` without '.' and '..'. Raises UserError for a path outside of `folder`."""
     if name and name[0] not in "./" and "/." not in name and "//" not in name and not name.endswith("/"):
         return join(folder.uri, name)  # skips the slow checks below in the usual case: there may be a million images
-    outside = f"{where}: {name} is outside of {folder}; give a path below it"
     if folder.is_remote:
-        normal = os.path.normpath(name)
-        if normal.startswith(("..", "/")):
-            raise UserError(outside)
-        return folder.uri if normal == "." else join(folder.uri, normal)
-    base = os.path.normpath(folder.uri)
-    normal = os.path.normpath(os.path.join(base, name))  # noqa: PTH118 (a Path would keep the '..')
-    if normal != base and not normal.startswith(base.rstrip("/") + "/"):
-        raise UserError(outside)
-    return normal
+        relative = os.path.normpath(name)
+        is_inside, uri = not relative.startswith(("..", "/")), join(folder.uri, relative).removesuffix("/.")
+    else:
+        base = os.path.normpath(folder.uri)
+        uri = os.path.normpath(os.path.join(base, name))  # noqa: PTH118 (a Path would keep the '..')
+        is_inside = uri == base or uri.startswith(base.rstrip("/") + "/")
+    if not is_inside:
+        raise UserError(f"{location}: {name} is outside of {folder}; give a path below it")
+    return uri
 
 
-FORMATS = {
-    "karpathy": Format(_read_json, _add_karpathy),
-    "coco": Format(_read_json, _add_coco),
-    "nocaps": Format(_read_json, _add_coco),
-    "table": Format(_entries, _add_table),
+FORMATS: dict[str, Callable[[Source, Any, Rows], None]] = {
+    "karpathy": _add_karpathy,
+    "coco": _add_coco,
+    "nocaps": _add_coco,
+    "table": _add_table,
 }

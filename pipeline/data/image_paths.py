@@ -1,4 +1,4 @@
-"""Image files from command-line arguments: files, folders, globs and s3:// prefixes."""
+"""Finds the image files that command-line arguments name: files, folders, globs and s3:// prefixes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.errors import UserError
-from pipeline.storage.path import StorageOptions, StoragePath, join, storage_path
+from pipeline.storage.path import StorageOptions, join, storage_path
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".jp2", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
 
 def find_images(arguments: Sequence[str], options: StorageOptions = StorageOptions()) -> list[str]:
-    """Paths and URIs of the images that the arguments name, in the order of the arguments, without repetition.
+    """Paths and URIs of the images that the arguments name, in this order and without repetition.
 
-    A folder or prefix gives all files in it that have an image's ending, sorted. Raises UserError for a missing file or
-    folder, and for a folder, prefix or pattern without an image.
+    A folder or prefix gives all files below it that have an image's ending, sorted. Raises UserError for a missing file
+    or folder, and for a folder, prefix or pattern without an image.
     """
     images: dict[str, None] = {}
     for argument in arguments:
@@ -28,7 +28,6 @@ def find_images(arguments: Sequence[str], options: StorageOptions = StorageOptio
 
 
 def _find_local(argument: str) -> list[str]:
-    """The images of one folder, file or glob pattern."""
     path = Path(argument)
     if path.is_dir():
         files = [file for file in sorted(path.rglob("*")) if file.is_file()]
@@ -42,8 +41,7 @@ def _find_local(argument: str) -> list[str]:
 
 
 def _find_remote(argument: str, options: StorageOptions) -> list[str]:
-    """The URI of one object, or the URIs of the images below a prefix."""
-    prefix: StoragePath = storage_path(argument, options)
+    prefix = storage_path(argument, options)
     if Path(argument).suffix.lower() in SUFFIXES:
         return [prefix.uri]  # a single object; whoever reads it reports a missing one
     return [join(prefix.uri, name) for name in sorted(prefix.list()) if Path(name).suffix.lower() in SUFFIXES]

@@ -1,7 +1,4 @@
-"""Image files to RGB pixels, as an image viewer shows them. A failure raises BadImage with the reason.
-
-This module does not import torch, so that Ray's decoding tasks start fast.
-"""
+"""Decodes image files to RGB pixels. This module does not import torch, so that Ray's decoding tasks start fast."""
 
 from __future__ import annotations
 
@@ -25,9 +22,7 @@ class BadImage(Exception):
 
 
 def decode_image(data: bytes, max_pixels: int) -> Image.Image:
-    """The RGB image in a file's bytes, rotated as its EXIF data demand.
-
-    Transparent pixels are blended with white; grayscale, CMYK, palette and 16-bit images are converted.
+    """The RGB image in a file's bytes, rotated as its EXIF data demand. Transparent pixels are blended with white.
 
     Raises BadImage for empty, truncated, oversized (width x height above `max_pixels`) or unreadable bytes.
     """
@@ -41,8 +36,6 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
             raise BadImage(f"{image.width} x {image.height} pixels, more than {max_pixels}")
         image.load()
         return _to_rgb(ImageOps.exif_transpose(image))
-    except BadImage:
-        raise
     except Image.UnidentifiedImageError as error:
         raise BadImage("not an image in a known format") from error
     except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError, IndexError, TypeError) as error:
@@ -51,19 +44,15 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
 
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode in ("I;16", "I;16L", "I;16B", "I;16N", "I", "F"):
-        return _from_16_bit(image)
+        # More than 8 bits are scaled to 8 bits, as viewers do; Pillow's conversion would clip them at 255.
+        values = np.asarray(image).astype(np.float64)
+        white = 65535.0 if values.max(initial=0) > 255 else 255.0
+        image = Image.fromarray(np.clip(values * (255.0 / white) + 0.5, 0, 255).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         layer = image.convert("RGBA")
         white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, layer).convert("RGB")
     return image.convert("RGB")
-
-
-def _from_16_bit(image: Image.Image) -> Image.Image:
-    """An image of more than 8 bits, scaled to 8 bits as viewers do; Pillow's conversion would clip it at 255."""
-    values = np.asarray(image).astype(np.float64)
-    white = 65535.0 if values.max(initial=0) > 255 else 255.0
-    return Image.fromarray(np.clip(values * (255.0 / white) + 0.5, 0, 255).astype(np.uint8)).convert("RGB")
 
 
 def decode_batch(
@@ -72,7 +61,7 @@ def decode_batch(
     """From the columns key and uri, the columns key, pixels (resized, (B, H, W, 3) uint8) and reason.
 
     The reason is "" for a decoded image; an image that cannot be used has black pixels. `key` is the expected sha256 of
-    the file: a file that has changed since then counts as unreadable.
+    the file: a file that has changed counts as unreadable.
     """
     transform = ImageTransform(image_size)
     pixels = np.zeros((len(batch["key"]), image_size, image_size, 3), np.uint8)
@@ -89,9 +78,7 @@ def decode_batch(
             return f"{UNREADABLE}: {error.strerror or error}"
         return ""
 
-    if any(is_remote(str(uri)) for uri in batch["uri"]):
-        with ThreadPoolExecutor(8) as pool:  # requests spend most of their time waiting
-            reasons = list(pool.map(decode, range(len(pixels))))
-    else:
-        reasons = [decode(index) for index in range(len(pixels))]
+    # Requests spend most of their time waiting; local files are decoded one after the other.
+    with ThreadPoolExecutor(8 if any(is_remote(str(uri)) for uri in batch["uri"]) else 1) as pool:
+        reasons = list(pool.map(decode, range(len(pixels))))
     return {"key": batch["key"], "pixels": pixels, "reason": np.array(reasons)}

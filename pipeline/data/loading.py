@@ -34,21 +34,19 @@ def read_data(config: RunConfig) -> Dataset:
 
 def data_root(config: RunConfig) -> str:
     """The folder or s3:// prefix of the data set; a missing synthetic data set is written first."""
-    data = config.data
-    if data.synthetic is not None:
-        digest = hashlib.sha256(json.dumps(asdict(data.synthetic), sort_keys=True).encode()).hexdigest()[:10]
-        name = f"data/synthetic-{digest}"
-        root, remote = config.working_path / name, config.home(name)
-        if remote is not None and (remote / MARKER).exists():
-            return remote.uri
+    scenes = config.data.synthetic
+    if scenes is None:
+        return storage_path(str(config.data.root)).uri
+    digest = hashlib.sha256(json.dumps(asdict(scenes), sort_keys=True).encode()).hexdigest()[:10]
+    name = f"data/synthetic-{digest}"
+    root, remote = config.working_path / name, config.home(name)
+    if remote is None or not (remote / MARKER).exists():
         if not root.is_dir():
-            logger.info(f"writing the synthetic data set, {data.synthetic.num_images} images, to {remote or root}")
-        write_dataset(root, data.synthetic)
+            logger.info(f"writing the synthetic data set, {scenes.num_images} images, to {remote or root}")
+        write_dataset(root, scenes)
         if remote is not None:
             Mirror(remote, root).push()
-            return remote.uri
-        return str(root)
-    return storage_path(str(data.root)).uri
+    return str(root) if remote is None else remote.uri
 
 
 def snapshot_of(dataset: Dataset, config: RunConfig) -> tuple[Dataset, dict[str, str]]:

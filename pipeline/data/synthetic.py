@@ -1,13 +1,13 @@
-"""The synthetic data set: pictures of colored shapes with captions, in Karpathy layout like COCO.
+"""The synthetic data set: pictures of one or two colored shapes with captions, in Karpathy layout like COCO.
 
-A picture shows one or two shapes. The main object is the larger one, and every caption names it first. With shapes of
-equal size, both "a circle left of a square" and "a square right of a circle" would be correct captions, and the order
-would be arbitrary. Words for size, position and relation follow from the geometry. Image i depends only on (seed, i),
-so a smaller data set equals the first images of a larger one.
+The main object is the larger one, and every caption names it first. With shapes of equal size, both "a circle left of a
+square" and "a square right of a circle" would be correct. Image i depends only on (seed, i), so a smaller data set
+equals the first images of a larger one.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -35,7 +35,7 @@ COLORS: dict[str, tuple[int, int, int]] = {
 SHAPES = ("circle", "square", "triangle", "star", "cross")
 # The main objects of the split "novel". Other splits never combine these colors and shapes, but show each by itself.
 NOVEL = (("red", "star"), ("yellow", "circle"), ("green", "cross"), ("blue", "triangle"), ("purple", "square"))
-# None of these words is in COLORS: `main_object` reads the first word of COLORS as an object's color.
+# None of these words is in COLORS, because `main_object` takes a word of COLORS as an object's color.
 BACKGROUNDS = {"white": (252, 252, 250), "gray": (208, 210, 214), "pink": (252, 218, 224), "cream": (246, 236, 204)}
 
 # Half the width of an object as a share of the image. The gaps between classes make clear which object is larger.
@@ -103,18 +103,14 @@ class SceneObject:
 
 @dataclass(frozen=True)
 class Scene:
-    """The content of a picture.
-
-    relation: of the main object to the second one; both are None when the main object is alone.
-    position: of a main object that is alone, else None.
-    """
+    """The content of a picture."""
 
     split: str
     background: str
     main: SceneObject
     second: SceneObject | None
-    relation: str | None
-    position: str | None
+    relation: str | None  # of the main object to the second one
+    position: str | None  # of a main object that is alone
 
 
 def make_scene(seed: int, index: int) -> tuple[Scene, list[str]]:
@@ -122,13 +118,12 @@ def make_scene(seed: int, index: int) -> tuple[Scene, list[str]]:
     rng = random.Random(f"{seed}/{index}")
     split = SPLIT_CYCLE[index % len(SPLIT_CYCLE)]
     background = rng.choice(list(BACKGROUNDS))
-    familiar = [(color, shape) for color in COLORS for shape in SHAPES if (color, shape) not in NOVEL]
+    familiar = [pair for pair in itertools.product(COLORS, SHAPES) if pair not in NOVEL]
     main = rng.choice(NOVEL if split == "novel" else familiar)
     if rng.random() < SINGLE_SHARE:
         scene = _single(rng, split, background, main)
     else:
-        # A color other than the main object's keeps the two objects distinct.
-        second = rng.choice([pair for pair in familiar if pair[0] != main[0]])
+        second = rng.choice([pair for pair in familiar if pair[0] != main[0]])  # another color
         scene = _pair(rng, split, background, main, second)
     return scene, _captions(rng, scene)
 
@@ -150,15 +145,14 @@ def _pair(rng: random.Random, split: str, background: str, main: tuple[str, str]
     sizes = ("large", "small") if relation == "behind" else rng.choice(SIZE_PAIRS)
     extents = [rng.uniform(*EXTENTS[size]) for size in sizes]
     if relation == "behind":
-        center = [rng.uniform(0.03 + extents[0], 0.97 - extents[0]) for _ in range(2)]
-        centers = [center, list(center)]
+        centers = [[rng.uniform(0.03 + extents[0], 0.97 - extents[0]) for _ in range(2)]] * 2
     else:
         centers = _side_by_side(rng, relation, extents)
-    objects = [
-        SceneObject(*pair, size, center[0], center[1], extent, rng.uniform(-8, 8))
-        for pair, size, center, extent in zip((main, second), sizes, centers, extents, strict=True)
-    ]
-    return Scene(split, background, objects[0], objects[1], relation, position=None)
+    main_object, second_object = (
+        SceneObject(*pair, size, x, y, extent, rng.uniform(-8, 8))
+        for pair, size, (x, y), extent in zip((main, second), sizes, centers, extents, strict=True)
+    )
+    return Scene(split, background, main_object, second_object, relation, position=None)
 
 
 def _side_by_side(rng: random.Random, relation: str, extents: Sequence[float]) -> list[list[float]]:
@@ -171,15 +165,13 @@ def _side_by_side(rng: random.Random, relation: str, extents: Sequence[float]) -
     distance = sum(extents) + gap
     start = 0.03 + rng.uniform(0, max(0.0, room - gap))
     axis = 0 if DIRECTIONS[relation][0] else 1
-    first = 0 if DIRECTIONS[relation][axis] < 0 else 1  # which of (main, second) has the smaller coordinate
-    centers = [[0.0, 0.0], [0.0, 0.0]]
-    centers[first][axis] = start + extents[first]
-    centers[1 - first][axis] = start + extents[first] + distance
-    across = rng.uniform(0.03 + extents[0], 0.97 - extents[0])
-    low, high = 0.03 + extents[1], 0.97 - extents[1]
-    centers[0][1 - axis] = across
-    centers[1][1 - axis] = min(high, max(low, across + rng.uniform(-0.4, 0.4) * distance))
-    return centers
+    first = 0 if DIRECTIONS[relation][axis] < 0 else 1  # the object with the smaller coordinate: 0 is the main one
+    along = [start + extents[first]] * 2  # coordinates of the two centers on the relation's axis
+    along[1 - first] += distance
+    main_across = rng.uniform(0.03 + extents[0], 0.97 - extents[0])
+    second_across = main_across + rng.uniform(-0.4, 0.4) * distance
+    across = (main_across, min(0.97 - extents[1], max(0.03 + extents[1], second_across)))
+    return [[x, y] if axis == 0 else [y, x] for x, y in zip(along, across, strict=True)]
 
 
 def _captions(rng: random.Random, scene: Scene) -> list[str]:
@@ -187,26 +179,20 @@ def _captions(rng: random.Random, scene: Scene) -> list[str]:
     templates = SINGLE_TEMPLATES if scene.second is None else PAIR_TEMPLATES
     captions = []
     for template in rng.sample(templates, CAPTIONS_PER_IMAGE):
-        words = {
-            "main": _name(rng, scene.main),
-            "plain_main": _article(f"{scene.main.color} {scene.main.shape}"),
-            "background": _article(scene.background),
-            "position": scene.position,
-        }
+        words = {"background": _article(scene.background), "position": scene.position}
+        words["main"], words["plain_main"] = _names(rng, scene.main)
         if scene.second is not None and scene.relation is not None:
-            relations, inverses = RELATION_WORDS[scene.relation]
-            words["second"] = _name(rng, scene.second)
-            words["plain_second"] = _article(f"{scene.second.color} {scene.second.shape}")
-            words["relation"] = rng.choice(relations)
-            words["inverse"] = rng.choice(inverses)
+            words["second"], words["plain_second"] = _names(rng, scene.second)
+            words["relation"], words["inverse"] = map(rng.choice, RELATION_WORDS[scene.relation])
         caption = template.format(**words)
         captions.append(f"{caption[0].upper()}{caption[1:]}.")
     return captions
 
 
-def _name(rng: random.Random, item: SceneObject) -> str:
-    """An object's size, color and shape, for example "a big red star"."""
-    return _article(f"{rng.choice(SIZE_WORDS[item.size])} {item.color} {item.shape}")
+def _names(rng: random.Random, item: SceneObject) -> tuple[str, str]:
+    """An object's name with its size and without it, for example "a big red star" and "a red star"."""
+    plain = f"{item.color} {item.shape}"
+    return _article(f"{rng.choice(SIZE_WORDS[item.size])} {plain}"), _article(plain)
 
 
 def _article(noun: str) -> str:
@@ -226,22 +212,18 @@ def draw_scene(scene: Scene, image_size: int) -> Image.Image:
 
 def _outline(item: SceneObject) -> list[tuple[float, float]]:
     """The corners of a rotated shape, as shares of the image."""
-    if item.shape == "circle":
-        corners = _radial([0.94] * 72)
-    elif item.shape == "square":
-        corners = [(-0.86, -0.86), (0.86, -0.86), (0.86, 0.86), (-0.86, 0.86)]
-    elif item.shape == "triangle":
-        corners = [(0.0, -0.95), (0.98, 0.8), (-0.98, 0.8)]
-    elif item.shape == "star":
-        corners = _radial([1.0, 0.42] * 5)
-    else:  # a cross
-        arm, end = 0.32, 0.95  # half the width of an arm, and its length from the center
-        corners = [(-arm, -end), (arm, -end), (arm, -arm), (end, -arm), (end, arm), (arm, arm)]
-        corners += [(-x, -y) for x, y in corners]
+    arm, end = 0.32, 0.95  # of a cross: half the width of an arm, and its length from the center
+    half_cross = [(-arm, -end), (arm, -end), (arm, -arm), (end, -arm), (end, arm), (arm, arm)]
+    corners = {
+        "circle": _radial([0.94] * 72),
+        "square": [(-0.86, -0.86), (0.86, -0.86), (0.86, 0.86), (-0.86, 0.86)],
+        "triangle": [(0.0, -0.95), (0.98, 0.8), (-0.98, 0.8)],
+        "star": _radial([1.0, 0.42] * 5),
+        "cross": half_cross + [(-x, -y) for x, y in half_cross],
+    }[item.shape]
     cos, sin = math.cos(math.radians(item.angle)), math.sin(math.radians(item.angle))
-    return [
-        (item.x + item.extent * (x * cos - y * sin), item.y + item.extent * (x * sin + y * cos)) for x, y in corners
-    ]
+    rotated = [(x * cos - y * sin, x * sin + y * cos) for x, y in corners]
+    return [(item.x + item.extent * x, item.y + item.extent * y) for x, y in rotated]
 
 
 def _radial(radii: Sequence[float]) -> list[tuple[float, float]]:
@@ -266,32 +248,22 @@ def write_dataset(folder: Path, config: SceneConfig) -> None:
             (partial / "dataset.json").write_text(json.dumps({"dataset": "raycap-scenes", "images": images}), "utf-8")
             (partial / MARKER).write_text(marker, "utf-8")
     except OSError:
-        if not _is_complete(
-            folder, marker
-        ):  # a complete folder means that another process has just written the same files
+        if not _is_complete(folder, marker):  # else another process has just written the same files
             raise
 
 
 def _is_complete(folder: Path, marker: str) -> bool:
     """Whether the folder holds the data set that `marker` describes. Raises UserError when it holds anything else."""
-    if not folder.exists():
-        return False
-    if not folder.is_dir():
+    if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file, but the synthetic data set needs a folder; give another path for it")
-    marker_file = folder / MARKER
-    if not marker_file.is_file():
-        if any(folder.iterdir()):
-            raise UserError(
-                f"{folder} holds files but no {MARKER} marker, so it is not a synthetic data set; "
-                "give an empty or new folder for it"
-            )
+    if not folder.exists() or not any(folder.iterdir()):
         return False
-    text = marker_file.read_text("utf-8")
-    if text != marker:
-        raise UserError(
-            f"{folder} holds a synthetic data set of another configuration ({text} instead of {marker}); "
-            "give another folder, or delete this one"
-        )
+    if not (folder / MARKER).is_file():
+        problem = f"holds files but no {MARKER} marker, so it is not a synthetic data set"
+        raise UserError(f"{folder} {problem}; give an empty or new folder for it")
+    if (text := (folder / MARKER).read_text("utf-8")) != marker:
+        problem = f"holds a synthetic data set of another configuration ({text} instead of {marker})"
+        raise UserError(f"{folder} {problem}; give another folder, or delete this one")
     return True
 
 
@@ -300,7 +272,7 @@ def _write_image(folder: Path, config: SceneConfig, index: int) -> dict[str, Any
     scene, captions = make_scene(config.seed, index)
     filename = f"scene_{index:06d}.png"
     draw_scene(scene, config.image_size).save(folder / "images" / filename)
-    sentids = [index * CAPTIONS_PER_IMAGE + number for number in range(CAPTIONS_PER_IMAGE)]
+    sentids = list(range(index * CAPTIONS_PER_IMAGE, (index + 1) * CAPTIONS_PER_IMAGE))
     return {
         "filepath": "images",
         "filename": filename,
@@ -319,18 +291,17 @@ def main_object(caption: str) -> tuple[str, str] | None:
     """(color, shape) of the first object in a caption; None when no shape is named, or no color before it."""
     color = None
     for token in tokenize(caption):
-        if token in COLORS:
-            color = token
-        elif token in SHAPES:
+        if token in SHAPES:
             return (color, token) if color is not None else None
+        color = token if token in COLORS else color
     return None
 
 
 def main_object_accuracy(predictions: Mapping[Any, str], references: Mapping[Any, Sequence[str]]) -> float:
     """Share of images whose predicted caption names the color and the shape of the references' main object.
 
-    Raises ValueError when the two do not cover the same images, when they are empty, or when the references of an image
-    do not agree on one main object, which only those of the synthetic data set do.
+    Raises ValueError when the two are empty or have different images, and for references that do not agree on one main
+    object, which only those of the synthetic data set do.
     """
     if not references or predictions.keys() != references.keys():
         raise ValueError(

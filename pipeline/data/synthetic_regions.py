@@ -19,7 +19,6 @@ from pipeline.data.synthetic import BACKGROUNDS, COLORS, SHAPES, Scene, SceneObj
 
 NOISE = 0.2  # standard deviation; in about one of 1,000 shapes a wrong color gets the largest number
 JITTER = 0.01  # standard deviation of a box's corners, as a share of the picture
-MAX_REGIONS = 3  # two shapes and the picture
 WIDTH = len(COLORS) + len(SHAPES) + len(BACKGROUNDS) + 6  # the last 6 are x0 y0 x1 y1, width, height as shares
 
 
@@ -39,7 +38,10 @@ def scene_regions(config: SceneConfig) -> Iterator[tuple[int, np.ndarray, np.nda
 def regions_of(scene: Scene, rng: np.random.Generator, image_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Features (R, WIDTH) and boxes (R, 4) of one scene."""
     shapes = [shape for shape in (scene.main, scene.second) if shape is not None]
-    corners = np.array([(0.0, 0.0, 1.0, 1.0), *map(_corners, shapes)])
+    boxes = [
+        (item.x - item.extent, item.y - item.extent, item.x + item.extent, item.y + item.extent) for item in shapes
+    ]
+    corners = np.array([(0.0, 0.0, 1.0, 1.0), *boxes])  # as shares of the picture
     corners[1:] += rng.normal(0, JITTER, corners[1:].shape)
     corners = corners.clip(0, 1)
     evidence = np.stack([_evidence(scene.background, shape) for shape in (None, *shapes)])
@@ -50,19 +52,7 @@ def regions_of(scene: Scene, rng: np.random.Generator, image_size: int) -> tuple
     return features.astype(np.float32), (corners[order] * image_size).astype(np.float32)
 
 
-def _corners(shape: SceneObject) -> tuple[float, float, float, float]:
-    """The box x0 y0 x1 y1 of a shape, as shares of the picture."""
-    return shape.x - shape.extent, shape.y - shape.extent, shape.x + shape.extent, shape.y + shape.extent
-
-
 def _evidence(background: str, shape: SceneObject | None) -> np.ndarray:
     """Features of a region without noise, position and size; `shape` is None for the region of the whole picture."""
-    if shape is None:
-        parts = [np.zeros(len(COLORS) + len(SHAPES)), _one_hot(background, list(BACKGROUNDS))]
-    else:
-        parts = [_one_hot(shape.color, list(COLORS)), _one_hot(shape.shape, list(SHAPES)), np.zeros(len(BACKGROUNDS))]
-    return np.concatenate(parts)
-
-
-def _one_hot(name: str, names: list[str]) -> np.ndarray:
-    return np.eye(len(names))[names.index(name)]
+    attributes = (background,) if shape is None else (shape.color, shape.shape)
+    return np.array([float(name in attributes) for name in (*COLORS, *SHAPES, *BACKGROUNDS)])

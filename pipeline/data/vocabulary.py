@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -12,18 +13,15 @@ from pathlib import Path
 PAD, SOS, EOS, UNK = "PAD", "SOS", "EOS", "UNK"
 SPECIALS = (PAD, SOS, EOS, UNK)
 
-# `_TOKEN` matches a run of letters, digits and underscores, or any single other character except a space.
-# `_DROPPED` holds the tokens that `tokenize` leaves out.
-_DROPPED = frozenset(".,?!:;-'`")
+_DROPPED = frozenset(".,?!:;-'`")  # tokens that `tokenize` leaves out
 _TOKEN = re.compile(r"\w+|[^\w ]")
 
 
 def tokenize(caption: str) -> list[str]:
-    """Tokens of a raw caption, as in ExpansionNet v2's published code.
+    """Lower-case tokens of a raw caption, as in ExpansionNet v2's published code.
 
-    Tokens are lower case. Words are runs of letters, digits and underscores; each other character is a token, except
-    spaces and ``. , ? ! : ; - ' ` ``, which are dropped. A newline inside a caption is a token, as it is the first word
-    of the published vocabulary; one at the end is not.
+    Words are runs of letters, digits and underscores; each other character is a token, except spaces and the characters
+    ``. , ? ! : ; - ' ` ``. A newline inside a caption is a token, because the published vocabulary has this word.
     """
     return [token for token in _TOKEN.findall(caption.lower().rstrip()) if token not in _DROPPED]
 
@@ -38,12 +36,10 @@ _SPACY_CONTRACTED = {"cannot": ("can", "not"), "gonna": ("gon", "na"), "gotta": 
 def tokenize_like_spacy(caption: str) -> list[str]:
     """Lower-case tokens as spaCy splits English, without punctuation (the meshed-memory transformer's vocabulary).
 
-    These few rules approximate spaCy: they split rare abbreviations ("u.s.", "a.m.") and emoticons differently.
+    The rules approximate spaCy: they split rare abbreviations ("u.s.", "a.m.") and emoticons differently.
     """
-    tokens: list[str] = []
-    for piece in _SPACY_SUFFIX.sub(" ", caption.lower()).split():
-        for token in _SPACY.findall(piece):
-            tokens.extend(_SPACY_CONTRACTED.get(token, (token,)))
+    pieces = _SPACY.findall(_SPACY_SUFFIX.sub(" ", caption.lower()))
+    tokens = (token for piece in pieces for token in _SPACY_CONTRACTED.get(piece, (piece,)))
     return [token for token in tokens if any(character.isalnum() for character in token)]
 
 
@@ -60,6 +56,9 @@ class Vocabulary:
     words: tuple[str, ...]
     tokenizer: str = "expansionnet"
     ids: dict[str, int] = field(init=False, repr=False, compare=False)
+    pad: int = field(init=False, repr=False, compare=False)
+    sos: int = field(init=False, repr=False, compare=False)
+    eos: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         ids = {word: index for index, word in enumerate(self.words)}
@@ -68,46 +67,25 @@ class Vocabulary:
             raise ValueError(f"the vocabulary holds {repeated[0]!r} more than once; every word must occur once")
         if self.tokenizer not in TOKENIZERS:
             raise ValueError(f"the vocabulary's tokenizer is {self.tokenizer!r}; known: {', '.join(TOKENIZERS)}")
-        missing = [special for special in SPECIALS if special not in ids]
-        if missing:
+        if missing := [special for special in SPECIALS if special not in ids]:
             raise ValueError(f"the vocabulary lacks {', '.join(missing)}; it must hold {', '.join(SPECIALS)}")
-        object.__setattr__(self, "ids", ids)
+        for name, value in {"ids": ids, "pad": ids[PAD], "sos": ids[SOS], "eos": ids[EOS]}.items():
+            object.__setattr__(self, name, value)  # the class is frozen
 
     def __len__(self) -> int:
         return len(self.words)
-
-    @property
-    def pad(self) -> int:
-        return self.ids[PAD]
-
-    @property
-    def sos(self) -> int:
-        return self.ids[SOS]
-
-    @property
-    def eos(self) -> int:
-        return self.ids[EOS]
-
-    @property
-    def unk(self) -> int:
-        return self.ids[UNK]
 
     @classmethod
     def build(cls, captions: Iterable[Sequence[str]], min_count: int, tokenizer: str = "expansionnet") -> Vocabulary:
         """The words that captions use `min_count` times or more, and the special tokens.
 
-        Words are sorted by code point, as in the published code. Memory grows only with the number of distinct words.
-        Raises ValueError when no word remains.
+        Words are sorted by code point, as in the published code. Raises ValueError when no word remains.
         """
-        counts: Counter[str] = Counter()
-        for tokens in captions:
-            counts.update(tokens)
+        counts = Counter(itertools.chain.from_iterable(captions))
         words = {word for word, count in counts.items() if count >= min_count}
         if not words:
-            raise ValueError(
-                f"the vocabulary is empty: none of the {len(counts)} distinct words of the training captions is used "
-                f"data.min_count = {min_count} times or more; lower data.min_count"
-            )
+            problem = f"none of the {len(counts)} distinct words of the training captions is used data.min_count"
+            raise ValueError(f"the vocabulary is empty: {problem} = {min_count} times or more; lower data.min_count")
         return cls(tuple(sorted(words | set(SPECIALS))), tokenizer)
 
     def tokenize(self, caption: str) -> list[str]:
@@ -116,18 +94,12 @@ class Vocabulary:
 
     def encode(self, tokens: Sequence[str]) -> list[int]:
         """The ids of SOS, the tokens and EOS. A token outside of the vocabulary gets the id of UNK."""
-        unk = self.unk
-        return [self.sos, *(self.ids.get(token, unk) for token in tokens), self.eos]
+        return [self.sos, *(self.ids.get(token, self.ids[UNK]) for token in tokens), self.eos]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The caption's text up to the first EOS, without PAD and SOS."""
-        words = []
-        for index in ids:
-            if index == self.eos:
-                break
-            if index not in (self.sos, self.pad):
-                words.append(self.words[index])
-        return " ".join(words)
+        caption = itertools.takewhile(lambda index: index != self.eos, ids)
+        return " ".join(self.words[index] for index in caption if index not in (self.sos, self.pad))
 
     def to_json(self) -> str:
         return json.dumps({"tokenizer": self.tokenizer, "words": self.words}, ensure_ascii=False, indent=0)

@@ -9,6 +9,7 @@ import numpy as np
 
 from pipeline.data.vocabulary import SPECIALS
 from pipeline.errors import UserError
+from pipeline.scoring.result_files import shorten
 
 MAX_LISTED = 8  # a message names at most this many of the words without a vector
 
@@ -16,9 +17,8 @@ MAX_LISTED = 8  # a message names at most this many of the words without a vecto
 def read_word_vectors(path: Path, words: Sequence[str], width: int) -> tuple[np.ndarray, np.ndarray]:
     """The words' vectors (len(words), width) float32, and whether the file has each word (len(words),) bool.
 
-    A word that the file lacks has a vector of zeros. The file may be larger than memory: it is read line by line, and
-    only the numbers of `words` are parsed. When a word occurs twice, its first line counts. word2vec's files start with
-    a line of two whole numbers, the number of words and the width, which is skipped.
+    A word that the file lacks has a vector of zeros. The file may be larger than memory. When a word occurs twice, its
+    first line counts. word2vec's files start with a line of two whole numbers, the number of words and the width.
     Raises UserError for a file that cannot be read, has vectors of another width, or has none of the words.
     """
     rows = {word.encode(): row for row, word in enumerate(words)}
@@ -27,37 +27,32 @@ def read_word_vectors(path: Path, words: Sequence[str], width: int) -> tuple[np.
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if number == 1:
-                    parts = line.split()
-                    is_header = len(parts) == 2 and all(part.isdigit() for part in parts)
-                    _check_width(path, int(parts[1]) if is_header else len(parts) - 1, width)
-                    if is_header:
-                        continue
+                if number == 1 and _is_header(path, line.split(), width):
+                    continue
                 word, _, rest = line.partition(b" ")
                 row = rows.get(word)
                 if row is None or given[row]:
                     continue
                 numbers = rest.split()
-                if len(numbers) > width:
-                    continue  # the file's entry consists of several words, of which this is only the first
-                vectors[row] = _parse(path, number, numbers, width)
-                given[row] = True
+                if len(numbers) <= width:  # with more, this is only the first word of the file's entry
+                    vectors[row] = _parse(path, number, numbers, width)
+                    given[row] = True
     except OSError as error:
         raise UserError(f"model.word_vectors {path} cannot be read: {error.strerror or error}") from error
     if not given.any():
-        raise UserError(
-            f"model.word_vectors {path} has none of the vocabulary's {len(words)} words; give a text file of lines "
-            f"with a word and {width} numbers"
-        )
+        remedy = f"give a text file of lines with a word and {width} numbers"
+        raise UserError(f"model.word_vectors {path} has none of the vocabulary's {len(words)} words; {remedy}")
     return vectors, given
 
 
-def _check_width(path: Path, actual: int, width: int) -> None:
+def _is_header(path: Path, parts: Sequence[bytes], width: int) -> bool:
+    """Whether the first line is word2vec's. Raises UserError when the line shows another width."""
+    is_header = len(parts) == 2 and all(part.isdigit() for part in parts)
+    actual = int(parts[1]) if is_header else len(parts) - 1
     if actual != width:
-        raise UserError(
-            f"model.word_vectors {path} has vectors of {actual} numbers, and model.word_vector_width is {width}; "
-            f"set it to {actual}, or give another file"
-        )
+        problem = f"has vectors of {actual} numbers, and model.word_vector_width is {width}"
+        raise UserError(f"model.word_vectors {path} {problem}; set it to {actual}, or give another file")
+    return is_header
 
 
 def _parse(path: Path, line: int, numbers: Sequence[bytes], width: int) -> np.ndarray:
@@ -65,19 +60,15 @@ def _parse(path: Path, line: int, numbers: Sequence[bytes], width: int) -> np.nd
         values = np.array([float(number) for number in numbers], np.float32)
     except ValueError as error:
         raise UserError(f"model.word_vectors {path}: line {line} holds a text that is no number ({error})") from error
-    if len(values) != width or not np.isfinite(values).all():
-        raise UserError(
-            f"model.word_vectors {path}: line {line} has {len(values)} numbers, of which "
-            f"{int(np.isfinite(values).sum())} are finite; expected {width}"
-        )
+    num_finite = int(np.isfinite(values).sum())
+    if not len(values) == num_finite == width:
+        counts = f"{len(values)} numbers, of which {num_finite} are finite; expected {width}"
+        raise UserError(f"model.word_vectors {path}: line {line} has {counts}")
     return values
 
 
 def describe_missing(words: Sequence[str], given: np.ndarray) -> str:
     """A sentence: how many words have a vector, and which lack one. Special tokens never have one and are left out."""
     missing = [word for word, has_vector in zip(words, given, strict=True) if not has_vector and word not in SPECIALS]
-    text = f"{int(given.sum()):,} of {len(words) - len(SPECIALS):,} words have a given vector"
-    if missing:
-        more = f" and {len(missing) - MAX_LISTED:,} more" if len(missing) > MAX_LISTED else ""
-        text += f"; drawn at random: {', '.join(missing[:MAX_LISTED])}{more}"
-    return text
+    listed = f"; drawn at random: {shorten(missing, MAX_LISTED)}" if missing else ""
+    return f"{int(given.sum()):,} of {len(words) - len(SPECIALS):,} words have a given vector{listed}"

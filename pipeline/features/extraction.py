@@ -95,7 +95,7 @@ def resolve_dtype(name: str) -> str:
 
 def plan_extraction(dataset: Dataset, folder: StoragePath, max_pixels: int) -> Plan:
     """The images of a data set (with content keys) that a store lacks. Takes about 1 s per million images."""
-    table = dataset.known().table.select(["key", "uri"])
+    table = dataset.readable().table.select(["key", "uri"])
     keys = pc.unique(table["key"])
     unique = table.take(pc.index_in(keys, value_set=table["key"])) if len(keys) < len(table) else table
     quarantined = {

@@ -34,7 +34,7 @@ def held_out_split(config: RunConfig) -> str:
 def choose(dataset: Dataset, config: RunConfig) -> Dataset:
     """The current images of the split; UserError for fewer than two readable images with captions."""
     name = held_out_split(config)
-    part = dataset.split(name).known()
+    part = dataset.split(name).readable()
     if len(part) < 2:
         raise UserError(
             f"retrain.split = {name} has {len(part)} images; CIDEr-D needs two documents or more, better hundreds"
@@ -54,7 +54,7 @@ def decode(data: bytes) -> Dataset:
 
 def locate(fixed: Dataset, dataset: Dataset, config: RunConfig) -> HeldOut:
     """The fixed split with its images' current locations; ids and references are those of the first comparison."""
-    current = dataset.known()
+    current = dataset.readable()
     rows = pc.index_in(fixed.table["key"], value_set=current.table["key"])  # null for an image that is gone
     uris = current.table["uri"].take(rows)
     part = Dataset(fixed.table.set_column(SCHEMA.get_field_index("uri"), "uri", uris).filter(pc.is_valid(rows)))

@@ -221,7 +221,7 @@ class _Retraining:
         if not findings.ok:
             logger.info("the new data cannot be trained on (`raycap check` lists all errors); nothing was changed")
             return None
-        dataset = find_data(config)[0].known()
+        dataset = find_data(config)[0].readable()
         num_images = new_keys(dataset, before)
         logger.info(f"          {num_images} images are new; they and their captions passed the check")
         return _NewData(dataset, listing, change, num_images, dataset.fingerprint(), root)

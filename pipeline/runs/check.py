@@ -91,7 +91,7 @@ def check_data(config: RunConfig, checked_keys: pa.Array | None = None) -> Findi
     _check_duplicates(result, dataset, config)
     _check_resolution(result, sizes, config.backbone.image_size)
     _check_splits(result, dataset, config)
-    result.statistics["fingerprint"] = dataset.known().without(sorted(unusable)).fingerprint()
+    result.statistics["fingerprint"] = dataset.readable().without(sorted(unusable)).fingerprint()
     return result
 
 
@@ -161,7 +161,7 @@ def _check_vocabulary(result: Findings, dataset: Dataset, config: RunConfig) -> 
 
 def _decode_all(dataset: Dataset, config: RunConfig) -> tuple[dict[str, str], np.ndarray]:
     """Decodes every image: {key: reason} of those that fail, and the sizes (N, 2) of the rest as (width, height)."""
-    table = dataset.known().table
+    table = dataset.readable().table
     uri_by_key = dict(zip(table["key"].to_pylist(), table["uri"].to_pylist(), strict=True))
     reasons: dict[str, str] = {}
 
@@ -204,7 +204,7 @@ def _check_images(
 def _check_duplicates(result: Findings, dataset: Dataset, config: RunConfig) -> None:
     """Reports images with equal content: an error across training and held-out splits, else a warning."""
     copies_by_key: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    readable = dataset.known()
+    readable = dataset.readable()
     for key, split, uri in zip(*(readable.column(name) for name in ("key", "split", "uri")), strict=True):
         copies_by_key[key].append((split, uri))
     train = set(config.data.train_splits)

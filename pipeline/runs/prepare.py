@@ -110,7 +110,7 @@ def readable(dataset: Dataset, unreadable: dict[str, str], config: RunConfig) ->
             f"{len(unreadable)} of {len(dataset)} images cannot be read, more than data.max_bad_fraction = "
             f"{config.data.max_bad_fraction}; the first is {uri}: {reason}"
         )
-    return dataset.known()
+    return dataset.readable()
 
 
 def initial_backbone(config: RunConfig) -> Backbone:

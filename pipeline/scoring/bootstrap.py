@@ -7,29 +7,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-RESAMPLES, CONFIDENCE = 10_000, 0.95
+RESAMPLES = 10_000
 CHUNK = 256  # resamples that are computed together, which bounds the memory
 
 
 class Difference(NamedTuple):
-    """The mean of a - b over the images, its confidence interval, and the share of resamples in which a is better."""
+    """The mean of a - b over the images, with its confidence interval."""
 
     mean: float
     low: float
     high: float
-    better: float
+    better: float  # the share of resamples in which a is better
 
     def __str__(self) -> str:
         return f"{self.mean:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
 
 
 def paired_difference(
-    a: Sequence[float],
-    b: Sequence[float],
-    *,
-    resamples: int = RESAMPLES,
-    confidence: float = CONFIDENCE,
-    seed: int = 0,
+    a: Sequence[float], b: Sequence[float], *, resamples: int = RESAMPLES, confidence: float = 0.95, seed: int = 0
 ) -> Difference:
     """Percentile bootstrap of the mean of a - b; images are sampled with replacement (Koehn 2004).
 

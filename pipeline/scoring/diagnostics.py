@@ -23,8 +23,8 @@ def caption_stats(captions: Sequence[Sequence[str]], training_captions: Iterable
 
     empty: share of captions without a word. broken_endings: share whose last word needs another word after it.
     doubled_words: share in which a word is followed by itself. repeated_ngrams: for each n, the share that contains an
-    n-gram twice. lengths: number of captions by number of words. mean_length: in words. distinct_words: the number of
-    different words. seen_in_training: share that equals one of the raw `training_captions` word for word.
+    n-gram twice. lengths: number of captions by number of words. mean_length: in words. seen_in_training: share that
+    equals one of the raw `training_captions` word for word.
     """
     total = max(len(captions), 1)
     stats: dict[str, Any] = {

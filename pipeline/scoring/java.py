@@ -1,7 +1,4 @@
-"""Java subprocesses. Their heap fits the free memory, and they never outlive the call that started them.
-
-Every call has a deadline, and a program that fails is started once more.
-"""
+"""Java subprocesses. Their heap fits the free memory, and they never outlive the call that started them."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,13 +29,10 @@ def java_version() -> str:
     """The first line of `java -version`. Raises JavaError when java is missing or does not start."""
     java = _find_java()
     try:
-        done = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        done = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
         raise JavaError(f"{java} does not start: {error}") from error
-    if done.returncode:
-        raise JavaError(f"{java} -version ends with exit code {done.returncode}")
-    lines = (done.stderr or done.stdout).strip().splitlines()
-    return lines[0] if lines else "java"
+    return next(iter((done.stderr or done.stdout).strip().splitlines()), "java")
 
 
 def java_command(heap_mb: tuple[int, int], *options: str) -> list[str]:
@@ -47,8 +41,7 @@ def java_command(heap_mb: tuple[int, int], *options: str) -> list[str]:
     Raises JavaError when java is missing or the free memory is too small.
     """
     java = _find_java()
-    smallest, largest = heap_mb
-    free = free_memory_mb()
+    (smallest, largest), free = heap_mb, free_memory_mb()
     if free < smallest * 1.25:
         raise JavaError(f"it needs a Java heap of {smallest} MB, and only {free:.0f} MB of memory are free")
     heap = int(min(largest, max(smallest, free / 2)))
@@ -75,51 +68,36 @@ def free_memory_mb() -> float:
 
 @contextlib.contextmanager
 def java_process(command: list[str], folder: Path, *, talks: bool) -> Iterator[subprocess.Popen[bytes]]:
-    """A Java process in `folder`, killed when the block ends.
-
-    stderr goes to a file in the folder. talks: whether stdin and stdout are pipes. Without them stdout goes to a file,
-    because a pipe that nobody reads would block the process.
-    """
-    with (folder / "stdout.txt").open("wb") as stdout, (folder / "stderr.txt").open("wb") as stderr:
+    """A Java process in `folder`, killed when the block ends. talks: whether stdin and stdout are pipes."""
+    target = subprocess.PIPE if talks else subprocess.DEVNULL
+    with (folder / "stderr.txt").open("wb") as stderr:
         try:
-            process = subprocess.Popen(
-                command,
-                cwd=folder,
-                stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
-                stdout=subprocess.PIPE if talks else stdout,
-                stderr=stderr,
-                process_group=0,  # lets killpg end child processes as well: java may be a wrapper script
-            )
+            # The process group lets killpg end child processes as well: java may be a wrapper script.
+            process = subprocess.Popen(command, cwd=folder, stdin=target, stdout=target, stderr=stderr, process_group=0)
         except OSError as error:
             raise JavaError(f"java could not be started: {error}") from error
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                # Closing stdin writes its buffer to the process, which fails because the process has ended.
-                with contextlib.suppress(OSError):
-                    pipe.close()
+    with process:  # closes the pipes at its end
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
-def talk(process: subprocess.Popen[bytes], request: str, on_line: Callable[[str], bool], until: float) -> None:
-    """Writes the request and passes each line of the answer to `on_line` until `on_line` returns True.
+def talk(process: subprocess.Popen[bytes], requests: Sequence[str], answers: int, until: float) -> Iterator[str]:
+    """Writes the requests as lines and yields as many lines of the process as `answers` says.
 
     Both pipes are non-blocking, so a process that does not read or does not answer cannot block the caller. Raises
     JavaError when no line comes within SILENCE_S or before the time `until`, and when the process ends early.
     """
     assert process.stdin is not None and process.stdout is not None
-    unsent, buffer = memoryview(request.encode()), b""
-    os.set_blocking(process.stdin.fileno(), False)
-    os.set_blocking(process.stdout.fileno(), False)
+    unsent, buffer = memoryview("".join(f"{request}\n" for request in requests).encode()), b""
     with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        selector.register(process.stdin, selectors.EVENT_WRITE)
+        for pipe, event in ((process.stdout, selectors.EVENT_READ), (process.stdin, selectors.EVENT_WRITE)):
+            os.set_blocking(pipe.fileno(), False)
+            selector.register(pipe, event)
         deadline = min(until, time.monotonic() + SILENCE_S)
-        while True:
+        while answers > 0:
             ready = selector.select(max(0.0, deadline - time.monotonic()))
             if time.monotonic() > deadline:
                 raise JavaError("java gave no answer within the deadline")
@@ -134,13 +112,15 @@ def talk(process: subprocess.Popen[bytes], request: str, on_line: Callable[[str]
                     continue
                 chunk = os.read(key.fd, 65536)
                 if not chunk:
-                    raise JavaError(f"java ended early{_exit_code(process)}")
+                    with contextlib.suppress(subprocess.TimeoutExpired):  # raised if it only closed its output
+                        raise JavaError(f"java ended early with exit code {process.wait(timeout=1)}")
+                    raise JavaError("java ended early")
                 *lines, buffer = (buffer + chunk).split(b"\n")
                 if len(buffer) > 65536:
                     raise JavaError(f"java answered what is not a score: {buffer[:60]!r}...")
-                for line in lines:
-                    if on_line(line.decode(errors="replace").strip()):
-                        return
+                for line in lines[:answers]:
+                    answers -= 1
+                    yield line.decode(errors="replace").strip()
                     deadline = min(until, time.monotonic() + SILENCE_S)
 
 
@@ -158,7 +138,7 @@ def with_one_restart(attempt: Callable[[Path, float], T], deadline_s: float) -> 
     """Calls `attempt(folder, until)` at most twice within the deadline; the first call gets two thirds of it."""
     start = time.monotonic()
     reasons: list[str] = []
-    for share in (2 / 3, 1):  # the share of the deadline that has passed when an attempt must end
+    for share in (2 / 3, 1):  # of the deadline, which has passed when an attempt must end
         with tempfile.TemporaryDirectory(prefix="raycap-java-") as name:
             try:
                 return attempt(Path(name), start + deadline_s * share)
@@ -166,13 +146,6 @@ def with_one_restart(attempt: Callable[[Path, float], T], deadline_s: float) -> 
                 reasons.append(f"{error}{_stderr_excerpt(Path(name))}")
     second_reason = "the same again" if reasons[0] == reasons[1] else reasons[1]
     raise JavaError(f"{reasons[0]}; after one restart: {second_reason}")
-
-
-def _exit_code(process: subprocess.Popen[bytes]) -> str:
-    try:
-        return f" with exit code {process.wait(timeout=1)}"
-    except subprocess.TimeoutExpired:  # the process closed its output but is still running
-        return ""
 
 
 def _stderr_excerpt(folder: Path) -> str:

@@ -7,8 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,8 @@ SPICE_CATEGORIES = {
 SPICE_MODELS_VARIABLE = "RAYCAP_SPICE_MODELS"  # the folder with the two jars below
 SPICE_MODELS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
 
-# The smallest and largest Java heap in MB. METEOR's paraphrase table needs more than 512 MB. The largest heap is that
-# of pycocoevalcap.
+# The smallest and largest Java heap in MB. METEOR's paraphrase table needs more than 512 MB. pycocoevalcap's heap is
+# the largest one.
 _METEOR_HEAP_MB = (640, 2048)
 _SPICE_HEAP_MB = (3072, 8192)
 # METEOR answers a caption with a line of more than ten numbers, and the final request with lines of one number.
@@ -48,12 +47,12 @@ def check_spice() -> None:
 
 
 def meteor(
-    predictions: Sequence[Caption], references: Sequence[Sequence[Caption]], *, deadline_s: float
+    predictions: Sequence[Caption], references: Sequence[Sequence[Caption]], deadline_s: float | None
 ) -> tuple[float, list[float]]:
     """METEOR 1.5 (English, normalized) of tokenized captions: the score over all images, and that of each image.
 
-    Requests and answers are lines. After a failure the process is restarted once, and scores only the images without an
-    answer. Raises JavaError.
+    After a failure the process is restarted once, and scores only the images without an answer. deadline_s: by default
+    120 s plus 50 ms per image. Raises JavaError.
     """
     jar = _package_folder() / "meteor" / "meteor-1.5.jar"
     command = java_command(_METEOR_HEAP_MB, "-jar", str(jar), "-", "-", "-stdio", "-l", "en", "-norm")
@@ -64,46 +63,43 @@ def meteor(
         return " ".join(tokens).replace("|||", "")  # METEOR separates captions by |||
 
     requests = [
-        " ||| ".join(("SCORE", *map(to_text, captions), to_text(prediction))) + "\n"
+        " ||| ".join(("SCORE", *map(to_text, captions), to_text(prediction)))
         for prediction, captions in zip(predictions, references, strict=True)
     ]
     statistics: list[str] = []
-    values: list[float] = []
-
-    def add(into: list[Any], pattern: re.Pattern[str], expected: int, convert: Callable[[str], Any], line: str) -> bool:
-        """Appends a line of the answer to a list; returns whether the list has the expected number of lines."""
-        if not pattern.fullmatch(line):
-            raise JavaError(f"java answered what is not a score: {line[:60]!r}")
-        into.append(convert(line))
-        return len(into) == expected
 
     def attempt(folder: Path, until: float) -> tuple[float, list[float]]:
-        values.clear()
         with java_process(command, folder, talks=True) as process:
-            if missing := requests[len(statistics) :]:
-                on_line = partial(add, statistics, _STATISTICS, len(requests), str)
-                talk(process, "".join(missing), on_line, until)
-            evaluation = " ||| ".join(("EVAL", *statistics)) + "\n"
-            talk(process, evaluation, partial(add, values, _NUMBER, len(requests) + 1, float), until)
-        return values[-1], values[:-1]
+            for line in talk(process, requests[len(statistics) :], len(requests) - len(statistics), until):
+                statistics.append(_checked(line, _STATISTICS))
+            evaluation = " ||| ".join(("EVAL", *statistics))
+            lines = talk(process, [evaluation], len(requests) + 1, until)
+            *per_image, value = [float(_checked(line, _NUMBER)) for line in lines]
+        return value, per_image
 
-    return with_one_restart(attempt, deadline_s)
+    return with_one_restart(attempt, 120 + 0.05 * len(requests) if deadline_s is None else deadline_s)
+
+
+def _checked(line: str, pattern: re.Pattern[str]) -> str:
+    if not pattern.fullmatch(line):
+        raise JavaError(f"java answered what is not a score: {line[:60]!r}")
+    return line
 
 
 def spice(
-    predictions: Sequence[Caption], references: Sequence[Sequence[Caption]], *, deadline_s: float
+    predictions: Sequence[Caption], references: Sequence[Sequence[Caption]], deadline_s: float | None
 ) -> tuple[list[float], dict[str, float | None]]:
     """SPICE 1.0 of tokenized captions: the F-score of each image, and the mean F-score of each sub-category.
 
     The mean is over the images whose caption or references mention the category; None when no image does.
-    Raises JavaError.
+    deadline_s: by default 300 s plus 1 s per image. Raises JavaError.
     """
     folder = _package_folder() / "spice"
     java = java_command(_SPICE_HEAP_MB)
     models = spice_models()
     # SPICE's serializer needs access to these packages, which Java forbids by default since version 16.
     opens = [f"--add-opens=java.base/java.{name}=ALL-UNNAMED" for name in ("lang", "util", "math")]
-    paths = [folder / "spice-1.0.jar", folder / "lib" / "*", models / "*"]
+    paths = os.pathsep.join(map(str, (folder / "spice-1.0.jar", folder / "lib" / "*", models / "*")))
     data = [
         {"image_id": i, "test": " ".join(prediction), "refs": [" ".join(caption) for caption in captions]}
         for i, (prediction, captions) in enumerate(zip(predictions, references, strict=True))
@@ -112,7 +108,7 @@ def spice(
     def attempt(temporary: Path, until: float) -> list[dict[str, dict[str, Any]]]:
         source, target = temporary / "in.json", temporary / "out.json"
         source.write_text(json.dumps(data), encoding="utf-8")
-        options = ["-XX:+IgnoreUnrecognizedVMOptions", *opens, "-cp", os.pathsep.join(map(str, paths))]
+        options = ["-XX:+IgnoreUnrecognizedVMOptions", *opens, "-cp", paths]
         main = ["edu.anu.spice.SpiceScorer", str(source), "-out", str(target), "-subset", "-silent"]
         with java_process([*java, *options, *main], temporary, talks=False) as process:
             finish(process, until)
@@ -122,7 +118,7 @@ def spice(
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise JavaError(f"java left no readable result ({type(error).__name__}: {error})") from error
 
-    scores_by_image = with_one_restart(attempt, deadline_s)
+    scores_by_image = with_one_restart(attempt, 300 + len(data) if deadline_s is None else deadline_s)
     categories = {name: _mean_f(scores_by_image, category) for category, name in SPICE_CATEGORIES.items()}
     return [scores["All"]["f"] for scores in scores_by_image], categories
 
@@ -141,10 +137,8 @@ def spice_models() -> Path:
     for folder in candidates:
         if all((folder / jar).is_file() for jar in SPICE_MODELS):
             return folder.absolute()
-    raise JavaError(
-        f"SPICE's parser models are not in {candidates[0]}; run `make spice`, or name the folder that holds "
-        f"{' and '.join(SPICE_MODELS)} in {SPICE_MODELS_VARIABLE}"
-    )
+    remedy = f"run `make spice`, or name the folder that holds {' and '.join(SPICE_MODELS)} in {SPICE_MODELS_VARIABLE}"
+    raise JavaError(f"SPICE's parser models are not in {candidates[0]}; {remedy}")
 
 
 def _package_folder() -> Path:

@@ -1,15 +1,14 @@
 """Scores of captions as pycocoevalcap computes them, and `TABLE`, which lists all metrics.
 
-The names of metrics in configurations, tables, reports and on the command line come from `TABLE`. BLEU, ROUGE-L and
-CIDEr-D run in this process (`ngrams.py`, on tokens from `ptb.py`), METEOR and SPICE in Java (`java_metrics.py`). A
-metric that cannot run is reported as unavailable with the reason, never as 0.
+BLEU, ROUGE-L and CIDEr-D run in this process (`ngrams.py`, on tokens from `ptb.py`), METEOR and SPICE in Java
+(`java_metrics.py`). A metric that cannot run is reported as unavailable with the reason, never as 0.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -24,15 +23,12 @@ BLEU = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4")
 
 @dataclass(frozen=True)
 class Score:
-    """The value of a metric over all images and for each image, or in `unavailable` the reason why it has none.
-
-    categories: the values of the sub-categories; only SPICE has them.
-    """
+    """The value of a metric over all images and for each image, or in `unavailable` the reason why it has none."""
 
     value: float | None = None
     per_image: list[float] | None = None
     unavailable: str | None = None
-    categories: dict[str, float | None] | None = None
+    categories: dict[str, float | None] | None = None  # the values of SPICE's sub-categories
 
 
 @dataclass(frozen=True)
@@ -41,38 +37,27 @@ class TokenizedCaptions:
 
     predictions: list[list[str]]
     references: list[list[list[str]]]
-    java_deadline_s: float | None = None  # longest time for one Java metric; None for the metric's default
-
-    def deadline_s(self, default: float) -> float:
-        return default if self.java_deadline_s is None else self.java_deadline_s
+    java_deadline_s: float | None  # longest time for one Java metric; None for the metric's default
 
     @cached_property
     def corpus(self) -> ngrams.Corpus:
         """The captions as word ids for BLEU and CIDEr-D, which split a PTB token at white space ("1 1/2")."""
-
-        def split(tokens: list[str]) -> list[str]:
-            return " ".join(tokens).split()
-
-        references = [[split(caption) for caption in image] for image in self.references]
-        return ngrams.Corpus.build([split(caption) for caption in self.predictions], references)
+        predictions, *references = (
+            [" ".join(tokens).split() for tokens in captions] for captions in (self.predictions, *self.references)
+        )
+        return ngrams.Corpus.build(predictions, references)
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A row of `TABLE`.
-
-    names: the names of the metric's scores. compute: returns one `Score` for each name, or raises JavaError.
-    in_runs: whether every run computes the metric at its end. compare_by_image: whether a paired bootstrap of its
-    per-image scores compares two models. jar: the name of the Java program in the signature. check: raises JavaError
-    when the machine lacks a program or file that the metric needs.
-    """
+    """A row of `TABLE`."""
 
     names: tuple[str, ...]
-    compute: Callable[[TokenizedCaptions], Sequence[Score]]
-    in_runs: bool = True
-    compare_by_image: bool = True
-    jar: str | None = None
-    check: Callable[[], None] = lambda: None
+    compute: Callable[[TokenizedCaptions], Sequence[Score]]  # returns one score for each name, or raises JavaError
+    in_runs: bool = True  # whether every run computes the metric at its end
+    compare_by_image: bool = True  # whether a paired bootstrap of its per-image scores compares two models
+    jar: str | None = None  # the name of the Java program in the signature
+    check: Callable[[], None] = lambda: None  # raises JavaError when the machine lacks what the metric needs
 
 
 def _bleu(captions: TokenizedCaptions) -> list[Score]:
@@ -81,8 +66,7 @@ def _bleu(captions: TokenizedCaptions) -> list[Score]:
 
 
 def _meteor(captions: TokenizedCaptions) -> list[Score]:
-    deadline_s = captions.deadline_s(120 + 0.05 * len(captions.predictions))
-    return [Score(*java_metrics.meteor(captions.predictions, captions.references, deadline_s=deadline_s))]
+    return [Score(*java_metrics.meteor(captions.predictions, captions.references, captions.java_deadline_s))]
 
 
 def _rouge_l(captions: TokenizedCaptions) -> list[Score]:
@@ -98,8 +82,7 @@ def _cider_d(captions: TokenizedCaptions) -> list[Score]:
 
 
 def _spice(captions: TokenizedCaptions) -> list[Score]:
-    deadline_s = captions.deadline_s(300 + len(captions.predictions))
-    values, categories = java_metrics.spice(captions.predictions, captions.references, deadline_s=deadline_s)
+    values, categories = java_metrics.spice(captions.predictions, captions.references, captions.java_deadline_s)
     return [Score(sum(values) / len(values), values, categories=categories)]
 
 
@@ -122,7 +105,17 @@ class Scores:
     by_name: dict[str, Score]
     image_ids: list[Any]
     signature: str
-    extras: dict[str, Any] = field(default_factory=dict)
+    extras: dict[str, Any]
+
+    @property
+    def values(self) -> dict[str, float | None]:
+        """Score by metric; None for a metric that is unavailable."""
+        return {name: score.value for name, score in self.by_name.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        unavailable = {name: score.unavailable for name, score in self.by_name.items() if score.unavailable}
+        scores = {"scores": self.values, "unavailable": unavailable}
+        return scores | {"signature": self.signature, "extras": self.extras}
 
 
 def score_captions(
@@ -137,9 +130,8 @@ def score_captions(
 
     Images have the order of `references`, as in coco-caption. Images without a prediction are left out, also from the
     document frequencies; `extras["references_without_prediction"]` counts them. An empty caption matches nothing.
-    java_deadline_s: the longest time for METEOR and for SPICE each, a restart included; by default 120 s plus 50 ms per
-    image for METEOR, and 300 s plus 1 s per image for SPICE. training_captions: raw captions; with them the extras
-    contain the share of predictions that occur word for word in training.
+    java_deadline_s: the longest time for METEOR and for SPICE each, a restart included; the defaults are those of
+    `java_metrics.py`. training_captions: see `caption_stats`.
 
     Raises UserError (a ValueError) for an unknown metric, for predictions without references and for no predictions.
     """
@@ -148,72 +140,59 @@ def score_captions(
     image_ids = [image for image in references if image in predictions]
     predicted = ptb.tokenize_all([predictions[image] for image in image_ids])
     lines = iter(ptb.tokenize_all([caption for image in image_ids for caption in references[image]]))
-    captions = TokenizedCaptions(
-        predicted, [[next(lines) for _ in references[image]] for image in image_ids], java_deadline_s
-    )
-
+    tokenized_references = [[next(lines) for _ in references[image]] for image in image_ids]
+    captions = TokenizedCaptions(predicted, tokenized_references, java_deadline_s)
     by_name: dict[str, Score] = {}
     for metric in TABLE:
         if set(metric.names) & set(metrics):
-            by_name |= _compute(metric, captions)
+            try:
+                by_name |= zip(metric.names, metric.compute(captions), strict=True)
+            except JavaError as error:
+                by_name |= dict.fromkeys(metric.names, Score(unavailable=str(error)))
     extras: dict[str, Any] = {"references_without_prediction": len(references) - len(image_ids)}
-    for name, score in by_name.items():
-        if score.categories is not None:
-            extras[f"{name.lower()}_categories"] = score.categories
+    if "SPICE" in by_name and by_name["SPICE"].categories is not None:
+        extras["spice_categories"] = by_name["SPICE"].categories
     extras |= caption_stats(predicted, training_captions)
-    return Scores({name: by_name[name] for name in metrics}, image_ids, signature(by_name, captions), extras)
+    return Scores({name: by_name[name] for name in metrics}, image_ids, _signature(by_name, captions), extras)
 
 
 def _check_input(
     references: Mapping[Any, Sequence[str]], predictions: Mapping[Any, str], metrics: Sequence[str]
 ) -> None:
     if unknown := [name for name in metrics if name not in METRICS]:
-        raise UserError(f"unknown metric {unknown[0]!r}; the known ones are {', '.join(METRICS)}")
+        raise UserError(f"unknown metric {unknown[0]!r}; the metrics are {', '.join(METRICS)}")
     if not predictions:
         raise UserError("there are no predictions to score; give a caption for at least one image")
     if unpaired := [image for image in predictions if not references.get(image)]:
         kinds = {type(image).__name__ for image in references} ^ {type(image).__name__ for image in unpaired}
         hint = "; ids are numbers on one side and text on the other" if kinds == {"int", "str"} else ""
-        raise UserError(
-            f"{len(unpaired)} of {len(predictions)} predictions have no reference captions (image ids "
-            f"{shorten(unpaired)}){hint}; score them against the references of their own images"
-        )
+        problem = f"{len(unpaired)} of {len(predictions)} predictions have no reference captions"
+        remedy = "score them against the references of their own images"
+        raise UserError(f"{problem} (image ids {shorten(unpaired)}){hint}; {remedy}")
 
 
-def _compute(metric: Metric, captions: TokenizedCaptions) -> dict[str, Score]:
-    try:
-        return dict(zip(metric.names, metric.compute(captions), strict=True))
-    except JavaError as error:
-        return {name: Score(unavailable=str(error)) for name in metric.names}
-
-
-def signature(scores: Mapping[str, Score], captions: TokenizedCaptions) -> str:
+def _signature(scores: Mapping[str, Score], captions: TokenizedCaptions) -> str:
     """A text that two scores must share to be comparable: tokenizer, document frequencies, EOS rule, data, versions."""
-    counts = [len(image) for image in captions.references]
+    counts = {len(image) for image in captions.references}
     try:
         version = importlib.metadata.version("raycap")
     except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
         version = "unknown"
     available = {name for name, score in scores.items() if score.unavailable is None}
     jars = [metric.jar for metric in TABLE if metric.jar and available.issuperset(metric.names)]
-    parts = {
-        "tok": ptb.SIGNATURE,
-        "df": f"corpus({len(counts)} images)",
-        "eos": "none",
-        "refs": str(min(counts)) if min(counts) == max(counts) else f"{min(counts)}-{max(counts)}",
-        "as": "+".join(["pycocoevalcap-1.2", *jars]),
-        "raycap": version,
-    }
-    return "|".join(f"{key}:{value}" for key, value in parts.items())
+    refs = "-".join(map(str, sorted({min(counts), max(counts)})))
+    return (
+        f"tok:{ptb.SIGNATURE}|df:corpus({len(captions.references)} images)|eos:none|refs:{refs}"
+        f"|as:{'+'.join(['pycocoevalcap-1.2', *jars])}|raycap:{version}"
+    )
 
 
 def why_unavailable(name: str) -> str | None:
-    """The reason why this machine cannot compute a score; None when nothing that the score needs is missing."""
-    metric = next((metric for metric in TABLE if name in metric.names), None)
-    if metric is None:  # a cost, such as macs, which needs nothing
-        return None
+    """The reason why this machine cannot compute a score or a cost such as macs; None when nothing is missing."""
     try:
-        metric.check()
+        for metric in TABLE:
+            if name in metric.names:
+                metric.check()
     except JavaError as error:
         return str(error)
     return None

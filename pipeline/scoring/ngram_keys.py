@@ -1,12 +1,9 @@
-"""n-grams of word ids as int64 keys, and tables of such keys, for the CIDEr-D index.
-
-Shapes: R captions, T words.
-"""
+"""n-grams of word ids as int64 keys, and tables of such keys, for the CIDEr-D index. Shapes: R captions, T words."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,8 +12,6 @@ import torch
 from torch import Tensor
 
 N_MAX = 4  # CIDEr-D uses n-grams of 1 to 4 words
-_WORD_BITS = 15  # bits per word of a key, so that four words fit into an int64
-_MAX_WORDS = (1 << _WORD_BITS) - 1
 _PAIRS = 1 << 20  # at most this many pairs of positions are compared at a time, to stay in a processor's cache
 _ROWS = 256  # at most this many captions are compared at a time
 _FIBONACCI = -7046029254386353131  # 2^64 divided by the golden ratio, as int64 (Fibonacci hashing)
@@ -27,94 +22,60 @@ class Grams(NamedTuple):
 
     caption: Tensor  # index of the caption
     column: Tensor  # start * 4 + n - 1, where start is the position of the n-gram's first word
-    key: Tensor
+    key: Tensor  # see `_ngram_keys`
     times: Tensor  # float64, how often the caption contains the n-gram
 
 
-class NgramKeys:
-    """n-grams as int64 keys, exact for any number of words.
+def count_ngrams(words: Tensor, lengths: Tensor, bigrams: HashTable) -> Grams:
+    """The distinct n-grams of captions (R, T) of `lengths` (R,). bigrams: the keys of the references' 2-grams."""
+    width = words.shape[1]
+    inside = torch.arange(width, device=words.device) < lengths[:, None]
+    # Captions are the last dimension, for vectorized comparisons. Padding gets negative ids, each different.
+    padded = words.where(inside, -1 - torch.arange(width, device=words.device)).t().int().contiguous()  # (T, R)
+    same_word = padded[:, None] == padded[None]  # (T, T, R); for captions this is faster than sorting
+    same, is_before = same_word, torch.ones_like(same_word[:, :, :1]).squeeze(2).tril(-1).unsqueeze(2)
+    parts = [(words.new_zeros(0),) * 4]
+    for order, key in enumerate(_ngram_keys(words, bigrams)[:width]):
+        if order:  # two n-grams are equal when their (n-1)-grams and their last words are equal
+            same = same[:-1, :-1] & same_word[order:, order:]
+        starts = width - order
+        earlier = (same & is_before[:starts, :starts]).sum(1, dtype=torch.int32)
+        first = (inside[:, order:] & (earlier == 0).t()).flatten().nonzero().squeeze(1)
+        times = same.sum(1, dtype=torch.int32).t().flatten()
+        column = first % starts * N_MAX + order
+        parts.append((first // starts, column, take(key.flatten(), first), take(times, first)))
+    caption, column, keys, times = (torch.cat(part) for part in zip(*parts, strict=True))
+    by_caption = caption.argsort(stable=True)
+    return Grams(*(take(part, by_caption) for part in (caption, column, keys, times.double())))
 
-    Below 2^15 words a key consists of the n-gram's word ids plus 1, with 15 bits each; no id plus 1 is 0, so keys of
-    different n differ. With more words a key consists of the number of the (n-1)-gram, the last word and n. The number
-    of an (n-1)-gram is its position in the references' table of (n-1)-grams (`prefixes`). An (n-1)-gram outside of the
-    table gets a number beyond the table, which is valid only within one call of `count`.
+
+def bigram_keys(first: Any, second: Any) -> Any:
+    """Keys of 2-grams, from arrays or tensors with their two words."""
+    return (first << 30 | second) << 2 | 1
+
+
+def _ngram_keys(words: Tensor, bigrams: HashTable) -> list[Tensor]:
+    """Keys of the n-grams at every position (R, T - n + 1), exact for up to 2^30 words; one tensor for each n.
+
+    A key holds n - 1 in its two lowest bits, and above them the word, both words of a 2-gram, the number of the first
+    2-gram and the last word of a 3-gram, or the numbers of both 2-grams of a 4-gram. The number of a 2-gram is its
+    position in `bigrams`. The key is -1 if a 2-gram is not in `bigrams`, because then no reference has the n-gram.
     """
-
-    def __init__(self, num_words: int, prefixes: tuple[HashTable, ...] = ()) -> None:
-        self.num_words, self.prefixes = num_words, prefixes
-        self._uses_tables = bool(prefixes)
-
-    @classmethod
-    def build(cls, num_words: int, captions: Ragged) -> NgramKeys:
-        """Keys for these references. From 2^15 words on, builds the tables of their shorter n-grams."""
-        keys = cls(num_words)
-        if num_words <= _MAX_WORDS:
-            return keys
-        keys._uses_tables = True
-        for order in range(1, N_MAX):  # the keys of longer n-grams need the tables of shorter ones
-            parts = [torch.zeros(0, dtype=torch.long)]  # the keys of the n-grams of this order
-            for _, words, lengths in captions.batches():
-                grams = keys.count(words, lengths, longest=order)
-                parts.append(grams.key[grams.column % N_MAX == order - 1])
-            ordered = np.sort(torch.cat(parts).numpy())
-            keys.prefixes += (HashTable.build(ordered[run_starts(ordered)])[0],)
-        return keys
-
-    def count(self, words: Tensor, lengths: Tensor, longest: int = N_MAX) -> Grams:
-        """The distinct n-grams of captions (R, T) of `lengths` (R,), with n up to `longest`.
-
-        All positions are compared with each other, which for captions is faster than sorting. Raises ValueError for
-        a word id that is not below `num_words`.
-        """
-        width = words.shape[1]
-        inside = torch.arange(width, device=words.device) < lengths[:, None]
-        if bool((words.ge(self.num_words) & inside).any()):
-            largest = int(words.masked_fill(~inside, 0).max())
-            raise ValueError(f"word id {largest} is not below num_words = {self.num_words}; pass a larger num_words")
-        # Captions are the last dimension, for vectorized comparisons. Padding gets negative ids, each different.
-        padded = words.where(inside, -1 - torch.arange(width, device=words.device)).t().int().contiguous()  # (T, R)
-        same_word = padded[:, None] == padded[None]  # (T, T, R)
-        same, is_before = same_word, torch.ones_like(same_word[:, :, :1]).squeeze(2).tril(-1).unsqueeze(2)
-        key, parts = torch.zeros_like(words), []
-        for order in range(min(longest, width)):
-            if order:  # two n-grams are equal when their (n-1)-grams and their last words are equal
-                same = same[:-1, :-1] & same_word[order:, order:]
-            starts = width - order
-            key = self._extend(key[:, :starts], words[:, order:], inside[:, order:], order)
-            earlier = (same & is_before[:starts, :starts]).sum(1, dtype=torch.int32)
-            first = (inside[:, order:] & (earlier == 0).t()).flatten().nonzero().squeeze(1)
-            times = same.sum(1, dtype=torch.int32).t().flatten()
-            column = first % starts * N_MAX + order
-            parts.append((first // starts, column, take(key.flatten(), first), take(times, first)))
-        if not parts:
-            empty = words.new_zeros(0)
-            return Grams(empty, empty, empty, empty.double())
-        caption, column, keys, times = (torch.cat(part) for part in zip(*parts, strict=True))
-        by_caption = caption.argsort(stable=True)
-        return Grams(*(take(part, by_caption) for part in (caption, column, keys, times.double())))
-
-    def _extend(self, prefix: Tensor, words: Tensor, inside: Tensor, order: int) -> Tensor:
-        """Keys of the (order + 1)-grams, from the keys of their first `order` words and their last words."""
-        last = words + 1
-        if not self._uses_tables:
-            return (prefix << _WORD_BITS) | last
-        if order == 0:
-            return last << 2
-        table = self.prefixes[order - 1]
-        number, in_table = table.find(prefix[inside])
-        _, new_number = torch.unique(prefix[inside][~in_table], return_inverse=True)
-        number[~in_table] = len(table) + new_number
-        key = torch.zeros_like(prefix)
-        key[inside] = ((number << 30 | last[inside]) << 2) | order
-        return key
+    pairs = bigram_keys(words[:, :-1], words[:, 1:])
+    number, in_table = (part.view_as(pairs) for part in bigrams.find(pairs.flatten()))
+    number = number.where(in_table, -1)
+    first, last = number[:, :-1], words[:, 2:]
+    three = ((first << 30 | last) << 2 | 2).where(first >= 0, -1)
+    first, last = number[:, :-2], number[:, 2:]
+    four = ((first << 30 | last) << 2 | 3).where((first >= 0) & (last >= 0), -1)
+    return [words << 2, pairs, three, four]
 
 
 @dataclass(frozen=True)
 class HashTable:
     """Distinct int64 keys in the order of their hash buckets; a key's position in `keys` is its number.
 
-    A bucket holds about one key. So a look-up costs about two memory accesses; a binary search in millions of keys
-    would cost twenty.
+    A bucket has about one key, so a look-up costs about two memory accesses. A binary search would cost twenty.
     """
 
     keys: Tensor  # (size + 1,); the last one is no key, but makes the position after the last key readable
@@ -133,16 +94,13 @@ class HashTable:
         return cls(ordered, torch.from_numpy(start)), order
 
     @classmethod
-    def number(cls, keys: np.ndarray) -> tuple[HashTable, np.ndarray]:
-        """The table of the distinct values among `keys` (M,), and the position (M,) of each key in it."""
-        by_key = np.argsort(keys)
-        starts = run_starts(keys[by_key])
-        table, order = cls.build(keys[by_key[starts]])
-        position = np.empty_like(order)
-        position[order] = np.arange(len(order))
-        numbers = np.empty_like(keys)
-        numbers[by_key] = np.repeat(position, np.diff(starts, append=len(keys)))
-        return table, numbers
+    def of(cls, tensors: Mapping[str, Tensor], name: str) -> HashTable:
+        """The table whose two tensors `tensors` has stored under this name. Raises KeyError."""
+        return cls(tensors[f"{name}.keys"], tensors[f"{name}.start"])
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """The two tensors by the names that `of` reads."""
+        return {f"{name}.keys": self.keys, f"{name}.start": self.start}
 
     def __len__(self) -> int:
         return len(self.keys) - 1
@@ -177,49 +135,31 @@ def index_type(limit: int) -> Any:
     return np.int32 if limit < 1 << 31 else np.int64
 
 
-def run_starts(ordered: np.ndarray) -> np.ndarray:
-    """Positions in a sorted array at which a new value begins."""
-    is_start = np.ones(len(ordered), bool)
-    np.not_equal(ordered[1:], ordered[:-1], out=is_start[1:])
-    return np.flatnonzero(is_start)
-
-
 def by_length(lengths: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Splits a batch by length, so that each part needs little padding and bounded memory.
+    """Splits a batch into parts of similar length, which need little padding and bounded memory.
 
     Yields (row numbers, longest length) of each part, the longest captions first.
     """
     order = lengths.argsort(stable=True)
-    ordered = lengths[order].tolist()
-    end = len(ordered)
-    while end:
-        longest = ordered[end - 1]
-        max_rows = max(1, _PAIRS // max(longest, 1) ** 2)
-        start = max(0, end - _ROWS, end - max_rows)
-        yield order[start:end], longest
-        end = start
+    while len(order):
+        longest = int(lengths[order[-1]])
+        rows = min(_ROWS, max(1, _PAIRS // max(longest, 1) ** 2))
+        yield order[-rows:], longest
+        order = order[:-rows]
 
 
-@dataclass(frozen=True)
 class Ragged:
     """Captions of different lengths: all their words in one array, and the length of each."""
 
-    words: np.ndarray
-    lengths: np.ndarray
+    def __init__(self, captions: Sequence[Sequence[int]]) -> None:
+        self.lengths = np.array([len(caption) for caption in captions], np.int64)
+        self.words = np.fromiter(itertools.chain.from_iterable(captions), np.int64, int(self.lengths.sum()))
 
-    @classmethod
-    def of(cls, captions: Sequence[Sequence[int]]) -> Ragged:
-        lengths = np.array([len(caption) for caption in captions], np.int64)
-        return cls(np.fromiter(itertools.chain.from_iterable(captions), np.int64, int(lengths.sum())), lengths)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def batches(self) -> Iterator[tuple[np.ndarray, Tensor, Tensor]]:
+    def batches(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Batches of captions of similar length: their numbers (R,), their padded words (R, T), their lengths (R,)."""
         starts = np.cumsum(self.lengths) - self.lengths
-        for part, width in by_length(torch.from_numpy(self.lengths)):
-            rows = part.numpy()
+        for numbers, width in by_length(torch.from_numpy(self.lengths)):
+            rows = numbers.numpy()
             positions = starts[rows, None] + np.arange(width)
             words = self.words[np.minimum(positions, max(len(self.words) - 1, 0))] if width else positions
-            yield rows, torch.from_numpy(words), torch.from_numpy(self.lengths[rows])
+            yield numbers, torch.from_numpy(words), torch.from_numpy(self.lengths[rows])

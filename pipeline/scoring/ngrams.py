@@ -1,7 +1,7 @@
 """BLEU, ROUGE-L and CIDEr-D with the values of pycocoevalcap 1.2, computed by sorts and sums over integers.
 
-A corpus consists of C captions, each of one image. Words and n-grams are integers. The number of an n-gram is the rank
-of its pair (number of the (n-1)-gram, last word) among all such pairs, which is exact for any vocabulary size.
+Words and n-grams are integers. The number of an n-gram is the rank of its pair (number of the (n-1)-gram, last word)
+among all such pairs, which is exact for any vocabulary size.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ class Counts:
     ngram: np.ndarray  # (R,) index of the n-gram
     count: np.ndarray  # (R,) how often the caption contains the n-gram
     size: int  # number of distinct n-grams in the corpus
+    predictions: int  # number of rows of the predictions, which come first
 
 
 @dataclass(frozen=True)
 class Corpus:
     """Predictions and references as word ids: caption i < images is image i's prediction, the others are references.
 
-    words (W,): word ids of all captions. lengths (C,): words of each caption. image (C,): the image of each caption.
+    words (W,): word ids of all captions. lengths (C,): words per caption. image (C,): the image of each caption.
     """
 
     words: np.ndarray
@@ -47,17 +48,13 @@ class Corpus:
         Raises ValueError when an image lacks its prediction or its references.
         """
         if len(predictions) != len(references) or not all(references):
-            raise ValueError(
-                f"every image needs one prediction and at least one reference: found {len(predictions)} predictions "
-                f"and {sum(map(bool, references))} images with references"
-            )
+            counts = f"{len(predictions)} predictions and {sum(map(bool, references))} images with references"
+            raise ValueError(f"every image needs one prediction and at least one reference: found {counts}")
         captions = [*predictions, *(caption for image in references for caption in image)]
         image = [*range(len(predictions)), *(i for i, group in enumerate(references) for _ in group)]
         ids: dict[str, int] = {}
-        words = [ids.setdefault(word, len(ids)) for caption in captions for word in caption]
-        return cls(
-            np.array(words, np.int64), np.array([len(c) for c in captions], np.int64), np.array(image), len(predictions)
-        )
+        words = np.array([ids.setdefault(word, len(ids)) for caption in captions for word in caption], np.int64)
+        return cls(words, np.array([len(c) for c in captions], np.int64), np.array(image), len(predictions))
 
     @cached_property
     def reference_counts(self) -> np.ndarray:
@@ -82,19 +79,18 @@ class Corpus:
             distinct, index = np.unique(index * num_words + self.words[start + order - 1], return_inverse=True)
             rows, count = np.unique(caption[start] * (len(distinct) + 1) + index, return_counts=True)
             row_caption, row_ngram = np.divmod(rows, len(distinct) + 1)
-            result.append(Counts(row_caption, row_ngram, count, len(distinct)))
+            predictions = int(np.searchsorted(row_caption, self.images))
+            result.append(Counts(row_caption, row_ngram, count, len(distinct), predictions))
         return tuple(result)
 
     def match(self, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
         """Pairs of rows with the same image and n-gram: the reference's row (M,) and the prediction's row (M,)."""
         keys = self.image[counts.caption] * (counts.size + 1) + counts.ngram
-        split = int(np.searchsorted(counts.caption, self.images))  # the predictions' rows come first, sorted
-        if not split:
-            empty = np.zeros(0, np.int64)
-            return empty, empty
-        row = np.searchsorted(keys[:split], keys[split:])
-        matches = np.flatnonzero(keys[:split][np.minimum(row, split - 1)] == keys[split:])
-        return matches + split, row[matches]
+        prediction_keys, reference_keys = np.split(keys, [counts.predictions])
+        row = np.searchsorted(prediction_keys, reference_keys)
+        matches = np.flatnonzero(row < len(prediction_keys))
+        matches = matches[prediction_keys[row[matches]] == reference_keys[matches]]
+        return matches + counts.predictions, row[matches]
 
 
 def bleu(corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
@@ -105,21 +101,18 @@ def bleu(corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
     images = corpus.images
     length, reference_length = corpus.lengths[:images], corpus.lengths[images:]
     image = corpus.image[images:]
-    distance = np.abs(reference_length - length[image])
-    order = np.lexsort((reference_length, distance, image))
-    first = np.concatenate(([0], np.cumsum(corpus.reference_counts)[:-1]))
-    closest = reference_length[order][first]
+    order = np.lexsort((reference_length, np.abs(reference_length - length[image]), image))
+    closest = reference_length[order][np.cumsum(corpus.reference_counts) - corpus.reference_counts]
 
     # BLEU's precision is `correct` divided by `guess`, the number of n-grams of the predictions.
     guess = np.maximum(0, length - np.arange(ORDERS)[:, None])  # (4, images)
     correct = np.zeros((ORDERS, images))
     for n, counts in enumerate(corpus.counts):
         reference, prediction = corpus.match(counts)
-        max_count = np.zeros(len(counts.count), np.int64)  # the n-gram's largest count in one reference
+        max_count = np.zeros(counts.predictions, np.int64)  # the n-gram's largest count in one reference
         np.maximum.at(max_count, prediction, counts.count[reference])
-        split = int(np.searchsorted(counts.caption, images))
-        clipped = np.minimum(max_count[:split], counts.count[:split])
-        correct[n] = np.bincount(counts.caption[:split], clipped, minlength=images)
+        clipped = np.minimum(max_count, counts.count[: counts.predictions])
+        correct[n] = np.bincount(counts.caption[: counts.predictions], clipped, minlength=images)
 
     def score(correct: np.ndarray, guess: np.ndarray, length: np.ndarray, closest: np.ndarray) -> np.ndarray:
         precision = np.cumprod((correct + _TINY) / (guess + _SMALL), axis=0)
@@ -133,10 +126,9 @@ def bleu(corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
 def cider_d(corpus: Corpus) -> np.ndarray:
     """CIDEr-D of each image (images,), for n = 1..4, sigma 6, times 10.
 
-    Document frequencies are over the references of the images. Source: pycocoevalcap/cider/cider_scorer.py. An n-gram
-    that no reference contains gets a document frequency of 1 and adds to the prediction's norm. The length in the
-    penalty is the number of bigrams. With one image every weight is log(1) = 0 and the value has no meaning, so callers
-    report it as unavailable.
+    Source: pycocoevalcap/cider/cider_scorer.py. An n-gram that no reference contains gets a document frequency of 1 and
+    adds to the prediction's norm. The length in the penalty is the number of bigrams. With one image every weight is
+    log(1) = 0, so the value has no meaning.
     """
     images = corpus.images
     log_images = np.log(float(images))
@@ -146,10 +138,10 @@ def cider_d(corpus: Corpus) -> np.ndarray:
     penalty = np.exp(-(delta**2) / (2 * _SIGMA**2))
     total = np.zeros(len(image))
     for counts in corpus.counts:
-        split = int(np.searchsorted(counts.caption, images))
         width = counts.size + 1
-        documents = np.unique(corpus.image[counts.caption[split:]] * width + counts.ngram[split:]) % width
-        frequency = np.bincount(documents, minlength=width)
+        in_references = slice(counts.predictions, None)
+        documents = corpus.image[counts.caption[in_references]] * width + counts.ngram[in_references]
+        frequency = np.bincount(np.unique(documents) % width, minlength=width)
         weight = counts.count * (log_images - np.log(np.maximum(1.0, frequency)))[counts.ngram]
         norm = np.sqrt(np.bincount(counts.caption, weight**2, minlength=len(corpus.lengths)))
         reference, prediction = corpus.match(counts)

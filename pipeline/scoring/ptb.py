@@ -1,13 +1,12 @@
 """The Stanford PTB tokenizer as pycocoevalcap's PTBTokenizer runs it, in Python, with its removal of punctuation.
 
 pycocoevalcap 1.2 runs Stanford CoreNLP 3.4.1 (`PTBTokenizer -preserveLines -lowerCase`) over all captions, one per
-line, and drops the tokens in `PUNCTUATION`. This file does the same without Java. Its rules were derived from that
-program's output, not from its source code. The tests compare the outputs of both.
+line, and drops the tokens in `PUNCTUATION`. The rules here were derived from that program's output, not from its source
+code. The tests compare the outputs of both.
 
 At each position the tokenizer takes the longest match of all rules, or the first rule among equally long matches. A
 rule may look ahead: the text after the token that its second pattern matches adds to the length of the match, and is
-tokenized afterwards. Almost every piece between spaces is plain: a word, possibly with a comma, a full stop or 's.
-Plain pieces are cached and need no rule.
+tokenized afterwards. A plain piece between spaces (a word, possibly with a comma, a full stop or 's) needs no rule.
 
 Known differences, none of which occurs in the 242,654 captions of COCO val2014 and Flickr8k: scripts with vowel signs
 (Thai, Devanagari), runs of different curly quotes, letters after a tag or e-mail address. This file treats a line
@@ -18,15 +17,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
 SIGNATURE = "stanford-ptb-3.4.1-no-punctuation"
 
-# Source: pycocoevalcap/tokenizer/ptbtokenizer.py. The list has brackets in upper case and tokens are in lower case, so
-# brackets remain in captions, for example as "-lrb-".
-PUNCTUATION = frozenset(
-    ["''", "'", "``", "`", "-LRB-", "-RRB-", "-LCB-", "-RCB-", ".", "?", "!", ",", ":", "-", "--", "...", ";"]
-)
+# Source: pycocoevalcap/tokenizer/ptbtokenizer.py. Brackets remain in captions as "-lrb-": tokens have lower case.
+_PUNCTUATION = "'' ' `` ` -LRB- -RRB- -LCB- -RCB- . ? ! , : - -- ... ;"
+PUNCTUATION = frozenset(_PUNCTUATION.split())
 
 # Abbreviations, of which the full stop is a part, in upper and lower case. These may also end a sentence:
 _CLOSING_ABBREVIATIONS = (
@@ -55,13 +52,12 @@ _TWO_WORDS = "cannot gonna gotta wanna lemme gimme"
 
 def _any_case(words: str) -> str:
     """A pattern for any of the words, in upper or lower case."""
-    return "(?i:" + "|".join(sorted(words.split(), key=len, reverse=True)) + ")"
+    return f"(?i:{'|'.join(sorted(words.split(), key=len, reverse=True))})"
 
 
 def _capitalized(words: str) -> str:
     """A pattern for any of the words with a capital first letter."""
-    longest_first = sorted(words.split(), key=len, reverse=True)
-    return "(?:" + "|".join(f"{word[0].upper()}(?i:{word[1:]})" for word in longest_first) + ")"
+    return f"(?=[A-Z]){_any_case(words)}"
 
 
 def _not_upper(words: str) -> str:
@@ -71,8 +67,8 @@ def _not_upper(words: str) -> str:
 
 _APOSTROPHE = "(?:['’\u0092]|&apos;)"
 _ANY_QUOTE = "['’‘`\u0091\u0092]"
-# Python's \w includes superscripts and fractions, which are no letters for the tokenizer. It excludes combining accents
-# and soft hyphens, which are letters for the tokenizer.
+# For the tokenizer superscripts and fractions are no letters, unlike in Python's \w; combining accents and soft hyphens
+# are letters.
 _NO_LETTERS = "\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u209c\u2150-\u218f\u2460-\u249b\U00010000-\U0010ffff"
 _MARKS = "\u0300-\u036f\u00ad"
 _DIGIT = "[0-9]"
@@ -83,6 +79,7 @@ _ACRONYM = r"[A-Za-z](?:\.[A-Za-z])+"
 _HYPHENATED = rf"{_ALNUM}+(?:-[A-Za-z]+){{0,2}}"
 _COMPANY = "[A-Z]+(?:(?:[+&]|&amp;)[A-Z]+)+"
 _LABEL = r"[^\s\"<>|.!?(){},\-/_=$'@:;0-9]+"
+_LOCAL_NUMBER = rf"{_DIGIT}{{3,4}}[- \u00a0]?{_DIGIT}{{3,5}}"  # a telephone number without its area code
 _EYE = "[-^x=~<>']"
 
 # (pattern of the token, pattern of the text after it)
@@ -128,18 +125,11 @@ _RULES: tuple[tuple[str, str], ...] = (
     (rf"[-+]?(?:{_DIGIT}*(?:[.:,]{_DIGIT}+)+|{_DIGIT}+)", ""),
     (rf"{_DIGIT}{{1,2}}[-/]{_DIGIT}{{1,2}}[-/]{_DIGIT}{{2,4}}", ""),
     (rf"(?:{_DIGIT}{{1,4}}[- \u00a0])?{_DIGIT}{{1,4}}(?:\\?/|⁄){_DIGIT}{{1,4}}", ""),
-    (
-        rf"(?:\({_DIGIT}{{2,3}}\)[ \u00a0]?|\+{{0,2}}{_DIGIT}{{2,4}}[- \u00a0])"
-        rf"{_DIGIT}{{3,4}}[- \u00a0]?{_DIGIT}{{3,5}}",
-        "",
-    ),
+    (rf"(?:\({_DIGIT}{{2,3}}\)[ \u00a0]?|\+{{0,2}}{_DIGIT}{{2,4}}[- \u00a0]){_LOCAL_NUMBER}", ""),
     # Abbreviations
     (rf"(?:{_any_case(_ABBREVIATIONS)}|{_not_upper(_NOT_UPPER)})\.", ""),
-    (
-        rf"(?:{_any_case(_CLOSING_ABBREVIATIONS)}|{_not_upper(_CLOSING_NOT_UPPER)}"
-        rf"|{_capitalized(_CAPITALIZED_ABBREVIATIONS)})\.",
-        r"[\s\S]{0,2}",
-    ),
+    (rf"(?:{_any_case(_CLOSING_ABBREVIATIONS)}|{_not_upper(_CLOSING_NOT_UPPER)})\.", r"[\s\S]{0,2}"),
+    (rf"{_capitalized(_CAPITALIZED_ABBREVIATIONS)}\.", r"[\s\S]{0,2}"),
     (rf"{_any_case(_NUMBER_ABBREVIATIONS)}\.", f"[ \t\n\u00a0]?{_DIGIT}"),
     (rf"{_ACRONYM}\.?", ""),
     (rf"{_ALNUM}+\.{_any_case(_FILE_EXTENSIONS)}", r"[\s.?!,]"),
@@ -156,7 +146,7 @@ _RULES: tuple[tuple[str, str], ...] = (
     (r"--?-?-?|-{5,}", ""),
     (r"[!?]+|''|``|_+|\*+|#+|@+|<<|>>", ""),
     (r"[“”«»‘’‹›„‚\u0091-\u0094][“”«»‘’‹›„‚\u0091-\u0094'`]", ""),
-    (r"\S", ""),
+    ("[\\S\u0085]", ""),
 )
 
 # Tokens and the form in which the tokenizer prints them; `tokenize` drops those that become punctuation.
@@ -170,30 +160,38 @@ _PRINT_FORMS = (
     | dict.fromkeys("€¤\u0080", "$")
     | {"£": "#", "¢": "cents", "½": "1/2", "¼": "1/4", "¾": "3/4", "⅓": "1/3", "⅔": "2/3"}
     | {"&lt;": "<", "&gt;": ">", "&amp;": "&", "&quot;": "''", "&apos;": "'", "&nbsp;": "", "&mdash;": "--"}
-    | {"---": "--", "----": "--", "{": "-lcb-", "}": "-rcb-", "[": "-lsb-", "]": "-rsb-"}
+    | {
+        "\u00ad": "",
+        "(": "-lrb-",
+        ")": "-rrb-",
+        "---": "--",
+        "----": "--",
+        "{": "-lcb-",
+        "}": "-rcb-",
+        "[": "-lsb-",
+        "]": "-rsb-",
+    }
 )
 _QUOTES = frozenset("“”«»‘’‹›„‚\u0091\u0092\u0093\u0094'`")
-_DROPPED = PUNCTUATION | {""}
+_DROPPED = PUNCTUATION | {"", "\u200b", "\ufeff"}  # the last two are characters without width
 _FIRST_DROPPED = "\U00010000"  # this character and all after it in Unicode, such as emoji, are dropped
-_WITHOUT_WIDTH = frozenset("\u200b\ufeff\u00ad")  # these characters are dropped as well
 _PIECE = re.compile(r"\S+")
 
 
-@lru_cache(maxsize=1)
+@cache
 def _rules() -> tuple[re.Pattern[str], ...]:
     """The compiled rules; group 1 is the token, and the text after it is the look-ahead."""
     return tuple(re.compile(f"({main})(?:{ahead})") for main, ahead in _RULES)
 
 
-@lru_cache(maxsize=1)
+@cache
 def _plain() -> re.Pattern[str]:
     """Matches a piece whose tokens do not depend on its context: a word, possibly with a comma, full stop or 's."""
-    stopped = " ".join((_CLOSING_ABBREVIATIONS, _ABBREVIATIONS, _CAPITALIZED_ABBREVIATIONS, _CLOSING_NOT_UPPER))
-    stopped = " ".join((stopped, _NOT_UPPER, _NUMBER_ABBREVIATIONS))
+    stopped = f"{_CLOSING_ABBREVIATIONS} {_ABBREVIATIONS} {_CAPITALIZED_ABBREVIATIONS} {_CLOSING_NOT_UPPER}"
+    stopped = f"{stopped} {_NOT_UPPER} {_NUMBER_ABBREVIATIONS}"
     special = rf"(?!{_any_case(_TWO_WORDS)}(?![a-zA-Z])|{_any_case(stopped)}\.)"
-    return re.compile(
-        rf"{special}([A-Za-z]+|[A-Za-z]{{2,}}(?:-[A-Za-z]{{2,}})*)(?:,|(?<=..)\.|(?<=[A-Za-z]{{2}})('s))?"
-    )
+    word = r"([A-Za-z]+|[A-Za-z]{2,}(?:-[A-Za-z]{2,})*)"
+    return re.compile(rf"{special}{word}(?:,|(?<=..)\.|(?<=[A-Za-z]{{2}})('s))?")
 
 
 @lru_cache(maxsize=1 << 17)
@@ -202,10 +200,7 @@ def _plain_tokens(piece: str) -> tuple[str, ...] | None:
     if piece in (".", ","):
         return ()
     match = _plain().fullmatch(piece)
-    if match is None:
-        return None
-    word = match[1].lower()
-    return (word, "'s") if match[2] else (word,)
+    return match and tuple(filter(None, (match[1].lower(), match[2])))
 
 
 def tokenize(caption: str, following: str = "") -> list[str]:
@@ -215,8 +210,7 @@ def tokenize(caption: str, following: str = "") -> list[str]:
     unless the next line starts with "A", "The" or another of about forty words.
     """
     tokens: list[str] = []
-    for piece in caption.split():
-        plain = _plain_tokens(piece)
+    for plain in map(_plain_tokens, caption.split()):
         if plain is None:
             return _apply_rules(caption, following)
         tokens += plain
@@ -230,12 +224,10 @@ def tokenize_all(captions: Sequence[str]) -> list[list[str]]:
 
 def _apply_rules(caption: str, following: str) -> list[str]:
     """The tokens of a caption with a piece that is not plain."""
-    text = caption.replace("\n", " ")
-    end = len(text)
-    text = f"{text}\n{following}"
+    text = caption.replace("\n", " ") + "\n" + following
     tokens: list[str] = []
     position = 0
-    while position < end:
+    while position < len(caption):
         if text[position].isspace() and text[position] != "\u0085":
             position += 1
             continue
@@ -245,12 +237,10 @@ def _apply_rules(caption: str, following: str) -> list[str]:
                 tokens += plain
                 position = piece.end()
                 continue
-        longest, token = 0, ""
-        for pattern in _rules():
-            if (match := pattern.match(text, position)) and match.end() - position > longest:
-                longest, token = match.end() - position, match[1]
+        matches = [match for pattern in _rules() if (match := pattern.match(text, position))]
+        token = max(matches, key=re.Match.end)[1] if matches else ""  # the first of equally long matches
         position += len(token)
-        if token < _FIRST_DROPPED and token not in _WITHOUT_WIDTH and (printed := _print_form(token)) not in _DROPPED:
+        if token < _FIRST_DROPPED and (printed := _print_form(token)) not in _DROPPED:
             tokens.append(printed)
     return tokens
 
@@ -266,8 +256,6 @@ def _print_form(token: str) -> str:
         return "".join(_PRINT_FORMS.get(character, character) for character in token)
     if len(token) > 1:  # phone numbers and emoticons contain brackets; spaces inside a token become no-break spaces
         token = token.replace("(", "-lrb-").replace(")", "-rrb-").replace(" ", "\u00a0").replace("\u00ad", "")
-        if token[0] in "’\u0092nN" and re.fullmatch("[’\u0092](?i:[msd]|ll|re|ve)|[nN][’\u0092][tT]", token):
+        if re.fullmatch("[’\u0092](?i:[msd]|ll|re|ve)|[nN][’\u0092][tT]", token):
             token = token.replace("’", "'").replace("\u0092", "'")
-    elif token in "()":
-        token = "-lrb-" if token == "(" else "-rrb-"
     return token.lower()

@@ -35,9 +35,8 @@ def read_json(path: Path) -> Any:
 def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[str]]:
     """Raw captions by image id, in the file's order of images. split: leaves out the images of other splits.
 
-    COCO annotations (`images`, and `annotations` with image_id and caption) have no splits. In Karpathy's layout
-    (`images` with `sentences`) an image's id is its cocoid, or its imgid in a file without cocoids. Images without a
-    caption are left out. Raises UserError.
+    COCO annotations have no splits. In Karpathy's layout an image's id is its cocoid, or its imgid in a file without
+    cocoids. Images without a caption are left out. Raises UserError.
     """
     data = read_json(path)
     content = data if isinstance(data, dict) else {}
@@ -49,23 +48,21 @@ def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[
     elif isinstance(images, list) and images and isinstance(images[0], dict) and "sentences" in images[0]:
         references = _read_karpathy(path, images, split)
     else:
-        layout = f"an object with {', '.join(map(repr, content))}" if content else type(data).__name__
-        raise UserError(
-            f"{path} holds no reference captions: expected COCO's 'annotations' or Karpathy's 'images' with "
-            f"'sentences', found {layout}"
-        )
+        content_name = f"an object with {', '.join(map(repr, content))}" if content else type(data).__name__
+        expected = "COCO's 'annotations' or Karpathy's 'images' with 'sentences'"
+        raise UserError(f"{path} holds no reference captions: expected {expected}, found {content_name}")
     if not any(references.values()):
         raise UserError(f"{path} holds no reference captions: its lists are empty; give a file with captions")
     return {image: captions for image, captions in references.items() if captions}
 
 
 def _read_coco(path: Path, images: list[Any], annotations: list[Any]) -> dict[ImageId, list[str]]:
-    references: dict[ImageId, list[str]] = {}
-    for number, image in enumerate(images):
-        references[_image_id(image, "id", f"{path}: images[{number}]")] = []
+    ids = [_value(image, "id", int, str, location=f"{path}: images[{i}]") for i, image in enumerate(images)]
+    references: dict[ImageId, list[str]] = {image_id: [] for image_id in ids}
     for number, annotation in enumerate(annotations):
-        where = f"{path}: annotations[{number}]"
-        references.setdefault(_image_id(annotation, "image_id", where), []).append(_text(annotation, "caption", where))
+        location = f"{path}: annotations[{number}]"
+        captions = references.setdefault(_value(annotation, "image_id", int, str, location=location), [])
+        captions.append(_value(annotation, "caption", str, location=location))
     return references
 
 
@@ -77,16 +74,16 @@ def _read_karpathy(path: Path, images: list[Any], split: str | None) -> dict[Ima
     id_key = "cocoid" if all(isinstance(image, dict) and "cocoid" in image for image in images) else "imgid"
     references: dict[ImageId, list[str]] = {}
     for number, image in enumerate(images):
-        where = f"{path}: images[{number}]"
-        image_id = _image_id(image, id_key, where)
+        location = f"{path}: images[{number}]"
+        image_id = _value(image, id_key, int, str, location=location)
         if image_id in references:
-            raise UserError(f"{where} repeats {id_key} {image_id}; every image must occur once")
+            raise UserError(f"{location} repeats {id_key} {image_id}; every image must occur once")
         if split is not None and image.get("split") != split:
             continue
         sentences = image.get("sentences")
         if not isinstance(sentences, list):
-            raise UserError(f"{where} has no list 'sentences'; give a file in Karpathy's layout")
-        references[image_id] = [_text(sentence, "raw", where) for sentence in sentences]
+            raise UserError(f"{location} has no list 'sentences'; give a file in Karpathy's layout")
+        references[image_id] = [_value(sentence, "raw", str, location=location) for sentence in sentences]
     return references
 
 
@@ -100,43 +97,33 @@ def read_predictions(path: Path) -> dict[ImageId, str]:
     """Raw caption by image id from a COCO result file. Raises UserError."""
     data = read_json(path)
     if not isinstance(data, list) or not data:
-        content = "an empty list" if data == [] else f"a JSON {type(data).__name__}"
-        raise UserError(
-            f"{path} is no result file: expected a list of objects with image_id and caption, found {content}"
-        )
+        content_name = "an empty list" if data == [] else f"a JSON {type(data).__name__}"
+        expected = "a list of objects with image_id and caption"
+        raise UserError(f"{path} is no result file: expected {expected}, found {content_name}")
     rows = []
     for number, row in enumerate(data):
-        where = f"{path}: entry {number}"
-        rows.append((_image_id(row, "image_id", where), _text(row, "caption", where)))
-    repeated = [image for image, count in Counter(image for image, _ in rows).items() if count > 1]
-    if repeated:
-        raise UserError(
-            f"{path} holds more than one caption for {len(repeated)} images (ids {shorten(repeated)}); keep one per "
-            "image"
+        location = f"{path}: entry {number}"
+        rows.append(
+            (_value(row, "image_id", int, str, location=location), _value(row, "caption", str, location=location))
         )
+    if repeated := [image for image, count in Counter(image for image, _ in rows).items() if count > 1]:
+        count = f"{len(repeated)} images (ids {shorten(repeated)})"
+        raise UserError(f"{path} holds more than one caption for {count}; keep one per image")
     return dict(rows)
 
 
 def shorten(ids: Iterable[ImageId], limit: int = 10) -> str:
     """The first `limit` ids and the number of the others, for a message."""
     names = [str(image) for image in ids]
-    return ", ".join(names) if len(names) <= limit else f"{', '.join(names[:limit])} and {len(names) - limit} more"
+    return ", ".join(names) if len(names) <= limit else f"{', '.join(names[:limit])} and {len(names) - limit:,} more"
 
 
-def _image_id(row: Any, key: str, where: str) -> ImageId:
+def _value(row: Any, key: str, *types: type, location: str) -> Any:
+    """row[key] if it has one of the types, `str` or also `int`. Raises UserError, as for a row that is no object."""
     value = row.get(key) if isinstance(row, dict) else None
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise UserError(f"{where} has no {key} that is a number or text: found {_excerpt(row)}")
+    if isinstance(value, bool) or not isinstance(value, types):
+        text = json.dumps(row)
+        excerpt = text if len(text) <= 100 else f"{text[:100]}..."
+        kind = "a number or text" if int in types else "text"
+        raise UserError(f"{location} has no {key} that is {kind}: found {excerpt}")
     return value
-
-
-def _text(row: Any, key: str, where: str) -> str:
-    value = row.get(key) if isinstance(row, dict) else None
-    if not isinstance(value, str):
-        raise UserError(f"{where} has no {key} that is text: found {_excerpt(row)}")
-    return value
-
-
-def _excerpt(row: Any) -> str:
-    text = json.dumps(row)
-    return text if len(text) <= 100 else f"{text[:100]}..."

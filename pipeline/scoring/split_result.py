@@ -12,17 +12,15 @@ from pipeline.scoring.metrics import Scores
 class Hypothesis(NamedTuple):
     """A caption found by beam search.
 
-    tokens: its token ids with padding, and with EOS unless the length limit cut the caption off.
-    log_prob: sum of the log-probabilities of its tokens, EOS included.
     alignment: agreement of words and image tokens (`models.alignment`); only for the best caption of a single model.
     num_satisfied: number of its image's constraints that it satisfies; None for an image without constraints.
     """
 
     caption: str
-    log_prob: float
+    log_prob: float  # sum of the log-probabilities of its tokens, EOS included
     alignment: float | None = None
     num_satisfied: int | None = None
-    tokens: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()  # with padding, and with EOS unless the length limit cut the caption off
 
     def to_json(self) -> dict[str, Any]:
         """One entry of an n-best file, without the values that were not computed."""
@@ -31,28 +29,22 @@ class Hypothesis(NamedTuple):
 
 
 class ConstraintCounts(NamedTuple):
-    """The number of images with constraints, and of those whose caption satisfies all, some or none of them.
-
-    not_held: the images whose caption does not satisfy all of its constraints.
-    """
+    """The number of images with constraints, and of those whose caption satisfies all, some or none of them."""
 
     images: int
     all: int
     some: int
     none: int
-    not_held: tuple[int, ...] = ()
+    not_held: list[int]  # the images whose caption does not satisfy all of its constraints
 
     @classmethod
     def tally(cls, satisfied: Mapping[int, tuple[int, int]]) -> ConstraintCounts:
         """Counts images. satisfied: {image id: (number of satisfied constraints, number of constraints)}."""
         constrained = {image: counts for image, counts in satisfied.items() if counts[1]}
-        incomplete = tuple(image for image, (num_satisfied, total) in constrained.items() if num_satisfied < total)
+        incomplete = [image for image, (num_satisfied, total) in constrained.items() if num_satisfied < total]
         num_none = sum(num_satisfied <= 0 for num_satisfied, _ in constrained.values())
         num_all, num_some = len(constrained) - len(incomplete), len(incomplete) - num_none
         return cls(len(constrained), num_all, num_some, num_none, incomplete)
-
-    def to_json(self) -> dict[str, Any]:
-        return {**self._asdict(), "not_held": list(self.not_held)}
 
     def __str__(self) -> str:
         return f"{self.all} of {self.images} captions hold all of their constraints, {self.some} some, {self.none} none"
@@ -60,25 +52,20 @@ class ConstraintCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class SplitResult:
-    """The captions of a split by image id, and their scores where the split has references.
-
-    unreadable: {image id: reason} of images without a caption.
-    alignment: mean over the captions that have one. constraints: None where no image has any.
-    main_object: share of images whose main object is named; only for the synthetic data set.
-    """
+    """The captions of a split by image id, and their scores if the split has references."""
 
     split: str
     captions: Mapping[int, str]
-    unreadable: Mapping[int, str] = field(default_factory=dict)
-    alignment: float | None = None
-    constraints: ConstraintCounts | None = None
+    unreadable: Mapping[int, str] = field(default_factory=dict)  # {image id: reason} of images without a caption
+    alignment: float | None = None  # mean over the captions that have one
+    constraints: ConstraintCounts | None = None  # None if no image has any
     scores: Scores | None = None
-    main_object: float | None = None
+    main_object: float | None = None  # share of images whose main object is named; only for the synthetic data set
 
     @property
     def values(self) -> dict[str, float | None]:
         """Score by metric; None for a metric that is unavailable."""
-        return {} if self.scores is None else {name: score.value for name, score in self.scores.by_name.items()}
+        return {} if self.scores is None else self.scores.values
 
     @property
     def signature(self) -> str:
@@ -88,33 +75,22 @@ class SplitResult:
     def cider_by_image(self) -> dict[int, float]:
         """CIDEr-D by image id; empty when it is unavailable."""
         score = self.scores and self.scores.by_name.get("CIDEr-D")
-        if self.scores is None or not score:
-            return {}
-        return dict(zip(self.scores.image_ids, score.per_image or [], strict=False))
+        return dict(zip(self.scores.image_ids, score.per_image or [], strict=False)) if self.scores and score else {}
 
     def to_json(self) -> dict[str, Any]:
         """The split's entry in scores.json."""
-        entry: dict[str, Any] = {
+        return {
             "images": len(self.captions),
             "unreadable": dict(self.unreadable),
             "alignment": self.alignment,
-            "constraints": None if self.constraints is None else self.constraints.to_json(),
+            "constraints": self.constraints and self.constraints._asdict(),
+            **self.scores_to_json(),
         }
-        return entry | self.scores_to_json()
 
     def scores_to_json(self) -> dict[str, Any]:
         """The part of the entry that needs references; {} without scores."""
-        if self.scores is None:
-            return {}
-        by_name = self.scores.by_name
-        return {
-            "scores": self.values,
-            "unavailable": {name: score.unavailable for name, score in by_name.items() if score.unavailable},
-            "signature": self.signature,
-            "extras": self.scores.extras,
-            "main_object": self.main_object,
-            "per_image_CIDEr-D": self.cider_by_image,
-        }
+        of_images = {"main_object": self.main_object, "per_image_CIDEr-D": self.cider_by_image}
+        return {} if self.scores is None else self.scores.to_json() | of_images
 
     def flat(self) -> dict[str, float]:
         """The scores as the tracker and the model registry store them, with keys like "test_CIDEr-D"."""

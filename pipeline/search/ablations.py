@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from models.config import ExpansionNetConfig
 from models.macs import TABLE_6_IMAGES
-from pipeline.scoring.published import ABLATION, ABLATION_COLUMNS, NOTE, TABLES, AblationRow, PrintedTable
+from pipeline.scoring.published import ABLATION_COLUMNS, NOTE, AblationRow, PrintedTable, ablation, printed_tables
 from pipeline.search.results import PointResult, Rows, cell, head
 from pipeline.search.space import show_value
 from pipeline.search.spec import SCORE, Search
@@ -71,7 +71,7 @@ def comparisons(
             ComparisonTable("Table VI next to the paper's", TABLE_VI_NOTE, *_multiply_accumulate_columns(matches)),
         ]
     tables = []
-    for table in TABLES.get(search.config.compare or "", ()):
+    for table in printed_tables(search.config.compare):
         matches = _matches(search, results, table)
         if sum(match.result is not None for match in matches) > 1:
             note = NOTE.format(baseline=table.rows[table.baseline].name)
@@ -99,7 +99,7 @@ def expansionnet_matches(search: Search, results: Sequence[PointResult]) -> list
             by_settings.setdefault(settings, result)
     return [
         Match(printed_label(row), row.scores, by_settings.get((row.static_expansion, row.dynamic_expansion)))
-        for row in ABLATION
+        for row in ablation()
     ]
 
 
@@ -145,14 +145,14 @@ def _multiply_accumulate_columns(matches: Sequence[Match]) -> tuple[list[str], R
     scale = TABLE_6_IMAGES / 1e12
     baseline = matches[0].mean("macs")
     rows = []
-    for match, row in zip(matches, ABLATION, strict=True):
+    for match, row in zip(matches, ablation(), strict=True):
         macs, executed, parameters = (match.mean(name) for name in ("macs", "macs_executed", "parameters"))
         digits = 4 if macs is not None and macs * scale < 1 else 2
         cells = [
             number_cell(None if macs is None else macs * scale, digits),
             "" if macs is None or not baseline else f"{macs / baseline:.3f}",
             f"{row.macs / 1e12:.2f}",
-            f"{row.macs / ABLATION[0].macs:.3f}",
+            f"{row.macs / ablation()[0].macs:.3f}",
             number_cell(None if executed is None else executed * scale, digits),
             "" if parameters is None else f"{parameters / 1000:,.0f}",
         ]

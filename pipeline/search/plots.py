@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from models.macs import TABLE_6_IMAGES
-from pipeline.scoring.published import ABLATION
+from pipeline.scoring.published import ablation
 from pipeline.search.ablations import printed_label
 from pipeline.search.results import UNITS, PointResult, head
 from pipeline.search.space import Dimension, Space, short
@@ -183,14 +183,14 @@ def base_point(search: Search) -> dict[str, Any] | None:
 
 def _draw_paper(axes: Axes, search: Search, *, label: bool, narrow: bool = False) -> None:
     """Draws the rows of ExpansionNet v2's ablation; with `label` also their names."""
-    xs = [row.macs / TABLE_6_IMAGES / UNITS["macs"] for row in ABLATION]
-    ys = [row.scores[SCORE] for row in ABLATION]
+    xs = [row.macs / TABLE_6_IMAGES / UNITS["macs"] for row in ablation()]
+    ys = [row.scores[SCORE] for row in ablation()]
     axes.plot(xs, ys, "D", mfc=PAPER, mec=PAGE, ms=7, label="the paper's rows", zorder=3)
     if label:
         axes.margins(0.18, 0.12)
         _write_labels(
             axes,
-            [(x, y, printed_label(row), PAPER) for x, y, row in zip(xs, ys, ABLATION, strict=True)],
+            [(x, y, printed_label(row), PAPER) for x, y, row in zip(xs, ys, ablation(), strict=True)],
             6.5 if narrow else 7.5,
         )
 
@@ -212,7 +212,7 @@ def _similar_costs(search: Search, results: Sequence[PointResult]) -> bool:
         return False
     ours = [value for result in results if (value := result.mean("macs")) is not None]
     scores = [value for result in results if (value := result.mean(SCORE)) is not None]
-    printed = [row.macs / TABLE_6_IMAGES for row in ABLATION]
+    printed = [row.macs / TABLE_6_IMAGES for row in ablation()]
     return bool(ours) and max(ours) > min(printed) / 2 and min(ours) < 2 * max(printed) and max(scores) > 0.6
 
 

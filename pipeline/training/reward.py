@@ -91,11 +91,11 @@ def _build(
             words = [word for word in vocabulary.tokenize(caption) if word.strip()] + ([EOS] if eos else [])
             rows.append([ids.setdefault(word, len(ids)) for word in words])
         encoded.append(rows)
-    scorer = CiderD.build(encoded, caption_documents=caption_documents, num_words=len(ids))
+    scorer = CiderD.build(encoded, caption_documents=caption_documents)
     with_several = [captions for captions in encoded if len(captions) > 1][:1000]
     scorer.metadata["ground_truth"] = None
     if with_several:
-        others = CiderD.build([captions[1:] for captions in with_several], num_words=len(ids))
+        others = CiderD.build([captions[1:] for captions in with_several])
         lengths = torch.tensor([len(captions[0]) for captions in with_several])
         width = int(lengths.max())
         first = torch.tensor([captions[0] + [0] * (width - len(captions[0])) for captions in with_several])

@@ -155,7 +155,7 @@ class Colors:
         self.trained: list[str | None] = []  # what each training started from
 
     def train(self, config: RunConfig) -> Trained:
-        dataset = find_data(config)[0].known()
+        dataset = find_data(config)[0].readable()
         fingerprint = dataset.fingerprint()
         run_id = f"world-{hashlib.sha256(f'{config_identity(config)} {fingerprint}'.encode()).hexdigest()[:10]}"
         self.trained.append(config.init_from)

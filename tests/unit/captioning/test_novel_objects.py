@@ -249,7 +249,7 @@ def test_a_split_in_bfloat16(tmp_path: Path) -> None:
 
 def test_satisfied_constraints_are_counted() -> None:
     counts = ConstraintCounts.tally({1: (0, 2), 2: (1, 2), 3: (2, 2), 4: (0, 0), 5: (1, 1)})
-    assert counts == ConstraintCounts(images=4, all=2, some=1, none=1, not_held=(1, 2))
+    assert counts == ConstraintCounts(images=4, all=2, some=1, none=1, not_held=[1, 2])
 
 
 def test_each_shard_captions_its_images_and_reports_unreadable_ones(tmp_path: Path) -> None:

@@ -114,8 +114,8 @@ def test_a_snapshot_reads_only_what_is_new(tmp_path: Path, monkeypatch: pytest.M
     assert list(unreadable.values()) == ["No such file or directory"]
     keys = second.column("key")
     assert keys[0] == keys[1] == first.column("key")[0] and keys[2] is None
-    assert len(second.known()) == 5
-    assert second.known().fingerprint() != first.fingerprint()
+    assert len(second.readable()) == 5
+    assert second.readable().fingerprint() != first.fingerprint()
 
 
 def test_the_fingerprint_depends_on_content_not_on_location(tmp_path: Path) -> None:

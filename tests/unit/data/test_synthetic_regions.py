@@ -7,7 +7,7 @@ import numpy as np
 from pipeline.config.sections import SceneConfig
 from pipeline.data import synthetic
 from pipeline.data.synthetic import BACKGROUNDS, COLORS, SHAPES, draw_scene, make_scene
-from pipeline.data.synthetic_regions import MAX_REGIONS, WIDTH, regions_of, scene_regions
+from pipeline.data.synthetic_regions import WIDTH, regions_of, scene_regions
 
 CONFIG = SceneConfig(num_images=300, image_size=64, seed=0)
 REGIONS = {image_id: (features, boxes) for image_id, features, boxes in scene_regions(CONFIG)}
@@ -18,7 +18,7 @@ def test_one_region_per_shape_and_one_for_the_picture() -> None:
     for image_id, (features, boxes) in REGIONS.items():
         scene, _ = make_scene(CONFIG.seed, image_id - 1)
         count = 2 if scene.second is None else 3
-        assert features.shape == (count, WIDTH) and boxes.shape == (count, 4) and count <= MAX_REGIONS
+        assert features.shape == (count, WIDTH) and boxes.shape == (count, 4) and count <= 3
         assert features.dtype == boxes.dtype == np.float32
         assert boxes[0].tolist() == [0, 0, 64, 64], "the picture is the largest"
         assert (boxes[:, :2] <= boxes[:, 2:]).all() and boxes.min() >= 0 and boxes.max() <= 64

@@ -173,3 +173,8 @@ def test_all_captions_agree_with_the_jar(name: str, size: int, tmp_path: Path) -
     differences = compare(captions, tmp_path)
     print(f"{name}: {len(differences)} of {size} captions differ from the Stanford tokenizer")
     assert differences == []
+
+
+@pytest.mark.parametrize("odd", ["\u00ad\u00ad", "\u0085"])
+def test_characters_without_a_printed_form_are_dropped(odd: str) -> None:
+    assert ptb.tokenize(f"a dog! {odd} runs") == ["a", "dog", "runs"]

@@ -32,13 +32,13 @@ def test_every_shipped_search_loads(path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_ablation_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The 12 rows are those of Table I, in order; a trial is the recipe's first stage, validated with beam 3."""
-    from pipeline.scoring.published import ABLATION
+    from pipeline.scoring.published import ablation
 
     monkeypatch.setenv("RAYCAP_COCO", "/somewhere")
     search = load_search(ROOT / "configs" / "search_table1.yaml")
     configs = [search.trial_config(point, 0) for point in search.points()]
     settings = [(config.model.static_expansion, config.model.dynamic_expansion) for config in configs]
-    assert settings == [(row.static_expansion, row.dynamic_expansion) for row in ABLATION]
+    assert settings == [(row.static_expansion, row.dynamic_expansion) for row in ablation()]
     assert {(c.evaluation.beam_size, c.stages[0].epochs, len(c.stages), c.stages[0].lr) for c in configs} == {
         (3, 8, 1, 2e-4)
     }
@@ -54,12 +54,12 @@ def test_the_ablation_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_other_ablations_are_the_papers(name: str, title: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The points are the printed rows, in order; each trains the whole recipe."""
-    from pipeline.scoring.published import TABLES
+    from pipeline.scoring.published import printed_tables
 
     for variable in ("RAYCAP_COCO", "RAYCAP_REGIONS"):
         monkeypatch.setenv(variable, "/somewhere")
     search = load_search(ROOT / "configs" / f"{name}.yaml")
-    table = next(each for each in TABLES[search.config.compare or ""] if each.title.startswith(title))
+    table = next(each for each in printed_tables(search.config.compare) if each.title.startswith(title))
     models = [search.trial_config(point, 0).model for point in search.points()]
     assert [{key: getattr(model, key) for key in table.keys} for model in models] == [
         row.settings for row in table.rows
@@ -69,11 +69,11 @@ def test_the_other_ablations_are_the_papers(name: str, title: str, monkeypatch: 
 
 
 def test_printed_rows_are_those_of_the_paper_tables(shared: Path) -> None:
-    from pipeline.scoring.published import TABLES
+    from pipeline.scoring.published import printed_tables
 
     papers = json.loads((shared / "paper_tables.json").read_text())
     memory, connection = papers["meshed_memory_transformer"], papers["meshed_memory_transformer"]["ablation_cider"]
-    one, six, seven = TABLES["meshed_memory"]
+    one, six, seven = printed_tables("meshed_memory")
     order = ("transformer_6_layers", "transformer_3_layers", "transformer_aoa", "one_to_one_no_memory", "one_to_one")
     order += ("no_memory", "softmax_gates", "full")
     assert [100 * row.scores["CIDEr-D"] for row in one.rows] == pytest.approx([connection[name] for name in order])
@@ -82,7 +82,7 @@ def test_printed_rows_are_those_of_the_paper_tables(shared: Path) -> None:
         assert [row.name.split()[0] for row in table.rows] == list(printed)
         for row, values in zip(table.rows, printed.values(), strict=True):
             assert [100 * score for score in row.scores.values()] == pytest.approx(values)
-    (only,) = TABLES["clustformer"]
+    (only,) = printed_tables("clustformer")
     printed = papers["ada_clustformer"]["ablation_table_1"]
     for row, name in zip(only.rows, [name for name in printed if name != "columns"], strict=True):
         assert [100 * score for score in row.scores.values()] == pytest.approx(printed[name]), name

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from pipeline.config.load import load_config
-from pipeline.scoring.published import ABLATION
+from pipeline.scoring.published import ablation
 from pipeline.search.ablations import comparisons, expansionnet_matches
 from pipeline.search.plots import parallel_plot, pareto_plot, png, svg
 from pipeline.search.report import importances, write_page, write_plots
@@ -222,7 +222,7 @@ def test_plots_and_page(tmp_path: Path) -> None:
 def test_our_rows_next_to_the_papers(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {G: list(row.static_expansion) if row.static_expansion else None, N_E: row.dynamic_expansion}
-        for row in ABLATION[:3]
+        for row in ablation()[:3]
     ]
     search = small_search(tmp_path, space=None, rows=rows, algorithm="grid", budget={}, compare="expansionnet_v2")
     log = open_log(search, tmp_path / "search")
