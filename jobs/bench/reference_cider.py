@@ -1,4 +1,4 @@
-"""CIDEr-D written like its definition, with dictionaries of words. It is slow; `pipeline.scoring.cider` must equal it."""
+"""CIDEr-D written like its definition, slowly, with dictionaries of words; `pipeline.scoring.cider` must equal it."""
 
 from __future__ import annotations
 

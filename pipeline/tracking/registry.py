@@ -18,7 +18,7 @@ from pipeline.config.run import RunConfig
 from pipeline.runs.folder import RunFolder
 from pipeline.storage.path import is_remote
 from pipeline.tracking.mlflow_client import tracking_client, tracking_uri
-from pipeline.tracking.run_sync import parent_run
+from pipeline.tracking.run_sync import SentRecord
 from pipeline.version import project_root
 
 SERVING_PACKAGES = ("mlflow", "numpy", "pillow", "pydantic", "pyyaml", "safetensors", "timm", "torch", "torchvision")
@@ -29,7 +29,7 @@ def register_model(folder: RunFolder, config: RunConfig, bundle: Path, scores: d
 
     A version that this run registered before is returned unchanged.
     """
-    parent = parent_run(folder, config)
+    parent = SentRecord(folder, config).values["parent"]
     versions = tracking_client(config).search_model_versions(f"run_id = '{parent}'")
     if versions:
         return f"{versions[0].name}/{versions[0].version}"
@@ -98,13 +98,10 @@ def _version(package: str) -> str:
 
 def _signature() -> Any:
     from mlflow.models import ModelSignature
-    from mlflow.types import ColSpec, DataType, Schema
+    from mlflow.types import ColSpec, Schema
 
-    inputs: list[Any] = [
-        ColSpec(DataType.binary, "image", required=False),
-        ColSpec(DataType.string, "uri", required=False),
-    ]
-    outputs: list[Any] = [ColSpec(DataType.string, "caption"), ColSpec(DataType.double, "log_prob")]
+    inputs: list[Any] = [ColSpec("binary", "image", required=False), ColSpec("string", "uri", required=False)]
+    outputs: list[Any] = [ColSpec("string", "caption"), ColSpec("double", "log_prob")]
     return ModelSignature(Schema(inputs), Schema(outputs))
 
 
