@@ -53,7 +53,7 @@ def bench_caption(
         print(f"{name:<34}{images / seconds:>9.2f} images/s", flush=True)
         return images / seconds
 
-    in_bfloat16 = torch.autocast(device.type, torch.bfloat16)  # decorates a function
+    in_bfloat16 = torch.autocast(device.type, torch.bfloat16)  # a decorator
     hardware = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     print(
         f"{images} images, beam 5 to 20 tokens, {backbone.config.name} and ExpansionNet v2; {hardware}; {repeats} runs"

@@ -6,7 +6,6 @@ import hashlib
 import os
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -51,15 +50,19 @@ def bench_extract(
     with tempfile.TemporaryDirectory(prefix="raycap-bench-") as scratch:
         root = Path(scratch)
         table = _images(images, count, root)
-        overrides = [f"storage={root}", "backbone={name: swin_tiny_patch4_window7_224, weights: none}"]
-        config = load_config(project_root() / "configs" / "demo.yaml", overrides)
-        config = config.model_copy(update={"backbone": replace(config.backbone, image_size=image_size)})
         threads = threads or os.cpu_count() or 1
-        sizes = {"batch_size": batch_size, "rows_per_shard": batch_size, "threads_per_actor": threads}
-        settings = config.features.model_copy(update=sizes | {"max_images_for_tasks": 0})
+        overrides = [
+            f"storage={root}",
+            f"backbone={{name: swin_tiny_patch4_window7_224, weights: none, image_size: {image_size}}}",
+            f"features.batch_size={batch_size}",
+            f"features.rows_per_shard={batch_size}",
+            f"features.threads_per_actor={threads}",
+            "features.max_images_for_tasks=0",
+        ]
+        config = load_config(project_root() / "configs" / "demo.yaml", overrides)
         weights = root / "backbone.safetensors"
         save_weights(initial_backbone(config), weights)
-        extractor = Extractor(config.backbone, weights, settings, config.data.max_pixels)
+        extractor = Extractor(config.backbone, weights, config.features, config.data.max_pixels)
         dtype = resolve_dtype("auto")
         print(f"{len(table)} images, swin_tiny at {image_size} px, batches of {batch_size}, {dtype}, {threads} threads")
         plain_before = in_new_process(_plain_loop, extractor, dtype, table)
@@ -92,8 +95,7 @@ def _plain_loop(extractor: Extractor, dtype: str, table: pa.Table) -> float:
 
     def extract(part: list[str]) -> None:
         images = (decode_image(Path(uri).read_bytes(), extractor.max_pixels) for uri in part)
-        decoded = [writer.transform.resize(image) for image in images]
-        writer.features(np.stack(decoded))
+        writer.features(np.stack([writer.transform.resize(image) for image in images]))
 
     size, uris = writer.settings.batch_size, table["uri"].to_pylist()
     writer.thread.submit(extract, uris[:size]).result()  # the first batch is not timed

@@ -42,9 +42,9 @@ def bench_metrics(
     """Time of the caption metrics beside pycocoevalcap.
 
     BLEU, ROUGE-L and CIDEr-D are computed with tokenization, and the largest difference of their values is printed
-    and returned.
-    A prediction is one of the image's references with words left out and swapped. Generated captions are shorter than
-    COCO's and have fewer distinct words. pycocoevalcap's time includes its tokenizer only where Java is installed.
+    and returned. A prediction is one of the image's references with words left out and swapped. Generated captions are
+    shorter than COCO's and have fewer distinct words. pycocoevalcap's time includes its tokenizer only where Java is
+    installed.
 
     Example: raycap bench metrics --images 5000
     """

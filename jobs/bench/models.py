@@ -1,4 +1,4 @@
-"""`raycap bench models`: the factorized, cached model beside the materialized, prefix-recomputing one; what rows cost.
+"""`raycap bench models`: compares two forms of the model, and prints what the rows of the paper's Table VI cost.
 
 It imports neither Ray nor MLflow, boto3, pydantic and timm, so that it runs on any machine with torch and a GPU.
 """
@@ -81,7 +81,7 @@ def bench_models(
 
 
 def paper_model(device: torch.device) -> ExpansionNet:
-    """The paper's configuration with random weights, in evaluation; it never ends a caption by itself."""
+    """The paper's configuration with random weights, in evaluation; its captions never end before the limit."""
     torch.manual_seed(0)
     model = ExpansionNet(ExpansionNetConfig(), SIZES)
     model.init_weights()
@@ -91,10 +91,12 @@ def paper_model(device: torch.device) -> ExpansionNet:
 
 
 def search(model: CaptionModel, features: Features) -> Captions:
+    """Encodes features and captions them by beam search."""
     return beam_search(model, model.encode(features), beam_size=BEAMS, max_length=CAPTION_TOKENS)
 
 
-def draw(model: CaptionModel, features: Features) -> Captions:
+def draw_samples(model: CaptionModel, features: Features) -> Captions:
+    """Encodes features and draws five captions per image."""
     generator = torch.Generator(features.tokens.device).manual_seed(0)
     return sample(model, model.encode(features), num_samples=SAMPLES, max_length=SAMPLE_TOKENS, generator=generator)
 
@@ -123,7 +125,7 @@ def compare_forms(model: ExpansionNet, images: int, repeats: int) -> list[Row]:
     causal = torch.ones(CAPTION_TOKENS, CAPTION_TOKENS, dtype=torch.bool, device=device).tril().expand(images, -1, -1)
     dynamic, static = model.decoder[0].mixer, model.encoder[0].mixer
     assert isinstance(dynamic, DynamicExpansion) and isinstance(static, StaticExpansion)
-    in_bfloat16 = torch.autocast(device.type, torch.bfloat16)  # decorates a function
+    in_bfloat16 = torch.autocast(device.type, torch.bfloat16)  # a decorator
     rows = []
 
     def compare(name: str, materialized: Callable[[], Any], factorized: Callable[[], Any], *targets: float) -> None:
@@ -143,7 +145,7 @@ def compare_forms(model: ExpansionNet, images: int, repeats: int) -> list[Row]:
     )
     for name, decode in (
         (f"beam {BEAMS} to {CAPTION_TOKENS} tokens", search),
-        (f"{SAMPLES} samples to {CAPTION_TOKENS} tokens", draw),
+        (f"{SAMPLES} samples to {CAPTION_TOKENS} tokens", draw_samples),
     ):
         compare(f"{name}, with encoder", partial(decode, slow, features), partial(decode, model, features), 9.0, 20.0)
     return rows
@@ -151,7 +153,7 @@ def compare_forms(model: ExpansionNet, images: int, repeats: int) -> list[Row]:
 
 def _print_ratios(rows: list[Row], rows_kept: list[Row]) -> None:
     """Prints a table; `rows_kept` are the times of a process that keeps freed memory."""
-    print("\nmedian ms in a plain process, as the reference runs; kept: it keeps freed memory, as raycap's own do")
+    print("\nmedian ms in a plain process, as the reference runs; kept: in one that keeps freed memory, as raycap does")
     print("targets are for 16 images on 2 cores with bfloat16 units")
     print(
         f"| {'':<48} | materialized | factorized | {'ratio':>7} | {'target':>8} "
@@ -167,13 +169,13 @@ def _print_ratios(rows: list[Row], rows_kept: list[Row]) -> None:
 
 
 def _bfloat16_errors(model: ExpansionNet, images: int) -> Tensor:
-    """How far bfloat16 autocast moves the logits, in units of each row's largest absolute float32 logit."""
+    """The largest error of each row of logits under bfloat16, relative to the row's largest absolute float32 logit."""
     sizes, device = model.sizes, model.lm_head.weight.device
     features = Features(torch.randn(images, IMAGE_TOKENS, sizes.feature_width, device=device))
     tokens = torch.randint(sizes.vocabulary_size, (images, CAPTION_TOKENS), device=device)
     tokens[:, 0] = sizes.sos
     eos_bias = model.lm_head.bias[sizes.eos].clone()
-    model.lm_head.bias[sizes.eos] = 0.0  # the bias that keeps captions going would be the largest logit by far
+    model.lm_head.bias[sizes.eos] = 0.0  # the bias of `paper_model` would be the largest logit by far
     exact = model(features, tokens)
     with torch.autocast(device.type, torch.bfloat16):
         rounded = model(features, tokens).float()
@@ -216,9 +218,8 @@ def _group_cell(groups: tuple[int, ...] | None) -> str:
     """The group sizes as a table cell, such as "64 x 5"; without groups the encoder has attention instead."""
     if groups is None:
         return "attention"
-    if len(groups) > 1 and len(set(groups)) == 1:
-        return f"{groups[0]} x {len(groups)}"
-    return ", ".join(map(str, groups))
+    is_repeated = len(groups) > 1 and len(set(groups)) == 1
+    return f"{groups[0]} x {len(groups)}" if is_repeated else ", ".join(map(str, groups))
 
 
 def _processor() -> str:

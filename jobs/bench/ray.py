@@ -60,7 +60,7 @@ def bench_ray(
 
 
 def synthetic_settings(root: Path) -> dict[str, Any]:
-    """The synthetic data set, a captioner of width 256, and one stage on frozen features: one epoch of 51 steps."""
+    """A run on the synthetic data set: a captioner of width 256, and one stage on frozen features of 51 steps."""
     backbone = {"name": "swin_tiny_patch4_window7_224", "weights": "none", "image_size": 32, "embed_dim": 48}
     backbone |= {"depths": [1, 1], "num_heads": [1, 2], "window_size": 4}
     model = {"d_model": 256, "d_ff": 1024, "num_heads": 8, "static_expansion": [32, 64, 128], "dynamic_expansion": 16}

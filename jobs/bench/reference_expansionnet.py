@@ -61,7 +61,7 @@ def dynamic_expansion(layer: DynamicExpansion, x: Tensor, mask: Tensor) -> Tenso
     biases = (condition[:, :, None] + layer.biases).view(batch, -1, width)
     scores = queries @ key.transpose(1, 2) / math.sqrt(width)  # M (B, T * N_E, T)
     forward_mask = mask.repeat_interleave(layer.vectors, 1)
-    backward_mask = mask.repeat_interleave(layer.vectors, 2)  # t uses vectors of s at earlier positions only
+    backward_mask = mask.repeat_interleave(layer.vectors, 2)  # t uses the vectors of the positions that it sees
     streams = []
     for value, signed in zip(values, (scores, -scores), strict=True):
         forward = normalize(F.relu(signed).masked_fill(~forward_mask, 0.0))
@@ -149,7 +149,7 @@ class MaterializedModel(CaptionModel):
         return Memory(sums.norm(x + sums.map(torch.cat(outputs, -1))), features.lengths)
 
     def decode(self, memory: Memory, tokens: Tensor) -> Tensor:
-        """One row of memory for each caption, as the reference has it."""
+        """Logits (B, T, V); `memory` has one row per caption, as in the reference."""
         model, (batch, length) = self.model, tokens.shape
         valid_mask = valid_tokens(memory.lengths, memory.states.shape[1])
         cross_mask = None if valid_mask is None else valid_mask[:, None]

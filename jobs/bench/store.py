@@ -84,50 +84,47 @@ def bench_plan(
     """
     with tempfile.TemporaryDirectory(prefix="raycap-bench-", dir=folder) as scratch:
         root = Path(scratch)
-        uris, status = _link_images(root / "images", known)
-        _write_store(root, uris, status)
-        _write_table(root, uris, new)
+        images = _link_images(root / "images", known)
+        _write_store(root, images)
+        _write_table(root, [uri for uri, _, _ in images], new)
         print(f"{known + new} rows, {new} new")
         in_new_process(_plan, root, new)
 
 
-def _link_images(folder: Path, count: int) -> tuple[list[str], list[os.stat_result]]:
-    """Paths and status of `count` images, which are hard links to a few files, so that a million fit on the disk."""
-    uris, status = [], []
+def _link_images(folder: Path, count: int) -> list[tuple[str, int, str]]:
+    """Path, size and tag of `count` images, which are hard links to a few files, so that a million fit on the disk."""
+    images = []
     for start in range(0, count, FILES_PER_FOLDER):
         part = folder / str(start // FILES_PER_FOLDER)
         part.mkdir(parents=True)
         base = part / "base"
         base.write_bytes(b"x" * (start // FILES_PER_FOLDER + 1))
-        base_status = base.stat()
+        size, tag = base.stat().st_size, str(base.stat().st_mtime_ns)
         for number in range(start, min(count, start + FILES_PER_FOLDER)):
-            uris.append(f"{part}/{number}.jpg")
-            status.append(base_status)
-            os.link(base, uris[-1])
-    return uris, status
+            images.append((f"{part}/{number}.jpg", size, tag))
+            os.link(base, images[-1][0])
+    return images
 
 
-def _write_store(root: Path, uris: list[str], status: list[os.stat_result]) -> None:
-    """The manifest of content keys and the store's index, for images that are known."""
-    keys = [hashlib.sha256(uri.encode()).hexdigest() for uri in uris]
-    sizes, tags = [entry.st_size for entry in status], [str(entry.st_mtime_ns) for entry in status]
+def _write_store(root: Path, images: list[tuple[str, int, str]]) -> None:
+    """The manifest of content keys and the store's index, for images that the store contains."""
+    uris, sizes, tags = zip(*images, strict=True)
+    keys, count = [hashlib.sha256(uri.encode()).hexdigest() for uri in uris], len(images)
     pq.write_table(pa.table([uris, sizes, tags, keys], schema=MANIFEST), root / "manifest.parquet")
-    rows = range(len(uris))
-    shards = [hashlib.sha256(str(row // ROWS_PER_SHARD).encode()).hexdigest()[:32] for row in rows]
-    index = {"key": keys, "shard": shards, "row": [row % ROWS_PER_SHARD for row in rows], "sha256": shards}
-    nothing = [None] * len(uris)
-    index |= {"bytes": [1] * len(uris), "length": nothing, "boxes_sha256": nothing}
+    shards = [hashlib.sha256(str(row // ROWS_PER_SHARD).encode()).hexdigest()[:32] for row in range(count)]
+    index = {"key": keys, "shard": shards, "row": [row % ROWS_PER_SHARD for row in range(count)], "sha256": shards}
+    index |= {"bytes": [1] * count, "length": [None] * count, "boxes_sha256": [None] * count}
     (root / "store" / "manifest").mkdir(parents=True)
     for shard in set(shards):
         (root / "store" / "manifest" / f"{shard}.parquet").touch()
     pq.write_table(pa.table(index, schema=STORE_MANIFEST), root / "store" / INDEX)
 
 
-def _write_table(root: Path, known: list[str], num_new: int) -> None:
-    """The data set's table: the known images and `num_new` more, which are written here."""
+def _write_table(root: Path, uris: list[str], num_new: int) -> None:
+    """The data set's table: images that the store contains, and `num_new` others, which this function writes."""
     folder = root / "images"
     (folder / "new").mkdir()
-    images = [uri.removeprefix(f"{folder}/") for uri in known]
+    images = [uri.removeprefix(f"{folder}/") for uri in uris]
     for number in range(num_new):
         images.append(f"new/{number}.jpg")
         (folder / images[-1]).write_bytes(f"new {number}".encode())

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pipeline.runs.folder import RunFolder
 
 MODES = ("no tracker", "answers", "stopped")
-WARM_UP, STEPS, SETTLING = 8, 28, 4  # steps before the first phase, in each phase, and left out at its beginning
+WARM_UP, STEPS, SETTLING = 8, 28, 4  # before the first phase; per phase; not measured in a phase
 SERVER_START_S = 240.0
 
 
@@ -55,8 +55,8 @@ def bench_tracker(
     phases = [mode for turn in range(rounds) for mode in (MODES if turn % 2 == 0 else MODES[::-1])]
     with tempfile.TemporaryDirectory(prefix="raycap-bench-") as scratch, _mlflow_server(Path(scratch)) as address:
         settings = synthetic_settings(Path(scratch))
-        settings["stages"][0] |= {"epochs": (WARM_UP + len(phases) * STEPS) / 51}
-        settings["workers"] |= {"threads_per_worker": threads or os.cpu_count() or 1}
+        settings["stages"][0]["epochs"] = (WARM_UP + len(phases) * STEPS) / 51
+        settings["workers"]["threads_per_worker"] = threads or os.cpu_count() or 1
         folder = prepare(parse_config(settings))
         store = random_store(folder, Path(scratch) / "store")
         start_ray(folder.config, None)
@@ -69,7 +69,7 @@ def bench_tracker(
         finally:
             ended.set()
             changing.join()
-        _print_results(_mean_seconds(folder.journal, len(phases)), phases)
+        _print_results(folder.journal, phases)
 
 
 def _change_trackers(folder: RunFolder, phases: list[str], addresses: dict[str, str], ended: threading.Event) -> None:
@@ -93,15 +93,13 @@ def _wait_for_step(journal: Path, step: int, ended: threading.Event) -> bool:
     return True
 
 
-def _mean_seconds(journal: Path, phases: int) -> list[float]:
-    """Mean seconds per step of each phase."""
-    times = {entry["step"]: entry["time"] for entry in read_journal(journal) if entry["kind"] == "train"}
-    ends = [WARM_UP + (number + 1) * STEPS for number in range(phases)]
-    return [(times[end] - times[end - STEPS + SETTLING]) / (STEPS - SETTLING) for end in ends]
-
-
-def _print_results(means: list[float], phases: list[str]) -> None:
-    times = {mode: [mean for mean, phase in zip(means, phases, strict=True) if phase == mode] for mode in MODES}
+def _print_results(journal: Path, phases: list[str]) -> None:
+    """Prints the mean seconds per step of each phase, and their ratios."""
+    ends = {entry["step"]: entry["time"] for entry in read_journal(journal) if entry["kind"] == "train"}
+    times: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for number, mode in enumerate(phases, 1):
+        last = WARM_UP + number * STEPS
+        times[mode].append((ends[last] - ends[last - STEPS + SETTLING]) / (STEPS - SETTLING))
     print(f"{STEPS - SETTLING} steps each, {len(times[MODES[0]])} rounds; median of the mean ms per step")
     print_times(times)
     for mode, other in (("stopped", "answers"), ("stopped", "no tracker"), ("answers", "no tracker")):

@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from pipeline.config.sections import Section
 from pipeline.errors import UserError
 from pipeline.retrain.data_listing import Change
+from pipeline.scoring.bootstrap import Difference
 from pipeline.storage.lease import Lease, LostLeaseError
 from pipeline.storage.path import ConflictError, StoragePath
 
@@ -40,7 +41,7 @@ class FileRecord(Section):
 
 
 class BundleRecord(Section):
-    """A model bundle: its folder below the storage, the sha256 of each file, and the run that produced it."""
+    """A model bundle: its folder in the storage, the sha256 of each file, and the run that produced it."""
 
     bundle: str
     files: dict[str, str]
@@ -71,15 +72,6 @@ class ScoreRecord(Section):
     challenger: float
 
 
-class DifferenceRecord(Section):
-    """Challenger minus champion (`pipeline.scoring.bootstrap.Difference`)."""
-
-    mean: float
-    low: float
-    high: float
-    better: float
-
-
 class Decision(Section):
     """The content of a file below decisions/. For a rollback the fields from `challenger` on are not set."""
 
@@ -99,7 +91,7 @@ class Decision(Section):
     data: DataRecord | None = None
     held_out: HeldOutRecord | None = None
     scores: ScoreRecord | None = None
-    difference: DifferenceRecord | None = None
+    difference: Difference | None = None  # challenger minus champion
     asked: dict[str, Any] | None = None  # the settings: the retrain section and the number of bootstrap resamples
 
 
@@ -131,7 +123,7 @@ class ChampionStore:
     def __init__(self, storage: StoragePath, name: str) -> None:
         self.storage, self.name = storage, name
         self.folder = storage / f"retrain/{name}"
-        self._tag: str | None = None  # of champion.json as last read or written; a write requires it unchanged
+        self._tag: str | None = None  # of champion.json when it was last read or written; a write needs the same tag
 
     def read(self) -> ChampionState:
         """The current state, which is empty before the first retraining. UserError for an invalid file."""

@@ -42,9 +42,8 @@ def _score_rows(decision: Decision) -> list[tuple[str, list[str]]]:
     """The table of both scores and their difference; a rollback has none."""
     scores = decision.scores.model_dump() if decision.scores else {}
     rows = [(name, [f"{score:.4f}"]) for name, score in scores.items() if score is not None]
-    if (difference := decision.difference) is not None:
-        interval = f"[{difference.low:+.4f}, {difference.high:+.4f}]"
-        rows.append(("difference\npaired bootstrap", [f"{difference.mean:+.4f} {interval}"]))
+    if decision.difference is not None:
+        rows.append(("difference\npaired bootstrap", [str(decision.difference)]))
     return rows
 
 

@@ -21,23 +21,12 @@ from pipeline.data.dataset import Dataset
 from pipeline.data.loading import data_root, find_data
 from pipeline.errors import UserError
 from pipeline.retrain import held_out
-from pipeline.retrain.champion import (
-    LEASE,
-    BundleRecord,
-    ChampionStore,
-    DataRecord,
-    Decision,
-    DifferenceRecord,
-    FileRecord,
-    HeldOutRecord,
-    ScoreRecord,
-    Verdict,
-)
+from pipeline.retrain.champion import LEASE, BundleRecord, ChampionStore, DataRecord, Decision, Verdict
 from pipeline.retrain.data_listing import LISTING, compare, list_data, new_keys, with_keys
 from pipeline.retrain.decision_page import decision_page
 from pipeline.retrain.tracking import follow
 from pipeline.runs.check import check_data
-from pipeline.scoring.bootstrap import RESAMPLES, paired_difference
+from pipeline.scoring.bootstrap import RESAMPLES, Difference, paired_difference
 from pipeline.scoring.metrics import score_captions
 from pipeline.storage.lease import Lease, LeaseRecord, LostLeaseError, take_lease
 from pipeline.storage.path import StoragePath
@@ -69,11 +58,12 @@ class Work(Protocol):
 
 
 class Comparison(NamedTuple):
-    """Captions and CIDEr-D of both models on the same images; `difference` is None without a champion."""
+    """Captions and CIDEr-D of both models on the same images; `champion` and `difference` may be None."""
 
     captions: Mapping[str, dict[int, str]]  # by model (champion, challenger) and image id
-    scores: ScoreRecord
-    difference: DifferenceRecord | None
+    champion: float | None
+    challenger: float
+    difference: Difference | None
     per_image: dict[int, float]  # the challenger's score by image id
 
 
@@ -226,23 +216,20 @@ class _Retraining:
         verdict, reason = self._verdict(comparison)
         is_better = verdict != "kept"
         champion = store.copy_bundle(bundle, challenger, self.lease) if is_better else state.champion
-        assert champion is not None
         listing = to_bytes(with_keys(data.listing, data.dataset, data.record.root))
         snapshot = store.write_file(f"snapshots/{token}.parquet", listing, self.lease)
         split = state.held_out or store.write_file(f"held-out/{token}.parquet", held.file, self.lease)
-        decision = self._decision(
-            verdict,
-            reason,
-            champion,
-            snapshot,
-            challenger.run_id,
-            challenger=challenger,
-            data=data.record,
-            held_out=HeldOutRecord(**split.model_dump(), images=len(held.part), missing=held.missing),
-            scores=comparison.scores,
-            difference=comparison.difference,
-            asked=self.config.retrain.model_dump() | {"resamples": RESAMPLES},
-        )
+        decision = {
+            "decision": verdict,
+            "reason": reason,
+            "run": challenger.run_id,
+            "challenger": challenger,
+            "data": data.record,
+            "held_out": split.model_dump() | {"images": len(held.part), "missing": held.missing},
+            "scores": {"champion": comparison.champion, "challenger": comparison.challenger},
+            "difference": comparison.difference,
+            "asked": self.config.retrain.model_dump() | {"resamples": RESAMPLES},
+        }
         after = {
             "champion": champion,
             "before": state.bundles if is_better else state.before,
@@ -251,88 +238,81 @@ class _Retraining:
             "fingerprint": data.record.fingerprint,
             "held_out": split,
         }
-        page = decision_page(self.config, decision, held.part, comparison.captions, comparison.per_image)
-        return self._commit(decision, after, page)
+        return self._commit(decision, after, held.part, comparison.captions, comparison.per_image)
 
     def _verdict(self, comparison: Comparison) -> tuple[Verdict, str]:
         """The verdict and its reason in one sentence."""
-        required, scores, difference = self.config.retrain, comparison.scores, comparison.difference
+        required, difference = self.config.retrain, comparison.difference
         if difference is None:
-            return "first", f"there was no champion; the first model, CIDEr-D {scores.challenger:.4f}, becomes it"
+            return "first", f"there was no champion; the first model, CIDEr-D {comparison.challenger:.4f}, becomes it"
         interval = f"{100 * required.confidence:g} % interval [{difference.low:+.4f}, {difference.high:+.4f}]"
         numbers = (
-            f"CIDEr-D {scores.challenger:.4f} against the champion's {scores.champion or 0:.4f}: "
+            f"CIDEr-D {comparison.challenger:.4f} against the champion's {comparison.champion or 0:.4f}: "
             f"{difference.mean:+.4f}, {interval}"
         )
         if difference.low > required.margin:
             return "promoted", f"{numbers} is above the margin {required.margin:g}"
         return "kept", f"{numbers} is not above the margin {required.margin:g}; the champion stays"
 
-    def _decision(
-        self, verdict: Verdict, reason: str, champion: BundleRecord, snapshot: FileRecord, run_id: str, **fields: Any
-    ) -> Decision:
-        """A decision or a rollback; `fields` are the fields that rollbacks do not have."""
-        return Decision(
-            format=1,
-            name=self.config.name,
-            number=self.state.number + 1,
-            token=self.lease.token,
-            time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            decision=verdict,
-            reason=reason,
-            champion=champion,
-            champion_before=self.state.champion,
-            snapshot=snapshot,
-            previous=self.state.decision,
-            run=run_id,
-            **fields,
-        )
+    def _commit(self, fields: dict[str, Any], after: dict[str, Any], *shown: Any) -> int:
+        """Writes a decision's files, then champion.json; returns the exit code.
 
-    def _commit(self, decision: Decision, after: dict[str, Any], page: str) -> int:
-        """Writes the decision's files, then champion.json with the changed fields `after`; returns the exit code."""
-        name = f"decisions/{decision.number:06d}-t{self.lease.token:06d}"
+        fields: of the decision. after: the changed fields of champion.json. shown: further arguments of the page.
+        """
+        config, state, token = self.config, self.state, self.lease.token
+        after = {"snapshot": state.snapshot} | after
+        common = {
+            "format": 1,
+            "name": config.name,
+            "number": state.number + 1,
+            "token": token,
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "champion": after["champion"],
+            "champion_before": state.champion,
+            "snapshot": after["snapshot"],
+            "previous": state.decision,
+        }
+        decision = Decision.model_validate(common | fields)
+        name = f"decisions/{decision.number:06d}-t{token:06d}"
         content = decision.model_dump_json(exclude_unset=True, indent=1).encode()
         record = self.store.write_file(f"{name}.json", content, self.lease)
-        self.store.write_file(f"{name}.html", page.encode(), self.lease)
-        decided = (*self.state.decided, self.lease.token)
-        update = after | {"number": decision.number, "decision": record, "decided": decided}
-        self.store.commit(self.state.model_copy(update=update), self.lease)
+        self.store.write_file(f"{name}.html", decision_page(config, decision, *shown).encode(), self.lease)
+        after |= {"number": decision.number, "decision": record, "decided": (*state.decided, token)}
+        self.store.commit(state.model_copy(update=after), self.lease)
         logger.info(f"decision  {decision.decision}: {decision.reason}")
-        follow(self.config, self.store, self.store.read())
-        logger.info(f"champion  {self.config.storage_place / decision.champion.bundle}")
+        follow(config, self.store, self.store.read())
+        logger.info(f"champion  {config.storage_place / decision.champion.bundle}")
         logger.info(f"record    {self.store.folder / name}.json, .html")
         return 0
 
     def roll_back(self) -> int:
         """Makes the former champion the champion again; returns the exit code."""
         state = self.state
-        if not state.before or state.champion is None or state.snapshot is None:
+        if not state.before or state.champion is None:
             raise UserError(f"--rollback: {self.config.name} has no champion before the present one; nothing changed")
         former, run_id = state.before[-1], state.champion.run_id
         self.store.require_intact(former)
         reason = f"requested; the champion of run {run_id} is replaced by that of {former.run_id}"
-        decision = self._decision("rolled back", reason, former, state.snapshot, run_id)
-        after = {"champion": former, "before": state.before[:-1], "challenger": run_id}
-        return self._commit(decision, after, decision_page(self.config, decision))
+        decision = {"decision": "rolled back", "reason": reason, "run": run_id}
+        return self._commit(decision, {"champion": former, "before": state.before[:-1], "challenger": run_id})
 
 
 def compare_captions(config: RunConfig, part: Dataset, captions: Mapping[str, dict[int, str]]) -> Comparison:
     """CIDEr-D of both models and its paired difference. OSError when they captioned different images."""
     images = captions["challenger"].keys()
-    if not images or any(by_image.keys() != images for by_image in captions.values()):
+    if not images or any(texts.keys() != images for texts in captions.values()):
         raise OSError("some held-out images could be read for one model and not for the other; call again")
     references = {image: texts for image, texts in part.references().items() if image in images}
     results = {
-        model: score_captions(references, by_image, metrics=("CIDEr-D",)).by_name["CIDEr-D"]
-        for model, by_image in captions.items()
+        model: score_captions(references, texts, metrics=("CIDEr-D",)).by_name["CIDEr-D"]
+        for model, texts in captions.items()
     }
     values = {model: float(result.value or 0) for model, result in results.items()}
-    scores = ScoreRecord(champion=values.get("champion"), challenger=values["challenger"])
     per_image = {model: list(result.per_image or []) for model, result in results.items()}
     difference = None
-    if "champion" in per_image:
-        paired = paired_difference(
+    if "champion" in captions:
+        difference = paired_difference(
             per_image["challenger"], per_image["champion"], confidence=config.retrain.confidence, seed=config.seed
         )
-        difference = DifferenceRecord(**paired._asdict())
-    return Comparison(captions, scores, difference, dict(zip(references, per_image["challenger"], strict=True)))
+    by_image = dict(zip(references, per_image["challenger"], strict=True))
+    return Comparison(captions, values.get("champion"), values["challenger"], difference, by_image)

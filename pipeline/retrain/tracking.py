@@ -7,6 +7,7 @@ tracker catches up, without a record of earlier calls.
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 from typing import Any
 
 from pipeline.config.run import RunConfig
@@ -35,22 +36,23 @@ def follow(config: RunConfig, store: ChampionStore, state: ChampionState) -> boo
         if state.decision is not None:
             _log_decision(client, experiment, store, state.decision)
     except Exception as error:  # a failing tracker must not fail the decision
-        reason = reason_of(error)
-        logger.info(f"tracker   {public_uri(config)} could not be updated ({reason}); the next call tries again")
+        address, reason = public_uri(config), reason_of(error)
+        logger.info(f"tracker   {address} could not be updated ({reason}); the next call tries again")
         return False
     return True
 
 
 def _version(client: Any, config: RunConfig, experiment: str, run_id: str) -> str | None:
     """The registered model version of a raycap run, or None. A run that is not on the tracker yet is sent first."""
-    for attempt in range(2):
-        run = _run_of(client, experiment, run_id)
-        versions = client.search_model_versions(f"run_id = '{run.info.run_id}'") if run is not None else []
-        if versions:
-            return str(versions[0].version)
-        if attempt > 0 or not _send_run(config, run_id):
-            return None
-    return None
+    versions = _versions_of(client, experiment, run_id)
+    if not versions and _send_run(config, run_id):
+        versions = _versions_of(client, experiment, run_id)
+    return str(versions[0].version) if versions else None
+
+
+def _versions_of(client: Any, experiment: str, run_id: str) -> list[Any]:
+    run = _run_of(client, experiment, run_id)
+    return [] if run is None else client.search_model_versions(f"run_id = '{run.info.run_id}'")
 
 
 def _run_of(client: Any, experiment: str, run_id: str) -> Any:
@@ -89,7 +91,7 @@ def _log_decision(client: Any, experiment: str, store: ChampionStore, record: Fi
         client.log_text(run_id, (store.folder / name).read_bytes().decode(), name)
     values = decision.scores.model_dump() if decision.scores else {}
     if decision.difference:
-        values |= {f"difference_{name}": number for name, number in decision.difference}
+        values |= {f"difference_{name}": number for name, number in asdict(decision.difference).items()}
     for key, value in values.items():
         if value is not None:
             client.log_metric(run_id, f"held_out_{key}", value)

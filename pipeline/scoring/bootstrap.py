@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,7 +11,8 @@ RESAMPLES, CONFIDENCE = 10_000, 0.95
 CHUNK = 256  # resamples that are computed together, which bounds the memory
 
 
-class Difference(NamedTuple):
+@dataclass(frozen=True)
+class Difference:
     """The mean of a - b over the images, its confidence interval, and the share of resamples in which a is better."""
 
     mean: float

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.config.run import RunConfig
@@ -48,31 +48,31 @@ class Tracker:
 
         False when the tracker does not accept everything.
         """
-
-        def send() -> None:
+        if not self.config.tracking.enabled:
+            return True
+        with self._attempt():
             SentRecord(self.folder, self.config).set("ending", status)
             self._join()
             sync(self.folder, self.config, self._client(), status=status, unsure=self._unsure)
-
-        return not self.config.tracking.enabled or self._try(send)
+            return True
+        return False
 
     def finish(self, scores: dict[str, float], bundle: Path) -> str | None:
         """Sends everything, with scores, report and model; returns the registered name/version.
 
         None when tracking is off or the tracker does not accept everything; `finish` may then be called again.
         """
-        registered: list[str] = []
-
-        def send() -> None:
+        if not self.config.tracking.enabled:
+            return None
+        with self._attempt():
             self._join()
             client = self._client()
             sync(self.folder, self.config, client, unsure=self._unsure)
             log_results(self.folder, self.config, scores, client)
-            registered.append(register_model(self.folder, self.config, bundle, scores))
+            registered = register_model(self.folder, self.config, bundle, scores)
             sync(self.folder, self.config, client, status="FINISHED")
-
-        accepted = self.config.tracking.enabled and self._try(send)
-        return registered[0] if accepted else None
+            return registered
+        return None
 
     @property
     def remedy(self) -> str:
@@ -97,16 +97,17 @@ class Tracker:
             modified = journal.stat().st_mtime_ns if journal.is_file() else 0
             if modified == sent and not self._failing:
                 continue
-            if self._try(lambda: sync(self.folder, self.config, self._client(self._stop), unsure=self._unsure)):
+            pause = min(2 * pause, max(LONGEST_PAUSE_S, self.every_s))
+            with self._attempt():
+                sync(self.folder, self.config, self._client(self._stop), unsure=self._unsure)
                 pause, sent = self.every_s, modified
-            else:
-                pause = min(2 * pause, max(LONGEST_PAUSE_S, self.every_s))
 
-    def _try(self, action: Callable[[], None]) -> bool:
-        """Calls an action; False on any error, which must not stop training. Logs the first error of a series."""
+    @contextlib.contextmanager
+    def _attempt(self) -> Iterator[None]:
+        """Suppresses every error of the tracker, which must not stop training. Logs the first error of a series."""
         address = public_uri(self.config)
         try:
-            action()
+            yield
         except Exception as error:
             self._unsure = True
             if not self._failing and not isinstance(error, ClientStopped):
@@ -115,11 +116,10 @@ class Tracker:
                     f"tracker   {address} does not accept everything ({reason_of(error)[:600]}); the journal keeps it, "
                     f"and {self.remedy} sends it"
                 )
-            return False
+            return
         if self._failing:
             logger.info(f"tracker   {address} accepts everything again")
         self._failing = self._unsure = False
-        return True
 
 
 def register_run(folder: RunFolder, config: RunConfig) -> str | None:
