@@ -67,7 +67,7 @@ COMMANDS = {
     "doctor": Entry("jobs.doctor:doctor", "Check what this machine or a cluster can run.", can_submit=True),
 }
 BENCHMARKS = {
-    "models": Entry("jobs.bench.models:command", "Speed of the model's forms and cost of Table VI's rows."),
+    "models": Entry("jobs.bench.models:bench_models", "Speed of the model's forms and cost of Table VI's rows."),
     "metrics": Entry("jobs.bench.metrics:bench_metrics", "Time of the caption metrics beside pycocoevalcap."),
     "caption": Entry("jobs.bench.caption:bench_caption", "Images captioned per second with beam 5."),
     "ray": Entry("jobs.bench.ray:bench_ray", "Time that Ray Train adds to a training step."),

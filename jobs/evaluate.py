@@ -7,7 +7,7 @@ import logging
 import time
 import zipfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -335,7 +335,7 @@ def compare(result: SplitResult, other: SplitResult) -> dict[str, Any]:
         text = ""
         if score.per_image is not None and other_score.per_image is not None and name in COMPARED_BY_IMAGE:
             difference = paired_difference(score.per_image, other_score.per_image)
-            differences[name] = difference._asdict()
+            differences[name] = asdict(difference)
             text = f"{difference}, better in {difference.better:.1%} of resamples"
         logger.info(f"  {name:<9} {score.value:>8.4f} {other_score.value:>8.4f}   {text}")
     return other.scores_to_json() | {"differences": differences}

@@ -16,7 +16,7 @@ from pipeline.errors import UserError
 from pipeline.runs.folder import RunFolder, is_alone
 from pipeline.storage.atomic import read_json
 from pipeline.tracking.mlflow_client import public_uri
-from pipeline.tracking.run_sync import known_trackers, stored_ending
+from pipeline.tracking.run_sync import SentRecord, stored_records
 from pipeline.tracking.run_tracker import Tracker, register_run
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def send(folder: RunFolder, config: RunConfig) -> bool:
         if (folder.path / "COMPLETE.json").is_file():
             return register(folder, config)
         # A killed driver has recorded no ending. Without one, a run on S3 may still be active on another machine.
-        status = stored_ending(folder, config) or (None if folder.home else "KILLED")
+        status = SentRecord(folder, config).values.get("ending") or (None if folder.home else "KILLED")
         if not Tracker(folder, config).close(status):
             return False
         logger.info(f"{folder.run_id}: {public_uri(config)} has everything; {status or 'not finished'}")
@@ -111,7 +111,7 @@ def _runs_in_folder(path: Path, overrides: Sequence[str]) -> Runs:
             logger.warning(f"{folder.name}: not sent: {error}")
             continue
         opened = _open_run(folder, config)
-        other_trackers = [uri for uri in known_trackers(opened) if uri != public_uri(config)]
+        other_trackers = [uri for uri in stored_records(opened) if uri != public_uri(config)]
         if other_trackers and config.tracking.uri is None:  # a stored configuration does not contain the address
             values["tracking"]["uri"] = other_trackers[-1]
         yield opened, parse_config(values)

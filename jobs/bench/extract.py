@@ -6,7 +6,6 @@ import hashlib
 import os
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import typer
 
-from jobs.bench.measuring import in_new_process
+from jobs.bench.measuring import in_new_process, noise_jpegs
 from jobs.cluster import start_ray
 from jobs.options import Threads
 from pipeline.config.load import load_config
@@ -34,12 +33,12 @@ def bench_extract(
     image_size: Annotated[int, typer.Option(min=32, help="Width and height of the backbone's input, in pixels.")] = 224,
     batch_size: Annotated[int, typer.Option(min=1, help="Images per batch and per shard.")] = 16,
     threads: Threads = None,
-) -> float:
+) -> None:
     """Feature extraction through Ray Data beside a plain loop.
 
     The plain loop runs before and after Ray Data, with the same backbone. Times are from the first finished shard or
-    batch to the last, so that start-up does not count. The ratio of images per second is printed and returned. The
-    default number of threads is that of all cores.
+    batch to the last, so that start-up does not count. The ratio of images per second is printed. The default number
+    of threads is that of all cores.
 
     Example: raycap bench extract --images /path/to/photographs
     """
@@ -51,16 +50,19 @@ def bench_extract(
     with tempfile.TemporaryDirectory(prefix="raycap-bench-") as scratch:
         root = Path(scratch)
         table = _images(images, count, root)
-        overrides = [f"storage={root}", "backbone={name: swin_tiny_patch4_window7_224, weights: none}"]
-        config = load_config(project_root() / "configs" / "demo.yaml", overrides)
-        backbone = replace(config.backbone, image_size=image_size)
-        config = config.model_copy(update={"backbone": backbone})
         threads = threads or os.cpu_count() or 1
-        sizes = {"batch_size": batch_size, "rows_per_shard": batch_size, "threads_per_actor": threads}
-        settings = config.features.model_copy(update=sizes | {"max_images_for_tasks": 0})
+        overrides = [
+            f"storage={root}",
+            f"backbone={{name: swin_tiny_patch4_window7_224, weights: none, image_size: {image_size}}}",
+            f"features.batch_size={batch_size}",
+            f"features.rows_per_shard={batch_size}",
+            f"features.threads_per_actor={threads}",
+            "features.max_images_for_tasks=0",
+        ]
+        config = load_config(project_root() / "configs" / "demo.yaml", overrides)
         weights = root / "backbone.safetensors"
         save_weights(initial_backbone(config), weights)
-        extractor = Extractor(backbone, weights, settings, config.data.max_pixels)
+        extractor = Extractor(config.backbone, weights, config.features, config.data.max_pixels)
         dtype = resolve_dtype("auto")
         print(f"{len(table)} images, swin_tiny at {image_size} px, batches of {batch_size}, {dtype}, {threads} threads")
         plain_before = in_new_process(_plain_loop, extractor, dtype, table)
@@ -68,24 +70,18 @@ def bench_extract(
         ray_data = _ray_data(table, root / "ray", extractor)
         ray.shutdown()
         plain_after = in_new_process(_plain_loop, extractor, dtype, table)
-    ratio = ray_data / ((plain_before + plain_after) / 2)
     print(f"plain loop   {plain_before:.1f} and {plain_after:.1f} images/s, before and after")
     print(f"Ray Data     {ray_data:.1f} images/s")
-    print(f"ratio        {ratio:.3f}")
-    return ratio
+    print(f"ratio        {ray_data / ((plain_before + plain_after) / 2):.3f}")
 
 
 def _images(folder: Path | None, count: int, scratch: Path) -> pa.Table:
     """Keys and paths of `count` images: those of a folder, or generated noise of COCO's size."""
-    from PIL import Image
-
     if folder is None:
-        rng = np.random.default_rng(0)
-        (scratch / "images").mkdir()
-        for number in range(count):
-            coarse = Image.fromarray(rng.integers(0, 256, (60, 80, 3), np.uint8))
-            coarse.resize((640, 480), Image.Resampling.BICUBIC).save(scratch / "images" / f"{number}.jpg", quality=90)
         folder = scratch / "images"
+        folder.mkdir()
+        for number, data in enumerate(noise_jpegs(count, 60, 80)):
+            (folder / f"{number}.jpg").write_bytes(data)
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png"))[:count]
     keys = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
     return pa.table({"key": keys, "uri": [str(path) for path in paths]})
@@ -99,19 +95,14 @@ def _plain_loop(extractor: Extractor, dtype: str, table: pa.Table) -> float:
 
     def extract(part: list[str]) -> None:
         images = (decode_image(Path(uri).read_bytes(), extractor.max_pixels) for uri in part)
-        decoded = [writer.transform.resize(image) for image in images]
-        writer.features(np.stack(decoded))
+        writer.features(np.stack([writer.transform.resize(image) for image in images]))
 
     size, uris = writer.settings.batch_size, table["uri"].to_pylist()
-    begin, done = 0.0, 0  # timing starts after the first batch
-    for start in range(0, len(uris), size):
-        part = uris[start : start + size]
-        writer.thread.submit(extract, part).result()
-        if start:
-            done += len(part)
-        else:
-            begin = time.monotonic()
-    return done / (time.monotonic() - begin)
+    writer.thread.submit(extract, uris[:size]).result()  # the first batch is not timed
+    begin = time.monotonic()
+    for start in range(size, len(uris), size):
+        writer.thread.submit(extract, uris[start : start + size]).result()
+    return (len(uris) - size) / (time.monotonic() - begin)
 
 
 def _ray_data(table: pa.Table, folder: Path, extractor: Extractor) -> float:

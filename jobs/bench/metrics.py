@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -18,69 +18,33 @@ from pipeline.scoring.result_files import ImageId, read_references
 METRICS = (*BLEU, "ROUGE-L", "CIDEr-D")
 NUM_REFERENCES = 5
 
-SENTENCE_PARTS = (
-    (
-        "A man",
-        "A young woman in a red hat",
-        "Two dogs",
-        "A black-and-white cat",
-        "Several people",
-        "The boy's brother",
-        "A group of tourists",
-        "An old truck",
-        "A bowl of fruit",
-        'A street sign that says "Main St."',
-        "Three zebras",
-        "A pizza, cut in slices,",
-    ),
-    (
-        "sitting on",
-        "standing next to",
-        "is parked in front of",
-        "looking at",
-        "leaning against",
-        "walks past",
-        "doesn't notice",
-        "riding along",
-        "lies beneath",
-        "is being held over",
-    ),
-    (
-        "a wooden table",
-        "the busy street",
-        "a snow-covered hill",
-        "a large body of water",
-        "an open refrigerator",
-        "a tennis court",
-        "the 2nd floor window",
-        "a laptop computer",
-        "a brick building",
-        "green grass",
-        "a kite at 10:30 a.m.",
-    ),
-    (
-        "",
-        " on a sunny day",
-        " in the city",
-        " with a dog nearby",
-        " at night",
-        " near the beach",
-        ", smiling",
-        " together",
-    ),
+SUBJECTS = (
+    "A man|A young woman in a red hat|Two dogs|A black-and-white cat|Several people|The boy's brother|"
+    'A group of tourists|An old truck|A bowl of fruit|A street sign that says "Main St."|Three zebras|'
+    "A pizza, cut in slices,"
 )
+VERBS = (
+    "sitting on|standing next to|is parked in front of|looking at|leaning against|walks past|doesn't notice|"
+    "riding along|lies beneath|is being held over"
+)
+OBJECTS = (
+    "a wooden table|the busy street|a snow-covered hill|a large body of water|an open refrigerator|a tennis court|"
+    "the 2nd floor window|a laptop computer|a brick building|green grass|a kite at 10:30 a.m."
+)
+ENDS = "| on a sunny day| in the city| with a dog nearby| at night| near the beach|, smiling| together"
 
 
 def bench_metrics(
     images: Annotated[int, typer.Option(min=1, help="Number of images, each with five references.")] = 5000,
     references: References = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each; medians are printed.")] = 3,
-) -> dict[str, Any]:
+) -> float:
     """Time of the caption metrics beside pycocoevalcap.
 
-    BLEU, ROUGE-L and CIDEr-D are computed with tokenization, and the largest difference of their values is printed.
-    A prediction is one of the image's references with words left out and swapped. Generated captions are shorter than
-    COCO's and have fewer distinct words. pycocoevalcap's time includes its tokenizer only where Java is installed.
+    BLEU, ROUGE-L and CIDEr-D are computed with tokenization, and the largest difference of their values is printed
+    and returned. A prediction is one of the image's references with words left out and swapped. Generated captions are
+    shorter than COCO's and have fewer distinct words. pycocoevalcap's time includes its tokenizer only where Java is
+    installed.
 
     Example: raycap bench metrics --images 5000
     """
@@ -95,16 +59,16 @@ def bench_metrics(
 
     ours, seconds = median_seconds(score, repeats)
     print(f"  raycap         {seconds:6.2f} s  tokenization, BLEU-1..4, ROUGE-L, CIDEr-D")
-    theirs, upstream_seconds, parts = _pycocoevalcap(captions, predictions, repeats)
-    print(f"  pycocoevalcap  {upstream_seconds:6.2f} s  {parts}")
+    theirs = _pycocoevalcap(captions, predictions, repeats)
     difference = max(_difference(ours[name], theirs[name]) for name in METRICS)
     print(f"  largest difference of a value, over all images or per image: {difference:.1e}")
-    return {"raycap_s": seconds, "pycocoevalcap_s": upstream_seconds, "parts": parts, "difference": difference}
+    return difference
 
 
 def _pycocoevalcap(
     captions: dict[ImageId, list[str]], predictions: dict[ImageId, str], repeats: int
-) -> tuple[dict[str, Score], float, str]:
+) -> dict[str, Score]:
+    """The metrics of pycocoevalcap, whose times are printed."""
     from pycocoevalcap.bleu.bleu import Bleu
     from pycocoevalcap.cider.cider import Cider
     from pycocoevalcap.rouge.rouge import Rouge
@@ -121,16 +85,17 @@ def _pycocoevalcap(
         tokenized = [{image: [next(lines) for _ in texts] for image, texts in part.items()} for part in raw]
         tokenizer_seconds, parts = 0.0, f"without its tokenizer ({error})"
 
-    def scorers() -> dict[str, Score]:
-        bleu, bleu_each = Bleu(len(BLEU)).compute_score(*tokenized, verbose=0)
-        scores = {name: Score(bleu[n], bleu_each[n]) for n, name in enumerate(BLEU)}
+    def score() -> dict[str, Score]:
+        values, per_image = Bleu(len(BLEU)).compute_score(*tokenized, verbose=0)
+        scores = {name: Score(values[n], per_image[n]) for n, name in enumerate(BLEU)}
         for name, scorer in (("ROUGE-L", Rouge()), ("CIDEr-D", Cider())):
-            value, each = scorer.compute_score(*tokenized)
-            scores[name] = Score(float(value), list(map(float, each)))
+            value, per_image = scorer.compute_score(*tokenized)
+            scores[name] = Score(float(value), list(map(float, per_image)))
         return scores
 
-    scores, seconds = median_seconds(scorers, repeats)
-    return scores, tokenizer_seconds + seconds, f"{parts}, scorers {seconds:.2f} s"
+    scores, seconds = median_seconds(score, repeats)
+    print(f"  pycocoevalcap  {tokenizer_seconds + seconds:6.2f} s  {parts}, scorers {seconds:.2f} s")
+    return scores
 
 
 def _difference(ours: Score, theirs: Score) -> float:
@@ -140,6 +105,7 @@ def _difference(ours: Score, theirs: Score) -> float:
 
 
 def _captions_from(path: Path, images: int) -> dict[ImageId, list[str]]:
+    """Five captions for each of the first images of a file; UserError when too few images have five."""
     references = read_references(path)
     enough = {image: texts[:NUM_REFERENCES] for image, texts in references.items() if len(texts) >= NUM_REFERENCES}
     if len(enough) < images:
@@ -148,22 +114,23 @@ def _captions_from(path: Path, images: int) -> dict[ImageId, list[str]]:
 
 
 def _generated(images: int) -> dict[ImageId, list[str]]:
-    source = random.Random(0)
+    generator, parts = random.Random(0), [part.split("|") for part in (SUBJECTS, VERBS, OBJECTS, ENDS)]
 
     def caption() -> str:
-        subject, verb, place, end = (source.choice(part) for part in SENTENCE_PARTS)
-        return f"{subject} {verb} {place}{end}."
+        subject, verb, thing, end = map(generator.choice, parts)
+        return f"{subject} {verb} {thing}{end}."
 
     return {image: [caption() for _ in range(NUM_REFERENCES)] for image in range(images)}
 
 
 def _predictions(captions: dict[ImageId, list[str]]) -> dict[ImageId, str]:
-    source = random.Random(1)
+    """For each image one of its captions, without some words and in half of the cases with two words swapped."""
+    generator = random.Random(1)
     predictions: dict[ImageId, str] = {}
     for image, texts in captions.items():
-        words = [word for word in source.choice(texts).split() if source.random() > 0.15]
-        if len(words) > 3 and source.random() < 0.5:
-            at = source.randrange(len(words) - 1)
-            words[at], words[at + 1] = words[at + 1], words[at]
+        words = [word for word in generator.choice(texts).split() if generator.random() > 0.15]
+        if len(words) > 3 and generator.random() < 0.5:
+            first = generator.randrange(len(words) - 1)
+            words[first : first + 2] = words[first + 1], words[first]
         predictions[image] = " ".join(words)
     return predictions

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
 import statistics
 import tempfile
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from jobs.bench.measuring import percent_changes, print_times
+from jobs.bench.measuring import in_new_process, percent_changes, print_times
 from jobs.cluster import start_ray
 from pipeline.config.load import parse_config
 from pipeline.features.store import mark_complete, write_shard
@@ -21,7 +20,7 @@ from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import read_journal
 
 if TYPE_CHECKING:
-    from pipeline.runs.folder import RunFolder
+    from pipeline.training.loop import StageJob
 
 STEPS, SKIPPED = 40, 8  # the first 40 steps are read, of which 8 are a warm-up that is not measured
 
@@ -50,7 +49,7 @@ def bench_ray(
         waits: list[float] = []
         for pair in range(pairs):
             for name in sorted(times, reverse=pair % 2 == 1):
-                seconds, wait = _run(folder.path, store, name == "Ray Train")
+                seconds, wait = _run(folder.path, store, on_ray=name == "Ray Train")
                 times[name].append(seconds)
                 waits.append(wait)
     print(f"{STEPS - SKIPPED} steps each, {pairs} pairs of runs; median ms per step")
@@ -61,24 +60,18 @@ def bench_ray(
 
 
 def synthetic_settings(root: Path) -> dict[str, Any]:
-    """The synthetic data set, a captioner of width 256, and one stage on frozen features: one epoch of 51 steps."""
-    backbone = {
-        "name": "swin_tiny_patch4_window7_224",
-        "weights": "none",
-        "image_size": 32,
-        "embed_dim": 48,
-        "depths": [1, 1],
-    }
-    backbone |= {"num_heads": [1, 2], "window_size": 4}
+    """A run on the synthetic data set: a captioner of width 256, and one stage on frozen features of 51 steps."""
+    backbone = {"name": "swin_tiny_patch4_window7_224", "weights": "none", "image_size": 32, "embed_dim": 48}
+    backbone |= {"depths": [1, 1], "num_heads": [1, 2], "window_size": 4}
     model = {"d_model": 256, "d_ff": 1024, "num_heads": 8, "static_expansion": [32, 64, 128], "dynamic_expansion": 16}
-    stage = {"name": "steps", "objective": "cross_entropy", "batch_size": 16, "lr": 1e-4}
+    stage = {"name": "steps", "objective": "cross_entropy", "batch_size": 16, "lr": 1e-4, "epochs": 1}
     return {
         "name": "bench",
         "storage": str(root),
         "data": {"synthetic": {"num_images": 200, "image_size": 32}, "min_count": 1, "test_splits": ["test"]},
         "backbone": backbone,
         "model": model,
-        "stages": [stage | {"epochs": 1, "checkpoint_every_steps": 10**6, "validate_every_epochs": 10**6}],
+        "stages": [stage | {"checkpoint_every_steps": 10**6, "validate_every_epochs": 10**6}],
         "workers": {"log_every_steps": 1, "threads_per_worker": 1},
         "tracking": {"enabled": False},
     }
@@ -86,7 +79,6 @@ def synthetic_settings(root: Path) -> dict[str, Any]:
 
 def random_store(folder: RunFolder, path: Path) -> Path:
     """A store with random features of 144 tokens for all images of a run."""
-
     keys = sorted(set(folder.dataset.column("key")))
     shape = (len(keys), 144, folder.sizes.feature_width)
     write_shard(path, keys, np.random.default_rng(0).standard_normal(shape).astype(np.float16))
@@ -94,7 +86,7 @@ def random_store(folder: RunFolder, path: Path) -> Path:
     return path
 
 
-def _run(run: Path, store: Path, ray: bool) -> tuple[float, float]:
+def _run(run: Path, store: Path, *, on_ray: bool) -> tuple[float, float]:
     """Trains one stage from its beginning; its median seconds per step and the share of time spent waiting for data."""
     from jobs.train import fit
     from pipeline.training.loop import StageJob
@@ -103,20 +95,16 @@ def _run(run: Path, store: Path, ray: bool) -> tuple[float, float]:
     shutil.rmtree(run / "stages", ignore_errors=True)
     folder.journal.unlink(missing_ok=True)
     job = StageJob(folder, ("steps",), store, driver_token=folder.new_driver_token())
-    if ray:
+    if on_ray:
         fit(job, folder.config)
     else:
-        process = multiprocessing.get_context("spawn").Process(target=_plain, args=(job,))
-        process.start()
-        process.join()
-        if process.exitcode:
-            raise RuntimeError(f"the plain process ended with exit code {process.exitcode}")
+        in_new_process(_train_without_ray, job)
     entries = [entry for entry in read_journal(folder.journal) if entry["kind"] == "train"][SKIPPED:STEPS]
     seconds = [after["time"] - before["time"] for before, after in pairwise(entries)]
     return statistics.median(seconds), statistics.mean(entry["data_wait"] for entry in entries)
 
 
-def _plain(job: Any) -> None:
+def _train_without_ray(job: StageJob) -> None:
     from pipeline.runtime.context import LocalContext
     from pipeline.training.loop import train_stages
 

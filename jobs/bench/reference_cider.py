@@ -1,7 +1,4 @@
-"""CIDEr-D written like its definition, with dictionaries of words: the second implementation for tests and benchmarks.
-
-It is simple and slow; `pipeline.scoring.cider` must equal it.
-"""
+"""CIDEr-D written like its definition, slowly, with dictionaries of words; `pipeline.scoring.cider` must equal it."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ Caption = Sequence[Hashable]
 
 
 class PlainCiderD:
-    """Scores captions against reference captions; document frequencies over the images of `corpus`."""
+    """Scores captions; a document of the frequencies is an image of `corpus` with all of its captions."""
 
     def __init__(self, corpus: Sequence[Sequence[Caption]]) -> None:
         self.frequency: Counter[Gram] = Counter()

@@ -1,8 +1,8 @@
-"""ExpansionNet v2 a second time, as its equations read: what the fast form is tested and timed against.
+"""ExpansionNet v2 written like its equations. Tests and benchmarks compare the fast form with it.
 
-The expanded sequences exist in memory, the dynamic queries `c_s + e_n` too, every linear map is its own product, and
-decoding runs the whole prefix again at each step for every beam, cross-attention keys included, as the reference does.
-Evaluation only; nothing in training or captioning uses it.
+As in the reference, the expanded sequences and the dynamic queries `c_s + e_n` exist in memory, every linear map is a
+separate product, and each decoding step runs the whole prefix again for every beam, cross-attention keys included.
+Training and captioning do not use it.
 
 Shapes: B sequences (images, or captions with their image repeated), N image tokens, T caption tokens, E expanded
 vectors, D width.
@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import Cache, CaptionModel, Features, Memory
+from models.base import Cache, CaptionModel, Features, Memory, valid_tokens
 from models.expansion import DynamicExpansion, StaticExpansion
 from models.expansionnet import ExpansionNet
-from models.layers import CrossAttention, SelfAttention
+from models.layers import SelfAttention
 
 EPSILON = 1e-9
 MASKED_SCORE = -1e4
@@ -39,37 +39,37 @@ def normalize(x: Tensor) -> Tensor:
 
 def static_expansion(layer: StaticExpansion, x: Tensor, valid_mask: Tensor | None) -> Tensor:
     """x (B, N, D), valid_mask (B, N) or None -> (B, N, D). Equations 2 to 9."""
-    key, value_1, value_2, gate = linear_maps(layer.in_proj, 4, x)
-    m = layer.queries @ key.transpose(1, 2) / math.sqrt(x.shape[-1])  # (B, E, N)
-    results = []
-    for value, signed in ((value_1, m), (value_2, -m)):
+    key, *values, gate = linear_maps(layer.in_proj, 4, x)
+    scores = layer.queries @ key.transpose(1, 2) / math.sqrt(x.shape[-1])  # M (B, E, N)
+    streams = []
+    for value, signed in zip(values, (scores, -scores), strict=True):
         forward = F.relu(signed)
         if valid_mask is not None:
             forward = forward.masked_fill(~valid_mask[:, None], 0.0)
         expanded = normalize(forward) @ value + layer.biases  # (B, E, D)
         groups = [normalize(part) for part in F.relu(signed.transpose(1, 2)).split(layer.groups, -1)]
-        results.append(torch.cat(groups, -1) @ expanded / len(layer.groups))
+        streams.append(torch.cat(groups, -1) @ expanded / len(layer.groups))
     opened = torch.sigmoid(gate)
-    return opened * results[0] + (1 - opened) * results[1]
+    return opened * streams[0] + (1 - opened) * streams[1]
 
 
 def dynamic_expansion(layer: DynamicExpansion, x: Tensor, mask: Tensor) -> Tensor:
     """x (B, T, D), mask (B, T, T) True where position s sees t -> (B, T, D). Equations 1 to 8."""
     batch, _, width = x.shape
-    condition, key, value_1, value_2, gate = linear_maps(layer.in_proj, 5, x)
+    condition, key, *values, gate = linear_maps(layer.in_proj, 5, x)
     queries = (condition[:, :, None] + layer.queries).view(batch, -1, width)  # (B, T * N_E, D)
     biases = (condition[:, :, None] + layer.biases).view(batch, -1, width)
-    m = queries @ key.transpose(1, 2) / math.sqrt(width)  # (B, T * N_E, T)
+    scores = queries @ key.transpose(1, 2) / math.sqrt(width)  # M (B, T * N_E, T)
     forward_mask = mask.repeat_interleave(layer.vectors, 1)
-    backward_mask = mask.repeat_interleave(layer.vectors, 2)  # t reached by s: only earlier positions, as in forward
-    results = []
-    for value, signed in ((value_1, m), (value_2, -m)):
+    backward_mask = mask.repeat_interleave(layer.vectors, 2)  # t uses the vectors of the positions that it sees
+    streams = []
+    for value, signed in zip(values, (scores, -scores), strict=True):
         forward = normalize(F.relu(signed).masked_fill(~forward_mask, 0.0))
         expanded = forward @ value + biases
         backward = normalize(F.relu(signed.transpose(1, 2)).masked_fill(~backward_mask, 0.0))
-        results.append(backward @ expanded)
+        streams.append(backward @ expanded)
     opened = torch.sigmoid(gate)
-    return opened * results[0] + (1 - opened) * results[1]
+    return opened * streams[0] + (1 - opened) * streams[1]
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, num_heads: int, mask: Tensor | None) -> Tensor:
@@ -82,28 +82,18 @@ def attention(query: Tensor, key: Tensor, value: Tensor, num_heads: int, mask: T
     return mixed.transpose(1, 2).reshape(query.shape)
 
 
-def cross_attention(layer: CrossAttention, x: Tensor, states: Tensor, valid_mask: Tensor | None) -> Tensor:
-    key, value = linear_maps(layer.key_value, 2, states)
-    mask = None if valid_mask is None else valid_mask[:, None]
-    return layer.out_proj(attention(layer.query(x), key, value, layer.num_heads, mask), x)
-
-
-def self_attention(layer: SelfAttention, x: Tensor, mask: Tensor | None) -> Tensor:
+def mix(layer: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
+    """Dynamic expansion or self-attention under a mask (B, T, T)."""
+    if isinstance(layer, DynamicExpansion):
+        return dynamic_expansion(layer, x, mask)
+    assert isinstance(layer, SelfAttention)
     query, key, value = linear_maps(layer.in_proj, 3, x)
     return layer.out_proj(attention(query, key, value, layer.num_heads, mask), x)
 
 
-def mix(layer: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
-    """Dynamic expansion or attention under a mask (B, T, T)."""
-    if isinstance(layer, DynamicExpansion):
-        return dynamic_expansion(layer, x, mask)
-    assert isinstance(layer, SelfAttention)
-    return self_attention(layer, x, mask)
-
-
 @dataclass
 class PrefixCache(Cache):
-    """No cache: the tokens so far, and the encoder's output repeated for every beam."""
+    """Caches no computation: it has the tokens so far, and the encoder's output repeated for every beam."""
 
     images: int
     beams: int
@@ -129,7 +119,7 @@ class PrefixCache(Cache):
 
 
 class MaterializedModel(CaptionModel):
-    """An ExpansionNet (or baseline) with the same parameters, computed the long way. Evaluation only."""
+    """Computes an ExpansionNet (or baseline) in the long way, with the same parameters. Evaluation only."""
 
     def __init__(self, model: ExpansionNet) -> None:
         super().__init__(model.config, model.sizes)
@@ -139,49 +129,45 @@ class MaterializedModel(CaptionModel):
         self.model.init_weights()
 
     def encode(self, features: Features) -> Memory:
-        model, lengths = self.model, features.lengths
+        model = self.model
         x = model.input(features.tokens)
-        valid_mask = None
-        if lengths is not None:
-            valid_mask = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+        valid_mask = valid_tokens(features.lengths, x.shape[1])
         outputs = []
         for layer in model.encoder:
             normed = layer.mixer_norm(x)
             if isinstance(layer.mixer, StaticExpansion):
-                mixed = static_expansion(layer.mixer, normed, valid_mask)
+                x = x + static_expansion(layer.mixer, normed, valid_mask)
             else:
-                sees = x.new_ones(x.shape[:2], dtype=torch.bool) if valid_mask is None else valid_mask
-                mask = sees[:, None].expand(-1, x.shape[1], -1)
+                is_valid = x.new_ones(x.shape[:2], dtype=torch.bool) if valid_mask is None else valid_mask
+                mask = is_valid[:, None].expand(-1, x.shape[1], -1)
                 if isinstance(layer.mixer, DynamicExpansion):
                     mask = mask & mask.transpose(1, 2)
-                mixed = mix(layer.mixer, normed, mask)
-            x = x + mixed
+                x = x + mix(layer.mixer, normed, mask)
             x = x + layer.feed_forward(layer.feed_forward_norm(x))
             outputs.append(x)
-        return Memory(model.encoder_sum.norm(x + model.encoder_sum.map(torch.cat(outputs, -1))), lengths)
+        sums = model.encoder_sum
+        return Memory(sums.norm(x + sums.map(torch.cat(outputs, -1))), features.lengths)
 
     def decode(self, memory: Memory, tokens: Tensor) -> Tensor:
-        """One row of memory for each caption, as the reference has it."""
-        model, states = self.model, memory.states
-        valid_mask = None
-        if memory.lengths is not None:
-            valid_mask = torch.arange(states.shape[1], device=states.device) < memory.lengths[:, None]
-        length = tokens.shape[1]
-        causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
-        causal = causal.expand(tokens.shape[0], -1, -1)
+        """Logits (B, T, V); `memory` has one row per caption, as in the reference."""
+        model, (batch, length) = self.model, tokens.shape
+        valid_mask = valid_tokens(memory.lengths, memory.states.shape[1])
+        cross_mask = None if valid_mask is None else valid_mask[:, None]
+        causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril().expand(batch, -1, -1)
         y = model.token_embedding(tokens) * math.sqrt(model.config.d_model) + model.positions.weight[:length]
         outputs = []
         for layer in model.decoder:
             y = y + mix(layer.mixer, layer.mixer_norm(y), causal)
-            y = y + cross_attention(layer.cross, layer.cross_norm(y), states, valid_mask)
+            cross, normed = layer.cross, layer.cross_norm(y)
+            key, value = linear_maps(cross.key_value, 2, memory.states)
+            y = y + cross.out_proj(attention(cross.query(normed), key, value, cross.num_heads, cross_mask), normed)
             y = y + layer.feed_forward(layer.feed_forward_norm(y))
             outputs.append(y)
         return model.lm_head(model.decoder_sum.norm(y + model.decoder_sum.map(torch.cat(outputs, -1))))
 
     def init_cache(self, memory: Memory, beams: int) -> PrefixCache:
         rows = torch.arange(memory.batch_size, device=memory.states.device).repeat_interleave(beams)
-        tokens = rows.new_empty(len(rows), 0)
-        return PrefixCache(memory.batch_size, beams, memory.select(rows), tokens)
+        return PrefixCache(memory.batch_size, beams, memory.select(rows), tokens=rows.new_empty(len(rows), 0))
 
     def step(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, PrefixCache]:
         assert isinstance(cache, PrefixCache)

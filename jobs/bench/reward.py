@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from jobs.bench.measuring import median_seconds
+from jobs.bench.measuring import median_seconds, timed
 from jobs.bench.reference_cider import PlainCiderD
 from jobs.options import References
 from pipeline.data.vocabulary import tokenize
@@ -17,7 +18,7 @@ from pipeline.scoring.cider import CiderD
 from pipeline.scoring.result_files import read_references
 
 CAPTIONS = 2000  # one step of 400 images with 5 samples each
-PLAIN_CAPTIONS = 400  # how many of them the plain scorer scores
+PLAIN_CAPTIONS = 400  # the plain scorer scores only the first of them
 REPEATS = 20
 
 
@@ -30,44 +31,36 @@ def bench_reward(references: References = None) -> None:
     Example: raycap bench reward --references dataset_coco_val2014_karpathy.json.gz
     """
     prepare_processor(1)
-    captions = _coded(references)
-    begin = time.perf_counter()
-    scorer = CiderD.build(captions)
-    built = time.perf_counter() - begin
-    rng = np.random.default_rng(0)
-    images = rng.integers(0, len(captions), CAPTIONS)
+    captions = _word_numbers(references) if references else _generated()
+    scorer, build_seconds = timed(partial(CiderD.build, captions))
+    images = np.random.default_rng(0).integers(0, len(captions), CAPTIONS)
     # Every third caption is that of another image, so that captions match in part, as sampled ones do.
     sampled = [captions[(image + (row % 3 == 0)) % len(captions)][0] for row, image in enumerate(images)]
     lengths = torch.tensor([len(words) for words in sampled])
     tokens = torch.tensor([words + [0] * (int(lengths.max()) - len(words)) for words in sampled])
-    rows = torch.from_numpy(images)
-    rewards, seconds = median_seconds(lambda: scorer.score(tokens, lengths, rows), REPEATS)
+    rewards, seconds = median_seconds(partial(scorer.score, tokens, lengths, torch.from_numpy(images)), REPEATS)
     plain, pairs = PlainCiderD(captions), list(zip(sampled, images, strict=True))[:PLAIN_CAPTIONS]
-    expected, plain_seconds = median_seconds(lambda: [plain.score(words, captions[image]) for words, image in pairs], 1)
+    expected, plain_seconds = timed(lambda: [plain.score(words, captions[image]) for words, image in pairs])
     rate, plain_rate = CAPTIONS / seconds, PLAIN_CAPTIONS / plain_seconds
     difference = np.abs(np.array(expected) - rewards[:PLAIN_CAPTIONS].numpy()).max()
     print(f"references           {len(captions):,} images, {sum(map(len, captions)):,} captions")
-    print(f"index                {built:.2f} s from tokens")
+    print(f"index                {build_seconds:.2f} s from tokens")
     print(f"reward               {rate:,.0f} captions/s on one core (median of {REPEATS}, {CAPTIONS:,} captions)")
     print(f"plain Python scorer  {plain_rate:,.0f} captions/s, index not counted")
     print(f"ratio                {rate / plain_rate:.1f}, largest difference {difference:.1e}")
 
 
-def _coded(references: Path | None) -> list[list[list[int]]]:
-    """Captions per image as word numbers: those of a file, or generated ones with Zipf's distribution of words."""
-    ids: dict[str, int] = {}
-    if references is not None:
-        texts = read_references(references, split="restval" if "karpathy" in references.name else None).values()
-        return [[[ids.setdefault(word, len(ids)) for word in tokenize(text)] for text in image] for image in texts]
+def _word_numbers(path: Path) -> list[list[list[int]]]:
+    """The captions of a file per image, with each word replaced by a number."""
+    numbers: dict[str, int] = {}
+    texts = read_references(path, split="restval" if "karpathy" in path.name else None).values()
+    return [[[numbers.setdefault(word, len(numbers)) for word in tokenize(text)] for text in image] for image in texts]
+
+
+def _generated() -> list[list[list[int]]]:
+    """Five random captions for each of 30,000 images; the words have Zipf's distribution."""
     rng = np.random.default_rng(1)
     words = (rng.zipf(1.3, size=5_000_000) % 12_000).tolist()
-    lengths = iter(rng.integers(8, 14, size=30_000 * 5).tolist())
-    position, captions = 0, []
-    for _ in range(30_000):
-        image = []
-        for _ in range(5):
-            length = next(lengths)
-            image.append(words[position : position + length])
-            position += length
-        captions.append(image)
-    return captions
+    ends = np.cumsum(rng.integers(8, 14, size=30_000 * 5)).tolist()
+    captions = [words[begin:end] for begin, end in pairwise([0, *ends])]
+    return [captions[first : first + 5] for first in range(0, len(captions), 5)]

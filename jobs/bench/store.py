@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import typer
 
-from jobs.bench.measuring import in_new_process
+from jobs.bench.measuring import in_new_process, timed
 from jobs.options import Folder
 from pipeline.config.sections import DataSection
 from pipeline.data.content_keys import MANIFEST, take_snapshot
@@ -26,6 +26,7 @@ from pipeline.storage.path import storage_path
 
 TOKENS, WIDTH = 144, 1536  # Swin-L at 384 px
 ROWS_PER_SHARD = 256
+FILES_PER_FOLDER = 30_000
 
 
 def bench_store(
@@ -33,10 +34,10 @@ def bench_store(
     gigabytes: Annotated[float, typer.Option(help="Size of the store. The disk needs this space.")] = 4.5,
     batch: Annotated[int, typer.Option(min=1, help="Rows per read.")] = 48,
     batches: Annotated[int, typer.Option(min=1, help="Number of reads.")] = 40,
-) -> tuple[float, float]:
+) -> None:
     """Random reads from the feature store.
 
-    Rows of 144 x 1536 float16 are read with a cold and with a warm page cache. MiB per second are printed and returned.
+    Rows of 144 x 1536 float16 are read with a cold and with a warm page cache. MiB per second are printed.
 
     Example: raycap bench store --folder /fast/disk
     """
@@ -45,13 +46,12 @@ def bench_store(
     with tempfile.TemporaryDirectory(prefix="raycap-bench-", dir=folder) as scratch:
         root = Path(scratch)
         block = rng.integers(0, 2**14, (ROWS_PER_SHARD, TOKENS, WIDTH), np.uint16).view(np.float16)
-        for number in range(num_shards):
-            write_shard(root, [f"{number}-{row}" for row in range(ROWS_PER_SHARD)], block)
-        size = sum(path.stat().st_size for path in (root / "shards").iterdir())
         keys = [f"{number}-{row}" for number in range(num_shards) for row in range(ROWS_PER_SHARD)]
+        for start in range(0, len(keys), ROWS_PER_SHARD):
+            write_shard(root, keys[start : start + ROWS_PER_SHARD], block)
+        size = sum(path.stat().st_size for path in (root / "shards").iterdir())
         chosen = [keys[row] for row in rng.permutation(len(keys))[: batch * batches]]
         print(f"{num_shards} shards, {size / 1e9:.2f} GB; {batches} batches of {batch} random rows")
-        rates = []
         for name in ("cold", "warm"):
             store = FeatureStore(root)
             positions = store.locate(pa.array(chosen))
@@ -60,10 +60,8 @@ def bench_store(
             begin = time.monotonic()
             for start in range(0, len(positions), batch):
                 store.gather_at(positions[start : start + batch])
-            seconds = time.monotonic() - begin
-            rates.append(len(chosen) * TOKENS * WIDTH * 2 / 2**20 / seconds)
-            print(f"{name:<6} {rates[-1]:.0f} MiB/s, {len(chosen) / seconds:.0f} rows/s")
-    return rates[0], rates[1]
+            rate = len(chosen) / (time.monotonic() - begin)
+            print(f"{name:<6} {rate * TOKENS * WIDTH * 2 / 2**20:.0f} MiB/s, {rate:.0f} rows/s")
 
 
 def _drop_cache(folder: Path) -> None:
@@ -73,72 +71,60 @@ def _drop_cache(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-FILES_PER_FOLDER = 30_000
-
-
 def bench_plan(
     folder: Folder = None,
     known: Annotated[int, typer.Option(min=1, help="Images that the store contains.")] = 999_000,
     new: Annotated[int, typer.Option(min=1, help="Images that it lacks.")] = 1_000,
-) -> dict[str, float]:
+) -> None:
     """Time and memory to plan an extraction of a million images.
 
-    A thousand of the images are new. Seconds and peak memory are printed and returned.
+    A thousand of the images are new. Seconds and peak memory are printed.
 
     Example: raycap bench plan
     """
     with tempfile.TemporaryDirectory(prefix="raycap-bench-", dir=folder) as scratch:
         root = Path(scratch)
-        uris, status = _link_images(root / "images", known)
-        _write_store(root, uris, status)
-        _write_table(root, uris, new)
-        result: dict[str, float] = in_new_process(_plan, root)
-    assert result["missing"] == new, result
-    print(f"{known + new} rows, {new} new")
-    print(f"annotations  {result['annotations']:.1f} s")
-    print(f"content keys {result['snapshot']:.1f} s")
-    print(f"plan         {result['plan']:.1f} s")
-    print(f"peak memory  {result['peak_mb']:.0f} MiB")
-    return result
+        images = _link_images(root / "images", known)
+        _write_store(root, images)
+        _write_table(root, [uri for uri, _, _ in images], new)
+        print(f"{known + new} rows, {new} new")
+        in_new_process(_plan, root, new)
 
 
-def _link_images(folder: Path, count: int) -> tuple[list[str], list[os.stat_result]]:
-    """Paths and status of `count` images, which are hard links to a few files, so that a million fit on the disk."""
-    uris, status = [], []
+def _link_images(folder: Path, count: int) -> list[tuple[str, int, str]]:
+    """Path, size and tag of `count` images, which are hard links to a few files, so that a million fit on the disk."""
+    images = []
     for start in range(0, count, FILES_PER_FOLDER):
         part = folder / str(start // FILES_PER_FOLDER)
         part.mkdir(parents=True)
         base = part / "base"
         base.write_bytes(b"x" * (start // FILES_PER_FOLDER + 1))
-        base_status = base.stat()
+        size, tag = base.stat().st_size, str(base.stat().st_mtime_ns)
         for number in range(start, min(count, start + FILES_PER_FOLDER)):
-            uris.append(f"{part}/{number}.jpg")
-            status.append(base_status)
-            os.link(base, uris[-1])
-    return uris, status
+            images.append((f"{part}/{number}.jpg", size, tag))
+            os.link(base, images[-1][0])
+    return images
 
 
-def _write_store(root: Path, uris: list[str], status: list[os.stat_result]) -> None:
-    """The manifest of content keys and the store's index, for images that are known."""
-    keys = [hashlib.sha256(uri.encode()).hexdigest() for uri in uris]
-    sizes, tags = [entry.st_size for entry in status], [str(entry.st_mtime_ns) for entry in status]
+def _write_store(root: Path, images: list[tuple[str, int, str]]) -> None:
+    """The manifest of content keys and the store's index, for images that the store contains."""
+    uris, sizes, tags = zip(*images, strict=True)
+    keys, count = [hashlib.sha256(uri.encode()).hexdigest() for uri in uris], len(images)
     pq.write_table(pa.table([uris, sizes, tags, keys], schema=MANIFEST), root / "manifest.parquet")
-    rows = range(len(uris))
-    shards = [hashlib.sha256(str(row // ROWS_PER_SHARD).encode()).hexdigest()[:32] for row in rows]
-    index = {"key": keys, "shard": shards, "row": [row % ROWS_PER_SHARD for row in rows], "sha256": shards}
-    nothing = [None] * len(uris)
-    index |= {"bytes": [1] * len(uris), "length": nothing, "boxes_sha256": nothing}
+    shards = [hashlib.sha256(str(row // ROWS_PER_SHARD).encode()).hexdigest()[:32] for row in range(count)]
+    index = {"key": keys, "shard": shards, "row": [row % ROWS_PER_SHARD for row in range(count)], "sha256": shards}
+    index |= {"bytes": [1] * count, "length": [None] * count, "boxes_sha256": [None] * count}
     (root / "store" / "manifest").mkdir(parents=True)
     for shard in set(shards):
         (root / "store" / "manifest" / f"{shard}.parquet").touch()
     pq.write_table(pa.table(index, schema=STORE_MANIFEST), root / "store" / INDEX)
 
 
-def _write_table(root: Path, known: list[str], num_new: int) -> None:
-    """The data set's table: the known images and `num_new` more, which are written here."""
+def _write_table(root: Path, uris: list[str], num_new: int) -> None:
+    """The data set's table: images that the store contains, and `num_new` others, which this function writes."""
     folder = root / "images"
     (folder / "new").mkdir()
-    images = [uri.removeprefix(f"{folder}/") for uri in known]
+    images = [uri.removeprefix(f"{folder}/") for uri in uris]
     for number in range(num_new):
         images.append(f"new/{number}.jpg")
         (folder / images[-1]).write_bytes(f"new {number}".encode())
@@ -146,19 +132,16 @@ def _write_table(root: Path, known: list[str], num_new: int) -> None:
     pq.write_table(pa.table({"image": images, "id": range(len(images)), "captions": captions}), root / "table.parquet")
 
 
-def _plan(root: Path) -> dict[str, float]:
-    """Seconds of each step and the peak memory of this process, in MiB."""
+def _plan(root: Path, num_new: int) -> None:
+    """Prints the seconds of each step and the peak memory of this process."""
     from pipeline.features.extraction import plan_extraction
 
-    times = [time.monotonic()]
     section = DataSection(root=str(root), annotations="table.parquet", images="images")
-    dataset, _ = read_annotations(section, root)
-    times.append(time.monotonic())
-    dataset, unreadable = take_snapshot(dataset, root / "manifest.parquet")
-    times.append(time.monotonic())
-    plan = plan_extraction(dataset, storage_path(root / "store"), 10**8)
-    times.append(time.monotonic())
-    assert not unreadable
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    seconds = dict(zip(("annotations", "snapshot", "plan"), np.diff(times).tolist(), strict=True))
-    return seconds | {"peak_mb": peak, "missing": float(len(plan.missing))}
+    (dataset, _), seconds = timed(lambda: read_annotations(section, root))
+    print(f"annotations  {seconds:.1f} s")
+    (dataset, unreadable), seconds = timed(lambda: take_snapshot(dataset, root / "manifest.parquet"))
+    print(f"content keys {seconds:.1f} s")
+    plan, seconds = timed(lambda: plan_extraction(dataset, storage_path(root / "store"), 10**8))
+    print(f"plan         {seconds:.1f} s")
+    print(f"peak memory  {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
+    assert not unreadable and len(plan.missing) == num_new

@@ -14,7 +14,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,11 +27,10 @@ from pipeline.runs.journal import read_journal
 from pipeline.tracking.run_tracker import Tracker
 
 if TYPE_CHECKING:
-    from pipeline.config.run import RunConfig
     from pipeline.runs.folder import RunFolder
 
 MODES = ("no tracker", "answers", "stopped")
-WARM_UP, STEPS, SETTLING = 8, 28, 4  # steps before the first phase, in each phase, and left out at its beginning
+WARM_UP, STEPS, SETTLING = 8, 28, 4  # before the first phase; per phase; not measured in a phase
 SERVER_START_S = 240.0
 
 
@@ -54,66 +53,53 @@ def bench_tracker(
     from pipeline.training.loop import StageJob
 
     phases = [mode for turn in range(rounds) for mode in (MODES if turn % 2 == 0 else MODES[::-1])]
-    with tempfile.TemporaryDirectory(prefix="raycap-bench-") as scratch, _mlflow_server(Path(scratch)) as port:
-        config = parse_config(_settings(Path(scratch), WARM_UP + len(phases) * STEPS, threads or os.cpu_count() or 1))
-        folder = prepare(config)
+    with tempfile.TemporaryDirectory(prefix="raycap-bench-") as scratch, _mlflow_server(Path(scratch)) as address:
+        settings = synthetic_settings(Path(scratch))
+        settings["stages"][0]["epochs"] = (WARM_UP + len(phases) * STEPS) / 51
+        settings["workers"]["threads_per_worker"] = threads or os.cpu_count() or 1
+        folder = prepare(parse_config(settings))
         store = random_store(folder, Path(scratch) / "store")
-        start_ray(config, None)
-        where = {"answers": f"http://127.0.0.1:{port}", "stopped": f"http://127.0.0.1:{_free_port()}"}
-        stop = threading.Event()
-        changing = threading.Thread(target=_change_trackers, args=(folder, config, phases, where, stop), daemon=True)
+        start_ray(folder.config, None)
+        addresses = {"answers": address, "stopped": f"http://127.0.0.1:{_free_port()}"}
+        ended = threading.Event()
+        changing = threading.Thread(target=_change_trackers, args=(folder, phases, addresses, ended), daemon=True)
         changing.start()
         try:
-            fit(StageJob(folder, ("steps",), store, driver_token=folder.new_driver_token()), config)
+            fit(StageJob(folder, ("steps",), store, driver_token=folder.new_driver_token()), folder.config)
         finally:
-            stop.set()
+            ended.set()
             changing.join()
-        _print(_means(folder.journal, len(phases)), phases)
+        _print_results(folder.journal, phases)
 
 
-def _settings(root: Path, steps: int, threads: int) -> dict[str, Any]:
-    settings = synthetic_settings(root)
-    settings["stages"][0] |= {"epochs": steps / 51}
-    settings["workers"] |= {"threads_per_worker": threads}
-    return settings
-
-
-def _change_trackers(
-    folder: RunFolder, config: RunConfig, phases: list[str], where: dict[str, str], stop: threading.Event
-) -> None:
+def _change_trackers(folder: RunFolder, phases: list[str], addresses: dict[str, str], ended: threading.Event) -> None:
     """Runs one tracker per phase, as a run's driver does."""
-
+    config = folder.config
     for number, mode in enumerate(phases):
-        if not _wait_for_step(folder.journal, WARM_UP + number * STEPS, stop):
+        if not _wait_for_step(folder.journal, WARM_UP + number * STEPS, ended):
             return
-        tracking = config.tracking.model_copy(update={"enabled": mode in where, "uri": where.get(mode)})
+        tracking = config.tracking.model_copy(update={"enabled": mode in addresses, "uri": addresses.get(mode)})
         tracker = Tracker(folder, config.model_copy(update={"tracking": tracking}))
         tracker.start()
-        _wait_for_step(folder.journal, WARM_UP + (number + 1) * STEPS, stop)
+        _wait_for_step(folder.journal, WARM_UP + (number + 1) * STEPS, ended)
         tracker.close(None)
 
 
-def _wait_for_step(journal: Path, step: int, stop: threading.Event) -> bool:
+def _wait_for_step(journal: Path, step: int, ended: threading.Event) -> bool:
     """Waits until the journal contains a step. Returns False when training has ended before it."""
     while not journal.is_file() or journal.read_bytes().count(b'"kind": "train"') < step:
-        if stop.wait(0.2):
+        if ended.wait(0.2):
             return False
     return True
 
 
-def _means(journal: Path, phases: int) -> list[float]:
-    """Mean seconds per step of each phase."""
-
-    times = {entry["step"]: entry["time"] for entry in read_journal(journal) if entry["kind"] == "train"}
-    means = []
-    for number in range(phases):
-        first, last = WARM_UP + number * STEPS + SETTLING, WARM_UP + (number + 1) * STEPS
-        means.append((times[last] - times[first]) / (last - first))
-    return means
-
-
-def _print(means: list[float], phases: list[str]) -> None:
-    times = {mode: [mean for mean, phase in zip(means, phases, strict=True) if phase == mode] for mode in MODES}
+def _print_results(journal: Path, phases: list[str]) -> None:
+    """Prints the mean seconds per step of each phase, and their ratios."""
+    ends = {entry["step"]: entry["time"] for entry in read_journal(journal) if entry["kind"] == "train"}
+    times: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for number, mode in enumerate(phases, 1):
+        last = WARM_UP + number * STEPS
+        times[mode].append((ends[last] - ends[last - STEPS + SETTLING]) / (STEPS - SETTLING))
     print(f"{STEPS - SETTLING} steps each, {len(times[MODES[0]])} rounds; median of the mean ms per step")
     print_times(times)
     for mode, other in (("stopped", "answers"), ("stopped", "no tracker"), ("answers", "no tracker")):
@@ -123,32 +109,31 @@ def _print(means: list[float], phases: list[str]) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 @contextlib.contextmanager
-def _mlflow_server(folder: Path) -> Iterator[int]:
-    """An MLflow server with its data in a folder; yields its port."""
+def _mlflow_server(folder: Path) -> Iterator[str]:
+    """An MLflow server with its data in a folder; yields its address."""
     port = _free_port()
+    address = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{folder / 'server.db'}"]
     command += ["--artifacts-destination", str(folder / "artifacts")]
     environment = os.environ | {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    with (folder / "server.log").open("wb") as log:
-        process = subprocess.Popen(
-            command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+    log = folder / "server.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
     try:
         deadline = time.monotonic() + SERVER_START_S
         while True:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5):
                 break
             if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the MLflow server does not start: {(folder / 'server.log').read_text()[-2000:]}")
+                raise RuntimeError(f"the MLflow server does not start: {log.read_text()[-2000:]}")
             time.sleep(0.2)
-        yield port
+        yield address
     finally:
         os.killpg(process.pid, signal.SIGKILL)  # ends the server's workers as well, because they share its session
         process.wait()

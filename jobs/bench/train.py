@@ -1,12 +1,13 @@
 """`raycap bench train`: training steps at the paper's size on random features; needs neither Ray nor data.
 
-On a CUDA machine also the four stages at the paper's batch sizes with Swin-L, and what the whole recipe would take.
+On a CUDA machine it also measures the four stages with Swin-L at the paper's batch sizes, and estimates the time of the
+whole recipe.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
+import contextlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 import typer
 
+from jobs.bench.measuring import median_seconds
 from jobs.options import Threads
 from models.backbone import Backbone
 from models.base import Features
@@ -23,9 +25,9 @@ from models.captioner import Captioner
 from models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
 from models.layers import set_dropout
 from models.registry import build_model
-from pipeline.config.sections import OptimizerSection, ScstSection, StageSection
+from pipeline.config.sections import OptimizerSection, StageSection
 from pipeline.data.vocabulary import SPECIALS, Vocabulary
-from pipeline.runtime.cpu import prepare_processor
+from pipeline.runtime.cpu import memory_mb, prepare_processor
 from pipeline.training.batches import Batch
 from pipeline.training.objectives import Objective, cross_entropy_objective, scst_objective
 from pipeline.training.optimizer import make_optimizer
@@ -39,7 +41,10 @@ A100_HOURS = 60  # the paper's own recipe on one A100, Table VII
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table: a stage on `images` images, and the figure that the reference has for it."""
+    """One row of the table: a training step on `images` images.
+
+    reference: the reference's time for it. samples: the number of samples in all epochs of the paper's stage.
+    """
 
     name: str
     objective: str
@@ -49,6 +54,7 @@ class Case:
     bfloat16: bool = False
     end_to_end: bool = False
     reference: str = ""
+    samples: int = 0
 
 
 CPU_CASES = (
@@ -60,13 +66,11 @@ CPU_CASES = (
     Case("cross entropy, 16 images x 5 captions", "cross_entropy", 16, captions=5, dropout="factorized"),
 )
 CUDA_CASES = (
-    Case("xe_frozen", "cross_entropy", 48),
-    Case("xe_finetune", "cross_entropy", 48, bfloat16=True, end_to_end=True),
-    Case("scst_frozen", "scst", 48),
-    Case("scst_finetune", "scst", 20, bfloat16=True, end_to_end=True),
+    Case("xe_frozen", "cross_entropy", 48, samples=8 * COCO_PAIRS),
+    Case("xe_finetune", "cross_entropy", 48, bfloat16=True, end_to_end=True, samples=2 * COCO_PAIRS),
+    Case("scst_frozen", "scst", 48, samples=9 * COCO_IMAGES),
+    Case("scst_finetune", "scst", 20, bfloat16=True, end_to_end=True, samples=COCO_IMAGES),
 )
-EPOCHS = {"xe_frozen": (8, COCO_PAIRS), "xe_finetune": (2, COCO_PAIRS), "scst_frozen": (9, COCO_IMAGES)}
-EPOCHS["scst_finetune"] = (1, COCO_IMAGES)
 
 
 def bench_train(
@@ -82,55 +86,57 @@ def bench_train(
     prepare_processor(threads)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, ExpansionNet v2 at the paper's size")
     print(f"{'case':<48}{'s/step':>9}{'s/caption':>11}{'peak MiB':>10}  reference")
-    device = torch.device("cpu")
-    times = {}
+    per_caption = {}
     for case in CPU_CASES:
-        seconds, memory = _measure(case, device, repeats)
-        times[case] = seconds / (case.images * (case.captions if case.objective == "cross_entropy" else 5))
-        print(f"{case.name:<48}{seconds:>9.2f}{times[case]:>11.4f}{memory:>10.0f}  {case.reference}", flush=True)
-    print(f"time per caption, 5 captions per image over pairs: {times[CPU_CASES[5]] / times[CPU_CASES[3]]:.2f}")
+        seconds, memory = _measure(case, torch.device("cpu"), repeats)
+        per_caption[case] = seconds / (case.images * (case.captions if case.objective == "cross_entropy" else 5))
+        print(f"{case.name:<48}{seconds:>9.2f}{per_caption[case]:>11.4f}{memory:>10.0f}  {case.reference}", flush=True)
+    ratio = per_caption[CPU_CASES[5]] / per_caption[CPU_CASES[3]]
+    print(f"time per caption, 5 captions per image over pairs: {ratio:.2f}")
     if torch.cuda.is_available():
-        _cuda(repeats)
+        _print_cuda_cases(repeats)
     else:
         print("CUDA: no GPU here, the paper's batch sizes were not run")
 
 
-def _cuda(repeats: int) -> None:
+def _print_cuda_cases(repeats: int) -> None:
     print(f"\n{torch.cuda.get_device_name()}: the paper's batch sizes, synthetic data")
     print(f"{'stage':<16}{'s/step':>9}{'images/s':>10}{'peak GiB':>10}{'hours':>8}")
     total = 0.0
     for case in CUDA_CASES:
         seconds, memory = _measure(case, torch.device("cuda"), repeats)
-        epochs, samples = EPOCHS[case.name]
-        hours = epochs * samples / case.images * seconds / 3600
+        hours = case.samples / case.images * seconds / 3600
         total += hours
-        rate = case.images / seconds
-        print(f"{case.name:<16}{seconds:>9.3f}{rate:>10.1f}{memory / 1024:>10.1f}{hours:>8.1f}", flush=True)
+        print(
+            f"{case.name:<16}{seconds:>9.3f}{case.images / seconds:>10.1f}{memory / 1024:>10.1f}{hours:>8.1f}",
+            flush=True,
+        )
     print(f"the whole recipe on COCO: {total:.1f} hours; the paper: {A100_HOURS} A100-hours, others 5 to 7 days")
 
 
 def _measure(case: Case, device: torch.device, repeats: int) -> tuple[float, float]:
     """(median seconds, peak MiB) of forward, backward and update."""
     torch.manual_seed(0)
-    step = _step(case, device)
+    step = _training_step(case, device)
     for _ in range(2):  # torch's RAdam and the allocator settle
         step()
-    _reset_peak(device)
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times), _peak_mb(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # Linux measures the peak of the resident set from now on
+    _, seconds = median_seconds(step, repeats, device=device)
+    if device.type == "cuda":
+        return seconds, memory_mb(device)
+    peak = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+    return seconds, int(peak[1]) / 1024 if peak else float("nan")
 
 
-def _step(case: Case, device: torch.device) -> Callable[[], None]:
-    scst = case.objective == "scst"
+def _training_step(case: Case, device: torch.device) -> Callable[[], None]:
+    """A function that trains on the same random batch in each call."""
     config = replace(ExpansionNetConfig(), expansion_dropout=case.dropout)  # type: ignore[arg-type]
     model = build_model(config, SIZES)
-    set_dropout(model, 0.1 if scst else 0.3)
+    set_dropout(model, 0.1 if case.objective == "scst" else 0.3)
     backbone = Backbone(BackboneConfig(gradient_checkpointing=True)) if case.end_to_end else None
     captioner = Captioner(model, backbone).to(device).train()
     optimizer = make_optimizer(captioner, OptimizerSection(), 1e-5)
@@ -151,16 +157,10 @@ def _step(case: Case, device: torch.device) -> Callable[[], None]:
 
 
 def _objective(case: Case, device: torch.device) -> Objective:
-    stage = StageSection(
-        name="bench",
-        objective=case.objective,  # type: ignore[arg-type]
-        epochs=1,
-        batch_size=case.images,
-        lr=1e-5,
-        scst=ScstSection(max_length=21) if case.objective == "scst" else None,
-    )
+    values = {"name": "bench", "objective": case.objective, "epochs": 1, "batch_size": case.images, "lr": 1e-5}
     if case.objective == "cross_entropy":
-        return cross_entropy_objective(stage, SIZES.pad)
+        return cross_entropy_objective(StageSection.model_validate(values), SIZES.pad)
+    stage = StageSection.model_validate(values | {"scst": {"max_length": 21}})
     words = [f"w{number:05d}" for number in range(SIZES.vocabulary_size - len(SPECIALS))]
     vocabulary = Vocabulary(("EOS", "PAD", "SOS", "UNK", *words))
     rng = np.random.default_rng(0)
@@ -170,22 +170,3 @@ def _objective(case: Case, device: torch.device) -> Objective:
     }
     reward = CaptionReward(references, vocabulary, eos=True, device=device)
     return scst_objective(stage, reward, torch.arange(case.images), SIZES.pad, vocabulary.words)
-
-
-def _reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        return
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak of the resident set begins anew
-    except OSError:
-        return
-
-
-def _peak_mb(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**20
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) / 1024
-    return float("nan")

@@ -14,23 +14,22 @@ written before champion.json references it. The next lease holder deletes files 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from pipeline.captioning.bundle import bundle_digests
 from pipeline.config.sections import Section
 from pipeline.errors import UserError
 from pipeline.retrain.data_listing import Change
+from pipeline.scoring.bootstrap import Difference
 from pipeline.storage.lease import Lease, LostLeaseError
 from pipeline.storage.path import ConflictError, StoragePath
 
 POINTER, LEASE = "champion.json", "lease.json"
+Verdict = Literal["first", "promoted", "kept", "rolled back"]
 _TOKEN = re.compile(r"[/-]t(\d{6,})(?=[./])")  # in snapshots/t000003.parquet or champion-t000003/weights.safetensors
 
 
@@ -42,7 +41,7 @@ class FileRecord(Section):
 
 
 class BundleRecord(Section):
-    """A model bundle: its folder below the storage, the sha256 of each file, and the run that produced it."""
+    """A model bundle: its folder in the storage, the sha256 of each file, and the run that produced it."""
 
     bundle: str
     files: dict[str, str]
@@ -73,15 +72,6 @@ class ScoreRecord(Section):
     challenger: float
 
 
-class DifferenceRecord(Section):
-    """Challenger minus champion (`pipeline.scoring.bootstrap.Difference`)."""
-
-    mean: float
-    low: float
-    high: float
-    better: float
-
-
 class Decision(Section):
     """The content of a file below decisions/. For a rollback the fields from `challenger` on are not set."""
 
@@ -90,7 +80,7 @@ class Decision(Section):
     number: int
     token: int
     time: str
-    decision: Literal["first", "promoted", "kept", "rolled back"]
+    decision: Verdict
     reason: str
     champion: BundleRecord
     champion_before: BundleRecord | None
@@ -101,12 +91,8 @@ class Decision(Section):
     data: DataRecord | None = None
     held_out: HeldOutRecord | None = None
     scores: ScoreRecord | None = None
-    difference: DifferenceRecord | None = None
+    difference: Difference | None = None  # challenger minus champion
     asked: dict[str, Any] | None = None  # the settings: the retrain section and the number of bootstrap resamples
-
-    def to_json(self) -> bytes:
-        """The content of the file, without the fields that are not set."""
-        return json.dumps(self.model_dump(exclude_unset=True), indent=1, ensure_ascii=False).encode()
 
 
 class ChampionState(Section):
@@ -137,7 +123,7 @@ class ChampionStore:
     def __init__(self, storage: StoragePath, name: str) -> None:
         self.storage, self.name = storage, name
         self.folder = storage / f"retrain/{name}"
-        self._tag: str | None = None  # of champion.json as last read or written; a write requires it unchanged
+        self._tag: str | None = None  # of champion.json when it was last read or written; a write needs the same tag
 
     def read(self) -> ChampionState:
         """The current state, which is empty before the first retraining. UserError for an invalid file."""
@@ -208,105 +194,44 @@ class ChampionStore:
             (self.storage / target / name).write_bytes(data)
         return BundleRecord(bundle=target, files=record.files, run_id=record.run_id)
 
-    def damage(self, record: BundleRecord) -> Iterator[str]:
-        """One sentence for each file of a bundle that is missing or changed."""
-        for name, digest in record.files.items():
-            path = self.storage / record.bundle / name
+    def require_intact(self, bundle: BundleRecord) -> None:
+        """OSError for a champion's bundle with a missing or changed file."""
+        for name, digest in bundle.files.items():
+            path = self.storage / bundle.bundle / name
+            damage = ""
             try:
-                data = path.read_bytes()
+                if _sha256(path.read_bytes()) != digest:
+                    damage = "does not have the digest of when it became champion"
             except FileNotFoundError:
-                yield f"{path} is missing"
-                continue
-            if _sha256(data) != digest:
-                yield f"{path} does not have the digest of when it became champion"
+                damage = "is missing"
+            if damage:
+                raise OSError(
+                    f"a champion's bundle is damaged: {path} {damage}; restore it from a copy, nothing was changed"
+                )
 
     def decision(self, record: FileRecord) -> Decision:
         """Reads a decision's file."""
         return Decision.model_validate_json(self.read_file(record))
 
-    def decisions(self, state: ChampionState) -> Iterator[tuple[FileRecord, Decision]]:
-        """The decisions and their files, newest first. OSError for a file that is missing or changed."""
-        record = state.decision
-        while record is not None:
-            decision = self.decision(record)
-            yield record, decision
-            record = decision.previous
-
-    def orphans(self) -> dict[StoragePath, int]:
+    def orphans(self, state: ChampionState) -> dict[StoragePath, int]:
         """The files, with their tokens, that belong to no decision, because their writer was killed or lost its lease.
 
         The cost is two listings.
         """
-        decided = {*self.read().decided}
         models = self.storage / f"models/{self.name}"
-        candidates = [self.folder / name for name in self.folder.list() if not _is_hidden(name)]
+        candidates = [self.folder / name for name in self.folder.list() if "/." not in f"/{name}"]  # no hidden files
         candidates += [models / name for name in models.list() if name.startswith("champion-t")]
-        orphans = {}
-        for path in candidates:
-            tokens = _TOKEN.findall(path.uri.removeprefix(self.storage.uri))
-            if tokens and int(tokens[-1]) not in decided:
-                orphans[path] = int(tokens[-1])
-        return orphans
+        tokens = {path: _TOKEN.findall(path.uri.removeprefix(self.storage.uri)) for path in candidates}
+        last_tokens = {path: int(numbers[-1]) for path, numbers in tokens.items() if numbers}
+        return {path: token for path, token in last_tokens.items() if token not in state.decided}
 
-    def remove_orphans(self, lease: Lease) -> None:
+    def remove_orphans(self, state: ChampionState, lease: Lease) -> None:
         """Deletes the orphans of earlier lease holders."""
-        for path, token in self.orphans().items():
+        for path, token in self.orphans(state).items():
             if token < lease.token:
                 lease.check()
                 path.delete()
 
-    def verify(self) -> list[str]:
-        """One sentence per error. Reads every champion's bundle and all records once.
-
-        The champion and all bundles that rollbacks can restore must be intact. The decisions must form a complete chain
-        which ends with this champion. Every referenced file must have its recorded digest.
-        """
-        try:
-            state = self.read()
-        except UserError as error:
-            return [str(error)]
-        errors = [sentence for bundle in state.bundles for sentence in self.damage(bundle)]
-        try:
-            decisions = [decision for _, decision in self.decisions(state)][::-1]
-            for record in (state.snapshot, state.held_out, *(decision.snapshot for decision in decisions)):
-                if record:
-                    self.read_file(record)
-        except (OSError, ValueError) as error:
-            return [*errors, f"{type(error).__name__}: {error}"]
-        return errors + _chain_errors(state, decisions)
-
-
-def _chain_errors(state: ChampionState, decisions: list[Decision]) -> list[str]:
-    """One sentence per contradiction between champion.json and the decisions; the oldest decision is first."""
-    errors = []
-    numbers = [decision.number for decision in decisions]
-    if numbers != list(range(1, state.number + 1)):
-        errors.append(f"the decisions are {numbers}, the last is {state.number}")
-    champions: list[BundleRecord] = []
-    for decision in decisions:
-        if decision.decision in ("first", "promoted"):
-            champions.append(decision.champion)
-        elif decision.decision == "rolled back":
-            champions.pop()
-        if not champions or decision.champion != champions[-1]:
-            errors.append(f"decision {decision.number} contradicts the decisions before it")
-            break
-    if tuple(champions) != state.bundles:
-        errors.append("the champions of the decisions are not those of champion.json")
-    tokens = tuple(decision.token for decision in decisions)
-    if tokens != state.decided or list(tokens) != sorted({*tokens}) or max((0, *tokens)) > state.token:
-        errors.append(f"the decisions' tokens {tokens} are not those of champion.json, or not increasing")
-    return errors
-
-
-def bundle_record(folder: Path, run_id: str, name: str) -> BundleRecord:
-    """The record of a local bundle with the current digests of its files."""
-    return BundleRecord(bundle=name, files=bundle_digests(folder), run_id=run_id)
-
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _is_hidden(name: str) -> bool:
-    return any(part.startswith(".") for part in name.split("/"))

@@ -25,7 +25,7 @@ LISTING = pa.schema(
         ("key", pa.string()),  # the sha256 of an image's content; null for other files
     ]
 )
-_CHUNK_ROWS = 8192
+CHUNK_ROWS = 8192
 
 
 class Change(Section):
@@ -46,11 +46,11 @@ def list_data(config: RunConfig, root: str) -> pa.Table:
     """
     # synthetic data is itself below the folder of the results
     results = f"{config.storage_place.uri.rstrip('/')}/" if config.data.synthetic is None else None
-    chunks = []
-    for names, entries in _chunked(_list_files(config, root, skipped_prefix=results)):
-        sizes, tags = [entry.size for entry in entries], [entry.tag for entry in entries]
-        chunks.append(pa.record_batch([names, sizes, tags, pa.nulls(len(names), pa.string())], schema=LISTING))
-    return pa.Table.from_batches(chunks, LISTING)
+    files, batches = _list_files(config, root, skipped_prefix=results), []
+    while chunk := list(itertools.islice(files, CHUNK_ROWS)):
+        rows = [{"name": name, "size": entry.size, "tag": entry.tag} for name, entry in chunk]
+        batches.append(pa.RecordBatch.from_pylist(rows, LISTING))
+    return pa.Table.from_batches(batches, LISTING)
 
 
 def compare(now: pa.Table, before: pa.Table | None) -> Change:
@@ -67,10 +67,8 @@ def compare(now: pa.Table, before: pa.Table | None) -> Change:
 
 def with_keys(listing: pa.Table, dataset: Dataset, root: str) -> pa.Table:
     """Adds the content keys of the data set's images, by which a later retraining recognizes the images."""
-    prefix = f"{root.rstrip('/')}/"
-    uris = dataset.table["uri"]
-    is_below_root = pc.starts_with(uris, prefix)
-    names = pc.if_else(is_below_root, pc.utf8_slice_codeunits(uris, len(prefix)), uris)
+    prefix, uris = f"{root.rstrip('/')}/", dataset.table["uri"]
+    names = pc.if_else(pc.starts_with(uris, prefix), pc.utf8_slice_codeunits(uris, len(prefix)), uris)
     keys = dataset.table["key"].take(pc.index_in(listing["name"], value_set=names))
     return listing.set_column(LISTING.get_field_index("key"), "key", keys)
 
@@ -79,26 +77,20 @@ def new_keys(dataset: Dataset, before: pa.Table | None) -> int:
     """The number of images whose content is not in the previous listing."""
     if before is None:
         return len(dataset)
-    known = pc.is_in(dataset.table["key"], value_set=before["key"].drop_null())
-    return len(dataset) - int(pc.sum(known).as_py() or 0)
+    return len(dataset) - int(pc.sum(pc.is_in(dataset.table["key"], value_set=before["key"].drop_null())).as_py() or 0)
 
 
 def _list_files(config: RunConfig, root: str, *, skipped_prefix: str | None) -> Iterator[tuple[str, Entry]]:
     """The files below the root with their names, then those of remote image folders outside of it with their URIs."""
     image_folders = {config.data.images, *(source.images for source in config.data.sources)}
-    for prefix in [root, *sorted(folder for folder in image_folders if is_remote(folder))]:
-        is_listed_with_root = prefix != root and f"{prefix}/".startswith(f"{root.rstrip('/')}/")
-        if is_listed_with_root:
-            continue
+    outside = [
+        folder
+        for folder in sorted(image_folders)
+        if is_remote(folder) and not f"{folder}/".startswith(f"{root.rstrip('/')}/")
+    ]
+    for prefix in [root, *outside]:
         for name, entry in StoragePath(prefix, config.storage.options).walk():
             uri = join(prefix, name)
-            is_hidden = name.startswith(".") or "/." in name
-            is_skipped = skipped_prefix is not None and uri.startswith(skipped_prefix)
-            if not is_hidden and not is_skipped:
+            is_hidden = "/." in f"/{name}"
+            if not is_hidden and not (skipped_prefix and uri.startswith(skipped_prefix)):
                 yield (name if prefix == root else uri), entry
-
-
-def _chunked(entries: Iterator[tuple[str, Entry]]) -> Iterator[tuple[list[str], list[Entry]]]:
-    """Groups the files into lists of names and lists of entries."""
-    while chunk := list(itertools.islice(entries, _CHUNK_ROWS)):
-        yield [name for name, _ in chunk], [entry for _, entry in chunk]

@@ -40,13 +40,10 @@ def decision_page(
 
 def _score_rows(decision: Decision) -> list[tuple[str, list[str]]]:
     """The table of both scores and their difference; a rollback has none."""
-    rows = []
-    if decision.scores is not None:
-        scores = (("champion", decision.scores.champion), ("challenger", decision.scores.challenger))
-        rows += [(name, [f"{score:.4f}"]) for name, score in scores if score is not None]
-    if (difference := decision.difference) is not None:
-        interval = f"[{difference.low:+.4f}, {difference.high:+.4f}]"
-        rows.append(("difference\npaired bootstrap", [f"{difference.mean:+.4f} {interval}"]))
+    scores = decision.scores.model_dump() if decision.scores else {}
+    rows = [(name, [f"{score:.4f}"]) for name, score in scores.items() if score is not None]
+    if decision.difference is not None:
+        rows.append(("difference\npaired bootstrap", [str(decision.difference)]))
     return rows
 
 
@@ -56,10 +53,7 @@ def _metadata(decision: Decision) -> dict[str, str]:
     if decision.champion_before is not None:
         metadata["champion before"] = decision.champion_before.bundle
     if (data := decision.data) is not None:
-        metadata["data"] = (
-            f"{data.images} images, {data.new_images} of them new; files: {data.files.added} new, "
-            f"{data.files.changed} changed, {data.files.gone} gone"
-        )
+        metadata["data"] = f"{data.images} images, {data.new_images} of them new; files: {data.files}"
         metadata["data fingerprint"] = (data.fingerprint or "")[:16]
     if decision.held_out is not None:
         metadata["held out"] = f"{decision.held_out.images} images, {decision.held_out.name}"
@@ -72,7 +66,7 @@ def _metadata(decision: Decision) -> dict[str, str]:
 def _images(
     config: RunConfig, part: Dataset, captions: Mapping[str, dict[int, str]], scores: Mapping[int, float]
 ) -> list[ReportImage]:
-    """The gallery of captioned images. An image is read only when the page shows it."""
+    """The gallery of captioned images. Only the images that the page shows are read."""
     challenger, champion = captions["challenger"], captions.get("champion", {})
     return [
         ReportImage(

@@ -1,6 +1,6 @@
-"""The held-out split, on which models are compared. The first comparison fixes its images and references for good.
+"""The held-out split, on which models are compared. The first comparison fixes its images and references.
 
-Images are identified by their content, so that they are found after their files were moved.
+Images are identified by their content, so that a file may be moved or renamed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from pipeline.storage.tables import from_bytes, to_bytes
 
 
 class HeldOut(NamedTuple):
-    """The images that still exist, the number of those that do not, and the number of those now used for training."""
+    """The fixed split, and the numbers of its images that are gone (`missing`) or now used for training (`leaked`)."""
 
-    part: Dataset
+    file: bytes  # the fixed split as a Parquet file
+    part: Dataset  # its images that still exist
     missing: int
     leaked: int
 
@@ -31,35 +32,23 @@ def held_out_split(config: RunConfig) -> str:
     return name
 
 
-def choose(dataset: Dataset, config: RunConfig) -> Dataset:
-    """The current images of the split; UserError for fewer than two readable images with captions."""
+def choose(dataset: Dataset, config: RunConfig) -> bytes:
+    """The current images of the split as a Parquet file; UserError for fewer than two readable images."""
     name = held_out_split(config)
     part = dataset.split(name).readable()
     if len(part) < 2:
         raise UserError(
             f"retrain.split = {name} has {len(part)} images; CIDEr-D needs two documents or more, better hundreds"
         )
-    return part
-
-
-def encode(part: Dataset) -> bytes:
-    """The split as the content of a Parquet file."""
     return to_bytes(part.table)
 
 
-def decode(data: bytes) -> Dataset:
-    """Reads what `encode` returned."""
-    return Dataset(from_bytes(data, SCHEMA))
-
-
-def locate(fixed: Dataset, dataset: Dataset, config: RunConfig) -> HeldOut:
+def locate(file: bytes, dataset: Dataset, config: RunConfig) -> HeldOut:
     """The fixed split with its images' current locations; ids and references are those of the first comparison."""
-    current = dataset.readable()
-    rows = pc.index_in(fixed.table["key"], value_set=current.table["key"])  # null for an image that is gone
+    fixed, current, data = from_bytes(file, SCHEMA), dataset.readable(), config.data
+    rows = pc.index_in(fixed["key"], value_set=current.table["key"])  # null for an image that is gone
     uris = current.table["uri"].take(rows)
-    part = Dataset(fixed.table.set_column(SCHEMA.get_field_index("uri"), "uri", uris).filter(pc.is_valid(rows)))
-    data = config.data
-    training_splits = {*data.train_splits, data.val_split} - {held_out_split(config)}
-    training = current.split(*training_splits)
-    leaked = pc.sum(pc.is_in(fixed.table["key"], value_set=pc.unique(training.table["key"]))).as_py() or 0
-    return HeldOut(part, missing=len(fixed) - len(part), leaked=int(leaked))
+    part = Dataset(fixed.set_column(SCHEMA.get_field_index("uri"), "uri", uris).filter(pc.is_valid(rows)))
+    training = current.split(*{*data.train_splits, data.val_split} - {held_out_split(config)})
+    leaked = pc.sum(pc.is_in(fixed["key"], value_set=pc.unique(training.table["key"]))).as_py() or 0
+    return HeldOut(file, part, missing=rows.null_count, leaked=int(leaked))

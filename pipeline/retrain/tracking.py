@@ -7,12 +7,11 @@ tracker catches up, without a record of earlier calls.
 from __future__ import annotations
 
 import logging
-import tempfile
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 from pipeline.config.run import RunConfig
-from pipeline.retrain.champion import ChampionState, ChampionStore
+from pipeline.retrain.champion import ChampionState, ChampionStore, FileRecord
 from pipeline.runs.folder import RunFolder
 from pipeline.tracking.mlflow_client import experiment_of, public_uri, reason_of, tracking_client
 from pipeline.tracking.run_tracker import register_run
@@ -35,24 +34,25 @@ def follow(config: RunConfig, store: ChampionStore, state: ChampionState) -> boo
             version = None if run_id is None else _version(client, config, experiment, run_id)
             _set_alias(client, name, alias, version)
         if state.decision is not None:
-            _log_decision(client, experiment, store, state)
+            _log_decision(client, experiment, store, state.decision)
     except Exception as error:  # a failing tracker must not fail the decision
-        reason = reason_of(error)
-        logger.info(f"tracker   {public_uri(config)} could not be updated ({reason}); the next call tries again")
+        address, reason = public_uri(config), reason_of(error)
+        logger.info(f"tracker   {address} could not be updated ({reason}); the next call tries again")
         return False
     return True
 
 
 def _version(client: Any, config: RunConfig, experiment: str, run_id: str) -> str | None:
     """The registered model version of a raycap run, or None. A run that is not on the tracker yet is sent first."""
-    for attempt in range(2):
-        run = _run_of(client, experiment, run_id)
-        versions = client.search_model_versions(f"run_id = '{run.info.run_id}'") if run is not None else []
-        if versions:
-            return str(versions[0].version)
-        if attempt > 0 or not _send_run(config, run_id):
-            return None
-    return None
+    versions = _versions_of(client, experiment, run_id)
+    if not versions and _send_run(config, run_id):
+        versions = _versions_of(client, experiment, run_id)
+    return str(versions[0].version) if versions else None
+
+
+def _versions_of(client: Any, experiment: str, run_id: str) -> list[Any]:
+    run = _run_of(client, experiment, run_id)
+    return [] if run is None else client.search_model_versions(f"run_id = '{run.info.run_id}'")
 
 
 def _run_of(client: Any, experiment: str, run_id: str) -> Any:
@@ -74,35 +74,25 @@ def _send_run(config: RunConfig, run_id: str) -> bool:
 
 def _set_alias(client: Any, name: str, alias: str, version: str | None) -> None:
     """Points an alias of a registered model at a version; None removes the alias."""
-    try:
-        current = client.get_registered_model(name).aliases.get(alias)
-    except Exception:  # MLflow raises an error when no version of the model was registered yet
-        if version is None:
-            return
-        current = None
-    if version is None:
-        if current is not None:
-            client.delete_registered_model_alias(name, alias)
-    elif str(current) != version:
+    if version is not None:
         client.set_registered_model_alias(name, alias, version)
+    elif any(alias in model.aliases for model in client.search_registered_models(f"name = '{name}'")):
+        client.delete_registered_model_alias(name, alias)
 
 
-def _log_decision(client: Any, experiment: str, store: ChampionStore, state: ChampionState) -> None:
+def _log_decision(client: Any, experiment: str, store: ChampionStore, record: FileRecord) -> None:
     """Attaches the last decision's record, page and scores to its run, once."""
-    assert state.decision is not None
-    decision = store.decision(state.decision)
+    decision = store.decision(record)
     run = _run_of(client, experiment, decision.run)
     if run is None or run.data.tags.get(DECISION_TAG) == str(decision.number):
         return
     run_id = run.info.run_id
-    with tempfile.TemporaryDirectory(prefix="raycap-") as scratch:
-        for name in (state.decision.name, state.decision.name.replace(".json", ".html")):
-            path = Path(scratch) / name.rsplit("/", 1)[-1]
-            path.write_bytes((store.folder / name).read_bytes())
-            client.log_artifact(run_id, str(path), "decisions")
-    scores = decision.scores.model_dump() if decision.scores else {}
-    difference = decision.difference.model_dump() if decision.difference else {}
-    for key, value in {**scores, **{f"difference_{name}": number for name, number in difference.items()}}.items():
+    for name in (record.name, record.name.replace(".json", ".html")):  # below decisions/
+        client.log_text(run_id, (store.folder / name).read_bytes().decode(), name)
+    values = decision.scores.model_dump() if decision.scores else {}
+    if decision.difference:
+        values |= {f"difference_{name}": number for name, number in asdict(decision.difference).items()}
+    for key, value in values.items():
         if value is not None:
             client.log_metric(run_id, f"held_out_{key}", value)
     client.set_tag(run_id, "raycap.verdict", f"{decision.decision}: {decision.reason}"[:5000])

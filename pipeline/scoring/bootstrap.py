@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,8 +11,9 @@ RESAMPLES = 10_000
 CHUNK = 256  # resamples that are computed together, which bounds the memory
 
 
-class Difference(NamedTuple):
-    """The mean of a - b over the images, with its confidence interval."""
+@dataclass(frozen=True)
+class Difference:
+    """The mean of a - b over the images, its confidence interval, and the share of resamples in which a is better."""
 
     mean: float
     low: float

@@ -14,7 +14,7 @@ from typing import Any
 from pipeline.search.spec import SCORE
 from pipeline.search.trials import ENDED, TrialLog, TrialRecord
 from pipeline.storage.atomic import read_json, write_json
-from pipeline.tracking.mlflow_client import experiment_of, public_uri, reason_of, tracking_client
+from pipeline.tracking.mlflow_client import experiment_of, get_or_create_run, public_uri, reason_of, tracking_client
 
 logger = logging.getLogger(__name__)
 
@@ -115,14 +115,8 @@ def sync_search(log: TrialLog, status: str, files: bool = False) -> None:
 
 def _create_trial(client: Any, experiment: str, log: TrialLog, record: TrialRecord, parent: str) -> str:
     """The id of a trial's run, which is created if it does not exist."""
-    name = f"trial-{record.number}"
-    query = f"tags.`mlflow.parentRunId` = '{parent}' and tags.`mlflow.runName` = '{name}'"
-    # the run exists if an earlier process created it and was killed before it recorded the id
-    runs = client.search_runs([experiment], query)
-    if runs:
-        return str(runs[0].info.run_id)
-    tags = {"mlflow.runName": name, "mlflow.parentRunId": parent, "raycap.search": log.folder.path.name}
-    run_id = str(client.create_run(experiment, tags=tags).info.run_id)
+    match = {"mlflow.parentRunId": parent, "mlflow.runName": f"trial-{record.number}"}
+    run_id = get_or_create_run(client, experiment, match, {"raycap.search": log.folder.path.name})
     for key, value in {**log.search.changes(record.point), "seed": record.seed}.items():
         client.log_param(run_id, key, str(value)[:500])
     return run_id

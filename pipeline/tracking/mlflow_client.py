@@ -1,4 +1,4 @@
-"""The connection to MLflow: the tracker's address, its client, experiments, and parameters."""
+"""The connection to MLflow: the tracker's address, its client, experiments, runs and parameters."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from pipeline.config.run import RunConfig
 CALL_TIMEOUT_S = 10  # the timeout of a request; each request is repeated once
 SLOW_BUDGET_S = 30.0  # total time that the calls of one client may exceed 1 s each
 PARAM_LENGTH = 6000  # MLflow's limit for the value of a parameter
-PARAMS_PER_REQUEST = 100
 
 
 class ClientStopped(Exception):
-    """The run has ended: `Tracker.finish` or `Tracker.close` sends what is left."""
+    """The run has ended: `Tracker.finish` or `Tracker.close` sends the rest."""
 
 
 class BoundedClient:
     """An MLflow client whose calls fail once `stop` is set, or once slow answers have used up SLOW_BUDGET_S."""
 
     def __init__(self, client: Any, stop: threading.Event | None = None) -> None:
-        self._client, self._stop, self._slow_s = client, stop or threading.Event(), 0.0
+        self._client, self._stop, self._slow_s = client, stop, 0.0
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._client, name)
 
         def call(*arguments: Any, **named: Any) -> Any:
-            if self._stop.is_set():
+            if self._stop is not None and self._stop.is_set():
                 raise ClientStopped
             if self._slow_s > SLOW_BUDGET_S:
                 raise TimeoutError(f"its answers took {self._slow_s:.0f} s longer than a second each")
@@ -79,10 +78,6 @@ def tracking_client(config: RunConfig) -> Any:
     return MlflowClient(tracking_uri(config))
 
 
-def bounded_client(config: RunConfig, stop: threading.Event | None = None) -> BoundedClient:
-    return BoundedClient(tracking_client(config), stop)
-
-
 def experiment_of(client: Any, config: RunConfig) -> str:
     """The id of the configured experiment, which is created when it does not exist."""
     experiment = client.get_experiment_by_name(config.tracking.experiment)
@@ -108,13 +103,14 @@ def artifact_location(config: RunConfig) -> str | None:
 def get_or_create_run(
     client: Any, experiment: str, match: dict[str, str], tags: dict[str, str], start_time: int | None = None
 ) -> str:
-    """The id of the run whose tags include `match`, or else of a new run with `tags`; `start_time` is in milliseconds.
+    """The id of the run whose tags include `match`, or else of a new run with these and `tags`.
 
     A run can exist although its id was not stored: the answer to its creation was lost, or the process was killed.
+    `start_time` is in milliseconds.
     """
     query = " and ".join(f"tags.`{name}` = '{value}'" for name, value in match.items())
     runs = client.search_runs([experiment], query)
-    run = runs[0] if runs else client.create_run(experiment, start_time=start_time, tags=tags)
+    run = runs[0] if runs else client.create_run(experiment, start_time=start_time, tags=match | tags)
     return str(run.info.run_id)
 
 
@@ -124,8 +120,7 @@ def log_params(client: Any, run_id: str, values: dict[str, Any]) -> None:
 
     logged = client.get_run(run_id).data.params
     params = [Param(key, str(value)[:PARAM_LENGTH]) for key, value in flatten(values).items() if key not in logged]
-    for start in range(0, len(params), PARAMS_PER_REQUEST):
-        client.log_batch(run_id, params=params[start : start + PARAMS_PER_REQUEST])
+    client.log_batch(run_id, params=params)
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -134,8 +129,5 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in values.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             value = {item.get("name", str(number)): item for number, item in enumerate(value)}
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import io
-import logging
 import os
 import shutil
 import tempfile
@@ -18,7 +17,7 @@ from pipeline.config.run import RunConfig
 from pipeline.runs.folder import RunFolder
 from pipeline.storage.path import is_remote
 from pipeline.tracking.mlflow_client import tracking_client, tracking_uri
-from pipeline.tracking.run_sync import parent_run
+from pipeline.tracking.run_sync import SentRecord
 from pipeline.version import project_root
 
 SERVING_PACKAGES = ("mlflow", "numpy", "pillow", "pydantic", "pyyaml", "safetensors", "timm", "torch", "torchvision")
@@ -29,21 +28,29 @@ def register_model(folder: RunFolder, config: RunConfig, bundle: Path, scores: d
 
     A version that this run registered before is returned unchanged.
     """
-    parent = parent_run(folder, config)
-    versions = tracking_client(config).search_model_versions(f"run_id = '{parent}'")
-    if versions:
-        return f"{versions[0].name}/{versions[0].version}"
+    parent = SentRecord(folder, config).values["parent"]
+    registered = tracking_client(config).search_model_versions(f"run_id = '{parent}'")
+    if registered:
+        return f"{registered[0].name}/{registered[0].version}"
     import mlflow
 
     name = config.tracking.registered_name or config.name
     packages = [*SERVING_PACKAGES, *(["boto3"] if is_remote(config.storage.uri) else [])]
-    with _quiet(), _serving_code() as code, _current_run(config, parent):
+    versions = {package: importlib.metadata.version(package) for package in packages}
+    # MLflow reports success on stderr and warns about the input example, which a bundle does not need.
+    with (
+        contextlib.redirect_stderr(io.StringIO()),
+        warnings.catch_warnings(action="ignore"),
+        _serving_code() as code,
+        _current_run(config, parent),
+    ):
         logged = mlflow.pyfunc.log_model(
             name="model",
             loader_module="pipeline.captioning.service",  # no pickle: the module reads the bundle
             data_path=str(bundle),
             code_paths=code,
-            pip_requirements=[f"{package}=={_version(package)}" for package in packages],
+            # package indexes name versions without a build's suffix (+cpu)
+            pip_requirements=[f"{package}=={version.partition('+')[0]}" for package, version in versions.items()],
             signature=_signature(),
             input_example=_example(),
             model_config={name: getattr(config.evaluation, name) for name in ("beam_size", "max_length", "precision")},
@@ -67,18 +74,6 @@ def _current_run(config: RunConfig, run_id: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences MLflow: it reports success on stderr and warns about the input example, which a bundle does not need."""
-    logging.disable(logging.INFO)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-@contextlib.contextmanager
 def _serving_code() -> Iterator[list[str]]:
     """Folders with the sources that are stored with a model: the part of raycap that serving needs."""
     from pipeline.captioning.service import serving_sources
@@ -91,20 +86,12 @@ def _serving_code() -> Iterator[list[str]]:
         yield [str(folder) for folder in sorted(Path(temporary).iterdir())]
 
 
-def _version(package: str) -> str:
-    """The installed version as package indexes name it, without a build's suffix (+cpu)."""
-    return importlib.metadata.version(package).partition("+")[0]
-
-
 def _signature() -> Any:
     from mlflow.models import ModelSignature
-    from mlflow.types import ColSpec, DataType, Schema
+    from mlflow.types import ColSpec, Schema
 
-    inputs: list[Any] = [
-        ColSpec(DataType.binary, "image", required=False),
-        ColSpec(DataType.string, "uri", required=False),
-    ]
-    outputs: list[Any] = [ColSpec(DataType.string, "caption"), ColSpec(DataType.double, "log_prob")]
+    inputs: list[Any] = [ColSpec("binary", "image", required=False), ColSpec("string", "uri", required=False)]
+    outputs: list[Any] = [ColSpec("string", "caption"), ColSpec("double", "log_prob")]
     return ModelSignature(Schema(inputs), Schema(outputs))
 
 

@@ -1,9 +1,9 @@
-"""Brings MLflow up to date with a run: the run as a parent, each stage as a child, fed from the run's journal.
+"""Sends a run to MLflow: the run is a parent, each stage is a child with the metrics of the run's journal.
 
 `sync` sends what was not sent before and stores what was sent in log/tracked.json, so it may be called any number of
-times: regularly during training, and at the end. A tracker that is down or slow does not affect training; what could
-not be sent stays in the journal for the next `sync`. A request without an answer may have arrived, so the next
-`sync` asks the tracker for the steps that it has.
+times: regularly during training, and at the end. A tracker that is down or slow does not affect training, because the
+next `sync` sends the same entries of the journal. A request without an answer may have arrived; the next `sync` then
+reads from the tracker which steps it has.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipeline.reports.curves import write_curves
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import Entry, read_journal
 from pipeline.storage.atomic import read_json, write_json
-from pipeline.tracking.mlflow_client import bounded_client, experiment_of, get_or_create_run, log_params, public_uri
+from pipeline.tracking.mlflow_client import experiment_of, get_or_create_run, log_params, public_uri
 
 METRICS_PER_REQUEST = 500  # the server accepts 1000
 SENT_FILE = "log/tracked.json"
@@ -29,19 +29,20 @@ class SentRecord:
     """The record of what a tracker has received of a run. log/tracked.json stores one record per tracker address.
 
     Values: "parent" and "stages" are MLflow's run ids; "sent" is the last step by stage and kind of entry; "status" the
-    last status by run id; "described" tells whether the parent has its parameters; "ending" how the run ended.
+    last status by run id; "described" tells whether the parent has its parameters; "ending" how the run ended (None: it
+    has not ended), for a later `raycap sync`.
     """
 
     def __init__(self, folder: RunFolder, config: RunConfig) -> None:
-        self._folder, self._path, self._address = folder, folder.path / SENT_FILE, public_uri(config)
-        self._by_address = read_json(self._path) if self._path.is_file() else {}
+        self._folder, self._address = folder, public_uri(config)
+        self._by_address = stored_records(folder)
         new: dict[str, Any] = {"parent": None, "stages": {}, "sent": {}}
         self.values: dict[str, Any] = self._by_address.get(self._address, new)
         if self._address not in self._by_address:
             self.save()  # `raycap sync` finds the address here even when nothing was ever sent
 
     def save(self) -> None:
-        write_json(self._path, self._by_address | {self._address: self.values})
+        write_json(self._folder.path / SENT_FILE, self._by_address | {self._address: self.values})
         self._folder.push(SENT_FILE)
 
     def set(self, key: str, value: Any) -> None:
@@ -51,37 +52,19 @@ class SentRecord:
             self.save()
 
 
-def store_ending(folder: RunFolder, config: RunConfig, status: str | None) -> None:
-    """Stores how a run ended, for a later `raycap sync`; None: it has not ended."""
-    SentRecord(folder, config).set("ending", status)
-
-
-def stored_ending(folder: RunFolder, config: RunConfig) -> str | None:
-    """The status that `store_ending` stored."""
-    return SentRecord(folder, config).values.get("ending")
-
-
-def known_trackers(folder: RunFolder) -> list[str]:
-    """The addresses, without users and passwords, of the trackers that a run was to be sent to."""
+def stored_records(folder: RunFolder) -> dict[str, Any]:
+    """The records of a run by the addresses of the trackers that it was to be sent to, without users and passwords."""
     path = folder.path / SENT_FILE
-    return list(read_json(path)) if path.is_file() else []
+    return read_json(path) if path.is_file() else {}
 
 
-def parent_run(folder: RunFolder, config: RunConfig) -> str:
-    """MLflow's id of a run that `sync` has created."""
-    return str(SentRecord(folder, config).values["parent"])
-
-
-def sync(
-    folder: RunFolder, config: RunConfig, *, status: str | None = None, unsure: bool = False, client: Any = None
-) -> None:
+def sync(folder: RunFolder, config: RunConfig, client: Any, *, status: str | None = None, unsure: bool = False) -> None:
     """Creates the MLflow runs that are missing and sends journal entries not sent before. Raises what MLflow raises.
 
     Without `status` the parent is RUNNING, also after a failed attempt; with it the parent and all unfinished stages
-    end with that status. With `unsure` the tracker may have more than the
-    record shows, so it is asked for its steps.
+    end with that status. With `unsure` the tracker may have more steps than the record, so they are read from it.
     """
-    client, record = client or bounded_client(config), SentRecord(folder, config)
+    record = SentRecord(folder, config)
     values = record.values
     stages: dict[str, list[Entry]] = {}
     for entry in read_journal(folder.journal):
@@ -94,22 +77,22 @@ def sync(
         record.set("described", True)
     for stage, entries in stages.items():
         if stage not in values["stages"]:
-            values["stages"][stage] = _create_child(client, folder, config, entries, values["parent"])
+            values["stages"][stage] = _create_child(client, folder, config, entries[0], values["parent"])
             record.save()
         run_id = values["stages"][stage]
         if unsure and values.get("status", {}).get(run_id) != "FINISHED":
-            _ask_for_steps(client, stage, run_id, values["sent"])
+            _read_sent_steps(client, stage, run_id, values["sent"])
         _send_entries(client, record, stage, entries)
-        finished = folder.result(stage) is not None
-        _set_status(client, record, run_id, "FINISHED" if finished else status or "RUNNING", entries[-1]["time"])
+        is_finished = folder.result(stage) is not None
+        _set_status(client, record, run_id, "FINISHED" if is_finished else status or "RUNNING", entries[-1]["time"])
     _set_status(client, record, values["parent"], status or "RUNNING")
 
 
-def log_results(folder: RunFolder, config: RunConfig, scores: dict[str, float], *, client: Any) -> None:
+def log_results(folder: RunFolder, config: RunConfig, scores: dict[str, float], client: Any) -> None:
     """Logs scores, their signature and the files (report, plots, captions, scores, metadata) to the parent run."""
     from mlflow.entities import Metric, RunTag
 
-    parent, entries = parent_run(folder, config), read_journal(folder.journal)
+    parent, entries = SentRecord(folder, config).values["parent"], read_journal(folder.journal)
     # with the journal's last time, metrics that are logged twice have the same time
     time_ms = int(max((entry["time"] for entry in entries), default=0.0) * 1000)
     splits = read_json(folder.path / "scores.json")["splits"]
@@ -126,25 +109,20 @@ def log_results(folder: RunFolder, config: RunConfig, scores: dict[str, float], 
 def _create_parent(client: Any, folder: RunFolder, config: RunConfig) -> str:
     metadata = folder.metadata
     match = {"raycap.run_id": folder.run_id, "raycap.created": metadata.created}
-    tags = match | {
-        "mlflow.runName": folder.run_id,
-        "raycap.commit": metadata.commit,
-        "raycap.data_fingerprint": metadata.data_fingerprint,
-        "raycap.code": metadata.code,
-    }
+    tags = {"mlflow.runName": folder.run_id, "raycap.commit": metadata.commit, "raycap.code": metadata.code}
+    tags["raycap.data_fingerprint"] = metadata.data_fingerprint
     return get_or_create_run(client, experiment_of(client, config), match, tags)
 
 
-def _create_child(client: Any, folder: RunFolder, config: RunConfig, entries: list[Entry], parent: str) -> str:
-    section = config.stage(entries[0]["stage"])
-    match = {"mlflow.parentRunId": parent, "mlflow.runName": section.name}
-    tags = match | {"raycap.run_id": folder.run_id}
+def _create_child(client: Any, folder: RunFolder, config: RunConfig, first_entry: Entry, parent: str) -> str:
+    section = config.stage(first_entry["stage"])
+    tags = {"raycap.run_id": folder.run_id}
     if section.objective == "scst":
         from pipeline.training.objectives import scst_signature
 
         tags["raycap.signature"] = scst_signature(section.sampling)
-    begin_ms = int(entries[0]["time"] * 1000)
-    run_id = get_or_create_run(client, experiment_of(client, config), match, tags, begin_ms)
+    match = {"mlflow.parentRunId": parent, "mlflow.runName": section.name}
+    run_id = get_or_create_run(client, experiment_of(client, config), match, tags, int(first_entry["time"] * 1000))
     log_params(client, run_id, section.model_dump(mode="json"))
     return run_id
 
@@ -162,7 +140,7 @@ def _set_status(client: Any, record: SentRecord, run_id: str, status: str, end: 
     record.save()
 
 
-def _ask_for_steps(client: Any, stage: str, run_id: str, sent: dict[str, int]) -> None:
+def _read_sent_steps(client: Any, stage: str, run_id: str, sent: dict[str, int]) -> None:
     """Updates `sent` from the tracker: entries arrive in order, and each with all of its metrics or not at all."""
     for kind, key in FIRST_METRIC.items():
         steps = [metric.step for metric in client.get_metric_history(run_id, key)]
@@ -170,6 +148,7 @@ def _ask_for_steps(client: Any, stage: str, run_id: str, sent: dict[str, int]) -
 
 
 def _send_entries(client: Any, record: SentRecord, stage: str, entries: list[Entry]) -> None:
+    """Sends the metrics of the entries after the recorded steps. No entry is divided between two requests."""
     from mlflow.entities import Metric
 
     run_id, sent = record.values["stages"][stage], record.values["sent"]

@@ -9,20 +9,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.config.run import RunConfig
 from pipeline.runs.folder import RunFolder
 from pipeline.storage.atomic import read_json, write_json
-from pipeline.tracking.mlflow_client import (
-    ClientStopped,
-    bounded_client,
-    public_uri,
-    reason_of,
-)
+from pipeline.tracking.mlflow_client import BoundedClient, ClientStopped, public_uri, reason_of, tracking_client
 from pipeline.tracking.registry import register_model
-from pipeline.tracking.run_sync import log_results, store_ending, sync
+from pipeline.tracking.run_sync import SentRecord, log_results, sync
 
 logger = logging.getLogger(__name__)
 
@@ -44,47 +39,48 @@ class Tracker:
     def start(self) -> None:
         if self.config.tracking.enabled:
             with contextlib.suppress(OSError):  # storage errors are raised where they matter
-                store_ending(self.folder, self.config, None)
+                SentRecord(self.folder, self.config).set("ending", None)
             self._thread = threading.Thread(target=self._follow, name="tracker", daemon=True)
             self._thread.start()
 
     def close(self, status: str | None) -> bool:
-        """Sends what is left and ends the runs with `status` (FAILED or KILLED; None: leaves them RUNNING).
+        """Sends the rest and ends the runs with `status` (FAILED or KILLED; None: leaves them RUNNING).
 
         False when the tracker does not accept everything.
         """
         if not self.config.tracking.enabled:
             return True
-
-        def send() -> None:
-            store_ending(self.folder, self.config, status)
+        with self._attempt():
+            SentRecord(self.folder, self.config).set("ending", status)
             self._join()
-            sync(self.folder, self.config, status=status, unsure=self._unsure)
-
-        return self._try(send)
+            sync(self.folder, self.config, self._client(), status=status, unsure=self._unsure)
+            return True
+        return False
 
     def finish(self, scores: dict[str, float], bundle: Path) -> str | None:
         """Sends everything, with scores, report and model; returns the registered name/version.
 
         None when tracking is off or the tracker does not accept everything; `finish` may then be called again.
         """
-        registered: list[str] = []
-
-        def send() -> None:
+        if not self.config.tracking.enabled:
+            return None
+        with self._attempt():
             self._join()
-            client = bounded_client(self.config)
-            sync(self.folder, self.config, unsure=self._unsure, client=client)
-            log_results(self.folder, self.config, scores, client=client)
-            registered.append(register_model(self.folder, self.config, bundle, scores))
-            sync(self.folder, self.config, status="FINISHED", client=client)
-
-        accepted = self.config.tracking.enabled and self._try(send)
-        return registered[0] if accepted else None
+            client = self._client()
+            sync(self.folder, self.config, client, unsure=self._unsure)
+            log_results(self.folder, self.config, scores, client)
+            registered = register_model(self.folder, self.config, bundle, scores)
+            sync(self.folder, self.config, client, status="FINISHED")
+            return registered
+        return None
 
     @property
     def remedy(self) -> str:
-        """The command that sends what the tracker lacks."""
+        """The command that sends the rest."""
         return f"`raycap sync {'CONFIG' if self.folder.home else self.folder.path}`"
+
+    def _client(self, stop: threading.Event | None = None) -> BoundedClient:
+        return BoundedClient(tracking_client(self.config), stop)
 
     def _join(self) -> None:
         """Ends the background thread. TimeoutError when it hangs in a call without a deadline, as to a database."""
@@ -95,40 +91,35 @@ class Tracker:
                 raise TimeoutError(f"no answer for {JOIN_S} s")
 
     def _follow(self) -> None:
-        pause, sent = self.every_s, 0
+        """Sends new entries until the run ends. After a failure it waits longer before the next attempt."""
+        journal, pause, sent = self.folder.journal, self.every_s, 0
         while not self._stop.wait(pause):
-            modified = _modification_time(self.folder.journal)
+            modified = journal.stat().st_mtime_ns if journal.is_file() else 0
             if modified == sent and not self._failing:
                 continue
-            if self._try(self._send):
+            pause = min(2 * pause, max(LONGEST_PAUSE_S, self.every_s))
+            with self._attempt():
+                sync(self.folder, self.config, self._client(self._stop), unsure=self._unsure)
                 pause, sent = self.every_s, modified
-            else:
-                pause = min(2 * pause, max(LONGEST_PAUSE_S, self.every_s))
 
-    def _send(self) -> None:
-        sync(self.folder, self.config, unsure=self._unsure, client=bounded_client(self.config, self._stop))
-
-    def _try(self, action: Callable[[], None]) -> bool:
-        """Calls an action; False on any error, which must not stop training. Logs the first error of a series."""
+    @contextlib.contextmanager
+    def _attempt(self) -> Iterator[None]:
+        """Suppresses every error of the tracker, which must not stop training. Logs the first error of a series."""
         address = public_uri(self.config)
         try:
-            action()
-        except ClientStopped:
-            self._unsure = True
-            return False
+            yield
         except Exception as error:
             self._unsure = True
-            if not self._failing:
+            if not self._failing and not isinstance(error, ClientStopped):
+                self._failing = True
                 logger.info(
                     f"tracker   {address} does not accept everything ({reason_of(error)[:600]}); the journal keeps it, "
                     f"and {self.remedy} sends it"
                 )
-                self._failing = True
-            return False
+            return
         if self._failing:
             logger.info(f"tracker   {address} accepts everything again")
         self._failing = self._unsure = False
-        return True
 
 
 def register_run(folder: RunFolder, config: RunConfig) -> str | None:
@@ -145,11 +136,3 @@ def register_run(folder: RunFolder, config: RunConfig) -> str | None:
         write_json(complete, summary | {"tracked": registered is not None})
         folder.push(complete.name)
     return registered
-
-
-def _modification_time(path: Path) -> int:
-    """The modification time in nanoseconds; 0 for a file that does not exist."""
-    try:
-        return path.stat().st_mtime_ns
-    except FileNotFoundError:
-        return 0

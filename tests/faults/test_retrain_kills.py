@@ -23,6 +23,7 @@ from pipeline.data.synthetic import write_dataset
 from pipeline.retrain.champion import ChampionStore
 from pipeline.storage.path import storage_path
 from tests.conftest import ROOT
+from tests.support.champion_check import decisions, errors_of
 from tests.support.runs import start_raycap
 
 LEASE_S = 6
@@ -81,10 +82,10 @@ class Scenes:
         return "".join(said)
 
     def sound(self, number: int) -> dict[str, Any]:
-        assert self.store.verify() == []
+        assert errors_of(self.store) == []
         state = self.store.read()
         assert state.number == number
-        return next(self.store.decisions(state))[1].model_dump(exclude_unset=True) if number else {}
+        return decisions(self.store, state)[0].model_dump(exclude_unset=True) if number else {}
 
 
 @pytest.mark.proof
@@ -98,7 +99,7 @@ def test_retraining_for_real_killed_at_each_step(tmp_path: Path) -> None:
         time.sleep(LEASE_S)
     said = scenes.call()
     assert "is complete; nothing to do" in said, "training was not done again"
-    assert scenes.sound(1)["decision"] == "first" and not scenes.store.orphans()
+    assert scenes.sound(1)["decision"] == "first" and not scenes.store.orphans(scenes.store.read())
     assert "nothing new since decision 1" in scenes.call()
 
     scenes.add(360)
@@ -120,5 +121,5 @@ def test_retraining_for_real_killed_at_each_step(tmp_path: Path) -> None:
 
     scenes.call("--rollback")
     record = scenes.sound(4)
-    assert record["decision"] == "rolled back" and not scenes.store.orphans()
+    assert record["decision"] == "rolled back" and not scenes.store.orphans(scenes.store.read())
     assert record["champion"]["bundle"].endswith("champion-t000007")

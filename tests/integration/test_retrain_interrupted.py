@@ -18,6 +18,7 @@ from pipeline.retrain import retrain as retrain_module
 from pipeline.storage.lease import Lease
 from pipeline.storage.path import StoragePath
 from tests.conftest import ROOT
+from tests.support.champion_check import errors_of
 from tests.support.retrain_world import ON_DISK_AND_S3, Colors, World, first, sound
 
 STEPS = ("step 1/5", "step 2/5", "step 3/5", "step 4/5", "step 5/5")
@@ -127,13 +128,13 @@ def test_killed_before_each_write(ahead: tuple[str, Iterator[World]], monkeypatc
                 world.call()
             except Killed:
                 killed = True
-        assert world.store.verify() == [], done[-1]
+        assert errors_of(world.store) == [], done[-1]
         decided = world.store.read().number == 2
         time.sleep(0.1)
         code, said = world.call()
         assert code == 0 and ("nothing new" if decided else f"decision  {verdict}") in said, said
         sound(world, 2)
-        assert not world.store.orphans(), "the next holder removes the killed process's files"
+        assert not world.store.orphans(world.store.read()), "the next holder removes the killed process's files"
         if not killed:
             assert at > WRITES[verdict]
             return
@@ -162,7 +163,7 @@ def test_suspended_before_each_write(ahead: tuple[str, Iterator[World]], monkeyp
         assert other[0][0] == 0 and f"decision  {verdict}" in other[0][1]
         assert code == 1 and "nothing was promoted" in said and "decision  " not in said, (done[-1], said)
         assert world.last()["token"] == 3 and world.store.read().token == 3, "the suspended one has token 2"
-        assert "nothing new" in world.call()[1] and not world.store.orphans()
+        assert "nothing new" in world.call()[1] and not world.store.orphans(world.store.read())
 
 
 @ON_DISK_AND_S3
@@ -210,7 +211,7 @@ def test_a_process_killed_at_each_step_and_called_again(world: World) -> None:
     code, said = world.call()
     assert code == 0 and "decision  promoted" in said, said
     sound(world, 2)
-    assert not world.store.orphans()
+    assert not world.store.orphans(world.store.read())
 
 
 @ON_DISK_AND_S3

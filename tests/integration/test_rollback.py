@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.retrain.retrain import rollback
+from tests.support.champion_check import errors_of
 from tests.support.retrain_world import ON_DISK_AND_S3, Colors, World, first, sound
 
 
@@ -24,7 +25,7 @@ def test_a_rollback_restores_the_previous_champion(world: World) -> None:
     assert state.champion == champion and state.before == () and state.challenger == promoted.run_id
     assert world.last()["decision"] == "rolled back" and world.last()["champion_before"] == promoted.model_dump()
     sound(world, 3)
-    assert not world.store.orphans(), "former champions are kept"
+    assert not world.store.orphans(world.store.read()), "former champions are kept"
     assert "nothing new since decision 3" in world.call()[1], "the rolled-back model was promoted again"
     world.add("train", 20, range(3, 8))
     work = Colors()
@@ -56,7 +57,7 @@ def test_a_damaged_champion_is_refused(world: World) -> None:
     state = world.store.read()
     assert state.champion is not None
     (world.storage / state.champion.bundle / "model.safetensors").write_bytes(b"{}")
-    (sentence,) = world.store.verify()
+    (sentence,) = errors_of(world.store)
     assert "model.safetensors does not have the digest" in sentence
     world.add("train", 20, range(3, 8))
     with pytest.raises(OSError, match=r"a champion's bundle is damaged: .*model\.safetensors"):

@@ -22,7 +22,7 @@ import pytest
 from pipeline.captioning.bundle import load_bundle
 from pipeline.captioning.service import CaptionService
 from pipeline.runs.run_bundle import bundle_run
-from pipeline.tracking.mlflow_client import tracking_uri
+from pipeline.tracking.mlflow_client import tracking_client, tracking_uri
 from pipeline.tracking.registry import register_model
 from pipeline.tracking.run_sync import sync
 from tests.support.runs import prepare_run
@@ -43,7 +43,7 @@ def registered(tmp_path_factory: pytest.TempPathFactory) -> Registered:
     """A model of a run that has not trained yet, registered in a database of its own."""
     folder, _ = prepare_run(tmp_path_factory.mktemp("served"), tracking={"enabled": True})
     bundle = bundle_run(folder)
-    sync(folder, folder.config)
+    sync(folder, folder.config, tracking_client(folder.config))
     assert register_model(folder, folder.config, bundle, {"test_CIDEr-D": 0.5}) == "demo/1"
     assert register_model(folder, folder.config, bundle, {"test_CIDEr-D": 0.5}) == "demo/1", "once a run"
     service = CaptionService(load_bundle(bundle), beam_size=2, max_length=12)

@@ -18,6 +18,7 @@ from pipeline.runs.run_bundle import bundle_run
 from pipeline.storage.atomic import read_json, write_json
 from pipeline.tracking.mlflow_client import experiment_of, tracking_client
 from tests.conftest import small_config
+from tests.support.champion_check import errors_of
 from tests.support.logs import on_message
 from tests.support.retrain_world import Colors, World
 
@@ -76,7 +77,7 @@ def test_aliases_follow_every_decision(world: Tracked) -> None:
     assert world.aliases() == {"champion": "2", "challenger": "3"}
     assert rollback(world.config) == 0
     assert world.aliases() == {"champion": "1", "challenger": "2"}
-    assert world.store.verify() == []
+    assert errors_of(world.store) == []
 
 
 def test_a_tracker_that_was_down_is_updated_later(world: Tracked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +97,7 @@ def test_a_tracker_that_was_down_is_updated_later(world: Tracked, monkeypatch: p
     world.uri = unreachable
     code, said = world.call(Later())
     assert code == 0 and "decision  first" in said and "could not be updated" in said and "secret" not in said, said
-    assert world.store.verify() == [] and world.store.read().number == 1
+    assert errors_of(world.store) == [] and world.store.read().number == 1
     world.uri = reachable
     assert "nothing new" in world.call(Later())[1]
     assert world.aliases() == {"champion": "1"} and world.run_of("1").data.tags["raycap.decision"] == "1"

@@ -34,6 +34,7 @@ from pipeline.runs.identity import config_identity
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StorageOptions, StoragePath
 from tests.conftest import small_config
+from tests.support.champion_check import decisions, errors_of
 from tests.support.logs import on_message
 
 # For tests of what differs on S3 (conditional writes, lease, listings); the others use S3 in `make proof` only.
@@ -111,7 +112,7 @@ class World:
 
     def last(self) -> dict[str, Any]:
         """The last decision."""
-        return next(self.store.decisions(self.store.read()))[1].model_dump(exclude_unset=True)
+        return decisions(self.store, self.store.read())[0].model_dump(exclude_unset=True)
 
     def files(self) -> dict[str, str]:
         """The tags of all files that a retraining may change."""
@@ -124,7 +125,7 @@ class World:
 
 def sound(world: World, number: int) -> None:
     """champion.json, all bundles and all decisions are consistent, and the last decision has this number."""
-    assert world.store.verify() == []
+    assert errors_of(world.store) == []
     assert world.store.read().number == number
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.bench.models import ModelsReport, bench_models, measure
+from jobs.bench.models import measure
+from jobs.cli import main
 from models.base import ModelSizes
 from models.config import ExpansionNetConfig
 from models.expansionnet import ExpansionNet
@@ -21,7 +22,9 @@ from tests.support.models import (
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_the_bench_compares_both_forms_and_leaves_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bench_compares_both_forms_and_leaves_the_model_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("jobs.bench.models.prepare_processor", lambda: None)  # it would be for all tests
     torch.manual_seed(0)
     config = ExpansionNetConfig(
@@ -30,15 +33,13 @@ def test_the_bench_compares_both_forms_and_leaves_the_model_alone(monkeypatch: p
     model = build_model(config, ModelSizes(8, 30, 20, sos=0, eos=1, pad=2)).eval()
     assert isinstance(model, ExpansionNet)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    report, lines = ModelsReport(), list[str]()
-    with torch.no_grad():
-        measure(report, model, 2, 1, lines.append)
-    assert [row.target for row in report.rows] == [4.0, 1.7, 9.0, 20.0, 9.0, 20.0]
-    assert all(row.ratio > 0 for row in report.rows) and report.bfloat16_errors.numel() == 40
-    assert sum(line.startswith("|") for line in lines) == 7 and "rows within 0.03" in lines[-1]
+    rows, errors = measure(model, 2, 1)
+    lines = capsys.readouterr().out.splitlines()
+    assert [row.target for row in rows] == [4.0, 1.7, 9.0, 20.0, 9.0, 20.0]
+    assert all(row.ratio > 0 for row in rows) and errors.numel() == 40
+    assert sum(line.startswith("|") for line in lines) == 8 and "rows within 0.03" in lines[-1]
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    with pytest.raises(ValueError, match="images = 0"):
-        bench_models(images=0)
+    assert main(["bench", "models", "--images", "0"]) == 2
 
 
 def test_the_bench_imports_no_cluster() -> None:
