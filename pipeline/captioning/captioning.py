@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,8 +54,9 @@ def caption_images(
 
     This is a collective operation: every rank must call it, and captions its shard.
     """
-    shard = Shard(context.world_rank, context.world_size, context.device)
+    shard, was_training = Shard(context.world_rank, context.world_size, context.device), captioner.training
     hypotheses, _ = caption_split([captioner], [images], CaptionSearch(settings, vocabulary), shard=shard)
+    captioner.train(was_training)
     best = {image: ranked[0] for image, ranked in hypotheses.items()}
     merged = {image: hypothesis for part in gather_objects(context, best) for image, hypothesis in part.items()}
     return {int(image): merged[int(image)] for image in images.image_ids}
@@ -72,54 +72,42 @@ def caption_split(
 ) -> tuple[Hypotheses, dict[int, str]]:
     """The `search.settings.num_results` best captions of each image of the shard, and {unreadable image: reason}.
 
-    Several models form an ensemble. `inputs` contains each model's inputs of the same images in the same order.
-    `constraints` contains the constraints by image id, for images that have any. When the GPU's memory runs out, the
-    batch size is halved, down to one image. The function needs no process group.
+    Several models form an ensemble. They are set to evaluation mode. `inputs` contains each model's inputs of the same
+    images in the same order, and `constraints` the constraints by image id, for images that have any. When the GPU's
+    memory runs out, the batch size is halved, down to one image. The function needs no process group.
     """
-    batch_captioner = _BatchCaptioner(models, inputs, search, shard.device, constraints or {})
+    caption = _BatchCaptioner(models, inputs, search, shard.device, constraints or {}).caption
     rows = np.arange(len(inputs[0]))[shard.rank :: shard.world_size]
     hypotheses: Hypotheses = {}
     unreadable: dict[int, str] = {}
     captioned_alone: set[int] = set()  # positions in `rows`
     start, size = 0, search.settings.batch_size
-    with _evaluation_mode(models):
-        while start < len(rows):
-            batch = rows[start : start + (1 if start in captioned_alone else size)]
-            try:
-                hypotheses |= batch_captioner(batch)
-            except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()
-                if size == 1:
-                    raise
-                size //= 2
-                continue
-            except (BadImage, OSError) as error:
-                if not search.skip_unreadable:
-                    raise
-                if len(batch) > 1:  # caption these images one by one, to find the unreadable one
-                    captioned_alone |= set(range(start, start + len(batch)))
-                    continue
-                unreadable[int(inputs[0].image_ids[batch[0]])] = str(error)
-            start += len(batch)
-    return hypotheses, unreadable
-
-
-@contextmanager
-def _evaluation_mode(models: Sequence[Captioner]) -> Iterator[None]:
-    """Sets evaluation mode for the length of the context."""
-    training = [model.training for model in models]
     for model in models:
         model.eval()
-    try:
-        yield
-    finally:
-        for model, was_training in zip(models, training, strict=True):
-            model.train(was_training)
+    while start < len(rows):
+        batch = rows[start : start + (1 if start in captioned_alone else size)]
+        try:
+            hypotheses |= caption(batch)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            if size == 1:
+                raise
+            size //= 2
+            continue
+        except (BadImage, OSError) as error:
+            if not search.skip_unreadable:
+                raise
+            if len(batch) > 1:  # caption these images one by one, to find the unreadable one
+                captioned_alone |= set(range(start, start + len(batch)))
+                continue
+            unreadable[int(inputs[0].image_ids[batch[0]])] = str(error)
+        start += len(batch)
+    return hypotheses, unreadable
 
 
 @dataclass(frozen=True)
 class _BatchCaptioner:
-    """A function that captions one batch of images, given by their rows."""
+    """Captions one batch of images, given by their rows."""
 
     models: Sequence[Captioner]
     inputs: Sequence[Images]
@@ -128,7 +116,7 @@ class _BatchCaptioner:
     constraints: Mapping[int, ConstraintAutomaton]
 
     @torch.no_grad()  # not inference mode, in which autocast converts each weight anew at every use
-    def __call__(self, rows: np.ndarray) -> Hypotheses:
+    def caption(self, rows: np.ndarray) -> Hypotheses:
         image_ids = [int(self.inputs[0].image_ids[row]) for row in rows]
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.search.settings.precision == "bfloat16"):
             memories = [
@@ -142,11 +130,10 @@ class _BatchCaptioner:
         for row, image in enumerate(image_ids):
             ranked = zip(captions.tokens[row].tolist(), log_probs[row].tolist(), satisfied[row], strict=True)
             for rank, (tokens, log_prob, count) in enumerate(ranked):
-                if count is not None and count < 0:  # a constrained search marks captions that it did not find
-                    continue
-                caption = self.search.vocabulary.decode(tokens)
-                best_alignment = alignment[row] if rank == 0 else None
-                hypotheses[image].append(Hypothesis(caption, log_prob, best_alignment, count, tuple(tokens)))
+                if count is None or count >= 0:  # a constrained search marks captions that it did not find with -1
+                    caption = self.search.vocabulary.decode(tokens)
+                    best_alignment = alignment[row] if rank == 0 else None
+                    hypotheses[image].append(Hypothesis(caption, log_prob, best_alignment, count, tuple(tokens)))
         return hypotheses
 
     def _search(
@@ -156,27 +143,17 @@ class _BatchCaptioner:
 
         The number is None for an image without constraints, and -1 for a caption that the search did not find.
         """
-        models = [model.model for model in self.models]
-        settings = self.search.settings
-        beam_size, max_length, num_results = settings.beam_size, settings.max_length, settings.num_results
+        models, settings = [model.model for model in self.models], self.search.settings
+        limits = {key: getattr(settings, key) for key in ("beam_size", "max_length", "num_results")}
         if not any(automata):
-            captions = beam_search(
-                models, memories, beam_size=beam_size, max_length=max_length, num_results=num_results
-            )
-            return captions, [[None] * num_results for _ in automata]
+            return beam_search(models, memories, **limits), [[None] * settings.num_results for _ in automata]
         unconstrained = build_automaton([], len(self.search.vocabulary))
         constrained = constrained_beam_search(
-            models,
-            memories,
-            [automaton or unconstrained for automaton in automata],
-            beam_size=beam_size,
-            max_length=max_length,
-            num_results=num_results,
+            models, memories, [automaton or unconstrained for automaton in automata], **limits
         )
-        satisfied = constrained.num_satisfied.tolist()
         return constrained, [
-            [count if automaton is not None or count < 0 else None for count in row]
-            for row, automaton in zip(satisfied, automata, strict=True)
+            [count if automaton is not None or count < 0 else None for count in counts]
+            for counts, automaton in zip(constrained.num_satisfied.tolist(), automata, strict=True)
         ]
 
     def _alignment(self, memories: Sequence[Memory], captions: Captions) -> list[float | None]:

@@ -65,17 +65,15 @@ def _decode(batch: dict[str, np.ndarray], image_size: int) -> dict[str, Any]:
 
     transform = ImageTransform(image_size)
     pixels = np.zeros((len(batch["name"]), image_size, image_size, 3), np.uint8)
-    reasons = []
+    reasons = np.full(len(pixels), "", object)
     for index, name in enumerate(batch["name"]):
-        reason = ""
         try:
             pixels[index] = transform.resize(decode_image(storage_path(str(name)).read_bytes(), MAX_PIXELS))
         except BadImage as error:
-            reason = str(error)
+            reasons[index] = str(error)
         except OSError as error:
-            reason = f"cannot be read: {error.strerror or error}"
-        reasons.append(reason)
-    return {"name": batch["name"], "pixels": pixels, "reason": np.array(reasons)}
+            reasons[index] = f"cannot be read: {error.strerror or error}"
+    return {"name": batch["name"], "pixels": pixels, "reason": reasons.astype(str)}
 
 
 class _CaptionActor:
@@ -98,17 +96,15 @@ class _CaptionActor:
         import torch
 
         readable = [index for index, reason in enumerate(batch["reason"]) if not reason]
-        texts: list[list[str]] = [[] for _ in batch["reason"]]
-        log_probs: list[list[float]] = [[] for _ in batch["reason"]]
+        ranked: dict[int, list[tuple[str, float]]] = {}
         if readable:
-            pixels = torch.from_numpy(np.stack([batch["pixels"][index] for index in readable])).to(self.device)
+            pixels = torch.from_numpy(batch["pixels"][readable]).to(self.device)
             captions = self.service.caption(self.service.transform.normalize(pixels), self.num_results)
-            for index, ranked in zip(readable, captions, strict=True):
-                texts[index] = [text for text, _ in ranked]
-                log_probs[index] = [log_prob for _, log_prob in ranked]
+            ranked = dict(zip(readable, captions, strict=True))
+        rows = [ranked.get(index, []) for index in range(len(batch["reason"]))]
         return {
             "name": batch["name"],
-            "captions": pa.array(texts, pa.list_(pa.string())),
-            "log_probs": pa.array(log_probs, pa.list_(pa.float64())),
+            "captions": pa.array([[text for text, _ in row] for row in rows], pa.list_(pa.string())),
+            "log_probs": pa.array([[log_prob for _, log_prob in row] for row in rows], pa.list_(pa.float64())),
             "reason": batch["reason"],
         }

@@ -38,9 +38,7 @@ class CaptionTokens:
 
     def __init__(self, dataset: Dataset, vocabulary: Vocabulary) -> None:
         by_image = dataset.column("captions")
-        rows = [
-            vocabulary.encode(vocabulary.tokenize(caption)) for captions in by_image for caption in captions
-        ]
+        rows = [vocabulary.encode(vocabulary.tokenize(caption)) for captions in by_image for caption in captions]
         self.ids = np.fromiter(chain.from_iterable(rows), np.int32)
         self.offsets = np.cumsum([0, *map(len, rows)])
         self.first = np.cumsum([0, *map(len, by_image)])
