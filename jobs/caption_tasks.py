@@ -111,20 +111,21 @@ def caption_on_cluster(
 
 def _caption_shard(job: _Job, rank: int) -> dict[str, Captioned]:
     """The captions of one worker's images, by split."""
-    from pipeline.captioning.captioning import CaptionSearch, Shard, caption_split
+    from pipeline.captioning.captioning import CaptionSearch, caption_split
     from pipeline.features.model_inputs import Images
-    from pipeline.runtime.context import device_for
+    from pipeline.runtime.context import LocalContext, device_for
     from pipeline.runtime.cpu import prepare_processor
 
     config, threads = job.config, job.config.workers.threads_per_worker
-    shard = Shard(rank, config.workers.num_workers, device_for(config.workers.gpus_per_worker))
+    context = LocalContext(device_for(config.workers.gpus_per_worker))
+    context.world_rank, context.world_size = rank, config.workers.num_workers
     prepare_processor(threads)
     bundles = [model.load() for model in job.models]
     vocabulary = bundles[0].vocabulary
     if any(bundle.vocabulary.words != vocabulary.words for bundle in bundles):
         raise UserError("the models of an ensemble must share one vocabulary, word by word; these do not")
     for bundle in bundles:
-        bundle.captioner.to(shard.device)
+        bundle.captioner.to(context.device)
     store = None if job.store is None else open_store(job.store, config.features)
     search = CaptionSearch(config.evaluation, vocabulary, job.with_alignment, job.skip_unreadable)
     captioned = {}
@@ -141,7 +142,5 @@ def _caption_shard(job: _Job, rank: int) -> dict[str, Captioned]:
             for bundle in bundles
         ]
         captioners = [bundle.captioner for bundle in bundles]
-        captioned[name] = Captioned(
-            *caption_split(captioners, inputs, search, shard=shard, constraints=split.constraints)
-        )
+        captioned[name] = Captioned(*caption_split(captioners, inputs, search, context, split.constraints))
     return captioned

@@ -13,9 +13,8 @@ from jobs.options import Set
 from pipeline.config.load import load_config, parse_config, read_values
 from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
-from pipeline.runs.folder import RunFolder, is_alone
+from pipeline.runs.folder import RunFolder, is_alone, open_folder
 from pipeline.storage.atomic import read_json
-from pipeline.storage.path import StoragePath
 from pipeline.tracking.mlflow_client import public_uri
 from pipeline.tracking.run_sync import known_trackers, stored_ending
 from pipeline.tracking.run_tracker import Tracker, register_run
@@ -93,7 +92,7 @@ def _runs_of_config(path: Path, overrides: Sequence[str]) -> Runs:
         names = [folder.name for folder in _run_folders(config.working_path / "runs")]
     for name in sorted(names):
         if name.rpartition("-")[0] == config.name:  # a run's id is the configuration's name and a digest
-            folder = _open_run(config.working_path / "runs" / name, home / name if home else None)
+            folder = open_folder(config.working_path / "runs" / name, home / name if home else None)
             try:
                 stored = folder.config
             except UserError as error:
@@ -115,7 +114,7 @@ def _runs_in_folder(path: Path, overrides: Sequence[str]) -> Runs:
             logger.warning(f"{folder.name}: not sent: {error}")
             continue
         home = config.home(f"runs/{folder.name}")
-        opened = _open_run(folder, home)
+        opened = open_folder(folder, home)
         other_trackers = [uri for uri in known_trackers(opened) if uri != public_uri(config)]
         if other_trackers and config.tracking.uri is None:  # a stored configuration does not contain the address
             values["tracking"]["uri"] = other_trackers[-1]
@@ -124,13 +123,3 @@ def _runs_in_folder(path: Path, overrides: Sequence[str]) -> Runs:
 
 def _run_folders(runs: Path) -> list[Path]:
     return sorted(path.parent for path in runs.glob("*/run.json"))
-
-
-def _open_run(path: Path, home: StoragePath | None) -> RunFolder:
-    """The run's folder. The copy of a run on S3 is updated first, unless a process is working on it."""
-    folder = RunFolder(path, home)
-    if home is not None:
-        with is_alone(path) as has_lock:
-            if has_lock:
-                folder.pull()
-    return folder

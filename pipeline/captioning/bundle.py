@@ -98,8 +98,7 @@ def load_bundle(folder: Path) -> Bundle:
     from models.registry import build_model
     from models.transform import ImageTransform
 
-    missing = [name for name in REQUIRED_FILES if not (folder / name).is_file()]
-    if missing:
+    if missing := [name for name in REQUIRED_FILES if not (folder / name).is_file()]:
         raise ValueError(f"{folder} is not a model bundle: it lacks {', '.join(missing)}")
     config = _read_config(folder)
     vocabulary = _read(folder / "vocabulary.json", Vocabulary.load)
@@ -121,8 +120,8 @@ def load_bundle(folder: Path) -> Bundle:
         if recorded != transform.describe():
             raise ValueError(f"{folder / 'preprocessing.json'} describes a transform that this version does not have")
     captioner = Captioner(build_model(model_config, sizes), backbone)
-    weights = folder / "model.safetensors"
-    load_strictly(captioner, _read(weights, load_file), str(weights))
+    weights = _read(folder / "model.safetensors", load_file)
+    load_strictly(captioner, weights, str(folder / "model.safetensors"))
     return Bundle(captioner.eval(), vocabulary, transform, config)
 
 
@@ -133,15 +132,13 @@ def _read_config(folder: Path) -> dict[str, Any]:
     version = config.get("format") if isinstance(config, dict) else None
     if not isinstance(version, int) or version < 1:
         raise ValueError(f"{path} does not belong to a bundle: it has no format number")
-    if version > FORMAT:
-        raise ValueError(
-            f"{folder} is a bundle of format {version}; this version of raycap reads up to {FORMAT}: update raycap"
+    if version != FORMAT:
+        newer = f"; this version of raycap reads up to {FORMAT}: update raycap"
+        older = (
+            f", whose parameters have other names; this version of raycap reads format {FORMAT}: import or train the "
+            "model again"
         )
-    if version < FORMAT:
-        raise ValueError(
-            f"{folder} is a bundle of format {version}, whose parameters have other names; this version of raycap "
-            f"reads format {FORMAT}: import or train the model again"
-        )
+        raise ValueError(f"{folder} is a bundle of format {version}{newer if version > FORMAT else older}")
     return dict(config)
 
 
@@ -184,10 +181,7 @@ def fetched(bundle: StoragePath) -> Path:
 
 
 def bundle_digests(folder: Path, names: Sequence[str] = ()) -> dict[str, str]:
-    """{file: sha256} of the named files of a local bundle, by default of all its files.
-
-    UserError when one of them is missing.
-    """
+    """{file: sha256} of the named files of a bundle, by default of all. UserError when one of them is missing."""
     # For an empty folder, the error below names a file that every bundle needs.
     names = names or sorted(path.name for path in folder.glob("[!.]*") if path.is_file()) or CONTENT_FILES
     digests = {}

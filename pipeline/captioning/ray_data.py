@@ -10,10 +10,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import torch
 
+from models.transform import ImageTransform
 from pipeline.captioning.model_sources import ModelSource
 from pipeline.captioning.service import MAX_PIXELS, CaptionService
 from pipeline.data.images import BadImage, decode_image
+from pipeline.runtime.cpu import prepare_processor
 from pipeline.storage.path import storage_path
 
 BLOCK_SIZE = 64  # images
@@ -52,17 +56,12 @@ def caption_stream(
         num_cpus=0.5,
         num_gpus=1 if gpus else 0,
     )
-    for batch in captioned.iter_batches(batch_size=None):
-        columns = (batch[name] for name in ("name", "captions", "log_probs", "reason"))
-        for name, texts, log_probs, reason in zip(*columns, strict=True):
-            ranked = [(str(text), float(log_prob)) for text, log_prob in zip(texts, log_probs, strict=True)]
-            yield str(name), ranked, str(reason)
+    for row in captioned.iter_rows():
+        yield row["name"], list(zip(row["captions"], row["log_probs"], strict=True)), row["reason"]
 
 
 def _decode(batch: dict[str, np.ndarray], image_size: int) -> dict[str, Any]:
     """Resized pixels (B, H, W, 3) uint8 of the named images; an unreadable image is black and has a reason."""
-    from models.transform import ImageTransform
-
     transform = ImageTransform(image_size)
     pixels = np.zeros((len(batch["name"]), image_size, image_size, 3), np.uint8)
     reasons = np.full(len(pixels), "", object)
@@ -80,21 +79,13 @@ class _CaptionActor:
     """Loads the model once and captions batches of decoded images."""
 
     def __init__(self, model: ModelSource, search: dict[str, Any], num_results: int, gpu: bool) -> None:
-        import torch
-
-        from pipeline.runtime.cpu import prepare_processor
-
         prepare_processor()
         bundle = model.load()
-        self.device = torch.device("cuda" if gpu else "cpu")
+        self.device, self.num_results = torch.device("cuda" if gpu else "cpu"), num_results
         bundle.captioner.to(self.device)
-        self.num_results = num_results
         self.service = CaptionService(bundle, **search)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
-        import pyarrow as pa
-        import torch
-
         readable = [index for index, reason in enumerate(batch["reason"]) if not reason]
         ranked: dict[int, list[tuple[str, float]]] = {}
         if readable:

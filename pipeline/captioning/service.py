@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from models.attention_maps import cross_attention
-from models.attribution import Attribution, Quadrature, integrated_gradients
+from models.attribution import Attribution, integrated_gradients
 from models.base import Features
 from models.cluster_groups import Clusters, find_clusters
 from models.decoding import beam_search
@@ -69,10 +69,8 @@ class CaptionService:
                 num_results=num_results,
             )
         log_probs = captions.log_probs.sum(-1).tolist()
-        return [
-            [(self.bundle.vocabulary.decode(ids), log_prob) for ids, log_prob in zip(*ranked, strict=True)]
-            for ranked in zip(captions.tokens.tolist(), log_probs, strict=True)
-        ]
+        texts = [[self.bundle.vocabulary.decode(ids) for ids in ranked] for ranked in captions.tokens.tolist()]
+        return [list(zip(*ranked, strict=True)) for ranked in zip(texts, log_probs, strict=True)]
 
     @torch.no_grad()
     def attention(self, pixels: Tensor, caption: str) -> Tensor:
@@ -81,17 +79,13 @@ class CaptionService:
         memory = captioner.encode(Features(pixels[None]))
         return cross_attention(captioner.model, memory, ids[None])[-1, 0, : len(caption.split())]
 
-    def attribution(self, pixels: Tensor, caption: str, steps: int | None = None) -> Attribution:
-        """What each grid cell of one image (3, H, W) adds to the log-probability of each word of a caption.
-
-        steps: number of integration steps, by default as many as the tolerance needs.
-        """
+    def attribution(self, pixels: Tensor, caption: str) -> Attribution:
+        """The contribution of each grid cell of one image (3, H, W) to the log-probability of each word."""
         captioner = self.bundle.captioner
         with torch.no_grad():
             features = captioner.features(Features(pixels[None]))
         ids = self._ids(caption, pixels)[: captioner.model.sizes.max_positions + 1]
-        quadrature = Quadrature() if steps is None else Quadrature.exactly(steps)
-        return integrated_gradients(captioner.model, features, ids, quadrature=quadrature).head(len(caption.split()))
+        return integrated_gradients(captioner.model, features, ids).head(len(caption.split()))
 
     @torch.no_grad()
     def clusters(self, pixels: Tensor, caption: str) -> Clusters | None:

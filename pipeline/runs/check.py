@@ -130,20 +130,15 @@ def _check_captions(result: Findings, dataset: Dataset, problems: list[str]) -> 
     ):
         if uris:
             result.warn(f"{len(uris)} {problem}: {_examples(uris)}")
-    single_caption_splits = [split for split, counter in counts.items() if max(counter) == 1]
-    if single_caption_splits:
-        result.warn(
-            f"one caption per image in {', '.join(single_caption_splits)}: CIDEr-D is reliable only with several"
-        )
+    if single_caption_splits := [split for split, counter in counts.items() if max(counter) == 1]:
+        splits = ", ".join(single_caption_splits)
+        result.warn(f"one caption per image in {splits}: CIDEr-D is reliable only with several")
 
 
 def _is_text(caption: str) -> bool:
     """False for replacement and control characters, signs of a wrong encoding. Newlines and tabs are allowed."""
-    return not any(
-        character == "\ufffd"
-        or (unicodedata.category(character) in ("Cc", "Cn", "Co", "Cs") and character not in "\n\r\t")
-        for character in caption
-    )
+    characters = set(caption) - set("\n\r\t")
+    return "\ufffd" not in characters and not {"Cc", "Cn", "Co", "Cs"} & set(map(unicodedata.category, characters))
 
 
 def _decode_all(dataset: Dataset, config: RunConfig) -> tuple[dict[str, str], np.ndarray]:
@@ -171,13 +166,11 @@ def _check_images(
     images = zip(dataset.column("uri"), dataset.column("key"), strict=True)
     unreadable = [(uri, unusable[key]) for uri, key in images if key in unusable] + list(missing.items())
     result.statistics["unreadable"] = dict(unreadable)
-    if not unreadable:
-        return
     text = f"{len(unreadable)} of {len(dataset)} images cannot be used"
     examples = "; ".join(f"{uri}: {reason}" for uri, reason in unreadable[:MAX_EXAMPLES])
-    if len(unreadable) / len(dataset) > config.data.max_bad_fraction:
+    if len(unreadable) > config.data.max_bad_fraction * len(dataset):
         result.error(f"{text}, more than data.max_bad_fraction = {config.data.max_bad_fraction}: {examples}")
-    else:
+    elif unreadable:
         result.warn(f"{text} and would be left out: {examples}")
 
 
@@ -210,9 +203,8 @@ def _check_resolution(result: Findings, sizes: np.ndarray, image_size: int) -> N
     short_sides = sizes.min(1)
     histogram = np.histogram(short_sides, bins=[*SHORT_SIDE_BINS, np.iinfo(np.int64).max])[0]
     labels = [f"{low}-{high - 1}" for low, high in itertools.pairwise(SHORT_SIDE_BINS)] + [f"{SHORT_SIDE_BINS[-1]}+"]
-    result.statistics["short_side"] = {
-        label: int(count) for label, count in zip(labels, histogram, strict=True) if count
-    }
+    bins = zip(labels, histogram.tolist(), strict=True)
+    result.statistics["short_side"] = {label: count for label, count in bins if count}
     most_common, times = Counter(short_sides.tolist()).most_common(1)[0]
     if times > 0.5 * len(short_sides) and most_common < MIN_ORIGINAL_SIDE and len(short_sides) > 1:
         result.warn(
@@ -233,9 +225,8 @@ def _check_splits(result: Findings, dataset: Dataset, config: RunConfig) -> None
         if count < 2:
             result.error(f"split {split} has {count} image: CIDEr-D is 0 for every caption of a single document")
         elif count < MIN_IMAGES_FOR_CIDER:
-            result.warn(
-                f"split {split} has {count} images: CIDEr-D on fewer than {MIN_IMAGES_FOR_CIDER} is mostly noise"
-            )
+            minimum = MIN_IMAGES_FOR_CIDER
+            result.warn(f"split {split} has {count} images: CIDEr-D on fewer than {minimum} is mostly noise")
 
 
 def _examples(items: list[str]) -> str:

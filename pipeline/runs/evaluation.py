@@ -45,7 +45,7 @@ def split_result(
     unreadable: Mapping[int, str],
     label: str,
 ) -> SplitResult:
-    """A split's captions, alignment and number of satisfied constraints, the last two also logged with prefix `label`.
+    """A split's captions, alignment and number of satisfied constraints. The last two are logged after `label`.
 
     best: the best caption by image id. automata: the constraints by image id, for images that have any.
     """
@@ -62,7 +62,6 @@ def split_result(
 
 def score_run(folder: RunFolder, dataset: Dataset, results: Sequence[SplitResult]) -> RunScores:
     """Scores the splits of a run and writes scores.json."""
-
     is_synthetic = folder.config.data.synthetic is not None
 
     def score(result: SplitResult) -> SplitResult:

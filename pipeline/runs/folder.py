@@ -52,6 +52,16 @@ def is_alone(folder: Path) -> Iterator[bool]:
             yield True
 
 
+def open_folder(path: Path, home: StoragePath | None) -> RunFolder:
+    """A run's folder, whose local copy is brought up to date unless another process works on it."""
+    folder = RunFolder(path, home)
+    if home is not None:
+        with is_alone(path) as alone:
+            if alone:  # otherwise another process writes to the local copy, which is then newer than the one on S3
+                folder.pull()
+    return folder
+
+
 @dataclass(frozen=True)
 class RunMetadata:
     """The facts that `prepare` records in run.json when it creates a run."""

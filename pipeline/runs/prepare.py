@@ -27,7 +27,7 @@ from pipeline.data.vocabulary import Vocabulary
 from pipeline.data.word_vectors import describe_missing, read_word_vectors
 from pipeline.errors import UserError
 from pipeline.features.regions import feature_width
-from pipeline.runs.folder import RunFolder, RunMetadata, is_alone
+from pipeline.runs.folder import RunFolder, RunMetadata, open_folder
 from pipeline.runs.identity import code_digest, run_identity
 from pipeline.runs.warm_start import warm_start
 from pipeline.storage.atomic import write_json, write_text
@@ -63,12 +63,7 @@ def prepare(config: RunConfig, data: tuple[Dataset, dict[str, str]] | None = Non
 def open_run(config: RunConfig, fingerprint: str) -> RunFolder:
     """The folder of the run that a configuration and its data identify. The folder may not exist yet."""
     name = f"runs/{run_identity(config, fingerprint)}"
-    folder = RunFolder(config.working_path / name, config.home(name))
-    if folder.home is not None:
-        with is_alone(folder.path) as alone:
-            if alone:  # otherwise another process writes to the local copy, which is then newer than the one on S3
-                folder.pull()
-    return folder
+    return open_folder(config.working_path / name, config.home(name))
 
 
 def readable(dataset: Dataset, unreadable: dict[str, str], config: RunConfig) -> Dataset:

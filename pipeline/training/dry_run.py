@@ -80,10 +80,9 @@ def _longest_batch(folder: RunFolder, stage: StageSection, train: Dataset) -> Ba
     rows = np.resize(longest_first, size * stage.captions_per_image)  # np.resize repeats rows if there are too few
     # An image's rows may be captions of other images. Only their lengths matter here, because the features are random.
     images = captions.image_of[rows[:: stage.captions_per_image]]
-    if stage.train_backbone:
-        features = Features(torch.randn(size, 3, config.backbone.image_size, config.backbone.image_size))
-    else:
-        features = Features(torch.randn(size, num_tokens, folder.sizes.feature_width))
+    side, width = config.backbone.image_size, folder.sizes.feature_width
+    shape = (size, 3, side, side) if stage.train_backbone else (size, num_tokens, width)
+    features = Features(torch.randn(shape))
     if not config.has_backbone:  # regions: every image has the largest number
         features = Features(features.tokens, torch.full((size,), num_tokens), torch.rand(size, num_tokens, 4))
     return Batch(features, captions.padded(rows), images, int(counts[rows].sum()), size)

@@ -114,28 +114,27 @@ class StageRun:
             if job.store is None:
                 raise ValueError(f"stage {stage.name} reads features, and the job names no store")
             store = open_store(job.store, config.features)
-        self.batches = Batches(
-            self._images(train, store),
-            CaptionTokens(train, self.vocabulary),
-            stage,
-            seed=seed_of(config.seed, self.number),
-            rank=context.world_rank,
-            world_size=context.world_size,
-        )
+        seed, captions = seed_of(config.seed, self.number), CaptionTokens(train, self.vocabulary)
+        rank, world_size = context.world_rank, context.world_size
+        images = self._images(train, store)
+        self.batches = Batches(images, captions, stage, seed=seed, rank=rank, world_size=world_size)
         self.validation = self._images(validation, store)
         self.validation_reward = CaptionReward(validation.references(), self.vocabulary, eos=False)
         self.objective, self.reward = make_objective(stage, train, self.vocabulary, context.device)
         self.optimizer = make_optimizer(self.captioner, stage.optimizer, stage.lr)
-        self.wrapped = self._wrap_captioner()
+        self.wrapped: nn.Module = self.captioner
+        if config.workers.compile:
+            self.wrapped = torch.compile(self.wrapped)  # type: ignore[assignment]
+        if world_size > 1:  # buffers need no broadcast, because they are constants
+            self.wrapped = DistributedDataParallel(self.wrapped, gradient_as_bucket_view=True, broadcast_buffers=False)
         self.total = total_steps(stage, self.batches.num_samples)
-        self.output = StageOutput(folder, stage.name, not context.world_rank, job.driver_token, worker_group_token)
+        self.output = StageOutput(folder, stage.name, rank == 0, job.driver_token, worker_group_token)
         self.progress = Progress()
 
     def run(self) -> None:
         """Trains to the end of the stage and marks it as finished."""
         stage, output = self.stage, self.output
         progress = self.progress = self._resume()
-        output.open_journal(progress.step)
         text = f"continues from step {progress.step}" if progress.step else "starts"
         output.log("event", progress.step, {"text": f"{text} of {self.total}", "total": self.total})
         if self.reward is not None:
@@ -185,7 +184,7 @@ class StageRun:
                 with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
                     output = self.objective(self.wrapped, self.captioner, batch, generator)
                 self._require_finite("loss", output.metrics["loss"], step)
-                # The losses of all workers add up to the global loss, but DDP averages the gradients over the workers.
+                # The losses of all workers add up to the global loss, but DDP averages their gradients.
                 (output.loss * self.context.world_size).backward()
             for key, value in output.metrics.items():
                 metrics[key] += value
@@ -207,33 +206,16 @@ class StageRun:
     def _images(self, part: Dataset, store: FeatureStore | None) -> Images:
         """The model inputs of some images: stored features, or pixels when `store` is None."""
         config = self.folder.config
-        return Images(
-            part,
-            store,
-            ImageTransform(config.backbone.image_size),
-            config.data.max_pixels,
-            config.workers.num_decode_threads,
-            config.storage.options,
-            image_cache(config.features.cache_gib),
-        )
-
-    def _wrap_captioner(self) -> nn.Module:
-        """The captioner, compiled if configured, inside DistributedDataParallel when there are several workers."""
-        wrapped: nn.Module = self.captioner
-        if self.folder.config.workers.compile:
-            wrapped = torch.compile(wrapped)  # type: ignore[assignment]
-        if self.context.world_size > 1:  # buffers need no broadcast, because they are constants
-            wrapped = DistributedDataParallel(wrapped, gradient_as_bucket_view=True, broadcast_buffers=False)
-        return wrapped
+        transform, cache = ImageTransform(config.backbone.image_size), image_cache(config.features.cache_gib)
+        threads, options = config.workers.num_decode_threads, config.storage.options
+        return Images(part, store, transform, config.data.max_pixels, threads, options, cache)
 
     def _resume(self) -> Progress:
         """Restores the newest checkpoint, if any. RuntimeError when the workers find different ones."""
-        progress = self.output.resume(self.captioner, self.optimizer)
+        output, progress = self.output, self.output.resume(self.captioner, self.optimizer)
         steps = gather_objects(self.context, progress.step)
         if len(set(steps)) > 1:
-            raise RuntimeError(
-                f"workers see different checkpoints of {self.output.path} (steps {steps}); it must be shared"
-            )
+            raise RuntimeError(f"workers see different checkpoints of {output.path} (steps {steps}); it must be shared")
         return progress
 
     def _rate(self, step: int) -> float:

@@ -132,13 +132,14 @@ def check_reward(stage: StageSection, reward: CaptionReward) -> str:
             f"stage {stage.name}: ground-truth captions score {with_eos:.4f} against the other captions of their "
             "image: these captions have nothing in common, or belong to other images; check the data"
         )
-    eos_is_rewarded = stage.sampling.eos_in_reward
-    if eos_is_rewarded and without_eos == with_eos:
+    text += f"; ground truth scores {with_eos:.3f} against its image's other captions"
+    if not stage.sampling.eos_in_reward:
+        return text
+    if without_eos == with_eos:
         raise ValueError(
             f"stage {stage.name}: captions score {with_eos:.4f} with EOS and without it; it is not rewarded"
         )
-    text += f"; ground truth scores {with_eos:.3f} against its image's other captions"
-    return text + (f", {without_eos:.3f} without EOS" if eos_is_rewarded else "")
+    return f"{text}, {without_eos:.3f} without EOS"
 
 
 def scst_signature(section: ScstSection) -> str:

@@ -78,29 +78,26 @@ class StageOutput:
             raise RuntimeError(f"other workers train {run_id} now; this one stops")
 
     def resume(self, captioner: Captioner, optimizer: torch.optim.Optimizer) -> Progress:
-        """Restores the newest checkpoint, if any, and returns the stage's progress.
+        """Restores the newest checkpoint, if any, opens the journal, and returns the stage's progress.
 
         Raises ValueError for a checkpoint of another run.
         """
-        checkpoints = self._numbered("step-")
-        if not checkpoints:
-            return Progress()
-        _, newest = checkpoints[-1]
-        record = read_json(newest / "progress.json")
-        if record.pop("identity") != self.identity:
-            raise ValueError(
-                f"checkpoint {newest} belongs to another run; remove the folder or give the run another name"
-            )
-        state = torch.load(newest / "state.pt", map_location="cpu", weights_only=True)
-        captioner.load_state_dict(state["captioner"])
-        optimizer.load_state_dict(state["optimizer"])
-        return Progress(**record)
-
-    def open_journal(self, step: int) -> None:
-        """Opens the journal for a stage that starts or resumes at `step`."""
+        progress = Progress()
+        if checkpoints := self._numbered("step-"):
+            _, newest = checkpoints[-1]
+            record = read_json(newest / "progress.json")
+            if record.pop("identity") != self.identity:
+                raise ValueError(
+                    f"checkpoint {newest} belongs to another run; remove the folder or give the run another name"
+                )
+            state = torch.load(newest / "state.pt", map_location="cpu", weights_only=True)
+            captioner.load_state_dict(state["captioner"])
+            optimizer.load_state_dict(state["optimizer"])
+            progress = Progress(**record)
         if self.writes:
             self.check_may_write()
-            self._journal = Journal(self.folder.journal, self.stage, step)
+            self._journal = Journal(self.folder.journal, self.stage, progress.step)
+        return progress
 
     def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Appends an entry to the journal."""

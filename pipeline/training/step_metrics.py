@@ -34,10 +34,7 @@ class StepMetrics:
         self.last_step_end = time.monotonic()
 
     def summary(self, batch_size: int) -> dict[str, float]:
-        """The metrics of these steps, equal on every rank.
-
-        This is a collective operation: every rank must call it at the same step.
-        """
+        """The metrics of these steps, equal on every rank. Every rank must call it at the same step."""
         elapsed, device = time.monotonic() - self.begin, self.context.device
         keys = sorted(self.sums)
         values = torch.tensor([*(self.sums[key] for key in keys), self.wait_s], dtype=torch.float64, device=device)
