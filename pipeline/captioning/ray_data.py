@@ -26,10 +26,10 @@ BLOCK_SIZE = 64  # images
 def caption_stream(
     names: Sequence[str], model: ModelSource, image_size: int, search: dict[str, Any], num_results: int
 ) -> Iterator[tuple[str, list[tuple[str, float]], str]]:
-    """Yields (name, captions with log-probabilities, best first, reason why there are none) of each image, in order.
+    """Yields (name, captions with log-probabilities, reason for a missing caption) of each image, in order.
 
-    search: the settings of a `CaptionService`. Ray must have been started, and every node must be able to read local
-    names. An actor takes one GPU if the cluster has any, otherwise half a CPU.
+    The best caption comes first. search: the settings of a `CaptionService`. Ray must have been started, and every node
+    must be able to read local names. An actor takes one GPU if the cluster has any, otherwise half a CPU.
     """
     import ray
     import ray.data

@@ -58,7 +58,7 @@ class CaptionService:
 
     @torch.no_grad()
     def caption(self, pixels: Tensor, num_results: int = 1) -> list[list[tuple[str, float]]]:
-        """Captions of each of the images (B, 3, H, W) with their log-probabilities, best first."""
+        """The captions of each image (B, 3, H, W) with their log-probabilities, best first."""
         captioner = self.bundle.captioner
         with torch.autocast(pixels.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
             captions = beam_search(
@@ -149,7 +149,7 @@ def _path(uri: str) -> str:
 
 
 def serving_sources() -> list[Path]:
-    """The files of raycap that a served model imports, found by import statements, also those inside functions."""
+    """The files of raycap that a served model imports, directly or not, at the top of a module or in a function."""
     root = project_root()
     sources: set[Path] = set()
     waiting = [Path(__file__).resolve()]

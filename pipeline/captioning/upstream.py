@@ -16,7 +16,7 @@ MAX_BYTES = 64 * 2**20  # Larger files are refused: the published vocabulary has
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads dict, list, str and int. Any other class or function is refused before the look-up, except for stand-ins.
+    """Reads dict, list, str and int. It never looks up a class or function: it refuses each one without a stand-in.
 
     stand_ins: harmless objects by the last part of a module's name and the name in it, such as "vocab.Vocab".
     """
@@ -87,8 +87,8 @@ _MESHED_SPECIALS = {"<unk>": "UNK", "<pad>": "PAD", "<bos>": "SOS", "<eos>": "EO
 def read_meshed_vocabulary(path: Path) -> Vocabulary:
     """The vocabulary pickle of the Meshed-Memory Transformer's reference, or raycap's vocabulary.json.
 
-    The pickle holds an object with `itos` and `stoi`. It names four classes and functions, which are not looked
-    up, so no code of the file is executed. <unk>, <pad>, <bos> and <eos> get raycap's names and keep their ids.
+    The pickle contains an object with `itos` and `stoi`, and names four classes and functions. Stand-ins replace these,
+    so no code of the file is executed. <unk>, <pad>, <bos> and <eos> get raycap's names and keep their ids.
     Raises ValueError for other content, and when the two tables contradict each other.
     """
     if path.suffix == ".json":

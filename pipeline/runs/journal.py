@@ -68,7 +68,7 @@ class Follower:
 
 
 def _entry_key(entry: Entry) -> tuple[str, str, int, float]:
-    """Entries with equal keys are the same entry, of which `Follower` returns only the first.
+    """The key by which `Follower` recognizes an entry: it returns only the first of several with equal keys.
 
     Metrics are compared without their time, because a resumed stage repeats steps with equal metrics. A text that is
     written again at the same step is a new entry.

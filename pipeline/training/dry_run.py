@@ -1,6 +1,6 @@
 """One step of every stage at its real batch size, before anything long starts.
 
-It finds too little memory and sizes that do not fit together in the first minute, not after a day of extraction.
+A lack of memory, or sizes that do not fit together, shows in the first minute and not after a day of extraction.
 """
 
 from __future__ import annotations

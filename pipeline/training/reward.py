@@ -64,7 +64,7 @@ class CaptionReward:
     def __call__(self, tokens: Tensor, images: Sequence[int]) -> Tensor:
         """CIDEr-D, a float64 tensor (R,) in the usual scale of 0 to 10, of R captions.
 
-        tokens: (R, T) on the reward's device, of which those after the first EOS are ignored. images: R image ids.
+        tokens: (R, T) on the reward's device; those after the first EOS are ignored. images: R image ids.
         """
         is_eos = tokens == self.eos_id
         is_word = (is_eos.cumsum(1) - is_eos.long() == 0) & ~torch.isin(tokens, self._ignored)
