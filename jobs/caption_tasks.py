@@ -107,20 +107,21 @@ def _caption_shard(
     skip_unreadable: bool,
 ) -> dict[str, Captioned]:
     """The captions of the images of worker number `rank`, by split."""
-    from pipeline.captioning.captioning import CaptionSearch, Shard, caption_split
+    from pipeline.captioning.captioning import CaptionSearch, caption_split
     from pipeline.features.model_inputs import Images
-    from pipeline.runtime.context import device_for
+    from pipeline.runtime.context import LocalContext, device_for
     from pipeline.runtime.cpu import prepare_processor
 
     workers = config.workers
-    shard = Shard(rank, workers.num_workers, device_for(workers.gpus_per_worker))
+    context = LocalContext(device_for(workers.gpus_per_worker))
+    context.world_rank, context.world_size = rank, workers.num_workers
     prepare_processor(workers.threads_per_worker)
     bundles = [model.load() for model in models]
     vocabulary = bundles[0].vocabulary
     if any(bundle.vocabulary.words != vocabulary.words for bundle in bundles):
         raise UserError("the models of an ensemble must share one vocabulary, word by word; these do not")
     for bundle in bundles:
-        bundle.captioner.to(shard.device)
+        bundle.captioner.to(context.device)
     feature_store = None if store is None else open_store(store, config.features)
     search = CaptionSearch(config.evaluation, vocabulary, with_alignment, skip_unreadable)
     limits = (config.data.max_pixels, workers.threads_per_worker, config.storage.options)
@@ -130,5 +131,5 @@ def _caption_shard(
         inputs = [
             Images(images, None if bundle.transform else feature_store, bundle.transform, *limits) for bundle in bundles
         ]
-        captioned[name] = Captioned(*caption_split(captioners, inputs, search, shard=shard, constraints=constraints))
+        captioned[name] = Captioned(*caption_split(captioners, inputs, search, context, constraints))
     return captioned

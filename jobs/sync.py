@@ -13,7 +13,7 @@ from jobs.options import Set
 from pipeline.config.load import load_config, parse_config, read_values
 from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
-from pipeline.runs.folder import RunFolder, is_alone
+from pipeline.runs.folder import RunFolder, is_alone, open_folder
 from pipeline.storage.atomic import read_json
 from pipeline.tracking.mlflow_client import public_uri
 from pipeline.tracking.run_sync import SentRecord, stored_records
@@ -88,7 +88,7 @@ def _runs_of_config(path: Path, overrides: Sequence[str]) -> Runs:
     files = (config.storage_place / "runs").list()
     for name in sorted(file.removesuffix("/run.json") for file in files if file.endswith("/run.json")):
         if name.rpartition("-")[0] == config.name:  # a run's id is the configuration's name and a digest
-            folder = _open_run(config.working_path / "runs" / name, config)
+            folder = open_folder(config.working_path / "runs" / name, config.home(f"runs/{name}"))
             try:
                 stored = folder.config
             except UserError as error:
@@ -110,18 +110,8 @@ def _runs_in_folder(path: Path, overrides: Sequence[str]) -> Runs:
                 raise
             logger.warning(f"{folder.name}: not sent: {error}")
             continue
-        opened = _open_run(folder, config)
+        opened = open_folder(folder, config.home(f"runs/{folder.name}"))
         other_trackers = [uri for uri in stored_records(opened) if uri != public_uri(config)]
         if other_trackers and config.tracking.uri is None:  # a stored configuration does not contain the address
             values["tracking"]["uri"] = other_trackers[-1]
         yield opened, parse_config(values)
-
-
-def _open_run(path: Path, config: RunConfig) -> RunFolder:
-    """The run's folder. The copy of a run on S3 is updated first, unless a process is working on it."""
-    folder = RunFolder(path, config.home(f"runs/{path.name}"))
-    if folder.home is not None:
-        with is_alone(path) as has_lock:
-            if has_lock:
-                folder.pull()
-    return folder

@@ -67,24 +67,23 @@ def save_bundle(
     with atomic_folder(folder) as temporary:
         tensors = {key: value.detach().cpu().contiguous() for key, value in captioner.state_dict().items()}
         save_file(tensors, temporary / "model.safetensors")
-        backbone_config = None
-        if backbone is not None:
-            # Loading the bundle must not need the original file of these weights, which are in model.safetensors.
-            backbone_config = asdict(backbone.config) | {"weights": "none"}
+        # Loading the bundle must not need the original files of backbone weights and word vectors, because
+        # model.safetensors contains both.
         config = {
             "format": FORMAT,
             "name": name,
-            "model": asdict(model.config) | {"word_vectors": None},  # as for the backbone's weights
-            "backbone": backbone_config,
+            "model": asdict(model.config) | {"word_vectors": None},
+            "backbone": None if backbone is None else asdict(backbone.config) | {"weights": "none"},
             "sizes": asdict(model.sizes),
             "info": dict(info),
         }
-        text = yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)
+        # YAML's safe dumper accepts no tuples, which JSON turns into lists.
+        text = yaml.safe_dump(json.loads(json.dumps(config)), sort_keys=False, allow_unicode=True)
         (temporary / "config.yaml").write_text(text, encoding="utf-8")
         vocabulary.save(temporary / "vocabulary.json")
         transform = None if backbone is None else ImageTransform(backbone.config.image_size).describe()
         (temporary / "preprocessing.json").write_text(json.dumps(transform, indent=2), encoding="utf-8")
-        (temporary / "card.md").write_text(_card(name, captioner, vocabulary, info), encoding="utf-8")
+        (temporary / "card.md").write_text(_card(name, captioner, info), encoding="utf-8")
 
 
 def load_bundle(folder: Path) -> Bundle:
@@ -100,8 +99,7 @@ def load_bundle(folder: Path) -> Bundle:
     from models.registry import build_model
     from models.transform import ImageTransform
 
-    missing = [name for name in REQUIRED_FILES if not (folder / name).is_file()]
-    if missing:
+    if missing := [name for name in REQUIRED_FILES if not (folder / name).is_file()]:
         raise ValueError(f"{folder} is not a model bundle: it lacks {', '.join(missing)}")
     config = _read_config(folder)
     vocabulary = _read(folder / "vocabulary.json", Vocabulary.load)
@@ -123,32 +121,30 @@ def load_bundle(folder: Path) -> Bundle:
         if recorded != transform.describe():
             raise ValueError(f"{folder / 'preprocessing.json'} describes a transform that this version does not have")
     captioner = Captioner(build_model(model_config, sizes), backbone)
-    weights = folder / "model.safetensors"
-    load_strictly(captioner, _read(weights, load_file), str(weights))
+    weights = _read(folder / "model.safetensors", load_file)
+    load_strictly(captioner, weights, str(folder / "model.safetensors"))
     return Bundle(captioner.eval(), vocabulary, transform, config)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
     """The content of config.yaml. ValueError if it does not have the format that this version reads."""
     path = folder / "config.yaml"
-    config = _read(path, lambda path: yaml.safe_load(path.read_text(encoding="utf-8")))
+    config = _read(path, lambda file: yaml.safe_load(file.read_text(encoding="utf-8")))
     version = config.get("format") if isinstance(config, dict) else None
     if not isinstance(version, int) or version < 1:
         raise ValueError(f"{path} does not belong to a bundle: it has no format number")
-    if version > FORMAT:
-        raise ValueError(
-            f"{folder} is a bundle of format {version}; this version of raycap reads up to {FORMAT}: update raycap"
+    if version != FORMAT:
+        newer = f"; this version of raycap reads up to {FORMAT}: update raycap"
+        older = (
+            f", whose parameters have other names; this version of raycap reads format {FORMAT}: import or train the "
+            "model again"
         )
-    if version < FORMAT:
-        raise ValueError(
-            f"{folder} is a bundle of format {version}, whose parameters have other names; this version of raycap "
-            f"reads format {FORMAT}: import or train the model again"
-        )
+        raise ValueError(f"{folder} is a bundle of format {version}{newer if version > FORMAT else older}")
     return dict(config)
 
 
 def _read(path: Path, parse: Callable[[Path], Any]) -> Any:
-    """Reads a part of a bundle with `parse`. ValueError naming the file if that fails."""
+    """The content of a file of a bundle. Raises ValueError with the file's path if `parse` fails."""
     from safetensors import SafetensorError
 
     try:
@@ -158,38 +154,22 @@ def _read(path: Path, parse: Callable[[Path], Any]) -> Any:
         raise ValueError(f"{path} cannot be read: {reason}") from error
 
 
-def _plain(value: Any) -> Any:
-    """Converts tuples to lists and mappings to dicts, because YAML's safe dumper accepts no others."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _card(name: str, captioner: Captioner, vocabulary: Vocabulary, info: Mapping[str, Any]) -> str:
+def _card(name: str, captioner: Captioner, info: Mapping[str, Any]) -> str:
     """The text of card.md."""
-    model, backbone = captioner.model, captioner.backbone
+    model, backbone, sizes = captioner.model, captioner.backbone, captioner.model.sizes
     count = sum(parameter.numel() for parameter in model.parameters())
-    lines = [
-        f"# {name}",
-        "",
-        f"A raycap model bundle: {model.config.name}, {count:,} parameters without the backbone, "
-        f"{len(vocabulary):,} words, captions up to {model.sizes.max_positions} tokens.",
-        "",
-    ]
-    if backbone is None:
-        lines.append(
-            f"It has no backbone: it captions stored features of width {model.sizes.feature_width}, not images."
-        )
-    else:
-        lines.append(
+    inputs = f"It has no backbone: it captions stored features of width {sizes.feature_width}, not images."
+    if backbone is not None:
+        inputs = (
             f"It captions images through {backbone.config.name} at {backbone.config.image_size} px "
             f"({backbone.num_tokens} tokens of width {backbone.width})."
         )
-    if info:
-        lines += ["", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in info.items())]
-    return "\n".join(lines) + "\n"
+    table = "".join(f"| {key} | {value} |\n" for key, value in info.items())
+    return (
+        f"# {name}\n\nA raycap model bundle: {model.config.name}, {count:,} parameters without the backbone, "
+        f"{sizes.vocabulary_size:,} words, captions up to {sizes.max_positions} tokens.\n\n{inputs}\n"
+        + (f"\n| | |\n|---|---|\n{table}" if info else "")
+    )
 
 
 def fetched(bundle: StoragePath) -> Path:
@@ -202,13 +182,11 @@ def fetched(bundle: StoragePath) -> Path:
 
 
 def bundle_digests(folder: Path, names: Sequence[str] = ()) -> dict[str, str]:
-    """{file: sha256} of the named files of a local bundle, by default of all its files.
-
-    UserError when one of them is missing.
-    """
-    wanted = names or sorted(path.name for path in folder.glob("*") if path.is_file() and path.name[0] != ".")
+    """{file: sha256} of the named files of a bundle, by default of all. UserError when one of them is missing."""
+    # For an empty folder, the error below names a file that every bundle needs.
+    names = names or sorted(path.name for path in folder.glob("[!.]*") if path.is_file()) or CONTENT_FILES
     digests = {}
-    for name in wanted or CONTENT_FILES:  # for an empty folder, the error below names a file that a bundle needs
+    for name in names:
         try:
             with (folder / name).open("rb") as file:
                 digests[name] = hashlib.file_digest(file, "sha256").hexdigest()

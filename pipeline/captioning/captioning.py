@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,15 +38,6 @@ class CaptionSearch:
     skip_unreadable: bool = False
 
 
-@dataclass(frozen=True)
-class Shard:
-    """One worker's share of the images: every `world_size`-th image, starting with number `rank`, on `device`."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-
-
 def caption_images(
     captioner: Captioner, images: Images, vocabulary: Vocabulary, settings: EvaluationSection, context: Context
 ) -> dict[int, Hypothesis]:
@@ -55,8 +45,9 @@ def caption_images(
 
     This is a collective operation: every rank must call it, and captions its shard.
     """
-    shard = Shard(context.world_rank, context.world_size, context.device)
-    hypotheses, _ = caption_split([captioner], [images], CaptionSearch(settings, vocabulary), shard=shard)
+    was_training = captioner.training
+    hypotheses, _ = caption_split([captioner], [images], CaptionSearch(settings, vocabulary), context)
+    captioner.train(was_training)
     best = {image: ranked[0] for image, ranked in hypotheses.items()}
     merged = {image: hypothesis for part in gather_objects(context, best) for image, hypothesis in part.items()}
     return {int(image): merged[int(image)] for image in images.image_ids}
@@ -66,123 +57,90 @@ def caption_split(
     models: Sequence[Captioner],
     inputs: Sequence[Images],
     search: CaptionSearch,
-    *,
-    shard: Shard,
+    context: Context,
     constraints: Mapping[int, ConstraintAutomaton] | None = None,
 ) -> tuple[Hypotheses, dict[int, str]]:
-    """The `search.settings.num_results` best captions of each image of the shard, and {unreadable image: reason}.
+    """The `search.settings.num_results` best captions by image id, and {unreadable image: reason}.
 
-    Several models form an ensemble. `inputs` contains each model's inputs of the same images in the same order.
-    `constraints` contains the constraints by image id, for images that have any. When the GPU's memory runs out, the
-    batch size is halved, down to one image. The function needs no process group.
+    Each rank captions its shard, every `world_size`-th image; no process group is needed. Several models form an
+    ensemble; all are set to evaluation mode. `inputs` contains each model's inputs of the same images in the same
+    order. `constraints` contains the constraints by image id, for images that have any. When the GPU's memory runs out,
+    the batch size is halved, down to one image.
     """
-    batch_captioner = _BatchCaptioner(models, inputs, search, shard.device, constraints or {})
-    rows = np.arange(len(inputs[0]))[shard.rank :: shard.world_size]
+    rows = np.arange(len(inputs[0]))[context.world_rank :: context.world_size]
     hypotheses: Hypotheses = {}
     unreadable: dict[int, str] = {}
-    captioned_alone: set[int] = set()  # positions in `rows`
-    start, size = 0, search.settings.batch_size
-    with _evaluation_mode(models):
-        while start < len(rows):
-            batch = rows[start : start + (1 if start in captioned_alone else size)]
-            try:
-                hypotheses |= batch_captioner(batch)
-            except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()
-                if size == 1:
-                    raise
-                size //= 2
+    start, size, alone_until = 0, search.settings.batch_size, 0
+    for model in models:
+        model.eval()
+    while start < len(rows):
+        batch = rows[start : start + (1 if start < alone_until else size)]
+        try:
+            hypotheses |= _caption_batch(models, inputs, search, context.device, constraints or {}, batch)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            if size == 1:
+                raise
+            size //= 2
+            continue
+        except (BadImage, OSError) as error:
+            if not search.skip_unreadable:
+                raise
+            if len(batch) > 1:  # caption these images one by one, to find the unreadable one
+                alone_until = start + len(batch)
                 continue
-            except (BadImage, OSError) as error:
-                if not search.skip_unreadable:
-                    raise
-                if len(batch) > 1:  # caption these images one by one, to find the unreadable one
-                    captioned_alone |= set(range(start, start + len(batch)))
-                    continue
-                unreadable[int(inputs[0].image_ids[batch[0]])] = str(error)
-            start += len(batch)
+            unreadable[int(inputs[0].image_ids[batch[0]])] = str(error)
+        start += len(batch)
     return hypotheses, unreadable
 
 
-@contextmanager
-def _evaluation_mode(models: Sequence[Captioner]) -> Iterator[None]:
-    """Sets evaluation mode for the length of the context."""
-    training = [model.training for model in models]
-    for model in models:
-        model.eval()
-    try:
-        yield
-    finally:
-        for model, was_training in zip(models, training, strict=True):
-            model.train(was_training)
-
-
-@dataclass(frozen=True)
-class _BatchCaptioner:
-    """A function that captions one batch of images, given by their rows."""
-
-    models: Sequence[Captioner]
-    inputs: Sequence[Images]
-    search: CaptionSearch
-    device: torch.device
-    constraints: Mapping[int, ConstraintAutomaton]
-
-    @torch.no_grad()  # not inference mode, in which autocast converts each weight anew at every use
-    def __call__(self, rows: np.ndarray) -> Hypotheses:
-        image_ids = [int(self.inputs[0].image_ids[row]) for row in rows]
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.search.settings.precision == "bfloat16"):
-            memories = [
-                model.encode(images.load(rows).to(self.device))
-                for model, images in zip(self.models, self.inputs, strict=True)
-            ]
-            captions, satisfied = self._search(memories, [self.constraints.get(image) for image in image_ids])
-            alignment = self._alignment(memories, captions)
-        log_probs = captions.log_probs.sum(-1)
-        hypotheses: Hypotheses = {image: [] for image in image_ids}
-        for row, image in enumerate(image_ids):
-            ranked = zip(captions.tokens[row].tolist(), log_probs[row].tolist(), satisfied[row], strict=True)
-            for rank, (tokens, log_prob, count) in enumerate(ranked):
-                if count is not None and count < 0:  # a constrained search marks captions that it did not find
-                    continue
-                caption = self.search.vocabulary.decode(tokens)
-                best_alignment = alignment[row] if rank == 0 else None
+@torch.no_grad()  # not inference mode, in which autocast converts each weight anew at every use
+def _caption_batch(
+    models: Sequence[Captioner],
+    inputs: Sequence[Images],
+    search: CaptionSearch,
+    device: torch.device,
+    constraints: Mapping[int, ConstraintAutomaton],
+    rows: np.ndarray,
+) -> Hypotheses:
+    """The captions of the images in these rows."""
+    image_ids = [int(inputs[0].image_ids[row]) for row in rows]
+    alignment: list[float] = [math.nan] * len(rows)
+    with torch.autocast(device.type, torch.bfloat16, enabled=search.settings.precision == "bfloat16"):
+        memories = [model.encode(images.load(rows).to(device)) for model, images in zip(models, inputs, strict=True)]
+        captions, satisfied = _search(models, memories, search, [constraints.get(image) for image in image_ids])
+        if search.with_alignment and len(models) == 1:
+            alignment = alignment_scores(models[0].model, memories[0], captions.tokens[:, 0]).tolist()
+    log_probs = captions.log_probs.sum(-1)
+    hypotheses: Hypotheses = {image: [] for image in image_ids}
+    for row, image in enumerate(image_ids):
+        ranked = zip(captions.tokens[row].tolist(), log_probs[row].tolist(), satisfied[row], strict=True)
+        for rank, (tokens, log_prob, count) in enumerate(ranked):
+            if count is None or count >= 0:  # a constrained search marks captions that it did not find with -1
+                best_alignment = None if rank or math.isnan(alignment[row]) else alignment[row]
+                caption = search.vocabulary.decode(tokens)
                 hypotheses[image].append(Hypothesis(caption, log_prob, best_alignment, count, tuple(tokens)))
-        return hypotheses
+    return hypotheses
 
-    def _search(
-        self, memories: Sequence[Memory], automata: Sequence[ConstraintAutomaton | None]
-    ) -> tuple[Captions, list[list[int | None]]]:
-        """The best captions, and the number of constraints that each satisfies.
 
-        The number is None for an image without constraints, and -1 for a caption that the search did not find.
-        """
-        models = [model.model for model in self.models]
-        settings = self.search.settings
-        beam_size, max_length, num_results = settings.beam_size, settings.max_length, settings.num_results
-        if not any(automata):
-            captions = beam_search(
-                models, memories, beam_size=beam_size, max_length=max_length, num_results=num_results
-            )
-            return captions, [[None] * num_results for _ in automata]
-        unconstrained = build_automaton([], len(self.search.vocabulary))
-        constrained = constrained_beam_search(
-            models,
-            memories,
-            [automaton or unconstrained for automaton in automata],
-            beam_size=beam_size,
-            max_length=max_length,
-            num_results=num_results,
-        )
-        satisfied = constrained.num_satisfied.tolist()
-        return constrained, [
-            [count if automaton is not None or count < 0 else None for count in row]
-            for row, automaton in zip(satisfied, automata, strict=True)
-        ]
+def _search(
+    models: Sequence[Captioner],
+    memories: Sequence[Memory],
+    search: CaptionSearch,
+    automata: Sequence[ConstraintAutomaton | None],
+) -> tuple[Captions, list[list[int | None]]]:
+    """The best captions, and the number of constraints that each satisfies.
 
-    def _alignment(self, memories: Sequence[Memory], captions: Captions) -> list[float | None]:
-        """The alignment of each image's best caption. It is None for an ensemble and when it is not defined."""
-        best = captions.tokens[:, 0]
-        if not self.search.with_alignment or len(self.models) > 1:
-            return [None] * len(best)
-        values = alignment_scores(self.models[0].model, memories[0], best).tolist()
-        return [None if math.isnan(value) else value for value in values]
+    The number is None for an image without constraints, and -1 for a caption that the search did not find.
+    """
+    decoders, settings = [model.model for model in models], search.settings
+    limits = {key: getattr(settings, key) for key in ("beam_size", "max_length", "num_results")}
+    if not any(automata):
+        return beam_search(decoders, memories, **limits), [[None] * settings.num_results for _ in automata]
+    unconstrained = build_automaton([], len(search.vocabulary))
+    all_automata = [automaton or unconstrained for automaton in automata]
+    constrained = constrained_beam_search(decoders, memories, all_automata, **limits)
+    return constrained, [
+        [count if automaton is not None or count < 0 else None for count in counts]
+        for counts, automaton in zip(constrained.num_satisfied.tolist(), automata, strict=True)
+    ]

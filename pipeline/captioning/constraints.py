@@ -34,7 +34,7 @@ def read_constraints(path: Path) -> Constraints:
             row = json.loads(line)
             image = row["image_id"]
             image_constraints = tuple(_alternatives(constraint) for constraint in row["constraints"])
-            if not isinstance(image, int) or isinstance(image, bool):
+            if type(image) is not int:  # isinstance would accept true and false
                 raise ValueError("image_id must be a whole number")
         except (ValueError, KeyError, TypeError) as error:
             reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
@@ -62,8 +62,8 @@ def write_constraints(path: Path, constraints: Mapping[int, Sequence[Sequence[st
     for image, image_constraints in constraints.items():
         if image_constraints:
             values = [words[0] if len(words) == 1 else list(words) for words in image_constraints]
-            lines.append(json.dumps({"image_id": image, "constraints": values}))
-    write_text(path, "".join(f"{line}\n" for line in lines))
+            lines.append(json.dumps({"image_id": image, "constraints": values}) + "\n")
+    write_text(path, "".join(lines))
 
 
 def unknown_words(alternatives: Iterable[str], vocabulary: Vocabulary) -> list[str]:
@@ -86,20 +86,20 @@ def build_automata(constraints: Constraints, vocabulary: Vocabulary, file: str) 
     """
     automata = {}
     for image, image_constraints in constraints.items():
+        label = f"constraints {file}: image {image}"
         ids = []
         for alternatives in image_constraints:
             if missing := unknown_words(alternatives, vocabulary):
                 raise UserError(
-                    f"constraints {file}: image {image} needs the word {missing[0]!r}, which is not among the model's "
-                    f"{len(vocabulary)} words; leave it out (`raycap constraints --model` does), or train with "
-                    f"data.extra_vocabulary"
+                    f"{label} needs the word {missing[0]!r}, which is not among the model's {len(vocabulary)} words; "
+                    "leave it out (`raycap constraints --model` does), or train with data.extra_vocabulary"
                 )
             tokens = [vocabulary.tokenize(text) for text in alternatives]
             if not all(tokens):
-                raise UserError(f"constraints {file}: image {image} has the constraint {alternatives}, without a word")
+                raise UserError(f"{label} has the constraint {alternatives}, without a word")
             ids.append([tuple(vocabulary.ids[word] for word in words) for words in tokens])
         try:
             automata[image] = build_automaton(ids, len(vocabulary))
         except ValueError as error:
-            raise UserError(f"constraints {file}: image {image}: {error}") from error
+            raise UserError(f"{label}: {error}") from error
     return automata

@@ -30,11 +30,10 @@ MAX_CONSTRAINTS = 3  # per image
 EXCLUDED = frozenset(
     [
         *(f"human {part}" for part in ("arm", "beard", "body", "ear", "eye", "face", "foot", "hair", "hand", "head")),
-        *(f"human {part}" for part in ("leg", "mouth", "nose")),
-        *("person", "man", "woman", "boy", "girl", "mammal", "skull", "tree", "plant", "building", "clothing"),
-        *("footwear", "fashion accessory", "personal care", "bathroom accessory", "plumbing fixture", "door handle"),
-        *("hiking equipment", "sports equipment", "land vehicle", "auto part", "wheel", "bicycle wheel", "tire"),
-        *("seat belt", "vehicle registration plate"),
+        *("human leg", "human mouth", "human nose", "person", "man", "woman", "boy", "girl", "mammal", "skull", "tree"),
+        *("plant", "building", "clothing", "footwear", "fashion accessory", "personal care", "bathroom accessory"),
+        *("plumbing fixture", "door handle", "hiking equipment", "sports equipment", "land vehicle", "auto part"),
+        *("wheel", "bicycle wheel", "tire", "seat belt", "vehicle registration plate"),
     ]
 )
 
@@ -51,12 +50,10 @@ def read_detections(path: Path) -> dict[int, list[Detection]]:
     """Detections by image id, in the order of the file. Raises UserError for a file in neither of the two formats."""
     detections: dict[int, list[Detection]] = {}
     try:
-        text = path.read_text(encoding="utf-8")
+        for image, detection in _rows(path.read_text(encoding="utf-8")):
+            detections.setdefault(image, []).append(detection)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"detections {path} cannot be read as text: {error}") from error
-    try:
-        for image, detection in _rows(text):
-            detections.setdefault(image, []).append(detection)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise UserError(
@@ -84,11 +81,9 @@ def _rows(text: str) -> Iterator[tuple[int, Detection]]:
             try:
                 row = json.loads(line)
                 x0, y0, x1, y1 = map(float, row["box"])
-                detection = Detection(str(row["label"]).lower(), float(row["score"]), (x0, y0, x1, y1))
-                image = int(row["image_id"])
+                yield int(row["image_id"]), Detection(str(row["label"]).lower(), float(row["score"]), (x0, y0, x1, y1))
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"line {number}: {type(error).__name__} {error}") from error
-            yield image, detection
 
 
 def read_hierarchy(path: Path, names: Path | None = None) -> dict[str, int]:
@@ -97,8 +92,10 @@ def read_hierarchy(path: Path, names: Path | None = None) -> dict[str, int]:
     names: a CSV file of code and name, for a hierarchy that contains codes. Raises UserError for a malformed file.
     """
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        name_of = _class_names(names) if names is not None else {}
+        tree, name_of = json.loads(path.read_text(encoding="utf-8")), {}
+        if names is not None:
+            with names.open(encoding="utf-8", newline="") as file:
+                name_of = {row[0]: row[1] for row in csv.reader(file) if len(row) >= 2}
         heights: dict[str, int] = {}
         _add_heights(tree, name_of, heights)
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
@@ -112,12 +109,6 @@ def read_hierarchy(path: Path, names: Path | None = None) -> dict[str, int]:
             "class descriptions with --class-names"
         )
     return heights
-
-
-def _class_names(path: Path) -> dict[str, str]:
-    """{code: name} from a CSV file."""
-    with path.open(encoding="utf-8", newline="") as file:
-        return {row[0]: row[1] for row in csv.reader(file) if len(row) >= 2}
 
 
 def _add_heights(node: Mapping[str, Any], names: Mapping[str, str], heights: dict[str, int]) -> int:
@@ -139,18 +130,17 @@ def choose_constraints(
 ) -> list[str]:
     """The classes that become constraints of an image, most confident first. Unknown classes count as leaves."""
     candidates = [detection for detection in detections if detection.label not in excluded]
-
-    def is_too_general(detection: Detection) -> bool:
-        height = hierarchy.get(detection.label, 0)
-        return any(
-            height > hierarchy.get(other.label, 0) and intersection_over_union(detection.box, other.box) >= overlap
+    specific = [
+        detection
+        for detection in candidates
+        if not any(
+            hierarchy.get(detection.label, 0) > hierarchy.get(other.label, 0)
+            and intersection_over_union(detection.box, other.box) >= overlap
             for other in candidates
         )
-
-    specific = [detection for detection in candidates if not is_too_general(detection)]
+    ]
     ranked = sorted(specific, key=lambda detection: -detection.score)
-    unique_labels = list(dict.fromkeys(detection.label for detection in ranked))
-    return unique_labels[:max_constraints]
+    return list(dict.fromkeys(detection.label for detection in ranked))[:max_constraints]
 
 
 def intersection_over_union(one: Sequence[float], other: Sequence[float]) -> float:

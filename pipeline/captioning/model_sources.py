@@ -48,8 +48,7 @@ class SentBundle:
         """Copies the whole bundle to Ray's object store. Ray must have been started."""
         import ray
 
-        contents = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-        return cls(ray.put(contents))
+        return cls(ray.put({path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}))
 
     def load(self) -> Bundle:
         import ray

@@ -10,10 +10,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import torch
 
+from models.transform import ImageTransform
 from pipeline.captioning.model_sources import ModelSource
 from pipeline.captioning.service import MAX_PIXELS, CaptionService
 from pipeline.data.images import BadImage, decode_image
+from pipeline.runtime.cpu import prepare_processor
 from pipeline.storage.path import storage_path
 
 BLOCK_SIZE = 64  # images
@@ -22,10 +26,10 @@ BLOCK_SIZE = 64  # images
 def caption_stream(
     names: Sequence[str], model: ModelSource, image_size: int, search: dict[str, Any], num_results: int
 ) -> Iterator[tuple[str, list[tuple[str, float]], str]]:
-    """Yields (name, captions with log-probabilities, best first, reason why there are none) of each image, in order.
+    """Yields (name, captions with log-probabilities, reason for a missing caption) of each image, in order.
 
-    search: the settings of a `CaptionService`. Ray must have been started, and every node must be able to read local
-    names. An actor takes one GPU if the cluster has any, otherwise half a CPU.
+    The best caption comes first. search: the settings of a `CaptionService`. Ray must have been started, and every node
+    must be able to read local names. An actor takes one GPU if the cluster has any, otherwise half a CPU.
     """
     import ray
     import ray.data
@@ -52,63 +56,46 @@ def caption_stream(
         num_cpus=0.5,
         num_gpus=1 if gpus else 0,
     )
-    for batch in captioned.iter_batches(batch_size=None):
-        columns = (batch[name] for name in ("name", "captions", "log_probs", "reason"))
-        for name, texts, log_probs, reason in zip(*columns, strict=True):
-            ranked = [(str(text), float(log_prob)) for text, log_prob in zip(texts, log_probs, strict=True)]
-            yield str(name), ranked, str(reason)
+    for row in captioned.iter_rows():
+        yield row["name"], list(zip(row["captions"], row["log_probs"], strict=True)), row["reason"]
 
 
 def _decode(batch: dict[str, np.ndarray], image_size: int) -> dict[str, Any]:
     """Resized pixels (B, H, W, 3) uint8 of the named images; an unreadable image is black and has a reason."""
-    from models.transform import ImageTransform
-
     transform = ImageTransform(image_size)
     pixels = np.zeros((len(batch["name"]), image_size, image_size, 3), np.uint8)
-    reasons = []
+    reasons = np.full(len(pixels), "", object)
     for index, name in enumerate(batch["name"]):
-        reason = ""
         try:
             pixels[index] = transform.resize(decode_image(storage_path(str(name)).read_bytes(), MAX_PIXELS))
         except BadImage as error:
-            reason = str(error)
+            reasons[index] = str(error)
         except OSError as error:
-            reason = f"cannot be read: {error.strerror or error}"
-        reasons.append(reason)
-    return {"name": batch["name"], "pixels": pixels, "reason": np.array(reasons)}
+            reasons[index] = f"cannot be read: {error.strerror or error}"
+    return {"name": batch["name"], "pixels": pixels, "reason": reasons.astype(str)}
 
 
 class _CaptionActor:
     """Loads the model once and captions batches of decoded images."""
 
     def __init__(self, model: ModelSource, search: dict[str, Any], num_results: int, gpu: bool) -> None:
-        import torch
-
-        from pipeline.runtime.cpu import prepare_processor
-
         prepare_processor()
         bundle = model.load()
-        self.device = torch.device("cuda" if gpu else "cpu")
+        self.device, self.num_results = torch.device("cuda" if gpu else "cpu"), num_results
         bundle.captioner.to(self.device)
-        self.num_results = num_results
         self.service = CaptionService(bundle, **search)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
-        import pyarrow as pa
-        import torch
-
         readable = [index for index, reason in enumerate(batch["reason"]) if not reason]
-        texts: list[list[str]] = [[] for _ in batch["reason"]]
-        log_probs: list[list[float]] = [[] for _ in batch["reason"]]
+        ranked: dict[int, list[tuple[str, float]]] = {}
         if readable:
-            pixels = torch.from_numpy(np.stack([batch["pixels"][index] for index in readable])).to(self.device)
+            pixels = torch.from_numpy(batch["pixels"][readable]).to(self.device)
             captions = self.service.caption(self.service.transform.normalize(pixels), self.num_results)
-            for index, ranked in zip(readable, captions, strict=True):
-                texts[index] = [text for text, _ in ranked]
-                log_probs[index] = [log_prob for _, log_prob in ranked]
+            ranked = dict(zip(readable, captions, strict=True))
+        rows = [ranked.get(index, []) for index in range(len(batch["reason"]))]
         return {
             "name": batch["name"],
-            "captions": pa.array(texts, pa.list_(pa.string())),
-            "log_probs": pa.array(log_probs, pa.list_(pa.float64())),
+            "captions": pa.array([[text for text, _ in row] for row in rows], pa.list_(pa.string())),
+            "log_probs": pa.array([[log_prob for _, log_prob in row] for row in rows], pa.list_(pa.float64())),
             "reason": batch["reason"],
         }

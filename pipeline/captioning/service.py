@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import base64
-import binascii
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ import torch
 from torch import Tensor
 
 from models.attention_maps import cross_attention
-from models.attribution import Attribution, Quadrature, integrated_gradients
-from models.base import Features, Memory
+from models.attribution import Attribution, integrated_gradients
+from models.base import Features
 from models.cluster_groups import Clusters, find_clusters
-from models.decoding import Captions, beam_search
+from models.decoding import beam_search
 from pipeline.captioning.bundle import Bundle, load_bundle
 from pipeline.config.sections import SEARCH_DEFAULTS
 from pipeline.data.images import BadImage, decode_image
@@ -59,52 +58,44 @@ class CaptionService:
 
     @torch.no_grad()
     def caption(self, pixels: Tensor, num_results: int = 1) -> list[list[tuple[str, float]]]:
-        """Captions of each of the images (B, 3, H, W) with their log-probabilities, best first."""
+        """The captions of each image (B, 3, H, W) with their log-probabilities, best first."""
+        captioner = self.bundle.captioner
         with torch.autocast(pixels.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
-            captions = self._search(self.bundle.captioner.encode(Features(pixels)), num_results)
+            captions = beam_search(
+                captioner.model,
+                captioner.encode(Features(pixels)),
+                beam_size=self.beam_size,
+                max_length=min(self.max_length, captioner.model.sizes.max_positions),
+                num_results=num_results,
+            )
         log_probs = captions.log_probs.sum(-1).tolist()
-        return [
-            [(self.bundle.vocabulary.decode(ids), log_prob) for ids, log_prob in zip(*ranked, strict=True)]
-            for ranked in zip(captions.tokens.tolist(), log_probs, strict=True)
-        ]
+        texts = [[self.bundle.vocabulary.decode(ids) for ids in ranked] for ranked in captions.tokens.tolist()]
+        return [list(zip(*ranked, strict=True)) for ranked in zip(texts, log_probs, strict=True)]
 
     @torch.no_grad()
     def attention(self, pixels: Tensor, caption: str) -> Tensor:
         """The last layer's cross-attention (words, N) for each word of a caption of one image (3, H, W)."""
-        captioner, words = self.bundle.captioner, caption.split()
-        ids = self.bundle.vocabulary.encode(words)
-        tokens = torch.tensor([ids], device=pixels.device)
-        return cross_attention(captioner.model, captioner.encode(Features(pixels[None])), tokens)[-1, 0, : len(words)]
+        captioner, ids = self.bundle.captioner, self._ids(caption, pixels)
+        memory = captioner.encode(Features(pixels[None]))
+        return cross_attention(captioner.model, memory, ids[None])[-1, 0, : len(caption.split())]
 
-    def attribution(self, pixels: Tensor, caption: str, steps: int | None = None) -> Attribution:
-        """What each grid cell of one image (3, H, W) adds to the log-probability of each word of a caption.
-
-        steps: number of integration steps, by default as many as the tolerance needs.
-        """
-        captioner, words = self.bundle.captioner, caption.split()
-        ids = torch.tensor(self.bundle.vocabulary.encode(words), device=pixels.device)
+    def attribution(self, pixels: Tensor, caption: str) -> Attribution:
+        """The contribution of each grid cell of one image (3, H, W) to the log-probability of each word."""
+        captioner = self.bundle.captioner
         with torch.no_grad():
             features = captioner.features(Features(pixels[None]))
-        ids = ids[: captioner.model.sizes.max_positions + 1]
-        quadrature = Quadrature() if steps is None else Quadrature.exactly(steps)
-        return integrated_gradients(captioner.model, features, ids, quadrature=quadrature).head(len(words))
+        ids = self._ids(caption, pixels)[: captioner.model.sizes.max_positions + 1]
+        return integrated_gradients(captioner.model, features, ids).head(len(caption.split()))
 
     @torch.no_grad()
     def clusters(self, pixels: Tensor, caption: str) -> Clusters | None:
         """The clusters of one image (3, H, W) and a caption's words; None for a model without clusters."""
-        captioner = self.bundle.captioner
-        ids = torch.tensor(self.bundle.vocabulary.encode(caption.split())[:-1], device=pixels.device)
+        captioner, ids = self.bundle.captioner, self._ids(caption, pixels)[:-1]
         return find_clusters(captioner.model, captioner.features(Features(pixels[None])), ids)
 
-    def _search(self, memory: Memory, num_results: int) -> Captions:
-        limit = min(self.max_length, self.bundle.captioner.model.sizes.max_positions)
-        return beam_search(
-            self.bundle.captioner.model,
-            memory,
-            beam_size=self.beam_size,
-            max_length=limit,
-            num_results=num_results,
-        )
+    def _ids(self, caption: str, pixels: Tensor) -> Tensor:
+        """The caption's token ids from SOS to EOS, on the device of the pixels."""
+        return torch.tensor(self.bundle.vocabulary.encode(caption.split()), device=pixels.device)
 
     def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         """The pyfunc interface: a caption and log_prob (natural logarithm, summed over the tokens) for each row.
@@ -115,13 +106,12 @@ class CaptionService:
         files = list(_files(model_input))
         captions: list[list[tuple[str, float]]] = []
         for start in range(0, len(files), BATCH_SIZE):
-            pixels = [self._row_pixels(row) for row in enumerate(files[start : start + BATCH_SIZE], start)]
+            pixels = [self._row_pixels(*row) for row in enumerate(files[start : start + BATCH_SIZE], start)]
             captions += self.caption(torch.stack(pixels))
-        return [{"caption": best[0][0], "log_prob": best[0][1]} for best in captions]
+        return [{"caption": caption, "log_prob": log_prob} for ((caption, log_prob),) in captions]
 
-    def _row_pixels(self, row: tuple[int, bytes | str]) -> Tensor:
-        """The pixels of (row number, file bytes or URI). ValueError naming the row when that fails."""
-        number, source = row
+    def _row_pixels(self, number: int, source: bytes | str) -> Tensor:
+        """The pixels of a row from file bytes or a URI. ValueError naming the row when that fails."""
         try:
             return self.pixels(source if isinstance(source, bytes) else storage_path(_path(source)).read_bytes())
         except (BadImage, OSError, ImportError) as error:
@@ -142,7 +132,7 @@ def _files(table: Any) -> Iterable[bytes | str]:
         elif isinstance(image, str) and image:
             try:
                 yield base64.b64decode(image, validate=True)
-            except (binascii.Error, ValueError) as error:
+            except ValueError as error:
                 raise ValueError(f"row {number}: image is text but no base64; a path belongs to column uri") from error
         elif isinstance(uri, str) and uri:
             yield uri
@@ -159,7 +149,7 @@ def _path(uri: str) -> str:
 
 
 def serving_sources() -> list[Path]:
-    """The files of raycap that a served model imports, found by import statements, also those inside functions."""
+    """The files of raycap that a served model imports, directly or not, at the top of a module or in a function."""
     root = project_root()
     sources: set[Path] = set()
     waiting = [Path(__file__).resolve()]

@@ -29,7 +29,6 @@ from pipeline.storage.path import StoragePath
 
 logger = logging.getLogger(__name__)
 
-
 MAX_WORDS = 60  # Longer captions get a warning: COCO's longest caption has 57 tokens.
 MIN_IMAGES_FOR_CIDER = 200  # With fewer images, the standard error of a mean CIDEr-D of 1.0 is above 0.06.
 # COCO's photographs have short sides of 400 pixels or more; data sets that were shrunk usually have 224 or 256.
@@ -78,7 +77,10 @@ def check_data(config: RunConfig, checked_keys: pa.Array | None = None) -> Findi
     logger.info(f"reading {len(dataset)} images")
     dataset, missing = snapshot_of(dataset, config)
     _check_captions(result, dataset, problems)
-    _check_vocabulary(result, dataset, config)
+    try:
+        result.statistics["vocabulary"] = len(build_vocabulary(dataset, config.data))
+    except UserError as error:  # the captions give no vocabulary
+        result.error(str(error))
     unchecked = dataset
     if checked_keys is not None:
         is_checked = pc.is_in(dataset.table["key"], value_set=checked_keys)
@@ -99,21 +101,17 @@ def _check_captions(result: Findings, dataset: Dataset, problems: list[str]) -> 
     """Checks the captions' text and number. problems: one sentence for each caption that is not text."""
     # Each list holds an image URI per finding; an image can appear more than once.
     empty, long, repeated, strange, wordless = [], [], [], [], []
-    total = 0
     counts: dict[str, Counter[int]] = defaultdict(Counter)
     for uri, split, captions in zip(*(dataset.column(name) for name in ("uri", "split", "captions")), strict=True):
         words = [tokenize(caption) for caption in captions]
-        total += len(captions)
         counts[split][len(captions)] += 1
         empty += [uri for tokens in words if not tokens]
         long += [uri for tokens in words if len(tokens) > MAX_WORDS]
         strange += [uri for caption in captions if caption.strip() and not _is_text(caption)]
-        if len({" ".join(tokens) for tokens in words}) < len(words):
-            repeated.append(uri)
-        if not any(words):
-            wordless.append(uri)
+        repeated += [uri] if len({" ".join(tokens) for tokens in words}) < len(words) else []
+        wordless += [] if any(words) else [uri]
     result.statistics["captions"] = {
-        "total": total,
+        "total": sum(number * images for counter in counts.values() for number, images in counter.items()),
         "per_image": {split: dict(sorted(counter.items())) for split, counter in sorted(counts.items())},
         "empty": len(empty),
         "huge": len(long),
@@ -132,51 +130,32 @@ def _check_captions(result: Findings, dataset: Dataset, problems: list[str]) -> 
     ):
         if uris:
             result.warn(f"{len(uris)} {problem}: {_examples(uris)}")
-    single_caption_splits = [split for split, counter in counts.items() if max(counter) == 1]
-    if single_caption_splits:
-        result.warn(
-            f"one caption per image in {', '.join(single_caption_splits)}: CIDEr-D is reliable only with several"
-        )
+    if single_caption_splits := [split for split, counter in counts.items() if max(counter) == 1]:
+        splits = ", ".join(single_caption_splits)
+        result.warn(f"one caption per image in {splits}: CIDEr-D is reliable only with several")
 
 
 def _is_text(caption: str) -> bool:
-    """False for a caption with replacement or control characters, which a wrong encoding or a binary file leaves.
-
-    Newlines and tabs are allowed.
-    """
-    return not any(
-        character == "\ufffd"
-        or (unicodedata.category(character) in ("Cc", "Cn", "Co", "Cs") and character not in "\n\r\t")
-        for character in caption
-    )
-
-
-def _check_vocabulary(result: Findings, dataset: Dataset, config: RunConfig) -> None:
-    """Records the number of words, or an error when the captions give no vocabulary."""
-    try:
-        result.statistics["vocabulary"] = len(build_vocabulary(dataset, config.data))
-    except UserError as error:
-        result.error(str(error))
+    """False for replacement and control characters, signs of a wrong encoding. Newlines and tabs are allowed."""
+    characters = set(caption) - set("\n\r\t")
+    return "\ufffd" not in characters and not {"Cc", "Cn", "Co", "Cs"} & set(map(unicodedata.category, characters))
 
 
 def _decode_all(dataset: Dataset, config: RunConfig) -> tuple[dict[str, str], np.ndarray]:
     """Decodes every image: {key: reason} of those that fail, and the sizes (N, 2) of the rest as (width, height)."""
     table = dataset.readable().table
     uri_by_key = dict(zip(table["key"].to_pylist(), table["uri"].to_pylist(), strict=True))
-    reasons: dict[str, str] = {}
 
-    def decode(item: tuple[str, str]) -> tuple[int, int] | None:
-        key, uri = item
+    def decode(uri: str) -> tuple[int, int] | str:
         try:
             return decode_image(StoragePath(uri, config.storage.options).read_bytes(), config.data.max_pixels).size
         except (BadImage, OSError) as error:
-            reasons[key] = str(error)
-            return None
+            return str(error)
 
-    with ThreadPoolExecutor(
-        max(2, os.cpu_count() or 1)
-    ) as pool:  # threads suffice: Pillow releases the GIL while it decodes
-        sizes = [size for size in pool.map(decode, uri_by_key.items()) if size]
+    with ThreadPoolExecutor(max(2, os.cpu_count() or 1)) as pool:  # Pillow releases the GIL while it decodes
+        results = dict(zip(uri_by_key, pool.map(decode, uri_by_key.values()), strict=True))
+    reasons = {key: result for key, result in results.items() if isinstance(result, str)}
+    sizes = [result for result in results.values() if not isinstance(result, str)]
     return reasons, np.array(sizes, np.int64).reshape(-1, 2)
 
 
@@ -184,28 +163,22 @@ def _check_images(
     result: Findings, dataset: Dataset, config: RunConfig, missing: dict[str, str], unusable: dict[str, str]
 ) -> None:
     """Reports the images that cannot be used: `missing` as {uri: reason}, `unusable` as {key: reason}."""
-    unreadable = [
-        (uri, unusable[key])
-        for uri, key in zip(dataset.column("uri"), dataset.column("key"), strict=True)
-        if key in unusable
-    ]
-    unreadable += missing.items()
+    images = zip(dataset.column("uri"), dataset.column("key"), strict=True)
+    unreadable = [(uri, unusable[key]) for uri, key in images if key in unusable] + list(missing.items())
     result.statistics["unreadable"] = dict(unreadable)
-    if not unreadable:
-        return
     text = f"{len(unreadable)} of {len(dataset)} images cannot be used"
     examples = "; ".join(f"{uri}: {reason}" for uri, reason in unreadable[:MAX_EXAMPLES])
-    if len(unreadable) / len(dataset) > config.data.max_bad_fraction:
+    if len(unreadable) > config.data.max_bad_fraction * len(dataset):
         result.error(f"{text}, more than data.max_bad_fraction = {config.data.max_bad_fraction}: {examples}")
-    else:
+    elif unreadable:
         result.warn(f"{text} and would be left out: {examples}")
 
 
 def _check_duplicates(result: Findings, dataset: Dataset, config: RunConfig) -> None:
     """Reports images with equal content: an error across training and held-out splits, else a warning."""
     copies_by_key: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    readable = dataset.readable()
-    for key, split, uri in zip(*(readable.column(name) for name in ("key", "split", "uri")), strict=True):
+    columns = map(dataset.readable().column, ("key", "split", "uri"))
+    for key, split, uri in zip(*columns, strict=True):
         copies_by_key[key].append((split, uri))
     train = set(config.data.train_splits)
     held_out = {config.data.val_split, *config.data.test_splits} - train
@@ -230,8 +203,8 @@ def _check_resolution(result: Findings, sizes: np.ndarray, image_size: int) -> N
     short_sides = sizes.min(1)
     histogram = np.histogram(short_sides, bins=[*SHORT_SIDE_BINS, np.iinfo(np.int64).max])[0]
     labels = [f"{low}-{high - 1}" for low, high in itertools.pairwise(SHORT_SIDE_BINS)] + [f"{SHORT_SIDE_BINS[-1]}+"]
-    bins = zip(labels, histogram, strict=True)
-    result.statistics["short_side"] = {name: int(count) for name, count in bins if count}
+    bins = zip(labels, histogram.tolist(), strict=True)
+    result.statistics["short_side"] = {label: count for label, count in bins if count}
     most_common, times = Counter(short_sides.tolist()).most_common(1)[0]
     if times > 0.5 * len(short_sides) and most_common < MIN_ORIGINAL_SIDE and len(short_sides) > 1:
         result.warn(
@@ -245,16 +218,15 @@ def _check_resolution(result: Findings, sizes: np.ndarray, image_size: int) -> N
 
 def _check_splits(result: Findings, dataset: Dataset, config: RunConfig) -> None:
     """Reports held-out splits with too few images for CIDEr-D."""
-    counts = {item["values"]: item["counts"] for item in pc.value_counts(dataset.table["split"]).to_pylist()}
+    counts = Counter(dataset.column("split"))
     result.statistics["splits"] = dict(sorted(counts.items()))
     for split in dict.fromkeys((config.data.val_split, *config.data.test_splits)):
         count = counts[split]
         if count < 2:
             result.error(f"split {split} has {count} image: CIDEr-D is 0 for every caption of a single document")
         elif count < MIN_IMAGES_FOR_CIDER:
-            result.warn(
-                f"split {split} has {count} images: CIDEr-D on fewer than {MIN_IMAGES_FOR_CIDER} is mostly noise"
-            )
+            minimum = MIN_IMAGES_FOR_CIDER
+            result.warn(f"split {split} has {count} images: CIDEr-D on fewer than {minimum} is mostly noise")
 
 
 def _examples(items: list[str]) -> str:

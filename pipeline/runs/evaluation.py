@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeline.data.dataset import Dataset
 from pipeline.data.synthetic import main_object_accuracy
@@ -31,14 +31,7 @@ class RunScores:
     """The results of a run's splits, and the validation CIDEr-D after each stage, by stage name."""
 
     splits: tuple[SplitResult, ...]
-    validation_by_stage: Mapping[str, float]
-
-    def to_json(self) -> dict[str, Any]:
-        """The content of scores.json."""
-        return {
-            "splits": {result.split: result.to_json() for result in self.splits},
-            "validation_by_stage": dict(self.validation_by_stage),
-        }
+    validation_by_stage: dict[str, float]
 
     def flat(self) -> dict[str, float]:
         """{"test_CIDEr-D": ...}: the scores as the tracker and the model registry store them."""
@@ -52,7 +45,7 @@ def split_result(
     unreadable: Mapping[int, str],
     label: str,
 ) -> SplitResult:
-    """A split's captions, alignment and number of satisfied constraints, the last two also logged with prefix `label`.
+    """A split's captions, alignment and number of satisfied constraints. The last two are logged after `label`.
 
     best: the best caption by image id. automata: the constraints by image id, for images that have any.
     """
@@ -69,17 +62,18 @@ def split_result(
 
 def score_run(folder: RunFolder, dataset: Dataset, results: Sequence[SplitResult]) -> RunScores:
     """Scores the splits of a run and writes scores.json."""
+    is_synthetic = folder.config.data.synthetic is not None
 
     def score(result: SplitResult) -> SplitResult:
         references = dataset.split(result.split).references()
-        scores = score_captions(references, result.captions, metrics=RUN_METRICS)
-        is_synthetic = folder.config.data.synthetic is not None
         accuracy = main_object_accuracy(result.captions, references) if is_synthetic else None
+        scores = score_captions(references, result.captions, metrics=RUN_METRICS)
         return replace(result, scores=scores, main_object=accuracy)
 
     with ThreadPoolExecutor() as pool:  # threads suffice: most of the work runs in Java processes
         run_scores = RunScores(tuple(pool.map(score, results)), _validation_by_stage(folder, dataset))
-    write_json(folder.path / "scores.json", run_scores.to_json())
+    splits = {result.split: result.to_json() for result in run_scores.splits}
+    write_json(folder.path / "scores.json", {"splits": splits, "validation_by_stage": run_scores.validation_by_stage})
     return run_scores
 
 
@@ -88,10 +82,8 @@ def _validation_by_stage(folder: RunFolder, dataset: Dataset) -> dict[str, float
     references = dataset.split(folder.config.data.val_split).references()
     values = {}
     for stage in folder.config.stages:
-        predictions = folder.stage(stage.name) / "predictions-val.json"
-        if predictions.is_file():
-            scores = score_captions(references, read_predictions(predictions), metrics=("CIDEr-D",))
-            value = scores.by_name["CIDEr-D"].value
-            if value is not None:
-                values[stage.name] = value
+        path = folder.stage(stage.name) / "predictions-val.json"
+        scores = score_captions(references, read_predictions(path), metrics=("CIDEr-D",)) if path.is_file() else None
+        if scores is not None and (value := scores.by_name["CIDEr-D"].value) is not None:
+            values[stage.name] = value
     return values

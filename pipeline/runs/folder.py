@@ -15,10 +15,12 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import yaml
 
 from models.config import ModelSizes
 from pipeline.config.load import parse_config
@@ -26,30 +28,38 @@ from pipeline.config.run import RunConfig
 from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
 from pipeline.data.vocabulary import Vocabulary
-from pipeline.storage.atomic import read_json, write_json
+from pipeline.storage.atomic import read_json
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, storage_path
-
-if TYPE_CHECKING:
-    from pipeline.runs.checkpoints import StageResult
 
 JOURNAL = "log/metrics.jsonl"
 
 
 @contextmanager
 def is_alone(folder: Path) -> Iterator[bool]:
-    """Locks a folder for the length of the context: True on success, False while another process has the lock."""
+    """Locks a folder for the length of the context: True on success, False while another process has the lock.
+
+    The system releases the lock even if the process is killed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as file:
         try:
-            fcntl.flock(
-                file, fcntl.LOCK_EX | fcntl.LOCK_NB
-            )  # the system releases the lock even if the process is killed
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             yield False
         else:
             yield True
+
+
+def open_folder(path: Path, home: StoragePath | None) -> RunFolder:
+    """A run's folder, whose local copy is brought up to date unless another process works on it."""
+    folder = RunFolder(path, home)
+    if home is not None:
+        with is_alone(path) as alone:
+            if alone:  # otherwise another process writes to the local copy, which is then newer than the one on S3
+                folder.pull()
+    return folder
 
 
 @dataclass(frozen=True)
@@ -68,13 +78,16 @@ class RunMetadata:
     num_tokens: int  # image tokens per image; for region features the largest number of regions
     parameters: dict[str, int]  # number of parameters of "model" and of "backbone"
 
-    @classmethod
-    def load(cls, path: Path) -> RunMetadata:
-        values = read_json(path)
-        return cls(**values | {"sizes": ModelSizes(**values["sizes"])})
 
-    def save(self, path: Path) -> None:
-        write_json(path, asdict(self))
+@dataclass(frozen=True)
+class StageResult:
+    """The result of a finished stage, as DONE.json stores it."""
+
+    steps: int
+    best_step: int
+    best_score: float  # validation CIDEr-D
+    kept: bool  # False when later stages start from the weights that preceded this stage
+    ended_early: str  # why the stage ended before its last step; empty otherwise
 
 
 @dataclass(frozen=True)
@@ -101,7 +114,7 @@ class RunFolder:
             return self
         storage_folder = self.path.parent.parent  # `path` is <storage>/runs/<run_id>
         copies = cache_folder() / "workers" / storage_folder.name / self.run_id
-        token = driver_token or self.driver_token or "first"  # "first": no driver has worked on the run yet
+        token = driver_token or self.token("driver_token") or "first"  # "first": no driver has worked on the run yet
         folder = RunFolder(copies / token / self.run_id, self.home)
         folder.pull()
         for copy in copies.iterdir():
@@ -135,8 +148,6 @@ class RunFolder:
 
     @cached_property
     def config(self) -> RunConfig:
-        import yaml
-
         return parse_config(yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8")))
 
     @cached_property
@@ -149,36 +160,25 @@ class RunFolder:
 
     @cached_property
     def metadata(self) -> RunMetadata:
-        return RunMetadata.load(self.path / "run.json")
+        values = read_json(self.path / "run.json")
+        return RunMetadata(**values | {"sizes": ModelSizes(**values["sizes"])})
 
-    @property
-    def driver_token(self) -> str:
-        """The token of the driver that works on this run now; "" before the first driver."""
-        return self._read_token("driver_token")
-
-    def new_driver_token(self) -> str:
-        """Takes over the run with a new token. From then on, workers of earlier drivers stop at their next write."""
-        return self._new_token("driver_token")
-
-    @property
-    def worker_group_token(self) -> str:
-        """The token of the worker group that trains now; "" before the first group."""
-        return self._read_token("worker_group_token")
-
-    def new_worker_group_token(self) -> str:
-        """Takes over from the worker groups that the same driver started earlier; rank 0 of a group calls it."""
-        return self._new_token("worker_group_token")
-
-    def _read_token(self, name: str) -> str:
+    def token(self, name: str) -> str:
+        """The token "driver_token" or "worker_group_token" of those who work on the run now; "" before the first."""
         try:
             return (self.root / "log" / name).read_bytes().decode()
         except FileNotFoundError:
             return ""
 
-    def _new_token(self, name: str) -> str:
+    def new_token(self, name: str) -> str:
+        """Writes a new token. Workers that were started with another one stop at their next write."""
         token = uuid.uuid4().hex
         (self.root / "log" / name).write_bytes(token.encode())
         return token
+
+    def new_driver_token(self) -> str:
+        """Takes over the run from earlier drivers and their workers."""
+        return self.new_token("driver_token")
 
     @property
     def sizes(self) -> ModelSizes:
@@ -193,9 +193,8 @@ class RunFolder:
 
     def result(self, name: str) -> StageResult | None:
         """The result of a stage; None while it is not finished."""
-        from pipeline.runs.checkpoints import stage_result
-
-        return stage_result(self.stage(name))
+        path = self.stage(name) / "DONE.json"
+        return StageResult(**read_json(path)) if path.is_file() else None
 
     def before(self, stage: StageSection) -> list[StageSection]:
         """The stages before this one."""
@@ -216,14 +215,14 @@ class RunFolder:
         These are the best weights of the last earlier stage that trained the part and was kept, or else the run's
         initial weights. With stage None every stage counts as earlier, which gives the run's final weights.
         """
-        earlier = self.before(stage) if stage is not None else list(self.config.stages)
-        for candidate in reversed(earlier):
-            result = self.result(candidate.name)
-            if result is None or not result.kept:
-                continue
-            best = self.stage(candidate.name) / f"best-{result.best_step}"
-            if not best.is_dir():
-                raise FileNotFoundError(f"{best}, the best weights of stage {candidate.name}, does not exist any more")
-            if (best / f"{part}.safetensors").is_file():
-                return best / f"{part}.safetensors"
+        for earlier in reversed(self.config.stages if stage is None else self.before(stage)):
+            result = self.result(earlier.name)
+            if result is not None and result.kept:
+                best = self.stage(earlier.name) / f"best-{result.best_step}"
+                if not best.is_dir():
+                    raise FileNotFoundError(
+                        f"{best}, the best weights of stage {earlier.name}, does not exist any more"
+                    )
+                if (best / f"{part}.safetensors").is_file():
+                    return best / f"{part}.safetensors"
         return self.path / "init" / f"{part}.safetensors"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import fields, is_dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -17,6 +17,7 @@ from pipeline.config.run import RunConfig
 from pipeline.config.sections import SYNTHETIC
 from pipeline.features.regions import ends_digest
 from pipeline.storage.path import storage_path
+from pipeline.storage.weights import weights_file_digest
 from pipeline.version import project_root
 
 # Sources that decide a result: a change in one of them makes other runs, a change elsewhere (reports) does not.
@@ -62,15 +63,17 @@ def config_identity(config: RunConfig) -> str:
 
 def _relevant_values(value: Any, config: RunConfig) -> Any:
     """A section, or a value in one, as plain values, without the keys that do not affect the result."""
-    if isinstance(value, BaseModel) or is_dataclass(value):
-        kind: Any = type(value)
-        marks = identity_marks(kind)
-        keys = [key for key, mark in marks.items() if _is_relevant(mark, config)]
-        values = {key: _value_or_digest(getattr(value, key), marks[key], config) for key in keys}
-        return {key: _relevant_values(item, config) for key, item in values.items()}
     if isinstance(value, tuple):
         return [_relevant_values(item, config) for item in value]
-    return value
+    if not (isinstance(value, BaseModel) or is_dataclass(value)):
+        return value
+    section: Any = type(value)
+    ignored = {Identity.IGNORED, Identity.WITH_REGIONS if config.has_backbone else Identity.WITH_BACKBONE}
+    return {
+        key: _relevant_values(_value_or_digest(getattr(value, key), mark, config), config)
+        for key, mark in identity_marks(section).items()
+        if mark not in ignored
+    }
 
 
 @cache
@@ -84,30 +87,13 @@ def identity_marks(section: Any) -> dict[str, Identity | None]:
     }
 
 
-def _is_relevant(mark: Identity | None, config: RunConfig) -> bool:
-    """True when a key with this mark affects the result of the configuration."""
-    if mark is Identity.WITH_BACKBONE:
-        return config.has_backbone
-    if mark is Identity.WITH_REGIONS:
-        return not config.has_backbone
-    return mark is not Identity.IGNORED
-
-
 def _value_or_digest(value: Any, mark: Identity | None, config: RunConfig) -> Any:
     """The value of a key, or a digest of the file or bundle that the value names."""
-    if mark is Identity.FILE and value is not None:
+    if mark is Identity.FILE and value not in (None, "none", "pretrained"):
         file = Path(value).expanduser()
-        if value not in ("none", "pretrained") and file.is_file():
-            return _file_digest(file, file.stat().st_size, file.stat().st_mtime_ns)
+        return weights_file_digest(file) if file.is_file() else value
     if mark is Identity.LARGE_FILE and value not in (None, SYNTHETIC):
         return ends_digest(Path(value).expanduser())
     if mark is Identity.BUNDLE and value is not None:
         return bundle_digests(fetched(storage_path(value, config.storage.options)), CONTENT_FILES)
     return value
-
-
-@lru_cache
-def _file_digest(path: Path, size: int, changed_ns: int) -> str:
-    """sha256 of a file, cached for its size and time of change: word vectors are gigabytes and are hashed often."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +39,11 @@ class Journal:
 
 def read_journal(path: Path) -> list[Entry]:
     """All complete entries; a line that a killed writer left incomplete is skipped."""
-    return list(_entries(path.read_text())) if path.is_file() else []
-
-
-def _entries(text: str) -> Iterator[Entry]:
-    """Parses each line, without those that are not complete JSON."""
-    for line in text.splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            continue
+    entries: list[Entry] = []
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        with suppress(ValueError):
+            entries.append(json.loads(line))
+    return entries
 
 
 class Follower:
@@ -61,23 +56,21 @@ class Follower:
 
     def new(self) -> list[Entry]:
         """The entries written since the last call."""
-        try:
-            status = self.path.stat()
-        except FileNotFoundError:
+        if not self.path.is_file():
             return []
-        if (status.st_size, status.st_mtime_ns) == self._last_status:
+        status = self.path.stat()
+        previous, self._last_status = self._last_status, (status.st_size, status.st_mtime_ns)
+        if self._last_status == previous:
             return []
-        self._last_status = (status.st_size, status.st_mtime_ns)
         entries = [entry for entry in read_journal(self.path) if _entry_key(entry) not in self._returned]
         self._returned.update(_entry_key(entry) for entry in entries)
         return entries
 
 
 def _entry_key(entry: Entry) -> tuple[str, str, int, float]:
-    """Entries with equal keys are the same entry, of which `Follower` returns only the first.
+    """The key by which `Follower` recognizes an entry: it returns only the first of several with equal keys.
 
     Metrics are compared without their time, because a resumed stage repeats steps with equal metrics. A text that is
     written again at the same step is a new entry.
     """
-    time_written = entry["time"] if "text" in entry else 0.0
-    return entry["stage"], entry["kind"], entry["step"], time_written
+    return entry["stage"], entry["kind"], entry["step"], entry["time"] if "text" in entry else 0.0

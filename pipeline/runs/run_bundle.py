@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from models.backbone import Backbone
 from models.captioner import Captioner
 from models.registry import build_model
@@ -20,7 +18,7 @@ from pipeline.storage.path import StoragePath, storage_path
 from pipeline.storage.weights import load_weights
 
 
-def bundle_path(folder: RunFolder, stage: StageSection | None = None) -> Path:
+def _bundle_path(folder: RunFolder, stage: StageSection | None = None) -> Path:
     """The local folder: models/NAME/RUN below the storage, or models/NAME/RUN-STAGE."""
     name = folder.run_id if stage is None else f"{folder.run_id}-{stage.name}"
     return folder.config.working_path / "models" / folder.config.name / name
@@ -28,13 +26,13 @@ def bundle_path(folder: RunFolder, stage: StageSection | None = None) -> Path:
 
 def bundle_place(folder: RunFolder, stage: StageSection | None = None) -> StoragePath:
     """The bundle's location as every machine sees it."""
-    path = bundle_path(folder, stage)
+    path = _bundle_path(folder, stage)
     return folder.config.home(path.relative_to(folder.config.working_path).as_posix()) or storage_path(path)
 
 
 def local_bundle(folder: RunFolder) -> Path:
     """The bundle of a finished run as a local folder, downloaded when the run's storage is on S3."""
-    path, location = bundle_path(folder), bundle_place(folder)
+    path, location = _bundle_path(folder), bundle_place(folder)
     if location.is_remote:
         Mirror(location, path).pull()
     return path
@@ -43,22 +41,16 @@ def local_bundle(folder: RunFolder) -> Path:
 def bundle_run(folder: RunFolder, stage: StageSection | None = None, scores: Mapping[str, float] | None = None) -> Path:
     """Writes the bundle and returns its folder. stage: with that stage's best weights, kept by the run or not."""
     config = folder.config
-    model = build_model(config.model, folder.sizes)
-    backbone: Backbone | None = None
-    parts: list[tuple[nn.Module, str]] = [(model, "model")]
-    if config.has_backbone:
-        backbone = Backbone(replace(config.backbone, weights="none"))
-        parts.append((backbone, "backbone"))
-    for module, part in parts:
-        weights = folder.weights_before(None, part) if stage is None else folder.weights_after(stage, part)
-        load_weights(module, weights)
+    backbone = Backbone(replace(config.backbone, weights="none")) if config.has_backbone else None
+    captioner = Captioner(build_model(config.model, folder.sizes), backbone)
+    for part, module in captioner.named_children():  # "model" and, if there is one, "backbone"
+        load_weights(module, folder.weights_before(None, part) if stage is None else folder.weights_after(stage, part))
     info: dict[str, Any] = {"run": folder.run_id, "commit": folder.metadata.commit}
     if stage is not None:
         info["stage"] = stage.name
     info |= {key: round(value, 4) for key, value in (scores or {}).items()}
-    path = bundle_path(folder, stage)
-    save_bundle(path, Captioner(model, backbone), folder.vocabulary, name=config.name, info=info)
-    location = bundle_place(folder, stage)
+    path, location = _bundle_path(folder, stage), bundle_place(folder, stage)
+    save_bundle(path, captioner, folder.vocabulary, name=config.name, info=info)
     if location.is_remote:
         Mirror(location, path).push()
     return path

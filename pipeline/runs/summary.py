@@ -16,12 +16,13 @@ from pipeline.scoring.published import published_rows
 from pipeline.scoring.split_result import SplitResult
 from pipeline.storage.path import StorageOptions, StoragePath
 
-CURVE_LABELS = {  # the journal's metrics that the report plots
-    "loss": "loss",
-    "reward": "reward (CIDEr-D)",
-    "length": "sampled length",
-    "lr": "learning rate",
-    "images_per_s": "images/s",
+CURVE_LABELS = {  # by kind of entry and name: the journal's metrics that the report plots
+    ("train", "loss"): "loss",
+    ("train", "reward"): "reward (CIDEr-D)",
+    ("train", "length"): "sampled length",
+    ("train", "lr"): "learning rate",
+    ("train", "images_per_s"): "images/s",
+    ("validation", "CIDEr-D"): "validation CIDEr-D",
 }
 
 
@@ -29,18 +30,14 @@ def score_table(
     results: Sequence[SplitResult], with_alignment: bool = False
 ) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """The columns, and one row per split. The cell of an unavailable score gives the reason."""
-    columns = list(results[0].values)
-    with_main_object = any(result.main_object is not None for result in results)
-    with_alignment = with_alignment and any(result.alignment is not None for result in results)
-    rows = []
-    for result in results:
-        cells = [_cell(result, name) for name in columns]
-        if with_main_object:
-            cells.append("" if result.main_object is None else f"{100 * result.main_object:.1f} %")
-        if with_alignment:
-            cells.append("" if result.alignment is None else f"{result.alignment:.3f}")
-        rows.append((f"{result.split} ({len(result.captions)} images)", cells))
-    return columns + ["main object"] * with_main_object + ["alignment"] * with_alignment, rows
+    columns = {name: [_cell(result, name) for result in results] for name in results[0].values}
+    shares, alignments = [result.main_object for result in results], [result.alignment for result in results]
+    columns["main object"] = ["" if share is None else f"{100 * share:.1f} %" for share in shares]
+    if with_alignment:
+        columns["alignment"] = ["" if value is None else f"{value:.3f}" for value in alignments]
+    columns = {name: cells for name, cells in columns.items() if any(cells)}
+    labels = [f"{result.split} ({len(result.captions)} images)" for result in results]
+    return list(columns), [(label, cells) for label, *cells in zip(labels, *columns.values(), strict=True)]
 
 
 def _cell(result: SplitResult, name: str) -> str:
@@ -51,13 +48,11 @@ def _cell(result: SplitResult, name: str) -> str:
 
 def published_table(columns: list[str], config: RunConfig, split: str, uris: list[str]) -> list[tuple[str, list[str]]]:
     """Published scores of the same model and split, in our columns. A row's label names differences in protocol."""
-    return [
-        (
-            f"{row.name}\n{difference or row.protocol}",
-            [f"{row.scores[column]:.3f}" if column in row.scores else "" for column in columns],
-        )
-        for row, difference in published_rows(config.model.name, split, uris, config.evaluation.beam_size)
-    ]
+    rows = []
+    for row, difference in published_rows(config.model.name, split, uris, config.evaluation.beam_size):
+        cells = [f"{row.scores[column]:.3f}" if column in row.scores else "" for column in columns]
+        rows.append((f"{row.name}\n{difference or row.protocol}", cells))
+    return rows
 
 
 def validation_lines(config: RunConfig, by_stage: Mapping[str, float]) -> Iterator[str]:
@@ -69,9 +64,8 @@ def validation_lines(config: RunConfig, by_stage: Mapping[str, float]) -> Iterat
     objectives = {stage.name: stage.objective for stage in config.stages}
     ascending = sorted(by_stage.items(), key=lambda item: item[1])
     best = {objectives[name]: value for name, value in ascending}  # of each objective the last value, the highest
-    before, after = best.get("cross_entropy"), best.get("scst")
-    if before is not None and after is not None:
-        gain = after - before
+    if best.keys() == {"cross_entropy", "scst"}:
+        gain = best["scst"] - best["cross_entropy"]
         yield f"{'':33}SCST {'gains' if gain >= 0 else 'LOSES'} {abs(gain):.4f} over cross entropy"
 
 
@@ -125,14 +119,11 @@ def make_report(
 def _stage(folder: RunFolder, name: str, validation: Mapping[str, float]) -> ReportStage:
     """The curves and the results of one stage for the report. validation: CIDEr-D by stage."""
     entries = [entry for entry in read_journal(folder.journal) if entry["stage"] == name]
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for key, label in CURVE_LABELS.items():
-        points = [(entry["step"], entry[key]) for entry in entries if entry["kind"] == "train" and key in entry]
-        if points:
-            curves[label] = points
-    points = [(entry["step"], entry["CIDEr-D"]) for entry in entries if entry["kind"] == "validation"]
-    if points:
-        curves["validation CIDEr-D"] = points
+    curves = {
+        label: [(entry["step"], entry[key]) for entry in entries if entry["kind"] == kind and key in entry]
+        for (kind, key), label in CURVE_LABELS.items()
+    }
+    curves = {label: points for label, points in curves.items() if points}
     result = folder.result(name)
     summary = {} if result is None else {"steps": str(result.steps), "best at step": str(result.best_step)}
     if name in validation:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
@@ -25,10 +25,6 @@ class WarmStart:
     uri: str
     bundle: Bundle
 
-    @property
-    def max_positions(self) -> int:
-        return self.bundle.captioner.model.sizes.max_positions
-
     def extend_vocabulary(self, vocabulary: Vocabulary) -> Vocabulary:
         """The bundle's words with their ids, followed by the words of `vocabulary` that the bundle lacks.
 
@@ -50,21 +46,18 @@ class WarmStart:
 
         Raises UserError when the two models differ in configuration or in shapes.
         """
-        captioner = self.bundle.captioner
+        captioner, label = self.bundle.captioner, f"init_from = {self.uri}"
         if backbone is not None and captioner.backbone is None:
-            raise UserError(f"init_from = {self.uri}: this bundle has no backbone; give one that captions images")
+            raise UserError(f"{label}: this bundle has no backbone; give one that captions images")
         config, bundled = asdict(model.config), asdict(captioner.model.config)
         for key in ("name", *sorted(config.keys() - MAY_DIFFER)):
             if config[key] != bundled.get(key):
-                raise UserError(
-                    f"model.{key} is {config[key]} and that of init_from = {self.uri} is {bundled.get(key)}; "
-                    "set the same"
-                )
-        sizes = captioner.model.sizes
+                raise UserError(f"model.{key} is {config[key]} and that of {label} is {bundled.get(key)}; set the same")
         if backbone is not None and captioner.backbone is not None:
-            _copy_tensors(captioner.backbone, backbone, growing=set(), label=f"init_from = {self.uri}: backbone")
+            _copy_tensors(captioner.backbone, backbone, growing=set(), label=f"{label}: backbone")
+        sizes = captioner.model.sizes
         growing = {sizes.vocabulary_size, sizes.max_positions}
-        _copy_tensors(captioner.model, model, growing=growing, label=f"init_from = {self.uri}: model")
+        _copy_tensors(captioner.model, model, growing=growing, label=f"{label}: model")
 
 
 def warm_start(config: RunConfig) -> WarmStart | None:
@@ -76,11 +69,6 @@ def warm_start(config: RunConfig) -> WarmStart | None:
         return WarmStart(location.uri, load_bundle(fetched(location)))
     except ValueError as error:
         raise UserError(f"init_from: {error}") from error
-
-
-def without_download(config: RunConfig) -> RunConfig:
-    """The configuration without backbone weights to download, because the bundle contains them."""
-    return config.model_copy(update={"backbone": replace(config.backbone, weights="none")})
 
 
 @torch.no_grad()

@@ -1,1 +1,1 @@
-"""Training: the loop over the stages of a run, its batches, objectives, reward and optimizer."""
+"""Training: the loop over the stages of a run, its batches, objectives, reward, optimizer and checkpoints."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from models.base import Features
 from pipeline.config.sections import StageSection
@@ -35,26 +37,19 @@ class CaptionTokens:
     """
 
     def __init__(self, dataset: Dataset, vocabulary: Vocabulary) -> None:
-        ids: list[int] = []
-        offsets, first = [0], [0]
-        for captions in dataset.column("captions"):
-            for caption in captions:
-                ids.extend(vocabulary.encode(vocabulary.tokenize(caption)))
-                offsets.append(len(ids))
-            first.append(len(offsets) - 1)
-        self.ids = np.array(ids, np.int32)
-        self.offsets = np.array(offsets, np.int64)
-        self.first = np.array(first, np.int64)
-        self.image_of = np.repeat(np.arange(len(first) - 1), np.diff(self.first))
+        by_image = dataset.column("captions")
+        rows = [vocabulary.encode(vocabulary.tokenize(caption)) for captions in by_image for caption in captions]
+        self.ids = np.fromiter(chain.from_iterable(rows), np.int32)
+        self.offsets = np.cumsum([0, *map(len, rows)])
+        self.first = np.cumsum([0, *map(len, by_image)])
+        self.image_of = np.repeat(np.arange(len(by_image)), np.diff(self.first))
         self.pad = vocabulary.pad
 
     def padded(self, captions: np.ndarray) -> Tensor:
         """Token ids (len(captions), T), int64, of the captions with these numbers, padded with PAD to the longest."""
-        lengths = self.offsets[captions + 1] - self.offsets[captions]
-        columns = np.arange(lengths.max())
-        valid_mask = columns < lengths[:, None]
-        positions = np.where(valid_mask, self.offsets[captions][:, None] + columns, 0)  # 0 is replaced by PAD below
-        return torch.from_numpy(np.where(valid_mask, self.ids[positions], self.pad).astype(np.int64))
+        starts, ends = self.offsets[captions], self.offsets[captions + 1]
+        rows = [torch.from_numpy(self.ids[start:end]) for start, end in zip(starts, ends, strict=True)]
+        return pad_sequence(rows, batch_first=True, padding_value=self.pad).long()
 
     def target_counts(self, captions: np.ndarray) -> np.ndarray:
         """Number of target tokens (words and EOS) of each caption."""
@@ -91,14 +86,11 @@ class Batches:
 
     def stream(self, start: int, stop: int) -> Iterator[list[Batch]]:
         """The micro-batches of steps start to stop - 1, each prepared while the previous step is computed."""
-        if start >= stop:
-            return
         with ThreadPoolExecutor(1) as pool:
-            upcoming = pool.submit(self.at, start)
-            for step in range(start, stop):
-                current = upcoming.result()
-                if step + 1 < stop:
-                    upcoming = pool.submit(self.at, step + 1)
+            futures = (pool.submit(self.at, step) for step in range(start, stop))  # each is submitted by `next`
+            upcoming = next(futures, None)
+            while upcoming is not None:
+                current, upcoming = upcoming.result(), next(futures, None)
                 yield current
 
     def at(self, step: int) -> list[Batch]:

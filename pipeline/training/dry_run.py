@@ -1,6 +1,6 @@
 """One step of every stage at its real batch size, before anything long starts.
 
-It finds too little memory and sizes that do not fit together in the first minute, not after a day of extraction.
+A lack of memory, or sizes that do not fit together, shows in the first minute and not after a day of extraction.
 """
 
 from __future__ import annotations
@@ -71,24 +71,18 @@ def _one_step(folder: RunFolder, stage: StageSection, train: Dataset, device: to
 
 
 def _longest_batch(folder: RunFolder, stage: StageSection, train: Dataset) -> Batch:
-    """A worker's micro-batch with the longest captions of the training split, which need the most memory."""
-    size = stage.batch_size // (folder.config.workers.num_workers * stage.gradient_accumulation_steps)
+    """A worker's micro-batch with random features and the longest training captions, which need the most memory."""
+    config, num_tokens = folder.config, folder.metadata.num_tokens
+    size = stage.batch_size // (config.workers.num_workers * stage.gradient_accumulation_steps)
     captions = CaptionTokens(train, folder.vocabulary)
     counts = captions.target_counts(np.arange(len(captions.image_of)))
     longest_first = np.argsort(-counts, kind="stable")
     rows = np.resize(longest_first, size * stage.captions_per_image)  # np.resize repeats rows if there are too few
     # An image's rows may be captions of other images. Only their lengths matter here, because the features are random.
     images = captions.image_of[rows[:: stage.captions_per_image]]
-    features = _random_features(folder, stage, size)
+    side, width = config.backbone.image_size, folder.sizes.feature_width
+    shape = (size, 3, side, side) if stage.train_backbone else (size, num_tokens, width)
+    features = Features(torch.randn(shape))
+    if not config.has_backbone:  # regions: every image has the largest number
+        features = Features(features.tokens, torch.full((size,), num_tokens), torch.rand(size, num_tokens, 4))
     return Batch(features, captions.padded(rows), images, int(counts[rows].sum()), size)
-
-
-def _random_features(folder: RunFolder, stage: StageSection, images: int) -> Features:
-    """Random pixels for a stage that trains the backbone, else random features. Every image has the most regions."""
-    config, num_tokens = folder.config, folder.metadata.num_tokens
-    if stage.train_backbone:
-        return Features(torch.randn(images, 3, config.backbone.image_size, config.backbone.image_size))
-    tokens = torch.randn(images, num_tokens, folder.sizes.feature_width)
-    if config.has_backbone:
-        return Features(tokens)
-    return Features(tokens, torch.full((images,), num_tokens), torch.rand(images, num_tokens, 4))

@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pad_sequence
 
 from models.backbone import Backbone, set_drop_path
 from models.captioner import Captioner
@@ -29,8 +31,7 @@ from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
 from pipeline.features.model_inputs import Images
 from pipeline.features.store import FeatureStore, open_store
-from pipeline.runs.checkpoints import Progress, StageResult, load_checkpoint
-from pipeline.runs.folder import RunFolder
+from pipeline.runs.folder import RunFolder, StageResult
 from pipeline.runtime.context import Context, gather_objects
 from pipeline.runtime.cpu import prepare_processor
 from pipeline.scoring.split_result import Hypothesis
@@ -42,7 +43,7 @@ from pipeline.training.objectives import check_reward, make_objective
 from pipeline.training.optimizer import learning_rate, make_optimizer
 from pipeline.training.reward import CaptionReward
 from pipeline.training.sample_order import seed_of
-from pipeline.training.stage_output import Fence, StageOutput
+from pipeline.training.stage_output import Progress, StageOutput
 from pipeline.training.step_metrics import StepMetrics
 
 
@@ -64,26 +65,27 @@ class StageJob:
 def train_stages(context: Context, job: StageJob) -> None:
     """Runs the stages of a job that are not finished yet, one after the other."""
     folder = job.folder.on_worker(job.driver_token)
-    token = folder.new_worker_group_token() if job.driver_token and not context.world_rank else ""
+    token = folder.new_token("worker_group_token") if job.driver_token and not context.world_rank else ""
     for name in job.stages:
         if folder.result(name) is None:
             StageRun(context, folder, folder.config.stage(name), job, token).run()
         if context.world_rank:
-            folder.pull(
-                f"stages/{name}"
-            )  # the next stage starts from these files, and rank 0 may be on another machine
+            # The next stage starts from these files, and rank 0 may be on another machine.
+            folder.pull(f"stages/{name}")
 
 
 def stage_captioner(folder: RunFolder, stage: StageSection, device: torch.device) -> Captioner:
-    """The captioner of a stage with newly drawn weights, and with the stage's dropout, drop path and precision."""
+    """The captioner of a stage without a checkpoint: its initial weights, dropout, drop path and precision."""
     config = folder.config
     model = build_model(config.model, folder.sizes)
     set_dropout(model, config.model.dropout if stage.dropout is None else stage.dropout)
+    load_weights(model, folder.weights_before(stage, "model"))
     backbone = None
     if stage.train_backbone:
         backbone = Backbone(config.backbone)
         if stage.drop_path is not None:
             set_drop_path(backbone, stage.drop_path)
+        load_weights(backbone, folder.weights_before(stage, "backbone"))
         backbone = backbone.to(memory_format=torch.channels_last)
     captioner = Captioner(model, backbone).to(device)
     return captioner.double() if stage.precision == "float64" else captioner
@@ -95,72 +97,71 @@ def feature_dtype(stage: StageSection) -> torch.dtype:
 
 
 class StageRun:
-    """Trains one stage on one worker."""
+    """Trains one stage on one worker. Raises ValueError if the stage needs features and the job has no store."""
 
     def __init__(
         self, context: Context, folder: RunFolder, stage: StageSection, job: StageJob, worker_group_token: str = ""
     ) -> None:
         config = folder.config
-        self.context, self.folder, self.stage = context, folder, stage
+        self.context, self.folder, self.stage, self.vocabulary = context, folder, stage, folder.vocabulary
         self.number = list(config.stages).index(stage)
         prepare_processor(config.workers.threads_per_worker)
         dataset = folder.dataset.without(job.excluded)
         train, validation = dataset.split(*config.data.train_splits), dataset.split(config.data.val_split)
-        self.vocabulary = folder.vocabulary
-        self.captioner = self._initial_captioner()
-        store = None if stage.train_backbone else open_store(_required_store(job, stage), config.features)
-        self.batches = Batches(
-            self._images(train, store),
-            CaptionTokens(train, self.vocabulary),
-            stage,
-            seed=seed_of(config.seed, self.number),
-            rank=context.world_rank,
-            world_size=context.world_size,
-        )
+        self.captioner = stage_captioner(folder, stage, context.device)
+        store = None
+        if not stage.train_backbone:
+            if job.store is None:
+                raise ValueError(f"stage {stage.name} reads features, and the job names no store")
+            store = open_store(job.store, config.features)
+        seed, captions = seed_of(config.seed, self.number), CaptionTokens(train, self.vocabulary)
+        rank, world_size = context.world_rank, context.world_size
+        images = self._images(train, store)
+        self.batches = Batches(images, captions, stage, seed=seed, rank=rank, world_size=world_size)
         self.validation = self._images(validation, store)
         self.validation_reward = CaptionReward(validation.references(), self.vocabulary, eos=False)
         self.objective, self.reward = make_objective(stage, train, self.vocabulary, context.device)
         self.optimizer = make_optimizer(self.captioner, stage.optimizer, stage.lr)
-        self.wrapped = self._wrap_captioner()
+        self.wrapped: nn.Module = self.captioner
+        if config.workers.compile:
+            self.wrapped = torch.compile(self.wrapped)  # type: ignore[assignment]
+        if world_size > 1:  # buffers need no broadcast, because they are constants
+            self.wrapped = DistributedDataParallel(self.wrapped, gradient_as_bucket_view=True, broadcast_buffers=False)
         self.total = total_steps(stage, self.batches.num_samples)
-        self.steps_per_epoch = max(1, self.batches.num_samples // stage.batch_size)
-        fence = Fence(folder, job.driver_token, worker_group_token)
-        self.output = StageOutput(folder, stage.name, fence, writes=context.world_rank == 0)
+        self.output = StageOutput(folder, stage.name, rank == 0, job.driver_token, worker_group_token)
         self.progress = Progress()
 
     def run(self) -> None:
         """Trains to the end of the stage and marks it as finished."""
-        output, progress = self.output, self._resume()
-        output.open_journal(progress.step)
+        stage, output = self.stage, self.output
+        progress = self.progress = self._resume()
         text = f"continues from step {progress.step}" if progress.step else "starts"
         output.log("event", progress.step, {"text": f"{text} of {self.total}", "total": self.total})
         if self.reward is not None:
-            output.log("reward", progress.step, {"text": check_reward(self.stage, self.reward)})
+            output.log("reward", progress.step, {"text": check_reward(stage, self.reward)})
         self.captioner.train()
-        self.progress, saved_at = progress, time.monotonic()
-        metrics = StepMetrics(self.context)
-        log_every = self.folder.config.workers.log_every_steps
+        metrics, saved_at = StepMetrics(self.context), time.monotonic()
         # A stage that had already ended early is resumed only to write its result.
         stop = progress.step if progress.ended_early else self.total
         for step, batches in enumerate(self.batches.stream(progress.step, stop), progress.step):
             metrics.batch_arrived()
             metrics.add(self.step(step, batches))
             progress.step = step + 1
-            if progress.step % log_every == 0 or progress.step == self.total:
-                values = metrics.summary(self.stage.batch_size)
+            if progress.step % self.folder.config.workers.log_every_steps == 0 or progress.step == self.total:
+                values = metrics.summary(stage.batch_size)
                 output.log("train", progress.step, {"total": self.total, "lr": self._rate(step), **values})
+                metrics = StepMetrics(self.context)
             if self._validates_after(step):
                 self._validate()
-                metrics.reset()
-                saved_at = time.monotonic()
+                metrics, saved_at = StepMetrics(self.context), time.monotonic()
                 if progress.ended_early:
                     break
-            elif progress.step % self.stage.checkpoint_every_steps == 0 or (
-                time.monotonic() - saved_at > 60 * self.stage.checkpoint_every_minutes
+            elif progress.step % stage.checkpoint_every_steps == 0 or (
+                time.monotonic() - saved_at > 60 * stage.checkpoint_every_minutes
             ):
                 output.save_checkpoint(self.captioner, self.optimizer, progress)
                 saved_at = time.monotonic()
-        output.close()
+        output.wait()
         self._finish()
         # A barrier: no rank starts the next stage before rank 0 has written the result of this one.
         gather_objects(self.context, value=None)
@@ -170,29 +171,27 @@ class StageRun:
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate(step)
         self.optimizer.zero_grad(set_to_none=True)
-        metrics: dict[str, float] = {}
+        device, bfloat16 = self.context.device, self.stage.precision == "bfloat16"
+        metrics: dict[str, float] = defaultdict(float)
         for part, batch in enumerate(batches):
             seed = seed_of(self.folder.config.seed, self.number, step, part, self.context.world_rank)
             torch.manual_seed(seed)
-            generator = torch.Generator(self.context.device).manual_seed(seed ^ 1)
-            batch = batch.to(self.context.device, feature_dtype(self.stage))
-            is_last = part == len(batches) - 1
+            generator = torch.Generator(device).manual_seed(seed ^ 1)
+            batch = batch.to(device, feature_dtype(self.stage))
             # DDP exchanges gradients in the backward pass, which is needed for the last micro-batch only.
-            skips_exchange = isinstance(self.wrapped, DistributedDataParallel) and not is_last
+            skips_exchange = isinstance(self.wrapped, DistributedDataParallel) and part < len(batches) - 1
             with self.wrapped.no_sync() if skips_exchange else contextlib.nullcontext():  # type: ignore[operator]
-                with torch.autocast(
-                    self.context.device.type, torch.bfloat16, enabled=self.stage.precision == "bfloat16"
-                ):
+                with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
                     output = self.objective(self.wrapped, self.captioner, batch, generator)
                 self._require_finite("loss", output.metrics["loss"], step)
-                # The losses of all workers add up to the global loss, but DDP averages the gradients over the workers.
+                # The losses of all workers add up to the global loss, but DDP averages their gradients.
                 (output.loss * self.context.world_size).backward()
             for key, value in output.metrics.items():
-                metrics[key] = metrics.get(key, 0.0) + value
-        norm = nn.utils.clip_grad_norm_(self.captioner.parameters(), self.stage.max_grad_norm or math.inf)
-        self._require_finite("gradient norm", float(norm), step)
+                metrics[key] += value
+        norm = float(nn.utils.clip_grad_norm_(self.captioner.parameters(), self.stage.max_grad_norm or math.inf))
+        self._require_finite("gradient norm", norm, step)
         # The norm is equal on all ranks. `StepMetrics` sums metrics over the ranks, so each adds its share.
-        metrics["gradient_norm"] = float(norm) / self.context.world_size
+        metrics["gradient_norm"] = norm / self.context.world_size
         self.optimizer.step()
         return metrics
 
@@ -204,40 +203,16 @@ class StageRun:
                 "the last good checkpoint stays: lower lr or add max_grad_norm"
             )
 
-    def _initial_captioner(self) -> Captioner:
-        """The captioner with the weights that the stage starts from when it has no checkpoint."""
-        captioner = stage_captioner(self.folder, self.stage, self.context.device)
-        load_weights(captioner.model, self.folder.weights_before(self.stage, "model"))
-        if captioner.backbone is not None:
-            load_weights(captioner.backbone, self.folder.weights_before(self.stage, "backbone"))
-        return captioner
-
     def _images(self, part: Dataset, store: FeatureStore | None) -> Images:
         """The model inputs of some images: stored features, or pixels when `store` is None."""
         config = self.folder.config
-        return Images(
-            part,
-            store,
-            ImageTransform(config.backbone.image_size),
-            config.data.max_pixels,
-            config.workers.num_decode_threads,
-            config.storage.options,
-            image_cache(config.features.cache_gib),
-        )
-
-    def _wrap_captioner(self) -> nn.Module:
-        """The captioner, compiled if configured, inside DistributedDataParallel when there are several workers."""
-        wrapped: nn.Module = self.captioner
-        if self.folder.config.workers.compile:
-            wrapped = torch.compile(wrapped)  # type: ignore[assignment]
-        if self.context.world_size > 1:  # buffers need no broadcast, because they are constants
-            wrapped = DistributedDataParallel(wrapped, gradient_as_bucket_view=True, broadcast_buffers=False)
-        return wrapped
+        transform, cache = ImageTransform(config.backbone.image_size), image_cache(config.features.cache_gib)
+        threads, options = config.workers.num_decode_threads, config.storage.options
+        return Images(part, store, transform, config.data.max_pixels, threads, options, cache)
 
     def _resume(self) -> Progress:
         """Restores the newest checkpoint, if any. RuntimeError when the workers find different ones."""
-        output = self.output
-        progress = load_checkpoint(output.path, self.captioner, self.optimizer, output.identity) or Progress()
+        output, progress = self.output, self.output.resume(self.captioner, self.optimizer)
         steps = gather_objects(self.context, progress.step)
         if len(set(steps)) > 1:
             raise RuntimeError(f"workers see different checkpoints of {output.path} (steps {steps}); it must be shared")
@@ -245,7 +220,8 @@ class StageRun:
 
     def _rate(self, step: int) -> float:
         """The learning rate of a step, after the reductions on plateaus."""
-        rate = learning_rate(self.stage.schedule, self.stage.lr, step, steps_per_epoch=self.steps_per_epoch)
+        steps_per_epoch = max(1, self.batches.num_samples // self.stage.batch_size)
+        rate = learning_rate(self.stage.schedule, self.stage.lr, step, steps_per_epoch=steps_per_epoch)
         plateau = self.stage.plateau
         return rate * plateau.factor**self.progress.reductions if plateau else rate
 
@@ -256,29 +232,26 @@ class StageRun:
 
     def _validate(self) -> None:
         """Scores the validation split, updates the progress, and saves a checkpoint."""
-        begin, progress = time.monotonic(), self.progress
+        begin, progress, output = time.monotonic(), self.progress, self.output
         settings = self.folder.config.evaluation
         best = caption_images(self.captioner, self.validation, self.vocabulary, settings, self.context)
         score = self._score(best)
         if score > progress.best_score:
             progress.best_score, progress.best_step, progress.since_best = score, progress.step, 0
             captions = {image: hypothesis.caption for image, hypothesis in best.items()}
-            self.output.save_best(self.captioner, progress.step, captions)
+            output.save_best(self.captioner, progress.step, captions)
         else:
             progress.since_best += 1
         self._apply_stopping_rules(score)
         seconds = round(time.monotonic() - begin, 2)
-        entry = {"CIDEr-D": score, "best": progress.best_score, "seconds": seconds}
-        self.output.log("validation", progress.step, entry)
-        self.output.save_checkpoint(self.captioner, self.optimizer, progress)
+        output.log("validation", progress.step, {"CIDEr-D": score, "best": progress.best_score, "seconds": seconds})
+        output.save_checkpoint(self.captioner, self.optimizer, progress)
         self.context.report({"stage": self.stage.name, "step": progress.step, "validation_CIDEr-D": score})
 
     def _score(self, best: dict[int, Hypothesis]) -> float:
         """Mean CIDEr-D of the best captions, where 1.404 is what papers print as 140.4. Equal on all ranks."""
-        rows = [hypothesis.tokens for hypothesis in best.values()]
-        width = max(len(row) for row in rows)
-        padded = [[*row, *[self.vocabulary.pad] * (width - len(row))] for row in rows]
-        tokens = torch.tensor(padded)
+        rows = [torch.tensor(hypothesis.tokens) for hypothesis in best.values()]
+        tokens = pad_sequence(rows, batch_first=True, padding_value=self.vocabulary.pad)
         return float(self.validation_reward(tokens, list(best)).mean())
 
     def _apply_stopping_rules(self, score: float) -> None:
@@ -303,8 +276,6 @@ class StageRun:
 
     def _finish(self) -> None:
         """Rank 0 writes the stage's result and decides whether later stages use its weights."""
-        if self.context.world_rank:
-            return
         progress, initial_score = self.progress, self._initial_score()
         # An SCST stage that ended early is kept only if it had improved on the initial score before.
         must_be_better = self.stage.keep_if_better or (self.stage.objective == "scst" and bool(progress.ended_early))
@@ -314,10 +285,3 @@ class StageRun:
         score = f"best validation CIDEr-D {progress.best_score:.4f} at step {progress.best_step}"
         result = StageResult(progress.step, progress.best_step, progress.best_score, kept, progress.ended_early)
         self.output.finish(result, f"done: {score}, {verdict}{early}")
-
-
-def _required_store(job: StageJob, stage: StageSection) -> StoragePath | Path:
-    """The job's feature store. ValueError for a job without one."""
-    if job.store is None:
-        raise ValueError(f"stage {stage.name} reads features, and the job names no store")
-    return job.store

@@ -15,7 +15,7 @@ Self-critical sequence training (SCST, Rennie et al. 2017), with the defaults of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +52,14 @@ def make_objective(
     """The objective of a stage over its training images, and its reward (None for cross entropy)."""
     if stage.objective == "cross_entropy":
         return cross_entropy_objective(stage, vocabulary.pad), None
-    reward = stage_reward(stage, train.references(), vocabulary, device)
+    reward = CaptionReward(
+        train.references(),
+        vocabulary,
+        eos=stage.sampling.eos_in_reward,
+        caption_documents=stage.sampling.document_frequency == "captions",
+        device=device,
+        cache=cache_folder(),
+    )
     image_ids = torch.tensor(train.column("image_id"))
     return scst_objective(stage, reward, image_ids, vocabulary.pad, vocabulary.words), reward
 
@@ -110,20 +117,6 @@ def scst_objective(
     return compute
 
 
-def stage_reward(
-    stage: StageSection, references: Mapping[int, Sequence[str]], vocabulary: Vocabulary, device: torch.device
-) -> CaptionReward:
-    """The reward of an SCST stage. references: the training captions by image id, whose index is cached on disk."""
-    return CaptionReward(
-        references,
-        vocabulary,
-        eos=stage.sampling.eos_in_reward,
-        caption_documents=stage.sampling.document_frequency == "captions",
-        device=device,
-        cache=cache_folder(),
-    )
-
-
 def check_reward(stage: StageSection, reward: CaptionReward) -> str:
     """A line for the log with the signature and the reward of ground-truth captions.
 
@@ -165,27 +158,21 @@ def _sample_captions(
     A caption starts with SOS and has PAD after EOS.
     """
     training, model = captioner.training, captioner.model
+    count, length = section.num_samples, section.max_length
     captioner.train(section.sampling_dropout)
-    try:
-        with torch.no_grad():
-            memory = captioner.encode(batch.features)
-            count, length = section.num_samples, section.max_length
-            if section.sampler == "beam":
-                captions = beam_search(
-                    model, memory, beam_size=count, max_length=length, num_results=count, length_normalization=False
-                )
-            else:
-                captions = sample(
-                    model,
-                    memory,
-                    num_samples=count,
-                    max_length=length,
-                    temperature=section.temperature,
-                    generator=generator,
-                )
-            baseline = greedy(model, memory, max_length=length) if section.baseline == "greedy" else None
-    finally:
-        captioner.train(training)
+    with torch.no_grad():
+        memory = captioner.encode(batch.features)
+        if section.sampler == "beam":
+            captions = beam_search(
+                model, memory, beam_size=count, max_length=length, num_results=count, length_normalization=False
+            )
+        else:
+            temperature = section.temperature
+            captions = sample(
+                model, memory, num_samples=count, max_length=length, temperature=temperature, generator=generator
+            )
+        baseline = greedy(model, memory, max_length=length) if section.baseline == "greedy" else None
+    captioner.train(training)
     return captions.tokens.flatten(0, 1), None if baseline is None else baseline.tokens[:, 0]
 
 
@@ -194,13 +181,11 @@ def _caption_stats(tokens: Tensor, eos: int, pad: int, is_open_ending: Tensor, c
 
     Each is a sum divided by `count`, the number of sampled captions of the whole optimizer step.
     """
-    valid_mask = (tokens[:, 1:] != pad) & (tokens[:, 1:] != eos)
+    words = F.pad(tokens[:, 1:], (0, 2), value=pad)  # `unfold` raises for fewer than three tokens
+    valid_mask = (words != pad) & (words != eos)
     lengths = valid_mask.sum(1)
     last_words = tokens.gather(1, lengths[:, None]).squeeze(1)
-    if tokens.shape[1] > 3:
-        trigrams, is_complete = tokens[:, 1:].unfold(1, 3, 1), valid_mask.unfold(1, 3, 1).all(-1)
-    else:  # `unfold` raises for fewer than three tokens after SOS
-        trigrams, is_complete = tokens.new_zeros(len(tokens), 0, 3), valid_mask[:, :0]
+    trigrams, is_complete = words.unfold(1, 3, 1), valid_mask.unfold(1, 3, 1).all(-1)
     is_equal = (trigrams[:, :, None] == trigrams[:, None]).all(-1) & is_complete[:, :, None] & is_complete[:, None]
     return {
         "length": float(lengths.sum()) / count,
@@ -221,14 +206,15 @@ def smoothed_cross_entropy(logits: Tensor, targets: Tensor, pad: int, smoothing:
     """
     valid_mask = targets != pad
     logits, targets = logits[valid_mask], targets[valid_mask]
-    logits = logits.float() if logits.dtype != torch.float64 else logits
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     if smoothing == 0:
         return F.cross_entropy(logits, targets, reduction="sum")
     log_probs = logits.log_softmax(-1)
     rest = smoothing / (logits.shape[-1] - 1)
     of_target = log_probs.gather(-1, targets[:, None]).squeeze(-1)
     negative_cross_entropy = (1 - smoothing - rest) * of_target + rest * log_probs.sum(-1)
-    negative_entropy = (1 - smoothing) * _log(1 - smoothing) + smoothing * _log(rest)
+    log_target, log_rest = torch.tensor([1 - smoothing, rest], dtype=torch.float64).log().tolist()
+    negative_entropy = (1 - smoothing) * log_target + smoothing * log_rest
     return negative_entropy * len(targets) - negative_cross_entropy.sum()
 
 
@@ -239,11 +225,6 @@ def caption_log_probs(logits: Tensor, tokens: Tensor, pad: int) -> Tensor:
     logits, else float32.
     """
     targets = tokens[:, 1:]
-    logits = logits.float() if logits.dtype != torch.float64 else logits
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     log_probs = logits.gather(-1, targets[..., None]).squeeze(-1) - logits.logsumexp(-1)
     return (log_probs * (targets != pad)).sum(-1)
-
-
-def _log(value: float) -> float:
-    """The logarithm as torch computes it in float64."""
-    return float(torch.tensor(value, dtype=torch.float64).log())

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from pipeline.data.vocabulary import EOS, PAD, SOS, Vocabulary
+from pipeline.data.vocabulary import EOS, Vocabulary
+from pipeline.runs.identity import code_digest
 from pipeline.scoring.cider import CiderD
 from pipeline.storage.atomic import atomic_path, file_lock
-
-# The source files that determine the content of an index. After a change in one of them, indexes are built again.
-INDEX_SOURCES = ("data/vocabulary.py", "scoring/cider.py", "scoring/ngram_keys.py", "training/reward.py")
 
 MAX_CACHED = 8  # indexes per machine; those that were not used for the longest time are removed
 
@@ -52,19 +51,20 @@ class CaptionReward:
 
         if cache is None:
             scorer = build()
-        else:
-            scorer = _cached(cache, _digest(references, vocabulary, eos, caption_documents), build)
+        else:  # image ids are left out of the digest: the index contains only the order of the images
+            content = [code_digest(), eos, caption_documents, vocabulary.to_json(), *map(list, references.values())]
+            scorer = _cached(cache, hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32], build)
         scores = scorer.metadata.get("ground_truth")
         self.ground_truth: tuple[float, float] | None = (scores[0], scores[1]) if scores else None
         self.scorer = scorer.to(device)
-        ignored = [vocabulary.ids[special] for special in (PAD, SOS)]
+        ignored = [vocabulary.pad, vocabulary.sos]
         ignored += [number for word, number in vocabulary.ids.items() if not word.strip()]  # tokens of white space
         self._ignored = torch.tensor(ignored, device=device)
 
     def __call__(self, tokens: Tensor, images: Sequence[int]) -> Tensor:
         """CIDEr-D, a float64 tensor (R,) in the usual scale of 0 to 10, of R captions.
 
-        tokens: (R, T) on the reward's device, of which those after the first EOS are ignored. images: R image ids.
+        tokens: (R, T) on the reward's device; those after the first EOS are ignored. images: R image ids.
         """
         is_eos = tokens == self.eos_id
         is_word = (is_eos.cumsum(1) - is_eos.long() == 0) & ~torch.isin(tokens, self._ignored)
@@ -84,62 +84,42 @@ def _build(
     means over the first 1000 images with several captions, or None if no image has several.
     """
     ids = dict(vocabulary.ids)
-    encoded = []
-    for captions in references.values():
-        rows = []
-        for caption in captions:
-            words = [word for word in vocabulary.tokenize(caption) if word.strip()] + ([EOS] if eos else [])
-            rows.append([ids.setdefault(word, len(ids)) for word in words])
-        encoded.append(rows)
+
+    def encode(caption: str) -> list[int]:
+        words = [word for word in vocabulary.tokenize(caption) if word.strip()] + ([EOS] if eos else [])
+        return [ids.setdefault(word, len(ids)) for word in words]
+
+    encoded = [[encode(caption) for caption in captions] for captions in references.values()]
     scorer = CiderD.build(encoded, caption_documents=caption_documents)
-    with_several = [captions for captions in encoded if len(captions) > 1][:1000]
     scorer.metadata["ground_truth"] = None
-    if with_several:
+    if with_several := [captions for captions in encoded if len(captions) > 1][:1000]:
         others = CiderD.build([captions[1:] for captions in with_several])
-        lengths = torch.tensor([len(captions[0]) for captions in with_several])
-        width = int(lengths.max())
-        first = torch.tensor([captions[0] + [0] * (width - len(captions[0])) for captions in with_several])
-        indices = torch.arange(len(with_several))
+        first = [torch.tensor(captions[0], dtype=torch.int64) for captions in with_several]
+        lengths, indices = torch.tensor([len(caption) for caption in first]), torch.arange(len(first))
+        tokens = pad_sequence(first, batch_first=True)
         # A caption without its last token is one without EOS.
-        scores = [others.score(first, (lengths - cut).clamp(min=0), indices).mean().item() for cut in (0, int(eos))]
+        scores = [others.score(tokens, (lengths - cut).clamp(min=0), indices).mean().item() for cut in (0, int(eos))]
         scorer.metadata["ground_truth"] = scores
     return scorer
 
 
-def _digest(references: Mapping[int, Sequence[str]], vocabulary: Vocabulary, eos: bool, caption_documents: bool) -> str:
-    """Hash of everything that determines the content of an index."""
-    digest = hashlib.sha256(f"{eos} {caption_documents} {vocabulary.to_json()}".encode())
-    pipeline = Path(__file__).resolve().parent.parent
-    for name in INDEX_SOURCES:
-        digest.update((pipeline / name).read_bytes())
-    for captions in references.values():  # image ids are left out: the index contains only the order of the images
-        digest.update(json.dumps(list(captions)).encode())
-    return digest.hexdigest()[:32]
-
-
 def _cached(folder: Path, digest: str, build: Callable[[], CiderD]) -> CiderD:
     """Loads the index from its file. The first process builds and writes it while other processes wait."""
-    path = folder / f"ciderd-{digest}.safetensors"
-    built = None
+    path, built = folder / f"ciderd-{digest}.safetensors", None
     try:
         with file_lock(path.with_suffix(".lock")):
             try:
-                cached = CiderD.load(path)
-                os.utime(path)  # marks the index as used now, see `_remove_oldest`
-                return cached
+                index = CiderD.load(path)
+                os.utime(path)  # marks the index as used now
+                return index
             except (FileNotFoundError, ValueError):
                 built = build()
             with atomic_path(path) as temporary:
                 built.save(temporary)
-            _remove_oldest(folder)
+            by_last_use = sorted(folder.glob("ciderd-*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
+            for old in by_last_use[:-MAX_CACHED]:
+                old.unlink(missing_ok=True)  # processes that have it memory-mapped can still read it
+                old.with_suffix(".lock").unlink(missing_ok=True)
             return CiderD.load(path)
     except OSError:  # the folder cannot be written
         return built or build()
-
-
-def _remove_oldest(folder: Path) -> None:
-    """Removes all but the `MAX_CACHED` indexes that were used last."""
-    by_age = sorted(folder.glob("ciderd-*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
-    for old in by_age[:-MAX_CACHED]:
-        old.unlink(missing_ok=True)  # processes that have it memory-mapped can still read it
-        old.with_suffix(".lock").unlink(missing_ok=True)

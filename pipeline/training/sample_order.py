@@ -30,7 +30,7 @@ def seed_of(*parts: int) -> int:
 def samples_at(positions: np.ndarray, num_samples: int, seed: int) -> np.ndarray:
     """Sample numbers at global positions (int64, any shape). Position p belongs to epoch p // num_samples.
 
-    Every epoch contains every sample once, in an order of its own. The expected cost is O(len(positions)).
+    Every epoch contains every sample once, in another order. The expected cost is O(len(positions)).
     """
     epochs, offsets = np.divmod(np.asarray(positions, np.int64), num_samples)
     result = np.empty_like(offsets)

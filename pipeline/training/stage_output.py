@@ -1,107 +1,176 @@
-"""The files that rank 0 writes for a stage, and a check that this worker has not been replaced."""
+"""The files of a stage: rank 0 writes them, and every rank resumes from the newest checkpoint.
+
+    stages/<stage>/step-<n>/   state.pt (captioner, optimizer), progress.json   the stage resumes from the newest one
+                   best-<n>/   model.safetensors, backbone.safetensors          the next stage starts from these weights
+                   DONE.json   the stage's result; it is written last and marks the stage as finished
+
+Each checkpoint is written atomically. It holds no random state: every random draw is seeded by (seed, stage, step,
+rank), so repeating a step gives identical numbers.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from models.captioner import Captioner
-from pipeline.runs.checkpoints import CheckpointWriter, Progress, StageResult, finish_stage, save_best
-from pipeline.runs.folder import JOURNAL, RunFolder
+from pipeline.runs.folder import JOURNAL, RunFolder, StageResult
 from pipeline.runs.journal import JOURNAL_EVERY_S, Journal
-from pipeline.storage.atomic import write_json
+from pipeline.storage.atomic import atomic_folder, read_json, write_json
+from pipeline.storage.weights import save_weights
+
+NUM_CHECKPOINTS = 2  # per stage
 
 
 class AbandonedError(RuntimeError):
     """Another driver has taken over the run: this worker's driver died or lost its storage."""
 
 
-class ReplacedError(RuntimeError):
-    """The driver has started other workers in place of these, because it could not reach them any more."""
+@dataclass
+class Progress:
+    """The position of a stage; `step` counts finished optimizer steps."""
 
-
-@dataclass(frozen=True)
-class Fence:
-    """Stops workers that their driver has given up or replaced.
-
-    The tokens are those that the run had when these workers started. An empty token is not checked.
-    """
-
-    folder: RunFolder
-    driver_token: str = ""
-    worker_group_token: str = ""
-
-    def check(self) -> None:
-        """Raises AbandonedError when another driver has taken over, ReplacedError when other workers have."""
-        run_id = self.folder.run_id
-        if self.driver_token and self.folder.driver_token != self.driver_token:
-            raise AbandonedError(f"another driver has taken over {run_id}; this worker stops")
-        if self.worker_group_token and self.folder.worker_group_token != self.worker_group_token:
-            raise ReplacedError(f"other workers train {run_id} now; this one stops")
+    step: int = 0
+    best_step: int = -1
+    best_score: float = float("-inf")
+    since_best: int = 0  # number of validations since the best score
+    reductions: int = 0  # how often the plateau rule has lowered the learning rate
+    ended_early: str = ""  # why the stage ends before its last step; empty otherwise
 
 
 class StageOutput:
-    """Writes the files of a stage on rank 0. On other ranks (`writes` is False) every method does nothing.
+    """Reads the checkpoints of a stage, and writes its files if `writes` is True, which it is on rank 0 only.
 
-    The fence is checked before each write. For a run on S3 each write is uploaded, the journal at most every
-    JOURNAL_EVERY_S seconds.
+    Each write first checks that no other driver or worker group has taken over the run. The tokens are those that the
+    run had when these workers started; an empty token is not checked. For a run on S3 each write is uploaded, the
+    journal at most every JOURNAL_EVERY_S seconds.
     """
 
-    def __init__(self, folder: RunFolder, stage: str, fence: Fence, writes: bool) -> None:
-        self.folder, self.stage, self.fence, self.writes = folder, stage, fence, writes
+    def __init__(
+        self, folder: RunFolder, stage: str, writes: bool, driver_token: str = "", worker_group_token: str = ""
+    ) -> None:
+        self.folder, self.stage, self.writes = folder, stage, writes
+        self.driver_token, self.worker_group_token = driver_token, worker_group_token
         self.path, self.identity = folder.stage(stage), f"{folder.run_id}/{stage}"
-        self._checkpoints = CheckpointWriter(self.path, self.identity, fence.check, self._upload)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
         self._journal_uploaded_at = -math.inf
 
-    def open_journal(self, step: int) -> None:
-        """Opens the journal for a stage that starts or resumes at `step`."""
+    def check_may_write(self) -> None:
+        """Raises AbandonedError if another driver has taken over, RuntimeError if its driver replaced this worker.
+
+        A driver replaces workers that it cannot reach any more.
+        """
+        run_id = self.folder.run_id
+        if self.driver_token and self.folder.token("driver_token") != self.driver_token:
+            raise AbandonedError(f"another driver has taken over {run_id}; this worker stops")
+        if self.worker_group_token and self.folder.token("worker_group_token") != self.worker_group_token:
+            raise RuntimeError(f"other workers train {run_id} now; this one stops")
+
+    def resume(self, captioner: Captioner, optimizer: torch.optim.Optimizer) -> Progress:
+        """Restores the newest checkpoint, if any, opens the journal, and returns the stage's progress.
+
+        Raises ValueError for a checkpoint of another run.
+        """
+        progress = Progress()
+        if checkpoints := self._numbered("step-"):
+            _, newest = checkpoints[-1]
+            record = read_json(newest / "progress.json")
+            if record.pop("identity") != self.identity:
+                raise ValueError(
+                    f"checkpoint {newest} belongs to another run; remove the folder or give the run another name"
+                )
+            state = torch.load(newest / "state.pt", map_location="cpu", weights_only=True)
+            captioner.load_state_dict(state["captioner"])
+            optimizer.load_state_dict(state["optimizer"])
+            progress = Progress(**record)
         if self.writes:
-            self.fence.check()
-            self._journal = Journal(self.folder.journal, self.stage, step)
+            self.check_may_write()
+            self._journal = Journal(self.folder.journal, self.stage, progress.step)
+        return progress
 
     def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Appends an entry to the journal."""
-        if not self.writes:
-            return
-        self.fence.check()
-        self._journal.write(kind, step, values)
-        if time.monotonic() - self._journal_uploaded_at > JOURNAL_EVERY_S:
-            with suppress(OSError):  # a later upload replaces one that failed
-                self._upload_journal()
+        if self.writes:
+            self.check_may_write()
+            self._journal.write(kind, step, values)
+            if time.monotonic() - self._journal_uploaded_at > JOURNAL_EVERY_S:
+                with suppress(OSError):  # a later upload replaces one that failed
+                    self._upload_journal()
 
     def save_checkpoint(self, captioner: Captioner, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-        """Starts writing a checkpoint in the background."""
+        """Starts writing step-<n> in the background: training waits for a copy of the tensors, not for the disk.
+
+        One checkpoint is written at a time. All but the newest NUM_CHECKPOINTS are then removed.
+        """
         if self.writes:
-            self._checkpoints.save(captioner, optimizer, progress)
+            self.wait()
+            state = _copied_to_cpu({"captioner": captioner.state_dict(), "optimizer": optimizer.state_dict()})
+            record = {"identity": self.identity, **asdict(progress)}
+            self._pending = self._pool.submit(self._write_checkpoint, state, record)
+
+    def wait(self) -> None:
+        """Waits until the last checkpoint is on disk, and raises the error that stopped its writing."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
 
     def save_best(self, captioner: Captioner, step: int, captions: Mapping[int, str]) -> None:
         """Writes the best weights so far and their captions of the validation split, the latter in COCO's format."""
         if not self.writes:
             return
-        self.fence.check()
-        self._checkpoints.wait()  # a pending checkpoint removes older best weights when it is done
-        save_best(self.path, captioner, step)
+        self.check_may_write()
+        self.wait()  # a pending checkpoint removes older best weights when it is done
+        with atomic_folder(self.path / f"best-{step}") as temporary:
+            save_weights(captioner.model, temporary / "model.safetensors")
+            if captioner.backbone is not None:
+                save_weights(captioner.backbone, temporary / "backbone.safetensors")
         results = [{"image_id": image, "caption": caption} for image, caption in captions.items()]
         write_json(self.path / "predictions-val.json", results)
 
-    def close(self) -> None:
-        """Waits until the last checkpoint is written."""
-        self._checkpoints.close()
-
     def finish(self, result: StageResult, text: str) -> None:
-        """Marks the stage as finished. `text` is written to the journal."""
-        if self.writes:
-            self.fence.check()
-            finish_stage(self.path, result)
-            self._upload()
-            self.log("done", result.steps, {"text": text})
-            self._upload_journal()
+        """Marks the stage as finished, and removes its checkpoints. `text` is written to the journal."""
+        if not self.writes:
+            return
+        self.check_may_write()
+        self._remove_best_before(result.best_step)
+        write_json(self.path / "DONE.json", asdict(result))
+        for old in (*self.path.glob("step-*"), *self.path.glob(".*.tmp")):
+            shutil.rmtree(old, ignore_errors=True)
+        self._upload()
+        self.log("done", result.steps, {"text": text})
+        self._upload_journal()
+
+    def _write_checkpoint(self, state: dict[str, Any], record: dict[str, Any]) -> None:
+        with atomic_folder(self.path / f"step-{record['step']}") as temporary:
+            torch.save(state, temporary / "state.pt")
+            (temporary / "progress.json").write_text(json.dumps(record))
+            self.check_may_write()  # the checkpoint becomes visible at the end of this block
+        for _, old in self._numbered("step-")[:-NUM_CHECKPOINTS]:
+            shutil.rmtree(old, ignore_errors=True)
+        # Older best weights were still needed until now, when the newest checkpoint on disk refers to the new ones.
+        self._remove_best_before(record["best_step"])
+        self._upload()
+
+    def _remove_best_before(self, step: int) -> None:
+        """Removes the best weights of steps before `step`. A pending checkpoint refers to later ones."""
+        for number, old in self._numbered("best-"):
+            if number < step:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def _numbered(self, prefix: str) -> list[tuple[int, Path]]:
+        """The folders of the stage that are named prefix and number, sorted by their number."""
+        return sorted((int(path.name.removeprefix(prefix)), path) for path in self.path.glob(f"{prefix}*"))
 
     def _upload_journal(self) -> None:
         """Uploads the journal directly. Through `RunFolder.push` it would wait for the upload of a checkpoint."""
@@ -112,4 +181,13 @@ class StageOutput:
     def _upload(self) -> None:
         """Uploads the journal and the stage's folder."""
         self._upload_journal()
-        self.folder.push(f"stages/{self.stage}", check_may_write=self.fence.check)
+        self.folder.push(f"stages/{self.stage}", check_may_write=self.check_may_write)
+
+
+def _copied_to_cpu(value: Any) -> Any:
+    """The same structure with every tensor copied to the CPU, because training keeps changing the originals."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copied_to_cpu(item) for key, item in value.items()}
+    return [_copied_to_cpu(item) for item in value] if isinstance(value, list) else value

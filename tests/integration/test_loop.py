@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.runs.checkpoints import CheckpointWriter
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import Follower, Journal, read_journal
 from pipeline.runtime.context import LocalContext
 from pipeline.training.batches import Batch
 from pipeline.training.dry_run import dry_run
 from pipeline.training.loop import DivergedError, StageJob, StageRun, train_stages
+from pipeline.training.stage_output import StageOutput
 from tests.conftest import small_config
 from tests.support.runs import FROZEN_STAGES, STAGES, Killed, assert_same_weights, best_weights, prepare_run
 
@@ -62,31 +62,50 @@ def test_interrupted_anywhere_the_weights_are_bit_identical(
 
 
 def test_a_slow_disk_loses_no_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each validation is the best so far, and its checkpoint is written after the next one has saved its weights."""
+    """Each validation is the best so far. Its checkpoint reaches the disk late, after training has changed the weights.
+
+    Best weights and checkpoints on disk are those of the validation.
+    """
     stages = [stage for stage in small_config(tmp_path)["stages"] if stage["name"] in FROZEN_STAGES]
     for stage in stages:
         stage |= {"validate_every_epochs": 0.2}
-    validated: dict[str, list[dict[str, torch.Tensor]]] = {name: [] for name in FROZEN_STAGES}
+    validated: dict[str, dict[int, dict[str, torch.Tensor]]] = {name: {} for name in FROZEN_STAGES}
+    changed_meanwhile = []
 
     def score(self: StageRun, captions: dict[int, str]) -> float:
         weights = self.captioner.model.state_dict()
-        validated[self.stage.name].append({f"model.safetensors:{key}": value.clone() for key, value in weights.items()})
+        copies = {f"model.safetensors:{key}": value.clone() for key, value in weights.items()}
+        validated[self.stage.name][self.progress.step] = copies
         return float(sum(map(len, validated.values())))
 
-    write = CheckpointWriter._write
+    write, step = StageOutput._write_checkpoint, StageRun.step
+    stepped: dict[tuple[str, int], threading.Event] = {}
 
-    def late(self: CheckpointWriter, *arguments: Any) -> None:
-        time.sleep(0.5)
-        write(self, *arguments)
+    def counted_step(self: StageRun, number: int, batches: list[Batch]) -> dict[str, float]:
+        metrics = step(self, number, batches)
+        stepped.setdefault((self.stage.name, number), threading.Event()).set()
+        return metrics
+
+    def late(self: StageOutput, state: dict[str, Any], record: dict[str, Any]) -> None:
+        next_step = stepped.setdefault((self.stage, record["step"]), threading.Event())
+        changed_meanwhile.append(next_step.wait(timeout=2))  # a stage's last checkpoint has no next step
+        write(self, state, record)
+        saved = torch.load(self.path / f"step-{record['step']}" / "state.pt", weights_only=True)["captioner"]
+        assert_same_weights(
+            {key.replace("model.", "model.safetensors:", 1): value for key, value in saved.items()},
+            validated[self.stage][record["step"]],
+        )
 
     monkeypatch.setattr(StageRun, "_score", score)
-    monkeypatch.setattr(CheckpointWriter, "_write", late)
+    monkeypatch.setattr(StageRun, "step", counted_step)
+    monkeypatch.setattr(StageOutput, "_write_checkpoint", late)
     folder, store = prepare_run(tmp_path, stages=stages)
     train_stages(LocalContext("cpu"), StageJob(folder, FROZEN_STAGES, store))
+    assert changed_meanwhile.count(False) == len(FROZEN_STAGES), "a checkpoint was written before the next step"
     for name in FROZEN_STAGES:
         result = folder.result(name)
         assert result is not None and result.best_step == result.steps and len(validated[name]) >= 3
-        assert_same_weights(best_weights(folder.stage(name)), validated[name][-1])
+        assert_same_weights(best_weights(folder.stage(name)), validated[name][result.steps])
 
 
 def test_stages_follow_each_other(undisturbed: RunFolder) -> None:
@@ -190,7 +209,7 @@ def test_workers_that_were_replaced_write_nothing(tmp_path: Path, monkeypatch: p
 
     def cut_off(run: StageRun, number: int, batches: list[Batch]) -> dict[str, float]:
         if number == 2:
-            folder.new_worker_group_token()
+            folder.new_token("worker_group_token")
         return step(run, number, batches)
 
     monkeypatch.setattr(StageRun, "step", cut_off)

@@ -103,7 +103,7 @@ def test_another_machine_goes_on_where_one_died(url: str, tmp_path: Path, monkey
     def step(self: StageRun, number: int, batches: Any) -> Any:
         if number == 3 and self.stage.name not in broken:
             broken.add(self.stage.name)
-            self.output.close()  # waits until the last checkpoint is uploaded
+            self.output.wait()  # until the last checkpoint is uploaded
             raise Killed
         return original(self, number, batches)
 

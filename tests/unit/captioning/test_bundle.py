@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from models.base import Features
 from pipeline.captioning.bundle import load_bundle, save_bundle
@@ -50,7 +49,7 @@ def test_a_failed_save_leaves_the_old_bundle(tmp_path: Path) -> None:
     with torch.no_grad():
         for parameter in ours.parameters():
             parameter += 0.1
-    with pytest.raises(yaml.representer.RepresenterError, match="cannot represent an object"):
+    with pytest.raises(TypeError, match="not JSON serializable"):
         save_bundle(folder, ours, vocabulary, name="small", info={"bad": object()})
     with pytest.raises(ValueError, match="the vocabulary has 4 words, the model 7"):
         save_bundle(folder, ours, Vocabulary(("EOS", "PAD", "SOS", "UNK")), name="small", info={})

@@ -14,7 +14,7 @@ from jobs.cli import main
 from jobs.constraints import constraints as make_constraints
 from models.base import Features
 from pipeline.captioning.bundle import load_bundle
-from pipeline.captioning.captioning import CaptionSearch, Shard, caption_split
+from pipeline.captioning.captioning import CaptionSearch, caption_split
 from pipeline.captioning.constraints import build_automata, read_constraints, write_constraints
 from pipeline.captioning.detections import (
     EXCLUDED,
@@ -29,6 +29,7 @@ from pipeline.data.images import BadImage
 from pipeline.errors import UserError
 from pipeline.features.model_inputs import Images
 from pipeline.runs.evaluation import split_result
+from pipeline.runtime.context import LocalContext
 from pipeline.scoring.split_result import ConstraintCounts, SplitResult
 from tests.support.bundles import WORDS, make_bundle
 from tests.support.logs import on_message
@@ -42,8 +43,15 @@ TREE = {
         {"LabelName": "Cart"},
     ],
 }
-WHOLE = Shard(0, 1, torch.device("cpu"))
+WHOLE = LocalContext()
 BOX, INSIDE, APART = (0.0, 0.0, 10.0, 10.0), (0.0, 0.0, 10.0, 9.0), (20.0, 20.0, 30.0, 30.0)
+
+
+def half(rank: int) -> LocalContext:
+    """One of two workers."""
+    context = LocalContext()
+    context.world_rank, context.world_size = rank, 2
+    return context
 
 
 def hierarchy(folder: Path, tree: Any = TREE) -> Path:
@@ -205,8 +213,8 @@ def test_captions_satisfy_their_constraints_and_others_do_not_change(tmp_path: P
     settings = EvaluationSection(beam_size=3, max_length=9, batch_size=2, num_results=2)
     automata = build_automata({2: (("mat",), ("red cat", "sits")), 5: (("the",),)}, WORDS, "c")
     search = CaptionSearch(settings, WORDS, with_alignment=True)
-    plain, _ = caption_split([bundle.captioner], [images], search, shard=WHOLE)
-    found, _ = caption_split([bundle.captioner], [images], search, shard=WHOLE, constraints=automata)
+    plain, _ = caption_split([bundle.captioner], [images], search, WHOLE)
+    found, _ = caption_split([bundle.captioner], [images], search, WHOLE, automata)
     for image in (1, 3, 4):
         assert found[image][0].caption == plain[image][0].caption
         assert found[image][0].num_satisfied is None
@@ -226,7 +234,7 @@ def test_captions_satisfy_their_constraints_and_others_do_not_change(tmp_path: P
     # too short for all of them: as many as fit
     short = settings.model_copy(update={"max_length": 3})
     automata |= build_automata({2: (("mat",), ("sits",), ("the",))}, WORDS, "c")
-    cut, _ = caption_split([bundle.captioner], [images], CaptionSearch(short, WORDS), shard=WHOLE, constraints=automata)
+    cut, _ = caption_split([bundle.captioner], [images], CaptionSearch(short, WORDS), WHOLE, automata)
     with on_message(said.append):
         best = {image: own[0] for image, own in cut.items()}
         entry = split_result("test", best, automata, {}, "").to_json()
@@ -240,7 +248,7 @@ def test_a_split_in_bfloat16(tmp_path: Path) -> None:
     for precision in ("float32", "bfloat16"):
         settings = EvaluationSection(beam_size=3, max_length=9, precision=precision)  # type: ignore[arg-type]
         search = CaptionSearch(settings, WORDS, with_alignment=True)
-        found, _ = caption_split([bundle.captioner], [images], search, shard=WHOLE)
+        found, _ = caption_split([bundle.captioner], [images], search, WHOLE)
         assert all(own[0].alignment is not None for own in found.values())
         log_probs.append([found[image][0].log_prob for image in sorted(found)])
     assert log_probs[0] != log_probs[1], "autocast was not on"
@@ -257,19 +265,16 @@ def test_each_shard_captions_its_images_and_reports_unreadable_ones(tmp_path: Pa
     images = FewImages(torch.randn(7, 4, 16, generator=torch.Generator().manual_seed(3)))
     settings = EvaluationSection(beam_size=2, max_length=9, batch_size=2)
     search = CaptionSearch(settings, WORDS, skip_unreadable=True)
-    whole, unreadable = caption_split([bundle.captioner], [images], search, shard=WHOLE)
+    whole, unreadable = caption_split([bundle.captioner], [images], search, WHOLE)
     assert list(whole) == [1, 2, 3, 4, 5, 6, 7] and not unreadable
     images.unreadable = {3}
-    shards = [
-        caption_split([bundle.captioner], [images], search, shard=Shard(rank, 2, torch.device("cpu")))
-        for rank in (0, 1)
-    ]
+    shards = [caption_split([bundle.captioner], [images], search, half(rank)) for rank in (0, 1)]
     assert [list(hypotheses) for hypotheses, _ in shards] == [[1, 3, 5, 7], [2, 6]]
     assert [reasons for _, reasons in shards] == [{}, {4: "row 3 is damaged"}]
     for hypotheses, _ in shards:
         assert all(ranked[0].caption == whole[image][0].caption for image, ranked in hypotheses.items())
     with pytest.raises(BadImage, match="row 3"):
-        caption_split([bundle.captioner], [images], CaptionSearch(settings, WORDS), shard=WHOLE)
+        caption_split([bundle.captioner], [images], CaptionSearch(settings, WORDS), WHOLE)
 
 
 def test_a_split_without_references_has_no_scores() -> None:

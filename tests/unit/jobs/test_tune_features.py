@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,10 @@ from jobs.tune.features import find_backbone
 from models.backbone import Backbone
 from pipeline.data.loading import find_data
 from pipeline.errors import UserError
-from pipeline.runs.checkpoints import StageResult, finish_stage
-from pipeline.runs.folder import RunFolder
+from pipeline.runs.folder import RunFolder, StageResult
 from pipeline.runs.prepare import prepare
 from pipeline.search.spec import Search
+from pipeline.storage.atomic import write_json
 from tests.support.logs import on_message
 from tests.support.searches import small_search
 
@@ -28,7 +29,8 @@ def pretend_training(run: RunFolder, stages: list[str]) -> None:
         best.mkdir(parents=True)
         tensors["swin.norm.bias"] = torch.full_like(tensors["swin.norm.bias"], float(number))
         save_file(tensors, best / "backbone.safetensors")
-        finish_stage(run.stage(stage), StageResult(steps=1, best_step=1, best_score=1.0, kept=True, ended_early=""))
+        result = StageResult(steps=1, best_step=1, best_score=1.0, kept=True, ended_early="")
+        write_json(run.stage(stage) / "DONE.json", asdict(result))
 
 
 def backbone_of(search: Search) -> tuple[Backbone, list[str]]:
