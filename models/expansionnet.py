@@ -10,6 +10,7 @@ caption needs no mask.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -81,6 +82,9 @@ class ExpansionNet(EncoderDecoder):
     """ExpansionNet v2. Its configuration raises ValueError for sizes that do not fit together."""
 
     config: ExpansionNetConfig
+
+    encoder: Sequence[ExpansionEncoderLayer]
+    decoder: Sequence[ExpansionDecoderLayer]
 
     def __init__(self, config: ExpansionNetConfig, sizes: ModelSizes) -> None:
         super().__init__(config, sizes)

@@ -50,8 +50,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         image = Image.fromarray(np.clip(values * (255.0 / white) + 0.5, 0, 255).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         layer = image.convert("RGBA")
-        white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, layer).convert("RGB")
+        background = Image.new("RGBA", layer.size, (255, 255, 255, 255))
+        return Image.alpha_composite(background, layer).convert("RGB")
     return image.convert("RGB")
 
 
