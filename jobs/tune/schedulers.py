@@ -17,15 +17,13 @@ from pipeline.search.trials import ENDED, TrialRecord
 
 def make_scheduler(search: Search, records: Sequence[TrialRecord], population: Population | None = None) -> Any:
     """Ray Tune's scheduler for a search: the population's, ASHA, or first in, first out."""
-    from ray.tune.schedulers import FIFOScheduler
+    from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 
     if population is not None:
         return _population_scheduler(population)
-    return FIFOScheduler() if search.config.scheduler is None else _asha(search, records)
-
-
-def _asha(search: Search, records: Sequence[TrialRecord]) -> Any:
-    from ray.tune.schedulers import ASHAScheduler
+    settings = search.config.scheduler
+    if settings is None:
+        return FIFOScheduler()
 
     class NumberedASHA(ASHAScheduler):
         """Identifies trials by their number in the log, so that a resumed trial does not count as a second one."""
@@ -42,8 +40,6 @@ def _asha(search: Search, records: Sequence[TrialRecord]) -> Any:
         def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
             super().on_trial_remove(tune_controller, _with_log_number(trial))
 
-    settings = search.config.scheduler
-    assert settings is not None
     scheduler: Any = NumberedASHA(
         time_attr="epoch",
         metric=SCORE,
