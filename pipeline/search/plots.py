@@ -152,7 +152,6 @@ def _draw_points(
 
 
 def _coordinates(points: Sequence[_Point]) -> tuple[list[float], list[float]]:
-    """The costs and the scores."""
     return [point.cost for point in points], [point.score for point in points]
 
 

@@ -101,11 +101,6 @@ def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:
     return all(a >= b for a, b in zip(one, other, strict=True)) and any(a > b for a, b in zip(one, other, strict=True))
 
 
-def shown_columns(search: Search) -> list[str]:
-    """The columns of the leaderboard: objectives, metrics, multiply-accumulates and parameters."""
-    return list(dict.fromkeys([SCORE, *search.config.metrics, *search.config.objectives, search.cost, "parameters"]))
-
-
 def head(name: str) -> str:
     """The heading of a score or cost in tables and plots."""
     return COSTS[name].head if name in COSTS else name
@@ -130,8 +125,9 @@ def cell(name: str, value: float | None, spread: float | None = None) -> str:
 def leaderboard(
     search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]
 ) -> tuple[list[str], Rows]:
-    """The columns and rows of the leaderboard: state, epochs, seeds, and mean and spread of `shown_columns`."""
-    names = shown_columns(search)
+    """The columns and rows of the leaderboard: state, epochs, seeds, and means with spreads of scores and costs."""
+    config = search.config
+    names = list(dict.fromkeys([SCORE, *config.metrics, *config.objectives, search.cost, "parameters"]))
     rows = []
     for result in results:
         state = f"{result.state} *" if result in on_front else result.state

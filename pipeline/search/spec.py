@@ -69,10 +69,9 @@ class TrialSection(Section):
 
 
 class BackboneSection(Section):
-    """The backbone that extracts the trials' features.
+    """The backbone that extracts the trials' features: a weights file, or the base configuration's, by its key.
 
-    `weights` is the path of a weights file, `base` or `run`. `base` is the base configuration's initial backbone. `run`
-    is the trained backbone of the base configuration's finished run; if there is no such run, a stand-in is trained
+    `base` is its initial backbone, `run` the trained one of its finished run. Without such a run a stand-in is trained
     with `stages` and `set`.
     """
 
@@ -237,8 +236,7 @@ class Search:
     ) -> RunConfig:
         """The configuration of a trial; `weights` is the initial backbone's file, None for the base configuration's.
 
-        `member` is the number of a population's member. The run's name contains it, so that members at the same point
-        have separate runs.
+        The run's name contains a population's `member`, so that members at the same point have separate runs.
         """
         values = self.run_values(point)
         trial, resources = self.config.trial, self.config.resources
@@ -283,9 +281,8 @@ class Search:
     def check(self) -> None:
         """Builds the configuration and the model of each choice; UserError names a choice that cannot be built.
 
-        Models are built on the meta device, without memory for their weights. Every choice, or both ends of a range, is
-        combined with the first choices of the other dimensions. In a space of up to 1,000 points the configuration of
-        every point is built as well.
+        Each choice, or both ends of a range, is combined with the first choices of the other dimensions. In a space of
+        up to 1,000 points the configuration of every point is built as well.
         """
         for key in self.space.keys:
             self._check_key(key)
@@ -302,13 +299,10 @@ class Search:
                 "search extracts them once; end with the stage that trains it"
             )
         first = self.space.first()
-        try:
-            _build_on_meta(self.trial_config(first, self.config.seeds[0]))
-        except ValueError as error:
-            if len(self.space.keys) > 1:
-                self._check_choices(first)  # raises an error that names the choice if one choice alone is refused
-            raise UserError(f"{self.space.describe(first)} is refused: {error}") from error
-        self._check_choices(first)
+        for dimension in self.space.dimensions:
+            for choice in dimension.ends():
+                name = f"space.{dimension.key}: the choice {dimension.show(choice)}"
+                self._check_point({**first, dimension.key: choice}, name, model=True)
         settings = self.config.scheduler
         if settings is not None and settings.grace_epochs > self.total_epochs():
             raise UserError(
@@ -337,30 +331,17 @@ class Search:
             if self.config.scheduler is not None:
                 raise UserError(f"space.{key} does not go with scheduler asha, which compares trials of one length")
 
-    def _check_choices(self, first: Mapping[str, Any]) -> None:
-        """Builds every choice, combined with the first choices of the other dimensions."""
-        for dimension in self.space.dimensions:
-            for choice in dimension.ends():
-                name = f"space.{dimension.key}: the choice {dimension.show(choice)}"
-                self._check_point({**first, dimension.key: choice}, name, model=True)
-
     def _check_point(self, point: Mapping[str, Any], name: str, *, model: bool) -> None:
         """Builds the configurations of a point and, with `model`, its model; an error calls the point `name`."""
+        from models.macs import count_parameters
+
         try:
-            config = self.trial_config(point, self.config.seeds[0])
+            section = self.trial_config(point, self.config.seeds[0]).model
             parse_config(self.run_values(point))  # the configuration of best.yaml
-            if model:
-                _build_on_meta(config)
+            if model:  # without memory for its weights; any data sizes will do, because only the settings are checked
+                count_parameters(section, ModelSizes(64, 100, section.max_positions or 74, 0, 1, 2))
         except (ValueError, RuntimeError) as error:
             raise UserError(f"{name} is refused: {error}") from error
-
-
-def _build_on_meta(config: RunConfig) -> None:
-    """Builds the captioner on the meta device; ValueError for settings that do not fit together."""
-    from models.macs import count_parameters
-
-    # any data sizes will do, because only the settings are checked
-    count_parameters(config.model, ModelSizes(64, 100, config.model.max_positions or 74, 0, 1, 2))
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -242,10 +242,9 @@ def trained_seconds(run: RunFolder) -> float:
 
 
 def costs_of(run: RunFolder) -> dict[str, float]:
-    """The multiply-accumulates per image and the number of parameters.
+    """The number of parameters, and the multiply-accumulates per image with a caption of 12.5 tokens (Table VI).
 
-    An image has a caption of 12.5 tokens, as in the paper's Table VI. `macs` is missing for models other than
-    ExpansionNet v2, because it is that paper's count.
+    `macs` is missing for models other than ExpansionNet v2, because it is that paper's count.
     """
     counted = cost(
         run.config.model,

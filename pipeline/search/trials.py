@@ -133,7 +133,7 @@ class SearchFolder:
 
 
 class TrialLog:
-    """Gives the driver of a search the next trial and records what happens to each."""
+    """Gives the driver of a search the next trial and records its events."""
 
     def __init__(self, folder: SearchFolder, search: Search) -> None:
         self.folder, self.search, self.sampler = folder, search, make_sampler(search)
@@ -145,10 +145,7 @@ class TrialLog:
         self.is_population = search.config.algorithm == "pbt"
         # the seeds of every point; members of a population differ by their points and share the first seed
         self.seeds = search.config.seeds[:1] if self.is_population else search.config.seeds
-        self._restore_sampler()
-
-    def _restore_sampler(self) -> None:
-        """Gives the sampler the results of an earlier process, in the order in which the points were started."""
+        # the sampler gets the results of an earlier process in the order in which the points were started
         for records in self.by_point().values():
             proposal = Proposal(records[0].point, records[0].attributes)
             started = {record.seed for record in records}
