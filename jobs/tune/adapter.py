@@ -108,7 +108,7 @@ def _tuner(adapter: TuneAdapter, concurrent: int, scratch: Path) -> Any:
 class TuneAdapter:
     """Connects Ray Tune with the log: gives it trials, records their results and logs their progress.
 
-    For Ray Tune each turn of a population's member is a new trial, while the search has one trial per member.
+    A population's member is one trial of the search, and each of its turns is a new trial of Ray Tune.
     """
 
     def __init__(self, log: TrialLog, on_end: Callable[[], None]) -> None:
@@ -261,8 +261,7 @@ def _callback(adapter: TuneAdapter) -> Any:
 def _failure_reason(trial: Any) -> str:
     """The reason for which Ray Tune counts a trial as failed, in one line.
 
-    It is read from the trial's error files on the driver. Ray's getters would read the storage, where the files arrive
-    later.
+    It is read from the trial's files on the driver, because those that Ray's getters read arrive later.
     """
     import ray
 

@@ -35,10 +35,7 @@ class BackboneSource:
 
 
 def find_backbone(search: Search, dataset: Dataset, address: str | None) -> BackboneSource | None:
-    """The backbone that `backbone.weights` names; None when the features come from an HDF5 file.
-
-    For `run` without a finished run it trains a stand-in.
-    """
+    """The backbone that `backbone.weights` names, which may have to be trained; None for features from an HDF5 file."""
     section, base = search.config.backbone, search.base
     if not base.has_backbone:
         if section.weights != "base":
@@ -82,10 +79,7 @@ def _is_trained(run: RunFolder, config: RunConfig) -> bool:
 
 
 def _stand_in(search: Search) -> RunConfig:
-    """The configuration that trains the stand-in, with `backbone.set` applied.
-
-    Its stages are `backbone.stages`, or else the base's stages up to the first that trains the backbone.
-    """
+    """The stand-in's configuration: by default the base's stages up to the first that trains the backbone."""
     section, values = search.config.backbone, copy.deepcopy(search.values)
     names = [stage.name for stage in search.base.stages]
     trained = [stage.name for stage in search.base.stages if stage.train_backbone]
@@ -115,8 +109,7 @@ def extract_once(
 ) -> tuple[str | None, list[str]]:
     """The folder with the features of all images that trials use, and the keys of images without features.
 
-    The folder is None when every stage of a trial reads images instead of features.
-    UserError when too many images have no features.
+    The folder is None when every stage of a trial reads images. UserError when too many images have no features.
     """
     config = search.base
     if all(config.stage(name).train_backbone for name in search.stages):

@@ -87,11 +87,11 @@ class _Member:
 
 
 class Population:
-    """Population based training (Jaderberg et al., 2017), asynchronous, over the trials of a search as members.
+    """Asynchronous population based training (Jaderberg et al., 2017), whose members are the trials of a search.
 
     Every `pbt.every_epochs` epochs a reporting member is compared with the last reports of the others. If it is among
-    the worst `pbt.quantile`, it takes over the weights and the changed point of a random member of the best. Members
-    outnumbering the free slots take turns at the same intervals.
+    the worst `pbt.quantile`, it takes over the weights and the changed point of a random member of the best. If there
+    are more members than free slots, they take turns at the same intervals.
     """
 
     def __init__(self, search: Search, records: Sequence[TrialRecord], handovers: Path) -> None:

@@ -129,10 +129,9 @@ def _score_columns(matches: Sequence[Match], baseline: Match, names: Sequence[st
 
 
 def _multiply_accumulate_columns(matches: Sequence[Match]) -> tuple[list[str], Rows]:
-    """Multiply-accumulates for 5,000 images in units of 1e12.
+    """Multiply-accumulates for 5,000 images in units of 1e12, with ratios to the baseline row, and parameters.
 
-    The columns: as the paper counts them, for our models and for the paper's, each followed by the ratio to the
-    baseline row; then those that our models really execute, and the number of parameters.
+    The first four columns count as the paper does, for our models and for the paper's.
     """
     scale = TABLE_6_IMAGES / 1e12
     baseline = matches[0].mean("macs")

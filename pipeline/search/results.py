@@ -26,11 +26,7 @@ STATES = ("finished", "stopped", "running", "failed")  # of a trial or point, th
 
 @dataclass(frozen=True)
 class PointResult:
-    """A point with its trials, one per seed.
-
-    `state` is the best state that one of these trials has; the order is finished, stopped, running, failed. Means and
-    spreads use only the trials in that state.
-    """
+    """A point with its trials, one per seed. Means and spreads use only the trials in the point's state."""
 
     label: str
     point: dict[str, Any]
@@ -39,6 +35,7 @@ class PointResult:
 
     @property
     def state(self) -> str:
+        """The best state that one of the trials has."""
         return min((record.state for record in self.records), key=STATES.index)
 
     @property
@@ -96,9 +93,9 @@ def front(results: Sequence[PointResult], objectives: Mapping[str, str]) -> list
     return [result for result, values in rated if not any(_dominates(other, values) for _, other in rated)]
 
 
-def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:
+def _dominates(one: list[float], other: list[float]) -> bool:
     """Whether `one` is at least as good as `other` in every objective and better in one; larger values are better."""
-    return all(a >= b for a, b in zip(one, other, strict=True)) and any(a > b for a, b in zip(one, other, strict=True))
+    return one != other and all(a >= b for a, b in zip(one, other, strict=True))
 
 
 def head(name: str) -> str:
@@ -150,14 +147,9 @@ def objectives_text(search: Search) -> str:
 
 def live_table(log: TrialLog) -> str:
     """A table of the running trials, and one line with the number of trials in each state."""
-    rows = [
-        (
-            f"trial {record.number}  {log.search.space.describe(record.point)}",
-            [f"{record.epoch:g}", cell(SCORE, record.score)],
-        )
-        for record in log.records
-        if record.state not in ENDED
-    ]
+    describe, running = log.search.space.describe, [record for record in log.records if record.state not in ENDED]
+    labels = [f"trial {record.number}  {describe(record.point)}" for record in running]
+    rows = [(label, [f"{r.epoch:g}", cell(SCORE, r.score)]) for label, r in zip(labels, running, strict=True)]
     line = f"of {len(log.records) if log.num_trials is None else log.num_trials} trials: {log.states_text()}"
     best = next((result for result in point_results(log) if result.state == "finished"), None)
     if best is not None:
@@ -234,15 +226,14 @@ def write_configurations(log: TrialLog, results: Sequence[PointResult], on_front
     names = ["best", *(f"front-{number}" for number in range(1, len(ranked_front) + 1))]
     paths = []
     for name, result in zip(names, [finished[0], *ranked_front], strict=True):
-        path = folder / f"{name}.yaml"
-        write_text(path, _configuration(log.search, result, path, name))
-        paths.append(path)
+        paths.append(folder / f"{name}.yaml")
+        write_text(paths[-1], _configuration(log.search, result, paths[-1]))
     return paths
 
 
-def _configuration(search: Search, result: PointResult, path: Path, name: str) -> str:
+def _configuration(search: Search, result: PointResult, path: Path) -> str:
     """The text of a configuration file, headed by a comment with the point and its results."""
-    config = parse_config(search.run_values(result.point, name))
+    config = parse_config(search.run_values(result.point, path.stem))
     means = ", ".join(f"{head(n)} {cell(n, result.mean(n), result.spread(n))}" for n in search.config.objectives)
     keys = ", ".join(f"{short(key)} {show_value(value)}" for key, value in search.space.changes(result.point).items())
     return (

@@ -17,9 +17,8 @@ from pipeline.config.sections import Positive, Section
 class GenerateSection(Section):
     """Generates expansion groups G from the coefficients `smallest`, 2 * `smallest`, ... up to `largest`.
 
-    `groups` lists numbers of groups. For each number n, `doubling` generates every n successive coefficients, and
-    `equal` repeats each coefficient n times. Example: `groups: [1, 3]` from 16 to 64 generates [16], [32], [64] and
-    [16, 32, 64]; with `equal` also [16, 16, 16], [32, 32, 32] and [64, 64, 64].
+    For each number n in `groups`, `doubling` generates every n successive coefficients, and `equal` repeats each
+    coefficient n times: 3 groups from 16 to 64 are [16, 32, 64], or [16, 16, 16], [32, 32, 32] and [64, 64, 64].
     """
 
     groups: tuple[Positive, ...]
@@ -154,11 +153,7 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Space:
-    """Independent dimensions, or explicit rows.
-
-    A row is a point that sets several keys. Rows form a single dimension named `row`, whose values are
-    {configuration key: value}.
-    """
+    """Independent dimensions, or explicit rows as one dimension `row`, whose values are {configuration key: value}."""
 
     dimensions: tuple[Dimension, ...]
     row_keys: tuple[str, ...] = ()  # the configuration keys that rows set; empty without rows
@@ -236,12 +231,9 @@ def short(key: str) -> str:
 
 
 def show_value(value: Any) -> str:
-    """A value as a label: [32, 64] becomes `32 64`, and five equal groups become `128 x 5`.
-
-    Null becomes `attention`, because a model without expansion groups uses attention.
-    """
+    """A value as a label: [32, 64] becomes `32 64`, and five equal groups become `128 x 5`."""
     if value is None:
-        return "attention"
+        return "attention"  # which a model without expansion groups uses
     if isinstance(value, list | tuple):
         is_repeated = len(value) > 1 and len(set(map(str, value))) == 1
         return f"{value[0]} x {len(value)}" if is_repeated else " ".join(map(str, value))

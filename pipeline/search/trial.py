@@ -166,7 +166,7 @@ def _cached_data(config: RunConfig) -> tuple[Dataset, dict[str, str]]:
 def hand_over(run: RunFolder, stage: str, step: int, folder: Path, patience_s: float = 120.0) -> Path:
     """Copies a stage's state into a new folder below `folder`: a step's checkpoint, the best weights and the journal.
 
-    The checkpoint is written in the background. TimeoutError when it is not complete within `patience_s` seconds.
+    Raises TimeoutError when the checkpoint is not complete within `patience_s` seconds.
     """
     source, deadline = run.stage(stage), time.monotonic() + patience_s
     while not (source / f"step-{step}").is_dir():

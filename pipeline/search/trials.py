@@ -210,10 +210,7 @@ class TrialLog:
             self.sampler.tell(record.point, self._means(trials_of_point))
 
     def _means(self, records: Sequence[TrialRecord]) -> list[float] | None:
-        """The mean of each objective over the trials that did not fail; stopped trials count with their last values.
-
-        None when an objective has no value in any of the trials.
-        """
+        """The mean of each objective over the trials that did not fail; None when an objective has no value."""
         usable = [record for record in records if record.state != "failed"]
         means = []
         for objective in self.search.config.objectives:
