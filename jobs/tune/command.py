@@ -22,7 +22,9 @@ from jobs.tune.features import extract_once, find_backbone
 from pipeline.errors import UserError
 from pipeline.runs.identity import code_digest
 from pipeline.scoring.metrics import why_unavailable
+from pipeline.search.results import front, point_results, write_tables
 from pipeline.search.spec import Search, load_search
+from pipeline.search.tracking import SearchTracker
 from pipeline.search.trials import ENDED, SearchFolder, TrialLog, minutes
 from pipeline.storage.weights import weights_file_digest
 
@@ -63,20 +65,18 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
 
 def _run_search(log: TrialLog, address: str | None) -> int:
     from jobs.tune.outcome import write_outcome
-    from pipeline.search.results import front, point_results, write_tables
-    from pipeline.search.tracking import SearchTracker
 
     _log_plan(log)
     tracker = SearchTracker(log)
 
-    def show_progress() -> None:
+    def publish_progress() -> None:
         write_tables(log, front(point_results(log), log.search.config.objectives))
         tracker.wake()
 
     try:
         if log.unfinished or log.remaining > 0:
             _start_ray(log.search, address)
-            run_trials(log, show_progress)
+            run_trials(log, publish_progress)
     except BaseException as error:
         tracker.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
         raise
@@ -91,10 +91,7 @@ def _log_plan(log: TrialLog) -> None:
     trials = "trials until the time is over" if log.num_trials is None else f"{log.num_trials} trials"
     seeds = f" with {len(config.seeds)} seeds" if len(config.seeds) > 1 else ""
     logger.info(f"space     {', '.join(search.space.keys)}: {size} points; {config.algorithm}, {trials}{seeds}")
-    asha = ""
-    if config.scheduler:
-        grace, reduction = config.scheduler.grace_epochs, config.scheduler.reduction
-        asha = f"; ASHA from epoch {grace:g}, the best 1/{reduction:g} continue"
+    asha = f"; {config.scheduler.describe()}" if config.scheduler else ""
     logger.info(f"trial     {', '.join(search.stages)}, {search.total_epochs():g} epochs{asha}")
     if log.records:
         logger.info(f"continues with {log.count(*ENDED)} trials done and {len(log.unfinished)} unfinished")

@@ -83,11 +83,10 @@ def _metadata(search: Search) -> dict[str, str]:
     """The settings of the search, as the page lists them."""
     config, base = search.config, search.base
     budget = ", ".join(f"{name} {value}" for name, value in config.budget.model_dump().items() if value is not None)
-    asha = config.scheduler
     return {
         "base": f"{config.base} ({base.name})",
         "algorithm": config.algorithm,
-        "early stopping": f"ASHA from epoch {asha.grace_epochs:g}, 1/{asha.reduction:g} continue" if asha else "none",
+        "early stopping": config.scheduler.describe() if config.scheduler else "none",
         "budget": budget or "the whole grid",
         "seeds": ", ".join(map(str, config.seeds)),
         "resources per trial": ", ".join(f"{name} {value:g}" for name, value in config.resources.model_dump().items()),

@@ -95,6 +95,9 @@ class SchedulerSection(Section):
     grace_epochs: PositiveFloat = 1
     reduction: Annotated[float, Field(gt=1)] = 2
 
+    def describe(self) -> str:
+        return f"ASHA from epoch {self.grace_epochs:g}, the best 1/{self.reduction:g} continue"
+
 
 class PopulationSection(Section):
     """After each `every_epochs` epochs the worst `quantile` of the members copies weights from the best `quantile`."""
