@@ -86,10 +86,11 @@ def sync_search(log: TrialLog, status: str, files: bool = False) -> None:
     experiment = experiment_of(client, config)
     if sent["parent"] is None:
         tags = {"mlflow.runName": folder.name, "raycap.search": folder.name}
-        sent["parent"] = client.create_run(experiment, tags=tags).info.run_id
+        parent = str(client.create_run(experiment, tags=tags).info.run_id)
+        sent["parent"] = parent
         write_json(path, sent_by_tracker)
         settings = log.search.config.model_dump(mode="json", exclude=PRIVATE_SETTINGS)
-        log_params(client, sent["parent"], {key: str(value) for key, value in settings.items()})
+        log_params(client, parent, {key: str(value) for key, value in settings.items()})
     for record in list(log.records):
         number = str(record.number)
         if number in sent["ended"]:
