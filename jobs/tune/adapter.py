@@ -14,11 +14,12 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jobs.tune.schedulers import Population, TakeOver, make_scheduler
-from pipeline.search.results import live_table, trial_line
+from pipeline.search.results import live_table, trial_line, trial_name
 from pipeline.search.spec import SCORE, Search
 from pipeline.search.trials import ENDED, TrialLog, TrialOutcome, TrialRecord
 
@@ -38,11 +39,11 @@ RAY_TUNE_SETTINGS = {
 
 def concurrency(search: Search, resources: Mapping[str, float]) -> int:
     """The number of concurrent trials: as many as the cluster can place, at most budget.concurrent."""
-    per_trial = search.config.resources
-    fits = math.floor(resources.get("CPU", 0) / (per_trial.cpus * per_trial.workers) + 1e-9)
-    if per_trial.gpus:
-        fits = min(fits, math.floor(resources.get("GPU", 0) / (per_trial.gpus * per_trial.workers) + 1e-9))
-    return max(1, min(fits, search.config.budget.concurrent or fits))
+    per_trial, most = search.config.resources, search.config.budget.concurrent or math.inf
+    for kind, per_worker in (("CPU", per_trial.cpus), ("GPU", per_trial.gpus)):
+        if per_worker:
+            most = min(most, math.floor(resources.get(kind, 0) / (per_worker * per_trial.workers) + 1e-9))
+    return max(1, int(most))
 
 
 def run_trials(log: TrialLog, on_end: Callable[[], None]) -> None:
@@ -54,16 +55,13 @@ def run_trials(log: TrialLog, on_end: Callable[[], None]) -> None:
     for name in ("ray.tune", "ray.train"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     search, scratch = log.search, log.folder.path / "log" / "ray"
-    hours, per_trial = search.config.budget.hours, search.config.resources
-    concurrent = concurrency(search, ray.cluster_resources())
+    per_trial, concurrent = search.config.resources, concurrency(search, ray.cluster_resources())
     logger.info(
         f"resources {concurrent} trials at a time, {per_trial.workers} x {per_trial.cpus:g} CPU, "
         f"{per_trial.gpus:g} GPU each"
     )
     shutil.rmtree(log.folder.handovers, ignore_errors=True)  # a killed search may have left copies
-    adapter = TuneAdapter(log, on_end, None if hours is None else time.monotonic() + 3600 * hours)
-    if search.config.algorithm == "pbt":
-        adapter.start_population()
+    adapter = TuneAdapter(log, on_end)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -110,16 +108,21 @@ def _tuner(adapter: TuneAdapter, concurrent: int, scratch: Path) -> Any:
 class TuneAdapter:
     """Connects Ray Tune with the log: gives it trials, records their results and logs their progress.
 
-    For Ray Tune each turn of a population's member is a new trial, while the search has one trial per member.
+    A population's member is one trial of the search, and each of its turns is a new trial of Ray Tune.
     """
 
-    def __init__(self, log: TrialLog, on_end: Callable[[], None], deadline: float | None) -> None:
-        self.log, self.on_end, self.deadline = log, on_end, deadline
-        self.population: Population | None = None
+    def __init__(self, log: TrialLog, on_end: Callable[[], None]) -> None:
+        self.log, self.on_end = log, on_end
+        self.deadline = time.monotonic() + 3600 * (log.search.config.budget.hours or math.inf)
         self.error: BaseException | None = None
         self._records: dict[str, TrialRecord] = {}  # by Ray Tune's trial id
         self._take_overs: dict[str, TakeOver] = {}  # by Ray Tune's trial id, until its first report
         self._last_table = time.monotonic()
+        self.population: Population | None = None
+        if log.is_population:  # all remaining trials start as members
+            while (record := log.next()) is not None:
+                self._log_start(record)
+            self.population = Population(log.search, log.records, log.folder.handovers)
 
     @contextmanager
     def keeping_errors(self) -> Iterator[None]:
@@ -130,15 +133,9 @@ class TuneAdapter:
             self.error = error
             raise
 
-    def start_population(self) -> None:
-        """Starts all remaining trials as members of a population."""
-        while (record := self.log.next()) is not None:
-            self._log_start(record)
-        self.population = Population(self.log.search, self.log.records, self.log.folder.handovers)
-
     @property
     def time_is_over(self) -> bool:
-        return self.deadline is not None and time.monotonic() >= self.deadline
+        return time.monotonic() >= self.deadline
 
     @property
     def may_continue(self) -> bool:
@@ -149,37 +146,24 @@ class TuneAdapter:
         """The configuration of the next trial; None when no trial can start now."""
         if self.time_is_over:
             return None
-        if self.population is not None:
-            return self._next_turn(trial_id, self.population)
-        record = self.log.next()
-        if record is None:
-            return None
-        self._log_start(record)
+        changes: dict[str, Any] = {"handover": None}
+        if self.population is None:
+            record = self.log.next()
+            if record is None:
+                return None
+            self._log_start(record)
+        else:
+            turn = self.population.next()
+            if turn is None:
+                return None
+            number, take_over = turn
+            record = next(record for record in self.log.records if record.number == number)
+            if take_over is not None:
+                self._take_overs[trial_id] = take_over
+                changes = {"point": take_over.point, "handover": take_over.handover}
         self._records[trial_id] = record
-        return self._trial_config(record)
-
-    def _next_turn(self, trial_id: str, population: Population) -> dict[str, Any] | None:
-        """The configuration of the next turn of a population's member; None when no member waits."""
-        turn = population.next()
-        if turn is None:
-            return None
-        number, take_over = turn
-        record = next(record for record in self.log.records if record.number == number)
-        self._records[trial_id] = record
-        config = self._trial_config(record)
-        if take_over is not None:
-            self._take_overs[trial_id] = take_over
-            config |= {"point": take_over.point, "handover": take_over.handover}
-        return config
-
-    def _trial_config(self, record: TrialRecord) -> dict[str, Any]:
-        return {
-            "folder": str(self.log.folder.path),
-            "number": record.number,
-            "point": record.point,
-            "seed": record.seed,
-            "handover": None,
-        }
+        config = {"folder": str(self.log.folder.path), "number": record.number, "seed": record.seed}
+        return config | {"point": record.point} | changes
 
     def on_result(self, trial_id: str, result: Mapping[str, Any]) -> None:
         """Records a validation or the outcome of a trial."""
@@ -189,12 +173,9 @@ class TuneAdapter:
             record.point = take_over.point
             record.took_over.append((take_over.epoch, take_over.donor))
             logger.info(f"trial {record.number}  continues with the weights of trial {take_over.donor}")
-        if result.get("outcome"):
-            outcome = dict(result["outcome"])
-            if outcome["reports"] is not None:
-                outcome["reports"] = [tuple(report) for report in outcome["reports"]]
-            outcome["seconds"] += record.seconds
-            self._end(record, TrialOutcome(**outcome))
+        if "outcome" in result:
+            outcome: TrialOutcome = result["outcome"]
+            self._end(record, replace(outcome, seconds=(outcome.seconds or 0.0) + record.seconds))
         elif SCORE in result:
             self.log.report(record, result)
             self._log_progress(record)
@@ -224,10 +205,8 @@ class TuneAdapter:
 
     def _log_start(self, record: TrialRecord) -> None:
         verb = f"resumes from epoch {record.epoch:g}" if record.attempts > 1 else "starts"
-        seed = f", seed {record.seed}" if len(self.log.search.config.seeds) > 1 else ""
-        total = f"/{self.log.num_trials}" if self.log.num_trials is not None else ""
-        point = self.log.search.space.describe(record.point)
-        logger.info(f"trial {record.number}{total}  {verb}  ({point}{seed})")
+        name, label = trial_name(self.log.search, record, self.log.num_trials)
+        logger.info(f"{name}  {verb}  ({label})")
 
     def _log_progress(self, record: TrialRecord) -> None:
         logger.info(trial_line(self.log.search, record, self.log.num_trials))
@@ -236,33 +215,26 @@ class TuneAdapter:
             logger.info("\n" + live_table(self.log) + "\n")
 
 
+class _NotPickled:
+    """Ray Tune pickles its searcher and callbacks to restore a search, which resumes from its log instead."""
+
+    def __reduce__(self) -> Any:
+        return (object, ())
+
+
 def _searcher(adapter: TuneAdapter) -> Any:
     from ray.tune.search import Searcher
 
-    class LogSearcher(Searcher):
+    class LogSearcher(_NotPickled, Searcher):
         """Gives Ray Tune the trials of the log; the callback records their results."""
 
+        @adapter.keeping_errors()
         def suggest(self, trial_id: str) -> Any:
-            with adapter.keeping_errors():
-                config = adapter.next_trial(trial_id)
-                if config is None and adapter.may_continue:
-                    return None
-            return config or Searcher.FINISHED
-
-        def set_search_properties(self, *_: Any, **__: Any) -> bool:
-            return True
+            config = adapter.next_trial(trial_id)
+            return None if config is None and adapter.may_continue else config or Searcher.FINISHED
 
         def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
             pass
-
-        def save(self, checkpoint_path: str) -> None:
-            Path(checkpoint_path).touch()
-
-        def restore(self, checkpoint_path: str) -> None:
-            pass
-
-        def __reduce__(self) -> Any:  # Ray Tune pickles the searcher to restore it, which is never needed
-            return (object, ())
 
     return LogSearcher()
 
@@ -270,21 +242,18 @@ def _searcher(adapter: TuneAdapter) -> Any:
 def _callback(adapter: TuneAdapter) -> Any:
     from ray.tune import Callback
 
-    class LogCallback(Callback):
+    class LogCallback(_NotPickled, Callback):
+        @adapter.keeping_errors()
         def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: dict[str, Any], **_: Any) -> None:
-            with adapter.keeping_errors():
-                adapter.on_result(trial.trial_id, result)
+            adapter.on_result(trial.trial_id, result)
 
+        @adapter.keeping_errors()
         def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
-            with adapter.keeping_errors():
-                adapter.on_stop(trial.trial_id, (trial.last_result or {}).get("time_total_s", 0.0))
+            adapter.on_stop(trial.trial_id, (trial.last_result or {}).get("time_total_s", 0.0))
 
+        @adapter.keeping_errors()
         def on_trial_error(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
-            with adapter.keeping_errors():
-                adapter.on_error(trial.trial_id, _failure_reason(trial))
-
-        def __reduce__(self) -> Any:
-            return (object, ())
+            adapter.on_error(trial.trial_id, _failure_reason(trial))
 
     return LogCallback()
 
@@ -292,8 +261,7 @@ def _callback(adapter: TuneAdapter) -> Any:
 def _failure_reason(trial: Any) -> str:
     """The reason for which Ray Tune counts a trial as failed, in one line.
 
-    It is read from the trial's error files on the driver. Ray's getters would read the storage, where the files arrive
-    later.
+    It is read from the trial's files on the driver, because those that Ray's getters read arrive later.
     """
     import ray
 

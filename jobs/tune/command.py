@@ -22,8 +22,9 @@ from jobs.tune.features import extract_once, find_backbone
 from pipeline.errors import UserError
 from pipeline.runs.identity import code_digest
 from pipeline.scoring.metrics import why_unavailable
-from pipeline.search.samplers import make_sampler
+from pipeline.search.results import front, point_results, write_tables
 from pipeline.search.spec import Search, load_search
+from pipeline.search.tracking import SearchTracker
 from pipeline.search.trials import ENDED, SearchFolder, TrialLog, minutes
 from pipeline.storage.weights import weights_file_digest
 
@@ -36,7 +37,9 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     search = load_search(path, overrides)
     if not address and "RAY_ADDRESS" not in os.environ:
         _check_fits(search, max(os.cpu_count() or 1, 2), math.inf, "this machine")
-    _check_objectives(search)
+    for name in search.config.objectives:
+        if reason := why_unavailable(name):
+            raise UserError(f"the objective {name} cannot be computed here: {reason}")
     from pipeline.data.loading import find_data
     from pipeline.runs.prepare import readable
 
@@ -55,40 +58,29 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
         folder.write_plan(search, weights, start, store, excluded)
         if retry_failed and (count := folder.reopen_failed()):
             logger.info(f"retry     {count} trials that failed run again")
-        code = _run_search(open_log(folder, search), address)
+        code = _run_search(TrialLog(folder, search), address)
     logger.info(f"finished in {minutes(time.monotonic() - begin)}")
     return code
 
 
 def _run_search(log: TrialLog, address: str | None) -> int:
-    from jobs.tune.outcome import Outcome
+    from jobs.tune.outcome import write_outcome
 
     _log_plan(log)
-    outcome = Outcome(log)
+    tracker = SearchTracker(log)
+
+    def publish_progress() -> None:
+        write_tables(log, front(point_results(log), log.search.config.objectives))
+        tracker.wake()
+
     try:
         if log.unfinished or log.remaining > 0:
             _start_ray(log.search, address)
-            run_trials(log, outcome.update)
+            run_trials(log, publish_progress)
     except BaseException as error:
-        outcome.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+        tracker.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
         raise
-    return outcome.finish()
-
-
-def open_log(folder: SearchFolder, search: Search) -> TrialLog:
-    """The log of a search, with its sampler."""
-    config, trials = search.config, search.num_trials()
-    points = None if trials is None else max(1, trials // len(config.seeds))
-    directions = list(config.objectives.values())
-    sampler = make_sampler(search.space, config.algorithm, directions, config.seed, config.population, points)
-    return TrialLog(folder, search, sampler)
-
-
-def _check_objectives(search: Search) -> None:
-    """UserError for an objective that cannot be computed here."""
-    for name in search.config.objectives:
-        if reason := why_unavailable(name):
-            raise UserError(f"the objective {name} cannot be computed here: {reason}")
+    return write_outcome(log, tracker)
 
 
 def _log_plan(log: TrialLog) -> None:
@@ -99,14 +91,10 @@ def _log_plan(log: TrialLog) -> None:
     trials = "trials until the time is over" if log.num_trials is None else f"{log.num_trials} trials"
     seeds = f" with {len(config.seeds)} seeds" if len(config.seeds) > 1 else ""
     logger.info(f"space     {', '.join(search.space.keys)}: {size} points; {config.algorithm}, {trials}{seeds}")
-    asha = ""
-    if config.scheduler:
-        grace, reduction = config.scheduler.grace_epochs, config.scheduler.reduction
-        asha = f"; ASHA from epoch {grace:g}, the best 1/{reduction:g} continue"
+    asha = f"; {config.scheduler.describe()}" if config.scheduler else ""
     logger.info(f"trial     {', '.join(search.stages)}, {search.total_epochs():g} epochs{asha}")
     if log.records:
-        num_ended = sum(record.state in ENDED for record in log.records)
-        logger.info(f"continues with {num_ended} trials done and {len(log.unfinished)} unfinished")
+        logger.info(f"continues with {log.count(*ENDED)} trials done and {len(log.unfinished)} unfinished")
 
 
 def _start_ray(search: Search, address: str | None) -> None:
@@ -115,19 +103,20 @@ def _start_ray(search: Search, address: str | None) -> None:
 
     joined = connect(address)
     resources = ray.cluster_resources()
-    where = "the Ray cluster" if joined else "this machine"
-    _check_fits(search, resources.get("CPU", 0), resources.get("GPU", 0), where)
+    machine = "the Ray cluster" if joined else "this machine"
+    _check_fits(search, resources.get("CPU", 0), resources.get("GPU", 0), machine)
 
 
-def _check_fits(search: Search, cpus: float, gpus: float, where: str) -> None:
+def _check_fits(search: Search, cpus: float, gpus: float, machine: str) -> None:
+    """UserError when a trial needs more than the machine has."""
     per_trial = search.config.resources
     for kind, per_worker, available in (("cpus", per_trial.cpus, cpus), ("gpus", per_trial.gpus, gpus)):
         total = per_worker * per_trial.workers
         if total > available:
             raise UserError(
                 f"resources: a trial asks for {per_trial.workers} workers x {per_worker:g} {kind} = {total:g}, "
-                f"and {where} has {available:g}; lower resources.{kind} or resources.workers, or join a larger cluster "
-                "with --address"
+                f"and {machine} has {available:g}; lower resources.{kind} or resources.workers, or join a larger "
+                "cluster with --address"
             )
 
 

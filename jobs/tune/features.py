@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.config.load import parse_config, set_value
+from jobs.extract import initial_weights
+from pipeline.config.load import parse_config
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
@@ -16,7 +17,7 @@ from pipeline.features.source import extract_features
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.identity import run_identity
 from pipeline.runtime.log import indented
-from pipeline.search.spec import Search, flatten
+from pipeline.search.spec import Search, set_values
 from pipeline.storage.weights import export_backbone, weights_file_digest
 
 logger = logging.getLogger(__name__)
@@ -34,10 +35,7 @@ class BackboneSource:
 
 
 def find_backbone(search: Search, dataset: Dataset, address: str | None) -> BackboneSource | None:
-    """The backbone that `backbone.weights` names; None when the features come from an HDF5 file.
-
-    For `run` without a finished run it trains a stand-in.
-    """
+    """The backbone that `backbone.weights` names, which may have to be trained; None for features from an HDF5 file."""
     section, base = search.config.backbone, search.base
     if not base.has_backbone:
         if section.weights != "base":
@@ -46,14 +44,14 @@ def find_backbone(search: Search, dataset: Dataset, address: str | None) -> Back
                 "features.hdf5 and has no backbone; remove backbone.weights"
             )
         return None
-    if section.weights == "base":
-        return _source(_initial_weights(base), base)
-    if section.weights != "run":
+    config = base
+    if section.weights not in ("base", "run"):
         path = Path(section.weights).expanduser()
         if not path.is_file():
             raise UserError(f"backbone.weights: {path} is no file; give a file, base or run")
         config = base.model_copy(update={"backbone": replace(base.backbone, weights=str(path.resolve()))})
-        return _source(_initial_weights(config), base)
+    if section.weights != "run":
+        return _source(initial_weights(config, base.storage_path / "backbones"), base)
     run = RunFolder(base.storage_path / "runs" / run_identity(base, dataset.fingerprint()))
     if _is_trained(run, base):
         logger.info(f"backbone  from the finished run {run.run_id}")
@@ -81,33 +79,21 @@ def _is_trained(run: RunFolder, config: RunConfig) -> bool:
 
 
 def _stand_in(search: Search) -> RunConfig:
-    """The configuration that trains the stand-in, with `backbone.set` applied.
-
-    Its stages are `backbone.stages`, or else the base's stages up to the first that trains the backbone.
-    """
+    """The stand-in's configuration: by default the base's stages up to the first that trains the backbone."""
     section, values = search.config.backbone, copy.deepcopy(search.values)
     names = [stage.name for stage in search.base.stages]
     trained = [stage.name for stage in search.base.stages if stage.train_backbone]
     if not trained:
         raise UserError("backbone.weights is run, and no stage of the base configuration trains it; set it to base")
-    for name in section.stages:
-        if name not in names:
-            raise UserError(f"backbone.stages: the base configuration has no {name!r}; it has {', '.join(names)}")
-    wanted = section.stages or tuple(names[: names.index(trained[0]) + 1])
-    if not set(wanted) & set(trained):
-        raise UserError(f"backbone.stages: none of {', '.join(wanted)} trains the backbone; {', '.join(trained)} do")
-    values["stages"] = [stage for stage in values["stages"] if stage["name"] in wanted]
-    for key, value in flatten(section.set).items():
-        set_value(values, key, value, "backbone.set")
-    values["name"] = f"{search.base.name}-backbone"  # shared by searches with the same base
-    values["tracking"] = {"enabled": False}
-    return parse_config(values)
-
-
-def _initial_weights(config: RunConfig) -> Path:
-    from jobs.extract import initial_weights
-
-    return initial_weights(config, config.storage_path / "backbones")
+    if unknown := [name for name in section.stages if name not in names]:
+        raise UserError(f"backbone.stages: the base configuration has no {unknown[0]!r}; it has {', '.join(names)}")
+    selected = section.stages or tuple(names[: names.index(trained[0]) + 1])
+    if not set(selected) & set(trained):
+        raise UserError(f"backbone.stages: none of {', '.join(selected)} trains the backbone; {', '.join(trained)} do")
+    values["stages"] = [stage for stage in values["stages"] if stage["name"] in selected]
+    set_values(values, section.set, "backbone.set")
+    name = f"{search.base.name}-backbone"  # shared by searches with the same base
+    return parse_config(values | {"name": name, "tracking": {"enabled": False}})
 
 
 def _source(weights: Path, base: RunConfig) -> BackboneSource:
@@ -123,8 +109,7 @@ def extract_once(
 ) -> tuple[str | None, list[str]]:
     """The folder with the features of all images that trials use, and the keys of images without features.
 
-    The folder is None when every stage of a trial reads images instead of features.
-    UserError when too many images have no features.
+    The folder is None when every stage of a trial reads images. UserError when too many images have no features.
     """
     config = search.base
     if all(config.stage(name).train_backbone for name in search.stages):

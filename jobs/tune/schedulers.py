@@ -17,15 +17,13 @@ from pipeline.search.trials import ENDED, TrialRecord
 
 def make_scheduler(search: Search, records: Sequence[TrialRecord], population: Population | None = None) -> Any:
     """Ray Tune's scheduler for a search: the population's, ASHA, or first in, first out."""
-    from ray.tune.schedulers import FIFOScheduler
+    from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 
     if population is not None:
         return _population_scheduler(population)
-    return FIFOScheduler() if search.config.scheduler is None else _asha(search, records)
-
-
-def _asha(search: Search, records: Sequence[TrialRecord]) -> Any:
-    from ray.tune.schedulers import ASHAScheduler
+    settings = search.config.scheduler
+    if settings is None:
+        return FIFOScheduler()
 
     class NumberedASHA(ASHAScheduler):
         """Identifies trials by their number in the log, so that a resumed trial does not count as a second one."""
@@ -42,8 +40,6 @@ def _asha(search: Search, records: Sequence[TrialRecord]) -> Any:
         def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
             super().on_trial_remove(tune_controller, _with_log_number(trial))
 
-    settings = search.config.scheduler
-    assert settings is not None
     scheduler: Any = NumberedASHA(
         time_attr="epoch",
         metric=SCORE,
@@ -86,14 +82,16 @@ class _Member:
     score: float | None
     ended: bool
     handover: str | None = None  # the folder with a copy of its state at that report
+    order: TakeOver | None = None  # until the member resumes
+    reading: str | None = None  # the copy that the resumed member may still read
 
 
 class Population:
-    """Population based training (Jaderberg et al., 2017), asynchronous, over the trials of a search as members.
+    """Asynchronous population based training (Jaderberg et al., 2017), whose members are the trials of a search.
 
     Every `pbt.every_epochs` epochs a reporting member is compared with the last reports of the others. If it is among
-    the worst `pbt.quantile`, it takes over the weights and the changed point of a random member of the best. Members
-    outnumbering the free slots take turns at the same intervals.
+    the worst `pbt.quantile`, it takes over the weights and the changed point of a random member of the best. If there
+    are more members than free slots, they take turns at the same intervals.
     """
 
     def __init__(self, search: Search, records: Sequence[TrialRecord], handovers: Path) -> None:
@@ -104,8 +102,6 @@ class Population:
         }
         self.waiting = [number for number, member in self.members.items() if not member.ended]
         self._generator = random.Random(search.config.seed)
-        self._orders: dict[int, TakeOver] = {}  # by member, until the member resumes
-        self._reading: dict[int, str] = {}  # by resumed member, the copy that it may still read
 
     @property
     def running(self) -> int:
@@ -117,9 +113,10 @@ class Population:
             return None
         number = min(self.waiting, key=lambda waiting: self.members[waiting].epoch)
         self.waiting.remove(number)
-        order = self._orders.pop(number, None)
+        member = self.members[number]
+        order, member.order = member.order, None
         if order is not None:
-            self._reading[number] = order.handover
+            member.reading = order.handover
         return number, order
 
     def pause(self, number: int) -> None:
@@ -127,49 +124,48 @@ class Population:
         self.waiting.append(number)
 
     def end(self, number: int) -> None:
-        self.members[number].ended = True
-        self._reading.pop(number, None)
+        self.members[number].ended, self.members[number].reading = True, None
 
     def report(self, number: int, point: dict[str, Any], epoch: float, score: float, handover: str) -> bool:
         """Compares a member's report; True if it must stop, because it has an order or another member waits."""
         member = self.members[number]
-        self._reading.pop(number, None)
-        member.point = point
-        compared = epoch - member.epoch >= self.search.config.pbt.every_epochs
-        if compared:
+        member.point, member.reading = point, None
+        is_compared = epoch - member.epoch >= self.search.config.pbt.every_epochs
+        if is_compared:
             member.epoch, member.score, member.handover = epoch, score, handover
             donors = self._donors(number)
             if donors:
-                self._order(number, self._generator.choice(donors))
+                self._give_order(member, self._generator.choice(donors))
         self._remove_unused(number)
-        return compared and (number in self._orders or bool(self.waiting))
+        return is_compared and (member.order is not None or bool(self.waiting))
 
     def _donors(self, number: int) -> list[int]:
         """The members to copy from: the best ones, or none if the member is not worse than all of them."""
         scores = {
-            each: member.score
-            for each, member in self.members.items()
+            other: member.score
+            for other, member in self.members.items()
             if not member.ended and member.score is not None and not math.isnan(member.score)
         }
-        ranked = sorted(scores, key=lambda each: scores[each])
+        ranked = sorted(scores, key=lambda other: scores[other])
         size = min(math.ceil(len(ranked) * self.search.config.pbt.quantile), len(ranked) // 2)
         worst, best = ranked[:size], ranked[len(ranked) - size :]
-        if number not in worst or scores[number] >= min(scores[each] for each in best):
+        if number not in worst or scores[number] >= min(scores[other] for other in best):
             return []
-        return [each for each in best if self.members[each].handover is not None]
+        return [other for other in best if self.members[other].handover is not None]
 
-    def _order(self, number: int, donor: int) -> None:
+    def _give_order(self, member: _Member, donor: int) -> None:
         """Orders a member to continue from a donor's state at a changed point."""
         source = self.members[donor]
         assert source.handover is not None
         point = {d.key: d.neighbor(source.point[d.key], self._generator) for d in self.search.space.dimensions}
-        self._orders[number] = TakeOver(donor, source.epoch, point, source.handover)
-        self.members[number].epoch = source.epoch
+        member.order = TakeOver(donor, source.epoch, point, source.handover)
+        member.epoch = source.epoch
 
     def _remove_unused(self, number: int) -> None:
         """Deletes the copies of a member's state that no member will read."""
-        used = {member.handover for member in self.members.values()}
-        used |= {order.handover for order in self._orders.values()} | set(self._reading.values())
+        members = self.members.values()
+        used = {path for member in members for path in (member.handover, member.reading)}
+        used |= {member.order.handover for member in members if member.order is not None}
         for path in (self.handovers / str(number)).glob("*"):
             if str(path) not in used:
                 shutil.rmtree(path, ignore_errors=True)
@@ -182,9 +178,8 @@ def _population_scheduler(population: Population) -> Any:
         def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
             if "handover" not in result:  # the member's outcome
                 return TrialScheduler.CONTINUE
-            config = trial.config
-            report = (result["epoch"], result[SCORE], result["handover"])
-            stop = population.report(config["number"], config["point"], *report)
+            number, point = trial.config["number"], trial.config["point"]
+            stop = population.report(number, point, result["epoch"], result[SCORE], result["handover"])
             return TrialScheduler.STOP if stop else TrialScheduler.CONTINUE
 
     return PopulationScheduler()

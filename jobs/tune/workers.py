@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -36,41 +35,31 @@ def train_trial(config: dict[str, Any]) -> None:
         if member is not None:
             run = RunFolder(Path(metrics["run"]))
             copy = hand_over(run, metrics["stage"], metrics["step"], folder.handovers / str(member))
-            metrics = {**metrics, "handover": str(copy)}
+            metrics |= {"handover": str(copy)}
         tune.report(metrics)
 
     train = train_here if settings["resources"]["workers"] == 1 else train_on_workers
     outcome = run_trial(TrialTask(folder, config["point"], config["seed"], member, handover), report, train)
-    last = {"epoch": outcome.reports[-1][0], SCORE: outcome.reports[-1][1]} if outcome.reports else {}
-    tune.report({**last, "outcome": asdict(outcome)})
+    last = dict(zip(("epoch", SCORE), outcome.reports[-1], strict=True)) if outcome.reports else {}
+    tune.report({**last, "outcome": outcome})
 
 
 def train_on_workers(job: StageJob, config: RunConfig, context: Context) -> None:
     """Trains on Ray Train's workers and reports the validations that they write to the run's journal."""
-    run = job.folder
-    follower = Follower(run.journal)
-    errors: list[BaseException] = []
-
-    def fit_and_store_error() -> None:
+    follower = Follower(job.folder.journal)
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(fit, job, config)
         try:
-            fit(job, config)
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=fit_and_store_error, name="fit", daemon=True)
-    thread.start()
-    try:
-        while thread.is_alive():
-            thread.join(JOURNAL_INTERVAL_S)
-            for entry in follower.new():
-                if entry["kind"] == "validation":
-                    context.report({"stage": entry["stage"], "step": entry["step"]})
-    except BaseException:  # The scheduler stopped the trial. Without a valid token its workers cannot write on.
-        failure_file(job).write_bytes(b"stopped by the search")
-        run.new_driver_token()
-        thread.join()
-        raise
-    if errors and not isinstance(errors[0], StageFailedError):
-        raise RuntimeError(" ".join(str(errors[0]).split())) from errors[0]
-    if errors:
-        raise errors[0]
+            while not training.done():
+                wait([training], JOURNAL_INTERVAL_S)
+                for entry in follower.new():
+                    if entry["kind"] == "validation":
+                        context.report({"stage": entry["stage"], "step": entry["step"]})
+        except BaseException:  # The scheduler stopped the trial. Without a valid token its workers cannot write on.
+            failure_file(job).write_bytes(b"stopped by the search")
+            job.folder.new_driver_token()
+            raise
+    error = training.exception()
+    if error is not None and not isinstance(error, StageFailedError):
+        raise RuntimeError(" ".join(str(error).split())) from error
+    training.result()  # raises a StageFailedError

@@ -42,6 +42,11 @@ class AblationRow:
     scores: dict[str, float]
     macs: float  # multiply-accumulates of the captioner, without the backbone, for 5,000 images and captions
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The row's keys of the section `model`."""
+        return {"static_expansion": self.static_expansion, "dynamic_expansion": self.dynamic_expansion}
+
 
 @dataclass(frozen=True)
 class PrintedTable:

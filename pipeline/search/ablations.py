@@ -1,18 +1,17 @@
 """Compares a search's points with the ablation tables of the three papers, row by row.
 
-Absolute scores depend on the data and the training length, so only differences to the baseline row can be compared.
-Each table therefore shows, for our score and for the paper's, also its difference to the baseline row.
+Absolute scores depend on the data and the training length, so each table also shows differences to its baseline row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from models.config import ExpansionNetConfig
+from models.config import ModelConfig
 from models.macs import TABLE_6_IMAGES
-from pipeline.scoring.published import ABLATION_COLUMNS, NOTE, AblationRow, PrintedTable, ablation, printed_tables
+from pipeline.scoring.published import ABLATION_COLUMNS, NOTE, AblationRow, PrintedRow, ablation, printed_tables
 from pipeline.search.results import PointResult, Rows, cell, head
 from pipeline.search.space import show_value
 from pipeline.search.spec import SCORE, Search
@@ -29,8 +28,6 @@ TABLE_VI_NOTE = (
 
 
 class ComparisonTable(NamedTuple):
-    """One table for the page and the log."""
-
     title: str
     note: str
     columns: list[str]
@@ -72,7 +69,7 @@ def comparisons(
         ]
     tables = []
     for table in printed_tables(search.config.compare):
-        matches = _matches(search, results, table)
+        matches = _matches(search, results, table.rows, [row.name for row in table.rows])
         if sum(match.result is not None for match in matches) > 1:
             note = NOTE.format(baseline=table.rows[table.baseline].name)
             names = [name for name in table.columns if name in metrics]
@@ -91,35 +88,30 @@ def printed_label(row: AblationRow) -> str:
 
 def expansionnet_matches(search: Search, results: Sequence[PointResult]) -> list[Match]:
     """The rows of ExpansionNet v2's Table I, matched by G and N_E."""
-    by_settings: dict[tuple[Any, Any], PointResult] = {}
-    for model, result in _models(search, results):
-        if isinstance(model, ExpansionNetConfig) and model.encoder_dynamic_expansion is None:
-            is_baseline = model.name == "transformer"
-            settings = (None, None) if is_baseline else (model.static_expansion, model.dynamic_expansion)
-            by_settings.setdefault(settings, result)
+    return _matches(search, results, ablation(), [printed_label(row) for row in ablation()])
+
+
+def _matches(
+    search: Search, results: Sequence[PointResult], rows: Sequence[PrintedRow | AblationRow], labels: Sequence[str]
+) -> list[Match]:
+    """Matches each row of a table with the first point that has the row's settings."""
+    models = [search.trial_config(result.point, search.config.seeds[0]).model for result in results]
+    points = [(_settings(model, rows[0].settings), result) for model, result in zip(models, results, strict=True)]
     return [
-        Match(printed_label(row), row.scores, by_settings.get((row.static_expansion, row.dynamic_expansion)))
-        for row in ablation()
+        Match(label, row.scores, next((result for settings, result in points if settings == row.settings), None))
+        for row, label in zip(rows, labels, strict=True)
     ]
 
 
-def _matches(search: Search, results: Sequence[PointResult], table: PrintedTable) -> list[Match]:
-    """Matches each row of a table with the first point that has the row's settings."""
-    models = _models(search, results)
-    matches = []
-    for row in table.rows:
-        same_settings = (
-            result
-            for model, result in models
-            if all(getattr(model, key, None) == row.settings[key] for key in table.keys)
-        )
-        matches.append(Match(row.name, row.scores, next(same_settings, None)))
-    return matches
+def _settings(model: ModelConfig, keys: Iterable[str]) -> dict[str, Any]:
+    """The model's values of these keys; {} for an encoder with a dynamic expansion, which no paper's table has.
 
-
-def _models(search: Search, results: Sequence[PointResult]) -> list[tuple[Any, PointResult]]:
-    """The model section of each point's configuration, with the point's result."""
-    return [(search.trial_config(result.point, search.config.seeds[0]).model, result) for result in results]
+    The papers' baseline Transformer ignores its expansion settings, so they count as None.
+    """
+    if getattr(model, "encoder_dynamic_expansion", None) is not None:
+        return {}
+    ignored = ("static_expansion", "dynamic_expansion") if model.name == "transformer" else ()
+    return {key: None if key in ignored else getattr(model, key, None) for key in keys}
 
 
 def _score_columns(matches: Sequence[Match], baseline: Match, names: Sequence[str]) -> tuple[list[str], Rows]:
@@ -137,10 +129,9 @@ def _score_columns(matches: Sequence[Match], baseline: Match, names: Sequence[st
 
 
 def _multiply_accumulate_columns(matches: Sequence[Match]) -> tuple[list[str], Rows]:
-    """Multiply-accumulates for 5,000 images in units of 1e12.
+    """Multiply-accumulates for 5,000 images in units of 1e12, with ratios to the baseline row, and parameters.
 
-    The columns: as the paper counts them, for our models and for the paper's, each followed by the ratio to the
-    baseline row; then those that our models really execute, and the number of parameters.
+    The first four columns count as the paper does, for our models and for the paper's.
     """
     scale = TABLE_6_IMAGES / 1e12
     baseline = matches[0].mean("macs")

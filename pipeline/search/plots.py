@@ -6,17 +6,18 @@ In the SVG every color becomes a CSS variable of the page, so that one drawing f
 from __future__ import annotations
 
 import io
-import itertools
 import math
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from models.macs import TABLE_6_IMAGES
 from pipeline.scoring.published import ablation
 from pipeline.search.ablations import printed_label
-from pipeline.search.results import UNITS, PointResult, head
-from pipeline.search.space import Dimension, Space, short
+from pipeline.search.results import PointResult, head, unit
+from pipeline.search.space import Dimension, short
 from pipeline.search.spec import COSTS, SCORE, Search
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ ACCENT, BEST, PAPER = "#0b6b58", "#b5401f", "#3a5fa8"
 # the page's CSS variable for each color
 VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", PAGE: "--surface", ACCENT: "--accent", BEST: "--low"}
 VARIABLES[PAPER] = "--paper"
-PNG_DPI = 160
 LABEL_OFFSETS = [  # from a point to its label, in typographic points; tried in this order
     (7, 5), (7, -11), (-7, 5), (-7, -11), (0, 10), (0, -16), (14, 14), (-14, 14), (14, -22), (-14, -22),
 ]  # fmt: skip
@@ -63,30 +63,32 @@ def pareto_plot(
     similar; otherwise it has a second panel.
     """
     has_paper = search.config.compare == "expansionnet_v2"  # the other papers print no costs
-    in_same_panel = has_paper and _similar_costs(search, results)
-    in_second_panel = has_paper and not in_same_panel
+    two_panels = has_paper and not _similar_costs(search, results)
     if narrow:
-        width, height = 4.3, 9.2 if in_second_panel else 5.0
+        width, height = 4.3, 9.2 if two_panels else 5.0
     else:
-        width, height = 12.5 if in_second_panel else 8.6, 5.4
+        width, height = 12.5 if two_panels else 8.6, 5.4
     figure = _figure(width, height)
     shape = (2, 1) if narrow else (1, 2)
-    panels = figure.subplots(*shape).ravel().tolist() if in_second_panel else [figure.subplots()]
+    panels = figure.subplots(*(shape if two_panels else (1, 1)), squeeze=False).ravel().tolist()
     _draw_points(panels[0], search, results, on_front, narrow)
-    if in_same_panel:
-        _draw_paper(panels[0], search, label=not narrow)
-    if in_second_panel:
+    if has_paper:
+        _draw_paper(panels[-1], label=two_panels or not narrow, narrow=narrow)
+    if two_panels:
         panels[0].set_title("this search", loc="left", fontsize=10, color=INK)
-        _draw_paper(panels[1], search, label=True, narrow=narrow)
         panels[1].set_title("the paper: Table I over Table VI", loc="left", fontsize=10, color=INK)
         panels[1].set_xlabel(f"{head('macs')} per image", color=INK)
         panels[1].set_ylabel("CIDEr-D (Karpathy validation, beam 3)", color=INK)
     for axes in panels:
-        _style_axes(axes)
+        axes.set_facecolor(PAGE)
+        axes.grid(True, color=RULE, lw=0.8)
+        axes.set_axisbelow(True)
+        axes.tick_params(colors=MUTED, labelsize=8.5, length=0)
+        axes.spines[:].set_visible(False)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(
-                loc="lower left", bbox_to_anchor=(-0.01, 1.05 if in_second_panel else 1.0),
-                ncols=2 if narrow or in_second_panel else 4,
+                loc="lower left", bbox_to_anchor=(-0.01, 1.05 if two_panels else 1.0),
+                ncols=2 if narrow or two_panels else 4,
                 fontsize=7.5 if narrow else 8.5, frameon=False, labelcolor=INK, borderaxespad=0.2,
             )  # fmt: skip
     return figure
@@ -108,7 +110,7 @@ def _points(search: Search, results: Sequence[PointResult], state: str) -> list[
     for result in results:
         cost, score = result.mean(cost_name), result.mean(score_name)
         if cost is not None and score is not None and result.state == state:
-            points.append(_Point(cost / UNITS.get(cost_name, 1), score, result.spread(score_name) or 0.0, result))
+            points.append(_Point(cost / unit(cost_name), score, result.spread(score_name) or 0.0, result))
     return points
 
 
@@ -117,9 +119,7 @@ def _draw_points(
 ) -> None:
     """Draws the points of the search, their labels and the Pareto front."""
     finished, stopped = _points(search, results, "finished"), _points(search, results, "stopped")
-    on_line = [point for point in finished if any(point.result is result for result in on_front)]
-    line = sorted(on_line, key=lambda point: point[:2])
-    others = [point for point in finished if point not in line]
+    line = sorted((point for point in finished if point.result in on_front), key=lambda point: point[:2])
     _scale_costs(axes, [point.cost for point in finished + stopped])
     if any(point.spread for point in finished):
         spreads = [point.spread for point in finished]
@@ -135,36 +135,24 @@ def _draw_points(
             label="Pareto front", zorder=4,
         )  # fmt: skip
     base = base_point(search)
-    for point in finished + stopped:
-        if base is not None and point.result.point == base:
-            label = "the base configuration"
-            axes.plot([point.cost], [point.score], "o", mfc="none", mec=INK, ms=15, mew=1.2, label=label, zorder=1)
+    at_base = [point for point in finished + stopped if point.result.point == base]
+    if at_base:
+        label = "the base configuration"
+        axes.plot(*_coordinates(at_base), "o", mfc="none", mec=INK, ms=15, mew=1.2, label=label, zorder=1)
     cost = cost_axis(search)
     axes.set_xlabel(head(cost) + (" per image" if cost.startswith("macs") else ""), color=INK)
     axes.set_ylabel(f"validation {score_axis(search)}", color=INK)
     axes.margins(0.14, 0.14)
+    others = [point for point in finished if point not in line]
     groups = [(line, BEST)] if narrow else [(line, BEST), (others, INK), (stopped, MUTED)]
     labels = [(point.cost, point.score, point.result.label, color) for points, color in groups for point in points]
-    _write_labels(axes, labels, 7 if narrow else 8, _steps(line))
+    costs, scores = _coordinates(line)
+    corners = np.column_stack([np.repeat(costs, 2)[1:], np.repeat(scores, 2)[:-1]])
+    _write_labels(axes, labels, 7 if narrow else 8, corners)
 
 
 def _coordinates(points: Sequence[_Point]) -> tuple[list[float], list[float]]:
-    """The costs and the scores."""
     return [point.cost for point in points], [point.score for point in points]
-
-
-def _steps(line: Sequence[_Point]) -> list[tuple[float, float]]:
-    """Coordinates along the stepped line of the front, which labels must not cover."""
-    steps = []
-    for start, end in itertools.pairwise(line):
-        steps += [(cost, start.score) for cost in _between(start.cost, end.cost)]
-        steps += [(end.cost, score) for score in _between(start.score, end.score)]
-    return steps
-
-
-def _between(start: float, end: float) -> list[float]:
-    """39 evenly spaced numbers between two numbers."""
-    return [start + (end - start) * number / 40 for number in range(1, 40)]
 
 
 def base_point(search: Search) -> dict[str, Any] | None:
@@ -172,38 +160,32 @@ def base_point(search: Search) -> dict[str, Any] | None:
 
     None when the space does not contain it, has other than model keys, or is too large to search through.
     """
-    has_only_model_keys = all(key.startswith("model.") for key in search.space.keys)
-    if search.space.size > 10_000 or not has_only_model_keys:
+    if search.space.size > 10_000 or not all(key.startswith("model.") for key in search.space.keys):
         return None
-    for point in search.points():
-        if search.trial_config(point, search.config.seeds[0]).model == search.base.model:
-            return point
-    return None
+    seed, base = search.config.seeds[0], search.base.model
+    return next((point for point in search.space.points() if search.trial_config(point, seed).model == base), None)
 
 
-def _draw_paper(axes: Axes, search: Search, *, label: bool, narrow: bool = False) -> None:
+def _draw_paper(axes: Axes, *, label: bool, narrow: bool) -> None:
     """Draws the rows of ExpansionNet v2's ablation; with `label` also their names."""
-    xs = [row.macs / TABLE_6_IMAGES / UNITS["macs"] for row in ablation()]
+    xs = [row.macs / TABLE_6_IMAGES / unit("macs") for row in ablation()]
     ys = [row.scores[SCORE] for row in ablation()]
     axes.plot(xs, ys, "D", mfc=PAPER, mec=PAGE, ms=7, label="the paper's rows", zorder=3)
     if label:
         axes.margins(0.18, 0.12)
-        _write_labels(
-            axes,
-            [(x, y, printed_label(row), PAPER) for x, y, row in zip(xs, ys, ablation(), strict=True)],
-            6.5 if narrow else 7.5,
-        )
+        labels = [(x, y, printed_label(row), PAPER) for x, y, row in zip(xs, ys, ablation(), strict=True)]
+        _write_labels(axes, labels, 6.5 if narrow else 7.5, np.empty((0, 2)))
 
 
 def _scale_costs(axes: Axes, costs: Sequence[float]) -> None:
     """Makes the cost axis logarithmic if costs differ more than threefold, so that cheap points do not overlap."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+    from matplotlib.ticker import LogLocator
 
     if costs and min(costs) > 0 and max(costs) > 3 * min(costs):
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
 
 
 def _similar_costs(search: Search, results: Sequence[PointResult]) -> bool:
@@ -217,40 +199,48 @@ def _similar_costs(search: Search, results: Sequence[PointResult]) -> bool:
 
 
 def _write_labels(
-    axes: Axes,
-    points: Sequence[tuple[float, float, str, str]],
-    size: float,
-    lines: Sequence[tuple[float, float]] = (),
+    axes: Axes, points: Sequence[tuple[float, float, str, str]], size: float, corners: np.ndarray
 ) -> None:
-    """Writes each label next to its point. A label that would cover a point, a line or another label is left out."""
+    """Writes labels next to their points, each given as (x, y, text, color).
+
+    A label that would cover another point, another label or the line through the `corners` (N, 2) is left out.
+    """
+    from matplotlib.path import Path as Line
+
     figure = axes.get_figure(root=True)
     assert figure is not None
-    figure.draw_without_rendering()
-    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
-    frame = axes.get_window_extent(renderer)
-    label_boxes: list[Any] = []
-    point_pixels = [axes.transData.transform((x, y)) for x, y, _, _ in points]
-    line_pixels = [axes.transData.transform(coordinates) for coordinates in lines]
+    figure.draw_without_rendering()  # computes the scales and the size of the axes
+    frame, line = axes.get_window_extent(), axes.transData.transform_path(Line(corners))
+    pixels = [axes.transData.transform((x, y)) for x, y, _, _ in points]
     radius = 5 * figure.dpi / 72  # of a point: 5 typographic points in pixels
+    boxes: list[Any] = []
     for number, (x, y, text, color) in enumerate(points):
+        others = [pixel for other, pixel in enumerate(pixels) if other != number]
         for offset in LABEL_OFFSETS:
             side = "left" if offset[0] > 0 else "right" if offset[0] < 0 else "center"
             label = axes.annotate(
                 text, (x, y), xytext=offset, textcoords="offset points", fontsize=size, color=color, ha=side, zorder=5
             )
             label.set_in_layout(False)  # otherwise a label would shrink the axes
-            box = label.get_window_extent(renderer)
+            box = label.get_window_extent()
             inside = frame.x0 < box.x0 and box.x1 < frame.x1 and frame.y0 < box.y0 and box.y1 < frame.y1
-            hits = any(box.overlaps(other) for other in label_boxes) or any(
-                box.x0 - radius < px < box.x1 + radius and box.y0 - radius < py < box.y1 + radius
-                for other, (px, py) in enumerate(point_pixels)
-                if other != number
-            )
-            hits = hits or any(box.x0 < px < box.x1 and box.y0 < py < box.y1 for px, py in line_pixels)
-            if inside and not hits:
-                label_boxes.append(box)
+            covers_label = any(box.overlaps(other) for other in boxes)
+            covers_point = box.padded(radius).count_contains(others) > 0
+            if inside and not (covers_label or covers_point or line.intersects_bbox(box, filled=False)):
+                boxes.append(box)
                 break
             label.remove()
+
+
+class _Scale(NamedTuple):
+    """An axis of the parallel plot: the height of each point on it, and the (height, label) of each tick.
+
+    Heights are from 0 to 1.
+    """
+
+    title: str
+    heights: list[float]
+    ticks: list[tuple[float, str]]
 
 
 def parallel_plot(search: Search, results: Sequence[PointResult], *, narrow: bool = False) -> Figure:
@@ -259,36 +249,33 @@ def parallel_plot(search: Search, results: Sequence[PointResult], *, narrow: boo
     Better points have stronger colors, and the best point is red.
     """
     shown = [result for result in results if result.mean(score_axis(search)) is not None]
-    dimensions = list(search.space.by_key().dimensions)
-    names = list(dict.fromkeys([score_axis(search), cost_axis(search)]))
-    width = 4.3 if narrow else max(7.0, 1.9 * (len(dimensions) + len(names)) + 1)
-    figure = _figure(width, 5.2)
+    names = dict.fromkeys([score_axis(search), cost_axis(search)])
+    choices = [search.space.point_by_key(result.point) for result in shown]
+    scales = [
+        _choice_scale(dimension, [point[dimension.key] for point in choices])
+        for dimension in search.space.by_key().dimensions
+    ]
+    scales += [_value_scale(name, shown) for name in names]
+    figure = _figure(4.3 if narrow else max(7.0, 1.9 * len(scales) + 1), 5.2)
     axes = figure.subplots()
     axes.set_axis_off()
     size = 7 if narrow else 8.5
-    scales: list[_DimensionScale | _ValueScale] = [_DimensionScale(dimension, search.space) for dimension in dimensions]
-    scales += [_ValueScale(name, shown) for name in names]
     for column, scale in enumerate(scales):
         axes.plot([column, column], [0, 1], color=RULE, lw=1.2, zorder=1)
         axes.text(column, 1.06, scale.title, ha="center", va="bottom", fontsize=size + 1, color=INK, weight="bold")
         is_last = column == len(scales) - 1  # the last axis has its labels on the right
-        for height, text in scale.ticks():
+        for height, text in scale.ticks:
             axes.text(
                 column + (0.04 if is_last else -0.04), height, text, fontsize=size, color=INK,
                 ha="left" if is_last else "right", va="center", zorder=6,
                 bbox={"facecolor": PAGE, "edgecolor": "none", "pad": 0.6, "alpha": 0.75},
             )  # fmt: skip
     for rank, result in reversed(list(enumerate(shown))):
-        strength = 1 - rank / max(1, len(shown))
-        # lines of points with the same choice are moved apart by up to 3 % of the axis, to be visible side by side
-        offset = (rank / max(1, len(shown) - 1) - 0.5) * 0.03 if len(shown) > 1 else 0.0
-        heights = [scale.height(result, offset) for scale in scales]
+        alpha = 0.25 + 0.55 * (1 - rank / max(1, len(shown)))
+        color, width, alpha, order = (BEST, 2.4, 1.0, 5) if rank == 0 else (ACCENT, 1.2, alpha, 3)
         style = "-" if result.state == "finished" else (0, (4, 3))
-        axes.plot(
-            range(len(scales)), heights, ls=style, color=BEST if rank == 0 else ACCENT,
-            lw=2.4 if rank == 0 else 1.2, alpha=1.0 if rank == 0 else 0.25 + 0.55 * strength,
-            zorder=5 if rank == 0 else 3,
-        )  # fmt: skip
+        heights = [scale.heights[rank] for scale in scales]
+        axes.plot(range(len(scales)), heights, ls=style, color=color, lw=width, alpha=alpha, zorder=order)
     axes.set_xlim(-0.75, len(scales) - 1 + 0.45)
     axes.set_ylim(-0.08, 1.15)
     note = "red: the best; dashed: stopped early"
@@ -296,74 +283,49 @@ def parallel_plot(search: Search, results: Sequence[PointResult], *, narrow: boo
     return figure
 
 
-class _DimensionScale:
-    """The axis of a dimension: evenly spaced choices, or a range. Heights are from 0 to 1."""
+def _choice_scale(dimension: Dimension, choices: Sequence[Any]) -> _Scale:
+    """The axis of a dimension: evenly spaced choices, or a range with ticks at its ends and its middle.
 
-    def __init__(self, dimension: Dimension, space: Space) -> None:
-        self.dimension, self.space, self.title = dimension, space, short(dimension.key)
+    Points with the same listed choice are moved apart by up to 3 % of the axis, so that their lines are visible side by
+    side. Numbers in a range stay exact.
+    """
+    title = short(dimension.key)
+    if not dimension.is_range:
+        last = len(dimension.labels) - 1
+        labels = {label: number / last if last else 0.5 for number, label in enumerate(dimension.labels)}
+        step = max(1, len(choices) - 1)
+        offsets = [(rank / step - 0.5) * 0.03 if len(choices) > 1 else 0.0 for rank in range(len(choices))]
+        heights = [labels[choice] + offset for choice, offset in zip(choices, offsets, strict=True)]
+        return _Scale(title, heights, [(height, label) for label, height in labels.items()])
 
-    def _choice_height(self, choice: Any) -> float:
-        dimension = self.dimension
-        if not dimension.is_range:
-            last = len(dimension.labels) - 1
-            return dimension.labels.index(choice) / last if last else 0.5
-        numbers = (dimension.low, dimension.high, choice)
-        low, high, value = (math.log(number) if dimension.log else float(number) for number in numbers)
+    def height(number: float) -> float:
+        ends_and_number = (dimension.low, dimension.high, number)
+        low, high, value = (math.log(value) if dimension.log else float(value) for value in ends_and_number)
         return (value - low) / (high - low)
 
-    def height(self, result: PointResult, offset: float) -> float:
-        """The height of a point's choice; listed choices are moved by `offset`, while numbers in a range stay exact."""
-        choice = self.space.point_by_key(result.point)[self.dimension.key]
-        return self._choice_height(choice) + (0.0 if self.dimension.is_range else offset)
-
-    def ticks(self) -> list[tuple[float, str]]:
-        """(height, label) of every choice, or of both ends and the middle of a range."""
-        dimension = self.dimension
-        if not dimension.is_range:
-            return [(self._choice_height(label), label) for label in dimension.labels]
-        low, high = dimension.low, dimension.high
-        middle = math.sqrt(low * high) if dimension.log else (low + high) / 2
-        ends = dimension.ends()
-        return [(self._choice_height(value), f"{value:.3g}") for value in (ends[0], middle, ends[1])]
+    low, high = dimension.low, dimension.high
+    middle = math.sqrt(low * high) if dimension.log else (low + high) / 2
+    ends = dimension.ends()
+    ticks = [(height(value), f"{value:.3g}") for value in (ends[0], middle, ends[1])]
+    return _Scale(title, [height(choice) for choice in choices], ticks)
 
 
-class _ValueScale:
-    """The axis of a score or cost. Its smallest value has the height 0 and its largest the height 1."""
-
-    def __init__(self, name: str, shown: Sequence[PointResult]) -> None:
-        self.name, self.title = name, head(name)
-        values = [value for result in shown if (value := result.mean(name)) is not None] or [0.0]
-        self.low, self.high = min(values), max(values)
-
-    def height(self, result: PointResult, offset: float) -> float:
-        """The height of a point's value; `offset` is not used, because values stay exact."""
-        value = result.mean(self.name)
-        if value is None or self.high == self.low:
-            return 0.5
-        return (value - self.low) / (self.high - self.low)
-
-    def ticks(self) -> list[tuple[float, str]]:
-        """(height, label) of five evenly spaced values."""
-        unit = UNITS.get(self.name, 1)
-        values = [self.low + (self.high - self.low) * share for share in (0, 0.25, 0.5, 0.75, 1)]
-        if self.low == self.high:
-            return [(0.5, f"{self.low / unit:.3g}")]
-        return [(share / 4, f"{value / unit:.3g}") for share, value in enumerate(values)]
-
-
-def _style_axes(axes: Axes) -> None:
-    axes.set_facecolor(PAGE)
-    axes.grid(True, color=RULE, lw=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=MUTED, labelsize=8.5, length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+def _value_scale(name: str, shown: Sequence[PointResult]) -> _Scale:
+    """The axis of a score or cost from its smallest to its largest value. A missing value has the height 0.5."""
+    values = [result.mean(name) for result in shown]
+    present = [value for value in values if value is not None] or [0.0]
+    low, high = min(present), max(present)
+    if low == high:
+        return _Scale(head(name), [0.5] * len(shown), [(0.5, f"{low / unit(name):.3g}")])
+    heights = [0.5 if value is None else (value - low) / (high - low) for value in values]
+    ticks = [(share, f"{(low + (high - low) * share) / unit(name):.3g}") for share in (0, 0.25, 0.5, 0.75, 1)]
+    return _Scale(head(name), heights, ticks)
 
 
 def png(figure: Figure) -> bytes:
     """The figure as a PNG file."""
     data = io.BytesIO()
-    figure.savefig(data, format="png", dpi=PNG_DPI, facecolor=PAGE)
+    figure.savefig(data, format="png", dpi=160, facecolor=PAGE)
     return data.getvalue()
 
 

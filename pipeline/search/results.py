@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,25 +21,12 @@ from pipeline.search.trials import ENDED, TrialLog, TrialRecord, minutes
 from pipeline.storage.atomic import atomic_path, write_text
 
 Rows = list[tuple[str, list[str]]]  # the rows of a table, each as (label, cells)
-# A table divides a value by its unit here and uses the name of that unit in HEADS.
-UNITS = {"macs": 1e6, "macs_executed": 1e6, "macs_beam_search": 1e6, "parameters": 1e3}
-HEADS = {
-    "macs": "MMACs",
-    "macs_executed": "MMACs executed",
-    "macs_beam_search": "MMACs beam search",
-    "parameters": "k parameters",
-    "latency_ms": "ms per image",
-    "seconds": "s training",
-}
+STATES = ("finished", "stopped", "running", "failed")  # of a trial or point, the best first
 
 
 @dataclass(frozen=True)
 class PointResult:
-    """A point with its trials, one per seed.
-
-    `state` is the best state that one of these trials has; the order is finished, stopped, running, failed. Means and
-    spreads use only the trials in that state.
-    """
+    """A point with its trials, one per seed. Means and spreads use only the trials in the point's state."""
 
     label: str
     point: dict[str, Any]
@@ -47,8 +35,8 @@ class PointResult:
 
     @property
     def state(self) -> str:
-        states = [record.state for record in self.records]
-        return next((state for state in ("finished", "stopped", "running") if state in states), "failed")
+        """The best state that one of the trials has."""
+        return min((record.state for record in self.records), key=STATES.index)
 
     @property
     def counted(self) -> list[TrialRecord]:
@@ -71,28 +59,26 @@ class PointResult:
     @property
     def epoch(self) -> float:
         """The last epoch that a counted trial reported."""
-        return max((record.epoch for record in self.counted), default=0.0)
+        return max(record.epoch for record in self.counted)
 
 
 def point_results(log: TrialLog) -> list[PointResult]:
-    """The points, best first: finished, then stopped, then running, then failed.
+    """The points in the order of STATES.
 
     Points in the same state are ordered by the main objective; unfinished ones by their number of epochs first.
     """
     search = log.search
-    num_seeds = 1 if search.config.algorithm == "pbt" else len(search.config.seeds)
     results = [
-        PointResult(search.space.describe(records[-1].point), records[-1].point, records, num_seeds)
+        PointResult(search.space.describe(records[-1].point), records[-1].point, records, len(log.seeds))
         for records in log.by_point().values()
     ]
-    order = {"finished": 0, "stopped": 1, "running": 2, "failed": 3}
     main = search.config.main_objective
     sign = -1 if search.config.objectives[main] == "max" else 1
 
     def rank(result: PointResult) -> tuple[float, ...]:
         mean = result.mean(main)
         epochs = 0.0 if result.state == "finished" else result.epoch  # scores of finished points are comparable
-        return (order[result.state], -epochs, sign * mean if mean is not None else float("inf"))
+        return STATES.index(result.state), -epochs, math.inf if mean is None else sign * mean
 
     return sorted(results, key=rank)
 
@@ -101,58 +87,48 @@ def front(results: Sequence[PointResult], objectives: Mapping[str, str]) -> list
     """The Pareto front: the finished points that no other finished point dominates."""
     rated = []
     for result in results:
-        means = [result.mean(name) for name in objectives]
-        if result.state == "finished" and all(mean is not None for mean in means):
-            signs = [1 if direction == "max" else -1 for direction in objectives.values()]
-            rated.append((result, [sign * mean for sign, mean in zip(signs, means, strict=True) if mean is not None]))
-    return [
-        result
-        for result, values in rated
-        if not any(_dominates(other_values, values) for other, other_values in rated if other is not result)
-    ]
+        means = {name: mean for name in objectives if (mean := result.mean(name)) is not None}
+        if result.state == "finished" and means.keys() == objectives.keys():
+            rated.append((result, [mean if objectives[name] == "max" else -mean for name, mean in means.items()]))
+    return [result for result, values in rated if not any(_dominates(other, values) for _, other in rated)]
 
 
-def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:
+def _dominates(one: list[float], other: list[float]) -> bool:
     """Whether `one` is at least as good as `other` in every objective and better in one; larger values are better."""
-    pairs = list(zip(one, other, strict=True))
-    return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
-
-
-def shown_columns(search: Search) -> list[str]:
-    """The columns of the leaderboard: objectives, metrics, multiply-accumulates and parameters."""
-    return list(dict.fromkeys([SCORE, *search.config.metrics, *search.config.objectives, search.cost, "parameters"]))
+    return one != other and all(a >= b for a, b in zip(one, other, strict=True))
 
 
 def head(name: str) -> str:
     """The heading of a score or cost in tables and plots."""
-    return HEADS.get(name, name)
+    return COSTS[name].head if name in COSTS else name
+
+
+def unit(name: str) -> float:
+    """The number by which tables and plots divide a score or cost."""
+    return COSTS[name].unit if name in COSTS else 1
 
 
 def cell(name: str, value: float | None, spread: float | None = None) -> str:
     """A formatted value; costs are in the units that `head` names."""
     if value is None:
         return ""
-    scaled = value / UNITS.get(name, 1)
-    digits = 4
     if name in COSTS:
+        scaled = value / unit(name)
         digits = 1 if name in ("seconds", "latency_ms") or scaled < 1000 else 0
-    text = f"{scaled:,.{digits}f}"
-    if spread is None or name in COSTS:
-        return text
-    return f"{text} ± {spread / UNITS.get(name, 1):.{digits}f}"
+        return f"{scaled:,.{digits}f}"
+    return f"{value:,.4f}" if spread is None else f"{value:,.4f} ± {spread:.4f}"
 
 
 def leaderboard(
     search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]
 ) -> tuple[list[str], Rows]:
-    """The columns and rows of the leaderboard: state, epochs, seeds, and mean and spread of `shown_columns`."""
-    names = shown_columns(search)
+    """The columns and rows of the leaderboard: state, epochs, seeds, and means with spreads of scores and costs."""
+    config = search.config
+    names = list(dict.fromkeys([SCORE, *config.metrics, *config.objectives, search.cost, "parameters"]))
     rows = []
     for result in results:
-        is_on_front = any(point is result for point in on_front)
-        state = f"{result.state} *" if is_on_front else result.state
-        num_counted = 0 if result.state == "failed" else len(result.counted)
-        seeds = f"{num_counted}/{result.num_seeds}"
+        state = f"{result.state} *" if result in on_front else result.state
+        seeds = f"{0 if result.state == 'failed' else len(result.counted)}/{result.num_seeds}"
         cells = [cell(name, result.mean(name), result.spread(name)) for name in names]
         rows.append((result.label, [state, f"{result.epoch:g}", seeds, *cells]))
     return ["state", "epochs", "seeds", *map(head, names)], rows
@@ -161,35 +137,36 @@ def leaderboard(
 def leaderboard_text(search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> str:
     """The leaderboard for the terminal."""
     columns, rows = leaderboard(search, results, on_front)
-    return (
-        format_table(columns, rows)
-        + "\n* on the Pareto front of "
-        + ", ".join(f"{head(name)} ({direction})" for name, direction in search.config.objectives.items())
-    )
+    return f"{format_table(columns, rows)}\n* on the Pareto front of {objectives_text(search)}"
+
+
+def objectives_text(search: Search) -> str:
+    """The objectives with their directions."""
+    return ", ".join(f"{head(name)} ({direction})" for name, direction in search.config.objectives.items())
 
 
 def live_table(log: TrialLog) -> str:
     """A table of the running trials, and one line with the number of trials in each state."""
-    rows = []
-    for record in log.records:
-        if record.state not in ENDED:
-            score = "" if record.score is None else f"{record.score:.4f}"
-            rows.append(
-                (f"trial {record.number}  {log.search.space.describe(record.point)}", [f"{record.epoch:g}", score])
-            )
-    num_trials = log.num_trials if log.num_trials is not None else len(log.records)
-    counts = ", ".join(f"{count} {state}" for state, count in log.states().items() if count)
+    describe, running = log.search.space.describe, [record for record in log.records if record.state not in ENDED]
+    labels = [f"trial {record.number}  {describe(record.point)}" for record in running]
+    rows = [(label, [f"{r.epoch:g}", cell(SCORE, r.score)]) for label, r in zip(labels, running, strict=True)]
+    line = f"of {len(log.records) if log.num_trials is None else log.num_trials} trials: {log.states_text()}"
     best = next((result for result in point_results(log) if result.state == "finished"), None)
-    line = f"of {num_trials} trials: {counts}" + (
-        f"; best {SCORE} {best.mean(SCORE):.4f}, {best.label}" if best else ""
-    )
+    if best is not None:
+        line += f"; best {SCORE} {best.mean(SCORE):.4f}, {best.label}"
     return (format_table(["epoch", SCORE], rows) + "\n" if rows else "") + line
+
+
+def trial_name(search: Search, record: TrialRecord, num_trials: int | None) -> tuple[str, str]:
+    """The trial's number in the search, and its point and seed."""
+    name = f"trial {record.number}" + (f"/{num_trials}" if num_trials is not None else "")
+    seed = f", seed {record.seed}" if len(search.config.seeds) > 1 else ""
+    return name, search.space.describe(record.point) + seed
 
 
 def trial_line(search: Search, record: TrialRecord, num_trials: int | None) -> str:
     """The progress or result of a trial in one line."""
-    name = f"trial {record.number}" + (f"/{num_trials}" if num_trials is not None else "")
-    label = search.space.describe(record.point) + (f", seed {record.seed}" if len(search.config.seeds) > 1 else "")
+    name, label = trial_name(search, record, num_trials)
     if record.state == "failed":
         return f"{name}  failed after {minutes(record.seconds)}: {record.reason}  ({label})"
     score = "no validation" if record.score is None else f"{SCORE} {record.score:.4f}"
@@ -205,8 +182,8 @@ def write_tables(log: TrialLog, on_front: Sequence[PointResult]) -> None:
     """Writes trials.parquet and trials.csv: a row per trial, a column per key of the space, score and cost."""
     config, keys = log.search.config, log.search.space.keys
     numbers_on_front = {record.number for result in on_front for record in result.records}
-    all_changes = [log.search.changes(record.point) for record in log.records]
-    numeric = {key for key in keys if all(_is_number(changes.get(key, 0)) for changes in all_changes)}
+    all_changes = [log.search.space.changes(record.point) for record in log.records]
+    numeric = {key for key in keys if all(type(changes.get(key, 0)) in (int, float) for changes in all_changes)}
     rows = []  # columns that are not numeric hold labels, because an Arrow column has one type
     for record, changes in zip(log.records, all_changes, strict=True):
         values = {key: value if key in numeric else show_value(value) for key, value in changes.items()}
@@ -219,7 +196,7 @@ def write_tables(log: TrialLog, on_front: Sequence[PointResult]) -> None:
                 "epochs": record.epoch,
                 SCORE: record.score,
                 **{name: record.scores.get(name) for name in config.metrics if name != SCORE},
-                **{f"scored {name}": record.scores.get(name) for name in config.metrics if name == SCORE},
+                **({f"scored {SCORE}": record.scores.get(SCORE)} if SCORE in config.metrics else {}),
                 **{name: record.costs.get(name) for name in COSTS},
                 "search_seconds": record.seconds,
                 "attempts": record.attempts,
@@ -236,10 +213,6 @@ def write_tables(log: TrialLog, on_front: Sequence[PointResult]) -> None:
         pyarrow.csv.write_csv(table, path)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def write_configurations(log: TrialLog, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> list[Path]:
     """Writes best.yaml and front-1.yaml, front-2.yaml, ... (best main objective first); returns their paths."""
     folder = log.folder.path
@@ -249,26 +222,22 @@ def write_configurations(log: TrialLog, results: Sequence[PointResult], on_front
     if not finished:
         (folder / "best.yaml").unlink(missing_ok=True)
         return []
-    ranked_front = [result for result in results if any(point is result for point in on_front)]
-    named = [("best", finished[0])]
-    named += [(f"front-{number}", result) for number, result in enumerate(ranked_front, 1)]
+    ranked_front = [result for result in results if result in on_front]
+    names = ["best", *(f"front-{number}" for number in range(1, len(ranked_front) + 1))]
     paths = []
-    for name, result in named:
-        path = folder / f"{name}.yaml"
-        write_text(path, _configuration(log.search, result, path, name))
-        paths.append(path)
+    for name, result in zip(names, [finished[0], *ranked_front], strict=True):
+        paths.append(folder / f"{name}.yaml")
+        write_text(paths[-1], _configuration(log.search, result, paths[-1]))
     return paths
 
 
-def _configuration(search: Search, result: PointResult, path: Path, name: str) -> str:
+def _configuration(search: Search, result: PointResult, path: Path) -> str:
     """The text of a configuration file, headed by a comment with the point and its results."""
-    config = parse_config(search.run_values(result.point, name))
+    config = parse_config(search.run_values(result.point, path.stem))
     means = ", ".join(f"{head(n)} {cell(n, result.mean(n), result.spread(n))}" for n in search.config.objectives)
-    keys = ", ".join(f"{short(key)} {show_value(value)}" for key, value in search.changes(result.point).items())
-    header = [
-        f"# {keys}: the base configuration of the search {search.config.name} at this point.",
+    keys = ", ".join(f"{short(key)} {show_value(value)}" for key, value in search.space.changes(result.point).items())
+    return (
+        f"# {keys}: the base configuration of the search {search.config.name} at this point.\n"
         f"# In the search: {means}, after {result.epoch:g} epochs of {', '.join(search.stages)}, "
-        f"seeds: {len(result.counted)}.",
-        f"#   raycap run {path}",
-    ]
-    return "\n".join(header) + "\n" + dump_config(config)
+        f"seeds: {len(result.counted)}.\n#   raycap run {path}\n{dump_config(config)}"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,9 +17,8 @@ from pipeline.config.sections import Positive, Section
 class GenerateSection(Section):
     """Generates expansion groups G from the coefficients `smallest`, 2 * `smallest`, ... up to `largest`.
 
-    `groups` lists numbers of groups. For each number n, `doubling` generates every n successive coefficients, and
-    `equal` repeats each coefficient n times. Example: `groups: [1, 3]` from 16 to 64 generates [16], [32], [64] and
-    [16, 32, 64]; with `equal` also [16, 16, 16], [32, 32, 32] and [64, 64, 64].
+    For each number n in `groups`, `doubling` generates every n successive coefficients, and `equal` repeats each
+    coefficient n times: 3 groups from 16 to 64 are [16, 32, 64], or [16, 16, 16], [32, 32, 32] and [64, 64, 64].
     """
 
     groups: tuple[Positive, ...]
@@ -38,15 +37,13 @@ class GenerateSection(Section):
 
     def generated(self) -> list[list[int]]:
         """The lists of coefficients, without duplicates."""
-        coefficients, coefficient = [], self.smallest
-        while coefficient <= self.largest:
-            coefficients.append(coefficient)
-            coefficient *= 2
+        num_coefficients = (self.largest // self.smallest).bit_length()
+        coefficients = [self.smallest * 2**power for power in range(num_coefficients)]
         groups: list[list[int]] = []
         for count in self.groups:
             for spacing in [self.spacing] if isinstance(self.spacing, str) else self.spacing:
                 if spacing == "doubling":
-                    groups += [coefficients[start : start + count] for start in range(len(coefficients) - count + 1)]
+                    groups += [coefficients[start : start + count] for start in range(num_coefficients - count + 1)]
                 else:
                     groups += [[coefficient] * count for coefficient in coefficients]
         return [group for number, group in enumerate(groups) if group not in groups[:number]]
@@ -121,13 +118,11 @@ class Dimension:
 
     def draw(self, generator: random.Random) -> Any:
         """A random choice."""
-        listed = self.listed()
-        if listed is not None and not self.log:
-            return generator.choice(listed)
         if self.log:
             drawn = math.exp(generator.uniform(math.log(self.low), math.log(self.high)))
             return self._number(min(max(drawn, self.low), self.high))
-        return self._number(generator.uniform(self.low, self.high))
+        listed = self.listed()
+        return self._number(generator.uniform(self.low, self.high)) if listed is None else generator.choice(listed)
 
     def neighbor(self, choice: Any, generator: random.Random) -> Any:
         """A changed choice, as in population based training (Jaderberg et al., 2017).
@@ -158,20 +153,10 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Space:
-    """Independent dimensions, or explicit rows.
-
-    A row is a point that sets several keys. Rows form a single dimension named `row`, whose values are
-    {configuration key: value}.
-    """
+    """Independent dimensions, or explicit rows as one dimension `row`, whose values are {configuration key: value}."""
 
     dimensions: tuple[Dimension, ...]
     row_keys: tuple[str, ...] = ()  # the configuration keys that rows set; empty without rows
-
-    @classmethod
-    def of_rows(cls, keys: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Space:
-        """A space of explicit points."""
-        labels = tuple(", ".join(f"{short(key)} {show_value(row[key])}" for key in keys if key in row) for row in rows)
-        return cls((Dimension("row", labels, tuple(dict(row) for row in rows)),), tuple(keys))
 
     @property
     def keys(self) -> list[str]:
@@ -194,9 +179,8 @@ class Space:
 
     def points(self) -> Iterator[dict[str, Any]]:
         """Every point of a finite space; the last dimension changes fastest."""
-        lists = [dimension.listed() for dimension in self.dimensions]
         keys = [dimension.key for dimension in self.dimensions]
-        for choices in itertools.product(*(listed or [] for listed in lists)):
+        for choices in itertools.product(*(dimension.listed() or [] for dimension in self.dimensions)):
             yield dict(zip(keys, choices, strict=True))
 
     def changes(self, point: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,23 +226,17 @@ SYMBOLS = {
 
 def short(key: str) -> str:
     """A short name of a key: the paper's symbol, or the last part. A stage's key includes the stage's name."""
-    if key in SYMBOLS:
-        return SYMBOLS[key]
-    parts = key.split(".")
-    return " ".join(parts[1:]) if parts[0] == "stages" else parts[-1]
+    section, *parts = key.split(".")
+    return SYMBOLS.get(key) or (" ".join(parts) if section == "stages" else (parts or [section])[-1])
 
 
 def show_value(value: Any) -> str:
-    """A value as a label: [32, 64] becomes `32 64`, and five equal groups become `128 x 5`.
-
-    Null becomes `attention`, because a model without expansion groups uses attention.
-    """
+    """A value as a label: [32, 64] becomes `32 64`, and five equal groups become `128 x 5`."""
     if value is None:
-        return "attention"
+        return "attention"  # which a model without expansion groups uses
     if isinstance(value, list | tuple):
-        if len(value) > 1 and len(set(map(str, value))) == 1:
-            return f"{value[0]} x {len(value)}"
-        return " ".join(map(str, value))
+        is_repeated = len(value) > 1 and len(set(map(str, value))) == 1
+        return f"{value[0]} x {len(value)}" if is_repeated else " ".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -267,15 +245,19 @@ def space_of(sections: Mapping[str, SpaceSection]) -> Space:
     return Space(tuple(_dimension(key, section) for key, section in sections.items()))
 
 
+def row_space(rows: Sequence[Mapping[str, Any]]) -> Space:
+    """The space of explicit points; each row is {dotted key: value}."""
+    keys = dict.fromkeys(itertools.chain.from_iterable(rows))
+    labels = [", ".join(f"{short(key)} {show_value(row[key])}" for key in keys if key in row) for row in rows]
+    return Space((Dimension("row", tuple(labels), tuple(rows)),), tuple(keys))
+
+
 def _dimension(key: str, section: SpaceSection) -> Dimension:
     if section.low is not None and section.high is not None:
         integer = all(isinstance(value, int) for value in (section.low, section.high, section.step or 0))
         return Dimension(key, low=section.low, high=section.high, log=section.log, step=section.step, integer=integer)
-    if section.groups is not None:
-        values = tuple(list(value) if value is not None else None for value in section.groups.values())
-        return Dimension(key, tuple(section.groups), values)
+    choices: Iterable[Any] = section.choices or (section.groups or {}).values()
     if section.generate is not None:
-        generated = section.generate.generated()
-        return Dimension(key, tuple(map(show_value, generated)), tuple(generated))
-    choices = [list(choice) if isinstance(choice, tuple) else choice for choice in section.choices or ()]
-    return Dimension(key, tuple(map(show_value, choices)), tuple(choices))
+        choices = section.generate.generated()
+    values = [list(choice) if isinstance(choice, tuple) else choice for choice in choices]
+    return Dimension(key, tuple(section.groups or map(show_value, values)), tuple(values))

@@ -10,33 +10,41 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
 from models.config import ExpansionNetConfig, ModelSizes
 from pipeline.config.load import parse_config, parse_section, read_values, set_value
 from pipeline.config.run import RunConfig
-from pipeline.config.sections import FileName, Positive, Section
+from pipeline.config.sections import FileName, NonNegativeFloat, Positive, PositiveFloat, Section
 from pipeline.errors import UserError
 from pipeline.runs.identity import config_identity
 from pipeline.scoring.metrics import METRICS
-from pipeline.search.space import Space, SpaceSection, space_of
+from pipeline.search.space import Space, SpaceSection, row_space, space_of
 
-Direction = Literal["max", "min"]
 Values = dict[str, Any]  # values by configuration key; keys are dotted or nested
 MAX_CHECKED_POINTS = 1000  # in a space of at most this size, every point is checked before a search starts
-COSTS = {
-    "macs": "multiply-accumulates per image as ExpansionNet v2's paper counts them",
-    "macs_executed": "executed multiply-accumulates per image and caption",
-    "macs_beam_search": "executed multiply-accumulates of one image's beam search",
-    "parameters": "parameters of the captioner without its backbone",
-    "latency_ms": "milliseconds of one image's beam search, measured by the trial",
-    "seconds": "seconds of training",
-}
 SCORE = "CIDEr-D"
+
+
+class CostFormat(NamedTuple):
+    """The heading of a cost in tables and plots, and the number by which they divide it."""
+
+    head: str
+    unit: float = 1
+
+
+COSTS = {
+    "macs": CostFormat("MMACs", 1e6),  # multiply-accumulates per image as ExpansionNet v2's paper counts them
+    "macs_executed": CostFormat("MMACs executed", 1e6),  # executed multiply-accumulates per image and caption
+    "macs_beam_search": CostFormat("MMACs beam search", 1e6),  # those of one image's beam search
+    "parameters": CostFormat("k parameters", 1e3),  # of the captioner without its backbone
+    "latency_ms": CostFormat("ms per image"),  # one image's beam search, measured by the trial
+    "seconds": CostFormat("s training"),
+}
 FIXED_SECTIONS = {  # the sections that a point must not change, and the reason for each
     "name": "a trial's name is derived from the search's",
     "seed": "list seeds under `seeds`",
@@ -52,37 +60,31 @@ SEARCHABLE_EXCEPTIONS = {"data.min_count"}  # keys in FIXED_SECTIONS that a poin
 WEIGHT_COMPATIBLE = {"model.dropout", "model.expansion_dropout"}
 
 
-def _score_and_cost() -> dict[str, Direction]:
-    """The default objectives."""
-    return {SCORE: "max", "macs": "min"}
-
-
 class TrialSection(Section):
     """The stages that a trial trains; by default the first cross-entropy stage on frozen features."""
 
     stages: tuple[str, ...] | None = None
-    epochs: Annotated[float, Field(gt=0)] | None = None  # the length of each stage; None: as in the base configuration
-    set: Values = Field(default_factory=dict)  # values for all trials, which best.yaml does not get
+    epochs: PositiveFloat | None = None  # the length of each stage; None: as in the base configuration
+    set: Values = Field(default={})  # values for all trials, which best.yaml does not get
 
 
 class BackboneSection(Section):
-    """The backbone that extracts the trials' features.
+    """The backbone that extracts the trials' features: a weights file, or the base configuration's, by its key.
 
-    `weights` is the path of a weights file, `base` or `run`. `base` is the base configuration's initial backbone. `run`
-    is the trained backbone of the base configuration's finished run; if there is no such run, a stand-in is trained
+    `base` is its initial backbone, `run` the trained one of its finished run. Without such a run a stand-in is trained
     with `stages` and `set`.
     """
 
     weights: str = "base"
     stages: tuple[str, ...] = ()
-    set: Values = Field(default_factory=dict)
+    set: Values = Field(default={})
 
 
 class BudgetSection(Section):
     """When a search ends. `trials` counts points times seeds. A larger budget resumes a finished search."""
 
     trials: Positive | None = None
-    hours: Annotated[float, Field(gt=0)] | None = None
+    hours: PositiveFloat | None = None
     concurrent: Positive | None = None  # None: as many as the cluster can place
 
 
@@ -90,17 +92,17 @@ class SchedulerSection(Section):
     """ASHA: after grace_epochs * reduction**k epochs (k = 0, 1, ...) the best 1/reduction of the trials continue."""
 
     name: Literal["asha"] = "asha"
-    grace_epochs: Annotated[float, Field(gt=0)] = 1
+    grace_epochs: PositiveFloat = 1
     reduction: Annotated[float, Field(gt=1)] = 2
+
+    def describe(self) -> str:
+        return f"ASHA from epoch {self.grace_epochs:g}, the best 1/{self.reduction:g} continue"
 
 
 class PopulationSection(Section):
-    """PBT: after each `every_epochs` epochs the worst `quantile` of the members copy weights from the best `quantile`.
+    """After each `every_epochs` epochs the worst `quantile` of the members copies weights from the best `quantile`."""
 
-    They continue at a changed point.
-    """
-
-    every_epochs: Annotated[float, Field(gt=0)] = 1
+    every_epochs: PositiveFloat = 1
     quantile: Annotated[float, Field(gt=0, le=0.5)] = 0.25
 
 
@@ -108,8 +110,8 @@ class ResourceSection(Section):
     """The resources of one trial. With one worker it trains in its own process, with several on Ray Train."""
 
     workers: Positive = 1
-    cpus: Annotated[float, Field(gt=0)] = 1  # per worker
-    gpus: Annotated[float, Field(ge=0)] = 0
+    cpus: PositiveFloat = 1  # per worker
+    gpus: NonNegativeFloat = 0
 
 
 class SearchConfig(Section):
@@ -117,13 +119,13 @@ class SearchConfig(Section):
 
     name: FileName
     base: str  # relative to the search's file
-    set: Values = Field(default_factory=dict)
+    set: Values = Field(default={})
     storage: str | None = None  # None: the base configuration's
-    space: dict[str, SpaceSection] = Field(default_factory=dict)
+    space: dict[str, SpaceSection] = Field(default={})
     rows: Annotated[tuple[Values, ...], Field(min_length=1)] | None = None  # explicit points
     trial: TrialSection = TrialSection()
     backbone: BackboneSection = BackboneSection()
-    objectives: dict[str, Direction] = Field(default_factory=_score_and_cost)
+    objectives: dict[str, Literal["max", "min"]] = Field(default={SCORE: "max", "macs": "min"})
     metrics: tuple[str, ...] = ("BLEU-4", "ROUGE-L")  # more scores of a finished trial's validation captions
     budget: BudgetSection = BudgetSection()
     algorithm: Literal["grid", "random", "tpe", "nsga2", "pbt"] = "random"
@@ -155,15 +157,13 @@ class SearchConfig(Section):
             raise ValueError("exactly one of space and rows is needed; rows lists explicit points")
         if self.rows and self.algorithm != "grid":
             raise ValueError(f"algorithm {self.algorithm} does not go with rows, which are run in order; set grid")
-        known = [SCORE, *COSTS, *self.metrics]
-        for name in self.objectives:
-            if name not in known:
-                raise ValueError(f"objectives: no trial reports {name!r}; known: {', '.join(dict.fromkeys(known))}")
+        known = list(dict.fromkeys([SCORE, *COSTS, *self.metrics]))
         if not self.objectives:
-            raise ValueError(f"objectives is empty; list one or more of {', '.join(dict.fromkeys(known))}")
-        for name in self.metrics:
-            if name not in METRICS:
-                raise ValueError(f"metrics: {name!r} is unknown; known: {', '.join(METRICS)}")
+            raise ValueError(f"objectives is empty; list one or more of {', '.join(known)}")
+        if unknown := [name for name in self.objectives if name not in known]:
+            raise ValueError(f"objectives: no trial reports {unknown[0]!r}; known: {', '.join(known)}")
+        if unknown := [name for name in self.metrics if name not in METRICS]:
+            raise ValueError(f"metrics: {unknown[0]!r} is unknown; known: {', '.join(METRICS)}")
         if len(set(self.seeds)) != len(self.seeds):
             raise ValueError(f"seeds must differ, found {', '.join(map(str, self.seeds))}")
         trials, seeds = self.budget.trials, len(self.seeds)
@@ -202,18 +202,11 @@ class Search:
         self.config = config
         self.values = base
         self.base = parse_config(base)
-        self.space: Space = _row_space(config.rows) if config.rows else space_of(config.space)
+        self.space: Space = row_space([flatten(row) for row in config.rows]) if config.rows else space_of(config.space)
         self.stages = self._stages()
-        self._check_accounting()
-
-    @property
-    def cost(self) -> str:
-        """The cost in tables and plots: executed multiply-accumulates, or for ExpansionNet v2 its paper's count."""
-        return "macs" if isinstance(self.base.model, ExpansionNetConfig) else "macs_executed"
-
-    def _check_accounting(self) -> None:
-        """Refuses the objective macs for other models, whose multiply-accumulates that paper does not count."""
-        if "macs" in self.config.objectives and self.cost != "macs":
+        # the cost in tables and plots; only ExpansionNet v2's paper counts as `macs` does
+        self.cost = "macs" if isinstance(self.base.model, ExpansionNetConfig) else "macs_executed"
+        if "macs" in config.objectives and self.cost != "macs":
             raise UserError(
                 f"objectives: macs is an accounting of ExpansionNet v2's paper, and the base's model is "
                 f"{self.base.model.name}; use macs_executed, macs_beam_search or another"
@@ -221,25 +214,22 @@ class Search:
 
     def _stages(self) -> tuple[str, ...]:
         """The names of the stages that a trial trains, in the order of the base configuration."""
-        known = [stage.name for stage in self.base.stages]
-        if self.config.trial.stages is not None:
-            for name in self.config.trial.stages:
-                if name not in known:
-                    raise UserError(f"trial.stages: the base configuration has no {name!r}; it has {', '.join(known)}")
-            return tuple(name for name in known if name in self.config.trial.stages)
+        names, selected = [stage.name for stage in self.base.stages], self.config.trial.stages
+        if selected is not None:
+            if unknown := [name for name in selected if name not in names]:
+                raise UserError(
+                    f"trial.stages: the base configuration has no {unknown[0]!r}; it has {', '.join(names)}"
+                )
+            return tuple(name for name in names if name in selected)
         for stage in self.base.stages:
             if stage.objective == "cross_entropy" and not stage.train_backbone:
                 return (stage.name,)
         raise UserError("the base configuration has no cross-entropy stage on frozen features; set trial.stages")
 
-    def changes(self, point: Mapping[str, Any]) -> dict[str, Any]:
-        """The values that a point sets, as {configuration key: value}."""
-        return self.space.changes(point)
-
     def run_values(self, point: Mapping[str, Any], name: str = "best") -> dict[str, Any]:
         """The base configuration with a point's values, before validation. `raycap run` can run it."""
         values = copy.deepcopy(self.values)
-        for key, value in self.changes(point).items():
+        for key, value in self.space.changes(point).items():
             set_value(values, key, value, "space")
         values["name"] = f"{self.base.name}-{self.config.name}-{name}"
         return values
@@ -249,18 +239,15 @@ class Search:
     ) -> RunConfig:
         """The configuration of a trial; `weights` is the initial backbone's file, None for the base configuration's.
 
-        `member` is the number of a population's member. The run's name contains it, so that members at the same point
-        have separate runs.
+        The run's name contains a population's `member`, so that members at the same point have separate runs.
         """
         values = self.run_values(point)
         trial, resources = self.config.trial, self.config.resources
         values["name"] = f"{self.base.name}-{self.config.name}" + ("" if member is None else f"-member-{member}")
         values["stages"] = [stage for stage in values["stages"] if stage.get("name") in self.stages]
-        for stage in values["stages"]:
-            if trial.epochs is not None:
-                stage["epochs"] = trial.epochs
-        for key, value in flatten(trial.set).items():
-            set_value(values, key, value, "trial.set")
+        if trial.epochs is not None:
+            values["stages"] = [stage | {"epochs": trial.epochs} for stage in values["stages"]]
+        set_values(values, trial.set, "trial.set")
         values["seed"], values["tracking"] = seed, {"enabled": False}
         if weights is not None:
             values.setdefault("backbone", {})["weights"] = weights
@@ -274,17 +261,12 @@ class Search:
         }
         return parse_config(values)
 
-    def points(self) -> Iterator[dict[str, Any]]:
-        """Every point of a finite space; the last dimension changes fastest."""
-        return self.space.points()
-
     def num_trials(self) -> int | None:
         """The number of trials; None if only budget.hours limits it."""
-        seeds, budget = len(self.config.seeds), self.config.budget.trials
-        size = self.space.size
-        if math.isinf(size) or self.config.algorithm == "pbt":
+        budget, most = self.config.budget.trials, self.space.size * len(self.config.seeds)
+        if math.isinf(most) or self.config.algorithm == "pbt":
             return budget
-        return min(int(size) * seeds, budget) if budget is not None else int(size) * seeds
+        return int(most if budget is None else min(most, budget))
 
     def total_epochs(self) -> float:
         """The epochs of all stages of a trial, at the space's first point."""
@@ -302,9 +284,8 @@ class Search:
     def check(self) -> None:
         """Builds the configuration and the model of each choice; UserError names a choice that cannot be built.
 
-        Models are built on the meta device, without memory for their weights. Every choice, or both ends of a range, is
-        combined with the first choices of the other dimensions. In a space of up to 1,000 points the configuration of
-        every point is built as well.
+        Each choice, or both ends of a range, is combined with the first choices of the other dimensions. In a space of
+        up to 1,000 points the configuration of every point is built as well.
         """
         for key in self.space.keys:
             self._check_key(key)
@@ -321,13 +302,10 @@ class Search:
                 "search extracts them once; end with the stage that trains it"
             )
         first = self.space.first()
-        try:
-            build_on_meta(self.trial_config(first, self.config.seeds[0]))
-        except ValueError as error:
-            if not self.space.dimensions or len(self.space.keys) > 1:
-                self._check_choices(first)  # raises an error that names the choice if one choice alone is refused
-            raise UserError(f"{self.space.describe(first)} is refused: {error}") from error
-        self._check_choices(first)
+        for dimension in self.space.dimensions:
+            for choice in dimension.ends():
+                name = f"space.{dimension.key}: the choice {dimension.show(choice)}"
+                self._check_point({**first, dimension.key: choice}, name, model=True)
         settings = self.config.scheduler
         if settings is not None and settings.grace_epochs > self.total_epochs():
             raise UserError(
@@ -335,51 +313,38 @@ class Search:
                 "of a trial; lower it or raise trial.epochs"
             )
         if self.space.size <= MAX_CHECKED_POINTS:
-            for point in self.points():
+            for point in self.space.points():
                 self._check_point(point, self.space.describe(point), model=False)
 
     def _check_key(self, key: str) -> None:
         """UserError for a key that a search must not change."""
-        parts = key.split(".")
-        section = parts[0]
+        section, *parts = key.split(".")
         if section in FIXED_SECTIONS and key not in SEARCHABLE_EXCEPTIONS:
             raise UserError(f"space.{key} cannot be searched: {FIXED_SECTIONS[section]}")
-        names = [stage.name for stage in self.base.stages]
-        if parts[0] == "stages" and len(parts) > 1 and parts[1] in names and parts[1] not in self.stages:
-            raise UserError(f"space.{key}: no trial runs the stage {parts[1]}; add it to trial.stages")
         for fixed in flatten(self.config.trial.set):
             if f"{key}.".startswith(f"{fixed}.") or f"{fixed}.".startswith(f"{key}."):
                 raise UserError(f"space.{key}: trial.set gives {fixed} one value for all trials; leave one of them out")
-        if parts[0] == "stages" and parts[-1] == "epochs":
+        if section != "stages" or not parts:
+            return
+        if parts[0] in {stage.name for stage in self.base.stages} - set(self.stages):
+            raise UserError(f"space.{key}: no trial runs the stage {parts[0]}; add it to trial.stages")
+        if parts[-1] == "epochs":
             if self.config.trial.epochs is not None:
                 raise UserError(f"space.{key}: trial.epochs gives all trials the same; leave one of them out")
             if self.config.scheduler is not None:
                 raise UserError(f"space.{key} does not go with scheduler asha, which compares trials of one length")
 
-    def _check_choices(self, first: Mapping[str, Any]) -> None:
-        """Builds every choice, combined with the first choices of the other dimensions."""
-        for dimension in self.space.dimensions:
-            for choice in dimension.ends():
-                name = f"space.{dimension.key}: the choice {dimension.show(choice)}"
-                self._check_point({**first, dimension.key: choice}, name, model=True)
-
     def _check_point(self, point: Mapping[str, Any], name: str, *, model: bool) -> None:
         """Builds the configurations of a point and, with `model`, its model; an error calls the point `name`."""
+        from models.macs import model_on_meta
+
         try:
-            config = self.trial_config(point, self.config.seeds[0])
+            section = self.trial_config(point, self.config.seeds[0]).model
             parse_config(self.run_values(point))  # the configuration of best.yaml
-            if model:
-                build_on_meta(config)
+            if model:  # without memory for its weights; any data sizes will do, because only the settings are checked
+                model_on_meta(section, ModelSizes(64, 100, section.max_positions or 74, 0, 1, 2))
         except (ValueError, RuntimeError) as error:
             raise UserError(f"{name} is refused: {error}") from error
-
-
-def build_on_meta(config: RunConfig) -> None:
-    """Builds the captioner on the meta device; ValueError for settings that do not fit together."""
-    from models.macs import model_on_meta
-
-    # any data sizes will do, because only the settings are checked
-    model_on_meta(config.model, ModelSizes(64, 100, config.model.max_positions or 74, 0, 1, 2))
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -393,22 +358,19 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def set_values(values: dict[str, Any], changes: Mapping[str, Any], source: str) -> None:
+    """Sets nested or dotted keys of plain values; a UserError begins with `source`."""
+    for key, value in flatten(changes).items():
+        set_value(values, key, value, source)
+
+
 def load_search(path: Path, overrides: Sequence[str] = ()) -> Search:
     """Reads a search and its base configuration, and checks every choice; UserError for what is wrong in them."""
-    values = read_values(path, overrides)
-    config = parse_section(SearchConfig, values)
+    config = parse_section(SearchConfig, read_values(path, overrides))
     base = read_values(path.parent / config.base)
-    for key, value in flatten(config.set).items():
-        set_value(base, key, value, "set")
+    set_values(base, config.set, "set")
     if config.storage is not None:
         base["storage"] = config.storage
     search = Search(config, base)
     search.check()
     return search
-
-
-def _row_space(rows: Sequence[Mapping[str, Any]]) -> Space:
-    """The space of explicit points."""
-    rows = [flatten(row) for row in rows]
-    keys = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
-    return Space.of_rows(keys, rows)

@@ -1,7 +1,7 @@
 """Sends a search to the tracker: a parent run for the search and a child run for every trial.
 
-Each result is sent once, in the background. The file log/tracked.json in the search's folder records what was sent. A
-tracker that is down neither delays a search nor makes it fail.
+Each result is sent once; log/tracked.json in the search's folder records what was sent. A tracker that is down neither
+delays a search nor makes it fail.
 """
 
 from __future__ import annotations
@@ -14,27 +14,30 @@ from typing import Any
 from pipeline.search.spec import SCORE
 from pipeline.search.trials import ENDED, TrialLog, TrialRecord
 from pipeline.storage.atomic import read_json, write_json
-from pipeline.tracking.mlflow_client import experiment_of, get_or_create_run, public_uri, reason_of, tracking_client
+from pipeline.tracking.mlflow_client import (
+    experiment_of,
+    get_or_create_run,
+    log_params,
+    public_uri,
+    reason_of,
+    tracking_client,
+)
 
 logger = logging.getLogger(__name__)
 
-
 PUBLISHED_FILES = ("search.html", "pareto.png", "parallel.png", "trials.csv", "trials.parquet", "best.yaml")
+PRIVATE_SETTINGS = {"set", "storage", "base", "backbone"}  # not sent, because they may hold passwords or local paths
 
 
 class SearchTracker:
-    """Sends new results in the background, after each trial and at the end."""
+    """Sends new results in a background thread, unless tracking is off."""
 
     def __init__(self, log: TrialLog) -> None:
         self.log, self.config = log, log.search.base
         self._wake, self._stop = threading.Event(), threading.Event()
         self._has_warned = False
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Starts the background thread, unless tracking is off."""
+        self._thread = threading.Thread(target=self._send_repeatedly, name="search tracker", daemon=True)
         if self.config.tracking.enabled:
-            self._thread = threading.Thread(target=self._send_repeatedly, name="search tracker", daemon=True)
             self._thread.start()
 
     def wake(self) -> None:
@@ -43,18 +46,17 @@ class SearchTracker:
 
     def close(self, status: str, files: bool = False) -> bool:
         """Sends the remaining results and ends the parent run with `status`; False when tracking is off or fails."""
+        if not self.config.tracking.enabled:
+            return False
         self._stop.set()
         self._wake.set()
-        if self._thread is not None:
-            self._thread.join()
-        return self.config.tracking.enabled and self._try_to_send(status, files)
+        self._thread.join()
+        return self._try_to_send(status, files)
 
     def _send_repeatedly(self) -> None:
-        while not self._stop.is_set():
-            self._wake.wait()
+        while self._wake.wait() and not self._stop.is_set():
             self._wake.clear()
-            if not self._stop.is_set():
-                self._try_to_send("RUNNING")
+            self._try_to_send("RUNNING")
 
     def _try_to_send(self, status: str, files: bool = False) -> bool:
         """Sends what is new; False, after one log line per search, when the tracker fails."""
@@ -62,17 +64,13 @@ class SearchTracker:
             sync_search(self.log, status, files)
         except Exception as error:  # a failing tracker must not fail the search
             if not self._has_warned:
-                reason = reason_of(error)
                 logger.info(
-                    f"tracker: {public_uri(self.config)} cannot be reached ({reason}); results stay in the search's "
-                    "folder and are sent later"
+                    f"tracker: {public_uri(self.config)} cannot be reached ({reason_of(error)}); results stay in the "
+                    "search's folder and are sent later"
                 )
-                self._has_warned = True
+            self._has_warned = True
             return False
         return True
-
-
-PRIVATE_SETTINGS = {"set", "storage", "base", "backbone"}  # not sent, because they may hold passwords or local paths
 
 
 def sync_search(log: TrialLog, status: str, files: bool = False) -> None:
@@ -84,14 +82,15 @@ def sync_search(log: TrialLog, status: str, files: bool = False) -> None:
     client = tracking_client(config)
     path = folder / "log" / "tracked.json"
     sent_by_tracker: dict[str, Any] = read_json(path) if path.is_file() else {}
-    sent = sent_by_tracker.setdefault(public_uri(config), {"parent": None, "trials": {}, "ended": []})
+    sent: dict[str, Any] = sent_by_tracker.setdefault(public_uri(config), {"parent": None, "trials": {}, "ended": []})
     experiment = experiment_of(client, config)
     if sent["parent"] is None:
         tags = {"mlflow.runName": folder.name, "raycap.search": folder.name}
-        sent["parent"] = client.create_run(experiment, tags=tags).info.run_id
+        parent = str(client.create_run(experiment, tags=tags).info.run_id)
+        sent["parent"] = parent
         write_json(path, sent_by_tracker)
-        for key, value in log.search.config.model_dump(mode="json", exclude=PRIVATE_SETTINGS).items():
-            client.log_param(sent["parent"], key, str(value)[:500])
+        settings = log.search.config.model_dump(mode="json", exclude=PRIVATE_SETTINGS)
+        log_params(client, parent, {key: str(value) for key, value in settings.items()})
     for record in list(log.records):
         number = str(record.number)
         if number in sent["ended"]:
@@ -116,9 +115,9 @@ def sync_search(log: TrialLog, status: str, files: bool = False) -> None:
 def _create_trial(client: Any, experiment: str, log: TrialLog, record: TrialRecord, parent: str) -> str:
     """The id of a trial's run, which is created if it does not exist."""
     match = {"mlflow.parentRunId": parent, "mlflow.runName": f"trial-{record.number}"}
-    run_id = get_or_create_run(client, experiment, match, {"raycap.search": log.folder.path.name})
-    for key, value in {**log.search.changes(record.point), "seed": record.seed}.items():
-        client.log_param(run_id, key, str(value)[:500])
+    run_id = get_or_create_run(client, experiment, match, match | {"raycap.search": log.folder.path.name})
+    values = log.search.space.changes(record.point) | {"seed": record.seed}
+    log_params(client, run_id, {key: str(value) for key, value in values.items()})
     return run_id
 
 

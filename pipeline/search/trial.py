@@ -6,6 +6,7 @@ A failure is returned as an outcome, so that the process can run the next trial.
 from __future__ import annotations
 
 import gc
+import math
 import os
 import shutil
 import statistics
@@ -13,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,6 @@ from pipeline.training.batches import num_samples
 from pipeline.training.loop import StageJob, train_stages
 
 Report = Callable[[dict[str, Any]], None]
-Train = Callable[[StageJob, RunConfig, "TrialContext"], None]
 LATENCY_REPEATS = 5  # measurements, after one that warms up the model
 
 
@@ -68,16 +68,9 @@ class TrialContext(LocalContext):
         """Sends a validation, except the last one, which belongs to the trial's outcome."""
         epoch, is_last = epoch_of(self.run, metrics["stage"], metrics["step"])
         if not is_last:
-            self.send(
-                {
-                    "epoch": epoch,
-                    SCORE: best_scores(self.run)[-1][1],
-                    "run": str(self.run.path),
-                    "costs": self.costs,
-                    "stage": metrics["stage"],
-                    "step": metrics["step"],
-                }
-            )
+            score = best_scores(self.run)[-1][1]
+            result = {"epoch": epoch, SCORE: score, "run": str(self.run.path), "costs": self.costs}
+            self.send(result | {"stage": metrics["stage"], "step": metrics["step"]})
 
 
 def trial_device(config: RunConfig) -> torch.device:
@@ -90,6 +83,9 @@ def train_here(job: StageJob, config: RunConfig, context: Context) -> None:
     train_stages(context, job)
 
 
+Train = Callable[[StageJob, RunConfig, TrialContext], None]
+
+
 def run_trial(task: TrialTask, report: Report, train: Train = train_here) -> TrialOutcome:
     """Trains a point with a seed, and resumes its run if it exists.
 
@@ -97,14 +93,14 @@ def run_trial(task: TrialTask, report: Report, train: Train = train_here) -> Tri
     """
     begin = time.monotonic()
     try:
-        return _run_trial(task, report, train, begin)
+        outcome = _run_trial(task, report, train)
     except Exception as error:
-        outcome = TrialOutcome("failed", reason_of(error), seconds=time.monotonic() - begin)
+        outcome = TrialOutcome("failed", reason_of(error))
         del error  # its traceback refers to the model, whose memory the next trial needs
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        return outcome
+    return replace(outcome, seconds=time.monotonic() - begin)
 
 
 def reason_of(error: BaseException) -> str:
@@ -115,12 +111,12 @@ def reason_of(error: BaseException) -> str:
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 
-def _run_trial(task: TrialTask, report: Report, train: Train, begin: float) -> TrialOutcome:
+def _run_trial(task: TrialTask, report: Report, train: Train) -> TrialOutcome:
     """Like `run_trial`, but raises errors."""
     plan_modified_ns = (task.folder.path / "plan.json").stat().st_mtime_ns
     plan, search = _read_plan(task.folder, plan_modified_ns)
     config = search.trial_config(task.point, task.seed, plan.start, task.member)
-    run = prepare(config, _cached_data(config.model_dump_json(include={"data", "storage"}), config))
+    run = prepare(config, _cached_data(config))
     if plan.weights is not None:
         share_file(run.path / "init" / "backbone.safetensors", Path(plan.weights))
     if task.handover is not None:
@@ -132,7 +128,7 @@ def _run_trial(task: TrialTask, report: Report, train: Train, begin: float) -> T
         job = StageJob(run, names, feature_store, tuple(plan.excluded), run.new_driver_token())
         train(job, config, TrialContext(run, report, costs))
     costs["seconds"] = trained_seconds(run)
-    if "latency_ms" in {*search.config.objectives, *search.config.metrics}:
+    if "latency_ms" in search.config.objectives:
         costs["latency_ms"] = latency_ms(run)
     scores = scores_of(run, search, plan.excluded)
     for name in search.config.objectives:
@@ -146,7 +142,6 @@ def _run_trial(task: TrialTask, report: Report, train: Train, begin: float) -> T
         reports=best_scores(run),
         scores=scores,
         costs=costs,
-        seconds=time.monotonic() - begin,
     )
 
 
@@ -159,8 +154,9 @@ def _read_plan(folder: SearchFolder, modified_ns: int) -> tuple[SearchPlan, Sear
 _CACHED_DATA: dict[str, tuple[Dataset, dict[str, str]]] = {}
 
 
-def _cached_data(key: str, config: RunConfig) -> tuple[Dataset, dict[str, str]]:
-    """The data set. It is cached for later trials of this process with the same `key`."""
+def _cached_data(config: RunConfig) -> tuple[Dataset, dict[str, str]]:
+    """The data set, which is cached for the process's next trial on the same data."""
+    key = config.model_dump_json(include={"data", "storage"})
     if key not in _CACHED_DATA:
         _CACHED_DATA.clear()
         _CACHED_DATA[key] = find_data(config)
@@ -170,7 +166,7 @@ def _cached_data(key: str, config: RunConfig) -> tuple[Dataset, dict[str, str]]:
 def hand_over(run: RunFolder, stage: str, step: int, folder: Path, patience_s: float = 120.0) -> Path:
     """Copies a stage's state into a new folder below `folder`: a step's checkpoint, the best weights and the journal.
 
-    The checkpoint is written in the background. TimeoutError when it is not complete within `patience_s` seconds.
+    Raises TimeoutError when the checkpoint is not complete within `patience_s` seconds.
     """
     source, deadline = run.stage(stage), time.monotonic() + patience_s
     while not (source / f"step-{step}").is_dir():
@@ -230,7 +226,7 @@ def best_scores(run: RunFolder) -> Reports:
     scores: Reports = []
     for entry in read_journal(run.journal):
         if entry["kind"] == "validation":
-            best = max(entry[SCORE], scores[-1][1] if scores else float("-inf"))
+            best = max(entry[SCORE], scores[-1][1] if scores else -math.inf)
             scores.append((epoch_of(run, entry["stage"], entry["step"])[0], best))
     return scores
 
@@ -246,28 +242,21 @@ def trained_seconds(run: RunFolder) -> float:
 
 
 def costs_of(run: RunFolder) -> dict[str, float]:
-    """The multiply-accumulates per image and the number of parameters.
+    """The number of parameters, and the multiply-accumulates per image with a caption of 12.5 tokens (Table VI).
 
-    An image has a caption of 12.5 tokens, as in the paper's Table VI. `macs` is missing for models other than
-    ExpansionNet v2, because it is that paper's count.
+    `macs` is missing for models other than ExpansionNet v2, because it is that paper's count.
     """
-    config = run.config
     counted = cost(
-        config.model,
+        run.config.model,
         run.sizes,
         image_tokens=run.metadata.num_tokens,
         caption_tokens=TABLE_6_CAPTION_TOKENS,
-        beams=config.evaluation.beam_size,
-        steps=config.evaluation.max_length - 1,
+        beams=run.config.evaluation.beam_size,
+        steps=run.config.evaluation.max_length - 1,
     )
-    values = asdict(counted)
-    names = {  # each cost and its field in `counted`
-        "macs": "paper",
-        "macs_executed": "executed",
-        "macs_beam_search": "beam_search",
-        "parameters": "parameters",
-    }
-    return {name: float(values[key]) for name, key in names.items() if values[key] is not None}
+    costs = {"macs": counted.paper, "macs_executed": counted.executed}
+    costs |= {"macs_beam_search": counted.beam_search, "parameters": counted.parameters}
+    return {name: float(value) for name, value in costs.items() if value is not None}
 
 
 def latency_ms(run: RunFolder) -> float:

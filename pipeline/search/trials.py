@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.search.samplers import Proposal, Sampler, point_key
+from pydantic import TypeAdapter
+
+from pipeline.search.samplers import Proposal, make_sampler, point_key
 from pipeline.search.spec import COSTS, SCORE, Search, SearchConfig
 from pipeline.storage.atomic import read_json, write_json
 
@@ -69,13 +71,12 @@ class TrialRecord:
         """The value of an objective, metric or cost; None when the trial has no value for it."""
         if objective == SCORE:
             return self.score
-        values = self.costs if objective in COSTS else self.scores
-        return values.get(objective)
+        return (self.costs if objective in COSTS else self.scores).get(objective)
 
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """The content of plan.json, which a trial's process needs besides its point and seed."""
+    """The content of plan.json, which the processes of all trials need."""
 
     search: dict[str, Any]  # the fields of SearchConfig
     base: dict[str, Any]  # the base configuration without its tracker
@@ -98,22 +99,16 @@ class SearchFolder:
 
     @property
     def plan(self) -> SearchPlan:
-        """The content of plan.json."""
         return SearchPlan(**read_json(self.path / "plan.json"))
 
     def write_plan(
         self, search: Search, weights: Path | None, start: Path | None, store: str | None, excluded: list[str]
     ) -> None:
         """Writes plan.json; see SearchPlan for the arguments."""
-        plan = SearchPlan(
-            search=search.config.model_dump(mode="json", exclude={"set"}),  # the base contains `set`
-            base={key: value for key, value in search.values.items() if key != "tracking"},  # may hold a password
-            weights=None if weights is None else str(weights),
-            start=None if start is None else str(start),
-            store=store,
-            excluded=excluded,
-        )
-        write_json(self.path / "plan.json", dataclasses.asdict(plan))
+        config = search.config.model_dump(mode="json", exclude={"set"})  # the base contains `set`
+        base = {key: value for key, value in search.values.items() if key != "tracking"}  # may hold a password
+        files = {"weights": weights and str(weights), "start": start and str(start), "store": store}
+        write_json(self.path / "plan.json", {"search": config, "base": base, **files, "excluded": excluded})
 
     def search(self) -> Search:
         """The search as plan.json stores it."""
@@ -122,18 +117,15 @@ class SearchFolder:
 
     def records(self) -> list[TrialRecord]:
         """All trials, ordered by number."""
-        records = [TrialRecord(**read_json(path)) for path in sorted((self.path / "trials").glob("[0-9]*.json"))]
-        for record in records:
-            # JSON has no tuples
-            record.reports = [(epoch, score) for epoch, score in record.reports]
-            record.took_over = [(epoch, donor) for epoch, donor in record.took_over]
-        return records
+        paths = sorted((self.path / "trials").glob("[0-9]*.json"))
+        # JSON has no tuples, so the lists of TrialRecord are converted
+        return TypeAdapter(list[TrialRecord]).validate_python([read_json(path) for path in paths])
 
     def write(self, record: TrialRecord) -> None:
         write_json(self.path / "trials" / f"{record.number:05}.json", dataclasses.asdict(record))
 
     def reopen_failed(self) -> int:
-        """Marks failed trials as unfinished, so that they run again; returns their number."""
+        """Marks failed trials as unfinished, so that they run again; returns how many there were."""
         failed = [record for record in self.records() if record.state == "failed"]
         for record in failed:
             self.write(dataclasses.replace(record, state="running", reason=""))
@@ -141,38 +133,35 @@ class SearchFolder:
 
 
 class TrialLog:
-    """Gives the driver of a search the next trial and records what happens to each."""
+    """Gives the driver of a search the next trial and records its events."""
 
-    def __init__(self, folder: SearchFolder, search: Search, sampler: Sampler) -> None:
-        self.folder, self.search, self.sampler = folder, search, sampler
+    def __init__(self, folder: SearchFolder, search: Search) -> None:
+        self.folder, self.search, self.sampler = folder, search, make_sampler(search)
         self.records = folder.records()
         self.num_trials = search.num_trials()  # None: only budget.hours ends the search
         self.unfinished = [record for record in self.records if record.state not in ENDED]
         self.exhausted = False  # whether the sampler has no more points
         self._pending: list[tuple[Proposal, int]] = []  # (point, seed) of trials that must start next
-        self._restore_sampler()
-
-    @property
-    def _seeds(self) -> tuple[int, ...]:
-        """The seeds of every point. Members of a population differ by their points and share the first seed."""
-        seeds = self.search.config.seeds
-        return seeds[:1] if self.search.config.algorithm == "pbt" else seeds
-
-    def _restore_sampler(self) -> None:
-        """Gives the sampler the results of an earlier process, in the order in which the points were started."""
+        self.is_population = search.config.algorithm == "pbt"
+        # the seeds of every point; members of a population differ by their points and share the first seed
+        self.seeds = search.config.seeds[:1] if self.is_population else search.config.seeds
+        # the sampler gets the results of an earlier process in the order in which the points were started
         for records in self.by_point().values():
             proposal = Proposal(records[0].point, records[0].attributes)
             started = {record.seed for record in records}
-            missing = [seed for seed in self._seeds if seed not in started]
-            self._pending += [(proposal, seed) for seed in missing]
-            ended = not missing and all(record.state in ENDED for record in records)
-            self.sampler.restore(proposal, self._means(records) if ended else None, ended)
+            self._pending += [(proposal, seed) for seed in self.seeds if seed not in started]
+            has_ended = self._has_ended(records)
+            self.sampler.restore(proposal, self._means(records) if has_ended else None, ended=has_ended)
+
+    def _has_ended(self, records: Sequence[TrialRecord]) -> bool:
+        """Whether these trials of one point have ended and no other seed is left."""
+        return len(records) == len(self.seeds) and all(record.state in ENDED for record in records)
 
     def by_point(self) -> dict[str, list[TrialRecord]]:
         """The trials of each point, which differ in their seeds. Each member of a population forms a separate group."""
         groups: dict[str, list[TrialRecord]] = {}
         for record in self.records:
-            member_prefix = f"{record.number} " if self.search.config.algorithm == "pbt" else ""
+            member_prefix = f"{record.number} " if self.is_population else ""
             groups.setdefault(member_prefix + point_key(record.point), []).append(record)
         return groups
 
@@ -195,7 +184,7 @@ class TrialLog:
             if proposal is None:
                 self.exhausted = True
                 return None
-            self._pending = [(proposal, seed) for seed in self._seeds]
+            self._pending = [(proposal, seed) for seed in self.seeds]
         proposal, seed = self._pending.pop(0)
         number = 1 + max((record.number for record in self.records), default=0)
         record = TrialRecord(number, dict(proposal.point), seed, dict(proposal.attributes), attempts=1)
@@ -216,30 +205,28 @@ class TrialLog:
             if value is not None:
                 setattr(record, key, value)
         self.folder.write(record)
-        of_point = next(group for group in self.by_point().values() if any(member is record for member in group))
-        if len(of_point) == len(self._seeds) and all(trial.state in ENDED for trial in of_point):
-            self.sampler.tell(record.point, self._means(of_point))
+        trials_of_point = next(group for group in self.by_point().values() if record in group)
+        if self._has_ended(trials_of_point):
+            self.sampler.tell(record.point, self._means(trials_of_point))
 
     def _means(self, records: Sequence[TrialRecord]) -> list[float] | None:
-        """The mean of each objective over the trials that did not fail; stopped trials count with their last values.
-
-        None when an objective has no value in any of the trials.
-        """
+        """The mean of each objective over the trials that did not fail; None when an objective has no value."""
+        usable = [record for record in records if record.state != "failed"]
         means = []
         for objective in self.search.config.objectives:
-            usable = [record for record in records if record.state != "failed"]
             values = [value for record in usable if (value := record.value(objective)) is not None]
             if not values:
                 return None
             means.append(sum(values) / len(values))
         return means
 
-    def states(self) -> dict[TrialState, int]:
-        """The number of trials in each state."""
-        counts: dict[TrialState, int] = {"finished": 0, "stopped": 0, "failed": 0, "running": 0}
-        for record in self.records:
-            counts[record.state] += 1
-        return counts
+    def count(self, *states: TrialState) -> int:
+        """The number of trials in these states."""
+        return sum(record.state in states for record in self.records)
+
+    def states_text(self) -> str:
+        """The number of trials in each state that a trial has."""
+        return ", ".join(f"{self.count(state)} {state}" for state in (*ENDED, "running") if self.count(state))
 
 
 def minutes(seconds: float) -> str:

@@ -142,7 +142,7 @@ def test_a_trial_of_a_search_over_memory_slots(tmp_path: Path) -> None:
     folder = SearchFolder(tmp_path / "search")
     folder.path.mkdir()
     folder.write_plan(search, None, None, store, bad)
-    outcomes = [run_trial(TrialTask(folder, point, 0), lambda values: None) for point in search.points()]
+    outcomes = [run_trial(TrialTask(folder, point, 0), lambda values: None) for point in search.space.points()]
     assert [outcome.state for outcome in outcomes] == ["finished", "finished"], outcomes
     costs = [outcome.costs or {} for outcome in outcomes]
     assert "macs" not in costs[0] and costs[0]["macs_executed"] < costs[1]["macs_executed"]

@@ -8,7 +8,6 @@ from typing import Any
 
 import yaml
 
-from jobs.tune.command import open_log as open_folder
 from pipeline.search.spec import Search, load_search
 from pipeline.search.trials import SearchFolder, TrialLog, TrialOutcome
 from tests.conftest import small_config
@@ -38,7 +37,7 @@ def small_search(tmp_path: Path, **changes: Any) -> Search:
 
 
 def open_log(search: Search, folder: Path) -> TrialLog:
-    return open_folder(SearchFolder(folder), search)
+    return TrialLog(SearchFolder(folder), search)
 
 
 def finished(score: float, macs: float, **fields: Any) -> TrialOutcome:
@@ -52,5 +51,5 @@ def run_log(log: TrialLog, objective: Objective, most: int = 1000) -> int:
         record = log.next()
         if record is None:
             return done
-        log.end(record, objective(log.search.changes(record.point), record.seed))
+        log.end(record, objective(log.search.space.changes(record.point), record.seed))
     return most

@@ -73,7 +73,7 @@ def pbt_search(tmp_path: Path) -> Search:
 
 
 def members(search: Search) -> list[TrialRecord]:
-    return [TrialRecord(number, point, 0) for number, point in enumerate(search.points(), 1)]
+    return [TrialRecord(number, point, 0) for number, point in enumerate(search.space.points(), 1)]
 
 
 class Driver:

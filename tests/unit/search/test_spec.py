@@ -36,7 +36,7 @@ def test_the_ablation_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("RAYCAP_COCO", "/somewhere")
     search = load_search(ROOT / "configs" / "search_table1.yaml")
-    configs = [search.trial_config(point, 0) for point in search.points()]
+    configs = [search.trial_config(point, 0) for point in search.space.points()]
     settings = [(config.model.static_expansion, config.model.dynamic_expansion) for config in configs]
     assert settings == [(row.static_expansion, row.dynamic_expansion) for row in ablation()]
     assert {(c.evaluation.beam_size, c.stages[0].epochs, len(c.stages), c.stages[0].lr) for c in configs} == {
@@ -60,7 +60,7 @@ def test_the_other_ablations_are_the_papers(name: str, title: str, monkeypatch: 
         monkeypatch.setenv(variable, "/somewhere")
     search = load_search(ROOT / "configs" / f"{name}.yaml")
     table = next(each for each in printed_tables(search.config.compare) if each.title.startswith(title))
-    models = [search.trial_config(point, 0).model for point in search.points()]
+    models = [search.trial_config(point, 0).model for point in search.space.points()]
     assert [{key: getattr(model, key) for key in table.keys} for model in models] == [
         row.settings for row in table.rows
     ]
@@ -232,6 +232,6 @@ def test_nested_rows_change_only_their_keys(tmp_path: Path) -> None:
     search = small_search(
         tmp_path, space=None, rows=[{"model": {"static_expansion": [4]}}], algorithm="grid", budget={}
     )
-    (point,) = search.points()
+    (point,) = search.space.points()
     model = search.trial_config(point, 0).model
     assert model.static_expansion == (4,) and model.d_model == search.base.model.d_model

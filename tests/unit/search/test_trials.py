@@ -76,7 +76,7 @@ def test_a_killed_search_resumes(tmp_path: Path, algorithm: str) -> None:
     first = again.next()
     assert first is not None and (first.number, first.point, first.attempts) == (cut.number, cut.point, 2)
     assert first.reports == [(1.0, 0.25)]
-    again.end(first, known_optimum(search.changes(first.point), first.seed))
+    again.end(first, known_optimum(search.space.changes(first.point), first.seed))
     assert run_log(again, known_optimum) == 20 - 8
     assert [record.number for record in again.records] == list(range(1, 21))
     assert len({str(record.point) for record in again.records}) == 20
@@ -152,7 +152,7 @@ def test_tables_and_configurations(tmp_path: Path) -> None:
     assert [path.name for path in paths] == ["best.yaml", "front-1.yaml", "front-2.yaml", "front-3.yaml"]
     for path, result in zip(paths, [results[0], *best], strict=True):
         config = load_config(path)
-        assert config.model.dynamic_expansion == search.changes(result.point)[N_E]
+        assert config.model.dynamic_expansion == search.space.changes(result.point)[N_E]
         assert config.stages == search.base.stages and f"raycap run {path}" in path.read_text()
     assert [stage.epochs for stage in load_config(paths[0]).stages] == [0.7] * 4, "the whole recipe, not the trial's"
 
