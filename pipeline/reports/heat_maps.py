@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -20,14 +19,6 @@ probable (integrated gradients)
 
 yellow is most, blue is least"""
 LOW, HIGH = np.array([20, 24, 82], np.float64), np.array([255, 214, 64], np.float64)  # dark blue to yellow
-
-
-def grid_of(weights: np.ndarray) -> np.ndarray:
-    """Weights (N,) over image tokens as a square grid (n, n). Raises ValueError when N is not a square (regions)."""
-    side = math.isqrt(len(weights))
-    if side * side != len(weights):
-        raise ValueError(f"{len(weights)} image tokens form no square grid; use region_maps for region features")
-    return weights.reshape(side, side)
 
 
 def region_maps(weights: np.ndarray, boxes: np.ndarray, size: tuple[int, int]) -> np.ndarray:
@@ -46,8 +37,14 @@ def region_maps(weights: np.ndarray, boxes: np.ndarray, size: tuple[int, int]) -
 
 
 def heat_map(image: Image.Image, weights: np.ndarray) -> Image.Image:
-    """The image (SIDE x SIDE) under a map of weights (N,), whose colors extend from the smallest to the largest."""
-    grid = grid_of(np.asarray(weights, np.float64))
+    """The image (SIDE x SIDE) under a map of weights (N,), whose colors extend from the smallest to the largest.
+
+    Raises ValueError when N is not a square, as for region features.
+    """
+    side = math.isqrt(len(weights))
+    if side * side != len(weights):
+        raise ValueError(f"{len(weights)} image tokens form no square grid; use region_maps for region features")
+    grid = np.asarray(weights, np.float64).reshape(side, side)
     spread = grid.max() - grid.min()
     level = (grid - grid.min()) / spread if spread > 0 else np.zeros_like(grid)
     mask = Image.fromarray((level * 255).astype(np.uint8)).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
@@ -95,11 +92,3 @@ def _write_upright(sheet: Image.Image, text: str, top: int, font: ImageFont.Free
     strip = Image.new("RGB", (SIDE, LABEL), "white")
     ImageDraw.Draw(strip).text((SIDE / 2, LABEL / 2), text, "dimgray", font, anchor="mm")
     sheet.paste(strip.rotate(90, expand=True), (MARGIN // 2, top))
-
-
-def write_caption_picture(
-    path: Path, image: Image.Image, words: Sequence[str], maps: np.ndarray, attribution: np.ndarray | None = None
-) -> None:
-    """Writes `caption_picture` as a PNG file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    caption_picture(image, words, maps, attribution).save(path)

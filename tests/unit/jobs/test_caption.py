@@ -28,7 +28,7 @@ from pipeline.captioning.bundle import load_bundle, save_bundle
 from pipeline.captioning.service import CaptionService
 from pipeline.data.image_paths import find_images
 from pipeline.errors import UserError
-from pipeline.reports.heat_maps import caption_picture, grid_of, heat_map, region_maps
+from pipeline.reports.heat_maps import caption_picture, heat_map, region_maps
 from tests.conftest import ROOT
 from tests.support.bundles import SWIN, WORDS, make_bundle, write_images
 
@@ -235,7 +235,7 @@ def test_heat_maps_are_bright_where_the_weight_is() -> None:
     flat = np.asarray(heat_map(Image.new("RGB", (8, 8)), np.full(16, 0.25)))
     assert (flat == flat[0, 0]).all()
     with pytest.raises(ValueError, match="no square grid"):
-        grid_of(np.zeros(10))
+        heat_map(Image.new("RGB", (8, 8)), np.zeros(10))
     sheet = caption_picture(Image.new("RGB", (30, 30), "red"), ["a", "w" * 200], np.zeros((2, 4)))
     assert sheet.width > 3 * 224
     both = caption_picture(Image.new("RGB", (30, 30), "red"), ["a", "b"], np.zeros((2, 4)), np.eye(2, 4))

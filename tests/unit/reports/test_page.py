@@ -248,7 +248,7 @@ def test_overview_is_drawn_where_several_stages_validate(tmp_path: Path) -> None
 
 def test_curve_lies_in_its_box_and_reads_back() -> None:
     series = [(step, 5.0 / (1 + step)) for step in range(20)]
-    plot = charts.stage_plot("loss", series)
+    plot = charts.make_plot("loss", [("", series)])
     assert plot is not None
     assert [(point[2], point[3]) for point in plot.points][:2] == [("step 0", "5"), ("step 1", "2.5")]
     assert [point[0] for point in plot.points] == pytest.approx([100 * step / 19 for step in range(20)], abs=0.01)
@@ -260,36 +260,36 @@ def test_curve_lies_in_its_box_and_reads_back() -> None:
 
 
 def test_values_that_are_not_finite_are_counted_not_drawn() -> None:
-    plot = charts.stage_plot("loss", [(0, 1.0), (1, math.nan), (2, math.inf), (3, 2.0)])
+    plot = charts.make_plot("loss", [("", [(0, 1.0), (1, math.nan), (2, math.inf), (3, 2.0)])])
     assert plot is not None and len(plot.points) == 2 and plot.note == "2 of 4 values not finite"
-    assert charts.stage_plot("loss", [(0, math.nan)]) is None
-    assert "nan" not in plot.line
+    assert charts.make_plot("loss", [("", [(0, math.nan)])]) is None
+    assert all(math.isfinite(y) for _, y in plot.lines[0])
 
 
 @pytest.mark.parametrize("series", [[(5, 1.0)], [(5, 0.0), (9, 0.0)], [(0, -3.0), (1, -3.0)], [(0, 1e-12), (1, 1e12)]])
 def test_odd_curves_have_a_scale(series: list[tuple[int, float]]) -> None:
-    plot = charts.stage_plot("x", series)
-    assert plot is not None and plot.y_ticks and plot.line.startswith("M") and len(plot.y_ticks) < 10
+    plot = charts.make_plot("x", [("", series)])
+    assert plot is not None and plot.y_ticks and plot.lines[0] and len(plot.y_ticks) < 10
     assert all(0 <= y <= 100 for _, y, _, _ in plot.points)
 
 
 def test_log_scale_only_where_values_span_orders_of_magnitude() -> None:
-    wide = charts.stage_plot("grad_norm", [(0, 1000.0), (1, 10.0), (2, 0.1)])
+    wide = charts.make_plot("grad_norm", [("", [(0, 1000.0), (1, 10.0), (2, 0.1)])])
     assert wide is not None and wide.note == "log scale"
     heights = [point[1] for point in wide.points]
     assert heights[1] - heights[0] == pytest.approx(heights[2] - heights[1], abs=0.02)
-    narrow = charts.stage_plot("loss", [(0, 9.0), (1, 1.0)])
+    narrow = charts.make_plot("loss", [("", [(0, 9.0), (1, 1.0)])])
     assert narrow is not None and narrow.note == ""
 
 
 def test_noise_is_smoothed_and_a_schedule_is_not() -> None:
     rng = random.Random(0)
     noisy = [(step, 2 + rng.gauss(0, 0.3)) for step in range(400)]
-    plot = charts.stage_plot("loss", noisy)
-    assert plot is not None and plot.raw and plot.note == "line: mean of 25 values"
+    plot = charts.make_plot("loss", [("", noisy)])
+    assert plot is not None and plot.raw_lines and plot.note == "line: mean of 25 values"
     assert len(plot.points) <= charts.MAX_POINTS
-    steps = charts.stage_plot("lr", [(step, 2e-4 * 0.8 ** (step // 50)) for step in range(400)])
-    assert steps is not None and steps.raw == "" and steps.note == ""
+    steps = charts.make_plot("lr", [("", [(step, 2e-4 * 0.8 ** (step // 50)) for step in range(400)])])
+    assert steps is not None and steps.raw_lines == [] and steps.note == ""
 
 
 def test_running_mean_and_thinning_keep_what_matters() -> None:
@@ -302,11 +302,11 @@ def test_running_mean_and_thinning_keep_what_matters() -> None:
 
 
 def test_overview_gives_stages_equal_width_in_order() -> None:
-    plot = charts.overview_plot("cider", [("a", [(0, 0.1), (1000, 0.5)]), ("b", [(1010, 0.6), (1020, 0.7)])])
+    plot = charts.make_plot("cider", [("a", [(0, 0.1), (1000, 0.5)]), ("b", [(1010, 0.6), (1020, 0.7)])])
     assert plot is not None and [(band.left, band.width) for band in plot.bands] == [(0, 50), (50, 50)]
     across = [point[0] for point in plot.points]
     assert across == sorted(across) and across[1] < 50 < across[2]
-    assert plot.line.count("M") == 2  # no line from stage to stage
+    assert len(plot.lines) == 2  # no line from stage to stage
 
 
 @pytest.mark.parametrize(
@@ -344,8 +344,8 @@ def test_template_is_packaged() -> None:
 def test_attributions_and_clusters_reach_the_page(tmp_path: Path) -> None:
     maps = np.arange(8.0).reshape(2, 4)
     layers = [
-        LayerColors(1, 1, np.array([[0, 11], [11, 2]]), np.array([3, 3]), 3, 1),
-        LayerColors(0, 2, None, np.array([1, 0]), 0, 2),
+        LayerColors(1, np.array([[0, 11], [11, 2]]), np.array([3, 3]), 3, 1),
+        LayerColors(2, None, np.array([1, 0]), 0, 2),
     ]
     shown = ReportImage(1, _picture(), "a cat", [], 0.5, "test", {}, maps, -maps, layers)
     write_report(tmp_path / "r.html", Report("t", "r", "p", [], [], [], [shown], {}))
