@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from jobs.options import Set
-from pipeline.cluster.doctor import Finding, as_json, examine
+from pipeline.cluster.doctor import Finding, examine
 from pipeline.config.load import parse_config, read_values
 from pipeline.config.run import RunConfig
 
@@ -30,14 +30,14 @@ def doctor(
         findings.append(finding)
         if as_lines:
             print(finding.line)
-    report = as_json(findings)
+    failed = [finding.name for finding in findings if finding.level == "fail"]
     if not as_lines:
+        report = {"ok": not failed, "findings": [vars(finding) for finding in findings]}
         print(json.dumps(report, indent=1, ensure_ascii=False))
     else:
-        failed = [finding.name for finding in findings if finding.level == "fail"]
         subject = str(config) if config is not None else "raycap"
         print(f"{subject} cannot run here: {', '.join(failed)}" if failed else f"{subject} can run here")
-    return 0 if report["ok"] else 1
+    return 1 if failed else 0
 
 
 def _read_config(path: Path | None, overrides: Sequence[str]) -> RunConfig | None:

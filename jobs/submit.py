@@ -79,7 +79,7 @@ def submit(request: Request, address: str, *, detach: bool = False) -> int:
         files, path = package_files(request.config, root, data_folders)
         package = pack(files, Path(scratch) / "code.zip")
         job = Submission(request.command, path, tuple(request.arguments), env, secrets, dependencies)
-        logger.info(f"code      {package.describe()}")
+        logger.info(f"code      {package.summary}")
         logger.info("          sent" if server.upload(package) else "          the cluster has it already")
         job_id = _new_id(config.name)
         server.submit(job_id, job.entrypoint, job.runtime_env(f"gcs://{package.name}"), job.metadata)

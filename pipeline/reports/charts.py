@@ -204,23 +204,15 @@ def _place(points: Series, scale: _Scale, left: float, width: float, series: Ser
 
 
 @dataclass(frozen=True)
-class Bin:
-    """Scores in [low, high); `height` in percent of the fullest bin."""
-
-    low: float
-    high: float
-    count: int
-    height: float
-
-
-@dataclass(frozen=True)
 class Histogram:
+    """Bin i counts the scores in [edges[i], edges[i + 1])."""
+
     name: str
-    bins: list[Bin]
-    edges: list[Tick]
+    counts: list[int]
+    edges: list[float]
+    ticks: list[Tick]
     mean: str
     median: str
-    count: int
 
 
 def histogram(name: str, scores: Sequence[float], highest: float) -> Histogram:
@@ -232,17 +224,13 @@ def histogram(name: str, scores: Sequence[float], highest: float) -> Histogram:
     width = next((width for width in widths if highest / width < 24), highest / 20)
     num_bins = max(1, math.floor(highest / width + 1e-9) + 1)
     positions = np.floor(np.array(scores) / width + 1e-9).astype(int).clip(0, num_bins - 1)
-    counts = np.bincount(positions, minlength=num_bins).tolist()
     edges = [round(index * width, 4) for index in range(num_bins + 1)]
-    every = max(1, math.ceil(num_bins / 8))
+    labeled = range(0, num_bins + 1, max(1, math.ceil(num_bins / 8)))
     return Histogram(
         name=name,
-        bins=[
-            Bin(edges[index], edges[index + 1], count, round(100 * count / max(counts), 1))
-            for index, count in enumerate(counts)
-        ],
-        edges=[Tick(round(100 * i / num_bins, 2), number(edges[i])) for i in range(0, num_bins + 1, every)],
+        counts=np.bincount(positions, minlength=num_bins).tolist(),
+        edges=edges,
+        ticks=[Tick(round(100 * index / num_bins, 2), number(edges[index])) for index in labeled],
         mean=f"{statistics.fmean(scores):.3f}",
         median=f"{statistics.median(scores):.3f}",
-        count=len(scores),
     )

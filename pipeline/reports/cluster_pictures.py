@@ -28,22 +28,11 @@ VEIL = 0.55  # opacity of the colors over the image
 
 @dataclass(frozen=True)
 class LayerColors:
-    """One layer: the index into COLORS of each grid cell (rows, columns) and of each word; None without clusters.
+    """One layer: the index into COLORS of each grid cell (rows, columns) and of each word; None without clusters."""
 
-    number: the layer's number, from 1. num_cells, num_words: numbers of clusters of patches and of words.
-    """
-
-    number: int
+    title: str
     cells: np.ndarray | None
     words: np.ndarray | None
-    num_cells: int = 0
-    num_words: int = 0
-
-    @property
-    def title(self) -> str:
-        parts = [_counted(self.num_cells, "patch cluster")] if self.cells is not None else []
-        parts += [_counted(self.num_words, "phrase")] if self.words is not None else []
-        return f"layer {self.number}: {', '.join(parts)}"
 
     def for_page(self) -> dict[str, Any]:
         """The layer for the report's script; one hex digit for the color of each cell (row by row) and word."""
@@ -56,10 +45,6 @@ class LayerColors:
         }
 
 
-def _counted(count: int, name: str) -> str:
-    return f"{count} {name}" + ("" if count == 1 else "s")
-
-
 def layer_colors(clusters: Clusters) -> list[LayerColors]:
     """Every layer with clusters of patches or words. Without a grid of image tokens, no layer has cells."""
     cells: dict[int, tuple[np.ndarray, int]] = {}
@@ -70,7 +55,10 @@ def layer_colors(clusters: Clusters) -> list[LayerColors]:
     for number in sorted(cells.keys() | words.keys()):
         grid, num_cells = cells.get(number, (None, 0))
         line, num_words = words.get(number, (None, 0))
-        layers.append(LayerColors(number, grid, None if line is None else line[0], num_cells, num_words))
+        counts = [f"{num_cells} patch cluster{'s' * (num_cells != 1)}"] if grid is not None else []
+        counts += [f"{num_words} phrase{'s' * (num_words != 1)}"] if line is not None else []
+        title = f"layer {number}: {', '.join(counts)}"
+        layers.append(LayerColors(title, grid, None if line is None else line[0]))
     return layers
 
 

@@ -28,6 +28,7 @@ from pipeline.storage.path import StoragePath
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 MAX_PIXELS = 200_000_000  # a larger picture gets a placeholder
 JPEG_QUALITY = 82
+THUMBNAIL = 256  # the longer side of a picture on the page, in pixels
 SMALL = 128  # a picture whose sides are shorter, in pixels, is enlarged without interpolation
 MAX_IMAGES = 200  # a page shows at most this many pictures
 SCORE_NAME = "CIDEr-D"
@@ -88,12 +89,12 @@ class Report:
     metadata: dict[str, str]
 
 
-def write_report(path: Path, report: Report, *, max_images: int = MAX_IMAGES, thumbnail: int = 256) -> None:
+def write_report(path: Path, report: Report) -> None:
     """Writes the page to `path`. An existing page is replaced only by a complete one.
 
-    With more than `max_images` pictures the gallery shows the worst, the best and random ones, a third each, with a
-    note. thumbnail: the longer side of a picture in pixels. A picture that cannot be read gets a placeholder with the
-    reason. Raises ValueError when a score row does not have one cell per column.
+    With more than MAX_IMAGES pictures the gallery shows the worst, the best and random ones, a third each, with a note.
+    A picture that cannot be read gets a placeholder with the reason. Raises ValueError when a score row does not have
+    one cell per column.
     """
     for label, cells in report.score_rows:
         if len(cells) != len(report.score_columns):
@@ -101,8 +102,8 @@ def write_report(path: Path, report: Report, *, max_images: int = MAX_IMAGES, th
                 f"the score row {label!r} has {len(cells)} cells, but there are {len(report.score_columns)} columns "
                 f"({', '.join(report.score_columns)}); give one cell per column"
             )
-    images, counts = choose_images(report.images, max_images, seed=report.run_id)
-    cards = _cards(images, thumbnail, seed=report.run_id)
+    images, counts = choose_images(report.images, MAX_IMAGES, seed=report.run_id)
+    cards = _cards(images, seed=report.run_id)
     html = render_template(
         TEMPLATE,
         report=report,
@@ -186,11 +187,11 @@ def _histograms(images: Sequence[ReportImage]) -> list[Histogram]:
     return [histogram(split, scores, max(highest, 0.01)) for split, scores in by_split.items()]
 
 
-def _cards(images: Sequence[ReportImage], size: int, *, seed: str) -> list[dict[str, Any]]:
+def _cards(images: Sequence[ReportImage], *, seed: str) -> list[dict[str, Any]]:
     """The template's values for each picture, lowest score first. Pictures without a score are last."""
     positions = random.Random(seed).sample(range(len(images)), len(images))  # the shuffled order
     with ThreadPoolExecutor(8) as pool:  # on S3 requests spend most of their time waiting
-        thumbnails = list(pool.map(lambda image: _thumbnail(image.path, size), images))
+        thumbnails = list(pool.map(_thumbnail, (image.path for image in images)))
     cards = []
     for image, position, thumbnail in zip(images, positions, thumbnails, strict=True):
         words = tokenize(image.caption)
@@ -198,6 +199,7 @@ def _cards(images: Sequence[ReportImage], size: int, *, seed: str) -> list[dict[
         cards.append(
             {
                 "image": image,
+                "score": image.finite_score,
                 "thumbnail": thumbnail,
                 "length": len(words),
                 "difference": max((_difference(set(words), set(other)) for other in others), default=0.0),
@@ -207,7 +209,7 @@ def _cards(images: Sequence[ReportImage], size: int, *, seed: str) -> list[dict[
                 "clusters": [layer.for_page() for layer in image.clusters],
             }
         )
-    return sorted(cards, key=lambda card: ((score := card["image"].finite_score) is None, score or 0.0))
+    return sorted(cards, key=lambda card: (card["score"] is None, card["score"] or 0.0))
 
 
 def _encode_maps(image: ReportImage, maps: np.ndarray | None) -> str:
@@ -234,15 +236,15 @@ def _difference(words: set[str], others: set[str]) -> float:
     return len(words ^ others) / len(words | others) if words | others else 0.0
 
 
-def _thumbnail(path: StoragePath | Path | bytes, size: int) -> dict[str, Any]:
-    """A JPEG with at most `size` pixels on its longer side, as data URI `uri` with its size, or the `problem`."""
+def _thumbnail(path: StoragePath | Path | bytes) -> dict[str, Any]:
+    """A picture as a small JPEG in a data URI, with its size in pixels; or why it cannot be read, as `problem`."""
     try:
         picture = decode_image(path if isinstance(path, bytes) else path.read_bytes(), MAX_PIXELS)
     except BadImage as error:
         return {"problem": str(error)}
     except OSError as error:
         return {"problem": error.strerror or "cannot be read"}
-    picture.thumbnail((size, size), Image.Resampling.LANCZOS)
+    picture.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
     # Small synthetic pictures have sharp edges, so they keep the full color resolution; photographs keep half of it.
     is_small = max(picture.size) < SMALL

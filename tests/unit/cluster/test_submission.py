@@ -83,9 +83,9 @@ def test_equal_files_pack_to_equal_bytes(tmp_path: Path) -> None:
     for path in root.rglob("*"):
         os.utime(path, (1_000_000_000, 1_000_000_000))
     second = pack(dict(reversed(find_files(root).items())), tmp_path / "b.zip")
-    assert (first.sha1, first.name) == (second.sha1, second.name) and first.name.startswith("_ray_pkg_")
+    assert first.name == second.name and first.name.startswith("_ray_pkg_")
     (root / "jobs" / "cli.py").write_text("changed")
-    assert pack(dict(find_files(root)), tmp_path / "c.zip").sha1 != first.sha1
+    assert pack(dict(find_files(root)), tmp_path / "c.zip").name != first.name
 
 
 def test_an_archive_above_the_limit_is_refused_with_the_largest_files(tmp_path: Path) -> None:
@@ -98,15 +98,15 @@ def test_an_archive_above_the_limit_is_refused_with_the_largest_files(tmp_path: 
         pack(files, tmp_path / "a.zip", limit=250_000)
     assert ".rayignore" in str(refused.value) and not (tmp_path / "a.zip").exists()
     package = pack(files, tmp_path / "a.zip", limit=600_000)
-    assert package.files == 3 and package.size == (tmp_path / "a.zip").stat().st_size
-    assert "noise.bin" in package.describe().split("the largest: ")[1].split(",")[0]
+    assert package.summary.startswith("3 files, ") and package.path == tmp_path / "a.zip"
+    assert "noise.bin" in package.summary.split("the largest: ")[1].split(",")[0]
 
 
 def test_this_project_packs_small_and_whole(tmp_path: Path) -> None:
     """The package holds what a job imports, no tests, and the commit that git would say."""
     files, path = package_files(ROOT / "configs" / "demo.yaml", ROOT)
     package = pack(files, tmp_path / "code.zip")
-    assert path == "configs/demo.yaml" and package.size < 2**20
+    assert path == "configs/demo.yaml" and package.path.stat().st_size < 2**20
     with zipfile.ZipFile(package.path) as archive:
         names = set(archive.namelist())
         assert {"jobs/__main__.py", "pipeline/reports/report.html.jinja", "models/base.py", "COMMIT"} <= names
