@@ -25,11 +25,12 @@ from jobs.cli import COMMANDS
 from pipeline.cluster.jobs_api import FINAL_STATES, JobsServer, UnreachableError
 from pipeline.cluster.packaging import pack
 from pipeline.cluster.submission import (
-    Submission,
     check_places,
     check_texts,
+    entrypoint,
     package_files,
     requirements,
+    runtime_env,
     secret_names,
     variables,
 )
@@ -37,7 +38,7 @@ from pipeline.config.load import load_config
 from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
 from pipeline.runtime.log import unchanged_level
-from pipeline.version import project_root
+from pipeline.version import commit, project_root
 
 logger = logging.getLogger(__name__)
 
@@ -78,11 +79,15 @@ def submit(request: Request, address: str, *, detach: bool = False) -> int:
         data_folders = [Path(uri) for uri in (config.data.root, config.storage.uri) if uri and "://" not in uri]
         files, path = package_files(request.config, root, data_folders)
         package = pack(files, Path(scratch) / "code.zip")
-        job = Submission(request.command, path, tuple(request.arguments), env, secrets, dependencies)
         logger.info(f"code      {package.summary}")
         logger.info("          sent" if server.upload(package) else "          the cluster has it already")
         job_id = _new_id(config.name)
-        server.submit(job_id, job.entrypoint, job.runtime_env(f"gcs://{package.name}"), job.metadata)
+        server.submit(
+            job_id,
+            entrypoint(request.command, path, request.arguments, secrets),
+            runtime_env(f"gcs://{package.name}", env, dependencies),
+            {"raycap.command": f"{request.command} {path}", "raycap.commit": commit()},
+        )
     logger.info(f"job       {job_id}: raycap {request.command} {path}")
     if env:
         logger.info(f"variables {', '.join(env)} (their values can be read on the cluster)")

@@ -60,10 +60,8 @@ def torch_pair() -> Finding:
         torch, vision = importlib.import_module("torch"), importlib.import_module("torchvision")
         vision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
     except Exception as error:  # a broken pair can raise any error
-        text = f"torch and torchvision do not work together: {reason_of(error)}"
-        return Finding(
-            "torch", "fail", text, "install both from one place, as `uv pip install -r requirements.lock` does"
-        )
+        remedy = "install both from one place, as `uv pip install -r requirements.lock` does"
+        return Finding("torch", "fail", f"torch and torchvision do not work together: {reason_of(error)}", remedy)
     return Finding("torch", "ok", f"torch {torch.__version__}, torchvision {vision.__version__}")
 
 

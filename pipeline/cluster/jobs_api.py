@@ -49,11 +49,12 @@ class JobsServer:
         is_local = parts.hostname in ("localhost", "::1") or parts.hostname.startswith("127.")
         self.is_unencrypted = parts.scheme == "http" and not is_local
         self.token, self.token_from = find_token()
-        self.token_sent = False  # the token is sent only to a server that asks for one
+        self.token_sent = False
+        self.headers: dict[str, str] = {}  # the token is sent only to a server that asks for one
 
     def version(self) -> dict[str, Any]:
         """The head's versions, among them `ray_version`. UserError when the server refuses the token."""
-        versions = self._request("GET", "/api/version")
+        versions: dict[str, Any] = self._request("GET", "/api/version")
         if "ray_version" not in versions:
             raise UserError(f"{self.address} answers, but is not a Ray dashboard; give the head's dashboard address")
         return versions
@@ -90,7 +91,7 @@ class JobsServer:
     def job(self, job_id: str) -> dict[str, Any]:
         """A job's record: status, message, driver_exit_code. UserError when there is no such job."""
         try:
-            return self._request("GET", _job_path(job_id))
+            return dict(self._request("GET", _job_path(job_id)))
         except FileNotFoundError:
             raise UserError(f"{self.address} has no job {job_id}; look up its id in the cluster's dashboard") from None
 
@@ -114,7 +115,7 @@ class JobsServer:
         timeout = aiohttp.ClientTimeout(total=None, connect=REQUEST_S, sock_connect=REQUEST_S)
         try:
             async with (
-                aiohttp.ClientSession(headers=self._headers, timeout=timeout, trust_env=True) as session,
+                aiohttp.ClientSession(headers=self.headers, timeout=timeout, trust_env=True) as session,
                 session.ws_connect(url, max_msg_size=0) as socket,
             ):
                 async for piece in _pieces(socket):
@@ -124,22 +125,16 @@ class JobsServer:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise UnreachableError(f"{self.address}: {error or type(error).__name__}") from error
 
-    @property
-    def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.token}"} if self.token_sent else {}
-
-    def _request(
-        self, method: str, path: str, body: bytes | None = None, deadline_s: float = REQUEST_S
-    ) -> dict[str, Any]:
+    def _request(self, method: str, path: str, body: bytes | None = None, deadline_s: float = REQUEST_S) -> Any:
         """The answer's JSON, or {}. FileNotFoundError for 404, UserError for refusals, else UnreachableError."""
-        headers = self._headers | ({"Content-Type": "application/json"} if path == "/api/jobs/" else {})
+        headers = self.headers | ({"Content-Type": "application/json"} if path == "/api/jobs/" else {})
         request = urllib.request.Request(self.address + path, data=body, headers=headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=deadline_s) as response:
                 data = response.read()
         except urllib.error.HTTPError as error:
             if error.code == 401 and self.token and not self.token_sent:
-                self.token_sent = True
+                self.token_sent, self.headers = True, {"Authorization": f"Bearer {self.token}"}
                 return self._request(method, path, body, deadline_s)
             raise self._refusal(error.code, error.read().decode("utf-8", "replace")) from None
         except (OSError, http.client.HTTPException) as error:

@@ -1,4 +1,4 @@
-"""Geometry of the report's interactive charts: scales, ticks, smoothing and SVG paths.
+"""Geometry of the report's interactive charts: scales, ticks, smoothing and lines.
 
 Coordinates are percentages of the plot's width (x, to the right) and height (y, downwards), so that the page can
 stretch the lines without stretching text and strokes.
@@ -10,12 +10,12 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 Series = Sequence[tuple[int, float]]
 Line = list[tuple[float, float]]
+Ticks = list[tuple[float, str]]  # positions on an axis in percent, with their labels
 
 SMOOTH_ABOVE = 50  # a series with more values than this is smoothed if it is noisy
 NOISY_ABOVE = 4.0  # a series is noisy when its total variation is more than this many times its range
@@ -25,28 +25,13 @@ LOG_ABOVE = 100.0  # the scale is logarithmic when the highest value is at least
 PADDING = 0.06  # the scale extends the range of values by this share at both ends
 
 
-class Tick(NamedTuple):
-    """A labeled position on an axis, in percent."""
-
-    at: float
-    label: str
-
-
-class Band(NamedTuple):
-    """One stage of an overview: its position in percent, its name, its range of steps."""
-
-    left: float
-    width: float
-    name: str
-    steps: str
-
-
 @dataclass(frozen=True)
 class Plot:
     """A chart for the template.
 
     lines, raw_lines: one line of (x, y) per stage; raw lines show the values of smoothed stages. points: (x, y, "step
-    1,200", value); the reader selects one by pointer or keys.
+    1,200", value); the reader selects one by pointer or keys. bands: (left, width, name, range of steps) of each stage
+    of an overview.
     """
 
     name: str
@@ -54,9 +39,9 @@ class Plot:
     raw_lines: list[Line]
     points: list[tuple[float, float, str, str]]
     dots: bool
-    x_ticks: list[Tick]
-    y_ticks: list[Tick]
-    bands: list[Band]
+    x_ticks: Ticks
+    y_ticks: Ticks
+    bands: list[tuple[float, float, str, str]]
     last: str
     note: str
     summary: str
@@ -90,7 +75,7 @@ def make_plot(name: str, stages: Sequence[tuple[str, Series]]) -> Plot | None:
     for index, (stage, series) in enumerate(finite):
         left, width = index * stage_width, stage_width
         if len(finite) > 1:
-            bands.append(Band(left, width, stage, f"{series[0][0]:,} to {series[-1][0]:,}"))
+            bands.append((left, width, stage, f"{series[0][0]:,} to {series[-1][0]:,}"))
             left, width = left + 0.04 * width, 0.92 * width  # a gap between stages
         window = max(5, len(series) // 16) | 1 if is_noisy(series) else 1
         longest_window = max(longest_window, window)
@@ -169,13 +154,13 @@ class _Scale:
         value = math.log10(value) if self.log else value
         return 100 * (self.high - value) / (self.high - self.low)
 
-    def ticks(self) -> list[Tick]:
+    def ticks(self) -> Ticks:
         values = nice_values(self.low, self.high, 4)
         if self.log:
             powers = range(math.floor(self.low), math.ceil(self.high) + 1)
             every = max(1, len(powers) // 4)
             values = [10.0**power for power in powers if self.low <= power <= self.high and power % every == 0]
-        return [Tick(round(self.position(value), 2), number(value)) for value in values]
+        return [(round(self.position(value), 2), number(value)) for value in values]
 
 
 def nice_values(low: float, high: float, about: int) -> list[float]:
@@ -187,11 +172,11 @@ def nice_values(low: float, high: float, about: int) -> list[float]:
     return [index * distance for index in range(first, last + 1)]
 
 
-def _step_ticks(first: int, last: int) -> list[Tick]:
+def _step_ticks(first: int, last: int) -> Ticks:
     if last == first:
-        return [Tick(50.0, f"{first:,}")]
+        return [(50.0, f"{first:,}")]
     values = [value for value in nice_values(first, last, 3) if value == int(value)]
-    return [Tick(round(100 * (value - first) / (last - first), 2), f"{int(value):,}") for value in values]
+    return [(round(100 * (value - first) / (last - first), 2), f"{int(value):,}") for value in values]
 
 
 def _place(points: Series, scale: _Scale, left: float, width: float, series: Series) -> Line:
@@ -210,7 +195,7 @@ class Histogram:
     name: str
     counts: list[int]
     edges: list[float]
-    ticks: list[Tick]
+    ticks: Ticks
     mean: str
     median: str
 
@@ -230,7 +215,7 @@ def histogram(name: str, scores: Sequence[float], highest: float) -> Histogram:
         name=name,
         counts=np.bincount(positions, minlength=num_bins).tolist(),
         edges=edges,
-        ticks=[Tick(round(100 * index / num_bins, 2), number(edges[index])) for index in labeled],
+        ticks=[(round(100 * index / num_bins, 2), number(edges[index])) for index in labeled],
         mean=f"{statistics.fmean(scores):.3f}",
         median=f"{statistics.median(scores):.3f}",
     )

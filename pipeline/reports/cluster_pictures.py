@@ -6,7 +6,7 @@ the largest one unless an adjacent cluster has that color. Adjacent clusters dif
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,9 +71,9 @@ def _colored(numbers: Sequence[int], layers: Sequence[np.ndarray]) -> dict[int, 
         sizes = Counter(labels.ravel().tolist())
         colors: dict[int, int] = {}
         for label, _ in sizes.most_common():
-            taken = {colors[other] for other in neighbors.get(label, ()) if other in colors}
-            parts = Counter([] if below is None else below[labels == label].tolist())
-            preferred = [color for color, _ in parts.most_common()] or [label % len(COLORS)]
+            taken = {colors[other] for other in neighbors[label] if other in colors}
+            colors_below: list[int] = [] if below is None else below[labels == label].tolist()
+            preferred = [color for color, _ in Counter(colors_below).most_common()] or [label % len(COLORS)]
             choices = [*preferred, *((label + step) % len(COLORS) for step in range(len(COLORS)))]
             colors[label] = next((color for color in choices if color not in taken), preferred[0])
         below = np.vectorize(colors.get, otypes=[np.int64])(labels) if labels.size else labels
@@ -83,12 +83,12 @@ def _colored(numbers: Sequence[int], layers: Sequence[np.ndarray]) -> dict[int, 
 
 def _neighbors(labels: np.ndarray) -> dict[int, set[int]]:
     """The labels next to each label, horizontally or vertically."""
-    neighbors: dict[int, set[int]] = {}
+    neighbors: dict[int, set[int]] = defaultdict(set)
     for one, other in ((labels[:, 1:], labels[:, :-1]), (labels[1:], labels[:-1])):
         for a, b in zip(one.ravel().tolist(), other.ravel().tolist(), strict=True):
             if a != b:
-                neighbors.setdefault(a, set()).add(b)
-                neighbors.setdefault(b, set()).add(a)
+                neighbors[a].add(b)
+                neighbors[b].add(a)
     return neighbors
 
 
@@ -108,13 +108,14 @@ def cluster_picture(image: Image.Image, words: Sequence[str], clusters: Clusters
         sheet.paste(veiled(image, layer.cells), (left, top + TITLE))
         for index, (word, (line, offset, length)) in enumerate(zip(words, boxes, strict=True)):
             x, y = left + offset, top + TITLE + SIDE + 4 + line * LINE
-            color = None
+            ink = "black"
             if layer.words is not None:
                 color = COLORS[layer.words[index]]
+                ink = ink_on(color)
                 # There is no gap between words of one cluster.
                 is_joined = offset > 0 and layer.words[index] == layer.words[index - 1]
                 draw.rectangle((x - (1 if is_joined else -1), y, x + length - 1, y + LINE - 4), color)
-            draw.text((x + 5, y + 2), word, ink_on(color), font)
+            draw.text((x + 5, y + 2), word, ink, font)
     return sheet
 
 
@@ -152,10 +153,8 @@ def _word_boxes(words: Sequence[str], font: Any) -> list[tuple[int, float, float
     return boxes
 
 
-def ink_on(color: str | None) -> str:
+def ink_on(color: str) -> str:
     """Black or white, whichever has more contrast on a color (WCAG's relative luminance)."""
-    if color is None:
-        return "black"
     red, green, blue = ((value / 255) ** 2.2 for value in ImageColor.getrgb(color))
     return "black" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 else "white"
 

@@ -27,7 +27,8 @@ def write_curves(entries: list[dict[str, Any]], folder: Path) -> list[Path]:
     offsets = dict(zip(lengths, first_steps, strict=False))  # the last sum belongs to no stage
     written = []
     for (kind, key), title in CURVES.items():
-        axes = Figure(figsize=(8, 3.2), layout="constrained").subplots()
+        figure = Figure(figsize=(8, 3.2), layout="constrained")
+        axes = figure.subplots()
         of_kind = [entry for entry in entries if entry["kind"] == kind and key in entry]
         for stage, offset in offsets.items():
             points = [(offset + entry["step"], entry[key]) for entry in of_kind if entry["stage"] == stage]
@@ -38,5 +39,5 @@ def write_curves(entries: list[dict[str, Any]], folder: Path) -> list[Path]:
             axes.grid(color="#dddddd")
             axes.legend()
             written.append(folder / f"{kind}_{key}.png")
-            axes.figure.savefig(written[-1], dpi=110)
+            figure.savefig(written[-1], dpi=110)
     return written

@@ -56,39 +56,29 @@ def heat_map(image: Image.Image, weights: np.ndarray) -> Image.Image:
 
 
 def caption_picture(
-    image: Image.Image, words: Sequence[str], maps: np.ndarray, attribution: np.ndarray | None = None
+    image: Image.Image, words: Sequence[str], attention: np.ndarray, attribution: np.ndarray
 ) -> Image.Image:
-    """The image, then one heat map of `maps` (words, N) per word, with the word below it.
-
-    The heat maps of an attribution (words, N) form a second row, and both rows are labeled.
-    """
-    picture = image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC)
-    rows = [("attention", maps)] + ([("attribution", attribution)] if attribution is not None else [])
-    label_width = LABEL if attribution is not None else 0
+    """The image, then for each word its heat maps of `attention` and `attribution` (words, N), with the word below."""
+    kinds = {"attention": attention, "attribution": attribution}
     columns = min(COLUMNS, 1 + len(words))
-    lines = -(-(1 + len(words)) // columns)
-    width, height = SIDE + MARGIN, len(rows) * (SIDE + MARGIN) + LABEL
-    sheet = Image.new("RGB", (label_width + columns * width + MARGIN, lines * height + MARGIN), "white")
+    width, height = SIDE + MARGIN, len(kinds) * (SIDE + MARGIN) + LABEL
+    num_lines = -(-(1 + len(words)) // columns)
+    sheet = Image.new("RGB", (LABEL + columns * width + MARGIN, num_lines * height + MARGIN), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(18)
-    sheet.paste(picture, (label_width + MARGIN, MARGIN))
-    if label_width:
-        small = ImageFont.load_default(15)
-        draw.multiline_text((label_width + MARGIN, 2 * MARGIN + SIDE), NOTE, "dimgray", small, spacing=6)
-    for line in range(lines if label_width else 0):
-        for row, (name, _) in enumerate(rows):
-            _write_upright(sheet, name, MARGIN + line * height + row * (SIDE + MARGIN), font)
+    sheet.paste(image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC), (LABEL + MARGIN, MARGIN))
+    note_font = ImageFont.load_default(15)
+    draw.multiline_text((LABEL + MARGIN, 2 * MARGIN + SIDE), NOTE, "dimgray", note_font, spacing=6)
+    for row, (kind, maps) in enumerate(kinds.items()):
+        label = Image.new("RGB", (SIDE, LABEL), "white")
+        ImageDraw.Draw(label).text((SIDE / 2, LABEL / 2), kind, "dimgray", font, anchor="mm")
+        for line in range(num_lines):
+            sheet.paste(label.rotate(90, expand=True), (MARGIN // 2, MARGIN + line * height + row * width))
+        for number, weights in enumerate(maps, 1):
+            left, top = LABEL + MARGIN + number % columns * width, MARGIN + number // columns * height
+            sheet.paste(heat_map(image, weights), (left, top + row * width))
     for number, word in enumerate(words, 1):
-        left, top = label_width + MARGIN + number % columns * width, MARGIN + number // columns * height
-        for row, (_, weights) in enumerate(rows):
-            sheet.paste(heat_map(image, weights[number - 1]), (left, top + row * (SIDE + MARGIN)))
+        center = LABEL + MARGIN + number % columns * width + SIDE / 2
         while draw.textlength(word, font) > SIDE:
             word = word.removesuffix("…")[:-1] + "…"
-        draw.text((left + SIDE / 2, top + height - LABEL - MARGIN + 2), word, "black", font, anchor="ma")
+        draw.text((center, (number // columns + 1) * height - LABEL + 2), word, "black", font, anchor="ma")
     return sheet
-
-
-def _write_upright(sheet: Image.Image, text: str, top: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> None:
-    """Writes a row's label at the left edge, rotated by 90 degrees."""
-    strip = Image.new("RGB", (SIDE, LABEL), "white")
-    ImageDraw.Draw(strip).text((SIDE / 2, LABEL / 2), text, "dimgray", font, anchor="mm")
-    sheet.paste(strip.rotate(90, expand=True), (MARGIN // 2, top))

@@ -111,7 +111,10 @@ def write_report(path: Path, report: Report) -> None:
         reason_of=_reason,
         reasons=list(dict.fromkeys(filter(None, (_reason(cell) for _, cells in report.score_rows for cell in cells)))),
         overviews=_overviews(report.stages),
-        stages=[(stage, _stage_plots(stage)) for stage in report.stages],
+        stages=[
+            (stage, [plot for name, series in stage.curves.items() if (plot := make_plot(name, [("", series)]))])
+            for stage in report.stages
+        ],
         histograms=_histograms(report.images),
         cards=cards,
         shape=_aspect_ratio(cards),
@@ -143,19 +146,19 @@ def choose_images(
 ) -> tuple[list[ReportImage], dict[str, int]]:
     """The gallery's pictures in the given order, and the numbers of worst, best and random ones.
 
-    The numbers are {} when the gallery has all pictures.
-    The random choice depends on `seed` only. Pictures without a score can only be among the random ones.
+    The numbers are {} when the gallery has all pictures. The random choice depends on `seed` only. Pictures without a
+    score can only be among the random ones.
     """
     if len(images) <= max_images:
         return list(images), {}
     scored = [(score, index) for index, image in enumerate(images) if (score := image.finite_score) is not None]
     ranked = [index for _, index in sorted(scored)]
     third = min(max_images // 3, len(ranked) // 2)
-    worst, best = ranked[:third], ranked[len(ranked) - third :]
-    rest = sorted(set(range(len(images))) - set(worst) - set(best))
+    extremes = {*ranked[:third], *ranked[len(ranked) - third :]}
+    rest = [index for index in range(len(images)) if index not in extremes]
     at_random = random.Random(seed).sample(rest, min(len(rest), max_images - 2 * third))
-    chosen = [images[index] for index in sorted([*worst, *best, *at_random])]
-    return chosen, {"worst": len(worst), "best": len(best), "random": len(at_random)}
+    chosen = [images[index] for index in sorted([*extremes, *at_random])]
+    return chosen, {"worst": third, "best": third, "random": len(at_random)}
 
 
 def _reason(cell: str) -> str:
@@ -163,11 +166,6 @@ def _reason(cell: str) -> str:
     if not cell.startswith(UNAVAILABLE):
         return ""
     return cell.removeprefix(UNAVAILABLE).lstrip(" :") or "no reason given"
-
-
-def _stage_plots(stage: ReportStage) -> list[Plot]:
-    plots = [make_plot(name, [("", series)]) for name, series in stage.curves.items()]
-    return [plot for plot in plots if plot is not None]
 
 
 def _overviews(stages: Sequence[ReportStage]) -> list[Plot]:

@@ -14,11 +14,12 @@ from jobs.cli import main
 from jobs.submit import command_overrides
 from pipeline.cluster.packaging import find_files, pack
 from pipeline.cluster.submission import (
-    Submission,
     check_places,
     check_texts,
+    entrypoint,
     package_files,
     requirements,
+    runtime_env,
     secret_names,
     variables,
 )
@@ -141,21 +142,19 @@ def test_a_configuration_from_elsewhere_travels_with_what_it_extends(tmp_path: P
 
 
 def test_the_entry_point_is_the_same_command_and_names_missing_secrets() -> None:
-    job = Submission("run", "configs/a b.yaml", ("--set", "name=x y"), {"A": "1"}, ("S3_KEY",), ("six==1.17.0",))
-    assert job.entrypoint.endswith("exec python -m jobs run 'configs/a b.yaml' --set 'name=x y'")
-    assert "S3_KEY:?is not set on the cluster" in job.entrypoint
-    environment = job.runtime_env("gcs://_ray_pkg_x.zip")
+    command = entrypoint("run", "configs/a b.yaml", ["--set", "name=x y"], ["S3_KEY"])
+    assert command.endswith("exec python -m jobs run 'configs/a b.yaml' --set 'name=x y'")
+    assert "S3_KEY:?is not set on the cluster" in command
+    environment = runtime_env("gcs://_ray_pkg_x.zip", {"A": "1"}, ["six==1.17.0"])
     assert environment["env_vars"] == {"A": "1"} and environment["pip"]["packages"] == ["six==1.17.0"]
-    assert Submission("run", "c.yaml").runtime_env("gcs://p.zip") == {"working_dir": "gcs://p.zip"}
+    assert runtime_env("gcs://p.zip", {}, []) == {"working_dir": "gcs://p.zip"}
 
 
 def test_the_entry_point_stops_without_its_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import subprocess
 
     monkeypatch.delenv("RAYCAP_TEST_KEY", raising=False)
-    entry = Submission("run", "c.yaml", secrets=("RAYCAP_TEST_KEY",)).entrypoint.replace(
-        "exec python", "echo would run"
-    )
+    entry = entrypoint("run", "c.yaml", secrets=["RAYCAP_TEST_KEY"]).replace("exec python", "echo would run")
     done = subprocess.run(["sh", "-c", entry], capture_output=True, text=True)
     assert done.returncode != 0 and "RAYCAP_TEST_KEY" in done.stderr and "not set on the cluster" in done.stderr
     monkeypatch.setenv("RAYCAP_TEST_KEY", "x")
@@ -243,7 +242,7 @@ def test_dependencies_are_the_lock_without_ray(tmp_path: Path) -> None:
 
     lines = requirements(ROOT)
     assert any(line.startswith("torch==") for line in lines) and not any(line.startswith("ray==") for line in lines)
-    RuntimeEnv(**Submission("run", "c.yaml", requirements=lines).runtime_env("gcs://_ray_pkg_x.zip"))
+    RuntimeEnv(**runtime_env("gcs://_ray_pkg_x.zip", {}, lines))
     with pytest.raises(UserError, match="checkout"):
         requirements(tmp_path)
 

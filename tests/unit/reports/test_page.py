@@ -257,7 +257,7 @@ def test_curve_lies_in_its_box_and_reads_back() -> None:
     assert heights == sorted(heights) and 0 < heights[0] < heights[-1] < 100
     # The scale starts at zero here, so heights are in proportion to values.
     assert (100 - heights[1]) / (100 - heights[0]) == pytest.approx(0.5, abs=0.001)
-    assert all(0 <= tick.at <= 100 for tick in plot.x_ticks + plot.y_ticks) and len(plot.y_ticks) >= 3
+    assert all(0 <= position <= 100 for position, _ in plot.x_ticks + plot.y_ticks) and len(plot.y_ticks) >= 3
 
 
 def test_values_that_are_not_finite_are_counted_not_drawn() -> None:
@@ -304,7 +304,7 @@ def test_running_mean_and_thinning_keep_what_matters() -> None:
 
 def test_overview_gives_stages_equal_width_in_order() -> None:
     plot = charts.make_plot("cider", [("a", [(0, 0.1), (1000, 0.5)]), ("b", [(1010, 0.6), (1020, 0.7)])])
-    assert plot is not None and [(band.left, band.width) for band in plot.bands] == [(0, 50), (50, 50)]
+    assert plot is not None and [band[:2] for band in plot.bands] == [(0, 50), (50, 50)]
     across = [point[0] for point in plot.points]
     assert across == sorted(across) and across[1] < 50 < across[2]
     assert len(plot.lines) == 2  # no line from stage to stage
