@@ -183,8 +183,7 @@ def tracker(config: RunConfig) -> Finding:
     address = public_uri(config)
     parts = urllib.parse.urlsplit(config.tracking.uri or "")
     if parts.scheme not in ("http", "https"):
-        text = address if parts.hostname else f"{address}: a file, created when it is first used"
-        return Finding("tracker", "ok", text)
+        return Finding("tracker", "ok", address + ("" if parts.hostname else ": a file, created when it is first used"))
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)
         socket.create_connection((parts.hostname or "", port), TRACKER_TIMEOUT_S).close()
@@ -245,10 +244,10 @@ def resources_there(address: str, config: RunConfig | None) -> Finding:
     except (UserError, UnreachableError, FileNotFoundError) as error:
         return Finding("nodes", "warn", f"cannot be listed: {error}")
     alive = [node.get("resources_total") or {} for node in nodes if node.get("state") == "ALIVE"]
-    cpus, cards = (sum(float(node.get(kind, 0)) for node in alive) for kind in ("CPU", "GPU"))
-    text = f"{len(alive)} with {cpus:g} CPUs and {cards:g} GPUs"
+    num_cpus, num_gpus = (sum(float(node.get(kind, 0)) for node in alive) for kind in ("CPU", "GPU"))
+    text = f"{len(alive)} with {num_cpus:g} CPUs and {num_gpus:g} GPUs"
     wanted = 0 if config is None else math.ceil(config.workers.num_workers * config.workers.cpus_per_worker)
-    if wanted > cpus or gpus_wanted(config) > cards:
+    if wanted > num_cpus or gpus_wanted(config) > num_gpus:
         needed = f"{wanted} CPUs and {gpus_wanted(config):g} GPUs"
         return Finding("nodes", "warn", f"{text}; the job needs {needed}", "it waits until the cluster has grown")
     return Finding("nodes", "ok", text)

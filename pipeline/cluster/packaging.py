@@ -29,7 +29,6 @@ ALWAYS_LEFT_OUT = (
     *("/data/", "/results/", "/mlruns/", "/build/", "/dist/", "mlflow.db"),
     *(".env", ".env.*", "*.pem", "*.key", ".netrc", ".pgpass", ".aws/", ".ssh/", "auth_token"),
 )
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time in a zip file
 
 
 class Package(NamedTuple):
@@ -97,8 +96,8 @@ def pack(files: Mapping[str, Path | bytes], target: Path, limit: int = LIMIT_BYT
 
 
 def _add(archive: zipfile.ZipFile, name: str, value: Path | bytes) -> None:
-    """Adds one file, without its times, which would change the archive's digest."""
-    info = zipfile.ZipInfo(name, _EPOCH)
+    """Adds one file. Its time is that of ZipInfo, because the file's times would change the archive's digest."""
+    info = zipfile.ZipInfo(name)
     info.compress_type = zipfile.ZIP_DEFLATED
     is_executable = isinstance(value, Path) and os.access(value, os.X_OK)
     info.external_attr = (0o755 if is_executable else 0o644) << 16

@@ -61,9 +61,10 @@ def caption_picture(
     """The image, then for each word its heat maps of `attention` and `attribution` (words, N), with the word below."""
     kinds = {"attention": attention, "attribution": attribution}
     columns = min(COLUMNS, 1 + len(words))
-    width, height = SIDE + MARGIN, len(kinds) * (SIDE + MARGIN) + LABEL
+    tile = SIDE + MARGIN
+    height = len(kinds) * tile + LABEL  # of a line: one heat map above the other, and the word
     num_lines = -(-(1 + len(words)) // columns)
-    sheet = Image.new("RGB", (LABEL + columns * width + MARGIN, num_lines * height + MARGIN), "white")
+    sheet = Image.new("RGB", (LABEL + columns * tile + MARGIN, num_lines * height + MARGIN), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(18)
     sheet.paste(image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC), (LABEL + MARGIN, MARGIN))
     note_font = ImageFont.load_default(15)
@@ -72,12 +73,12 @@ def caption_picture(
         label = Image.new("RGB", (SIDE, LABEL), "white")
         ImageDraw.Draw(label).text((SIDE / 2, LABEL / 2), kind, "dimgray", font, anchor="mm")
         for line in range(num_lines):
-            sheet.paste(label.rotate(90, expand=True), (MARGIN // 2, MARGIN + line * height + row * width))
+            sheet.paste(label.rotate(90, expand=True), (MARGIN // 2, MARGIN + line * height + row * tile))
         for number, weights in enumerate(maps, 1):
-            left, top = LABEL + MARGIN + number % columns * width, MARGIN + number // columns * height
-            sheet.paste(heat_map(image, weights), (left, top + row * width))
+            left, top = LABEL + MARGIN + number % columns * tile, MARGIN + number // columns * height
+            sheet.paste(heat_map(image, weights), (left, top + row * tile))
     for number, word in enumerate(words, 1):
-        center = LABEL + MARGIN + number % columns * width + SIDE / 2
+        center = LABEL + MARGIN + number % columns * tile + SIDE / 2
         while draw.textlength(word, font) > SIDE:
             word = word.removesuffix("…")[:-1] + "…"
         draw.text((center, (number // columns + 1) * height - LABEL + 2), word, "black", font, anchor="ma")
