@@ -78,14 +78,15 @@ def submit(request: Request, address: str, *, detach: bool = False) -> int:
     with tempfile.TemporaryDirectory(prefix="raycap-submit-") as scratch:
         data_folders = [Path(uri) for uri in (config.data.root, config.storage.uri) if uri and "://" not in uri]
         files, path = package_files(request.config, root, data_folders)
-        package = pack(files, Path(scratch) / "code.zip")
-        logger.info(f"code      {package.summary}")
-        logger.info("          sent" if server.upload(package) else "          the cluster has it already")
+        archive = Path(scratch) / "code.zip"
+        package, summary = pack(files, archive)
+        logger.info(f"code      {summary}")
+        logger.info("          sent" if server.upload(package, archive) else "          the cluster has it already")
         job_id = _new_id(config.name)
         server.submit(
             job_id,
             entrypoint(request.command, path, request.arguments, secrets),
-            runtime_env(f"gcs://{package.name}", env, dependencies),
+            runtime_env(f"gcs://{package}", env, dependencies),
             {"raycap.command": f"{request.command} {path}", "raycap.commit": commit()},
         )
     logger.info(f"job       {job_id}: raycap {request.command} {path}")

@@ -19,7 +19,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.cluster.packaging import Package
 from pipeline.errors import UserError
 
 REQUEST_S, UPLOAD_S = 30.0, 600.0
@@ -64,14 +63,14 @@ class JobsServer:
         answer = self._request("GET", "/api/v0/nodes?detail=1&limit=1000")
         return list(answer.get("data", {}).get("result", {}).get("result", []))
 
-    def upload(self, package: Package) -> bool:
+    def upload(self, name: str, archive: Path) -> bool:
         """Uploads a package to the cluster; False when the cluster has it already."""
-        path = f"/api/packages/gcs/{package.name}"
+        path = f"/api/packages/gcs/{name}"
         try:
             self._request("GET", path)
             return False
         except FileNotFoundError:
-            self._request("PUT", path, package.path.read_bytes(), UPLOAD_S)
+            self._request("PUT", path, archive.read_bytes(), UPLOAD_S)
             return True
 
     def submit(self, job_id: str, entrypoint: str, runtime_env: dict[str, Any], metadata: dict[str, str]) -> None:
@@ -140,10 +139,9 @@ class JobsServer:
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error) or type(error).__name__
             raise UnreachableError(f"{self.address} cannot be reached: {reason}") from error
-        try:
-            return json.loads(data) if data else {}
-        except ValueError:
-            return {}
+        with suppress(ValueError):
+            return json.loads(data)
+        return {}
 
     def _refusal(self, code: int, text: str) -> Exception:
         """The error for a status code of the server and the text of its answer."""

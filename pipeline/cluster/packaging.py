@@ -14,7 +14,6 @@ import shutil
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from pathspec import GitIgnoreSpec
 
@@ -29,14 +28,6 @@ ALWAYS_LEFT_OUT = (
     *("/data/", "/results/", "/mlruns/", "/build/", "/dist/", "mlflow.db"),
     *(".env", ".env.*", "*.pem", "*.key", ".netrc", ".pgpass", ".aws/", ".ssh/", "auth_token"),
 )
-
-
-class Package(NamedTuple):
-    """An archive, its name in Ray's package store (equal files have equal names), and a line about its content."""
-
-    path: Path
-    name: str
-    summary: str
 
 
 def find_files(root: Path, left_out: Iterable[Path] = ()) -> dict[str, Path]:
@@ -65,34 +56,31 @@ def _walk(folder: Path, root: Path, specs: list[tuple[Path, GitIgnoreSpec]], ski
             yield path
 
 
-def pack(files: Mapping[str, Path | bytes], target: Path, limit: int = LIMIT_BYTES) -> Package:
+def pack(files: Mapping[str, Path | bytes], target: Path, limit: int = LIMIT_BYTES) -> tuple[str, str]:
     """Writes the archive `target` of files or contents by their path in it.
 
-    Raises UserError naming the largest files as soon as the archive exceeds `limit` bytes, and removes it.
+    Returns its name in Ray's package store, where equal files have equal names, and a line about its content. Raises
+    UserError naming the largest files as soon as the archive exceeds `limit` bytes.
     """
     sizes = {name: len(value) if isinstance(value, bytes) else value.stat().st_size for name, value in files.items()}
     by_size = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
     largest = ", ".join(f"{name} ({mebibytes(size)})" for name, size in by_size[:NUM_NAMED_FILES])
     num_files, content = f"{len(files)} files", mebibytes(sum(sizes.values()))
-    try:
-        with target.open("wb") as file:
-            with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-                for name in sorted(files):
-                    _add(archive, name, files[name])
-                    if file.tell() > limit:
-                        break
-            size = file.tell()
-        if size > limit:
-            raise UserError(
-                f"the code to send ({num_files}, {content}) packs to more than the {mebibytes(limit)} that Ray's jobs "
-                f"server accepts; list in .rayignore what a job does not need; the largest files: {largest}"
-            )
-    except BaseException:
-        target.unlink(missing_ok=True)
-        raise
+    with target.open("wb") as file:
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name in sorted(files):
+                _add(archive, name, files[name])
+                if file.tell() > limit:
+                    break
+        packed_size = file.tell()
+    if packed_size > limit:
+        raise UserError(
+            f"the code to send ({num_files}, {content}) packs to more than the {mebibytes(limit)} that Ray's jobs "
+            f"server accepts; list in .rayignore what a job does not need; the largest files: {largest}"
+        )
     digest = hashlib.sha1(target.read_bytes()).hexdigest()
-    summary = f"{num_files}, {content}, {mebibytes(size)} packed; the largest: {largest}"
-    return Package(target, f"_ray_pkg_{digest}.zip", summary)
+    summary = f"{num_files}, {content}, {mebibytes(packed_size)} packed; the largest: {largest}"
+    return f"_ray_pkg_{digest}.zip", summary
 
 
 def _add(archive: zipfile.ZipFile, name: str, value: Path | bytes) -> None:

@@ -22,7 +22,6 @@ from pipeline.storage.path import is_remote
 from pipeline.version import COMMIT_FILE, commit
 
 SOURCE_FOLDERS = ("models", "pipeline", "jobs")
-LOCK_FILE = "requirements.lock"
 OUTSIDE_FOLDER = "submitted"  # the package's folder for files that are outside the code
 _SECRET_NAME = re.compile(r"(?i)(PASS(WORD|WD)?|SECRET|TOKEN|CREDENTIALS?|API_?KEY|ACCESS_KEY|PRIVATE_KEY)(_|$)")
 _PASSWORD_IN_URL = re.compile(r"://[^/\s:@]*:(?!\$\{)[^/\s@]+@")
@@ -156,7 +155,7 @@ def check_places(config: RunConfig) -> list[str]:
 
 def requirements(root: Path) -> tuple[str, ...]:
     """The packages of the lock file without those that the cluster provides. UserError if the file is missing."""
-    lock_file = root / LOCK_FILE
+    lock_file = root / "requirements.lock"
     if not lock_file.is_file():
         raise UserError(
             f"--with-dependencies needs {lock_file}, which does not exist; submit from a checkout of raycap"

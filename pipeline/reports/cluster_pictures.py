@@ -157,8 +157,3 @@ def ink_on(color: str) -> str:
     """Black or white, whichever has more contrast on a color (WCAG's relative luminance)."""
     red, green, blue = ((value / 255) ** 2.2 for value in ImageColor.getrgb(color))
     return "black" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 else "white"
-
-
-def color_table() -> list[tuple[str, str]]:
-    """(color, ink) of each color, for pages that draw clusters in the browser."""
-    return [(color, ink_on(color)) for color in COLORS]

@@ -20,7 +20,7 @@ from PIL import Image
 from pipeline.data.images import BadImage, decode_image
 from pipeline.data.vocabulary import tokenize
 from pipeline.reports.charts import Histogram, Plot, histogram, make_plot
-from pipeline.reports.cluster_pictures import LayerColors, color_table
+from pipeline.reports.cluster_pictures import COLORS, LayerColors, ink_on
 from pipeline.reports.text_table import UNAVAILABLE
 from pipeline.storage.atomic import write_text
 from pipeline.storage.path import StoragePath
@@ -119,7 +119,7 @@ def write_report(path: Path, report: Report) -> None:
         cards=cards,
         shape=_aspect_ratio(cards),
         counts=counts,
-        cluster_colors=color_table(),
+        cluster_colors=[(color, ink_on(color)) for color in COLORS],
     )
     # The digest of the page's script in its security policy permits this script and no other one.
     script = html.split("<script>", 1)[1].split("</script>", 1)[0]
@@ -193,14 +193,16 @@ def _cards(images: Sequence[ReportImage], *, seed: str) -> list[dict[str, Any]]:
     cards = []
     for image, position, thumbnail in zip(images, positions, thumbnails, strict=True):
         words = tokenize(image.caption)
-        others = [tokenize(caption) for caption in image.alternatives.values()]
+        pairs = [(set(words), set(tokenize(caption))) for caption in image.alternatives.values()]
+        # the share of words that only one of two captions has
+        differences = [len(one ^ other) / len(one | other) for one, other in pairs if one | other]
         cards.append(
             {
                 "image": image,
                 "score": image.finite_score,
                 "thumbnail": thumbnail,
                 "length": len(words),
-                "difference": max((_difference(set(words), set(other)) for other in others), default=0.0),
+                "difference": max(differences, default=0.0),
                 "position": position,
                 "attention": _encode_maps(image, image.attention),
                 "attribution": _encode_maps(image, image.attribution),
@@ -227,11 +229,6 @@ def _aspect_ratio(cards: Sequence[dict[str, Any]]) -> float:
     thumbnails = [card["thumbnail"] for card in cards if "uri" in card["thumbnail"]]
     ratios = [thumbnail["width"] / thumbnail["height"] for thumbnail in thumbnails]
     return round(min(4 / 3, max(1.0, statistics.median(ratios))), 3) if ratios else 1.0
-
-
-def _difference(words: set[str], others: set[str]) -> float:
-    """The share of words that only one caption has, among all distinct words of two captions."""
-    return len(words ^ others) / len(words | others) if words | others else 0.0
 
 
 def _thumbnail(path: StoragePath | Path | bytes) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import zipfile
 from pathlib import Path
@@ -80,13 +79,13 @@ def test_only_code_is_packed(tmp_path: Path) -> None:
 
 def test_equal_files_pack_to_equal_bytes(tmp_path: Path) -> None:
     root = checkout(tmp_path / "project")
-    first = pack(dict(find_files(root)), tmp_path / "a.zip")
+    first, _ = pack(dict(find_files(root)), tmp_path / "a.zip")
     for path in root.rglob("*"):
         os.utime(path, (1_000_000_000, 1_000_000_000))
-    second = pack(dict(reversed(find_files(root).items())), tmp_path / "b.zip")
-    assert first.name == second.name and first.name.startswith("_ray_pkg_")
+    second, _ = pack(dict(reversed(find_files(root).items())), tmp_path / "b.zip")
+    assert first == second and first.startswith("_ray_pkg_")
     (root / "jobs" / "cli.py").write_text("changed")
-    assert pack(dict(find_files(root)), tmp_path / "c.zip").name != first.name
+    assert pack(dict(find_files(root)), tmp_path / "c.zip")[0] != first
 
 
 def test_an_archive_above_the_limit_is_refused_with_the_largest_files(tmp_path: Path) -> None:
@@ -97,18 +96,18 @@ def test_an_archive_above_the_limit_is_refused_with_the_largest_files(tmp_path: 
     }
     with pytest.raises(UserError, match=r"noise\.bin \(0\.3 MiB\), other\.bin .*") as refused:
         pack(files, tmp_path / "a.zip", limit=250_000)
-    assert ".rayignore" in str(refused.value) and not (tmp_path / "a.zip").exists()
-    package = pack(files, tmp_path / "a.zip", limit=600_000)
-    assert package.summary.startswith("3 files, ") and package.path == tmp_path / "a.zip"
-    assert "noise.bin" in package.summary.split("the largest: ")[1].split(",")[0]
+    assert ".rayignore" in str(refused.value)
+    _, summary = pack(files, tmp_path / "a.zip", limit=600_000)
+    assert summary.startswith("3 files, ") and (tmp_path / "a.zip").is_file()
+    assert "noise.bin" in summary.split("the largest: ")[1].split(",")[0]
 
 
 def test_this_project_packs_small_and_whole(tmp_path: Path) -> None:
     """The package holds what a job imports, no tests, and the commit that git would say."""
     files, path = package_files(ROOT / "configs" / "demo.yaml", ROOT)
-    package = pack(files, tmp_path / "code.zip")
-    assert path == "configs/demo.yaml" and package.path.stat().st_size < 2**20
-    with zipfile.ZipFile(package.path) as archive:
+    pack(files, tmp_path / "code.zip")
+    assert path == "configs/demo.yaml" and (tmp_path / "code.zip").stat().st_size < 2**20
+    with zipfile.ZipFile(tmp_path / "code.zip") as archive:
         names = set(archive.namelist())
         assert {"jobs/__main__.py", "pipeline/reports/report.html.jinja", "models/base.py", "COMMIT"} <= names
         assert not any(name.startswith(("tests/", ".git/", "infra/", ".venv/")) for name in names)
@@ -251,7 +250,7 @@ def test_an_archive_keeps_what_may_be_executed(tmp_path: Path) -> None:
     script = tmp_path / "tool.sh"
     script.write_text("#!/bin/sh\n")
     script.chmod(0o755)
-    data = pack({"tool.sh": script, "plain": b"x"}, tmp_path / "a.zip").path.read_bytes()
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+    pack({"tool.sh": script, "plain": b"x"}, tmp_path / "a.zip")
+    with zipfile.ZipFile(tmp_path / "a.zip") as archive:
         modes = {info.filename: (info.external_attr >> 16) & 0o777 for info in archive.infolist()}
     assert modes == {"tool.sh": 0o755, "plain": 0o644}

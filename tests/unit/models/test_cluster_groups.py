@@ -11,7 +11,7 @@ from models.cluster_groups import Clusters, find_clusters, grid_groups, sequence
 from models.clustformer import ClustFormer
 from models.config import ClustFormerConfig, ExpansionNetConfig, ModelSizes
 from models.registry import build_model
-from pipeline.reports.cluster_pictures import COLORS, cluster_picture, color_table, ink_on, layer_colors, veiled
+from pipeline.reports.cluster_pictures import COLORS, cluster_picture, ink_on, layer_colors, veiled
 
 SIZES = ModelSizes(feature_width=6, vocabulary_size=11, max_positions=9, sos=0, eos=1, pad=2)
 SMALL = {"d_model": 8, "d_ff": 8, "num_heads": 2, "num_encoder_layers": 3, "num_decoder_layers": 2}
@@ -120,4 +120,4 @@ def test_pictures_show_every_layer() -> None:
     one = np.asarray(veiled(Image.new("RGB", (8, 8), "black"), np.ones((2, 2), int)))
     assert not one.any(), "a single cluster needs no color"
     assert ink_on("#f6c445") == "black" and ink_on("#101010") == "white"
-    assert len(list(color_table())) == len(COLORS) == len(set(COLORS))
+    assert len(COLORS) == len(set(COLORS))
