@@ -25,7 +25,7 @@ from jobs.cli import COMMANDS
 from pipeline.cluster.jobs_api import FINAL_STATES, JobsServer, UnreachableError
 from pipeline.cluster.packaging import pack
 from pipeline.cluster.submission import (
-    check_places,
+    check_local_paths,
     check_texts,
     entrypoint,
     package_files,
@@ -70,7 +70,7 @@ def submit(request: Request, address: str, *, detach: bool = False) -> int:
     with _placeholders(secrets):
         config = _parse(request.command, request.config, request.arguments)
     server = JobsServer(address)
-    for warning in check_places(config):
+    for warning in check_local_paths(config):
         logger.warning(warning)
     _log_versions(server)
     root = project_root()

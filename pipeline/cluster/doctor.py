@@ -194,7 +194,7 @@ def tracker(config: RunConfig) -> Finding:
     return Finding("tracker", "ok", f"{address} answers")
 
 
-def ray_here() -> Finding:
+def local_ray() -> Finding:
     """Whether Ray is installed with the packages of its jobs server."""
     try:
         version = importlib.metadata.version("ray")
@@ -204,7 +204,7 @@ def ray_here() -> Finding:
     return Finding("ray", "ok", f"Ray {version}")
 
 
-def token_here() -> Finding:
+def auth_token() -> Finding:
     """The token for clusters that ask for one; a warning when other users can read its file."""
     try:
         token, origin = find_token()
@@ -218,7 +218,7 @@ def token_here() -> Finding:
     return Finding("token", "ok", f"from {origin}")
 
 
-def ray_there(address: str) -> Finding:
+def cluster_ray(address: str) -> Finding:
     """Whether the cluster's jobs server answers, accepts the token, and has the Ray version installed here."""
     try:
         server = JobsServer(address)
@@ -237,7 +237,7 @@ def ray_there(address: str) -> Finding:
     return Finding("cluster", "ok", text)
 
 
-def resources_there(address: str, config: RunConfig | None) -> Finding:
+def cluster_resources(address: str, config: RunConfig | None) -> Finding:
     """Compares the resources of the cluster's live nodes with those of the configuration; a cluster may grow."""
     try:
         nodes = JobsServer(address).nodes()
@@ -265,11 +265,11 @@ def examine(config: RunConfig | None, address: str | None) -> Iterator[Finding]:
     yield disk(cache_folder(), "cache", "free space, or set RAYCAP_CACHE to a folder on another disk")
     yield memory(config, on_cluster)
     yield shared_memory()
-    yield ray_here()
-    yield token_here()
+    yield local_ray()
+    yield auth_token()
     if address is not None:
-        yield ray_there(address)
-        yield resources_there(address, config)
+        yield cluster_ray(address)
+        yield cluster_resources(address, config)
     if config is not None:
         if not is_remote(config.storage.uri):
             yield disk(config.working_path, "disk", "free space, or set another storage")

@@ -109,7 +109,7 @@ def _check_name(name: str, option: str) -> None:
         raise UserError(f"{option} {name!r} is not a variable name; use letters, digits and _")
 
 
-def check_texts(config: Path, arguments: Sequence[str], known: Iterable[str]) -> None:
+def check_texts(config: Path, arguments: Sequence[str], available: Iterable[str]) -> None:
     """UserError for a password in what is sent, and for a `${VARIABLE}` that the job would not have."""
     texts = [("an argument", argument) for argument in arguments]
     for path in referenced_files(config):
@@ -122,14 +122,14 @@ def check_texts(config: Path, arguments: Sequence[str], known: Iterable[str]) ->
                 "write it as ${NAME} and give --secret NAME"
             )
         for name in re.findall(r"\$\{(\w+)\}", text):
-            if name not in known:
+            if name not in available:
                 raise UserError(
                     f"{source} needs the environment variable {name} on the cluster; give --secret {name}, "
                     f"or --env {name} when everyone may see its value"
                 )
 
 
-def check_places(config: RunConfig) -> list[str]:
+def check_local_paths(config: RunConfig) -> list[str]:
     """Warnings about local paths, which must exist on every node.
 
     UserError for relative ones: data are not sent with a job, and its results would be lost with its folder.

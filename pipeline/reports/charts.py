@@ -47,7 +47,7 @@ class Plot:
     summary: str
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Three or four significant digits, with an exponent for very small and large values: 0.0015, 12,345, 2e-5."""
     size = abs(value)
     if 1000 <= size < 1e6:
@@ -80,10 +80,12 @@ def make_plot(name: str, stages: Sequence[tuple[str, Series]]) -> Plot | None:
         window = max(5, len(series) // 16) | 1 if is_noisy(series) else 1
         longest_window = max(longest_window, window)
         smooth = thin(running_mean(series, window))
-        lines.append(_place(smooth, scale, left, width, series))
-        points += [(x, y, f"step {s:,}", number(value)) for (x, y), (s, value) in zip(lines[-1], smooth, strict=True)]
+        lines.append(_place_points(smooth, scale, left, width, series))
+        points += [
+            (x, y, f"step {s:,}", format_number(value)) for (x, y), (s, value) in zip(lines[-1], smooth, strict=True)
+        ]
         if window > 1:
-            raw_lines.append(_place(thin(series), scale, left, width, series))
+            raw_lines.append(_place_points(thin(series), scale, left, width, series))
     num_values = sum(len(series) for _, series in stages)
     notes = [
         "log scale" if scale.log else "",
@@ -97,13 +99,13 @@ def make_plot(name: str, stages: Sequence[tuple[str, Series]]) -> Plot | None:
         raw_lines=raw_lines,
         points=points,
         dots=len(points) <= DOTS_UP_TO * len(finite),
-        x_ticks=_step_ticks(first_series[0][0], last_step) if len(finite) == 1 else [],
-        y_ticks=scale.ticks(),
+        x_ticks=_make_step_ticks(first_series[0][0], last_step) if len(finite) == 1 else [],
+        y_ticks=scale.make_ticks(),
         bands=bands,
-        last=number(last_value),
+        last=format_number(last_value),
         note="; ".join(filter(None, notes)),
-        summary=f"{name}, {len(values)} values up to step {last_step:,}: first {number(values[0])}, "
-        f"last {number(last_value)}, lowest {number(min(values))}, highest {number(max(values))}",
+        summary=f"{name}, {len(values)} values up to step {last_step:,}: first {format_number(values[0])}, "
+        f"last {format_number(last_value)}, lowest {format_number(min(values))}, highest {format_number(max(values))}",
     )
 
 
@@ -154,16 +156,16 @@ class _Scale:
         value = math.log10(value) if self.log else value
         return 100 * (self.high - value) / (self.high - self.low)
 
-    def ticks(self) -> Ticks:
-        values = nice_values(self.low, self.high, 4)
+    def make_ticks(self) -> Ticks:
+        values = choose_round_values(self.low, self.high, 4)
         if self.log:
             powers = range(math.floor(self.low), math.ceil(self.high) + 1)
             every = max(1, len(powers) // 4)
             values = [10.0**power for power in powers if self.low <= power <= self.high and power % every == 0]
-        return [(round(self.position(value), 2), number(value)) for value in values]
+        return [(round(self.position(value), 2), format_number(value)) for value in values]
 
 
-def nice_values(low: float, high: float, about: int) -> list[float]:
+def choose_round_values(low: float, high: float, about: int) -> list[float]:
     """About `about` round values in [low, high], at distances of 1, 2, 2.5 or 5 times a power of ten."""
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
@@ -172,14 +174,14 @@ def nice_values(low: float, high: float, about: int) -> list[float]:
     return [index * distance for index in range(first, last + 1)]
 
 
-def _step_ticks(first: int, last: int) -> Ticks:
+def _make_step_ticks(first: int, last: int) -> Ticks:
     if last == first:
         return [(50.0, f"{first:,}")]
-    values = [value for value in nice_values(first, last, 3) if value == int(value)]
+    values = [value for value in choose_round_values(first, last, 3) if value == int(value)]
     return [(round(100 * (value - first) / (last - first), 2), f"{int(value):,}") for value in values]
 
 
-def _place(points: Series, scale: _Scale, left: float, width: float, series: Series) -> Line:
+def _place_points(points: Series, scale: _Scale, left: float, width: float, series: Series) -> Line:
     """Positions in percent. The steps of `series` fill `width`; a single step is in the middle."""
     first, span = series[0][0], series[-1][0] - series[0][0]
     return [
@@ -200,7 +202,7 @@ class Histogram:
     median: str
 
 
-def histogram(name: str, scores: Sequence[float], highest: float) -> Histogram:
+def make_histogram(name: str, scores: Sequence[float], highest: float) -> Histogram:
     """A histogram of scores from 0 to `highest` with at most 24 bins of a round width.
 
     Histograms to compare must have the same `highest`.
@@ -215,7 +217,7 @@ def histogram(name: str, scores: Sequence[float], highest: float) -> Histogram:
         name=name,
         counts=np.bincount(positions, minlength=num_bins).tolist(),
         edges=edges,
-        ticks=[(round(100 * index / num_bins, 2), number(edges[index])) for index in labeled],
+        ticks=[(round(100 * index / num_bins, 2), format_number(edges[index])) for index in labeled],
         mean=f"{statistics.fmean(scores):.3f}",
         median=f"{statistics.median(scores):.3f}",
     )

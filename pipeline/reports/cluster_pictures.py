@@ -23,7 +23,7 @@ COLORS = (
     "#2e86ab", "#f6c445", "#d1495b", "#3fa34d", "#8e5bb5", "#ee8434",
     "#17a398", "#d987b8", "#8d6346", "#a6c24a", "#5f6f8c", "#c9c5b1",
 )  # fmt: skip
-VEIL = 0.55  # opacity of the colors over the image
+OPACITY = 0.55  # opacity of the colors over the image
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,10 @@ def layer_colors(clusters: Clusters) -> list[LayerColors]:
     """Every layer with clusters of patches or words. Without a grid of image tokens, no layer has cells."""
     cells: dict[int, tuple[np.ndarray, int]] = {}
     if clusters.grid is not None:
-        cells = _colored(clusters.encoder_layers, [labels.reshape(clusters.grid) for labels in clusters.image.numpy()])
-    words = _colored(clusters.decoder_layers, [labels[None] for labels in clusters.words.numpy()])
+        cells = _choose_colors(
+            clusters.encoder_layers, [labels.reshape(clusters.grid) for labels in clusters.image.numpy()]
+        )
+    words = _choose_colors(clusters.decoder_layers, [labels[None] for labels in clusters.words.numpy()])
     layers = []
     for number in sorted(cells.keys() | words.keys()):
         grid, num_cells = cells.get(number, (None, 0))
@@ -62,12 +64,12 @@ def layer_colors(clusters: Clusters) -> list[LayerColors]:
     return layers
 
 
-def _colored(numbers: Sequence[int], layers: Sequence[np.ndarray]) -> dict[int, tuple[np.ndarray, int]]:
+def _choose_colors(numbers: Sequence[int], layers: Sequence[np.ndarray]) -> dict[int, tuple[np.ndarray, int]]:
     """By layer number the colors (rows, columns) and the number of clusters. The lowest layer comes first."""
     colored: dict[int, tuple[np.ndarray, int]] = {}
     below = None  # the colors of the layer below
     for number, labels in zip(numbers, layers, strict=True):
-        neighbors = _neighbors(labels)
+        neighbors = _find_neighbors(labels)
         sizes = Counter(labels.ravel().tolist())
         colors: dict[int, int] = {}
         for label, _ in sizes.most_common():
@@ -81,7 +83,7 @@ def _colored(numbers: Sequence[int], layers: Sequence[np.ndarray]) -> dict[int, 
     return colored
 
 
-def _neighbors(labels: np.ndarray) -> dict[int, set[int]]:
+def _find_neighbors(labels: np.ndarray) -> dict[int, set[int]]:
     """The labels next to each label, horizontally or vertically."""
     neighbors: dict[int, set[int]] = defaultdict(set)
     for one, other in ((labels[:, 1:], labels[:, :-1]), (labels[1:], labels[:-1])):
@@ -96,7 +98,7 @@ def cluster_picture(image: Image.Image, words: Sequence[str], clusters: Clusters
     """One tile per layer: the image and the caption's words in the colors of their clusters."""
     layers = layer_colors(clusters)
     font, small = ImageFont.load_default(18), ImageFont.load_default(15)
-    boxes = _word_boxes(words, font)
+    boxes = _lay_out_words(words, font)
     columns = min(COLUMNS, max(1, len(layers)))
     width, height = SIDE + MARGIN, SIDE + TITLE + LINE * (1 + (boxes[-1][0] if boxes else 0)) + MARGIN
     rows = -(-len(layers) // columns)
@@ -105,21 +107,21 @@ def cluster_picture(image: Image.Image, words: Sequence[str], clusters: Clusters
     for number, layer in enumerate(layers):
         left, top = MARGIN + number % columns * width, MARGIN + number // columns * height
         draw.text((left, top), layer.title, "black", small)
-        sheet.paste(veiled(image, layer.cells), (left, top + TITLE))
+        sheet.paste(color_cells(image, layer.cells), (left, top + TITLE))
         for index, (word, (line, offset, length)) in enumerate(zip(words, boxes, strict=True)):
             x, y = left + offset, top + TITLE + SIDE + 4 + line * LINE
-            ink = "black"
+            font_color = "black"
             if layer.words is not None:
                 color = COLORS[layer.words[index]]
-                ink = ink_on(color)
+                font_color = text_color(color)
                 # There is no gap between words of one cluster.
                 is_joined = offset > 0 and layer.words[index] == layer.words[index - 1]
                 draw.rectangle((x - (1 if is_joined else -1), y, x + length - 1, y + LINE - 4), color)
-            draw.text((x + 5, y + 2), word, ink, font)
+            draw.text((x + 5, y + 2), word, font_color, font)
     return sheet
 
 
-def veiled(image: Image.Image, cells: np.ndarray | None) -> Image.Image:
+def color_cells(image: Image.Image, cells: np.ndarray | None) -> Image.Image:
     """The image (SIDE x SIDE) under the colors of its cells, with lines between clusters.
 
     The image remains unchanged without cells, or when all have one color.
@@ -128,8 +130,8 @@ def veiled(image: Image.Image, cells: np.ndarray | None) -> Image.Image:
     if cells is None or (cells == cells.flat[0]).all():
         return picture
     palette = np.array([ImageColor.getrgb(color) for color in COLORS], np.uint8)
-    veil = Image.fromarray(palette[cells]).resize((SIDE, SIDE), Image.Resampling.NEAREST)
-    picture = Image.blend(picture, veil, VEIL)
+    overlay = Image.fromarray(palette[cells]).resize((SIDE, SIDE), Image.Resampling.NEAREST)
+    picture = Image.blend(picture, overlay, OPACITY)
     draw, (rows, columns) = ImageDraw.Draw(picture), cells.shape
     for row in range(rows):
         for column in range(columns):
@@ -141,7 +143,7 @@ def veiled(image: Image.Image, cells: np.ndarray | None) -> Image.Image:
     return picture
 
 
-def _word_boxes(words: Sequence[str], font: Any) -> list[tuple[int, float, float]]:
+def _lay_out_words(words: Sequence[str], font: Any) -> list[tuple[int, float, float]]:
     """The line, left edge and width of each word, so that no line is wider than a tile."""
     boxes, line, left = [], 0, 0.0
     for word in words:
@@ -153,7 +155,7 @@ def _word_boxes(words: Sequence[str], font: Any) -> list[tuple[int, float, float
     return boxes
 
 
-def ink_on(color: str) -> str:
+def text_color(color: str) -> str:
     """Black or white, whichever has more contrast on a color (WCAG's relative luminance)."""
     red, green, blue = ((value / 255) ** 2.2 for value in ImageColor.getrgb(color))
     return "black" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 else "white"

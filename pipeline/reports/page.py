@@ -19,8 +19,8 @@ from PIL import Image
 
 from pipeline.data.images import BadImage, decode_image
 from pipeline.data.vocabulary import tokenize
-from pipeline.reports.charts import Histogram, Plot, histogram, make_plot
-from pipeline.reports.cluster_pictures import COLORS, LayerColors, ink_on
+from pipeline.reports.charts import Histogram, Plot, make_histogram, make_plot
+from pipeline.reports.cluster_pictures import COLORS, LayerColors, text_color
 from pipeline.reports.text_table import UNAVAILABLE
 from pipeline.storage.atomic import write_text
 from pipeline.storage.path import StoragePath
@@ -119,7 +119,7 @@ def write_report(path: Path, report: Report) -> None:
         cards=cards,
         shape=_aspect_ratio(cards),
         counts=counts,
-        cluster_colors=[(color, ink_on(color)) for color in COLORS],
+        cluster_colors=[(color, text_color(color)) for color in COLORS],
     )
     # The digest of the page's script in its security policy permits this script and no other one.
     script = html.split("<script>", 1)[1].split("</script>", 1)[0]
@@ -182,7 +182,7 @@ def _histograms(images: Sequence[ReportImage]) -> list[Histogram]:
         if (score := image.finite_score) is not None:
             by_split.setdefault(image.split, []).append(score)
     highest = max((score for scores in by_split.values() for score in scores), default=0.0)
-    return [histogram(split, scores, max(highest, 0.01)) for split, scores in by_split.items()]
+    return [make_histogram(split, scores, max(highest, 0.01)) for split, scores in by_split.items()]
 
 
 def _cards(images: Sequence[ReportImage], *, seed: str) -> list[dict[str, Any]]:

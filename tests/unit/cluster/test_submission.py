@@ -13,7 +13,7 @@ from jobs.cli import main
 from jobs.submit import command_overrides
 from pipeline.cluster.packaging import find_files, pack
 from pipeline.cluster.submission import (
-    check_places,
+    check_local_paths,
     check_texts,
     entrypoint,
     package_files,
@@ -199,7 +199,7 @@ def test_paths_of_this_machine(tmp_path: Path) -> None:
     def parsed(**changes: str) -> list[str]:
         path = tmp_path / "run.yaml"
         path.write_text(yaml.safe_dump(small_config("results")))
-        return check_places(load_config(path, [f"{key}={value}" for key, value in changes.items()]))
+        return check_local_paths(load_config(path, [f"{key}={value}" for key, value in changes.items()]))
 
     with pytest.raises(UserError, match="storage = results"):
         parsed()

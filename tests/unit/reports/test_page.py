@@ -323,17 +323,17 @@ def test_overview_gives_stages_equal_width_in_order() -> None:
     ],
 )
 def test_numbers_read_well(value: float, text: str) -> None:
-    assert charts.number(value) == text
+    assert charts.format_number(value) == text
 
 
 def test_histogram_counts_every_score_once() -> None:
     scores = [0.0, 0.1, 0.3, 0.30000000000000004, 1.0, 2.0]
-    chart = charts.histogram("test", scores, 2.0)
+    chart = charts.make_histogram("test", scores, 2.0)
     assert sum(chart.counts) == 6 and chart.median == "0.300"
     for count, low, high in zip(chart.counts, chart.edges, [*chart.edges[1:-1], math.inf], strict=False):
         assert count == sum(low - 1e-9 <= score < high - 1e-9 for score in scores)
-    assert len(charts.histogram("test", [0.01, 10.0], 10.0).counts) <= 24
-    assert sum(charts.histogram("test", [0.0], 0.01).counts) == 1
+    assert len(charts.make_histogram("test", [0.01, 10.0], 10.0).counts) <= 24
+    assert sum(charts.make_histogram("test", [0.0], 0.01).counts) == 1
 
 
 def test_template_is_packaged() -> None:
