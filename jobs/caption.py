@@ -205,16 +205,16 @@ def _draw(path: Path, name: str, service: Any, pixels: Any, caption: str) -> dic
     """
     from pipeline.captioning.service import MAX_PIXELS
     from pipeline.data.images import decode_image
-    from pipeline.reports.cluster_pictures import write_cluster_picture
-    from pipeline.reports.heat_maps import write_caption_picture
+    from pipeline.reports.cluster_pictures import cluster_picture
+    from pipeline.reports.heat_maps import caption_picture
 
     image, words = decode_image(storage_path(name).read_bytes(), MAX_PIXELS), caption.split()
     attention = service.attention(pixels, caption).float().numpy()
     attribution = service.attribution(pixels, caption)
-    write_caption_picture(path, image, words, attention, attribution.shares().numpy())
+    caption_picture(image, words, attention, attribution.shares().numpy()).save(path)
     clusters = service.clusters(pixels, caption)
     if clusters is not None:
-        write_cluster_picture(path.with_name(f"{path.stem}-clusters.png"), image, words, clusters)
+        cluster_picture(image, words, clusters).save(path.with_name(f"{path.stem}-clusters.png"))
     gap = float(attribution.gap.max()) if words else 0.0  # an empty caption has no attributions
     return {"attribution": {"steps": attribution.steps, "gap": round(gap, 6)}}
 

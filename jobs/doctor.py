@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from jobs.options import Set
-from pipeline.cluster.doctor import Finding, as_json, examine
+from pipeline.cluster.doctor import Finding, examine
 from pipeline.config.load import parse_config, read_values
 from pipeline.config.run import RunConfig
 
@@ -35,7 +35,8 @@ def doctor(
             print(finding.line)
     failed = [finding.name for finding in findings if finding.level == "fail"]
     if print_json:
-        print(json.dumps(as_json(findings), indent=1, ensure_ascii=False))
+        report = {"ok": not failed, "findings": [vars(finding) for finding in findings]}
+        print(json.dumps(report, indent=1, ensure_ascii=False))
     else:
         subject = str(config) if config is not None else "raycap"
         print(f"{subject} cannot run here: {', '.join(failed)}" if failed else f"{subject} can run here")

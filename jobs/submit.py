@@ -12,9 +12,9 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,11 +25,12 @@ from jobs.cli import COMMANDS
 from pipeline.cluster.jobs_api import FINAL_STATES, JobsServer, UnreachableError
 from pipeline.cluster.packaging import pack
 from pipeline.cluster.submission import (
-    Submission,
-    check_places,
+    check_local_paths,
     check_texts,
+    entrypoint,
     package_files,
     requirements,
+    runtime_env,
     secret_names,
     variables,
 )
@@ -37,7 +38,7 @@ from pipeline.config.load import load_config
 from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
 from pipeline.runtime.log import unchanged_level
-from pipeline.version import project_root
+from pipeline.version import commit, project_root
 
 logger = logging.getLogger(__name__)
 
@@ -45,20 +46,29 @@ POLL_S = 2.0
 GIVE_UP_AFTER_S = 600.0  # following a job ends when the cluster was unreachable for this long
 
 
-def submit(job: Submission, address: str, *, with_dependencies: bool = False, detach: bool = False) -> int:
+@dataclass(frozen=True)
+class Job:
+    """A command to run on a cluster. variables: environment variables. secrets: names of variables of the nodes."""
+
+    command: str
+    config: Path
+    arguments: Sequence[str] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    secrets: Sequence[str] = ()
+
+
+def submit(job: Job, address: str, *, with_dependencies: bool = False, detach: bool = False) -> int:
     """Packs the code, sends it and follows the job. Returns the job's exit code, or 0 at once with `detach`.
 
-    job: its configuration is a path on this machine. Raises UserError for every mistake that can be found before
-    anything is sent.
+    Raises UserError for every mistake that can be found before anything is sent.
     """
-    source = Path(job.config)
-    if not source.is_file():
-        raise UserError(f"configuration {source} does not exist; give the path of a YAML file")
-    check_texts(source, job.arguments, {*job.variables, *job.secrets})
+    if not job.config.is_file():
+        raise UserError(f"configuration {job.config} does not exist; give the path of a YAML file")
+    check_texts(job.config, job.arguments, {*job.variables, *job.secrets})
     with _placeholders(job.secrets):
-        config = _parse(job.command, source, job.arguments)
+        config = _parse(job.command, job.config, job.arguments)
     server = JobsServer(address)
-    for warning in check_places(config):
+    for warning in check_local_paths(config):
         logger.warning(warning)
     local_ray, cluster_ray = importlib.metadata.version("ray"), server.version()["ray_version"]
     logger.info(f"cluster   {server.address}, Ray {cluster_ray}")
@@ -70,16 +80,21 @@ def submit(job: Submission, address: str, *, with_dependencies: bool = False, de
     dependencies = requirements(root) if with_dependencies else ()
     with tempfile.TemporaryDirectory(prefix="raycap-submit-") as scratch:
         data_folders = [Path(uri) for uri in (config.data.root, config.storage.uri) if uri and "://" not in uri]
-        files, packed_config = package_files(source, root, data_folders)
-        package = pack(files, Path(scratch) / "code.zip")
-        job = replace(job, config=packed_config, requirements=dependencies)
-        logger.info(f"code      {package.describe()}")
-        logger.info("          sent" if server.upload(package) else "          the cluster has it already")
+        files, packed_config = package_files(job.config, root, data_folders)
+        archive = Path(scratch) / "code.zip"
+        package, summary = pack(files, archive)
+        logger.info(f"code      {summary}")
+        logger.info("          sent" if server.upload(package, archive) else "          the cluster has it already")
         begin = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
         name = re.sub(r"[^A-Za-z0-9-]", "-", config.name)
         job_id = f"raycap-{name}-{begin}-{uuid.uuid4().hex[:6]}"
-        server.submit(job_id, job.entrypoint, job.runtime_env(f"gcs://{package.name}"), job.metadata)
-    logger.info(f"job       {job_id}: raycap {job.command} {job.config}")
+        server.submit(
+            job_id,
+            entrypoint(job.command, packed_config, job.arguments, job.secrets),
+            runtime_env(f"gcs://{package}", job.variables, dependencies),
+            {"raycap.command": f"{job.command} {packed_config}", "raycap.commit": commit()},
+        )
+    logger.info(f"job       {job_id}: raycap {job.command} {packed_config}")
     if job.variables:
         logger.info(f"variables {', '.join(job.variables)} (their values can be read on the cluster)")
     if job.secrets:
@@ -310,7 +325,7 @@ def command(
             "raycap submit COMMAND CONFIG|ID --address URL OPTIONS"
         )
     if not manages_job:
-        job = Submission(command, config, tuple(context.args), variables(env or ()), secret_names(secret or ()))
+        job = Job(command, Path(config), context.args, variables(env or ()), secret_names(secret or ()))
         return submit(job, address, with_dependencies=with_dependencies, detach=detach)
     server = JobsServer(address)
     if command == "status":

@@ -1,4 +1,4 @@
-"""Checks of this machine and of a cluster, each with a remedy where it finds a problem.
+"""Checks of this machine and of a cluster, with a remedy for each problem.
 
 A check returns a Finding and never raises. `fail` means that a configuration cannot run, `warn` that a part of it will
 be missing, slower or delayed.
@@ -15,10 +15,10 @@ import shutil
 import socket
 import stat
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pipeline.cluster.jobs_api import JobsServer, UnreachableError, find_token
 from pipeline.config.run import RunConfig
@@ -60,46 +60,37 @@ def torch_pair() -> Finding:
         torch, vision = importlib.import_module("torch"), importlib.import_module("torchvision")
         vision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
     except Exception as error:  # a broken pair can raise any error
-        reason = reason_of(error)
-        return Finding(
-            "torch", "fail", f"torch and torchvision do not work together: {reason}",
-            "install both from one place, as `uv pip install -r requirements.lock` does",
-        )  # fmt: skip
+        remedy = "install both from one place, as `uv pip install -r requirements.lock` does"
+        return Finding("torch", "fail", f"torch and torchvision do not work together: {reason_of(error)}", remedy)
     return Finding("torch", "ok", f"torch {torch.__version__}, torchvision {vision.__version__}")
 
 
 def bfloat16(config: RunConfig | None) -> Finding:
+    """Whether features are computed in bfloat16, which is fast only on hardware that supports it."""
     from pipeline.features.extraction import resolve_dtype
 
-    wanted = "auto" if config is None else config.features.compute_dtype
-    in_hardware = resolve_dtype("auto") == "bfloat16"
-    if in_hardware:
-        return Finding(
-            "bfloat16", "ok", "in hardware: features are computed in bfloat16 unless a configuration says float32"
-        )
-    if wanted == "bfloat16":
-        return Finding(
-            "bfloat16", "warn", "features.compute_dtype asks for bfloat16, which this processor only emulates",
-            "set features.compute_dtype=float32, which is faster here",
-        )  # fmt: skip
+    if resolve_dtype("auto") == "bfloat16":
+        text = "in hardware: features are computed in bfloat16 unless a configuration says float32"
+        return Finding("bfloat16", "ok", text)
+    if config is not None and config.features.compute_dtype == "bfloat16":
+        text = "features.compute_dtype asks for bfloat16, which this processor only emulates"
+        return Finding("bfloat16", "warn", text, "set features.compute_dtype=float32, which is faster here")
     return Finding("bfloat16", "ok", "not in hardware: features are computed in float32")
 
 
 def gpus(config: RunConfig | None, on_cluster: bool) -> Finding:
-    """GPUs that torch sees, against those of the configuration; `on_cluster`: on a cluster, whose nodes have them."""
+    """Compares the GPUs that torch sees with those of the configuration, which may be on a cluster's nodes instead."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
     wanted = gpus_wanted(config)
-    if wanted > count and not on_cluster:
-        return Finding(
-            "gpus", "fail", f"the configuration uses {wanted:g}, torch sees {count}",
-            "set workers.gpus_per_worker and features.gpus_per_actor to 0, join a cluster, or check the driver",
-        )  # fmt: skip
-    if wanted > count:
+    if wanted <= count:
+        return Finding("gpus", "ok", f"{count}: {names}" if count else "none here, none needed")
+    if on_cluster:
         return Finding("gpus", "ok", f"{count} here; the configuration uses {wanted:g} on the cluster's nodes")
-    return Finding("gpus", "ok", f"{count}: {names}" if count else "none here, none needed")
+    remedy = "set workers.gpus_per_worker and features.gpus_per_actor to 0, join a cluster, or check the driver"
+    return Finding("gpus", "fail", f"the configuration uses {wanted:g}, torch sees {count}", remedy)
 
 
 def gpus_wanted(config: RunConfig | None) -> float:
@@ -124,7 +115,7 @@ def spice() -> Finding:
 
 
 def disk(folder: Path, name: str, remedy: str) -> Finding:
-    """Free space where a folder is or will be."""
+    """Free space for a folder, which need not exist yet."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free / 2**30
     text = f"{free:.1f} GiB free for {folder}"
@@ -139,9 +130,8 @@ def memory(config: RunConfig | None, on_cluster: bool) -> Finding:
     needed = MIN_MEMORY_GIB + WORKER_GIB * workers
     text = f"{free:.1f} GiB free"
     if free < needed:
-        return Finding(
-            "memory", "fail", f"{text}, {workers} workers and Ray need {needed:.1f}", "use fewer workers or free memory"
-        )
+        text += f", {workers} workers and Ray need {needed:.1f}"
+        return Finding("memory", "fail", text, "use fewer workers or free memory")
     if free < ENOUGH_MEMORY_GIB:
         return Finding("memory", "warn", text, f"SPICE needs {ENOUGH_MEMORY_GIB} GiB in addition")
     return Finding("memory", "ok", text)
@@ -153,28 +143,25 @@ def shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
         return Finding("shm", "ok", f"no {folder} on this system")
     free = shutil.disk_usage(folder).free / 2**30
     if free < OBJECT_STORE_GIB:
-        return Finding(
-            "shm", "warn", f"{free:.2f} GiB free in {folder}", "start the container with --shm-size=2g or more"
-        )
+        text = f"{free:.2f} GiB free in {folder}"
+        return Finding("shm", "warn", text, "start the container with --shm-size=2g or more")
     return Finding("shm", "ok", f"{free:.1f} GiB free in {folder}")
 
 
 def storage(folder: StoragePath) -> Finding:
-    """Whether results can be written: by a conditional write, which is removed again."""
+    """Whether results can be written. It tries a conditional write and removes the file again."""
     try:
         try_rights(folder)
     except StorageError as error:
-        remedy = (
-            "check the bucket's policy, the credentials and storage.endpoint_url"
-            if folder.is_remote
-            else "correct the folder's permissions or set another storage"
-        )
+        remedy = "correct the folder's permissions or set another storage"
+        if folder.is_remote:
+            remedy = "check the bucket's policy, the credentials and storage.endpoint_url"
         return Finding("storage", "fail", str(error), remedy)
     return Finding("storage", "ok", f"{folder}: conditional write, read, list and delete work")
 
 
 def data(config: RunConfig) -> Finding:
-    """Whether the data set's folder can be reached; `raycap check` reads what it holds."""
+    """Whether the data set's annotations exist; `raycap check` reads them."""
     section = config.data
     if section.root is None:
         return Finding("data", "ok", "synthetic data set")
@@ -193,25 +180,22 @@ def tracker(config: RunConfig) -> Finding:
     """Whether the tracker answers; a run continues without it and sends the missing data later."""
     if not config.tracking.enabled:
         return Finding("tracker", "ok", "off")
-    where = public_uri(config)
+    address = public_uri(config)
     parts = urllib.parse.urlsplit(config.tracking.uri or "")
     if parts.scheme not in ("http", "https"):
-        return Finding("tracker", "ok", where if parts.hostname else f"{where}: a file, created when it is first used")
+        return Finding("tracker", "ok", address + ("" if parts.hostname else ": a file, created when it is first used"))
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)
         socket.create_connection((parts.hostname or "", port), TRACKER_TIMEOUT_S).close()
         tracking_client(config).search_experiments(max_results=1)
     except Exception as error:  # a tracker can fail with any error
-        reason = reason_of(error)
-        return Finding(
-            "tracker", "warn", f"{where} does not answer: {reason}",
-            "training continues without it; check tracking.uri, then `raycap sync` sends the rest",
-        )  # fmt: skip
-    return Finding("tracker", "ok", f"{where} answers")
+        remedy = "training continues without it; check tracking.uri, then `raycap sync` sends the rest"
+        return Finding("tracker", "warn", f"{address} does not answer: {reason_of(error)}", remedy)
+    return Finding("tracker", "ok", f"{address} answers")
 
 
-def ray_here() -> Finding:
-    """The installed Ray, with what its jobs server needs."""
+def local_ray() -> Finding:
+    """Whether Ray is installed with the packages of its jobs server."""
     try:
         version = importlib.metadata.version("ray")
         importlib.import_module("aiohttp")
@@ -220,8 +204,8 @@ def ray_here() -> Finding:
     return Finding("ray", "ok", f"Ray {version}")
 
 
-def token_here() -> Finding:
-    """A token for clusters that ask for one, and whether only its owner can read its file."""
+def auth_token() -> Finding:
+    """The token for clusters that ask for one; a warning when other users can read its file."""
     try:
         token, origin = find_token()
     except UserError as error:
@@ -234,7 +218,7 @@ def token_here() -> Finding:
     return Finding("token", "ok", f"from {origin}")
 
 
-def ray_there(address: str) -> Finding:
+def cluster_ray(address: str) -> Finding:
     """Whether the cluster's jobs server answers, accepts the token, and has the Ray version installed here."""
     try:
         server = JobsServer(address)
@@ -242,9 +226,8 @@ def ray_there(address: str) -> Finding:
     except UserError as error:
         return Finding("cluster", "fail", str(error))
     except UnreachableError as error:
-        return Finding(
-            "cluster", "fail", str(error), "check the address, the network and that the head runs a dashboard"
-        )
+        remedy = "check the address, the network and that the head runs a dashboard"
+        return Finding("cluster", "fail", str(error), remedy)
     local = importlib.metadata.version("ray")
     text = f"{server.address}, Ray {remote}, {'token accepted' if server.token_sent else 'no token needed'}"
     if remote.split(".")[:2] != local.split(".")[:2]:
@@ -254,43 +237,42 @@ def ray_there(address: str) -> Finding:
     return Finding("cluster", "ok", text)
 
 
-def resources_there(address: str, config: RunConfig | None) -> Finding:
-    """The resources of the cluster's live nodes, against those of the configuration; a cluster may grow."""
+def cluster_resources(address: str, config: RunConfig | None) -> Finding:
+    """Compares the resources of the cluster's live nodes with those of the configuration; a cluster may grow."""
     try:
         nodes = JobsServer(address).nodes()
     except (UserError, UnreachableError, FileNotFoundError) as error:
         return Finding("nodes", "warn", f"cannot be listed: {error}")
     alive = [node.get("resources_total") or {} for node in nodes if node.get("state") == "ALIVE"]
-    cpus, cards = (sum(float(node.get(kind, 0)) for node in alive) for kind in ("CPU", "GPU"))
-    text = f"{len(alive)} with {cpus:g} CPUs and {cards:g} GPUs"
+    num_cpus, num_gpus = (sum(float(node.get(kind, 0)) for node in alive) for kind in ("CPU", "GPU"))
+    text = f"{len(alive)} with {num_cpus:g} CPUs and {num_gpus:g} GPUs"
     wanted = 0 if config is None else math.ceil(config.workers.num_workers * config.workers.cpus_per_worker)
-    if wanted > cpus or gpus_wanted(config) > cards:
+    if wanted > num_cpus or gpus_wanted(config) > num_gpus:
         needed = f"{wanted} CPUs and {gpus_wanted(config):g} GPUs"
         return Finding("nodes", "warn", f"{text}; the job needs {needed}", "it waits until the cluster has grown")
     return Finding("nodes", "ok", text)
 
 
 def examine(config: RunConfig | None, address: str | None) -> Iterator[Finding]:
-    """All checks, one after another; with an address, computing happens on that cluster, not on this machine."""
+    """Runs all checks, one after another. With an address, a run computes on that cluster, not on this machine."""
     on_cluster = address is not None or "RAY_ADDRESS" in os.environ
-    checks: list[Callable[[], Finding]] = [
-        *(python, torch_pair, lambda: bfloat16(config), lambda: gpus(config, on_cluster), java, spice),
-        lambda: disk(cache_folder(), "cache", "free space, or set RAYCAP_CACHE to a folder on another disk"),
-        *(lambda: memory(config, on_cluster), shared_memory, ray_here, token_here),
-    ]
+    yield python()
+    yield torch_pair()
+    yield bfloat16(config)
+    yield gpus(config, on_cluster)
+    yield java()
+    yield spice()
+    yield disk(cache_folder(), "cache", "free space, or set RAYCAP_CACHE to a folder on another disk")
+    yield memory(config, on_cluster)
+    yield shared_memory()
+    yield local_ray()
+    yield auth_token()
     if address is not None:
-        checks += [lambda: ray_there(address), lambda: resources_there(address, config)]
+        yield cluster_ray(address)
+        yield cluster_resources(address, config)
     if config is not None:
-        run = config
-        if not is_remote(run.storage.uri):
-            checks.append(lambda: disk(run.working_path, "disk", "free space, or set another storage"))
-        checks += [lambda: storage(run.storage_place), lambda: data(run), lambda: tracker(run)]
-    for check in checks:
-        yield check()
-
-
-def as_json(findings: list[Finding]) -> dict[str, Any]:
-    return {
-        "ok": all(finding.level != "fail" for finding in findings),
-        "findings": [vars(finding) for finding in findings],
-    }
+        if not is_remote(config.storage.uri):
+            yield disk(config.working_path, "disk", "free space, or set another storage")
+        yield storage(config.storage_place)
+        yield data(config)
+        yield tracker(config)

@@ -15,10 +15,10 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.cluster.packaging import Package
 from pipeline.errors import UserError
 
 REQUEST_S, UPLOAD_S = 30.0, 600.0
@@ -45,13 +45,11 @@ class JobsServer:
         if parts.password:
             raise UserError("--address contains a password; set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to its file")
         self.address = address.rstrip("/")
-        self.is_unencrypted = (
-            parts.scheme == "http"
-            and parts.hostname not in ("localhost", "::1")
-            and not parts.hostname.startswith("127.")
-        )
+        is_local = parts.hostname in ("localhost", "::1") or parts.hostname.startswith("127.")
+        self.is_unencrypted = parts.scheme == "http" and not is_local
         self.token, self.token_from = find_token()
-        self.token_sent = False  # the token is sent only to a server that asks for one
+        self.token_sent = False
+        self.headers: dict[str, str] = {}  # the token is sent only to a server that asks for one
 
     def version(self) -> dict[str, Any]:
         """The head's versions, among them `ray_version`. UserError when the server refuses the token."""
@@ -63,17 +61,16 @@ class JobsServer:
     def nodes(self) -> list[dict[str, Any]]:
         """The cluster's nodes, each with state and resources_total."""
         answer = self._request("GET", "/api/v0/nodes?detail=1&limit=1000")
-        nodes: list[dict[str, Any]] = answer.get("data", {}).get("result", {}).get("result", [])
-        return nodes
+        return list(answer.get("data", {}).get("result", {}).get("result", []))
 
-    def upload(self, package: Package) -> bool:
+    def upload(self, name: str, archive: Path) -> bool:
         """Uploads a package to the cluster; False when the cluster has it already."""
-        path = f"/api/packages/gcs/{package.name}"
+        path = f"/api/packages/gcs/{name}"
         try:
             self._request("GET", path)
             return False
         except FileNotFoundError:
-            self._request("PUT", path, package.path.read_bytes(), UPLOAD_S)
+            self._request("PUT", path, archive.read_bytes(), UPLOAD_S)
             return True
 
     def submit(self, job_id: str, entrypoint: str, runtime_env: dict[str, Any], metadata: dict[str, str]) -> None:
@@ -84,16 +81,16 @@ class JobsServer:
                 self._request("POST", "/api/jobs/", json.dumps(body).encode(), UPLOAD_S)
                 return
             except UnreachableError:
-                if self._exists(job_id):
-                    return
+                with suppress(UserError, UnreachableError):
+                    self.job(job_id)
+                    return  # the job was started and only the answer was lost
                 if attempt == 2:
                     raise
 
     def job(self, job_id: str) -> dict[str, Any]:
         """A job's record: status, message, driver_exit_code. UserError when there is no such job."""
         try:
-            record: dict[str, Any] = self._request("GET", _job_path(job_id))
-            return record
+            return dict(self._request("GET", _job_path(job_id)))
         except FileNotFoundError:
             raise UserError(f"{self.address} has no job {job_id}; look up its id in the cluster's dashboard") from None
 
@@ -108,7 +105,7 @@ class JobsServer:
     async def tail(self, job_id: str) -> AsyncIterator[str]:
         """A job's log from its beginning, piece by piece, until the job ends. UnreachableError when it is cut.
 
-        After each SILENCE_S without output an empty piece is yielded, because Ray's server answers no ping: the caller
+        Ray's server answers no ping. So an empty piece follows each SILENCE_S without output, and the caller then
         checks the server by another request.
         """
         import aiohttp
@@ -117,63 +114,50 @@ class JobsServer:
         timeout = aiohttp.ClientTimeout(total=None, connect=REQUEST_S, sock_connect=REQUEST_S)
         try:
             async with (
-                aiohttp.ClientSession(headers=self._headers, timeout=timeout, trust_env=True) as session,
+                aiohttp.ClientSession(headers=self.headers, timeout=timeout, trust_env=True) as session,
                 session.ws_connect(url, max_msg_size=0) as socket,
             ):
-                async for text in _pieces(socket):
-                    yield text
+                async for piece in _pieces(socket):
+                    yield piece
                 if socket.close_code == aiohttp.WSCloseCode.ABNORMAL_CLOSURE or socket.exception() is not None:
                     raise UnreachableError(f"{self.address}: the connection was cut")
         except (aiohttp.ClientError, TimeoutError) as error:
             raise UnreachableError(f"{self.address}: {error or type(error).__name__}") from error
 
-    def _exists(self, job_id: str) -> bool:
-        try:
-            self.job(job_id)
-        except (UserError, UnreachableError):
-            return False
-        return True
-
-    @property
-    def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.token}"} if self.token_sent else {}
-
     def _request(self, method: str, path: str, body: bytes | None = None, deadline_s: float = REQUEST_S) -> Any:
         """The answer's JSON, or {}. FileNotFoundError for 404, UserError for refusals, else UnreachableError."""
-        headers = self._headers | ({"Content-Type": "application/json"} if path == "/api/jobs/" else {})
+        headers = self.headers | ({"Content-Type": "application/json"} if path == "/api/jobs/" else {})
         request = urllib.request.Request(self.address + path, data=body, headers=headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=deadline_s) as response:
                 data = response.read()
         except urllib.error.HTTPError as error:
             if error.code == 401 and self.token and not self.token_sent:
-                self.token_sent = True
+                self.token_sent, self.headers = True, {"Authorization": f"Bearer {self.token}"}
                 return self._request(method, path, body, deadline_s)
             raise self._refusal(error.code, error.read().decode("utf-8", "replace")) from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error) or type(error).__name__
             raise UnreachableError(f"{self.address} cannot be reached: {reason}") from error
-        try:
-            return json.loads(data) if data else {}
-        except ValueError:
-            return {}
+        with suppress(ValueError):
+            return json.loads(data)
+        return {}
 
     def _refusal(self, code: int, text: str) -> Exception:
-        last = text.strip().splitlines()[-1] if text.strip() else f"status {code}"
-        if code == 401:
-            return UserError(
-                f"{self.address} asks for a token and none was sent; set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to the "
-                "file that holds it"
-            )
-        if code == 403:
-            return UserError(
-                f"{self.address} refuses the token from {self.token_from}; use the token that its head was started with"
-            )
+        """The error for a status code of the server and the text of its answer."""
+        last_line = text.strip().splitlines()[-1] if text.strip() else f"status {code}"
         if code == 404:
-            return FileNotFoundError(2, last, self.address)
-        if code in (400, 413):
-            return UserError(f"{self.address} refuses the request: {last}")
-        return UnreachableError(f"{self.address} failed with status {code}: {last}")
+            return FileNotFoundError(2, last_line, self.address)
+        refusals = {
+            400: f"refuses the request: {last_line}",
+            401: "asks for a token and none was sent; set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to the file that "
+            "holds it",
+            403: f"refuses the token from {self.token_from}; use the token that its head was started with",
+            413: f"refuses the request: {last_line}",
+        }
+        if code in refusals:
+            return UserError(f"{self.address} {refusals[code]}")
+        return UnreachableError(f"{self.address} failed with status {code}: {last_line}")
 
 
 def _job_path(job_id: str) -> str:
@@ -183,16 +167,16 @@ def _job_path(job_id: str) -> str:
 async def _pieces(socket: Any) -> AsyncIterator[str]:
     """A WebSocket's texts, and "" after each silence, until it is closed."""
     while True:
-        waiting = asyncio.ensure_future(socket.receive())
+        received = asyncio.ensure_future(socket.receive())
         try:
-            while not (await asyncio.wait({waiting}, timeout=SILENCE_S))[0]:
+            while not (await asyncio.wait({received}, timeout=SILENCE_S))[0]:
                 yield ""
         finally:
-            waiting.cancel()
-        message = waiting.result()
-        if not isinstance(message.data, str):  # the connection was closed or cut, or has failed
+            received.cancel()
+        text = received.result().data
+        if not isinstance(text, str):  # the connection was closed or cut, or has failed
             return
-        yield message.data
+        yield text
 
 
 def find_token() -> tuple[str | None, str]:
@@ -201,14 +185,12 @@ def find_token() -> tuple[str | None, str]:
         return None, "nowhere (RAY_AUTH_MODE is not token)"
     if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
         return token, "RAY_AUTH_TOKEN"
-    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    path = Path(named).expanduser() if named else Path.home() / ".ray" / "auth_token"
+    given = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(given).expanduser() if given else Path.home() / ".ray" / "auth_token"
     try:
-        token = path.read_text(encoding="utf-8").strip()
+        return path.read_text(encoding="utf-8").strip() or None, str(path)
     except OSError as error:
-        if named:
-            raise UserError(
-                f"RAY_AUTH_TOKEN_PATH = {named} cannot be read: {error.strerror}; name the token's file"
-            ) from error
-        return None, "nowhere"
-    return token or None, str(path)
+        if not given:
+            return None, "nowhere"
+        message = f"RAY_AUTH_TOKEN_PATH = {given} cannot be read: {error.strerror}; name the token's file"
+        raise UserError(message) from error

@@ -8,11 +8,11 @@ own packaging (`working_dir` of a runtime environment) has no such list, and its
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import shutil
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from pathspec import GitIgnoreSpec
@@ -28,31 +28,6 @@ ALWAYS_LEFT_OUT = (
     *("/data/", "/results/", "/mlruns/", "/build/", "/dist/", "mlflow.db"),
     *(".env", ".env.*", "*.pem", "*.key", ".netrc", ".pgpass", ".aws/", ".ssh/", "auth_token"),
 )
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time in a zip file
-_CHUNK = 2**20
-
-
-@dataclass(frozen=True)
-class Package:
-    """An archive: its `size` and that of its `content` unpacked, in bytes, and its largest files."""
-
-    path: Path
-    files: int
-    size: int
-    content: int
-    largest: tuple[tuple[str, int], ...]
-    sha1: str
-
-    @property
-    def name(self) -> str:
-        """Its name in Ray's package store; equal files have equal names."""
-        return f"_ray_pkg_{self.sha1}.zip"
-
-    def describe(self) -> str:
-        return (
-            f"{self.files} files, {mebibytes(self.content)}, {mebibytes(self.size)} packed; "
-            f"the largest: {_listed(self.largest)}"
-        )
 
 
 def find_files(root: Path, left_out: Iterable[Path] = ()) -> dict[str, Path]:
@@ -67,73 +42,59 @@ def find_files(root: Path, left_out: Iterable[Path] = ()) -> dict[str, Path]:
 
 
 def _walk(folder: Path, root: Path, specs: list[tuple[Path, GitIgnoreSpec]], skipped: set[Path]) -> Iterator[Path]:
-    specs = specs + [
-        (folder, GitIgnoreSpec.from_lines((folder / name).read_text(encoding="utf-8").splitlines()))
-        for name in IGNORE_FILES
-        if (folder / name).is_file()
-    ]
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            path = Path(entry.path)
-            is_folder = entry.is_dir(follow_symlinks=False)
-            if path.resolve() in skipped or _is_ignored(path, is_folder, specs):
-                continue
-            if is_folder:
-                yield from _walk(path, root, specs, skipped)
-            elif entry.is_file() and path.resolve().is_relative_to(root):
-                yield path
+    """Yields the files below `folder`. specs: the folder of each ignore file above, and its patterns."""
+    ignore_files = [folder / name for name in IGNORE_FILES if (folder / name).is_file()]
+    specs = specs + [(folder, GitIgnoreSpec.from_lines(path.read_text("utf-8").splitlines())) for path in ignore_files]
+    for path in folder.iterdir():
+        is_folder = path.is_dir() and not path.is_symlink()
+        names = ((spec, path.relative_to(base).as_posix() + "/" * is_folder) for base, spec in specs)
+        if path.resolve() in skipped or any(spec.match_file(name) for spec, name in names):
+            continue
+        if is_folder:
+            yield from _walk(path, root, specs, skipped)
+        elif path.is_file() and path.resolve().is_relative_to(root):
+            yield path
 
 
-def _is_ignored(path: Path, is_folder: bool, specs: list[tuple[Path, GitIgnoreSpec]]) -> bool:
-    return any(spec.match_file(path.relative_to(base).as_posix() + ("/" if is_folder else "")) for base, spec in specs)
-
-
-def pack(files: Mapping[str, Path | bytes], target: Path, limit: int = LIMIT_BYTES) -> Package:
+def pack(files: Mapping[str, Path | bytes], target: Path, limit: int = LIMIT_BYTES) -> tuple[str, str]:
     """Writes the archive `target` of files or contents by their path in it.
 
-    Raises UserError naming the largest files as soon as the archive exceeds `limit` bytes, and removes it.
+    Returns its name in Ray's package store, where equal files have equal names, and a line about its content. Raises
+    UserError naming the largest files as soon as the archive exceeds `limit` bytes.
     """
     sizes = {name: len(value) if isinstance(value, bytes) else value.stat().st_size for name, value in files.items()}
-    largest = tuple(sorted(sizes.items(), key=lambda item: (-item[1], item[0]))[:NUM_NAMED_FILES])
-    try:
-        with target.open("wb") as file:
-            with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-                for name in sorted(files):
-                    _add(archive, name, files[name])
-                    if file.tell() > limit:
-                        break
-            size = file.tell()
-        if size > limit:
-            raise UserError(
-                f"the code to send ({len(files)} files, {mebibytes(sum(sizes.values()))}) packs to more than the "
-                f"{mebibytes(limit)} that Ray's jobs server accepts; list in .rayignore what a job does not need; "
-                f"the largest files: {_listed(largest)}"
-            )
-    except BaseException:
-        target.unlink(missing_ok=True)
-        raise
-    with target.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha1").hexdigest()
-    return Package(target, len(files), size, sum(sizes.values()), largest, digest)
+    by_size = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
+    largest = ", ".join(f"{name} ({mebibytes(size)})" for name, size in by_size[:NUM_NAMED_FILES])
+    num_files, content = f"{len(files)} files", mebibytes(sum(sizes.values()))
+    with target.open("wb") as file:
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name in sorted(files):
+                _add(archive, name, files[name])
+                if file.tell() > limit:
+                    break
+        packed_size = file.tell()
+    if packed_size > limit:
+        raise UserError(
+            f"the code to send ({num_files}, {content}) packs to more than the {mebibytes(limit)} that Ray's jobs "
+            f"server accepts; list in .rayignore what a job does not need; the largest files: {largest}"
+        )
+    digest = hashlib.sha1(target.read_bytes()).hexdigest()
+    summary = f"{num_files}, {content}, {mebibytes(packed_size)} packed; the largest: {largest}"
+    return f"_ray_pkg_{digest}.zip", summary
 
 
 def _add(archive: zipfile.ZipFile, name: str, value: Path | bytes) -> None:
-    """Adds one file, without its times, which would change the archive's digest."""
-    info = zipfile.ZipInfo(name, _EPOCH)
+    """Adds one file. Its time is that of ZipInfo, because the file's times would change the archive's digest."""
+    info = zipfile.ZipInfo(name)
     info.compress_type = zipfile.ZIP_DEFLATED
-    executable = isinstance(value, Path) and os.access(value, os.X_OK)
-    info.external_attr = (0o755 if executable else 0o644) << 16
-    with archive.open(info, "w") as into:
-        if isinstance(value, bytes):
-            into.write(value)
-            return
-        with value.open("rb") as file:
-            shutil.copyfileobj(file, into, _CHUNK)
+    is_executable = isinstance(value, Path) and os.access(value, os.X_OK)
+    info.external_attr = (0o755 if is_executable else 0o644) << 16
+    with (
+        archive.open(info, "w") as target,
+        value.open("rb") if isinstance(value, Path) else io.BytesIO(value) as source,
+    ):
+        shutil.copyfileobj(source, target)
 
 
 def mebibytes(size: int) -> str:
     return f"{size / 2**20:.1f} MiB" if size >= 2**20 / 10 else f"{size / 2**10:.0f} KiB"
-
-
-def _listed(largest: Iterable[tuple[str, int]]) -> str:
-    return ", ".join(f"{name} ({mebibytes(size)})" for name, size in largest)

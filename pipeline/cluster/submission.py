@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,51 +22,32 @@ from pipeline.storage.path import is_remote
 from pipeline.version import COMMIT_FILE, commit
 
 SOURCE_FOLDERS = ("models", "pipeline", "jobs")
-LOCK_FILE = "requirements.lock"
 OUTSIDE_FOLDER = "submitted"  # the package's folder for files that are outside the code
-_SECRET_NAME = re.compile(
-    r"(PASS(WORD|WD)?|SECRET|TOKEN|CREDENTIALS?|API_?KEY|ACCESS_KEY|PRIVATE_KEY)(_|$)", re.IGNORECASE
-)
+_SECRET_NAME = re.compile(r"(?i)(PASS(WORD|WD)?|SECRET|TOKEN|CREDENTIALS?|API_?KEY|ACCESS_KEY|PRIVATE_KEY)(_|$)")
 _PASSWORD_IN_URL = re.compile(r"://[^/\s:@]*:(?!\$\{)[^/\s@]+@")
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PROVIDED_BY_CLUSTER = ("ray",)  # packages of the lock file that a job does not install, because its cluster has them
 
 
-@dataclass(frozen=True)
-class Submission:
-    """One job: `raycap COMMAND CONFIG ARGUMENTS` with `config` as a path in the package."""
+def entrypoint(command: str, config: str, arguments: Sequence[str] = (), secrets: Sequence[str] = ()) -> str:
+    """The shell command that runs `raycap COMMAND CONFIG ARGUMENTS` in the unpacked package.
 
-    command: str
-    config: str
-    arguments: tuple[str, ...] = ()
-    variables: Mapping[str, str] = field(default_factory=dict)
-    secrets: tuple[str, ...] = ()
-    requirements: tuple[str, ...] = ()
-
-    @property
-    def entrypoint(self) -> str:
-        """The shell command that Ray runs in the unpacked package; with `exec`, so that Ray's signal reaches raycap."""
-        words = ["python", "-m", "jobs", self.command, self.config, *self.arguments]
-        return " && ".join([*map(_required, self.secrets), f"exec {shlex.join(words)}"])
-
-    def runtime_env(self, package_uri: str) -> dict[str, Any]:
-        """Ray's description of the job's environment, without secrets."""
-        environment: dict[str, Any] = {"working_dir": package_uri}
-        if self.variables:
-            environment["env_vars"] = dict(self.variables)
-        if self.requirements:
-            # pip rather than uv, because pip reuses packages that the cluster's Python has already
-            environment["pip"] = {"packages": list(self.requirements), "pip_check": False}
-        return environment
-
-    @property
-    def metadata(self) -> dict[str, str]:
-        return {"raycap.command": f"{self.command} {self.config}", "raycap.commit": commit()}
+    It stops with a message when a secret is not set. `exec` replaces the shell, so that Ray's signal reaches raycap.
+    """
+    hint = "is not set on the cluster: give its nodes this variable, for example from a secret"
+    checks = [f': "${{{name}:?{hint}}}"' for name in secrets]
+    words = ["python", "-m", "jobs", command, config, *arguments]
+    return " && ".join([*checks, f"exec {shlex.join(words)}"])
 
 
-def _required(name: str) -> str:
-    """Shell code that stops with a message when an environment variable is not set."""
-    return f': "${{{name}:?is not set on the cluster: give its nodes this variable, for example from a secret}}"'
+def runtime_env(package_uri: str, env_vars: Mapping[str, str], packages: Sequence[str]) -> dict[str, Any]:
+    """Ray's description of the job's environment, without secrets. packages: lines for pip."""
+    environment: dict[str, Any] = {"working_dir": package_uri}
+    if env_vars:
+        environment["env_vars"] = dict(env_vars)
+    if packages:
+        # pip rather than uv, because pip reuses packages that the cluster's Python has already
+        environment["pip"] = {"packages": list(packages), "pip_check": False}
+    return environment
 
 
 def package_files(config: Path, root: Path, left_out: Iterable[Path] = ()) -> tuple[dict[str, Path | bytes], str]:
@@ -78,10 +58,10 @@ def package_files(config: Path, root: Path, left_out: Iterable[Path] = ()) -> tu
     """
     files: dict[str, Path | bytes] = {}
     if (root / "pyproject.toml").is_file():
-        files.update(find_files(root, left_out))
+        files |= find_files(root, left_out)
     else:
         for name in SOURCE_FOLDERS:
-            files.update({f"{name}/{path}": source for path, source in find_files(root / name).items()})
+            files |= {f"{name}/{path}": source for path, source in find_files(root / name).items()}
     files[COMMIT_FILE] = commit().encode()
     configs = [path.resolve() for path in referenced_files(config)]
     packed = {source.resolve(): name for name, source in files.items() if isinstance(source, Path)}
@@ -125,33 +105,31 @@ def secret_names(given: Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_name(name: str, option: str) -> None:
-    if not _NAME.fullmatch(name):
+    if not (name.isascii() and name.isidentifier()):
         raise UserError(f"{option} {name!r} is not a variable name; use letters, digits and _")
 
 
-def check_texts(config: Path, arguments: Sequence[str], known: Iterable[str]) -> None:
+def check_texts(config: Path, arguments: Sequence[str], available: Iterable[str]) -> None:
     """UserError for a password in what is sent, and for a `${VARIABLE}` that the job would not have."""
-    texts = [(str(path), _without_comments(path.read_text(encoding="utf-8"))) for path in referenced_files(config)]
-    texts += [("an argument", argument) for argument in arguments]
-    for where, text in texts:
+    texts = [("an argument", argument) for argument in arguments]
+    for path in referenced_files(config):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        texts += [(str(path), line.partition(" #")[0]) for line in lines if not line.lstrip().startswith("#")]
+    for source, text in texts:
         if _PASSWORD_IN_URL.search(text):
             raise UserError(
-                f"{where} contains a password in an address, which others could read on the cluster; "
+                f"{source} contains a password in an address, which others could read on the cluster; "
                 "write it as ${NAME} and give --secret NAME"
             )
         for name in re.findall(r"\$\{(\w+)\}", text):
-            if name not in known:
+            if name not in available:
                 raise UserError(
-                    f"{where} needs the environment variable {name} on the cluster; give --secret {name}, "
+                    f"{source} needs the environment variable {name} on the cluster; give --secret {name}, "
                     f"or --env {name} when everyone may see its value"
                 )
 
 
-def _without_comments(text: str) -> str:
-    return "\n".join(line.partition(" #")[0] for line in text.splitlines() if not line.lstrip().startswith("#"))
-
-
-def check_places(config: RunConfig) -> list[str]:
+def check_local_paths(config: RunConfig) -> list[str]:
     """Warnings about local paths, which must exist on every node.
 
     UserError for relative ones: data are not sent with a job, and its results would be lost with its folder.
@@ -163,21 +141,21 @@ def check_places(config: RunConfig) -> list[str]:
         "backbone.weights": None if config.backbone.weights in ("none", "pretrained") else config.backbone.weights,
     }
     warnings = []
-    for key, where in paths.items():
-        if where is None or is_remote(where):
+    for key, path in paths.items():
+        if path is None or is_remote(path):
             continue
-        if not Path(where).expanduser().is_absolute():
+        if not Path(path).expanduser().is_absolute():
             raise UserError(
-                f"{key} = {where} is relative to a job's folder, which a cluster removes with the job; "
+                f"{key} = {path} is relative to a job's folder, which a cluster removes with the job; "
                 f"give --set {key}=s3://bucket/prefix, or the absolute path of a folder that all nodes share"
             )
-        warnings.append(f"{key} = {where}: every node of the cluster must see the same files in this folder")
+        warnings.append(f"{key} = {path}: every node of the cluster must see the same files in this folder")
     return warnings
 
 
 def requirements(root: Path) -> tuple[str, ...]:
     """The packages of the lock file without those that the cluster provides. UserError if the file is missing."""
-    lock_file = root / LOCK_FILE
+    lock_file = root / "requirements.lock"
     if not lock_file.is_file():
         raise UserError(
             f"--with-dependencies needs {lock_file}, which does not exist; submit from a checkout of raycap"

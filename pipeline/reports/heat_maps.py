@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -20,14 +19,6 @@ probable (integrated gradients)
 
 yellow is most, blue is least"""
 LOW, HIGH = np.array([20, 24, 82], np.float64), np.array([255, 214, 64], np.float64)  # dark blue to yellow
-
-
-def grid_of(weights: np.ndarray) -> np.ndarray:
-    """Weights (N,) over image tokens as a square grid (n, n). Raises ValueError when N is not a square (regions)."""
-    side = math.isqrt(len(weights))
-    if side * side != len(weights):
-        raise ValueError(f"{len(weights)} image tokens form no square grid; use region_maps for region features")
-    return weights.reshape(side, side)
 
 
 def region_maps(weights: np.ndarray, boxes: np.ndarray, size: tuple[int, int]) -> np.ndarray:
@@ -46,8 +37,14 @@ def region_maps(weights: np.ndarray, boxes: np.ndarray, size: tuple[int, int]) -
 
 
 def heat_map(image: Image.Image, weights: np.ndarray) -> Image.Image:
-    """The image (SIDE x SIDE) under a map of weights (N,), whose colors extend from the smallest to the largest."""
-    grid = grid_of(np.asarray(weights, np.float64))
+    """The image (SIDE x SIDE) under a map of weights (N,), whose colors extend from the smallest to the largest.
+
+    Raises ValueError when N is not a square, as for region features.
+    """
+    side = math.isqrt(len(weights))
+    if side * side != len(weights):
+        raise ValueError(f"{len(weights)} image tokens form no square grid; use region_maps for region features")
+    grid = np.asarray(weights, np.float64).reshape(side, side)
     spread = grid.max() - grid.min()
     level = (grid - grid.min()) / spread if spread > 0 else np.zeros_like(grid)
     mask = Image.fromarray((level * 255).astype(np.uint8)).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
@@ -59,47 +56,30 @@ def heat_map(image: Image.Image, weights: np.ndarray) -> Image.Image:
 
 
 def caption_picture(
-    image: Image.Image, words: Sequence[str], maps: np.ndarray, attribution: np.ndarray | None = None
+    image: Image.Image, words: Sequence[str], attention: np.ndarray, attribution: np.ndarray
 ) -> Image.Image:
-    """The image, then one heat map of `maps` (words, N) per word, with the word below it.
-
-    The heat maps of an attribution (words, N) form a second row, and both rows are labeled.
-    """
-    picture = image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC)
-    rows = [("attention", maps)] + ([("attribution", attribution)] if attribution is not None else [])
-    label_width = LABEL if attribution is not None else 0
+    """The image, then for each word its heat maps of `attention` and `attribution` (words, N), with the word below."""
+    kinds = {"attention": attention, "attribution": attribution}
     columns = min(COLUMNS, 1 + len(words))
-    lines = -(-(1 + len(words)) // columns)
-    width, height = SIDE + MARGIN, len(rows) * (SIDE + MARGIN) + LABEL
-    sheet = Image.new("RGB", (label_width + columns * width + MARGIN, lines * height + MARGIN), "white")
+    tile = SIDE + MARGIN
+    height = len(kinds) * tile + LABEL  # of a line: one heat map above the other, and the word
+    num_lines = -(-(1 + len(words)) // columns)
+    sheet = Image.new("RGB", (LABEL + columns * tile + MARGIN, num_lines * height + MARGIN), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(18)
-    sheet.paste(picture, (label_width + MARGIN, MARGIN))
-    if label_width:
-        small = ImageFont.load_default(15)
-        draw.multiline_text((label_width + MARGIN, 2 * MARGIN + SIDE), NOTE, "dimgray", small, spacing=6)
-    for line in range(lines if label_width else 0):
-        for row, (name, _) in enumerate(rows):
-            _write_upright(sheet, name, MARGIN + line * height + row * (SIDE + MARGIN), font)
+    sheet.paste(image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC), (LABEL + MARGIN, MARGIN))
+    note_font = ImageFont.load_default(15)
+    draw.multiline_text((LABEL + MARGIN, 2 * MARGIN + SIDE), NOTE, "dimgray", note_font, spacing=6)
+    for row, (kind, maps) in enumerate(kinds.items()):
+        label = Image.new("RGB", (SIDE, LABEL), "white")
+        ImageDraw.Draw(label).text((SIDE / 2, LABEL / 2), kind, "dimgray", font, anchor="mm")
+        for line in range(num_lines):
+            sheet.paste(label.rotate(90, expand=True), (MARGIN // 2, MARGIN + line * height + row * tile))
+        for number, weights in enumerate(maps, 1):
+            left, top = LABEL + MARGIN + number % columns * tile, MARGIN + number // columns * height
+            sheet.paste(heat_map(image, weights), (left, top + row * tile))
     for number, word in enumerate(words, 1):
-        left, top = label_width + MARGIN + number % columns * width, MARGIN + number // columns * height
-        for row, (_, weights) in enumerate(rows):
-            sheet.paste(heat_map(image, weights[number - 1]), (left, top + row * (SIDE + MARGIN)))
+        center = LABEL + MARGIN + number % columns * tile + SIDE / 2
         while draw.textlength(word, font) > SIDE:
             word = word.removesuffix("…")[:-1] + "…"
-        draw.text((left + SIDE / 2, top + height - LABEL - MARGIN + 2), word, "black", font, anchor="ma")
+        draw.text((center, (number // columns + 1) * height - LABEL + 2), word, "black", font, anchor="ma")
     return sheet
-
-
-def _write_upright(sheet: Image.Image, text: str, top: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> None:
-    """Writes a row's label at the left edge, rotated by 90 degrees."""
-    strip = Image.new("RGB", (SIDE, LABEL), "white")
-    ImageDraw.Draw(strip).text((SIDE / 2, LABEL / 2), text, "dimgray", font, anchor="mm")
-    sheet.paste(strip.rotate(90, expand=True), (MARGIN // 2, top))
-
-
-def write_caption_picture(
-    path: Path, image: Image.Image, words: Sequence[str], maps: np.ndarray, attribution: np.ndarray | None = None
-) -> None:
-    """Writes `caption_picture` as a PNG file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    caption_picture(image, words, maps, attribution).save(path)

@@ -19,8 +19,8 @@ from PIL import Image
 
 from pipeline.data.images import BadImage, decode_image
 from pipeline.data.vocabulary import tokenize
-from pipeline.reports.charts import Histogram, Plot, histogram, overview_plot, stage_plot
-from pipeline.reports.cluster_pictures import LayerColors, color_table
+from pipeline.reports.charts import Histogram, Plot, make_histogram, make_plot
+from pipeline.reports.cluster_pictures import COLORS, LayerColors, text_color
 from pipeline.reports.text_table import UNAVAILABLE
 from pipeline.storage.atomic import write_text
 from pipeline.storage.path import StoragePath
@@ -28,6 +28,7 @@ from pipeline.storage.path import StoragePath
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 MAX_PIXELS = 200_000_000  # a larger picture gets a placeholder
 JPEG_QUALITY = 82
+THUMBNAIL = 256  # the longer side of a picture on the page, in pixels
 SMALL = 128  # a picture whose sides are shorter, in pixels, is enlarged without interpolation
 MAX_IMAGES = 200  # a page shows at most this many pictures
 SCORE_NAME = "CIDEr-D"
@@ -53,6 +54,11 @@ class ReportImage:
     attention: np.ndarray | None = None
     attribution: np.ndarray | None = None
     clusters: Sequence[LayerColors] = ()
+
+    @property
+    def finite_score(self) -> float | None:
+        """The score; None when it is missing or not finite."""
+        return self.score if self.score is not None and math.isfinite(self.score) else None
 
 
 @dataclass(frozen=True)
@@ -83,65 +89,42 @@ class Report:
     metadata: dict[str, str]
 
 
-@dataclass(frozen=True)
-class Thumbnail:
-    """A JPEG as a data URI with its size in pixels. Without a JPEG, `problem` is the reason."""
-
-    uri: str
-    width: int
-    height: int
-    problem: str = ""
-
-    @property
-    def small(self) -> bool:
-        return max(self.width, self.height) < SMALL
-
-
-@dataclass(frozen=True)
-class Card:
-    """The template's values for one picture. `position` is the picture's position in the shuffled order."""
-
-    image: ReportImage
-    score: float | None
-    thumbnail: Thumbnail
-    length: int
-    difference: float
-    position: int
-    attention: str
-    attribution: str
-    clusters: list[dict[str, Any]]
-
-
-def write_report(path: Path, report: Report, *, max_images: int = MAX_IMAGES, thumbnail: int = 256) -> None:
+def write_report(path: Path, report: Report) -> None:
     """Writes the page to `path`. An existing page is replaced only by a complete one.
 
-    With more than `max_images` pictures the gallery shows the worst, the best and random ones, a third each, with a
-    note. thumbnail: the longer side of a picture in pixels. A picture that cannot be read gets a placeholder with the
-    reason. Raises ValueError when a score row does not have one cell per column.
+    With more than MAX_IMAGES pictures the gallery shows the worst, the best and random ones, a third each, with a note.
+    A picture that cannot be read gets a placeholder with the reason. Raises ValueError when a score row does not have
+    one cell per column.
     """
-    _check(report)
-    chosen, counts = choose_images(report.images, max_images, seed=report.run_id)
-    cards = _cards(chosen, thumbnail, seed=report.run_id)
-    score_rows, reasons = _score_rows(report)
+    for label, cells in report.score_rows:
+        if len(cells) != len(report.score_columns):
+            raise ValueError(
+                f"the score row {label!r} has {len(cells)} cells, but there are {len(report.score_columns)} columns "
+                f"({', '.join(report.score_columns)}); give one cell per column"
+            )
+    images, counts = choose_images(report.images, MAX_IMAGES, seed=report.run_id)
+    cards = _cards(images, seed=report.run_id)
     html = render_template(
         TEMPLATE,
         report=report,
         score_name=SCORE_NAME,
-        score_rows=score_rows,
-        reasons=reasons,
+        reason_of=_reason,
+        reasons=list(dict.fromkeys(filter(None, (_reason(cell) for _, cells in report.score_rows for cell in cells)))),
         overviews=_overviews(report.stages),
-        stages=[(stage, _stage_plots(stage)) for stage in report.stages],
+        stages=[
+            (stage, [plot for name, series in stage.curves.items() if (plot := make_plot(name, [("", series)]))])
+            for stage in report.stages
+        ],
         histograms=_histograms(report.images),
         cards=cards,
         shape=_aspect_ratio(cards),
-        splits=sorted({image.split for image in chosen}),
-        has_alternatives=any(image.alternatives for image in chosen),
         counts=counts,
-        total=len(report.images),
-        cluster_colors=color_table(),
-        top=max((score for image in chosen if (score := _score(image)) is not None), default=None),
+        cluster_colors=[(color, text_color(color)) for color in COLORS],
     )
-    write_text(path, _with_script_digest(html))
+    # The digest of the page's script in its security policy permits this script and no other one.
+    script = html.split("<script>", 1)[1].split("</script>", 1)[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
+    write_text(path, html.replace("SCRIPT_DIGEST", digest, 1))
 
 
 def render_template(path: Path, **values: Any) -> str:
@@ -158,123 +141,75 @@ def render_template(path: Path, **values: Any) -> str:
     return environment.get_template(path.name).render(**values)
 
 
-def _check(report: Report) -> None:
-    for label, cells in report.score_rows:
-        if len(cells) != len(report.score_columns):
-            raise ValueError(
-                f"the score row {label!r} has {len(cells)} cells, but there are {len(report.score_columns)} columns "
-                f"({', '.join(report.score_columns)}); give one cell per column"
-            )
-
-
-def _score(image: ReportImage) -> float | None:
-    """The score of an image; None when it is missing or not finite."""
-    return image.score if image.score is not None and math.isfinite(image.score) else None
-
-
 def choose_images(
     images: Sequence[ReportImage], max_images: int, *, seed: str
 ) -> tuple[list[ReportImage], dict[str, int]]:
     """The gallery's pictures in the given order, and the numbers of worst, best and random ones.
 
-    The numbers are {} when the gallery has all pictures.
-    The random choice depends on `seed` only. Pictures without a score can only be among the random ones.
+    The numbers are {} when the gallery has all pictures. The random choice depends on `seed` only. Pictures without a
+    score can only be among the random ones.
     """
     if len(images) <= max_images:
         return list(images), {}
-    scored = [(score, index) for index, image in enumerate(images) if (score := _score(image)) is not None]
+    scored = [(score, index) for index, image in enumerate(images) if (score := image.finite_score) is not None]
     ranked = [index for _, index in sorted(scored)]
     third = min(max_images // 3, len(ranked) // 2)
-    worst, best = ranked[:third], ranked[len(ranked) - third :]
-    rest = sorted(set(range(len(images))) - set(worst) - set(best))
-    rng = random.Random(seed)
-    at_random = rng.sample(rest, min(len(rest), max_images - 2 * third))
-    chosen = [images[index] for index in sorted([*worst, *best, *at_random])]
-    return chosen, {"worst": len(worst), "best": len(best), "random": len(at_random)}
+    extremes = {*ranked[:third], *ranked[len(ranked) - third :]}
+    rest = [index for index in range(len(images)) if index not in extremes]
+    at_random = random.Random(seed).sample(rest, min(len(rest), max_images - 2 * third))
+    chosen = [images[index] for index in sorted([*extremes, *at_random])]
+    return chosen, {"worst": third, "best": third, "random": len(at_random)}
 
 
-@dataclass(frozen=True)
-class ScoreCell:
-    """A cell of the score table. `mark` is the number of the reason why a score is unavailable, else 0."""
-
-    text: str
-    mark: int
-
-
-@dataclass(frozen=True)
-class ScoreRow:
-    name: str
-    note: str
-    cells: list[ScoreCell]
-
-
-def _score_rows(report: Report) -> tuple[list[ScoreRow], list[str]]:
-    """The rows of the score table, and the distinct reasons of unavailable cells in the order of their numbers."""
-    reasons: list[str] = []
-    rows = []
-    for label, texts in report.score_rows:
-        name, _, note = label.partition("\n")
-        cells = []
-        for text in texts:
-            mark = 0
-            if text.startswith(UNAVAILABLE):
-                reason = text.removeprefix(UNAVAILABLE).lstrip(" :") or "no reason given"
-                if reason not in reasons:
-                    reasons.append(reason)
-                mark = reasons.index(reason) + 1
-            cells.append(ScoreCell(text, mark))
-        rows.append(ScoreRow(name, note, cells))
-    return rows, reasons
-
-
-def _stage_plots(stage: ReportStage) -> list[Plot]:
-    return [plot for name, series in stage.curves.items() if (plot := stage_plot(name, series)) is not None]
+def _reason(cell: str) -> str:
+    """The reason why a cell of the score table has no value; "" for a cell with a value."""
+    if not cell.startswith(UNAVAILABLE):
+        return ""
+    return cell.removeprefix(UNAVAILABLE).lstrip(" :") or "no reason given"
 
 
 def _overviews(stages: Sequence[ReportStage]) -> list[Plot]:
     """A chart over the whole run for each CIDEr metric that several stages have, to compare stages."""
     names = dict.fromkeys(name for stage in stages for name in stage.curves if "cider" in name.lower())
-    overviews = []
-    for name in names:
-        series = [(stage.name, stage.curves[name]) for stage in stages if name in stage.curves]
-        plot = overview_plot(name, series)
-        if plot is not None and plot.bands:
-            overviews.append(plot)
-    return overviews
+    plots = [make_plot(name, [(s.name, s.curves[name]) for s in stages if name in s.curves]) for name in names]
+    return [plot for plot in plots if plot is not None and plot.bands]
 
 
 def _histograms(images: Sequence[ReportImage]) -> list[Histogram]:
     """One histogram per split, all on the same scale."""
     by_split: dict[str, list[float]] = {}
     for image in images:
-        if (score := _score(image)) is not None:
+        if (score := image.finite_score) is not None:
             by_split.setdefault(image.split, []).append(score)
     highest = max((score for scores in by_split.values() for score in scores), default=0.0)
-    return [histogram(split, scores, max(highest, 0.01)) for split, scores in by_split.items()]
+    return [make_histogram(split, scores, max(highest, 0.01)) for split, scores in by_split.items()]
 
 
-def _cards(images: Sequence[ReportImage], size: int, *, seed: str) -> list[Card]:
-    """A card per picture, sorted by score with the lowest first. Pictures without a score are last."""
-    shuffled = random.Random(seed).sample(range(len(images)), len(images))
+def _cards(images: Sequence[ReportImage], *, seed: str) -> list[dict[str, Any]]:
+    """The template's values for each picture, lowest score first. Pictures without a score are last."""
+    positions = random.Random(seed).sample(range(len(images)), len(images))  # the shuffled order
     with ThreadPoolExecutor(8) as pool:  # on S3 requests spend most of their time waiting
-        thumbnails = list(pool.map(lambda image: _thumbnail(image.path, size), images))
+        thumbnails = list(pool.map(_thumbnail, (image.path for image in images)))
     cards = []
-    for image, position, thumbnail in zip(images, shuffled, thumbnails, strict=True):
+    for image, position, thumbnail in zip(images, positions, thumbnails, strict=True):
         words = tokenize(image.caption)
+        pairs = [(set(words), set(tokenize(caption))) for caption in image.alternatives.values()]
+        # the share of words that only one of two captions has
+        differences = [len(one ^ other) / len(one | other) for one, other in pairs if one | other]
         cards.append(
-            Card(
-                image=image,
-                score=_score(image),
-                thumbnail=thumbnail,
-                length=len(words),
-                difference=max((_difference(words, tokenize(o)) for o in image.alternatives.values()), default=0.0),
-                position=position,
-                attention=_encode_maps(image, image.attention),
-                attribution=_encode_maps(image, image.attribution),
-                clusters=_cluster_layers(image),
-            )
+            {
+                "image": image,
+                "score": image.finite_score,
+                "thumbnail": thumbnail,
+                "length": len(words),
+                "difference": max(differences, default=0.0),
+                "position": position,
+                "attention": _encode_maps(image, image.attention),
+                "attribution": _encode_maps(image, image.attribution),
+                "clusters": [layer.for_page() for layer in image.clusters],
+            }
         )
-    return sorted(cards, key=lambda card: (card.score is None, card.score or 0.0))
+    return sorted(cards, key=lambda card: (card["score"] is None, card["score"] or 0.0))
 
 
 def _encode_maps(image: ReportImage, maps: np.ndarray | None) -> str:
@@ -289,51 +224,26 @@ def _encode_maps(image: ReportImage, maps: np.ndarray | None) -> str:
     return base64.b64encode((255 * levels).astype(np.uint8).tobytes()).decode("ascii")
 
 
-def _cluster_layers(image: ReportImage) -> list[dict[str, Any]]:
-    """The layers for the page's script: title, and one hex digit for the color of each cell (row by row) and word."""
-    return [
-        {
-            "title": layer.title,
-            "rows": 0 if layer.cells is None else len(layer.cells),
-            "cells": "" if layer.cells is None else "".join(f"{color:x}" for color in layer.cells.ravel()),
-            "words": "" if layer.words is None else "".join(f"{color:x}" for color in layer.words),
-        }
-        for layer in image.clusters
-    ]
-
-
-def _aspect_ratio(cards: Sequence[Card]) -> float:
+def _aspect_ratio(cards: Sequence[dict[str, Any]]) -> float:
     """Width divided by height of the gallery's cells: the median of the pictures, limited to 1 to 4/3."""
-    ratios = [card.thumbnail.width / card.thumbnail.height for card in cards if card.thumbnail.uri]
+    thumbnails = [card["thumbnail"] for card in cards if "uri" in card["thumbnail"]]
+    ratios = [thumbnail["width"] / thumbnail["height"] for thumbnail in thumbnails]
     return round(min(4 / 3, max(1.0, statistics.median(ratios))), 3) if ratios else 1.0
 
 
-def _difference(words: Sequence[str], others: Sequence[str]) -> float:
-    """The share of words that only one caption has, among all distinct words of two captions."""
-    both = set(words) | set(others)
-    return len(set(words) ^ set(others)) / len(both) if both else 0.0
-
-
-def _thumbnail(path: StoragePath | Path | bytes, size: int) -> Thumbnail:
-    """A JPEG with at most `size` pixels on its longer side."""
+def _thumbnail(path: StoragePath | Path | bytes) -> dict[str, Any]:
+    """A picture as a small JPEG in a data URI, with its size in pixels; or why it cannot be read, as `problem`."""
     try:
-        data = path if isinstance(path, bytes) else path.read_bytes()
-        picture = decode_image(data, MAX_PIXELS)
+        picture = decode_image(path if isinstance(path, bytes) else path.read_bytes(), MAX_PIXELS)
     except BadImage as error:
-        return Thumbnail("", size, size, str(error))
+        return {"problem": str(error)}
     except OSError as error:
-        return Thumbnail("", size, size, error.strerror or "cannot be read")
-    picture.thumbnail((size, size), Image.Resampling.LANCZOS)
+        return {"problem": error.strerror or "cannot be read"}
+    picture.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
     # Small synthetic pictures have sharp edges, so they keep the full color resolution; photographs keep half of it.
-    small = max(picture.size) < SMALL
-    picture.save(buffer, "JPEG", quality=97 if small else JPEG_QUALITY, subsampling=0 if small else 2, optimize=True)
+    is_small = max(picture.size) < SMALL
+    quality, subsampling = (97, 0) if is_small else (JPEG_QUALITY, 2)
+    picture.save(buffer, "JPEG", quality=quality, subsampling=subsampling, optimize=True)
     uri = "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
-    return Thumbnail(uri, *picture.size)
-
-
-def _with_script_digest(html: str) -> str:
-    """Puts the digest of the page's script into its security policy, which then permits no other script."""
-    script = html.split("<script>", 1)[1].split("</script>", 1)[0]
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
-    return html.replace("SCRIPT_DIGEST", digest, 1)
+    return {"uri": uri, "width": picture.width, "height": picture.height, "is_small": is_small}

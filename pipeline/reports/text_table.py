@@ -15,11 +15,8 @@ def format_table(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str]
     reasons: list[str] = []
     table = [["", *columns]]
     for label, cells in rows:
-        is_missing = [cell.startswith(UNAVAILABLE) for cell in cells]
-        reasons += [
-            f"{name} {cell}" for name, cell, no_value in zip(columns, cells, is_missing, strict=True) if no_value
-        ]
-        table.append([label, *("-" if no_value else cell for cell, no_value in zip(cells, is_missing, strict=True))])
+        reasons += [f"{name} {cell}" for name, cell in zip(columns, cells, strict=True) if cell.startswith(UNAVAILABLE)]
+        table.append([label, *("-" if cell.startswith(UNAVAILABLE) else cell for cell in cells)])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
         "  ".join([label.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))])

@@ -115,7 +115,7 @@ def sync_search(log: TrialLog, status: str, files: bool = False) -> None:
 def _create_trial(client: Any, experiment: str, log: TrialLog, record: TrialRecord, parent: str) -> str:
     """The id of a trial's run, which is created if it does not exist."""
     match = {"mlflow.parentRunId": parent, "mlflow.runName": f"trial-{record.number}"}
-    run_id = get_or_create_run(client, experiment, match, match | {"raycap.search": log.folder.path.name})
+    run_id = get_or_create_run(client, experiment, match, {"raycap.search": log.folder.path.name})
     values = log.search.space.changes(record.point) | {"seed": record.seed}
     log_params(client, run_id, {key: str(value) for key, value in values.items()})
     return run_id

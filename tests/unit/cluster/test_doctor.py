@@ -186,12 +186,12 @@ def test_a_token_others_can_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path.write_text("marked-token")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(path))
     path.chmod(0o644)
-    found = doctor.token_here()
+    found = doctor.auth_token()
     assert found.level == "warn" and "chmod 600" in found.remedy and "marked-token" not in found.line
     path.chmod(0o600)
-    assert doctor.token_here().level == "ok"
+    assert doctor.auth_token().level == "ok"
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "absent"))
-    assert doctor.token_here().level == "fail"
+    assert doctor.auth_token().level == "fail"
 
 
 def test_the_clusters_ray_version_and_token(answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,19 +202,19 @@ def test_the_clusters_ray_version_and_token(answers: dict[str, Any], monkeypatch
     monkeypatch.setenv("RAY_AUTH_TOKEN", "right")
     for version, level in ((ray.__version__, "ok"), (f"{ray.__version__}1", "warn"), ("2.9.3", "fail")):
         answers["/api/version"] = 200, {"ray_version": version}
-        found = doctor.ray_there(address)
+        found = doctor.cluster_ray(address)
         assert found.level == level and version in found.text
     assert set(answers["tokens"]) == {None}, "a token goes only to a server that asks for one"
     answers["/api/version"] = 200, {"ray_version": ray.__version__, "token": "Bearer right"}
-    assert doctor.ray_there(address).level == "ok" and "token accepted" in doctor.ray_there(address).text
+    assert doctor.cluster_ray(address).level == "ok" and "token accepted" in doctor.cluster_ray(address).text
     monkeypatch.setenv("RAY_AUTH_TOKEN", "marked-wrong")
-    found = doctor.ray_there(address)
+    found = doctor.cluster_ray(address)
     assert found.level == "fail" and "refuses the token" in found.text and "marked-wrong" not in found.line
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    assert "asks for a token" in doctor.ray_there(address).text
+    assert "asks for a token" in doctor.cluster_ray(address).text
     answers["/api/version"] = 200, {}
-    assert "not a Ray dashboard" in doctor.ray_there(address).text
-    nobody = doctor.ray_there(f"http://127.0.0.1:{free_port()}")
+    assert "not a Ray dashboard" in doctor.cluster_ray(address).text
+    nobody = doctor.cluster_ray(f"http://127.0.0.1:{free_port()}")
     assert nobody.level == "fail" and "cannot be reached" in nobody.text
 
 
@@ -222,8 +222,8 @@ def test_a_cluster_that_is_too_small(answers: dict[str, Any], tmp_path: Path) ->
     alive = {"state": "ALIVE", "resources_total": {"CPU": 2.0}}
     nodes = [alive, {"state": "DEAD", "resources_total": {"CPU": 9.0, "GPU": 9.0}}]
     answers["/api/v0/nodes"] = 200, {"data": {"result": {"result": nodes}}}
-    assert doctor.resources_there(answers["address"], None).text == "1 with 2 CPUs and 0 GPUs"
-    small = doctor.resources_there(answers["address"], config_of(tmp_path, workers__gpus_per_worker=1))
+    assert doctor.cluster_resources(answers["address"], None).text == "1 with 2 CPUs and 0 GPUs"
+    small = doctor.cluster_resources(answers["address"], config_of(tmp_path, workers__gpus_per_worker=1))
     assert small.level == "warn" and "has grown" in small.remedy
 
 

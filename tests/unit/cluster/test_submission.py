@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import zipfile
 from pathlib import Path
@@ -14,11 +13,12 @@ from jobs.cli import main
 from jobs.submit import command_overrides
 from pipeline.cluster.packaging import find_files, pack
 from pipeline.cluster.submission import (
-    Submission,
-    check_places,
+    check_local_paths,
     check_texts,
+    entrypoint,
     package_files,
     requirements,
+    runtime_env,
     secret_names,
     variables,
 )
@@ -79,13 +79,13 @@ def test_only_code_is_packed(tmp_path: Path) -> None:
 
 def test_equal_files_pack_to_equal_bytes(tmp_path: Path) -> None:
     root = checkout(tmp_path / "project")
-    first = pack(dict(find_files(root)), tmp_path / "a.zip")
+    first, _ = pack(dict(find_files(root)), tmp_path / "a.zip")
     for path in root.rglob("*"):
         os.utime(path, (1_000_000_000, 1_000_000_000))
-    second = pack(dict(reversed(find_files(root).items())), tmp_path / "b.zip")
-    assert (first.sha1, first.name) == (second.sha1, second.name) and first.name.startswith("_ray_pkg_")
+    second, _ = pack(dict(reversed(find_files(root).items())), tmp_path / "b.zip")
+    assert first == second and first.startswith("_ray_pkg_")
     (root / "jobs" / "cli.py").write_text("changed")
-    assert pack(dict(find_files(root)), tmp_path / "c.zip").sha1 != first.sha1
+    assert pack(dict(find_files(root)), tmp_path / "c.zip")[0] != first
 
 
 def test_an_archive_above_the_limit_is_refused_with_the_largest_files(tmp_path: Path) -> None:
@@ -96,18 +96,18 @@ def test_an_archive_above_the_limit_is_refused_with_the_largest_files(tmp_path: 
     }
     with pytest.raises(UserError, match=r"noise\.bin \(0\.3 MiB\), other\.bin .*") as refused:
         pack(files, tmp_path / "a.zip", limit=250_000)
-    assert ".rayignore" in str(refused.value) and not (tmp_path / "a.zip").exists()
-    package = pack(files, tmp_path / "a.zip", limit=600_000)
-    assert package.files == 3 and package.size == (tmp_path / "a.zip").stat().st_size
-    assert "noise.bin" in package.describe().split("the largest: ")[1].split(",")[0]
+    assert ".rayignore" in str(refused.value)
+    _, summary = pack(files, tmp_path / "a.zip", limit=600_000)
+    assert summary.startswith("3 files, ") and (tmp_path / "a.zip").is_file()
+    assert "noise.bin" in summary.split("the largest: ")[1].split(",")[0]
 
 
 def test_this_project_packs_small_and_whole(tmp_path: Path) -> None:
     """The package holds what a job imports, no tests, and the commit that git would say."""
     files, path = package_files(ROOT / "configs" / "demo.yaml", ROOT)
-    package = pack(files, tmp_path / "code.zip")
-    assert path == "configs/demo.yaml" and package.size < 2**20
-    with zipfile.ZipFile(package.path) as archive:
+    pack(files, tmp_path / "code.zip")
+    assert path == "configs/demo.yaml" and (tmp_path / "code.zip").stat().st_size < 2**20
+    with zipfile.ZipFile(tmp_path / "code.zip") as archive:
         names = set(archive.namelist())
         assert {"jobs/__main__.py", "pipeline/reports/report.html.jinja", "models/base.py", "COMMIT"} <= names
         assert not any(name.startswith(("tests/", ".git/", "infra/", ".venv/")) for name in names)
@@ -141,21 +141,19 @@ def test_a_configuration_from_elsewhere_travels_with_what_it_extends(tmp_path: P
 
 
 def test_the_entry_point_is_the_same_command_and_names_missing_secrets() -> None:
-    job = Submission("run", "configs/a b.yaml", ("--set", "name=x y"), {"A": "1"}, ("S3_KEY",), ("six==1.17.0",))
-    assert job.entrypoint.endswith("exec python -m jobs run 'configs/a b.yaml' --set 'name=x y'")
-    assert "S3_KEY:?is not set on the cluster" in job.entrypoint
-    environment = job.runtime_env("gcs://_ray_pkg_x.zip")
+    command = entrypoint("run", "configs/a b.yaml", ["--set", "name=x y"], ["S3_KEY"])
+    assert command.endswith("exec python -m jobs run 'configs/a b.yaml' --set 'name=x y'")
+    assert "S3_KEY:?is not set on the cluster" in command
+    environment = runtime_env("gcs://_ray_pkg_x.zip", {"A": "1"}, ["six==1.17.0"])
     assert environment["env_vars"] == {"A": "1"} and environment["pip"]["packages"] == ["six==1.17.0"]
-    assert Submission("run", "c.yaml").runtime_env("gcs://p.zip") == {"working_dir": "gcs://p.zip"}
+    assert runtime_env("gcs://p.zip", {}, []) == {"working_dir": "gcs://p.zip"}
 
 
 def test_the_entry_point_stops_without_its_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import subprocess
 
     monkeypatch.delenv("RAYCAP_TEST_KEY", raising=False)
-    entry = Submission("run", "c.yaml", secrets=("RAYCAP_TEST_KEY",)).entrypoint.replace(
-        "exec python", "echo would run"
-    )
+    entry = entrypoint("run", "c.yaml", secrets=["RAYCAP_TEST_KEY"]).replace("exec python", "echo would run")
     done = subprocess.run(["sh", "-c", entry], capture_output=True, text=True)
     assert done.returncode != 0 and "RAYCAP_TEST_KEY" in done.stderr and "not set on the cluster" in done.stderr
     monkeypatch.setenv("RAYCAP_TEST_KEY", "x")
@@ -201,7 +199,7 @@ def test_paths_of_this_machine(tmp_path: Path) -> None:
     def parsed(**changes: str) -> list[str]:
         path = tmp_path / "run.yaml"
         path.write_text(yaml.safe_dump(small_config("results")))
-        return check_places(load_config(path, [f"{key}={value}" for key, value in changes.items()]))
+        return check_local_paths(load_config(path, [f"{key}={value}" for key, value in changes.items()]))
 
     with pytest.raises(UserError, match="storage = results"):
         parsed()
@@ -243,7 +241,7 @@ def test_dependencies_are_the_lock_without_ray(tmp_path: Path) -> None:
 
     lines = requirements(ROOT)
     assert any(line.startswith("torch==") for line in lines) and not any(line.startswith("ray==") for line in lines)
-    RuntimeEnv(**Submission("run", "c.yaml", requirements=lines).runtime_env("gcs://_ray_pkg_x.zip"))
+    RuntimeEnv(**runtime_env("gcs://_ray_pkg_x.zip", {}, lines))
     with pytest.raises(UserError, match="checkout"):
         requirements(tmp_path)
 
@@ -252,7 +250,7 @@ def test_an_archive_keeps_what_may_be_executed(tmp_path: Path) -> None:
     script = tmp_path / "tool.sh"
     script.write_text("#!/bin/sh\n")
     script.chmod(0o755)
-    data = pack({"tool.sh": script, "plain": b"x"}, tmp_path / "a.zip").path.read_bytes()
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+    pack({"tool.sh": script, "plain": b"x"}, tmp_path / "a.zip")
+    with zipfile.ZipFile(tmp_path / "a.zip") as archive:
         modes = {info.filename: (info.external_attr >> 16) & 0o777 for info in archive.infolist()}
     assert modes == {"tool.sh": 0o755, "plain": 0o644}

@@ -11,7 +11,7 @@ from models.cluster_groups import Clusters, find_clusters, grid_groups, sequence
 from models.clustformer import ClustFormer
 from models.config import ClustFormerConfig, ExpansionNetConfig, ModelSizes
 from models.registry import build_model
-from pipeline.reports.cluster_pictures import COLORS, cluster_picture, color_table, ink_on, layer_colors, veiled
+from pipeline.reports.cluster_pictures import COLORS, cluster_picture, color_cells, layer_colors, text_color
 
 SIZES = ModelSizes(feature_width=6, vocabulary_size=11, max_positions=9, sos=0, eos=1, pad=2)
 SMALL = {"d_model": 8, "d_ff": 8, "num_heads": 2, "num_encoder_layers": 3, "num_decoder_layers": 2}
@@ -115,9 +115,9 @@ def test_pictures_show_every_layer() -> None:
     assert sheet.width > 3 * 288 and sheet.height > 288
     colors = {tuple(pixel) for pixel in np.asarray(sheet).reshape(-1, 3)[::7]}
     assert len(colors) > 6
-    tile = np.asarray(veiled(Image.new("RGB", (8, 8), "black"), np.array([[0, 1]]))).astype(int)
+    tile = np.asarray(color_cells(Image.new("RGB", (8, 8), "black"), np.array([[0, 1]]))).astype(int)
     assert abs(tile[100, 60] - tile[100, 230]).max() > 60
-    one = np.asarray(veiled(Image.new("RGB", (8, 8), "black"), np.ones((2, 2), int)))
+    one = np.asarray(color_cells(Image.new("RGB", (8, 8), "black"), np.ones((2, 2), int)))
     assert not one.any(), "a single cluster needs no color"
-    assert ink_on("#f6c445") == "black" and ink_on("#101010") == "white"
-    assert len(list(color_table())) == len(COLORS) == len(set(COLORS))
+    assert text_color("#f6c445") == "black" and text_color("#101010") == "white"
+    assert len(COLORS) == len(set(COLORS))

@@ -80,8 +80,8 @@ def _report(**changes: object) -> Report:
     return Report(**given)  # type: ignore[arg-type]
 
 
-def _written(folder: Path, page: Report, **options: int) -> tuple[str, Reader]:
-    write_report(folder / "report.html", page, **options)
+def _written(folder: Path, page: Report) -> tuple[str, Reader]:
+    write_report(folder / "report.html", page)
     html = (folder / "report.html").read_text("utf-8")
     return html, Reader(html)
 
@@ -139,7 +139,7 @@ def test_thumbnails_are_small_jpegs_of_the_same_shape(tmp_path: Path) -> None:
         ReportImage(1, tmp_path / "photo.png", "a", ["b"], 0.1, "test"),
         ReportImage(2, _picture(64, 64), "a", ["b"], 0.2, "test"),
     ]
-    _, reader = _written(tmp_path, _report(images=images), thumbnail=256)
+    _, reader = _written(tmp_path, _report(images=images))
     sizes = []
     for element in reader.all("img"):
         data = base64.b64decode((element["src"] or "").removeprefix("data:image/jpeg;base64,"))
@@ -161,7 +161,7 @@ def test_unreadable_picture_gets_a_placeholder(tmp_path: Path, path: Path | byte
     assert any("could not be shown" in text and reason in text for text in reader.text)
 
 
-def test_large_gallery_holds_worst_best_and_random_and_says_so(tmp_path: Path) -> None:
+def test_large_gallery_holds_worst_best_and_random_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = [index / 100 for index in range(300)]
     random.Random(0).shuffle(scores)
     images = [_image(index, score) for index, score in enumerate(scores)]
@@ -174,7 +174,8 @@ def test_large_gallery_holds_worst_best_and_random_and_says_so(tmp_path: Path) -
     assert choose_images(images, 30, seed="a")[0] == chosen
     assert choose_images(images, 30, seed="b")[0] != chosen
 
-    _, reader = _written(tmp_path, _report(images=images), max_images=30)
+    monkeypatch.setattr(report, "MAX_IMAGES", 30)
+    _, reader = _written(tmp_path, _report(images=images))
     text = " ".join(reader.text)
     assert "This page holds 30 of 300 pictures: 10 with the lowest CIDEr-D, 10 with the highest" in text
     assert len(reader.all("li", "card")) == 30
@@ -248,7 +249,7 @@ def test_overview_is_drawn_where_several_stages_validate(tmp_path: Path) -> None
 
 def test_curve_lies_in_its_box_and_reads_back() -> None:
     series = [(step, 5.0 / (1 + step)) for step in range(20)]
-    plot = charts.stage_plot("loss", series)
+    plot = charts.make_plot("loss", [("", series)])
     assert plot is not None
     assert [(point[2], point[3]) for point in plot.points][:2] == [("step 0", "5"), ("step 1", "2.5")]
     assert [point[0] for point in plot.points] == pytest.approx([100 * step / 19 for step in range(20)], abs=0.01)
@@ -256,40 +257,40 @@ def test_curve_lies_in_its_box_and_reads_back() -> None:
     assert heights == sorted(heights) and 0 < heights[0] < heights[-1] < 100
     # The scale starts at zero here, so heights are in proportion to values.
     assert (100 - heights[1]) / (100 - heights[0]) == pytest.approx(0.5, abs=0.001)
-    assert all(0 <= tick.at <= 100 for tick in plot.x_ticks + plot.y_ticks) and len(plot.y_ticks) >= 3
+    assert all(0 <= position <= 100 for position, _ in plot.x_ticks + plot.y_ticks) and len(plot.y_ticks) >= 3
 
 
 def test_values_that_are_not_finite_are_counted_not_drawn() -> None:
-    plot = charts.stage_plot("loss", [(0, 1.0), (1, math.nan), (2, math.inf), (3, 2.0)])
+    plot = charts.make_plot("loss", [("", [(0, 1.0), (1, math.nan), (2, math.inf), (3, 2.0)])])
     assert plot is not None and len(plot.points) == 2 and plot.note == "2 of 4 values not finite"
-    assert charts.stage_plot("loss", [(0, math.nan)]) is None
-    assert "nan" not in plot.line
+    assert charts.make_plot("loss", [("", [(0, math.nan)])]) is None
+    assert all(math.isfinite(y) for _, y in plot.lines[0])
 
 
 @pytest.mark.parametrize("series", [[(5, 1.0)], [(5, 0.0), (9, 0.0)], [(0, -3.0), (1, -3.0)], [(0, 1e-12), (1, 1e12)]])
 def test_odd_curves_have_a_scale(series: list[tuple[int, float]]) -> None:
-    plot = charts.stage_plot("x", series)
-    assert plot is not None and plot.y_ticks and plot.line.startswith("M") and len(plot.y_ticks) < 10
+    plot = charts.make_plot("x", [("", series)])
+    assert plot is not None and plot.y_ticks and plot.lines[0] and len(plot.y_ticks) < 10
     assert all(0 <= y <= 100 for _, y, _, _ in plot.points)
 
 
 def test_log_scale_only_where_values_span_orders_of_magnitude() -> None:
-    wide = charts.stage_plot("grad_norm", [(0, 1000.0), (1, 10.0), (2, 0.1)])
+    wide = charts.make_plot("grad_norm", [("", [(0, 1000.0), (1, 10.0), (2, 0.1)])])
     assert wide is not None and wide.note == "log scale"
     heights = [point[1] for point in wide.points]
     assert heights[1] - heights[0] == pytest.approx(heights[2] - heights[1], abs=0.02)
-    narrow = charts.stage_plot("loss", [(0, 9.0), (1, 1.0)])
+    narrow = charts.make_plot("loss", [("", [(0, 9.0), (1, 1.0)])])
     assert narrow is not None and narrow.note == ""
 
 
 def test_noise_is_smoothed_and_a_schedule_is_not() -> None:
     rng = random.Random(0)
     noisy = [(step, 2 + rng.gauss(0, 0.3)) for step in range(400)]
-    plot = charts.stage_plot("loss", noisy)
-    assert plot is not None and plot.raw and plot.note == "line: mean of 25 values"
+    plot = charts.make_plot("loss", [("", noisy)])
+    assert plot is not None and plot.raw_lines and plot.note == "line: mean of 25 values"
     assert len(plot.points) <= charts.MAX_POINTS
-    steps = charts.stage_plot("lr", [(step, 2e-4 * 0.8 ** (step // 50)) for step in range(400)])
-    assert steps is not None and steps.raw == "" and steps.note == ""
+    steps = charts.make_plot("lr", [("", [(step, 2e-4 * 0.8 ** (step // 50)) for step in range(400)])])
+    assert steps is not None and steps.raw_lines == [] and steps.note == ""
 
 
 def test_running_mean_and_thinning_keep_what_matters() -> None:
@@ -302,11 +303,11 @@ def test_running_mean_and_thinning_keep_what_matters() -> None:
 
 
 def test_overview_gives_stages_equal_width_in_order() -> None:
-    plot = charts.overview_plot("cider", [("a", [(0, 0.1), (1000, 0.5)]), ("b", [(1010, 0.6), (1020, 0.7)])])
-    assert plot is not None and [(band.left, band.width) for band in plot.bands] == [(0, 50), (50, 50)]
+    plot = charts.make_plot("cider", [("a", [(0, 0.1), (1000, 0.5)]), ("b", [(1010, 0.6), (1020, 0.7)])])
+    assert plot is not None and [band[:2] for band in plot.bands] == [(0, 50), (50, 50)]
     across = [point[0] for point in plot.points]
     assert across == sorted(across) and across[1] < 50 < across[2]
-    assert plot.line.count("M") == 2  # no line from stage to stage
+    assert len(plot.lines) == 2  # no line from stage to stage
 
 
 @pytest.mark.parametrize(
@@ -322,19 +323,17 @@ def test_overview_gives_stages_equal_width_in_order() -> None:
     ],
 )
 def test_numbers_read_well(value: float, text: str) -> None:
-    assert charts.number(value) == text
+    assert charts.format_number(value) == text
 
 
 def test_histogram_counts_every_score_once() -> None:
     scores = [0.0, 0.1, 0.3, 0.30000000000000004, 1.0, 2.0]
-    chart = charts.histogram("test", scores, 2.0)
-    assert sum(one.count for one in chart.bins) == 6
-    for one in chart.bins:
-        last = one is chart.bins[-1]
-        assert one.count == sum(one.low - 1e-9 <= score and (last or score < one.high - 1e-9) for score in scores)
-    assert max(one.height for one in chart.bins) == 100 and chart.median == "0.300" and chart.count == 6
-    assert len(charts.histogram("test", [0.01, 10.0], 10.0).bins) <= 24
-    assert sum(one.count for one in charts.histogram("test", [0.0], 0.01).bins) == 1
+    chart = charts.make_histogram("test", scores, 2.0)
+    assert sum(chart.counts) == 6 and chart.median == "0.300"
+    for count, low, high in zip(chart.counts, chart.edges, [*chart.edges[1:-1], math.inf], strict=False):
+        assert count == sum(low - 1e-9 <= score < high - 1e-9 for score in scores)
+    assert len(charts.make_histogram("test", [0.01, 10.0], 10.0).counts) <= 24
+    assert sum(charts.make_histogram("test", [0.0], 0.01).counts) == 1
 
 
 def test_template_is_packaged() -> None:
@@ -344,8 +343,8 @@ def test_template_is_packaged() -> None:
 def test_attributions_and_clusters_reach_the_page(tmp_path: Path) -> None:
     maps = np.arange(8.0).reshape(2, 4)
     layers = [
-        LayerColors(1, 1, np.array([[0, 11], [11, 2]]), np.array([3, 3]), 3, 1),
-        LayerColors(0, 2, None, np.array([1, 0]), 0, 2),
+        LayerColors("layer 1: 3 patch clusters, 1 phrase", np.array([[0, 11], [11, 2]]), np.array([3, 3])),
+        LayerColors("layer 2: 2 phrases", None, np.array([1, 0])),
     ]
     shown = ReportImage(1, _picture(), "a cat", [], 0.5, "test", {}, maps, -maps, layers)
     write_report(tmp_path / "r.html", Report("t", "r", "p", [], [], [], [shown], {}))
