@@ -29,9 +29,11 @@ def java_version() -> str:
     """The first line of `java -version`. Raises JavaError when java is missing or does not start."""
     java = _find_java()
     try:
-        done = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30, check=True)
+        done = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError) as error:
         raise JavaError(f"{java} does not start: {error}") from error
+    if done.returncode:
+        raise JavaError(f"{java} -version ends with exit code {done.returncode}")
     return next(iter((done.stderr or done.stdout).strip().splitlines()), "java")
 
 

@@ -323,7 +323,7 @@ def test_bfloat16_steps_are_bfloat16_teacher_forcing() -> None:
         ({"encoder_dynamic_expansion": 4}, "are both set"),
         ({"dropout": 1.0}, "model.dropout is 1.0"),
         ({"num_encoder_layers": 0}, "model.num_encoder_layers is 0"),
-        ({"name": "expansionet"}, "unknown; known: .*expansionnet_v2, meshed_memory"),
+        ({"name": "expansionet"}, "'expansionet'; it must be 'expansionnet_v2' or 'transformer'"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes: dict[str, object], words: str) -> None:

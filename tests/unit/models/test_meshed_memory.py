@@ -71,7 +71,7 @@ def literal_attention(layer: Any, x: Tensor, keys: Tensor, values: Tensor, query
         scores = query[:, part] @ keys[:, part].T / width**0.5
         mixed.append(scores.masked_fill(~mask, -torch.inf).softmax(-1) @ values[:, part])
     v, weight, bias = torch.cat(mixed, 1), layer.out_proj.weight, layer.out_proj.bias
-    if not layer.out_proj.attention_on_attention:
+    if layer.out_proj.blocks == 1:
         return v @ weight.T + bias
     d = x.shape[1]
     both = torch.cat((v, x), 1)
@@ -207,10 +207,9 @@ def test_steps_drop_out_where_the_teacher_forced_pass_does(
             "with 2 encoder and 3 decoder layers; it needs equally",
         ),
         ({"gates": "relu"}, "model.gates is 'relu'"),
+        ({"name": "transformer"}, "model.name is 'transformer'; it must be 'meshed_memory'"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         MeshedMemoryConfig(**changes)
-    with pytest.raises(ValueError, match="are ExpansionNetConfig, found MeshedMemoryConfig"):
-        build_model(MeshedMemoryConfig(name="transformer"), SIZES)  # type: ignore[arg-type]
