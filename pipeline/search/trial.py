@@ -175,8 +175,10 @@ def hand_over(run: RunFolder, stage: str, step: int, folder: Path, patience_s: f
         time.sleep(0.02)
     target = folder / uuid.uuid4().hex
     target.mkdir(parents=True)
-    for path in (source / f"step-{step}", *source.glob("best-*")):
-        shutil.copytree(path, target / path.name)
+    # Older best weights are being removed now, so only those that the checkpoint refers to are copied.
+    best_step = read_json(source / f"step-{step}" / "progress.json")["best_step"]
+    for name in (f"step-{step}", f"best-{best_step}"):
+        shutil.copytree(source / name, target / name)
     for path in (source / "predictions-val.json", run.journal):
         shutil.copyfile(path, target / path.name)
     write_json(target / "from.json", {"run": run.run_id, "stage": stage})
