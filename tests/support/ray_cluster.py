@@ -7,6 +7,7 @@ node: it sees that node's disk.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -24,9 +25,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.node_provider import HEAD_ID, autoscaling_config
+
 ADDRESS = "127.0.0.1"
-HEAD = 0
-DRIVER = -1  # a machine outside the cluster, with its own disk
+ROOT = Path(__file__).resolve().parents[2]
+HEAD = "0"
 MOUNT = 'mkdir -p "$1" && mount --bind "$1" "$2" && shift 2 && exec "$@"'
 ALIVE = "import ray; ray.init('{}', log_to_driver=False); print('nodes', sum(n['Alive'] for n in ray.nodes()))"
 
@@ -44,11 +47,38 @@ def can_mount() -> bool:
     return shutil.which("unshare") is not None and subprocess.run(command, capture_output=True).returncode == 0
 
 
+def on_disk(folder: Path, name: str, command: Sequence[str]) -> list[str]:
+    """The command that runs `command` where the node `name` of the cluster in `folder` has its disk."""
+    disk = folder / "disks" / name
+    disk.mkdir(parents=True, exist_ok=True)
+    return ["unshare", "-m", "sh", "-c", MOUNT, "sh", str(disk), str(folder / "disk"), *command]
+
+
+def node_command(
+    folder: Path, name: str, cpus: int, options: Sequence[str], variables: Mapping[str, str] | None = None
+) -> list[str]:
+    """The command of a node: `ray start` with ports of its own, on a disk of its own."""
+    ports = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port")
+    assigned = [f"{key}={value}" for key, value in (variables or {}).items()]
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start", *options, f"--node-ip-address={ADDRESS}"]
+    start += [f"--num-cpus={cpus}", f"--object-store-memory={100 * 2**20}", "--disable-usage-stats", "--block"]
+    return on_disk(folder, name, ["env", *assigned, *start, *(f"--{port}={free_port()}" for port in ports)])
+
+
 class Cluster:
     """Started by `ray start` with its own ports and temporary folder; `ray stop` would end other clusters as well."""
 
-    def __init__(self, token: str | None = None, cpus: int = 1, variables: Mapping[str, str] | None = None) -> None:
-        """cpus: of the head. variables: environment variables of all nodes and programs."""
+    def __init__(
+        self,
+        token: str | None = None,
+        cpus: int = 1,
+        variables: Mapping[str, str] | None = None,
+        max_workers: int | None = None,
+    ) -> None:
+        """cpus: of the head. variables: environment variables of all nodes and programs.
+
+        max_workers: Ray's autoscaler adds up to so many nodes with one CPU each on demand; None: no autoscaler.
+        """
         self.folder = Path(tempfile.mkdtemp(prefix="rc-", dir="/tmp"))  # short, because paths of sockets are limited
         self.disk = self.folder / "disk"
         self.disk.mkdir()
@@ -59,6 +89,12 @@ class Cluster:
         self.programs = list[subprocess.Popen[bytes]]()
         head = ["--head", f"--port={self.port}", f"--dashboard-port={self.dashboard.rsplit(':', 1)[1]}"]
         head += [f"--dashboard-host={ADDRESS}", "--include-dashboard=true", f"--ray-client-server-port={free_port()}"]
+        if max_workers is not None:
+            config = self.folder / "autoscaler.json"
+            config.write_text(json.dumps(autoscaling_config(self.folder, self.address, 1, max_workers)))
+            head.append(f"--autoscaling-config={config}")
+            self.variables |= {"RAY_enable_autoscaler_v2": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+            self.variables["PYTHONPATH"] = str(ROOT)  # for the node provider
         self._start_node([*head, f"--temp-dir={self.folder / 'ray'}"], cpus)
 
     def add_node(self, cpus: int = 1, options: Sequence[str] = ()) -> subprocess.Popen[bytes]:
@@ -84,30 +120,24 @@ class Cluster:
         words = (self.folder / "alive.txt").read_text().split()
         return int(words[-1]) if "nodes" in words else 0
 
-    def start(self, node: int, command: Sequence[str], log: Path, **variables: str) -> subprocess.Popen[bytes]:
-        """Starts a program on a node's disk; `DRIVER` is the disk of a machine outside the cluster."""
-        program = self._start_on(node, command, log, self._environment() | variables)
+    def start(self, node: str, command: Sequence[str], log: Path, **variables: str) -> subprocess.Popen[bytes]:
+        """Starts a program on the disk of a node: `HEAD`, or any name for the disk of a machine outside the cluster."""
+        program = self._start(on_disk(self.folder, node, command), log, variables)
         self.programs.append(program)
         return program
 
-    def _start_node(self, options: list[str], cpus: int) -> subprocess.Popen[bytes]:
-        common = [f"--node-ip-address={ADDRESS}", f"--num-cpus={cpus}", f"--object-store-memory={100 * 2**20}"]
-        common += [f"--dashboard-agent-listen-port={free_port()}", f"--dashboard-agent-grpc-port={free_port()}"]
-        common += [f"--metrics-export-port={free_port()}", "--disable-usage-stats", "--block"]
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options, *common]
-        number = len(self.nodes)
-        node = self._start_on(number, command, self.folder / f"node-{number}.txt", self._environment())
+    def _start_node(self, options: Sequence[str], cpus: int) -> subprocess.Popen[bytes]:
+        name = str(len(self.nodes))
+        identity = {"RAY_CLOUD_INSTANCE_ID": HEAD_ID, "RAY_NODE_TYPE_NAME": HEAD_ID} if name == HEAD else {}
+        command = node_command(self.folder, name, cpus, options, identity)
+        node = self._start(command, self.folder / f"node-{name}.txt", {})
         self.nodes.append(node)
         return node
 
-    def _start_on(self, number: int, command: Sequence[str], log: Path, environment: dict[str, str]) -> subprocess.Popen:
-        disk = self.folder / "disks" / str(number)
-        disk.mkdir(parents=True, exist_ok=True)
-        mount = ["unshare", "-m", "sh", "-c", MOUNT, "sh", str(disk), str(self.disk)] if can_mount() else []
+    def _start(self, command: Sequence[str], log: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        environment = self._environment() | dict(variables)
         with log.open("wb") as output:
-            return subprocess.Popen(
-                [*mount, *command], env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=self.folder
-            )
+            return subprocess.Popen(command, env=environment, stdout=output, stderr=output, cwd=self.folder)
 
     def _environment(self) -> dict[str, str]:
         """The test's environment, without variables that name another Ray or give a job access to this checkout."""
@@ -158,11 +188,16 @@ class Cluster:
 
 
 @contextmanager
-def ray_cluster(token: str | None = None, cpus: int = 1, variables: Mapping[str, str] | None = None) -> Iterator[Cluster]:
+def ray_cluster(
+    token: str | None = None,
+    cpus: int = 1,
+    variables: Mapping[str, str] | None = None,
+    max_workers: int | None = None,
+) -> Iterator[Cluster]:
     """A cluster with only a head. The test is skipped where processes cannot have private disks."""
     if not can_mount():
         pytest.skip("no mount namespaces here (`unshare -m` needs root), so nodes would share a disk")
-    cluster = Cluster(token, cpus, variables)
+    cluster = Cluster(token, cpus, variables, max_workers)
     try:
         cluster.wait()
         yield cluster
