@@ -1,4 +1,4 @@
-"""A Ray cluster on the loopback whose nodes share no disk: a head and worker nodes, each a process that a test can kill.
+"""A Ray cluster on the loopback whose nodes share no disk: a head and workers, each a process that a test can kill.
 
 Every node is a process in its own mount namespace, in which the folder `Cluster.disk` is this node's disk. The path is
 the same on all nodes and the files are not, as on real machines. `Cluster.start` runs a program, such as a driver, on a
