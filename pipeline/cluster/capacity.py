@@ -94,13 +94,14 @@ def wait_for(bundles: Sequence[Resources], stage: str, *, is_cluster: bool, limi
 
     wanted = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
     request = f"{stage} asks for {_counted([_readable(bundle) for bundle in wanted])}"
+    remedy = _remedy(bundles)
     group: Any = None
     begin = last_message = last_growth = time.monotonic()
     status = cluster_status()
     if status.fits(wanted) and not status.used:
         return
     if not is_cluster and not status.fits(wanted):
-        raise UserError(f"{request}, and this machine gives Ray less ({status.text}); {_remedy(bundles)}")
+        raise UserError(f"{request}, and this machine gives Ray less ({status.text}); {remedy}")
     try:
         group = placement_group(wanted, strategy="PACK")
         while not group.wait(POLL_S):
@@ -108,7 +109,7 @@ def wait_for(bundles: Sequence[Resources], stage: str, *, is_cluster: bool, limi
             if status.num_starting or status.used or status.fits(wanted):
                 last_growth = now
             if status.has_autoscaler and now - last_growth > REFUSE_AFTER_S:
-                raise UserError(f"{request}, and no node type of this cluster can serve it ({status.text}); {_remedy(bundles)}")
+                raise UserError(f"{request}, which no node type of this cluster can serve ({status.text}); {remedy}")
             if now - begin > limit_s:
                 raise WaitedTooLongError(
                     f"{request}, which the cluster did not provide within workers.max_wait_minutes "
@@ -123,8 +124,10 @@ def wait_for(bundles: Sequence[Resources], stage: str, *, is_cluster: bool, limi
 
 
 def _remedy(bundles: Sequence[Resources]) -> str:
-    keys = "workers.gpus_per_worker or features.gpus_per_actor" if any(bundle.get("GPU") for bundle in bundles) else (
-        "workers.num_workers, workers.cpus_per_worker or features.num_actors"
+    keys = (
+        "workers.gpus_per_worker or features.gpus_per_actor"
+        if any(bundle.get("GPU") for bundle in bundles)
+        else ("workers.num_workers, workers.cpus_per_worker or features.num_actors")
     )
     return f"lower {keys}, or join a cluster with larger nodes"
 
