@@ -1,7 +1,13 @@
-"""A Ray cluster for one test on the loopback: a head and further nodes, each a process that the test can kill."""
+"""A Ray cluster on the loopback whose nodes share no disk: a head and workers, each a process that a test can kill.
+
+Every node is a process in its own mount namespace, in which the folder `Cluster.disk` is this node's disk. The path is
+the same on all nodes and the files are not, as on real machines. `Cluster.start` runs a program, such as a driver, on a
+node: it sees that node's disk.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -11,13 +17,21 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 import psutil
+import pytest
+
+from tests.support.node_provider import HEAD_ID, autoscaling_config
 
 ADDRESS = "127.0.0.1"
+ROOT = Path(__file__).resolve().parents[2]
+HEAD = "0"
+MOUNT = 'mkdir -p "$1" && mount --bind "$1" "$2" && shift 2 && exec "$@"'
+ALIVE = "import ray; ray.init('{}', log_to_driver=False); print('nodes', sum(n['Alive'] for n in ray.nodes()))"
 
 
 def free_port() -> int:
@@ -26,29 +40,104 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class Cluster:
-    """Started by `ray start` with its own ports and temporary folder; `ray stop` would end other clusters too."""
+@cache
+def can_mount() -> bool:
+    """Whether this process may create mount namespaces."""
+    command = ["unshare", "-m", "sh", "-c", "mount -t tmpfs none /mnt"]
+    return shutil.which("unshare") is not None and subprocess.run(command, capture_output=True).returncode == 0
 
-    def __init__(self, token: str | None = None, cpus: int = 1) -> None:
+
+def on_disk(folder: Path, name: str, command: Sequence[str]) -> list[str]:
+    """The command that runs `command` where the node `name` of the cluster in `folder` has its disk."""
+    disk = folder / "disks" / name
+    disk.mkdir(parents=True, exist_ok=True)
+    return ["unshare", "-m", "sh", "-c", MOUNT, "sh", str(disk), str(folder / "disk"), *command]
+
+
+def node_command(
+    folder: Path, name: str, cpus: int, options: Sequence[str], variables: Mapping[str, str] | None = None
+) -> list[str]:
+    """The command of a node: `ray start` with ports of its own, on a disk of its own."""
+    ports = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port")
+    assigned = [f"{key}={value}" for key, value in (variables or {}).items()]
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start", *options, f"--node-ip-address={ADDRESS}"]
+    start += [f"--num-cpus={cpus}", f"--object-store-memory={100 * 2**20}", "--disable-usage-stats", "--block"]
+    return on_disk(folder, name, ["env", *assigned, *start, *(f"--{port}={free_port()}" for port in ports)])
+
+
+class Cluster:
+    """Started by `ray start` with its own ports and temporary folder; `ray stop` would end other clusters as well."""
+
+    def __init__(
+        self,
+        token: str | None = None,
+        cpus: int = 1,
+        variables: Mapping[str, str] | None = None,
+        max_workers: int | None = None,
+    ) -> None:
+        """cpus: of the head. variables: environment variables of all nodes and programs.
+
+        max_workers: Ray's autoscaler adds up to so many nodes with one CPU each on demand; None: no autoscaler.
+        """
         self.folder = Path(tempfile.mkdtemp(prefix="rc-", dir="/tmp"))  # short, because paths of sockets are limited
+        self.disk = self.folder / "disk"
+        self.disk.mkdir()
         self.port, self.dashboard = free_port(), f"http://{ADDRESS}:{free_port()}"
-        self.token, self.nodes = token, list[subprocess.Popen[bytes]]()
+        self.address = f"{ADDRESS}:{self.port}"
+        self.token, self.variables = token, dict(variables or {})
+        self.nodes = list[subprocess.Popen[bytes]]()
+        self.programs = list[subprocess.Popen[bytes]]()
         head = ["--head", f"--port={self.port}", f"--dashboard-port={self.dashboard.rsplit(':', 1)[1]}"]
         head += [f"--dashboard-host={ADDRESS}", "--include-dashboard=true", f"--ray-client-server-port={free_port()}"]
-        self._start([*head, f"--temp-dir={self.folder}"], cpus)
+        if max_workers is not None:
+            config = self.folder / "autoscaler.json"
+            config.write_text(json.dumps(autoscaling_config(self.folder, self.address, 1, max_workers)))
+            head.append(f"--autoscaling-config={config}")
+            self.variables |= {"RAY_enable_autoscaler_v2": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+            self.variables["PYTHONPATH"] = str(ROOT)  # for the node provider
+        self._start_node([*head, f"--temp-dir={self.folder / 'ray'}"], cpus)
 
-    def add_node(self, cpus: int = 1) -> subprocess.Popen[bytes]:
-        return self._start([f"--address={ADDRESS}:{self.port}"], cpus)
+    def add_node(self, cpus: int = 1, options: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+        """Starts a worker node and returns without waiting for it. options: further options of `ray start`."""
+        return self._start_node([f"--address={self.address}", *options], cpus)
 
-    def _start(self, options: list[str], cpus: int) -> subprocess.Popen[bytes]:
-        common = [f"--node-ip-address={ADDRESS}", f"--num-cpus={cpus}", f"--object-store-memory={100 * 2**20}"]
-        common += [f"--dashboard-agent-listen-port={free_port()}", f"--dashboard-agent-grpc-port={free_port()}"]
-        common += [f"--metrics-export-port={free_port()}", "--disable-usage-stats", "--block"]
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options, *common]
-        with (self.folder / f"node-{len(self.nodes)}.txt").open("wb") as log:
-            node = subprocess.Popen(command, env=self._environment(), stdout=log, stderr=log, cwd=self.folder)
+    def join_node(self, cpus: int = 1, options: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+        """Starts a worker node and waits until the cluster has it; repeats a start that failed."""
+        before = self.num_alive()
+        for _ in range(4):
+            node = self.add_node(cpus, options)
+            until = time.monotonic() + 40
+            while time.monotonic() < until and node.poll() is None:
+                if self.num_alive() > before:
+                    return node
+            self.kill(node)
+        raise AssertionError((self.folder / f"node-{len(self.nodes) - 1}.txt").read_text())
+
+    def num_alive(self) -> int:
+        """The number of nodes that the cluster has now."""
+        program = self.start(HEAD, [sys.executable, "-c", ALIVE.format(self.address)], self.folder / "alive.txt")
+        program.wait(120)
+        words = (self.folder / "alive.txt").read_text().split()
+        return int(words[-1]) if "nodes" in words else 0
+
+    def start(self, node: str, command: Sequence[str], log: Path, **variables: str) -> subprocess.Popen[bytes]:
+        """Starts a program on the disk of a node: `HEAD`, or any name for the disk of a machine outside the cluster."""
+        program = self._start(on_disk(self.folder, node, command), log, variables)
+        self.programs.append(program)
+        return program
+
+    def _start_node(self, options: Sequence[str], cpus: int) -> subprocess.Popen[bytes]:
+        name = str(len(self.nodes))
+        identity = {"RAY_CLOUD_INSTANCE_ID": HEAD_ID, "RAY_NODE_TYPE_NAME": HEAD_ID} if name == HEAD else {}
+        command = node_command(self.folder, name, cpus, options, identity)
+        node = self._start(command, self.folder / f"node-{name}.txt", {})
         self.nodes.append(node)
         return node
+
+    def _start(self, command: Sequence[str], log: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        environment = self._environment() | dict(variables)
+        with log.open("wb") as output:
+            return subprocess.Popen(command, env=environment, stdout=output, stderr=output, cwd=self.folder)
 
     def _environment(self) -> dict[str, str]:
         """The test's environment, without variables that name another Ray or give a job access to this checkout."""
@@ -57,12 +146,13 @@ class Cluster:
         environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
         environment["RAY_agent_register_timeout_ms"] = "300000"  # on a busy machine Ray's 30 s are too short
         environment["RAY_AUTH_MODE"] = "token" if self.token else "disabled"
+        environment["RAYCAP_CACHE"] = str(self.disk / "cache")
         if self.token:
             environment["RAY_AUTH_TOKEN"] = self.token
-        return environment
+        return environment | self.variables
 
     def wait(self, deadline_s: float = 120.0) -> None:
-        """Until the jobs server answers, with a refusal or without."""
+        """Waits until the jobs server answers, if only with a refusal."""
         until = time.monotonic() + deadline_s
         while time.monotonic() < until:
             assert self.nodes[0].poll() is None, (self.folder / "node-0.txt").read_text()
@@ -79,8 +169,10 @@ class Cluster:
 
     @staticmethod
     def kill(node: subprocess.Popen[bytes]) -> int:
-        """kill -9 of a node: its raylet and all that runs below. Returns how many processes that were."""
-        below = psutil.Process(node.pid).children(recursive=True)
+        """Kills a node or a program with all processes below it (SIGKILL). Returns how many processes were below."""
+        below = []
+        with suppress(psutil.Error):
+            below = psutil.Process(node.pid).children(recursive=True)
         for process in below:
             with suppress(psutil.Error):
                 process.kill()
@@ -89,15 +181,23 @@ class Cluster:
         return len(below)
 
     def close(self) -> None:
-        for node in reversed(self.nodes):
-            if node.poll() is None:
-                self.kill(node)
+        for process in (*self.programs, *reversed(self.nodes)):
+            if process.poll() is None:
+                self.kill(process)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @contextmanager
-def ray_cluster(token: str | None = None, cpus: int = 1) -> Iterator[Cluster]:
-    cluster = Cluster(token, cpus)
+def ray_cluster(
+    token: str | None = None,
+    cpus: int = 1,
+    variables: Mapping[str, str] | None = None,
+    max_workers: int | None = None,
+) -> Iterator[Cluster]:
+    """A cluster with only a head. The test is skipped where processes cannot have private disks."""
+    if not can_mount():
+        pytest.skip("no mount namespaces here (`unshare -m` needs root), so nodes would share a disk")
+    cluster = Cluster(token, cpus, variables, max_workers)
     try:
         cluster.wait()
         yield cluster

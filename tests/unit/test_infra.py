@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
+from pipeline.config.load import load_config
 from tests.conftest import ROOT
 from tests.support.command_line import parse
 
@@ -191,6 +192,101 @@ def test_pods_are_not_root_read_only_and_bounded(document: dict[str, Any]) -> No
             assert "emptyDir" in volumes[mounts["/tmp"]]
             for variable in container.get("env", ()):
                 assert "secretKeyRef" in variable["valueFrom"] and "value" not in variable
+
+
+def worker_container(document: dict[str, Any]) -> dict[str, Any]:
+    (group,) = cluster_spec(document)["workerGroupSpecs"]
+    (container,) = group["template"]["spec"]["containers"]
+    worker: dict[str, Any] = container
+    return worker
+
+
+def gibibytes(quantity: str) -> float:
+    assert quantity.endswith("Gi"), quantity
+    return float(quantity[:-2])
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*_coco.yaml")), ids=lambda path: path.stem)
+def test_shipped_configurations_fit_the_shipped_nodes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process of a run fits one node, and all processes of a stage fit the largest cluster."""
+    for variable in re.findall(r"\$\{(\w+)\}", path.read_text()):
+        monkeypatch.setenv(variable, "/data")
+    config = load_config(path, ["data.root=/data"])
+    aws = yaml.safe_load((INFRA / "ray-cluster-aws.yaml").read_text())["available_node_types"]["spot_gpu"]
+    nodes = [(aws["resources"]["CPU"], aws["resources"]["GPU"], aws["max_workers"])]
+    for document in ray_manifests():
+        limits = worker_container(document)["resources"]["limits"]
+        (group,) = cluster_spec(document)["workerGroupSpecs"]
+        nodes.append((int(limits["cpu"]), int(limits["nvidia.com/gpu"]), group["maxReplicas"]))
+    workers, features = config.workers, config.features
+    for cpus, gpus, count in nodes:
+        assert workers.cpus_per_worker <= cpus and workers.gpus_per_worker <= gpus
+        per_node = min(
+            cpus // workers.cpus_per_worker, gpus // workers.gpus_per_worker if workers.gpus_per_worker else 99
+        )
+        assert workers.num_workers <= per_node * count
+        assert features.gpus_per_actor <= gpus and features.num_actors * features.gpus_per_actor <= gpus * count
+
+
+def test_volumes_hold_the_caches_and_the_object_store() -> None:
+    """The caches of shards and of images may each grow to features.cache_gib; Ray's store is 30 % of the memory."""
+    from pipeline.config.sections import FeatureSection
+
+    assert "RAYCAP_CACHE=/cache" in (INFRA / "Dockerfile").read_text()
+    for document in ray_manifests():
+        for group in groups(document):
+            pod = group["template"]["spec"]
+            (container,) = pod["containers"]
+            names = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+            sizes = {volume["name"]: volume.get("emptyDir", {}).get("sizeLimit") for volume in pod["volumes"]}
+            assert gibibytes(sizes[names["/cache"]]) >= 2 * FeatureSection().cache_gib
+            limits = container["resources"]["limits"]
+            on_disk = [gibibytes(sizes[names[path]]) for path in ("/cache", "/tmp", "/home/raycap")]
+            assert gibibytes(limits["ephemeral-storage"]) >= sum(on_disk)
+            assert gibibytes(sizes[names["/dev/shm"]]) >= 0.3 * gibibytes(limits["memory"])
+    (size,) = re.findall(r"--shm-size=(\d+)g", (INFRA / "ray-cluster-aws.yaml").read_text())
+    assert int(size) >= 0.3 * 32, "a g6.2xlarge has 32 GiB"
+
+
+def test_the_autoscaler_has_a_token_and_pods_the_cloud_role() -> None:
+    """Ray's autoscaler is a container of the head's pod; namespace.yaml makes all accounts."""
+    accounts = {
+        document["metadata"]["name"]
+        for document in documents(INFRA / "kubernetes" / "namespace.yaml")
+        if document["kind"] == "ServiceAccount"
+    }
+    for document in ray_manifests():
+        spec = cluster_spec(document)
+        assert spec["autoscalerOptions"]["version"] == "v2"
+        head = spec["headGroupSpec"]["template"]["spec"]
+        assert head["automountServiceAccountToken"] is True and head["serviceAccountName"] in accounts
+        name = document["metadata"].get("name", "")
+        assert head["serviceAccountName"] != name, "KubeRay would take the account for its own"
+        for group in spec["workerGroupSpecs"]:
+            pod = group["template"]["spec"]
+            assert pod["automountServiceAccountToken"] is False and pod["serviceAccountName"] in accounts
+
+
+def test_the_network_policy_lets_ray_fetch_the_nodes_credentials() -> None:
+    policies = documents(INFRA / "kubernetes" / "namespace.yaml")
+    (policy,) = [found for found in policies if found["metadata"]["name"] == "ray"]
+    metadata_servers = {
+        to["ipBlock"]["cidr"]
+        for rule in policy["spec"]["egress"]
+        for to in rule.get("to", ())
+        if "ipBlock" in to and {"protocol": "TCP", "port": 80} in rule["ports"]
+    }
+    assert {"169.254.169.254/32", "169.254.170.23/32"} <= metadata_servers
+
+
+def test_nobody_follows_a_job_twice() -> None:
+    """A second submitter would exit 0 whatever the job does."""
+    for document in ray_manifests():
+        job = document["spec"].get("jobTemplate", document["spec"])
+        if "entrypoint" in job:
+            assert job["submitterConfig"]["backoffLimit"] == 0
+    (cron,) = documents(INFRA / "kubernetes" / "cronjob.yaml")
+    assert cron["spec"]["jobTemplate"]["spec"]["backoffLimit"] == 0
 
 
 def test_pods_are_chosen_by_the_network_policies() -> None:

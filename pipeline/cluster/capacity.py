@@ -1,0 +1,146 @@
+"""Asks a Ray cluster for the resources of a stage before the stage starts, and reports what it waits for.
+
+Without this, a request that no node can serve looks like a slow start and never ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+MESSAGE_EVERY_S = 30.0
+POLL_S = 2.0
+REFUSE_AFTER_S = 6.0  # the autoscaler answers a request within one or two of its rounds
+Resources = Mapping[str, float]  # by name, such as {"CPU": 1, "GPU": 1}
+
+
+class WaitedTooLongError(RuntimeError):
+    """The cluster did not provide the resources of a stage within the limit of the configuration."""
+
+
+@dataclass(frozen=True)
+class ClusterStatus:
+    """The nodes of a cluster and the requests that wait."""
+
+    nodes: Sequence[Resources]  # the total resources of each live node
+    used: float  # CPUs and GPUs in use
+    pending: Sequence[Resources]  # requests that wait for resources
+    num_starting: int  # nodes that the autoscaler starts now
+    has_autoscaler: bool
+
+    @property
+    def text(self) -> str:
+        """The nodes and the requests, as a clause of a sentence."""
+        nodes = [_readable(node) for node in self.nodes if node.get("CPU") or node.get("GPU")]
+        parts = [f"nodes: {_counted(nodes)}" if nodes else "no node has CPUs"]
+        if self.num_starting:
+            parts.append(f"{self.num_starting} more starting")
+        if self.pending:
+            parts.append(f"pending: {_counted([_readable(request) for request in self.pending])}")
+        return "; ".join(parts)
+
+    def fits(self, bundles: Sequence[Resources]) -> bool:
+        """Whether the live nodes could hold the bundles at the same time if nothing else ran on them."""
+        free = [dict(node) for node in self.nodes]
+        for bundle in sorted(bundles, key=lambda resources: -sum(resources.values())):
+            node = next((node for node in free if _holds(node, bundle)), None)
+            if node is None:
+                return False
+            for name, amount in bundle.items():
+                node[name] = node.get(name, 0) - amount
+        return True
+
+
+def cluster_status() -> ClusterStatus:
+    """The cluster's state. Ray must have been started."""
+    import ray
+    from ray.autoscaler.v2.sdk import get_cluster_status
+
+    status = get_cluster_status(ray.get_runtime_context().gcs_address)
+    demands = status.resource_demands
+    nodes = [node.total_resources() for node in (*status.active_nodes, *status.idle_nodes)]
+    usage = {usage.resource_name: usage.used for usage in status.cluster_resource_usage}
+    return ClusterStatus(
+        nodes=nodes,
+        used=usage.get("CPU", 0) + usage.get("GPU", 0),
+        pending=[
+            by_count.bundle
+            for demand in (*demands.placement_group_demand, *demands.ray_task_actor_demand)
+            for by_count in demand.bundles_by_count
+            for _ in range(by_count.count)
+        ],
+        num_starting=len(status.pending_nodes) + sum(launch.count for launch in status.pending_launches),
+        has_autoscaler=int(status.stats.autoscaler_version or 0) > 0,
+    )
+
+
+def wait_for(bundles: Sequence[Resources], stage: str, *, is_cluster: bool, limit_s: float) -> None:
+    """Waits until the cluster can place all bundles at once, so that its autoscaler starts all missing nodes together.
+
+    bundles: the resources of each process of the stage. A process needs one node.
+    Logs what is pending, at once and every 30 s. Raises UserError when the resources can never be there: on a local Ray
+    that is too small, or when the autoscaler starts no node for the request although nothing else runs. Raises
+    WaitedTooLongError after `limit_s` seconds.
+    """
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    wanted = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
+    request = f"{stage} asks for {_counted([_readable(bundle) for bundle in wanted])}"
+    remedy = _remedy(bundles)
+    group: Any = None
+    begin = last_message = last_growth = time.monotonic()
+    status = cluster_status()
+    if status.fits(wanted) and not status.used:
+        return
+    if not is_cluster and not status.fits(wanted):
+        raise UserError(f"{request}, and this machine gives Ray less ({status.text}); {remedy}")
+    try:
+        group = placement_group(wanted, strategy="PACK")
+        while not group.wait(POLL_S):
+            status, now = cluster_status(), time.monotonic()
+            if status.num_starting or status.used or status.fits(wanted):
+                last_growth = now
+            if status.has_autoscaler and now - last_growth > REFUSE_AFTER_S:
+                raise UserError(f"{request}, which no node type of this cluster can serve ({status.text}); {remedy}")
+            if now - begin > limit_s:
+                raise WaitedTooLongError(
+                    f"{request}, which the cluster did not provide within workers.max_wait_minutes "
+                    f"({limit_s / 60:g} min); {status.text}"
+                )
+            if last_message == begin or now - last_message > MESSAGE_EVERY_S:
+                logger.info(f"waiting   {request}; {status.text}; {now - begin:.0f} s so far")
+                last_message = now
+    finally:
+        if group is not None:
+            remove_placement_group(group)
+
+
+def _remedy(bundles: Sequence[Resources]) -> str:
+    keys = (
+        "workers.gpus_per_worker or features.gpus_per_actor"
+        if any(bundle.get("GPU") for bundle in bundles)
+        else ("workers.num_workers, workers.cpus_per_worker or features.num_actors")
+    )
+    return f"lower {keys}, or join a cluster with larger nodes"
+
+
+def _holds(node: Resources, bundle: Resources) -> bool:
+    return all(node.get(name, 0) + 1e-9 >= amount for name, amount in bundle.items())
+
+
+def _readable(resources: Resources) -> str:
+    """CPUs, GPUs and named accelerators, without memory and Ray's markers of nodes."""
+    named = [f"{amount:g} {name}" for name, amount in resources.items() if name in ("CPU", "GPU") and amount]
+    return " + ".join(named) or "a token amount"
+
+
+def _counted(items: Sequence[str]) -> str:
+    return ", ".join(f"{count} x ({item})" for item, count in Counter(items).items())
