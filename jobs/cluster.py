@@ -38,17 +38,17 @@ def start_ray(config: RunConfig, address: str | None) -> None:
 
 
 def connect(address: str | None, needed_cpus: int = 2) -> bool:
-    """Joins the Ray at `address` (or RAY_ADDRESS) and returns True, or starts one and returns False.
+    """Joins the Ray at `address` (or RAY_ADDRESS) and returns True, or starts one on this machine and returns False.
 
-    If this process has joined or started a Ray already, nothing is done and True is returned.
+    A second call only returns the same answer.
     """
     for name in ("RAY_USAGE_STATS_ENABLED", "RAY_TRAIN_ENABLE_STATE_TRACKING", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
         os.environ.setdefault(name, "0")
     import ray
 
-    if ray.is_initialized():
-        return True
     address = address or os.environ.get("RAY_ADDRESS")
+    if ray.is_initialized():
+        return bool(address)
     if address:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         logger.debug(f"ray       joined {address}: {ray.cluster_resources()}")

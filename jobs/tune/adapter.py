@@ -60,7 +60,7 @@ def run_trials(log: TrialLog, on_end: Callable[[], None]) -> None:
         f"resources {concurrent} trials at a time, {per_trial.workers} x {per_trial.cpus:g} CPU, "
         f"{per_trial.gpus:g} GPU each"
     )
-    shutil.rmtree(log.folder.handovers, ignore_errors=True)  # a killed search may have left copies
+    log.folder.handovers.delete_folder()  # a killed search may have left copies
     adapter = TuneAdapter(log, on_end)
     try:
         with warnings.catch_warnings():
@@ -68,7 +68,7 @@ def run_trials(log: TrialLog, on_end: Callable[[], None]) -> None:
             _tuner(adapter, concurrent, scratch).fit()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        shutil.rmtree(log.folder.handovers, ignore_errors=True)
+        log.folder.handovers.delete_folder()
         if adapter.error is not None:
             raise adapter.error
 
@@ -162,7 +162,7 @@ class TuneAdapter:
                 self._take_overs[trial_id] = take_over
                 changes = {"point": take_over.point, "handover": take_over.handover}
         self._records[trial_id] = record
-        config = {"folder": str(self.log.folder.path), "number": record.number, "seed": record.seed}
+        config = {"folder": self.log.folder, "number": record.number, "seed": record.seed}
         return config | {"point": record.point} | changes
 
     def on_result(self, trial_id: str, result: Mapping[str, Any]) -> None:

@@ -9,6 +9,8 @@ import logging
 import math
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +21,7 @@ from jobs.options import Address, Set
 from jobs.run import alone
 from jobs.tune.adapter import run_trials
 from jobs.tune.features import extract_once, find_backbone
+from pipeline.cluster.capacity import wait_for
 from pipeline.errors import UserError
 from pipeline.runs.identity import code_digest
 from pipeline.scoring.metrics import why_unavailable
@@ -26,9 +29,12 @@ from pipeline.search.results import front, point_results, write_tables
 from pipeline.search.spec import Search, load_search
 from pipeline.search.tracking import SearchTracker
 from pipeline.search.trials import ENDED, SearchFolder, TrialLog, minutes
+from pipeline.storage.lease import Lease, take_lease
 from pipeline.storage.weights import weights_file_digest
 
 logger = logging.getLogger(__name__)
+
+LEASE_S = 120.0
 
 
 def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_failed: bool = False) -> int:
@@ -50,17 +56,31 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     source = find_backbone(search, dataset, address)
     digest = "" if source is None else weights_file_digest(source.weights)
     name = search.identity(dataset.fingerprint(), code_digest(), digest)
-    folder = SearchFolder(search.base.storage_path / "searches" / name)
+    folder = SearchFolder(search.base.working_path / "searches" / name, search.base.home(f"searches/{name}"))
     folder.path.mkdir(parents=True, exist_ok=True)
-    with alone(folder.path):
+    with alone(folder.path), _lease(folder):
+        folder.pull()
         store, excluded = extract_once(search, dataset, source, lambda: _start_ray(search, address))
-        weights, start = (None, None) if source is None else (source.weights, source.start)
+        weights, start = (None, None) if source is None else (str(source.weights), source.stored_start)
         folder.write_plan(search, weights, start, store, excluded)
         if retry_failed and (count := folder.reopen_failed()):
             logger.info(f"retry     {count} trials that failed run again")
         code = _run_search(TrialLog(folder, search), address)
     logger.info(f"finished in {minutes(time.monotonic() - begin)}")
     return code
+
+
+@contextmanager
+def _lease(folder: SearchFolder) -> Iterator[None]:
+    """Keeps other machines out of a search on S3. Raises UserError when another process works on it."""
+    if folder.home is None:
+        yield
+        return
+    lease = take_lease(folder.home / "lease.json", LEASE_S)
+    if not isinstance(lease, Lease):
+        raise UserError(f"{lease} works on {folder.home.name}; wait for it, or until its lease expires")
+    with lease:
+        yield
 
 
 def _run_search(log: TrialLog, address: str | None) -> int:
@@ -71,6 +91,7 @@ def _run_search(log: TrialLog, address: str | None) -> int:
 
     def publish_progress() -> None:
         write_tables(log, front(point_results(log), log.search.config.objectives))
+        log.folder.push("trials.csv")
         tracker.wake()
 
     try:
@@ -86,7 +107,7 @@ def _run_search(log: TrialLog, address: str | None) -> int:
 def _log_plan(log: TrialLog) -> None:
     """Logs the size of the search and, when it resumes, its progress."""
     search, config = log.search, log.search.config
-    logger.info(f"search    {log.folder.path.name}  in {log.folder.path}")
+    logger.info(f"search    {log.folder.path.name}  in {log.folder.root}")
     size = "infinitely many" if math.isinf(search.space.size) else f"{search.space.size:.0f}"
     trials = "trials until the time is over" if log.num_trials is None else f"{log.num_trials} trials"
     seeds = f" with {len(config.seeds)} seeds" if len(config.seeds) > 1 else ""
@@ -101,10 +122,13 @@ def _start_ray(search: Search, address: str | None) -> None:
     """Joins or starts Ray. UserError when it can never place a trial."""
     import ray
 
-    joined = connect(address)
-    resources = ray.cluster_resources()
-    machine = "the Ray cluster" if joined else "this machine"
-    _check_fits(search, resources.get("CPU", 0), resources.get("GPU", 0), machine)
+    if connect(address):  # a cluster may have no worker yet
+        per_trial, limit_s = search.config.resources, 60 * search.base.workers.max_wait_minutes
+        bundle = {"CPU": per_trial.cpus, "GPU": per_trial.gpus}
+        wait_for([bundle] * per_trial.workers, "a trial", is_cluster=True, limit_s=limit_s)
+    else:
+        resources = ray.cluster_resources()
+        _check_fits(search, resources.get("CPU", 0), resources.get("GPU", 0), "this machine")
 
 
 def _check_fits(search: Search, cpus: float, gpus: float, machine: str) -> None:

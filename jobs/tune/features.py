@@ -15,7 +15,6 @@ from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.features.source import extract_features
 from pipeline.runs.folder import RunFolder
-from pipeline.runs.identity import run_identity
 from pipeline.runtime.log import indented
 from pipeline.search.spec import Search, set_values
 from pipeline.storage.weights import export_backbone, weights_file_digest
@@ -32,10 +31,13 @@ class BackboneSource:
 
     weights: Path
     start: Path
+    stored_start: str  # the location of `start` that every machine can reach
 
 
 def find_backbone(search: Search, dataset: Dataset, address: str | None) -> BackboneSource | None:
     """The backbone that `backbone.weights` names, which may have to be trained; None for features from an HDF5 file."""
+    from pipeline.runs.prepare import open_run
+
     section, base = search.config.backbone, search.base
     if not base.has_backbone:
         if section.weights != "base":
@@ -51,17 +53,17 @@ def find_backbone(search: Search, dataset: Dataset, address: str | None) -> Back
             raise UserError(f"backbone.weights: {path} is no file; give a file, base or run")
         config = base.model_copy(update={"backbone": replace(base.backbone, weights=str(path.resolve()))})
     if section.weights != "run":
-        return _source(initial_weights(config, base.storage_path / "backbones"), base)
-    run = RunFolder(base.storage_path / "runs" / run_identity(base, dataset.fingerprint()))
+        return _source(initial_weights(config, base.working_path / "backbones"), base)
+    run = open_run(base, dataset.fingerprint())
     if _is_trained(run, base):
         logger.info(f"backbone  from the finished run {run.run_id}")
     else:
         config = _stand_in(search)
-        run = RunFolder(config.storage_path / "runs" / run_identity(config, dataset.fingerprint()))
+        run = open_run(config, dataset.fingerprint())
         trained = _is_trained(run, config)
         stages = ", ".join(f"{stage.name} ({stage.epochs:g} epochs)" for stage in config.stages)
         logger.info(
-            f"backbone  no finished run of {search.config.base} in {base.storage_path}; "
+            f"backbone  no finished run of {search.config.base} in {base.storage.uri}; "
             f"a stand-in {'exists' if trained else 'is trained now'}: {stages}"
         )
         if not trained:
@@ -98,10 +100,13 @@ def _stand_in(search: Search) -> RunConfig:
 
 def _source(weights: Path, base: RunConfig) -> BackboneSource:
     """Exports the weights under timm's names, unless an earlier search did."""
-    start = base.storage_path / "backbones" / f"{weights_file_digest(weights)[:20]}-timm.safetensors"
+    start = base.working_path / "backbones" / f"{weights_file_digest(weights)[:20]}-timm.safetensors"
     if not start.is_file():
         export_backbone(weights, start)
-    return BackboneSource(weights, start)
+    stored = base.storage_place / f"backbones/{start.name}"
+    if stored.is_remote and not stored.exists():
+        stored.upload(start)
+    return BackboneSource(weights, start, str(stored))
 
 
 def extract_once(

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 def write_outcome(log: TrialLog, tracker: SearchTracker) -> int:
     """Writes and sends all results; returns the exit code, 1 when every trial failed."""
-    folder, search = log.folder.path, log.search
+    folder, place, search = log.folder.path, log.folder.root, log.search
     results = point_results(log)
     best = front(results, search.config.objectives)
     write_tables(log, best)
@@ -32,12 +32,13 @@ def write_outcome(log: TrialLog, tracker: SearchTracker) -> int:
         logger.info(f"importance   {text}; {note[:1].lower()}{note[1:]}")
     write_plots(folder, search, results, best)
     page = write_page(log, results, best)
+    log.folder.push()
     succeeded, failed = log.count("finished", "stopped"), log.count("failed")
     tracked = tracker.close("FINISHED" if succeeded else "FAILED", files=True)
-    logger.info(f"tables       {folder / 'trials.parquet'} and trials.csv")
-    logger.info(f"page         {page}, with pareto.png and parallel.png")
+    logger.info(f"tables       {place / 'trials.parquet'} and trials.csv")
+    logger.info(f"page         {place / page.name}, with pareto.png and parallel.png")
     if paths:
-        logger.info(f"to run       {', '.join(path.name for path in paths)} in {folder}")
+        logger.info(f"to run       {', '.join(path.name for path in paths)} in {place}")
     if search.base.tracking.enabled:
         note = "" if tracked else " lacks some results; run the same command again"
         logger.info(f"tracking     {public_uri(search.base)}{note}")

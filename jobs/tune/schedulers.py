@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from pipeline.search.spec import SCORE, Search
 from pipeline.search.trials import ENDED, TrialRecord
+from pipeline.storage.path import StoragePath, storage_path
 
 
 def make_scheduler(search: Search, records: Sequence[TrialRecord], population: Population | None = None) -> Any:
@@ -94,8 +93,9 @@ class Population:
     are more members than free slots, they take turns at the same intervals.
     """
 
-    def __init__(self, search: Search, records: Sequence[TrialRecord], handovers: Path) -> None:
+    def __init__(self, search: Search, records: Sequence[TrialRecord], handovers: StoragePath) -> None:
         self.search, self.handovers = search, handovers
+        self.copies: dict[int, set[str]] = {record.number: set() for record in records}  # of each member's state
         self.members = {
             record.number: _Member(record.point, record.epoch, record.score, record.state in ENDED)
             for record in records
@@ -130,6 +130,7 @@ class Population:
         """Compares a member's report; True if it must stop, because it has an order or another member waits."""
         member = self.members[number]
         member.point, member.reading = point, None
+        self.copies[number].add(handover)
         is_compared = epoch - member.epoch >= self.search.config.pbt.every_epochs
         if is_compared:
             member.epoch, member.score, member.handover = epoch, score, handover
@@ -166,9 +167,9 @@ class Population:
         members = self.members.values()
         used = {path for member in members for path in (member.handover, member.reading)}
         used |= {member.order.handover for member in members if member.order is not None}
-        for path in (self.handovers / str(number)).glob("*"):
-            if str(path) not in used:
-                shutil.rmtree(path, ignore_errors=True)
+        for path in self.copies[number] - used:
+            storage_path(path, self.handovers.options).delete_folder()
+            self.copies[number].remove(path)
 
 
 def _population_scheduler(population: Population) -> Any:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor, wait
-from pathlib import Path
 from typing import Any
 
 from jobs.train import StageFailedError, failure_file, fit
 from pipeline.config.run import RunConfig
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.journal import Follower
+from pipeline.runs.folder import JOURNAL
+from pipeline.runs.journal import JOURNAL_EVERY_S, Follower
 from pipeline.runtime.context import Context
 from pipeline.search.spec import SCORE
 from pipeline.search.trial import TrialTask, hand_over, run_trial, train_here
 from pipeline.search.trials import SearchFolder
+from pipeline.storage.path import storage_path
 from pipeline.training.loop import StageJob
 
 JOURNAL_INTERVAL_S = 0.5
@@ -26,17 +27,17 @@ def train_trial(config: dict[str, Any]) -> None:
     """
     from ray import tune
 
-    folder = SearchFolder(Path(config["folder"]))
+    folder: SearchFolder = config["folder"]
     settings = folder.plan.search
     member = config["number"] if settings["algorithm"] == "pbt" else None
-    handover = Path(config["handover"]) if config["handover"] is not None else None
+    handover = None if config["handover"] is None else storage_path(config["handover"], folder.root.options)
 
     def report(metrics: dict[str, Any]) -> None:
         if member is not None:
-            run = RunFolder(Path(metrics["run"]))
+            run = metrics["folder"]
             copy = hand_over(run, metrics["stage"], metrics["step"], folder.handovers / str(member))
             metrics |= {"handover": str(copy)}
-        tune.report(metrics)
+        tune.report({key: value for key, value in metrics.items() if key != "folder"})
 
     train = train_here if settings["resources"]["workers"] == 1 else train_on_workers
     outcome = run_trial(TrialTask(folder, config["point"], config["seed"], member, handover), report, train)
@@ -46,12 +47,15 @@ def train_trial(config: dict[str, Any]) -> None:
 
 def train_on_workers(job: StageJob, config: RunConfig, context: Context) -> None:
     """Trains on Ray Train's workers and reports the validations that they write to the run's journal."""
-    follower = Follower(job.folder.journal)
+    follower, downloaded_at = Follower(job.folder.journal), time.monotonic()
     with ThreadPoolExecutor(1) as pool:
         training = pool.submit(fit, job, config)
         try:
             while not training.done():
                 wait([training], JOURNAL_INTERVAL_S)
+                if time.monotonic() - downloaded_at > JOURNAL_EVERY_S:
+                    job.folder.pull(JOURNAL)
+                    downloaded_at = time.monotonic()
                 for entry in follower.new():
                     if entry["kind"] == "validation":
                         context.report({"stage": entry["stage"], "step": entry["step"]})
@@ -63,3 +67,5 @@ def train_on_workers(job: StageJob, config: RunConfig, context: Context) -> None
     if error is not None and not isinstance(error, StageFailedError):
         raise RuntimeError(" ".join(str(error).split())) from error
     training.result()  # raises a StageFailedError
+    job.folder.pull("stages")
+    job.folder.pull(JOURNAL)

@@ -246,6 +246,7 @@ class WorkersSection(Section):
     dry_run: bool = True
     num_decode_threads: NonNegative = 0
     max_failures: NonNegative = 3
+    max_wait_minutes: PositiveFloat = 30  # how long a stage waits for the cluster's resources
     log_every_steps: Positive = 20
     compile: bool = False  # torch.compile: needs a C++ compiler on CPUs, and its results differ in the last bits
 

@@ -10,10 +10,11 @@ import math
 import os
 import shutil
 import statistics
+import tempfile
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -28,7 +29,7 @@ from models.registry import build_model
 from pipeline.config.run import RunConfig, total_steps
 from pipeline.data.dataset import Dataset
 from pipeline.data.loading import find_data
-from pipeline.runs.folder import RunFolder
+from pipeline.runs.folder import JOURNAL, RunFolder
 from pipeline.runs.journal import read_journal
 from pipeline.runs.prepare import prepare
 from pipeline.runtime.context import Context, LocalContext, device_for
@@ -37,7 +38,9 @@ from pipeline.scoring.result_files import read_predictions
 from pipeline.search.spec import SCORE, Search
 from pipeline.search.trials import Reports, SearchFolder, SearchPlan, TrialOutcome
 from pipeline.storage.atomic import atomic_path, read_json, write_json
-from pipeline.storage.path import storage_path
+from pipeline.storage.cache import cache_folder
+from pipeline.storage.mirror import Mirror
+from pipeline.storage.path import StoragePath, storage_path
 from pipeline.storage.weights import load_weights, weights_file_digest
 from pipeline.training.batches import num_samples
 from pipeline.training.loop import StageJob, train_stages
@@ -54,7 +57,7 @@ class TrialTask:
     point: dict[str, Any]
     seed: int
     member: int | None = None  # the trial's number
-    handover: Path | None = None  # the folder with a copy of the state to continue from
+    handover: StoragePath | None = None  # the folder with a copy of the state to continue from
 
 
 class TrialContext(LocalContext):
@@ -69,8 +72,8 @@ class TrialContext(LocalContext):
         epoch, is_last = epoch_of(self.run, metrics["stage"], metrics["step"])
         if not is_last:
             score = best_scores(self.run)[-1][1]
-            result = {"epoch": epoch, SCORE: score, "run": str(self.run.path), "costs": self.costs}
-            self.send(result | {"stage": metrics["stage"], "step": metrics["step"]})
+            result = {"epoch": epoch, SCORE: score, "run": str(self.run.root), "costs": self.costs}
+            self.send(result | {"stage": metrics["stage"], "step": metrics["step"], "folder": self.run})
 
 
 def trial_device(config: RunConfig) -> torch.device:
@@ -113,19 +116,23 @@ def reason_of(error: BaseException) -> str:
 
 def _run_trial(task: TrialTask, report: Report, train: Train) -> TrialOutcome:
     """Like `run_trial`, but raises errors."""
-    plan_modified_ns = (task.folder.path / "plan.json").stat().st_mtime_ns
-    plan, search = _read_plan(task.folder, plan_modified_ns)
-    config = search.trial_config(task.point, task.seed, plan.start, task.member)
-    run = prepare(config, _cached_data(config))
-    if plan.weights is not None:
-        share_file(run.path / "init" / "backbone.safetensors", Path(plan.weights))
+    plan, search = _read_plan(task.folder, (task.folder.root / "plan.json").stat().tag)
+    options = task.folder.root.options
+    start = None if plan.start is None else str(_local_file(storage_path(plan.start, options)))
+    config = search.trial_config(task.point, task.seed, start, task.member)
+    prepared = prepare(config, _cached_data(config))
+    if plan.weights is not None and prepared.home is None:
+        share_file(prepared.path / "init" / "backbone.safetensors", Path(plan.weights))
     if task.handover is not None:
-        take_over(run, task.handover)
+        take_over(prepared, task.handover)
+    token = prepared.new_driver_token()
+    # With one worker, this process trains and writes the worker's copy of a run on S3.
+    run = prepared.on_worker(token) if config.workers.num_workers == 1 else prepared
     costs = costs_of(run)
     names = tuple(stage.name for stage in config.stages)
-    feature_store = storage_path(plan.store) if plan.store else None
+    feature_store = storage_path(plan.store, options) if plan.store else None
     if any(run.result(name) is None for name in names):
-        job = StageJob(run, names, feature_store, tuple(plan.excluded), run.new_driver_token())
+        job = StageJob(prepared, names, feature_store, tuple(plan.excluded), token)
         train(job, config, TrialContext(run, report, costs))
     costs["seconds"] = trained_seconds(run)
     if "latency_ms" in search.config.objectives:
@@ -138,7 +145,7 @@ def _run_trial(task: TrialTask, report: Report, train: Train) -> TrialOutcome:
     return TrialOutcome(
         "finished",
         reason="; ".join(result.ended_early for result in results if result.ended_early),
-        run=str(run.path),
+        run=str(run.root),
         reports=best_scores(run),
         scores=scores,
         costs=costs,
@@ -146,9 +153,20 @@ def _run_trial(task: TrialTask, report: Report, train: Train) -> TrialOutcome:
 
 
 @lru_cache(maxsize=2)
-def _read_plan(folder: SearchFolder, modified_ns: int) -> tuple[SearchPlan, Search]:
-    """plan.json and its search, cached until plan.json has another modification time."""
+def _read_plan(folder: SearchFolder, tag: str) -> tuple[SearchPlan, Search]:
+    """plan.json and its search, cached until plan.json has another tag."""
     return folder.plan, folder.search()
+
+
+def _local_file(file: StoragePath) -> Path:
+    """The file itself, or this machine's copy of a file on S3, whose name is a digest of its content."""
+    if not file.is_remote:
+        return file.path
+    path = cache_folder() / "backbones" / file.name
+    if not path.is_file():
+        with atomic_path(path, durable=False) as temporary:
+            file.download(temporary)
+    return path
 
 
 _CACHED_DATA: dict[str, tuple[Dataset, dict[str, str]]] = {}
@@ -163,7 +181,7 @@ def _cached_data(config: RunConfig) -> tuple[Dataset, dict[str, str]]:
     return _CACHED_DATA[key]
 
 
-def hand_over(run: RunFolder, stage: str, step: int, folder: Path, patience_s: float = 120.0) -> Path:
+def hand_over(run: RunFolder, stage: str, step: int, folder: StoragePath, patience_s: float = 120.0) -> StoragePath:
     """Copies a stage's state into a new folder below `folder`: a step's checkpoint, the best weights and the journal.
 
     Raises TimeoutError when the checkpoint is not complete within `patience_s` seconds.
@@ -173,34 +191,53 @@ def hand_over(run: RunFolder, stage: str, step: int, folder: Path, patience_s: f
         if time.monotonic() > deadline:
             raise TimeoutError(f"the checkpoint {source / f'step-{step}'} was not written within {patience_s:.0f} s")
         time.sleep(0.02)
-    target = folder / uuid.uuid4().hex
-    target.mkdir(parents=True)
     # Older best weights are being removed now, so only those that the checkpoint refers to are copied.
     best_step = read_json(source / f"step-{step}" / "progress.json")["best_step"]
-    for name in (f"step-{step}", f"best-{best_step}"):
-        shutil.copytree(source / name, target / name)
-    for path in (source / "predictions-val.json", run.journal):
-        shutil.copyfile(path, target / path.name)
-    write_json(target / "from.json", {"run": run.run_id, "stage": stage})
+    target = folder / uuid.uuid4().hex
+    with _editable_copy(target) as copy:
+        for name in (f"step-{step}", f"best-{best_step}"):
+            shutil.copytree(source / name, copy / name)
+        for path in (source / "predictions-val.json", run.journal):
+            shutil.copyfile(path, copy / path.name)
+        write_json(copy / "from.json", {"run": run.run_id, "stage": stage})
     return target
 
 
-def take_over(run: RunFolder, handover: Path) -> None:
-    """Replaces a run's state by the copy that `hand_over` made of another run; ignores a copy of the same run."""
-    origin = read_json(handover / "from.json")
-    if origin["run"] == run.run_id:
+@contextmanager
+def _editable_copy(folder: StoragePath) -> Iterator[Path]:
+    """A local folder whose files are in `folder` afterwards: the folder itself, or a temporary one that is uploaded."""
+    if not folder.is_remote:
+        folder.path.mkdir(parents=True)
+        yield folder.path
         return
-    stage = run.stage(origin["stage"])
-    shutil.rmtree(stage, ignore_errors=True)
-    stage.mkdir(parents=True)
-    for path in (*handover.glob("step-*"), *handover.glob("best-*")):
-        shutil.copytree(path, stage / path.name)
-    # a run refuses a checkpoint with another identity, so the copy gets this run's
-    for path in stage.glob("step-*/progress.json"):
-        write_json(path, read_json(path) | {"identity": f"{run.run_id}/{origin['stage']}"})
-    shutil.copyfile(handover / "predictions-val.json", stage / "predictions-val.json")
-    run.journal.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(handover / run.journal.name, run.journal)
+    with tempfile.TemporaryDirectory(prefix="raycap-handover-") as scratch:
+        local = Path(scratch) / "copy"
+        local.mkdir()
+        yield local
+        Mirror(folder, local).push()
+
+
+def take_over(run: RunFolder, handover: StoragePath) -> None:
+    """Replaces a run's state by the copy that `hand_over` made of another run; ignores a copy of the same run."""
+    with tempfile.TemporaryDirectory(prefix="raycap-handover-") as scratch:
+        copy = handover.path if not handover.is_remote else Path(scratch) / "copy"
+        if handover.is_remote:
+            Mirror(handover, copy).pull()
+        origin = read_json(copy / "from.json")
+        if origin["run"] == run.run_id:
+            return
+        stage = run.stage(origin["stage"])
+        shutil.rmtree(stage, ignore_errors=True)
+        stage.mkdir(parents=True)
+        for path in (*copy.glob("step-*"), *copy.glob("best-*")):
+            shutil.copytree(path, stage / path.name)
+        # a run refuses a checkpoint with another identity, so the copy gets this run's
+        for path in stage.glob("step-*/progress.json"):
+            write_json(path, read_json(path) | {"identity": f"{run.run_id}/{origin['stage']}"})
+        shutil.copyfile(copy / "predictions-val.json", stage / "predictions-val.json")
+        run.journal.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(copy / run.journal.name, run.journal)
+    run.push("stages", JOURNAL)
 
 
 def share_file(path: Path, source: Path) -> None:

@@ -9,6 +9,7 @@ A trial is one point with one seed. A resumed search first runs the unfinished t
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from pydantic import TypeAdapter
 from pipeline.search.samplers import Proposal, make_sampler, point_key
 from pipeline.search.spec import COSTS, SCORE, Search, SearchConfig
 from pipeline.storage.atomic import read_json, write_json
+from pipeline.storage.mirror import Mirror
+from pipeline.storage.path import StoragePath, storage_path
 
 TrialState = Literal["running", "finished", "stopped", "failed"]
 ENDED: tuple[TrialState, ...] = ("finished", "stopped", "failed")
@@ -80,35 +83,55 @@ class SearchPlan:
 
     search: dict[str, Any]  # the fields of SearchConfig
     base: dict[str, Any]  # the base configuration without its tracker
-    weights: str | None  # the file of the backbone in the form that runs store; None without a backbone
-    start: str | None  # a file with the same weights under timm's names
+    weights: str | None  # the path or URI of the backbone in the form that runs store; None without a backbone
+    start: str | None  # the path or URI of a file with the same weights under timm's names
     store: str | None  # the folder with the features; None when trials read images instead
     excluded: list[str]  # the content keys of images without features
 
 
 @dataclass(frozen=True)
 class SearchFolder:
-    """The folder of one search. A trial's process needs only its path."""
+    """The folder of one search. The driver writes it; the processes of trials read plan.json.
+
+    path: the local folder. home: the original on S3, of which `path` is the driver's copy; None for a local storage.
+    """
 
     path: Path
+    home: StoragePath | None = None
 
     @property
-    def handovers(self) -> Path:
+    def root(self) -> StoragePath:
+        """The location of the original folder, which every machine can reach."""
+        return self.home or storage_path(self.path)
+
+    @property
+    def handovers(self) -> StoragePath:
         """The folder for copies of the states of a population's members; each member's number names a subfolder."""
-        return self.path / "log" / "handover"
+        return self.root / "log/handover"
 
     @property
     def plan(self) -> SearchPlan:
-        return SearchPlan(**read_json(self.path / "plan.json"))
+        return SearchPlan(**json.loads((self.root / "plan.json").read_bytes()))
+
+    def pull(self) -> None:
+        """Brings the driver's copy up to date. Does nothing for a local storage."""
+        if self.home is not None:
+            Mirror(self.home, self.path).pull()
+
+    def push(self, under: str = "") -> None:
+        """Uploads the files below `under`. Does nothing for a local storage."""
+        if self.home is not None:
+            Mirror(self.home, self.path).push(under)
 
     def write_plan(
-        self, search: Search, weights: Path | None, start: Path | None, store: str | None, excluded: list[str]
+        self, search: Search, weights: str | None, start: str | None, store: str | None, excluded: list[str]
     ) -> None:
         """Writes plan.json; see SearchPlan for the arguments."""
         config = search.config.model_dump(mode="json", exclude={"set"})  # the base contains `set`
         base = {key: value for key, value in search.values.items() if key != "tracking"}  # may hold a password
-        files = {"weights": weights and str(weights), "start": start and str(start), "store": store}
+        files = {"weights": weights, "start": start, "store": store}
         write_json(self.path / "plan.json", {"search": config, "base": base, **files, "excluded": excluded})
+        self.push("plan.json")
 
     def search(self) -> Search:
         """The search as plan.json stores it."""
@@ -122,7 +145,9 @@ class SearchFolder:
         return TypeAdapter(list[TrialRecord]).validate_python([read_json(path) for path in paths])
 
     def write(self, record: TrialRecord) -> None:
-        write_json(self.path / "trials" / f"{record.number:05}.json", dataclasses.asdict(record))
+        name = f"trials/{record.number:05}.json"
+        write_json(self.path / name, dataclasses.asdict(record))
+        self.push(name)
 
     def reopen_failed(self) -> int:
         """Marks failed trials as unfinished, so that they run again; returns how many there were."""

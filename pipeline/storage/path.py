@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
@@ -128,6 +129,14 @@ class StoragePath:
             self._object.delete()
         else:
             self.path.unlink(missing_ok=True)
+
+    def delete_folder(self) -> None:
+        """Removes a folder with everything below it. A missing folder is no error. On S3 one request per object."""
+        if self.is_remote:
+            for name in self.list():
+                (self / name).delete()
+        else:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     @property
     def _object(self) -> S3Object:

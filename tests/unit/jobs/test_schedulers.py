@@ -13,6 +13,7 @@ import pytest
 from jobs.tune.schedulers import Population, make_scheduler
 from pipeline.search.spec import Search
 from pipeline.search.trials import TrialRecord
+from pipeline.storage.path import storage_path
 from tests.support.searches import LR, small_search
 
 
@@ -85,16 +86,16 @@ class Driver:
     def report(self, number: int, epoch: float, score: float) -> bool:
         self.num_reports += 1
         copy = self.population.handovers / str(number) / str(self.num_reports)
-        copy.mkdir(parents=True)
+        copy.path.mkdir(parents=True)
         return self.population.report(number, self.points[number], epoch, score, str(copy))
 
     def copies(self, number: int) -> int:
-        return len(list((self.population.handovers / str(number)).iterdir()))
+        return len(list((self.population.handovers / str(number)).path.iterdir()))
 
 
 def started(search: Search, folder: Path) -> Driver:
     records = members(search)
-    population = Population(search, records, folder / "handover")
+    population = Population(search, records, storage_path(folder / "handover"))
     while population.next():
         pass
     return Driver(population, {record.number: record.point for record in records})
