@@ -61,7 +61,7 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     with alone(folder.path), _lease(folder):
         folder.pull()
         store, excluded = extract_once(search, dataset, source, lambda: _start_ray(search, address))
-        weights, start = (None, None) if source is None else (str(source.weights), source.stored_start)
+        weights, start = (None, None) if source is None else (source.weights, source.stored_start)
         folder.write_plan(search, weights, start, store, excluded)
         if retry_failed and (count := folder.reopen_failed()):
             logger.info(f"retry     {count} trials that failed run again")

@@ -124,12 +124,12 @@ class SearchFolder:
             Mirror(self.home, self.path).push(under)
 
     def write_plan(
-        self, search: Search, weights: str | None, start: str | None, store: str | None, excluded: list[str]
+        self, search: Search, weights: Path | None, start: Path | str | None, store: str | None, excluded: list[str]
     ) -> None:
         """Writes plan.json; see SearchPlan for the arguments."""
         config = search.config.model_dump(mode="json", exclude={"set"})  # the base contains `set`
         base = {key: value for key, value in search.values.items() if key != "tracking"}  # may hold a password
-        files = {"weights": weights, "start": start, "store": store}
+        files = {"weights": weights and str(weights), "start": start and str(start), "store": store}
         write_json(self.path / "plan.json", {"search": config, "base": base, **files, "excluded": excluded})
         self.push("plan.json")
 

@@ -127,7 +127,7 @@ def test_equal_members_do_not_replace_each_other(pbt_search: Search, tmp_path: P
 def test_waiting_members_take_turns(pbt_search: Search, tmp_path: Path) -> None:
     """Two slots for four members: at each interval the reporting one makes room for the one with the fewest epochs."""
     records = members(pbt_search)
-    population = Population(pbt_search, records, tmp_path / "handover")
+    population = Population(pbt_search, records, storage_path(tmp_path / "handover"))
     driver = Driver(population, {record.number: record.point for record in records})
     assert [population.next(), population.next()] == [(1, None), (2, None)]
     assert driver.report(1, 1.0, 0.5)
@@ -146,7 +146,7 @@ def test_a_population_resumes_from_its_log(pbt_search: Search, tmp_path: Path) -
     for record, score in zip(records, (0.9, 0.8, 0.6, 0.7), strict=True):
         record.reports = [(1.0, score)]
     records[3].state = "finished"
-    population = Population(pbt_search, records, tmp_path / "handover")
+    population = Population(pbt_search, records, storage_path(tmp_path / "handover"))
     driver = Driver(population, {record.number: record.point for record in records})
     assert population.waiting == [1, 2, 3]
     while population.next():
