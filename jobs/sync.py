@@ -86,12 +86,11 @@ def _runs_of_config(path: Path, overrides: Sequence[str]) -> Runs:
     """The runs in a configuration's storage that have its name. They get the configuration's tracker and storage."""
     config = load_config(path, overrides)
     home = config.home("runs")
-    files = (
-        home.list()
-        if home
-        else [f"{path.parent.name}/run.json" for path in config.working_path.glob("runs/*/run.json")]
-    )
-    for name in sorted(file.removesuffix("/run.json") for file in files if file.endswith("/run.json")):
+    if home is None:
+        names = [path.parent.name for path in config.working_path.glob("runs/*/run.json")]
+    else:
+        names = [file.removesuffix("/run.json") for file in home.list() if file.endswith("/run.json")]
+    for name in sorted(names):
         if name.rpartition("-")[0] == config.name:  # a run's id is the configuration's name and a digest
             folder = open_folder(config.working_path / "runs" / name, config.home(f"runs/{name}"))
             try:
