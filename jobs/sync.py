@@ -85,8 +85,12 @@ def register(folder: RunFolder, config: RunConfig) -> bool:
 def _runs_of_config(path: Path, overrides: Sequence[str]) -> Runs:
     """The runs in a configuration's storage that have its name. They get the configuration's tracker and storage."""
     config = load_config(path, overrides)
-    files = (config.storage_place / "runs").list()
-    for name in sorted(file.removesuffix("/run.json") for file in files if file.endswith("/run.json")):
+    home = config.home("runs")
+    if home is None:
+        names = [path.parent.name for path in config.working_path.glob("runs/*/run.json")]
+    else:
+        names = [file.removesuffix("/run.json") for file in home.list() if file.endswith("/run.json")]
+    for name in sorted(names):
         if name.rpartition("-")[0] == config.name:  # a run's id is the configuration's name and a digest
             folder = open_folder(config.working_path / "runs" / name, config.home(f"runs/{name}"))
             try:

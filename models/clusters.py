@@ -62,7 +62,9 @@ def grid_log_products(horizontal: Tensor, vertical: Tensor) -> Tensor:
     # (N, N) indices into the flattened factors Ch (H, W, W) and Cv (W, H, H)
     across, down = (top * columns + column[:, None]) * columns + column, (left * rows + row[:, None]) * rows + row
     along_rows, along_columns = (log_products(part).flatten(1) for part in (horizontal, vertical))
-    return along_rows[:, across] + along_columns[:, down]
+    # index_select is four times as fast as indexing with a matrix
+    log_products_of_cells = along_rows.index_select(1, across.flatten()) + along_columns.index_select(1, down.flatten())
+    return log_products_of_cells.unflatten(1, (rows * columns, -1))
 
 
 def window_matrix(rows: int, columns: int, window: int, device: torch.device) -> Tensor:

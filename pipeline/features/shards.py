@@ -6,9 +6,9 @@ order on disk. So the kernel reads ahead instead of one row at a time.
 
 from __future__ import annotations
 
-import functools
 import io
 import mmap
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -84,8 +84,8 @@ class ShardMaps:
         self.folder, self.infos, self.cache = folder, infos, cache
         if cache is not None:  # shards beyond the limit are read in ranges: they would evict others
             self._fits = np.cumsum([info.bytes for info in infos]) <= cache.limit
-        self.shard = functools.lru_cache(MAX_OPEN)(self._open_shard)
-        self._boxes = functools.cache(self._read_boxes_of_shard)
+        self._open: OrderedDict[int, _Shard] = OrderedDict()  # the least recently used shard comes first
+        self._boxes: dict[int, np.ndarray] = {}
 
     def read(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """The rows (len(rows), N, C): item i is row `rows[i]` of shard number `shards[i]`."""
@@ -93,9 +93,10 @@ class ShardMaps:
         if not order:
             return np.empty((0, 0, 0), np.float16)
         shard_numbers, row_numbers = shards.tolist(), rows.tolist()
-        if self.cache is not None:  # opening copies the shard to the cache, so several are opened at a time
+        new = sorted(set(shard_numbers) - self._open.keys())
+        if self.cache is not None and len(new) > 1:  # several shards are copied to the cache at a time
             with ThreadPoolExecutor(4) as pool:
-                list(pool.map(self.shard, sorted(set(shard_numbers))))
+                list(pool.map(self._local_file, new))
         first = self.shard(shard_numbers[order[0]])
         result = np.empty((len(rows), *first.shape[1:]), first.dtype)
         for index in order:
@@ -110,25 +111,42 @@ class ShardMaps:
                 remote.append(index)
             else:
                 copy_row(index)
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(copy_row, remote))
+        if remote:
+            with ThreadPoolExecutor(8) as pool:
+                list(pool.map(copy_row, remote))
         return result
 
     def read_boxes(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """The boxes (len(rows), N, 4) float32: item i is row `rows[i]` of shard number `shards[i]`."""
-        return np.stack([self._boxes(shard)[row] for shard, row in zip(shards.tolist(), rows, strict=True)])
+        return np.stack([self._boxes_of(shard)[row] for shard, row in zip(shards.tolist(), rows, strict=True)])
 
-    def _read_boxes_of_shard(self, number: int) -> np.ndarray:
-        info = self.infos[number]
-        if info.boxes_sha256:
-            data = (self.folder / f"{info.shard}.boxes.npy").read_bytes()
-            return np.load(io.BytesIO(data), allow_pickle=False)
-        num_rows, num_regions = self.shard(number).shape[:2]
-        return np.zeros((num_rows, num_regions, 4), np.float32)  # a detector's file may lack the boxes of some images
+    def shard(self, number: int) -> _Shard:
+        """The open shard with this number. Opening it may close another one."""
+        if number in self._open:
+            self._open.move_to_end(number)
+        else:
+            path = self.folder / f"{self.infos[number].shard}.npy"
+            self._open[number] = _Shard(path, self._local_file(number))
+            if len(self._open) > MAX_OPEN:
+                self._open.popitem(last=False)  # unmapped once no array refers to it
+        return self._open[number]
 
-    def _open_shard(self, number: int) -> _Shard:
+    def _local_file(self, number: int) -> Path | None:
+        """The local file of a shard; None for a remote one that does not fit the cache."""
         info = self.infos[number]
         path = self.folder / f"{info.shard}.npy"
         if self.cache is None:
-            return _Shard(path, path.path)
-        return _Shard(path, self.cache.get(path, info.bytes, info.sha256) if self._fits[number] else None)
+            return path.path
+        return self.cache.get(path, info.bytes, info.sha256) if self._fits[number] else None
+
+    def _boxes_of(self, number: int) -> np.ndarray:
+        """The boxes of a shard; zeros where it has none, because a detector's file may lack those of some images."""
+        if number not in self._boxes:
+            info = self.infos[number]
+            if info.boxes_sha256:
+                data = (self.folder / f"{info.shard}.boxes.npy").read_bytes()
+                self._boxes[number] = np.load(io.BytesIO(data), allow_pickle=False)
+            else:
+                num_rows, num_regions = self.shard(number).shape[:2]
+                self._boxes[number] = np.zeros((num_rows, num_regions, 4), np.float32)
+        return self._boxes[number]

@@ -74,10 +74,12 @@ def _send_run(config: RunConfig, run_id: str) -> bool:
 
 def _set_alias(client: Any, name: str, alias: str, version: str | None) -> None:
     """Points an alias of a registered model at a version; None removes the alias."""
-    if version is not None:
-        client.set_registered_model_alias(name, alias, version)
-    elif any(alias in model.aliases for model in client.search_registered_models(f"name = '{name}'")):
+    models = client.search_registered_models(f"name = '{name}'")
+    current = next((model.aliases.get(alias) for model in models), None)
+    if version is None and current is not None:
         client.delete_registered_model_alias(name, alias)
+    elif version is not None and str(current) != version:
+        client.set_registered_model_alias(name, alias, version)
 
 
 def _log_decision(client: Any, experiment: str, store: ChampionStore, record: FileRecord) -> None:

@@ -56,9 +56,10 @@ class Follower:
 
     def new(self) -> list[Entry]:
         """The entries written since the last call."""
-        if not self.path.is_file():
+        try:
+            status = self.path.stat()
+        except FileNotFoundError:
             return []
-        status = self.path.stat()
         previous, self._last_status = self._last_status, (status.st_size, status.st_mtime_ns)
         if self._last_status == previous:
             return []

@@ -9,7 +9,7 @@ import datetime
 import logging
 import platform
 from dataclasses import asdict, replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -121,7 +121,7 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
         data_fingerprint=dataset.fingerprint(),
         code=code_digest(),
         commit=commit(),
-        versions={name: version(name) for name in RECORDED_PACKAGES} | {"python": platform.python_version()},
+        versions={name: _version_of(name) for name in RECORDED_PACKAGES} | {"python": platform.python_version()},
         splits={name: len(dataset.split(name)) for name in dict.fromkeys(dataset.column("split"))},
         unreadable=unreadable,
         sizes=sizes,
@@ -155,3 +155,11 @@ def _initial_model(config: RunConfig, sizes: ModelSizes, vocabulary: Vocabulary)
     model = build_model(config.model, sizes)
     fill_word_vectors(model, torch.from_numpy(vectors), torch.from_numpy(has_vector))
     return model
+
+
+def _version_of(package: str) -> str:
+    """The version of an installed package, else "missing"."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "missing"

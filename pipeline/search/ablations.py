@@ -104,14 +104,14 @@ def _matches(
 
 
 def _settings(model: ModelConfig, keys: Iterable[str]) -> dict[str, Any]:
-    """The model's values of these keys; {} for an encoder with a dynamic expansion, which no paper's table has.
+    """The model's values of these keys; {} for a model without them, and for an encoder with a dynamic expansion.
 
     The papers' baseline Transformer ignores its expansion settings, so they count as None.
     """
-    if getattr(model, "encoder_dynamic_expansion", None) is not None:
+    if getattr(model, "encoder_dynamic_expansion", None) is not None or not all(hasattr(model, key) for key in keys):
         return {}
     ignored = ("static_expansion", "dynamic_expansion") if model.name == "transformer" else ()
-    return {key: None if key in ignored else getattr(model, key, None) for key in keys}
+    return {key: None if key in ignored else getattr(model, key) for key in keys}
 
 
 def _score_columns(matches: Sequence[Match], baseline: Match, names: Sequence[str]) -> tuple[list[str], Rows]:

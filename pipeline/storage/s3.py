@@ -105,7 +105,8 @@ class S3Object:
     def _put_file(self, file: BinaryIO, size: int) -> str:
         with self._errors_translated():
             if size <= 2 * PART_BYTES:
-                return str(self._client.put_object(**self._location, Body=file)["ETag"])
+                # the content and not the file, which a writer may extend between the checksum and the transfer
+                return str(self._client.put_object(**self._location, Body=file.read())["ETag"])
             self._client.upload_fileobj(file, *self._location.values(), Config=_transfer_config())
         return self.head().tag
 

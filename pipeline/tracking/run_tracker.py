@@ -94,7 +94,10 @@ class Tracker:
         """Sends new entries until the run ends. After a failure it waits longer before the next attempt."""
         journal, pause, sent = self.folder.journal, self.every_s, 0
         while not self._stop.wait(pause):
-            modified = journal.stat().st_mtime_ns if journal.is_file() else 0
+            try:
+                modified = journal.stat().st_mtime_ns
+            except FileNotFoundError:  # not written yet, or being replaced by a newer copy
+                modified = 0
             if modified == sent and not self._failing:
                 continue
             pause = min(2 * pause, max(LONGEST_PAUSE_S, self.every_s))

@@ -148,9 +148,8 @@ class StageRun:
             metrics.add(self.step(step, batches))
             progress.step = step + 1
             if progress.step % self.folder.config.workers.log_every_steps == 0 or progress.step == self.total:
-                values = metrics.summary(stage.batch_size)
+                values, metrics = metrics.summary(stage.batch_size), StepMetrics(self.context)
                 output.log("train", progress.step, {"total": self.total, "lr": self._rate(step), **values})
-                metrics = StepMetrics(self.context)
             if self._validates_after(step):
                 self._validate()
                 metrics, saved_at = StepMetrics(self.context), time.monotonic()
@@ -216,6 +215,7 @@ class StageRun:
         steps = gather_objects(self.context, progress.step)
         if len(set(steps)) > 1:
             raise RuntimeError(f"workers see different checkpoints of {output.path} (steps {steps}); it must be shared")
+        output.open_journal(progress.step)
         return progress
 
     def _rate(self, step: int) -> float:

@@ -78,7 +78,7 @@ class StageOutput:
             raise RuntimeError(f"other workers train {run_id} now; this one stops")
 
     def resume(self, captioner: Captioner, optimizer: torch.optim.Optimizer) -> Progress:
-        """Restores the newest checkpoint, if any, opens the journal, and returns the stage's progress.
+        """Restores the newest checkpoint, if any, and returns the stage's progress.
 
         Raises ValueError for a checkpoint of another run.
         """
@@ -94,10 +94,13 @@ class StageOutput:
             captioner.load_state_dict(state["captioner"])
             optimizer.load_state_dict(state["optimizer"])
             progress = Progress(**record)
+        return progress
+
+    def open_journal(self, step: int) -> None:
+        """Opens the journal. The stage's entries after `step` are removed, because these steps are trained again."""
         if self.writes:
             self.check_may_write()
-            self._journal = Journal(self.folder.journal, self.stage, progress.step)
-        return progress
+            self._journal = Journal(self.folder.journal, self.stage, step)
 
     def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Appends an entry to the journal."""
