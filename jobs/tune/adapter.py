@@ -26,6 +26,7 @@ from pipeline.search.trials import ENDED, TrialLog, TrialOutcome, TrialRecord
 logger = logging.getLogger(__name__)
 
 TABLE_EVERY_S = 30.0
+MAX_LOST_NODES = 10  # per trial
 RAY_TUNE_SETTINGS = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
@@ -66,6 +67,9 @@ def run_trials(log: TrialLog, on_end: Callable[[], None]) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _tuner(adapter, concurrent, scratch).fit()
+            while adapter.has_lost_trials and log.unfinished and not adapter.time_is_over:
+                adapter.has_lost_trials = False  # Ray Tune asks for no trial after the last one has started
+                _tuner(adapter, concurrent, scratch).fit()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         log.folder.handovers.delete_folder()
@@ -118,6 +122,7 @@ class TuneAdapter:
         self._records: dict[str, TrialRecord] = {}  # by Ray Tune's trial id
         self._take_overs: dict[str, TakeOver] = {}  # by Ray Tune's trial id, until its first report
         self._last_table = time.monotonic()
+        self.has_lost_trials = False  # since the last start of Ray Tune
         self.population: Population | None = None
         if log.is_population:  # all remaining trials start as members
             while (record := log.next()) is not None:
@@ -191,10 +196,23 @@ class TuneAdapter:
             record.seconds += seconds
             self.population.pause(record.number)
 
-    def on_error(self, trial_id: str, reason: str) -> None:
+    def on_error(self, trial_id: str, error: Any) -> None:
+        """Records a failed trial. A trial that has lost its node has not failed: it is queued again and resumes.
+
+        A spot node that the cloud takes back is lost in this way. error: an exception, its text, or None.
+        """
         record = self._records[trial_id]
-        if record.state not in ENDED:
-            self._end(record, TrialOutcome("failed", reason))
+        if record.state in ENDED:
+            return
+        if record.attempts > MAX_LOST_NODES or not _is_node_lost(error):
+            self._end(record, TrialOutcome("failed", _failure_reason(error)))
+            return
+        logger.warning(f"trial {record.number}  lost its node; it resumes on another")
+        if self.population is None:
+            self.log.unfinished.append(record)
+            self.has_lost_trials = True
+        else:
+            self.population.pause(record.number)
 
     def _end(self, record: TrialRecord, outcome: TrialOutcome) -> None:
         self.log.end(record, outcome)
@@ -253,25 +271,42 @@ def _callback(adapter: TuneAdapter) -> Any:
 
         @adapter.keeping_errors()
         def on_trial_error(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
-            adapter.on_error(trial.trial_id, _failure_reason(trial))
+            adapter.on_error(trial.trial_id, _error_of(trial))
 
     return LogCallback()
 
 
-def _failure_reason(trial: Any) -> str:
-    """The reason for which Ray Tune counts a trial as failed, in one line.
+def _error_of(trial: Any) -> Any:
+    """The error, or its text, for which Ray Tune counts a trial as failed; None if it gives none.
 
     It is read from the trial's files on the driver, because those that Ray's getters read arrive later.
     """
     import ray
 
-    error: Any = None
     if trial.pickled_error_file and Path(trial.pickled_error_file).is_file():
-        error = ray.cloudpickle.loads(Path(trial.pickled_error_file).read_bytes())
+        return ray.cloudpickle.loads(Path(trial.pickled_error_file).read_bytes())
+    if trial.error_file and Path(trial.error_file).is_file():
+        return Path(trial.error_file).read_text()
+    return None
+
+
+def _is_node_lost(error: Any) -> bool:
+    """Whether a trial ended because its node was lost, not because its own process died."""
+    import ray
+
+    # Ray reports the end of a process on a live node as ActorDiedError. ActorUnavailableError means that the node does
+    # not answer, which Ray has not declared dead yet.
+    if isinstance(error, ray.exceptions.ActorUnavailableError):
+        return True
+    return isinstance(error, ray.exceptions.ActorDiedError) and "node has died" in str(error)
+
+
+def _failure_reason(error: Any) -> str:
+    """The reason in one line."""
+    import ray
+
     if isinstance(error, ray.exceptions.OutOfMemoryError):
         return "out of memory: Ray ended its process because the node's memory was full"
     if isinstance(error, ray.exceptions.RayActorError):
         return "its process died (killed, or out of memory): " + " ".join(str(error).split())[:300]
-    if error is None and trial.error_file and Path(trial.error_file).is_file():
-        error = Path(trial.error_file).read_text()
     return " ".join(str(error or "Ray Tune gives no reason").split())[-500:]
