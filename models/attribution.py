@@ -25,7 +25,7 @@ from torch import Tensor
 
 from models.base import CaptionModel, Features, evaluating, map_tensors
 
-# more points do not help once the greatest gap is still above this share of the one with half as many points
+# doubling the points helps no more when the greatest gap stays above this share of the previous one
 STALLED_SHARE = 0.75
 
 
@@ -36,7 +36,7 @@ class Quadrature:
     steps: int = 32  # number of points on the line; doubled up to `max_steps` while a word's gap is above `tolerance`
     max_steps: int = 256
     tolerance: float = 0.05  # in nats; 0.05 nats are 5 % of a word's probability
-    rows: int = 16  # number of points that are computed at a time
+    rows: int = 16  # points that are computed at a time
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.rows < 1:
@@ -155,7 +155,7 @@ class _Line:
 def gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
     """The points and weights of Gauss-Legendre quadrature on [0, 1], both (count,) float64.
 
-    They are computed from the eigenvectors of a tridiagonal matrix (Golub and Welsch 1969).
+    They come from a tridiagonal eigenproblem (Golub and Welsch 1969).
     """
     index = torch.arange(1, count, dtype=torch.float64)
     off_diagonal = index / (4 * index * index - 1).sqrt()

@@ -57,8 +57,8 @@ def grid_groups(
 ) -> Tensor:
     """The number (N,), from 0, of the group of each cell of a grid; -1 where `valid_mask` (N,) is False.
 
-    `matrix` (N, N) is C. The first cell without a group starts the next group, and its neighbors join while their C
-    with this first cell is `threshold` or more.
+    `matrix` (N, N) is C. The first cell without a group starts the next group. It takes the connected cells whose
+    C with this first cell is `threshold` or more.
     """
     weights = matrix.tolist()
     cells = [divmod(cell, columns) for cell in range(rows * columns)]
@@ -102,7 +102,7 @@ def _image_groups(
 ) -> tuple[Tensor, tuple[int, int] | None]:
     """The clusters (layers, N) of the image tokens, and the grid that they form (None for regions)."""
     matrices, arrangement = model.encoder_clusters(features)
-    matrices, count = matrices[:, 0].float().cpu(), features.tokens.shape[1]  # matrices of the only image
+    matrices, count = matrices[:, 0].float().cpu(), features.tokens.shape[1]
     is_grid, valid_mask = model.config.encoder_clusters == "2d", None
     if arrangement is None:
         side = round(count**0.5)

@@ -105,7 +105,7 @@ class Layout:
         return self._means(torch.where(valid_mask > 0, grid, 0.0)) / self._means(valid_mask).clamp_min(1e-6)
 
     def _means(self, grid: Tensor) -> Tensor:
-        """The mean of each group of a grid's cells; the last groups are smaller where the rate does not divide."""
+        """The mean of each group of a grid's cells; the last groups may be smaller."""
         size = (min(self.rate, self.rows), min(self.rate, self.columns))
         pooled = F.avg_pool2d(grid.permute(0, 3, 1, 2), size, ceil_mode=True, count_include_pad=False)
         return pooled.permute(0, 2, 3, 1)

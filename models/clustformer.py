@@ -54,7 +54,10 @@ class ClusteredAttention(SelfAttention):
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None, clusters: Tensor | None = None) -> Tensor:
-        """x (B, N, D), clusters (B, N, N); attention_mask, for (B, 1, N, N), is True where a query may attend."""
+        """The mixed tokens (B, N, D) from x (B, N, D) and `clusters`, which is C (B, N, N).
+
+        attention_mask, which broadcasts to (B, 1, N, N), is True where a query may attend to a key.
+        """
         query, key, value = self.project(x)
         return self.out_proj(merge_heads(self._mix(query, key, value, attention_mask, clusters)), x)
 

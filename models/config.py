@@ -151,9 +151,7 @@ class ClustFormerConfig(ModelConfig):
     name: Literal["clustformer"] = "clustformer"
     num_encoder_layers: int = 6
     num_decoder_layers: int = 6
-    encoder_clusters: Literal["2d", "1d", "none"] = (
-        "2d"  # C of the image tokens; 1d: of all tokens, row by row, as one sequence
-    )
+    encoder_clusters: Literal["2d", "1d", "none"] = "2d"  # C of the image tokens; 1d: of their rows joined to one
     decoder_clusters: Literal["1d", "none"] = "1d"  # C of the words
     clustered_encoder_layers: tuple[int, ...] | None = None  # numbers, from 1, of the layers that have C; None: all
     clustered_decoder_layers: tuple[int, ...] | None = None

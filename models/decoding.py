@@ -127,8 +127,8 @@ def sample(
     """`num_samples` captions per image, each token drawn from softmax(logits / temperature).
 
     `max_length` counts SOS and EOS; a caption that has not ended by then has no EOS. (The reference's sampler counts
-    without SOS: its 20 is 21 here.) `log_probs` are those of temperature 1. Each row
-    takes one uniform number per step from `generator`, so that the captions are reproducible.
+    without SOS: its 20 is 21 here.) `log_probs` are those of temperature 1. Each row takes one uniform number per step
+    from `generator`, so that the captions are reproducible.
     """
     if num_samples < 1:
         raise ValueError(f"num_samples is {num_samples}; it must be 1 or more")

@@ -111,7 +111,7 @@ class ExpansionNet(EncoderDecoder):
         return Memory(self.encoder_sum(layer_outputs(self.encoder, x, valid_mask)), features.lengths)
 
     def embed(self, tokens: Tensor, position: int) -> Tensor:
-        """See `EncoderDecoder.embed`. As in the reference, dropout comes before the scale."""
+        """As in the reference, dropout comes before the scale."""
         positions = position_rows(self.positions.weight, position, tokens.shape[1])
         return self.word_dropout(self.token_embedding(tokens)) * math.sqrt(self.config.d_model) + positions
 

@@ -83,10 +83,7 @@ class MemoryAttention(SelfAttention):
         return 2 * length * (length + self.num_slots) * self.in_proj.in_features
 
     def _scaled_slots(self, memory: Tensor, scale: float, like: Tensor) -> Tensor:
-        """`memory` (M, D) times `scale` as slots (B, H, M, D / H), with the batch size and the dtype of `like`.
-
-        `like` are projected keys or values, whose dtype autocast may have chosen.
-        """
+        """`memory` (M, D) times `scale` as (B, H, M, D / H), in the dtype of the projections `like` (autocast's)."""
         slots = split_heads(memory[None] * scale, self.num_heads)
         return slots.to(like.dtype).expand(like.shape[0], -1, -1, -1)
 
@@ -219,5 +216,5 @@ class MeshedMemoryTransformer(EncoderDecoder):
         return Memory(torch.stack(layer_outputs(self.encoder, x, valid_mask), 1), features.lengths)
 
     def embed(self, tokens: Tensor, position: int) -> Tensor:
-        """See `EncoderDecoder.embed`. As in the reference, there is neither a scale nor dropout."""
+        """As in the reference, there is neither a scale nor dropout."""
         return self.token_embedding(tokens) + position_rows(cast(Tensor, self.positions), position, tokens.shape[1])

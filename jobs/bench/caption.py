@@ -20,7 +20,7 @@ from models.transform import ImageTransform
 from pipeline.data.images import decode_image
 from pipeline.runtime.cpu import prepare_processor
 
-MAX_PIXELS = 10**8  # larger images would be refused
+MAX_PIXELS = 10**8
 
 
 @torch.no_grad()  # in inference mode autocast would convert every weight anew at every use
@@ -45,7 +45,6 @@ def bench_caption(
     files, transform = list(noise_jpegs(images, rows=30, columns=40)), ImageTransform(backbone.config.image_size)
 
     def caption_files() -> None:
-        """Decodes the JPEG files, computes their features and captions them."""
         pixels = torch.stack([transform(decode_image(data, MAX_PIXELS)) for data in files]).to(device)
         search(model, Features(backbone(pixels)))
 

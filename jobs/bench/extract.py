@@ -112,6 +112,5 @@ def _ray_data_rate(table: pa.Table, folder: Path, extractor: Extractor) -> float
     for _ in compute(table, storage_path(folder), extractor):
         pass
     assert len(FeatureStore(folder)) == len(table), "Ray Data lost images"
-    # each finished shard has a manifest, written last
     ends = sorted(path.stat().st_mtime_ns for path in (folder / "manifest").iterdir())
     return (len(table) - extractor.settings.rows_per_shard) / ((ends[-1] - ends[0]) / 1e9)

@@ -41,7 +41,7 @@ SIZES = ModelSizes(FEATURE_WIDTH, vocabulary_size=10_000, max_positions=74, sos=
 class Row(NamedTuple):
     """Median seconds of the materialized form and of the factorized form in one measurement.
 
-    `target` is the speedup (`ratio`) that the factorized form must reach on the machine that `_print_ratios` names.
+    `target` is the speedup (`ratio`) that is required.
     """
 
     name: str
@@ -121,7 +121,7 @@ def measure(model: ExpansionNet, images: int, repeats: int) -> tuple[list[Row], 
 def compare_forms(model: ExpansionNet, images: int, repeats: int) -> list[Row]:
     """Times the materialized form (`MaterializedModel`, as the reference) and the factorized form (raycap's own).
 
-    There is a row for each expansion's forward pass, for beam search and for sampling, in each measured precision.
+    There is a row for each expansion, for beam search and for sampling, and for each measured precision.
     """
     device = model.lm_head.weight.device
     slow = MaterializedModel(model)

@@ -105,7 +105,6 @@ def _run(run: Path, store: Path, *, on_ray: bool) -> tuple[float, float]:
 
 
 def _train_without_ray(job: StageJob) -> None:
-    """Trains a stage in this process, with the loop that Ray Train's workers run."""
     from pipeline.runtime.context import LocalContext
     from pipeline.training.loop import train_stages
 

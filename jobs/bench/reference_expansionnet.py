@@ -61,9 +61,8 @@ def dynamic_expansion(layer: DynamicExpansion, x: Tensor, mask: Tensor) -> Tenso
     biases = (condition[:, :, None] + layer.biases).view(batch, -1, width)
     scores = queries @ key.transpose(1, 2) / math.sqrt(width)  # M (B, T * N_E, T)
     forward_mask = mask.repeat_interleave(layer.vectors, 1)
-    backward_mask = mask.repeat_interleave(
-        layer.vectors, 2
-    )  # a position reads the vectors of the positions it may read
+    # a position reads the vectors of the positions that it may read
+    backward_mask = mask.repeat_interleave(layer.vectors, 2)
     streams = []
     for value, signed in zip(values, (scores, -scores), strict=True):
         forward = normalize(F.relu(signed).masked_fill(~forward_mask, 0.0))

@@ -38,7 +38,6 @@ def bench_reward(references: References = None) -> None:
     sources = [image + 1 if row % 3 == 0 else image for row, image in enumerate(images)]
     sampled = [captions[source % len(captions)][0] for source in sources]
     lengths = torch.tensor([len(words) for words in sampled])
-    # padding with 0; `lengths` say where it begins
     tokens = torch.tensor([words + [0] * (int(lengths.max()) - len(words)) for words in sampled])
     rewards, seconds = median_seconds(partial(scorer.score, tokens, lengths, torch.from_numpy(images)), REPEATS)
     plain, pairs = PlainCiderD(captions), list(zip(sampled, images, strict=True))[:PLAIN_CAPTIONS]

@@ -33,7 +33,7 @@ MODES = ("no tracker", "answers", "stopped")
 # numbers of steps: before the first phase, in each phase, and at the beginning of a phase without being measured
 WARM_UP, STEPS, SETTLING = 8, 28, 4
 STEPS_PER_EPOCH = 51  # of `synthetic_settings`
-SERVER_START_S = 240.0  # longest time to wait for the MLflow server
+SERVER_START_S = 240.0
 
 
 def bench_tracker(
