@@ -249,7 +249,7 @@ def _write_rows(
 
 
 def _format_row(row: dict[str, Any]) -> str:
-    """A row as it is shown on the terminal."""
+    """An output row as text for the terminal."""
     if "error" in row:
         return f"{row['image']}: error: {row['error']}"
     lines = [f"{row['image']}: {row['caption']}"]

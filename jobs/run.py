@@ -220,8 +220,9 @@ class RunDriver:
         bytes_per_value = 2 if self.config.features.stored_dtype == "float16" else 4
         num_stores = 0
         if pending and not self.folder.home:  # stores on S3 need no local disk
-            starts_frozen = not pending[0].train_backbone  # this stage needs the features of the initial backbone
-            num_stores = starts_frozen + sum(stage.train_backbone for stage in pending)  # each changes the backbone
+            # one store for the initial backbone if the next stage reads it, and one after each change of the backbone
+            reads_initial_store = not pending[0].train_backbone
+            num_stores = int(reads_initial_store) + sum(stage.train_backbone for stage in pending)
         values = len(self.folder.dataset) * metadata.num_tokens * metadata.sizes.feature_width
         features = values * bytes_per_value * num_stores
         weights = 4 * NUM_WEIGHT_COPIES * sum(metadata.parameters.values())  # 4 bytes per float32

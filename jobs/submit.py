@@ -205,7 +205,7 @@ class _Follower:
                 self.num_printed = len(text)
                 return
             self._note_connected()
-            new = text[max(0, self.num_printed - num_received) :]  # the rest was printed before
+            new = text[max(0, self.num_printed - num_received) :]  # without what was printed before
             num_received += len(text)
             if new:
                 self.write(new)

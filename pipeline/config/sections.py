@@ -76,7 +76,7 @@ class SourceSection(Section):
 
 @dataclass(frozen=True)
 class SceneConfig:
-    """The synthetic data set. image_size: the width, in pixels. Raises UserError for too few or too small images."""
+    """The synthetic data set. image_size: the width in pixels. Raises UserError for too few or too small images."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
     num_images: int = 1500
@@ -105,7 +105,7 @@ class DataSection(Section):
     format: Literal["auto", "karpathy", "coco", "nocaps", "table"] = "auto"
     annotations: str = "dataset.json"
     images: str = "."  # the folder of the annotations' filepath/filename, or an s3:// prefix
-    split: str | None = None  # as in SourceSection
+    split: str | None = None  # for images without a split, as in SourceSection
     sources: tuple[SourceSection, ...] = ()  # instead of annotations, images and split
     split_lists: dict[str, str] = {}  # {split: file with one image name per line}, relative to data.root
     tokenizer: Literal["expansionnet", "spacy"] = "expansionnet"
@@ -248,7 +248,7 @@ class WorkersSection(Section):
     gpus_per_worker: NonNegativeFloat = 0
     cpus_per_worker: PositiveFloat = 1
     threads_per_worker: Positive = 1
-    dry_run: bool = True
+    dry_run: bool = True  # before training, take one step of every stage
     num_decode_threads: NonNegative = 0
     max_failures: NonNegative = 3
     log_every_steps: Positive = 20

@@ -251,7 +251,7 @@ class ShardWriter:
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Takes the columns key, pixels and reason of `decode_batch`, whose reason is "" for a decoded image.
 
-        Returns the columns key and reason, which has now also the images whose features are not finite.
+        Returns the columns key and reason. Images whose features are not finite also have a reason now.
         """
         reasons = batch["reason"].astype(object)
         decoded = np.flatnonzero(reasons == "")

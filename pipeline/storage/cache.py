@@ -103,7 +103,7 @@ def _touch(path: Path) -> bool:
 
 
 def _fetch(source: StoragePath, sha256: str) -> bytes:
-    """Downloads a file, and a second time if its digest is wrong. Then raises StorageError."""
+    """Downloads a file, and a second time if its digest is wrong. Raises StorageError if it is wrong again."""
     for _ in range(2):
         data = source.read_bytes()
         if hashlib.sha256(data).hexdigest() == sha256:

@@ -63,7 +63,8 @@ class Lease:
                 raise LostLeaseError(f"the lease {self.path} has passed to {holder}; token {self.token} is too late")
             self._record, self._tag = stored, tag
             now, renewal_interval = time.time(), self.seconds / RENEWALS_PER_LEASE
-            if stored.until < now + self.seconds - renewal_interval:  # renewed longer ago than that
+            # until - seconds is the time of the last renewal
+            if stored.until < now + self.seconds - renewal_interval:
                 self._write(now + self.seconds)
 
     def __enter__(self) -> Lease:

@@ -63,7 +63,7 @@ class Mirror:
             removed = [name for name, tag in tags.items() if name not in files and known_tags.get(name) == tag]
             changed = [name for name, state in files.items() if record.get(name) != [tags.get(name), state]]
             for is_marker in (False, True):
-                if is_marker:  # the other files are sent
+                if is_marker:  # the other files have been sent
                     check_may_write()
                 names = [name for name in changed if _is_marker(name) is is_marker]
                 with ThreadPoolExecutor(NUM_TRANSFERS) as pool:

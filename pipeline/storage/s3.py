@@ -165,13 +165,15 @@ class S3Object:
         """Sends the content with the condition IfMatch or IfNoneMatch. ConflictError if it is not met."""
         from botocore.exceptions import ClientError
 
-        refusals = {HTTPStatus.PRECONDITION_FAILED, *([HTTPStatus.NOT_FOUND] if "IfMatch" in condition else [])}
+        refusals = {HTTPStatus.PRECONDITION_FAILED}  # the object was replaced
+        if "IfMatch" in condition:
+            refusals.add(HTTPStatus.NOT_FOUND)  # the object was removed
         for _ in range(self.options.max_attempts):
             try:
                 return str(self._client.put_object(**self._location, Body=data, **condition)["ETag"])
             except ClientError as error:
                 status = _status(error)
-                if status in refusals:  # the object was replaced, or removed before a write with IfMatch
+                if status in refusals:
                     raise ConflictError(f"{self.uri} was written by another process") from error
                 if status != HTTPStatus.CONFLICT:
                     raise
