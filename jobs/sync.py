@@ -71,7 +71,7 @@ def send(folder: RunFolder, config: RunConfig) -> bool:
 
 
 def register(folder: RunFolder, config: RunConfig) -> bool:
-    """Sends what the tracker lacks of a complete run, including its model. False when it does not accept everything."""
+    """Sends what the tracker lacks of a complete run and its model. Returns False if it does not accept all of it."""
     if read_json(folder.path / "COMPLETE.json")["tracked"]:
         logger.info(f"{folder.run_id}: {public_uri(config)} has everything")
         return True
@@ -105,7 +105,8 @@ def _runs_in_folder(path: Path, overrides: Sequence[str]) -> Runs:
     """The run in a folder, or all runs of a storage folder. Each gets the tracker that it was started with."""
     path = path.expanduser().resolve()
     is_run = (path / "run.json").is_file()
-    for folder in [path] if is_run else sorted(file.parent for file in path.glob("runs/*/run.json")):
+    folders = [path] if is_run else sorted(file.parent for file in path.glob("runs/*/run.json"))
+    for folder in folders:
         try:
             values = read_values(folder / "config.yaml", overrides)
             config = parse_config(values)
@@ -116,6 +117,7 @@ def _runs_in_folder(path: Path, overrides: Sequence[str]) -> Runs:
             continue
         opened = open_folder(folder, config.home(f"runs/{folder.name}"))
         other_trackers = [uri for uri in stored_records(opened) if uri != public_uri(config)]
-        if other_trackers and config.tracking.uri is None:  # a stored configuration does not contain the address
+        # A stored configuration lacks the tracker's address. The run's records name the trackers that it was sent to.
+        if other_trackers and config.tracking.uri is None:
             values["tracking"]["uri"] = other_trackers[-1]
         yield opened, parse_config(values)
