@@ -30,7 +30,7 @@ RAY_TUNE_SETTINGS = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
-    "TUNE_GLOBAL_CHECKPOINT_S": "1000000000",  # practically never: a search resumes from its log instead
+    "TUNE_GLOBAL_CHECKPOINT_S": "1000000000",  # practically never, because a search resumes from its log
     "TUNE_FUNCTION_THREAD_TIMEOUT_S": "20",
     "TUNE_WARN_THRESHOLD_S": "60",
     "RAY_AIR_NEW_OUTPUT": "0",
@@ -87,7 +87,7 @@ def _tuner(adapter: TuneAdapter, concurrent: int, scratch: Path) -> Any:
     hours, per_trial = search.config.budget.hours, search.config.resources
     bundle = {"CPU": per_trial.cpus, "GPU": per_trial.gpus}
     if per_trial.workers > 1:
-        bundle = {"memory": 2.0**20}  # 1 MiB, because Ray Train reserves the CPUs and GPUs for the workers
+        bundle = {"memory": 2.0**20}  # only 1 MiB, because Ray Train reserves the CPUs and GPUs for the workers
     resources = tune.PlacementGroupFactory([{key: value for key, value in bundle.items() if value}])
     return tune.Tuner(
         tune.with_resources(train_trial, resources),
@@ -236,6 +236,7 @@ class _NotPickled:
 
 
 def _searcher(adapter: TuneAdapter) -> Any:
+    """The object that Ray Tune asks for the configuration of the next trial."""
     from ray.tune.search import Searcher
 
     class LogSearcher(_NotPickled, Searcher):
@@ -255,6 +256,7 @@ def _searcher(adapter: TuneAdapter) -> Any:
 
 
 def _callback(adapter: TuneAdapter) -> Any:
+    """The object that Ray Tune calls when a trial reports, ends or fails."""
     from ray.tune import Callback
 
     class LogCallback(_NotPickled, Callback):
@@ -291,6 +293,5 @@ def _failure_reason(trial: Any) -> str:
         return "its process died (killed, or out of memory): " + " ".join(str(error).split())[:300]
     if error is None and trial.error_file and Path(trial.error_file).is_file():
         error = Path(trial.error_file).read_text()
-    return " ".join(str(error or "Ray Tune gives no reason").split())[
-        -500:
-    ]  # the error stands at the end of a traceback
+    text = " ".join(str(error or "Ray Tune gives no reason").split())
+    return text[-500:]  # a traceback ends with the error

@@ -68,9 +68,9 @@ class Comparison(NamedTuple):
 
 
 def retrain(config: RunConfig, work: Work) -> int:
-    """Promotes a model trained on new data if it beats the champion. Returns 0, or 1 for bad data or a lost lease.
+    """Trains a model if there are new data, and makes it the champion if it is better than the present one.
 
-    Raises UserError for errors in the configuration.
+    Returns 0, or 1 for bad data or a lost lease. Raises UserError for errors in the configuration.
     """
     held_out.held_out_split(config)  # raises before anything is written
     return _act_under_lease(config, lambda retraining: retraining.execute(work))

@@ -75,7 +75,7 @@ def comparisons(
     tables = []
     for table in printed_tables(search.config.compare):
         matches = _matches(search, results, table.rows, [row.name for row in table.rows])
-        if sum(match.result is not None for match in matches) > 1:
+        if sum(match.result is not None for match in matches) > 1:  # one row has nothing to be compared with
             note = NOTE.format(baseline=table.rows[table.baseline].name)
             names = [name for name in table.columns if name in metrics]
             columns, rows = _score_columns(matches, matches[table.baseline], names)

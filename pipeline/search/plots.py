@@ -156,6 +156,7 @@ def _draw_points(
 
 
 def _coordinates(points: Sequence[_Point]) -> tuple[list[float], list[float]]:
+    """The costs and the scores, as Matplotlib needs them."""
     return [point.cost for point in points], [point.score for point in points]
 
 

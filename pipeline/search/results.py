@@ -48,6 +48,7 @@ class PointResult:
         return [value for record in self.counted if (value := record.value(name)) is not None]
 
     def mean(self, name: str) -> float | None:
+        """The mean over the counted trials; None when none of them has a value."""
         values = self.values(name)
         return statistics.fmean(values) if values else None
 

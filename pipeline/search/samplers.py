@@ -77,7 +77,7 @@ class ListSampler:
 
     def restore(self, proposal: Proposal, values: list[float] | None, *, ended: bool) -> None:
         self.tried.add(point_key(proposal.point))
-        if self.may_repeat:
+        if self.may_repeat:  # otherwise the same points are drawn again and skipped, because they are in `tried`
             self.num_drawn += 1
 
 
@@ -94,8 +94,9 @@ class OptunaSampler:
         num_points = 80 if num_trials is None else max(1, num_trials // num_seeds)
         self.population = search.config.population or max(4, min(50, num_points // 4))
         self.distributions = {dimension.key: _distribution(dimension) for dimension in self.space.dimensions}
-        names = {"max": "maximize", "min": "minimize"}  # Optuna's names of the directions
-        self.study = optuna.create_study(directions=[names[best] for best in search.config.objectives.values()])
+        self.study = optuna.create_study(
+            directions=["maximize" if best == "max" else "minimize" for best in search.config.objectives.values()]
+        )
         self.running: dict[str, int] = {}  # Optuna's number of the trial, by point
         self.results: dict[str, list[float] | None] = {}  # of ended points; None for a failed one
 
@@ -105,7 +106,7 @@ class OptunaSampler:
 
         Its seed includes their number, so that a resumed search does not repeat its first draws.
         """
-        # a different seed for each pair of numbers; Optuna accepts 32 bits
+        # the large prime keeps the sums of neighboring seeds apart; Optuna accepts 32 bits
         seed = (self.config.seed * 1_000_003 + len(self.study.trials)) % 2**31
         if self.config.algorithm == "nsga2":
             return self.optuna.samplers.NSGAIISampler(population_size=self.population, seed=seed)

@@ -55,7 +55,7 @@ FIXED_SECTIONS = {  # the sections that a point must not change, and the reason 
     "features": "features are extracted once, before the first trial",
     "data": "features are extracted once, before the first trial",
 }
-SEARCHABLE_EXCEPTIONS = {"data.min_count"}  # keys of fixed sections that no feature depends on
+SEARCHABLE_EXCEPTIONS = {"data.min_count"}  # may be searched, because no feature depends on them
 # Population based training may search these model keys, because they change no weight's shape.
 WEIGHT_COMPATIBLE = {"model.dropout", "model.expansion_dropout"}
 
@@ -201,7 +201,7 @@ class Search:
 
     def __init__(self, config: SearchConfig, base: dict[str, Any]) -> None:
         self.config = config
-        self.values = base  # as in the YAML file, not validated
+        self.values = base  # the base configuration before validation
         self.base = parse_config(base)
         self.space: Space = row_space([flatten(row) for row in config.rows]) if config.rows else space_of(config.space)
         self.stages = self._stages()
@@ -363,7 +363,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def set_values(values: dict[str, Any], changes: Mapping[str, Any], source: str) -> None:
-    """Sets nested or dotted keys of plain values; a UserError begins with `source`."""
+    """Sets the keys of `changes`, nested or dotted, in `values`; a UserError begins with `source`."""
     for key, value in flatten(changes).items():
         set_value(values, key, value, source)
 

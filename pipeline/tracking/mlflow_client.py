@@ -27,7 +27,8 @@ class BoundedClient:
     """An MLflow client whose calls fail once `stop` is set, or once slow answers have used up SLOW_BUDGET_S."""
 
     def __init__(self, client: Any, stop: threading.Event | None = None) -> None:
-        self._client, self._stop, self._slow_s = client, stop, 0.0
+        self._client, self._stop = client, stop
+        self._slow_s = 0.0  # the time that all calls so far took beyond FAST_CALL_S
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._client, name)

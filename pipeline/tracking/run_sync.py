@@ -28,9 +28,9 @@ NOT_METRICS = ("step", "time", "total")
 class SentRecord:
     """The record of what a tracker has received of a run. log/tracked.json stores one record per tracker address.
 
-    Values: "parent" is the run id in MLflow, "stages" has those of the stages. "sent" is the last sent step by STAGE/KIND
-    of entry. "status" is the last status by run id. "described" tells whether the parent has its parameters.
-    "ending" is the status with which the run ended, for a later `raycap sync`; None if it has not ended.
+    Values: "parent" is the run id in MLflow, "stages" has those of the stages. "sent" is the last step that was sent,
+    by STAGE/KIND of the journal's entries. "status" is the last status by run id. "described" tells whether the parent
+    has its parameters. "ending" is the status with which the run ended, for a later `raycap sync`; None while it runs.
     """
 
     def __init__(self, folder: RunFolder, config: RunConfig) -> None:
