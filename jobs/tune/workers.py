@@ -16,7 +16,7 @@ from pipeline.search.trial import TrialTask, hand_over, run_trial, train_here
 from pipeline.search.trials import SearchFolder
 from pipeline.training.loop import StageJob
 
-JOURNAL_INTERVAL_S = 0.5
+JOURNAL_INTERVAL_S = 0.5  # the time between two reads of the journal
 
 
 def train_trial(config: dict[str, Any]) -> None:
@@ -40,6 +40,7 @@ def train_trial(config: dict[str, Any]) -> None:
 
     train = train_here if settings["resources"]["workers"] == 1 else train_on_workers
     outcome = run_trial(TrialTask(folder, config["point"], config["seed"], member, handover), report, train)
+    # the last validation, because a scheduler ignores results without an epoch and a score
     last = dict(zip(("epoch", SCORE), outcome.reports[-1], strict=True)) if outcome.reports else {}
     tune.report({**last, "outcome": outcome})
 
@@ -51,7 +52,7 @@ def train_on_workers(job: StageJob, config: RunConfig, context: Context) -> None
         training = pool.submit(fit, job, config)
         try:
             while not training.done():
-                wait([training], JOURNAL_INTERVAL_S)
+                wait([training], timeout=JOURNAL_INTERVAL_S)
                 for entry in follower.new():
                     if entry["kind"] == "validation":
                         context.report({"stage": entry["stage"], "step": entry["step"]})
@@ -62,4 +63,4 @@ def train_on_workers(job: StageJob, config: RunConfig, context: Context) -> None
     error = training.exception()
     if error is not None and not isinstance(error, StageFailedError):
         raise RuntimeError(" ".join(str(error).split())) from error
-    training.result()  # raises a StageFailedError
+    training.result()  # raises the StageFailedError, if there is one
