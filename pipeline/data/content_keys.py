@@ -90,7 +90,7 @@ def _read_sizes(uris: pa.Array, options: StorageOptions) -> tuple[pa.Array, pa.A
 
 
 def _list_remote(uris: Sequence[str], options: StorageOptions) -> dict[str, Entry]:
-    """The objects by URI, from one listing per folder instead of one request per image."""
+    """The size and tag of those objects that exist, by URI: from one listing per folder, not one request per image."""
     wanted = set(uris)
     folders: list[str] = []
     for folder in sorted({uri.rsplit("/", 1)[0] for uri in uris}):

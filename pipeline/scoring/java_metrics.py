@@ -26,8 +26,8 @@ SPICE_CATEGORIES = {
 SPICE_MODELS_VARIABLE = "RAYCAP_SPICE_MODELS"  # the folder with the two jars below
 SPICE_MODELS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
 
-# The smallest and largest Java heap in MB. METEOR's paraphrase table needs more than 512 MB. pycocoevalcap's heap is
-# the largest one.
+# The smallest and largest Java heap in MB. METEOR's paraphrase table needs more than 512 MB. pycocoevalcap always uses
+# the largest heap.
 _METEOR_HEAP_MB = (640, 2048)
 _SPICE_HEAP_MB = (3072, 8192)
 # METEOR answers a caption with a line of more than ten numbers, and the final request with lines of one number.
@@ -81,6 +81,7 @@ def meteor(
 
 
 def _checked(line: str, pattern: re.Pattern[str]) -> str:
+    """Returns a line of METEOR's output. Raises JavaError if it does not match the pattern."""
     if not pattern.fullmatch(line):
         raise JavaError(f"java answered what is not a score: {line[:60]!r}")
     return line
@@ -142,6 +143,7 @@ def spice_models() -> Path:
 
 
 def _package_folder() -> Path:
+    """The folder of the package pycocoevalcap. Raises JavaError when it is not installed."""
     spec = importlib.util.find_spec("pycocoevalcap")
     if spec is None or not spec.submodule_search_locations:
         raise JavaError("the package pycocoevalcap, which contains the jar, is not installed; install it")
