@@ -34,6 +34,7 @@ class _Unpickler(pickle.Unpickler):
         return self.stand_ins[key]
 
     def persistent_load(self, pid: Any) -> Any:
+        """Refuses a pickle that refers to an object outside of the file."""
         raise pickle.UnpicklingError("it refers to objects outside the file")
 
 

@@ -61,6 +61,7 @@ def _read_sizes(uris: pa.Array, options: StorageOptions) -> tuple[pa.Array, pa.A
     remote_objects = _list_remote(uris.filter(pc.starts_with(uris, REMOTE)).to_pylist(), options)
 
     def read_size(uri: str) -> tuple[int, str]:
+        """The size in bytes and the tag of one file."""
         try:
             if is_remote(uri):
                 size, tag = remote_objects[uri].size, remote_objects[uri].tag

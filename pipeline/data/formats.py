@@ -91,6 +91,7 @@ def _read(path: StoragePath) -> bytes:
 
 
 def _read_json(path: StoragePath) -> Any:
+    """The content of an annotation file in JSON. Raises UserError."""
     try:
         return json.loads(_read(path))
     except (ValueError, RecursionError) as error:

@@ -68,6 +68,7 @@ def decode_batch(
     pixels = np.zeros((len(batch["key"]), image_size, image_size, 3), np.uint8)
 
     def decode(index: int) -> str:
+        """Writes the pixels of one image of the batch, and returns its reason."""
         try:
             data = StoragePath(str(batch["uri"][index]), options).read_bytes()
             if hashlib.sha256(data).hexdigest() != batch["key"][index]:

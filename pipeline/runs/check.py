@@ -153,6 +153,7 @@ def _decode_all(dataset: Dataset, config: RunConfig) -> tuple[dict[str, str], np
     uri_by_key = dict(zip(table["key"].to_pylist(), table["uri"].to_pylist(), strict=True))
 
     def decode(uri: str) -> tuple[int, int] | str:
+        """The size (width, height) of an image, or the reason why it cannot be decoded."""
         try:
             return decode_image(StoragePath(uri, config.storage.options).read_bytes(), config.data.max_pixels).size
         except (BadImage, OSError) as error:

@@ -66,6 +66,7 @@ def score_run(folder: RunFolder, dataset: Dataset, results: Sequence[SplitResult
     is_synthetic = folder.config.data.synthetic is not None
 
     def score(result: SplitResult) -> SplitResult:
+        """The result of a split with its scores added."""
         references = dataset.split(result.split).references()
         accuracy = main_object_accuracy(result.captions, references) if is_synthetic else None
         scores = score_captions(references, result.captions, metrics=RUN_METRICS)

@@ -69,6 +69,7 @@ def meteor(
     statistics: list[str] = []
 
     def attempt(folder: Path, until: float) -> tuple[float, list[float]]:
+        """Asks one METEOR process for the missing statistics, and then for the scores that follow from all of them."""
         with java_process(command, folder, talks=True) as process:
             for line in talk(process, requests[len(statistics) :], len(requests) - len(statistics), until):
                 statistics.append(_checked(line, _STATISTICS))
@@ -107,6 +108,7 @@ def spice(
     ]
 
     def attempt(temporary: Path, until: float) -> list[dict[str, dict[str, Any]]]:
+        """Runs SPICE once. For each image, the result has the scores {category: {"f": ...}}; "All" is the total."""
         source, target = temporary / "in.json", temporary / "out.json"
         source.write_text(json.dumps(data), encoding="utf-8")
         options = ["-XX:+IgnoreUnrecognizedVMOptions", *opens, "-cp", paths]

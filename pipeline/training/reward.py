@@ -88,6 +88,7 @@ def _build(
     ids = dict(vocabulary.ids)
 
     def encode(caption: str) -> list[int]:
+        """Word ids of a caption. A word outside of the vocabulary gets the next free id."""
         words = [word for word in vocabulary.tokenize(caption) if word.strip()] + ([EOS] if eos else [])
         return [ids.setdefault(word, len(ids)) for word in words]
 
