@@ -24,7 +24,7 @@ from pipeline.errors import UserError
 from pipeline.features.source import describe_features, extract_features
 from pipeline.reports.text_table import format_table
 from pipeline.runs.evaluation import RunScores
-from pipeline.runs.folder import RunFolder, is_alone
+from pipeline.runs.folder import RunFolder, try_lock
 from pipeline.runtime.log import log_file
 from pipeline.scoring.result_files import write_predictions
 from pipeline.storage.atomic import read_json, write_json, write_text
@@ -100,7 +100,7 @@ def train(config: RunConfig, address: str | None = None) -> RunFolder:
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
     """Keeps other processes out of a run or search in the context. Raises UserError when one is working on it."""
-    with is_alone(folder) as has_lock:
+    with try_lock(folder) as has_lock:
         if not has_lock:
             raise UserError(f"another process is working on {folder.name}; wait for it or stop it")
         yield

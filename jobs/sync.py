@@ -13,7 +13,7 @@ from jobs.options import Set
 from pipeline.config.load import load_config, parse_config, read_values
 from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
-from pipeline.runs.folder import RunFolder, is_alone, open_folder
+from pipeline.runs.folder import RunFolder, open_folder, try_lock
 from pipeline.storage.atomic import read_json
 from pipeline.tracking.mlflow_client import public_uri
 from pipeline.tracking.run_sync import SentRecord, stored_records
@@ -56,7 +56,7 @@ def send(folder: RunFolder, config: RunConfig) -> bool:
     if not config.tracking.enabled:
         logger.info(f"{folder.run_id}: tracking.enabled is false; nothing to send")
         return True
-    with is_alone(folder.path) as has_lock:
+    with try_lock(folder.path) as has_lock:
         if not has_lock:
             logger.info(f"{folder.run_id}: another process is working on the run and sends what is missing")
             return True
