@@ -233,12 +233,14 @@ class DynamicExpansion(Expansion):
         count, width = cached.shape[2:]
         rows = backward.new_zeros(2, images, beams, count, self.vectors)
         rows.scatter_(3, paths[..., None].expand(-1, -1, -1, -1, self.vectors), backward.mT)
-        over = backward.new_empty(2, 2, images, beams, length)  # over V and over C, of each stream
-        torch.bmm(rows.flatten(3).flatten(0, 1), columns.flatten(2, 3).flatten(0, 1), out=over[0].flatten(0, 1))
-        torch.sum(backward, 3, out=over[1])
-        weights = backward.new_zeros(2, 2, images, beams, count).scatter_(4, paths.expand(2, -1, -1, -1, -1), over)
+        # the weights of a path's tokens: (values or conditions, stream, B, K, t)
+        path_weights = backward.new_empty(2, 2, images, beams, length)
+        torch.bmm(rows.flatten(3).flatten(0, 1), columns.flatten(2, 3).flatten(0, 1), out=path_weights[0].flatten(0, 1))
+        torch.sum(backward, 3, out=path_weights[1])
+        weights = backward.new_zeros(2, 2, images, beams, count)
+        weights.scatter_(4, paths.expand(2, -1, -1, -1, -1), path_weights)
         streams = torch.mm(by_vector, self.biases).view(2, images, beams, width)
-        for stream, value, over_values, over_conditions in zip(streams, cached[2:], *weights, strict=True):
-            stream.baddbmm_(over_values, value).baddbmm_(over_conditions, cached[0])
+        for stream, value, value_weights, condition_weights in zip(streams, cached[2:], *weights, strict=True):
+            stream.baddbmm_(value_weights, value).baddbmm_(condition_weights, cached[0])
         positive, negative = streams.flatten(1, 2)
         return gated(gate, positive, negative)

@@ -110,7 +110,10 @@ def _link_images(folder: Path, count: int) -> list[tuple[str, int, str]]:
 
 
 def _write_store(root: Path, images: list[tuple[str, int, str]]) -> None:
-    """The manifest of content keys and the store's index, for images that the store contains."""
+    """Writes the manifest of content keys and the index of a made-up store that lists `images`.
+
+    There are no shards, because planning does not read them; their digests and sizes are invented.
+    """
     uris, sizes, tags = zip(*images, strict=True)
     keys, count = [hashlib.sha256(uri.encode()).hexdigest() for uri in uris], len(images)
     pq.write_table(pa.table([uris, sizes, tags, keys], schema=MANIFEST), root / "manifest.parquet")

@@ -117,7 +117,7 @@ def _print_cuda_cases(repeats: int) -> None:
             f"{case.name:<16}{seconds:>9.3f}{case.images / seconds:>10.1f}{memory / 1024:>10.1f}{hours:>8.1f}",
             flush=True,
         )
-    print(f"the whole recipe on COCO: {total:.1f} hours; the paper: {A100_HOURS} A100-hours, others 5 to 7 days")
+    print(f"the whole recipe on COCO: {total:.1f} hours on this GPU; the paper reports {A100_HOURS} hours of an A100")
 
 
 def _measure(case: Case, device: torch.device, repeats: int) -> tuple[float, float]:
