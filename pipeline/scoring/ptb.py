@@ -68,8 +68,8 @@ def _not_upper(words: str) -> str:
 
 _APOSTROPHE = "(?:['’\u0092]|&apos;)"
 _ANY_QUOTE = "['’‘`\u0091\u0092]"
-# The tokenizer's letters differ from Python's \w: it does not count superscripts and fractions (_NO_LETTERS) as letters,
-# but it counts combining accents and soft hyphens (_MARKS).
+# The tokenizer's letters differ from Python's \w: superscripts and fractions (_NO_LETTERS) do not count as letters, and
+# combining accents and soft hyphens (_MARKS) do.
 _NO_LETTERS = "\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u209c\u2150-\u218f\u2460-\u249b\U00010000-\U0010ffff"
 _MARKS = "\u0300-\u036f\u00ad"
 _DIGIT = "[0-9]"

@@ -113,7 +113,8 @@ def _settings(model: ModelConfig, keys: Iterable[str]) -> dict[str, Any]:
     """The model's values of these keys, to be compared with the settings of a table's row.
 
     The papers' baseline Transformer ignores its expansion settings, so they count as None. Returns {}, which equals
-    no row's settings, for a model that no table has: one without these keys, or with a dynamic expansion in its encoder.
+    no row's settings, for a model that no table has: one without these keys, or one with a dynamic expansion in
+    its encoder.
     """
     if getattr(model, "encoder_dynamic_expansion", None) is not None or not all(hasattr(model, key) for key in keys):
         return {}
