@@ -26,7 +26,8 @@ from pipeline.storage.atomic import write_bytes
 from pipeline.storage.path import storage_path
 
 MIN_IMAGES_FOR_RAY = 2_000  # for fewer images, starting a local Ray takes longer than it saves
-BATCH_SIZE = 16
+BATCH_SIZE = 16  # images per forward pass when this process captions them
+NUM_DECODE_THREADS = 4
 
 
 def caption(
@@ -92,7 +93,7 @@ def caption(
         rows = _caption_on_ray(pending, opened, search, num_results, address)
     else:
         rows = _caption_in_process(pending, opened.bundle, search, num_results, explain)
-    num_failed, largest_gap = _write(rows, len(pending), json_lines, out, signature)
+    num_failed, largest_gap = _write_rows(rows, len(pending), json_lines, out, signature)
     if explain is not None:
         _print_note(
             f"heat maps: {explain}; attributions add up to the words' log-probabilities within {largest_gap:.3f} nats"
@@ -106,7 +107,7 @@ def caption(
 
 
 def _read_done(out: Path, signature: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The rows that an earlier call has written to `out`, by image.
+    """Reads the rows that an earlier call has written to `out`, by image name. Removes an incomplete last line.
 
     signature: the settings and weights that determine the captions. Every line contains them. Raises UserError if a
     line has another signature.
@@ -140,7 +141,10 @@ def _read_done(out: Path, signature: Mapping[str, Any]) -> dict[str, dict[str, A
 def _caption_in_process(
     names: Sequence[str], bundle: Bundle, search: dict[str, Any], num_results: int, explain: Path | None
 ) -> Iterator[dict[str, Any]]:
-    """Captions the images in this process, batch by batch and in order, while threads read and decode the files."""
+    """Yields the output row of each image, in order. Threads read and decode the images of a batch.
+
+    explain: the folder for pictures of each caption's words; None for no pictures.
+    """
     import torch
 
     from pipeline.captioning.service import CaptionService
@@ -159,7 +163,7 @@ def _caption_in_process(
         except OSError as error:
             return f"cannot be read: {error.strerror or error}"
 
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(NUM_DECODE_THREADS) as pool:
         for start in range(0, len(names), BATCH_SIZE):
             batch = names[start : start + BATCH_SIZE]
             loaded = list(pool.map(load_pixels, batch))
@@ -170,17 +174,17 @@ def _caption_in_process(
                     yield {"image": name, "error": pixels}
                     continue
                 ranked = next(captions)
-                row = _row(name, ranked)
+                row = _output_row(name, ranked)
                 if explain is not None:
                     path = explain / f"{number:04d}-{Path(name).stem}.png"
-                    row |= _draw(path, name, service, pixels, ranked[0][0])
+                    row |= _draw_words(path, name, service, pixels, ranked[0][0])
                 yield row
 
 
 def _caption_on_ray(
     names: Sequence[str], model: OpenedBundle, search: dict[str, Any], num_results: int, address: str | None
 ) -> Iterator[dict[str, Any]]:
-    """Captions the images through Ray Data, on the cluster at `address` or on a local Ray."""
+    """Yields the output row of each image. Ray Data captions them on the cluster at `address` or on a local Ray."""
     from pipeline.captioning.ray_data import caption_stream
 
     has_joined_cluster = connect(address)
@@ -189,19 +193,20 @@ def _caption_on_ray(
         source = SentBundle.of(model.folder)
     assert model.bundle.transform is not None
     for name, ranked, error in caption_stream(names, source, model.bundle.transform.image_size, search, num_results):
-        yield {"image": name, "error": error} if error else _row(name, ranked)
+        yield {"image": name, "error": error} if error else _output_row(name, ranked)
 
 
-def _row(name: str, ranked: Sequence[tuple[str, float]]) -> dict[str, Any]:
-    """The output for one image from its captions with log-probabilities, the best first."""
+def _output_row(name: str, ranked: Sequence[tuple[str, float]]) -> dict[str, Any]:
+    """The output row of an image. ranked: its captions with their log-probabilities in nats, the best first."""
     entries = [{"caption": text, "log_prob": round(log_prob, 6)} for text, log_prob in ranked]
     return {"image": name, **entries[0]} | ({"n_best": entries} if len(entries) > 1 else {})
 
 
-def _draw(path: Path, name: str, service: Any, pixels: Any, caption: str) -> dict[str, Any]:
-    """Writes the heat maps of a caption's words to `path` and, for a model with clusters, a second picture.
+def _draw_words(path: Path, name: str, service: Any, pixels: Any, caption: str) -> dict[str, Any]:
+    """Draws the attention and attribution of each word to `path`, and for a model with clusters a second picture.
 
-    Returns the accuracy of the attribution as an entry for the image's row.
+    Returns the entry `attribution` of the image's row: `steps` is the number of integration steps, and `gap` is the
+    largest difference, in nats, between a word's log-probability and the sum of its attributions.
     """
     from pipeline.captioning.service import MAX_PIXELS
     from pipeline.data.images import decode_image
@@ -219,10 +224,14 @@ def _draw(path: Path, name: str, service: Any, pixels: Any, caption: str) -> dic
     return {"attribution": {"steps": attribution.steps, "gap": round(gap, 6)}}
 
 
-def _write(
+def _write_rows(
     rows: Iterator[dict[str, Any]], total: int, json_lines: bool, out: Path | None, signature: Mapping[str, Any]
 ) -> tuple[int, float]:
-    """Writes the rows to `out` or the terminal. Returns the number of errors and the largest gap of an attribution."""
+    """Writes the rows to `out`, or without it to the terminal.
+
+    total: the number of rows. signature: entries that are added to each line of `out`. Returns the number of images
+    with an error, and the largest `gap` of an attribution (see `_draw_words`) in nats.
+    """
     num_failed, largest_gap = 0, 0.0
     # A file name that is not UTF-8 contains lone surrogates. backslashreplace writes them as valid JSON escapes.
     opened = out.open("a", encoding="utf-8", errors="backslashreplace") if out is not None else nullcontext()
@@ -234,13 +243,13 @@ def _write(
                 file.write(json.dumps({**row, **signature}, ensure_ascii=False) + "\n")
                 file.flush()  # a killed job loses only the image that it was captioning
             else:
-                print(json.dumps(row, ensure_ascii=False) if json_lines else _text(row))
+                print(json.dumps(row, ensure_ascii=False) if json_lines else _format_row(row))
             advance(1)
     return num_failed, largest_gap
 
 
-def _text(row: dict[str, Any]) -> str:
-    """A row as it is shown on the terminal."""
+def _format_row(row: dict[str, Any]) -> str:
+    """An output row as text for the terminal."""
     if "error" in row:
         return f"{row['image']}: error: {row['error']}"
     lines = [f"{row['image']}: {row['caption']}"]

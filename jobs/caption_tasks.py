@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeline.captioning.bundle import Bundle
 from pipeline.captioning.model_sources import ModelSource
@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 
 
 class SplitTask(NamedTuple):
-    """The images of a split, and the constraints of those that have any, by image id."""
+    """The images of a split. constraints: by image id, the words that the caption must contain, for images with any."""
 
     images: Dataset
     constraints: Mapping[int, ConstraintAutomaton] = {}
 
 
 class Captioned(NamedTuple):
-    """The captions of each image by its id, the best first, and {image id: reason} for images that cannot be read."""
+    """Captions by image id, the best first for each image, and {image id: reason} for images that cannot be read."""
 
     hypotheses: dict[int, list[Hypothesis]]
     unreadable: dict[int, str]
@@ -75,7 +75,8 @@ def caption_on_cluster(
 ) -> dict[str, Captioned]:
     """Captions each split with a model or an ensemble, in the order of the split's images. Ray must have been started.
 
-    store: the features for models without a backbone. with_alignment, skip_unreadable: as in `CaptionSearch`.
+    store: the features for models without a backbone. with_alignment: also compute how well the words of each best
+    caption match the image's patches. skip_unreadable: report images that cannot be read, instead of raising an error.
     """
     import ray
 
@@ -106,7 +107,7 @@ def _caption_shard(
     with_alignment: bool,
     skip_unreadable: bool,
 ) -> dict[str, Captioned]:
-    """The captions of the images of worker number `rank`, by split."""
+    """Captions the part of the images that belongs to worker number `rank`. Returns the captions by split."""
     from pipeline.captioning.captioning import CaptionSearch, caption_split
     from pipeline.features.model_inputs import Images
     from pipeline.runtime.context import LocalContext, device_for
@@ -124,12 +125,17 @@ def _caption_shard(
         bundle.captioner.to(context.device)
     feature_store = None if store is None else open_store(store, config.features)
     search = CaptionSearch(config.evaluation, vocabulary, with_alignment, skip_unreadable)
-    limits = (config.data.max_pixels, workers.threads_per_worker, config.storage.options)
+    reading: dict[str, Any] = {
+        "max_pixels": config.data.max_pixels,
+        "threads": workers.threads_per_worker,
+        "options": config.storage.options,
+    }
     captioners = [bundle.captioner for bundle in bundles]
     captioned = {}
     for name, (images, constraints) in splits.items():
         inputs = [
-            Images(images, None if bundle.transform else feature_store, bundle.transform, *limits) for bundle in bundles
+            Images(images, None if bundle.transform else feature_store, bundle.transform, **reading)
+            for bundle in bundles
         ]
         captioned[name] = Captioned(*caption_split(captioners, inputs, search, context, constraints))
     return captioned

@@ -39,6 +39,7 @@ def check(
 
 
 def _print_statistics(statistics: dict[str, Any]) -> None:
+    """Prints counts of captions, words and images. `statistics` is that of `pipeline.runs.check.check_data`."""
     captions, duplicates = statistics["captions"], statistics["duplicates"]
     print("splits       " + ", ".join(f"{split} {count}" for split, count in statistics["splits"].items()))
     print(f"captions     {captions['total']}: {captions['empty']} empty, {captions['huge']} huge, ", end="")

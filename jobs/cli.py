@@ -28,7 +28,7 @@ from pipeline.runtime.log import configure_logging
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of a command table.
+    """One command of the tables `COMMANDS` and `BENCHMARKS`.
 
     target: the function, written as module:function.
     summary: the first sentence of the function's docstring.
@@ -139,13 +139,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _as_command(function: Any, name: str, settings: dict[str, Any] | None = None) -> Any:
-    """A function as a Typer command; `settings` are the command's context settings."""
+    """Turns a function into a Typer command. settings: the command's context settings; None for the defaults."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command(name, context_settings=settings)(function)
     return get_command(app)
 
 
 def _set_log_level(option: typer.CallbackParam, is_set: bool) -> None:
+    """If --quiet is given, shows warnings only; if --verbose is given, shows details, too."""
     if is_set:
         configure_logging(logging.WARNING if option.name == "quiet" else logging.DEBUG)
 
@@ -158,9 +159,9 @@ def _log_levels(
         bool, typer.Option("--verbose", "-v", help="Log details, too.", callback=_set_log_level, expose_value=False)
     ] = False,
 ) -> None:
-    """Has the options that every command and every group accepts. Their callbacks set the log level."""
+    """Declares the options that every command and every group accepts. Only their callbacks are called."""
 
 
 def _interrupt(*_: object) -> None:
-    """Makes SIGTERM, which schedulers send, end a run as Ctrl-C does, so that the tracker records the end."""
+    """Handles SIGTERM, which schedulers send, in the same way as Ctrl-C, so that the tracker records the run's end."""
     raise KeyboardInterrupt

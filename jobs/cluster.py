@@ -11,6 +11,8 @@ from pipeline.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+OBJECT_STORE_BYTES = 512 * 2**20  # little is needed, because workers read features and models from the storage
+
 
 def start_ray(config: RunConfig, address: str | None) -> None:
     """Joins the Ray at `address` (or RAY_ADDRESS), or starts one on this machine with the workers' resources.
@@ -40,8 +42,10 @@ def start_ray(config: RunConfig, address: str | None) -> None:
 def connect(address: str | None, needed_cpus: int = 2) -> bool:
     """Joins the Ray at `address` (or RAY_ADDRESS) and returns True, or starts one on this machine and returns False.
 
-    A second call only returns the same answer.
+    A second call only returns the same answer. needed_cpus: a Ray that is started gets this number of CPUs, or more if
+    the machine has more.
     """
+    # Ray sends no usage reports and no state of Ray Train, and leaves CUDA_VISIBLE_DEVICES of tasks without GPUs alone.
     for name in ("RAY_USAGE_STATS_ENABLED", "RAY_TRAIN_ENABLE_STATE_TRACKING", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
         os.environ.setdefault(name, "0")
     import ray
@@ -55,7 +59,7 @@ def connect(address: str | None, needed_cpus: int = 2) -> bool:
         return True
     ray.init(
         num_cpus=max(os.cpu_count() or 1, needed_cpus, 2),
-        object_store_memory=512 * 2**20,
+        object_store_memory=OBJECT_STORE_BYTES,
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,

@@ -15,6 +15,8 @@ from pipeline.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+NUM_LISTED_CLASSES = 5  # the log names this many of the classes that the model lacks
+
 
 def constraints(
     detections: Annotated[Path, typer.Option(help="Boxes with classes: COCO's JSON, or JSON lines.")],
@@ -66,8 +68,9 @@ def constraints(
     if heights and (missing := labels.keys() - heights.keys()):
         logger.info(f"{len(missing)} classes are not in the hierarchy and count as leaves, such as {min(missing)!r}")
     if outside_vocabulary:
-        most_frequent = [label for label, _ in labels.most_common() if label in outside_vocabulary][:5]
-        listed = ", ".join(most_frequent) + (", ..." if len(outside_vocabulary) > 5 else "")
+        by_frequency = [label for label, _ in labels.most_common() if label in outside_vocabulary]
+        listed = ", ".join(by_frequency[:NUM_LISTED_CLASSES])
+        listed += ", ..." if len(outside_vocabulary) > NUM_LISTED_CLASSES else ""
         logger.info(f"classes left out because the model lacks their words: {len(outside_vocabulary)} ({listed})")
     logger.info(f"constraints  {out}")
     return 0

@@ -81,9 +81,9 @@ def evaluate(
     evaluation = Evaluation(run_config, splits or (), features, models or (), stage, out)
     bundles, folder = evaluation.bundles, evaluation.folder
     compared_bundle = None if compared is None else evaluation.find_bundle("--compare", compared)
-    file = constraints or run_config.evaluation.constraints
-    tasks = evaluation.tasks(file, bundles[0])
-    compared_tasks = {} if compared_bundle is None else evaluation.tasks(file, compared_bundle)
+    constraint_file = constraints or run_config.evaluation.constraints
+    tasks = evaluation.tasks(constraint_file, bundles[0])
+    compared_tasks = {} if compared_bundle is None else evaluation.tasks(constraint_file, compared_bundle)
     folder.mkdir(parents=True, exist_ok=True)
     logger.info(f"models    {', '.join(map(str, bundles))}" + (", as an ensemble" if len(bundles) > 1 else ""))
     counts = ", ".join(f"{split} {len(images)}" for split, images in evaluation.images_by_split.items())
@@ -98,8 +98,8 @@ def evaluate(
     entries = {}
     for split, captions in captioned.items():
         write_captions(folder, split, captions, evaluation.images_by_split[split], server)
-        automata, label = tasks[split].constraints, f"search    {split}: "
-        result = split_result(split, captions.best, automata, captions.unreadable, label)
+        automata = tasks[split].constraints
+        result = split_result(split, captions.best, automata, captions.unreadable, label=f"search    {split}: ")
         entries[split] = evaluation.score(result, others.get(split), sources[0])
     write_json(folder / "scores.json", {"models": list(map(str, bundles)), "splits": entries})
     logger.info(f"scores       {folder / 'scores.json'}")
@@ -113,8 +113,8 @@ def evaluate(
 class Evaluation:
     """The models and images of one call, with the steps from captions to the report.
 
-    bundles: that of the evaluated model, or of each member of an ensemble. label: the models' names. folder: for the
-    results. store: the features for models without a backbone.
+    bundles: the bundles of the evaluated model or, for an ensemble, of its members. label: the models' names, joined
+    by "+". folder: the results are written here. store: the features for models without a backbone.
     """
 
     def __init__(
@@ -155,7 +155,9 @@ class Evaluation:
         return opened.location
 
     def tasks(self, constraints: Path | str | None, model: StoragePath) -> dict[str, SplitTask]:
-        """The images of each split, with the constraints in a file for a model's vocabulary.
+        """The images of each split, with the constraints of a file (None: no constraints).
+
+        The constraints contain word ids of the vocabulary of `model`, which is a bundle's folder.
 
         Raises UserError when the file has no constraints for these images.
         """
@@ -174,9 +176,9 @@ class Evaluation:
     def score(self, result: SplitResult, compared: Captioned | None, model: ModelSource) -> dict[str, Any]:
         """Scores a split's captions, and writes the report. Returns the split's entry in scores.json.
 
-        compared: the captions of the model of `--compare`. model: the report shows the attention maps of this model.
+        compared: the captions of the model of `--compare`; None without it. model: the report shows this model's maps.
         """
-        result = self._scored(result)
+        result = self._with_scores(result)
         if result.scores is None:
             logger.info(f"{result.split} has no reference captions: captioned, not scored")
             return result.to_json()
@@ -193,8 +195,8 @@ class Evaluation:
         references = self.images_by_split[result.split].references()
         return {image: texts for image, texts in references.items() if texts and image in result.captions}
 
-    def _scored(self, result: SplitResult) -> SplitResult:
-        """The result with scores, or unchanged if the split has no references."""
+    def _with_scores(self, result: SplitResult) -> SplitResult:
+        """A copy of the result with scores; the result itself if the split has no references."""
         references = self._references(result)
         if not references:
             return result
@@ -254,7 +256,7 @@ class Evaluation:
 
 
 def _images_of(dataset: Dataset, split: str) -> Dataset:
-    """The images of a split, or all of them for `all`, unless that is a split's name. UserError if there are none."""
+    """The images of a split. `all` selects every image, unless a split has this name. UserError if there are none."""
     images = dataset.split(split)
     if not len(images) and split == ALL_IMAGES:
         images = dataset
@@ -267,7 +269,11 @@ def _images_of(dataset: Dataset, split: str) -> Dataset:
 
 
 def _run_bundle(config: RunConfig, stage_name: str | None) -> StoragePath:
-    """The bundle of the configuration's run, optionally after a stage. It is written if it does not exist yet."""
+    """The bundle of the configuration's run, which is written if it does not exist yet.
+
+    stage_name: selects the model as it was after this stage; None for the final model. Raises UserError if the run or
+    the stage is not finished.
+    """
     from pipeline.data.loading import find_data
     from pipeline.runs.prepare import open_run
     from pipeline.runs.run_bundle import bundle_place, bundle_run
@@ -296,7 +302,8 @@ def _run_bundle(config: RunConfig, stage_name: str | None) -> StoragePath:
 def write_captions(folder: Path, split: str, captioned: Captioned, images: Dataset, server: str | None) -> None:
     """Writes predictions-SPLIT.json, n-best-SPLIT.jsonl if images have several captions, and the server's files.
 
-    Raises UserError when the server's file would lack an image.
+    server: the model's name in the names of the COCO server's files; None for no such files. Raises UserError when
+    images lack captions that the server needs.
     """
     best = {image: hypothesis.caption for image, hypothesis in captioned.best.items()}
     predictions = folder / f"predictions-{split}.json"
@@ -324,7 +331,10 @@ def write_captions(folder: Path, split: str, captioned: Captioned, images: Datas
 
 
 def compare(result: SplitResult, other: SplitResult) -> dict[str, Any]:
-    """Returns and logs the other result's scores, and the paired difference of every metric that averages images."""
+    """Logs the scores of two results side by side. Returns the scores of `other`, with an entry `differences`.
+
+    This entry has the paired difference, with its 95 % interval, for each metric that is a mean over images.
+    """
     differences = {}
     logger.info(f"  {'':<9} {'this':>8} {'other':>8}   difference by image, 95 % interval")
     assert result.scores is not None and other.scores is not None

@@ -85,7 +85,7 @@ def _verify(store: FeatureStore, dataset: Dataset) -> bool:
 
 
 def initial_weights(config: RunConfig, scratch: Path) -> Path:
-    """The file with the initial weights of the configuration's backbone.
+    """The file with the initial weights of the configuration's backbone; for a storage on S3, a copy in `scratch`.
 
     The storage caches this file, because building a backbone can take longer than the rest of an extraction that finds
     all features in the store. The file's name is a digest of everything that decides the weights.

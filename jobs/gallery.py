@@ -58,6 +58,7 @@ def add_maps(
 
 
 def _key(image: ReportImage) -> ImageKey:
+    """Identifies an image, because an id can occur in several splits."""
     return image.split, image.image_id
 
 
@@ -69,9 +70,9 @@ def compute_maps(
     store: StoragePath | None,
     dataset: Dataset,
 ) -> dict[ImageKey, dict[str, Any]]:
-    """The fields `attention`, `attribution` and `clusters` of each `ReportImage`, as far as they can be computed.
+    """The fields `attention`, `attribution` and `clusters` of each `ReportImage`, without those that do not apply.
 
-    attributed: the images that get an attribution. The other parameters are those of `add_maps`.
+    attributed: the keys of the images that get an attribution. The other parameters are those of `add_maps`.
     """
     import torch
 
@@ -94,12 +95,13 @@ def compute_maps(
         features = inputs.to(device)
         with torch.no_grad():
             memory = caption_model.encode(features)
-        attention = cross_attention(caption_model, memory, ids[None])[-1, 0, : len(words)]  # of the last layer
-        fields: dict[str, Any] = {"attention": _paint(attention, inputs, size)}
+        # (layers, 1, T - 1, N): of the last layer, the rows that predict the words and not EOS
+        attention = cross_attention(caption_model, memory, ids[None])[-1, 0, : len(words)]
+        fields: dict[str, Any] = {"attention": _weight_maps(attention, inputs, size)}
         if _key(image) in attributed and time.monotonic() - begin < ATTRIBUTION_BUDGET_S:
             quadrature = Quadrature.exactly(INTEGRATION_STEPS)
             attribution = integrated_gradients(caption_model, features, ids, quadrature=quadrature)
-            fields["attribution"] = _paint(attribution.head(len(words)).shares(), inputs, size)
+            fields["attribution"] = _weight_maps(attribution.head(len(words)).shares(), inputs, size)
         clusters = find_clusters(caption_model, features, ids[: len(words) + 1])
         if clusters is not None:
             fields["clusters"] = layer_colors(clusters)
@@ -107,8 +109,12 @@ def compute_maps(
     return maps
 
 
-def _paint(weights: Tensor, features: Features, size: tuple[int, int]) -> np.ndarray:
-    """Maps from weights (words, N). Weights of a grid are maps already; those of regions fill their boxes."""
+def _weight_maps(weights: Tensor, features: Features, size: tuple[int, int]) -> np.ndarray:
+    """One map per word, from its weights (words, N).
+
+    The weights of a grid are returned unchanged. The weight of a region is written into every pixel of its box.
+    size: the image's width and height in pixels.
+    """
     from pipeline.reports.heat_maps import region_maps
 
     values = weights.float().cpu().numpy()
@@ -118,9 +124,10 @@ def _paint(weights: Tensor, features: Features, size: tuple[int, int]) -> np.nda
 def _load_inputs(
     images: Sequence[ReportImage], bundle: Bundle, config: RunConfig, store: StoragePath | None, dataset: Dataset
 ) -> Iterator[tuple[ReportImage, Features, tuple[int, int]]]:
-    """Each readable image with its features, from the bundle's backbone or the store, and with its width and height.
+    """Yields each readable image with its features, from the bundle's backbone or the store, and with its size.
 
-    The size is (0, 0) unless the features are those of regions with boxes. Images without regions are left out.
+    The size is the width and height in pixels for regions with boxes; otherwise it is not needed and is (0, 0). Images
+    without regions are left out.
     """
     import torch
 

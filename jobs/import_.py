@@ -102,6 +102,7 @@ def _read_settings(
 
 
 def _import_expansionnet(request: ImportRequest) -> Imported:
+    """Reads an ExpansionNet v2 checkpoint. The backbone is its Swin, or that of --backbone, or none."""
     from models import convert
     from models.backbone import read_tensors
     from models.captioner import Captioner
@@ -135,6 +136,7 @@ def _import_expansionnet(request: ImportRequest) -> Imported:
 
 
 def _import_meshed_memory(request: ImportRequest) -> Imported:
+    """Reads a checkpoint of the Meshed-Memory Transformer, which has no backbone."""
     from models import convert_meshed as convert
     from models.backbone import read_tensors
     from models.captioner import Captioner
@@ -154,7 +156,7 @@ def _import_meshed_memory(request: ImportRequest) -> Imported:
 def _build(
     request: ImportRequest, config: ModelConfig, inferred: Inferred, vocabulary: Vocabulary, tensors: dict[str, Tensor]
 ) -> CaptionModel:
-    """The model with the checkpoint's tensors, converted to raycap's names; ValueError if they do not fit the model."""
+    """Builds the model and loads `tensors`, which have raycap's names. Raises ValueError if they do not fit."""
     from models.base import load_strictly
     from models.convert import imported_sizes
     from models.registry import build_model
@@ -166,7 +168,7 @@ def _build(
 
 
 def _build_backbone(swin: dict[str, Tensor], settings: dict[str, Any], feature_width: int) -> Backbone:
-    """The backbone with a Swin's tensors; UserError if its features do not have the width that the model takes."""
+    """Builds the backbone and loads a Swin's tensors. UserError if the model takes features of another width."""
     from models.backbone import Backbone, load_swin
     from models.convert import backbone_config, infer_swin
 
@@ -181,6 +183,7 @@ def _build_backbone(swin: dict[str, Tensor], settings: dict[str, Any], feature_w
 
 
 def _save(out: Path, captioner: Captioner, vocabulary: Vocabulary, info: dict[str, Any]) -> None:
+    """Writes the bundle. info: entries about its origin for the bundle's configuration."""
     try:
         save_bundle(out, captioner, vocabulary, name=out.name, info=info)
     except (OSError, SafetensorError) as error:

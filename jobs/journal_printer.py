@@ -14,7 +14,7 @@ from pipeline.runtime.progress import ProgressBar
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.5
+POLL_S = 0.5  # seconds between two searches for new entries
 
 
 class JournalPrinter:
@@ -22,7 +22,7 @@ class JournalPrinter:
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder, self.follower, self.bar = folder, Follower(folder.journal), ProgressBar()
-        self.rate_start: dict[str, tuple[int, float]] = {}  # by stage: the step and time from which its rate counts
+        self.rate_start: dict[str, tuple[int, float]] = {}  # by stage: the step and time of the last event
         self._downloaded_at, self._stop = time.monotonic(), threading.Event()
         self._thread = threading.Thread(target=self._print_repeatedly, name="journal-printer", daemon=True)
 
@@ -40,6 +40,7 @@ class JournalPrinter:
             self._print_new_entries(download=time.monotonic() - self._downloaded_at > JOURNAL_EVERY_S)
 
     def _print_new_entries(self, *, download: bool) -> None:
+        """Prints the entries that were added since the last call. download: first get a new copy of a journal on S3."""
         if download:
             with suppress(OSError):  # while storage fails, the output is late but the run continues
                 self.folder.pull(JOURNAL)
@@ -50,7 +51,7 @@ class JournalPrinter:
                 self.bar.update(entry["stage"], entry["step"], entry["total"])
 
     def line(self, entry: dict[str, Any]) -> str:
-        """One journal entry as a line of text. The remaining time follows from the rate since the last event."""
+        """One journal entry as a line of text. The remaining time is estimated from the speed since the last event."""
         stage, step = entry["stage"], entry["step"]
         if entry["kind"] in ("event", "done", "reward"):
             self.rate_start[stage] = (step, entry["time"])
@@ -59,7 +60,7 @@ class JournalPrinter:
             score = f"validation CIDEr-D {entry['CIDEr-D']:.4f} (best {entry['best']:.4f})"
             return f"{stage}  step {step}: {score}, {entry['seconds']:.1f} s"
         first_step, first_time = self.rate_start.get(stage, (0, entry["time"]))
-        steps_per_s = (step - first_step) / max(entry["time"] - first_time, 1e-3)
+        steps_per_s = (step - first_step) / max(entry["time"] - first_time, 1e-3)  # no division by 0
         remaining_s = (entry["total"] - step) / steps_per_s if steps_per_s > 0 else 0.0
         parts = [f"{stage}  {step}/{entry['total']}", f"loss {entry['loss']:.4f}"]
         if "reward" in entry:

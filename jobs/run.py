@@ -24,7 +24,7 @@ from pipeline.errors import UserError
 from pipeline.features.source import describe_features, extract_features
 from pipeline.reports.text_table import format_table
 from pipeline.runs.evaluation import RunScores
-from pipeline.runs.folder import RunFolder, is_alone
+from pipeline.runs.folder import RunFolder, try_lock
 from pipeline.runtime.log import log_file
 from pipeline.scoring.result_files import write_predictions
 from pipeline.storage.atomic import read_json, write_json, write_text
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from models.constraints import ConstraintAutomaton
 
 logger = logging.getLogger(__name__)
+
+NUM_WEIGHT_COPIES = 6  # an estimate: two checkpoints at a time, each with the weights and two moments of Adam
 
 
 def run(config: RunConfig, address: str | None = None) -> RunFolder:
@@ -97,15 +99,15 @@ def train(config: RunConfig, address: str | None = None) -> RunFolder:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Raises UserError when another process works on the same run or search; otherwise keeps others out."""
-    with is_alone(folder) as has_lock:
+    """Keeps other processes out of a run or search in the context. Raises UserError when one is working on it."""
+    with try_lock(folder) as has_lock:
         if not has_lock:
             raise UserError(f"another process is working on {folder.name}; wait for it or stop it")
         yield
 
 
 def stage_groups(stages: Sequence[StageSection]) -> list[list[StageSection]]:
-    """Groups consecutive stages that one fit can run. Features are extracted again before each group.
+    """Groups consecutive stages that one call of `jobs.train.fit` can run. Features are extracted before each group.
 
     A frozen stage after a stage that trains the backbone begins a group, because only the trained backbone can compute
     its features.
@@ -138,7 +140,7 @@ class RunDriver:
         """Runs the stages that are not finished."""
         self._log_plan()
         self._check_disk()
-        self._automata(self.folder.dataset)  # refuses a word outside the vocabulary now, not after training
+        self._load_constraints(self.folder.dataset)  # refuses a word outside the vocabulary now, not after training
         if shutil.which("java") is None:
             logger.info("check     java is not on the PATH: METEOR will be reported as unavailable")
         if self.config.workers.dry_run and self._pending and not any(self.folder.path.glob("stages/*/step-*")):
@@ -153,7 +155,7 @@ class RunDriver:
 
         folder, data = self.folder, self.config.data
         splits = tuple(dict.fromkeys((*data.test_splits, data.val_split)))
-        store = self._extract(folder.dataset.split(*splits), None)
+        store = self._extract(folder.dataset.split(*splits), stage=None)
         dataset = folder.dataset.without(sorted(self.excluded))
         with self._timed("evaluation"):
             scores = self._score(dataset, splits, store)
@@ -166,6 +168,7 @@ class RunDriver:
         self._complete(scores, store, location, registered)
 
     def _log_plan(self) -> None:
+        """Logs the folder, data, model and stages of the run before it starts."""
         folder, config, metadata = self.folder, self.config, self.folder.metadata
         logger.info(f"run       {folder.run_id}  in {folder.path}")
         counts = ", ".join(f"{split} {count}" for split, count in metadata.splits.items())
@@ -216,13 +219,13 @@ class RunDriver:
         metadata, pending = self.folder.metadata, self._pending
         bytes_per_value = 2 if self.config.features.stored_dtype == "float16" else 4
         num_stores = 0
-        if not self.folder.home:  # stores on S3 need no local disk
-            # one store for the backbone at the start, and one after each stage that trains it
-            num_stores = sum(not stage.train_backbone for stage in pending[:1])
-            num_stores += sum(stage.train_backbone for stage in pending)
+        if pending and not self.folder.home:  # stores on S3 need no local disk
+            # one store for the initial backbone if the next stage reads it, and one after each change of the backbone
+            reads_initial_store = not pending[0].train_backbone
+            num_stores = int(reads_initial_store) + sum(stage.train_backbone for stage in pending)
         values = len(self.folder.dataset) * metadata.num_tokens * metadata.sizes.feature_width
         features = values * bytes_per_value * num_stores
-        weights = 6 * 4 * sum(metadata.parameters.values())  # room for six float32 copies of the parameters
+        weights = 4 * NUM_WEIGHT_COPIES * sum(metadata.parameters.values())  # 4 bytes per float32
         free = shutil.disk_usage(self.folder.path).free
         if features + weights > free:
             raise UserError(
@@ -275,7 +278,7 @@ class RunDriver:
 
         self._start_ray()
         logger.info(f"evaluate  {', '.join(splits)} with beam {self.config.evaluation.beam_size}")
-        automata = self._automata(dataset)
+        automata = self._load_constraints(dataset)
         tasks = {
             # Validations during training had no constraints. Without them here, the scores can be compared.
             split: SplitTask(dataset.split(split), {} if split == self.config.data.val_split else automata)
@@ -285,7 +288,8 @@ class RunDriver:
         results = []
         for split, task in tasks.items():
             best = dict(sorted(captioned[split].best.items()))
-            results.append(split_result(split, best, task.constraints, {}, f"evaluate  {split}: "))
+            label = f"evaluate  {split}: "
+            results.append(split_result(split, best, task.constraints, unreadable={}, label=label))
             write_predictions(self.folder.path / "predictions" / f"{split}.json", results[-1].captions)
         return score_run(self.folder, dataset, results)
 
@@ -304,7 +308,10 @@ class RunDriver:
         make_report(self.folder, dataset, scores, self.durations, images)
 
     def _complete(self, scores: RunScores, store: StoragePath, bundle: StoragePath, registered: str | None) -> None:
-        """Prints the summary and marks the run as complete."""
+        """Prints the summary and marks the run as complete.
+
+        registered: name/version of the registered model; None if the tracker is off or did not accept everything.
+        """
         from pipeline.runs.summary import score_table, validation_lines
 
         folder = self.folder
@@ -337,8 +344,8 @@ class RunDriver:
         folder.push("COMPLETE.json")
         logger.info(summary["table"])
 
-    def _automata(self, dataset: Dataset) -> dict[int, ConstraintAutomaton]:
-        """The constraints of the test images by image id; {} if the configuration names no constraint file."""
+    def _load_constraints(self, dataset: Dataset) -> dict[int, ConstraintAutomaton]:
+        """Reads the constraints of the test images, by image id; {} if the configuration names no constraint file."""
         from pipeline.captioning.constraints import load_automata
 
         if self.config.evaluation.constraints is None:

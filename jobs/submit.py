@@ -48,7 +48,10 @@ GIVE_UP_AFTER_S = 600.0  # following a job ends when the cluster was unreachable
 
 @dataclass(frozen=True)
 class Job:
-    """A command to run on a cluster. variables: environment variables. secrets: names of variables of the nodes."""
+    """A command to run on a cluster: `raycap COMMAND CONFIG ARGUMENTS`.
+
+    variables: environment variables for the command. secrets: names of variables that the cluster's nodes have.
+    """
 
     command: str
     config: Path
@@ -86,7 +89,7 @@ def submit(job: Job, address: str, *, with_dependencies: bool = False, detach: b
         logger.info(f"code      {summary}")
         logger.info("          sent" if server.upload(package, archive) else "          the cluster has it already")
         begin = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
-        name = re.sub(r"[^A-Za-z0-9-]", "-", config.name)
+        name = re.sub(r"[^A-Za-z0-9-]", "-", config.name)  # a job's id is part of a URL
         job_id = f"raycap-{name}-{begin}-{uuid.uuid4().hex[:6]}"
         server.submit(
             job_id,
@@ -118,7 +121,7 @@ def _placeholders(names: Sequence[str]) -> Iterator[None]:
 
 
 def _parse(command: str, config: Path, arguments: Sequence[str]) -> RunConfig:
-    """The configuration as the job will read it. Raises UserError for a command line that the job would refuse."""
+    """Reads the configuration as the job will read it. UserError for a command line that the job would refuse."""
     overrides = command_overrides(command, config, arguments)
     if command == "tune":
         from pipeline.search.spec import load_search
@@ -157,10 +160,10 @@ def follow(server: JobsServer, job_id: str, write: Callable[[str], None] | None 
     Ctrl-C asks whether to stop the job. Without a terminal the job continues, and the command that stops it is printed.
     """
     try:
-        info = asyncio.run(_Follower(server, job_id, write or _write).run())
+        info = asyncio.run(_Follower(server, job_id, write or _print_text).run())
     except KeyboardInterrupt:
-        return _interrupted(server, job_id)
-    return _exit_code(job_id, info)
+        return _ask_to_stop(server, job_id)
+    return _log_end(job_id, info)
 
 
 class _Follower:
@@ -168,12 +171,12 @@ class _Follower:
 
     def __init__(self, server: JobsServer, job_id: str, write: Callable[[str], None]) -> None:
         self.server, self.job_id, self.write = server, job_id, write
-        self.num_printed = 0  # characters of the log
+        self.num_printed = 0  # the number of characters of the log that were printed
         self.unreachable_since: float | None = None
-        self.pending_message = ""  # that was logged last
+        self.pending_message = ""  # the last message of Ray about why the job is pending
 
     async def run(self) -> dict[str, Any]:
-        """Returns the job's record after its end."""
+        """Follows the job to its end, and returns its record."""
         while True:
             try:
                 info = await asyncio.to_thread(self.server.job, self.job_id)
@@ -202,13 +205,14 @@ class _Follower:
                 self.num_printed = len(text)
                 return
             self._note_connected()
-            new = text[max(0, self.num_printed - num_received) :]
+            new = text[max(0, self.num_printed - num_received) :]  # without what was printed before
             num_received += len(text)
             if new:
                 self.write(new)
                 self.num_printed = num_received
 
     def _note_unreachable(self, error: UnreachableError) -> None:
+        """Logs the first failure of a series. Raises UnreachableError when the series lasts too long."""
         if self.unreachable_since is None:
             self.unreachable_since = time.monotonic()
             logger.warning(f"{error}; the job continues, trying again")
@@ -224,12 +228,12 @@ class _Follower:
         self.unreachable_since = None
 
 
-def _write(text: str) -> None:
+def _print_text(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
-def _exit_code(job_id: str, info: dict[str, Any]) -> int:
+def _log_end(job_id: str, info: dict[str, Any]) -> int:
     """Logs how the job ended. Returns its exit code, or 1 if it was stopped or never started."""
     code = info.get("driver_exit_code")
     if info["status"] == "SUCCEEDED":
@@ -245,7 +249,7 @@ def _exit_code(job_id: str, info: dict[str, Any]) -> int:
     return exit_code
 
 
-def _interrupted(server: JobsServer, job_id: str) -> int:
+def _ask_to_stop(server: JobsServer, job_id: str) -> int:
     """After Ctrl-C, asks on a terminal whether to stop the job. Returns the exit code."""
     answer = ""
     if sys.stdin is not None and sys.stdin.isatty():
@@ -269,7 +273,7 @@ def _print_status(server: JobsServer, job_id: str) -> int:
     if begin := info.get("start_time"):  # in milliseconds
         seconds = ((info.get("end_time") or time.time() * 1000) - begin) / 1000
         logger.info(f"{seconds:.0f} s, {info['entrypoint']}")
-    return _exit_code(job_id, info) if info["status"] in ("FAILED", "STOPPED") else 0
+    return _log_end(job_id, info) if info["status"] in ("FAILED", "STOPPED") else 0
 
 
 def _stop(server: JobsServer, job_id: str, timeout_s: float = 60.0) -> int:
@@ -318,7 +322,8 @@ def command(
         options = {"--env": env, "--secret": secret, "--detach": detach, "--with-dependencies": with_dependencies}
         refused = [*context.args, *(name for name, value in options.items() if value)]
     else:
-        refused = [config] * config.startswith("-") + ["--follow"] * follow_log
+        refused = [config] if config.startswith("-") else []
+        refused += ["--follow"] if follow_log else []
     if refused:
         raise UserError(
             f"submit {command} does not take {' '.join(refused)} there; the form is: "
@@ -335,5 +340,5 @@ def command(
     server.job(config)  # raises UserError if this job does not exist
     if follow_log:
         return follow(server, config)
-    _write(server.logs(config))
+    _print_text(server.logs(config))
     return 0

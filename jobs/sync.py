@@ -13,7 +13,7 @@ from jobs.options import Set
 from pipeline.config.load import load_config, parse_config, read_values
 from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
-from pipeline.runs.folder import RunFolder, is_alone, open_folder
+from pipeline.runs.folder import RunFolder, open_folder, try_lock
 from pipeline.storage.atomic import read_json
 from pipeline.tracking.mlflow_client import public_uri
 from pipeline.tracking.run_sync import SentRecord, stored_records
@@ -56,7 +56,7 @@ def send(folder: RunFolder, config: RunConfig) -> bool:
     if not config.tracking.enabled:
         logger.info(f"{folder.run_id}: tracking.enabled is false; nothing to send")
         return True
-    with is_alone(folder.path) as has_lock:
+    with try_lock(folder.path) as has_lock:
         if not has_lock:
             logger.info(f"{folder.run_id}: another process is working on the run and sends what is missing")
             return True
@@ -71,7 +71,7 @@ def send(folder: RunFolder, config: RunConfig) -> bool:
 
 
 def register(folder: RunFolder, config: RunConfig) -> bool:
-    """Sends what the tracker lacks of a complete run, including its model. False when it does not accept everything."""
+    """Sends what the tracker lacks of a complete run and its model. Returns False if it does not accept all of it."""
     if read_json(folder.path / "COMPLETE.json")["tracked"]:
         logger.info(f"{folder.run_id}: {public_uri(config)} has everything")
         return True
@@ -105,7 +105,8 @@ def _runs_in_folder(path: Path, overrides: Sequence[str]) -> Runs:
     """The run in a folder, or all runs of a storage folder. Each gets the tracker that it was started with."""
     path = path.expanduser().resolve()
     is_run = (path / "run.json").is_file()
-    for folder in [path] if is_run else sorted(file.parent for file in path.glob("runs/*/run.json")):
+    folders = [path] if is_run else sorted(file.parent for file in path.glob("runs/*/run.json"))
+    for folder in folders:
         try:
             values = read_values(folder / "config.yaml", overrides)
             config = parse_config(values)
@@ -116,6 +117,7 @@ def _runs_in_folder(path: Path, overrides: Sequence[str]) -> Runs:
             continue
         opened = open_folder(folder, config.home(f"runs/{folder.name}"))
         other_trackers = [uri for uri in stored_records(opened) if uri != public_uri(config)]
-        if other_trackers and config.tracking.uri is None:  # a stored configuration does not contain the address
+        # A stored configuration lacks the tracker's address. The run's records name the trackers that it was sent to.
+        if other_trackers and config.tracking.uri is None:
             values["tracking"]["uri"] = other_trackers[-1]
         yield opened, parse_config(values)

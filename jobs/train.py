@@ -31,12 +31,13 @@ def fit(job: StageJob, config: RunConfig) -> None:
     logging.getLogger("ray.train").setLevel(logging.ERROR)
     workers = config.workers
     scratch = job.folder.path / "log" / ".ray"
+    num_workers = (workers.min_workers, workers.num_workers) if workers.min_workers else workers.num_workers
     trainer = TorchTrainer(
         _run_worker,
         train_loop_config={"job": job},
         torch_config=TorchConfig(backend="nccl" if workers.gpus_per_worker else "gloo"),
         scaling_config=ScalingConfig(
-            num_workers=(workers.counts[0], workers.counts[-1]) if workers.min_workers else workers.num_workers,  # type: ignore[arg-type]
+            num_workers=num_workers,  # type: ignore[arg-type]  # for an elastic fit, the smallest and largest number
             use_gpu=workers.gpus_per_worker > 0,
             resources_per_worker={"CPU": workers.cpus_per_worker, "GPU": workers.gpus_per_worker},
         ),

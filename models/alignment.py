@@ -25,14 +25,17 @@ from models.base import CaptionModel, Memory, evaluating, hooked, valid_tokens
 
 
 def aligned_words(image: Tensor, words: Tensor, valid_mask: Tensor | None, counted: Tensor) -> Tensor:
-    """(B, T) True for agreeing words; image (B, N, D), words (B, T, D), masks valid_mask (B, N) and counted (B, T)."""
+    """Whether each word agrees, (B, T), from image tokens (B, N, D) and word states (B, T, D).
+
+    `valid_mask` (B, N) is True at image tokens that are not padding, `counted` (B, T) at tokens that are words.
+    """
     products = image @ words.mT  # (B, N, T)
     if valid_mask is not None:
         products = products.masked_fill(~valid_mask[:, :, None], -torch.inf)
     nearest_token = products.argmax(1)  # (B, T) the image token of each word
-    rows = nearest_token[:, :, None].expand(-1, -1, words.shape[1])
+    index = nearest_token[:, :, None].expand(-1, -1, words.shape[1])
     counted_products = products.masked_fill(~counted[:, None], -torch.inf)
-    nearest_word = counted_products.gather(1, rows).argmax(2)  # (B, T) the word nearest to that image token
+    nearest_word = counted_products.gather(1, index).argmax(2)  # (B, T) the word nearest to that image token
     return (nearest_word == torch.arange(words.shape[1], device=words.device)) & counted
 
 
@@ -45,7 +48,7 @@ def alignment_scores(model: CaptionModel, memory: Memory, tokens: Tensor) -> Ten
     """
     tokens = tokens[:, : model.sizes.max_positions]
     sizes = model.sizes
-    states: list[Tensor] = []
+    states: list[Tensor] = []  # the input of the output layer, which is the last decoder states (B, T, D)
     with evaluating(model), hooked([cast(nn.Module, model.lm_head)], lambda _, inputs: states.append(inputs[0])):
         model.decode(memory, tokens)
     ended = (tokens == sizes.eos).cumsum(1) > 0  # True at EOS and after it

@@ -16,9 +16,10 @@ from models.layers import CrossAttention, split_heads
 def cross_attention(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tensor:
     """The weights softmax(q k / sqrt(d)) of each decoder layer, (layers, B*K, T - 1, N); every row sums to 1.
 
-    They are means over the heads, and over the encoder levels that a meshed decoder layer attends to. tokens (B*K, T)
-    start with SOS; row t has the weights with which the model predicts the word at t + 1. This takes one teacher-forced
-    pass. Fused attention never forms the weights, so that they are computed here from the inputs of cross-attention.
+    They are means over the heads, and over the encoder levels that a meshed decoder layer attends to; d is the width
+    of a head. `tokens` (B*K, T) start with SOS; row t has the weights with which the model predicts the word at t + 1.
+    This takes one teacher-forced pass. The model's fused attention does not return its weights, so that they are
+    computed here from the inputs of cross-attention.
     Raises ValueError for a model without cross-attention.
     """
     layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, CrossAttention)]
@@ -27,9 +28,9 @@ def cross_attention(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tens
     weights: list[Tensor] = []
 
     def record(layer: Any, inputs: tuple[Any, ...]) -> None:
-        x, key, _, bias = inputs
+        x, key, _, bias = inputs  # (B*K, T, D), (B, H, N, d), the values, and (B, 1, 1, N) or None
         query = split_heads(layer.query(x).view(key.shape[0], -1, x.shape[-1]), layer.num_heads)  # (B, H, K*T, d)
-        if key.ndim == 5:  # (B, levels, H, N, d): levels become heads
+        if key.ndim == 5:  # (B, levels, H, N, d): each level is treated as further heads
             query, key = query.repeat(1, key.shape[1], 1, 1), key.flatten(1, 2)
         scores = torch.matmul(query, key.mT).float() / math.sqrt(query.shape[-1])
         if bias is not None:

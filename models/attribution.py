@@ -25,12 +25,15 @@ from torch import Tensor
 
 from models.base import CaptionModel, Features, evaluating, map_tensors
 
+# doubling the points helps no more when the greatest gap stays above this share of the previous one
+STALLED_SHARE = 0.75
+
 
 @dataclass(frozen=True)
 class Quadrature:
     """How the integral is approximated. Raises ValueError unless steps and rows are 1 or more."""
 
-    steps: int = 32  # points on the line; doubled up to `max_steps` while a word's gap is above `tolerance`
+    steps: int = 32  # number of points on the line; doubled up to `max_steps` while a word's gap is above `tolerance`
     max_steps: int = 256
     tolerance: float = 0.05  # in nats; 0.05 nats are 5 % of a word's probability
     rows: int = 16  # points that are computed at a time
@@ -51,7 +54,7 @@ class Attribution:
 
     values: Tensor  # (W, N) float64, in nats, summed over channels; above 0 where a token makes the word more probable
     change: Tensor  # (W,), log p at the features minus log p at the baseline
-    steps: int  # points on the line
+    steps: int  # number of points on the line
 
     @property
     def gap(self) -> Tensor:
@@ -99,13 +102,19 @@ def integrated_gradients(
             result = Attribution(line.integrate(steps, quadrature.rows), line.change, steps)
             gap = float(result.gap.max())
             steps *= 2
-            if not gap > quadrature.tolerance or steps > quadrature.max_steps or gap > 0.75 * previous_gap:
+            stalled = gap > STALLED_SHARE * previous_gap
+            # "not >" is also true for a gap of NaN
+            if not gap > quadrature.tolerance or steps > quadrature.max_steps or stalled:
                 return result
             previous_gap = gap
 
 
 class _Line:
-    """The line from the baseline to one image's features, and the log-probabilities of the words on it."""
+    """The line from the baseline to one image's features, and the log-probabilities of the words on it.
+
+    `start` (N, C) is the baseline, `difference` (N, C) leads from it to the features, and `change` (W,) is the
+    difference of the log-probabilities between both ends.
+    """
 
     def __init__(self, model: CaptionModel, features: Features, tokens: Tensor, baseline: Tensor | None) -> None:
         self.model, self.tokens = model, tokens
@@ -144,7 +153,10 @@ class _Line:
 
 
 def gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
-    """Float64 points and weights (count,) on [0, 1], from a tridiagonal eigenproblem (Golub and Welsch 1969)."""
+    """The points and weights of Gauss-Legendre quadrature on [0, 1], both (count,) float64.
+
+    They come from a tridiagonal eigenproblem (Golub and Welsch 1969).
+    """
     index = torch.arange(1, count, dtype=torch.float64)
     off_diagonal = index / (4 * index * index - 1).sqrt()
     points, vectors = torch.linalg.eigh(torch.diag(off_diagonal, 1) + torch.diag(off_diagonal, -1))

@@ -26,7 +26,7 @@ class Backbone(nn.Module):
     def __init__(self, config: BackboneConfig) -> None:
         super().__init__()
         self.config = config
-        self.swin = swin = _create(config)
+        self.swin = swin = _create_swin(config)
         if config.weights not in ("none", "pretrained"):
             load_swin(self, read_tensors(Path(config.weights)))
         swin.set_grad_checkpointing(config.gradient_checkpointing)
@@ -42,7 +42,7 @@ class Backbone(nn.Module):
         return features.flatten(1, 2)
 
 
-def _create(config: BackboneConfig) -> Any:
+def _create_swin(config: BackboneConfig) -> Any:
     """timm's Swin for a configuration. Raises ValueError for settings that timm cannot build."""
     sizes = {key: getattr(config, key) for key in ("embed_dim", "depths", "num_heads", "window_size")}
     overrides = {key: value for key, value in sizes.items() if value is not None}
@@ -77,7 +77,10 @@ def _create(config: BackboneConfig) -> Any:
 
 
 def set_drop_path(module: nn.Module, rate: float) -> None:
-    """Sets stochastic depth of all backbones in `module`, from 0 up to `rate`. ValueError for a rate outside [0, 1)."""
+    """Sets the stochastic depth of all backbones in `module`: 0 in the first block, rising to `rate` in the last one.
+
+    Raises ValueError for a rate outside [0, 1).
+    """
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"drop_path is {rate}; it must be at least 0 and below 1")
     for backbone in (child for child in module.modules() if isinstance(child, Backbone)):
@@ -156,15 +159,15 @@ def _check_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 def load_swin(backbone: Backbone, tensors: dict[str, Tensor]) -> None:
     """Loads a Swin checkpoint in timm's or the original naming.
 
-    The original counts downsampling to the stage before it, timm to the stage after it. The classifier and computed
-    buffers are left out. Raises ValueError for missing, unknown or misshapen entries.
+    In the original naming a downsampling layer belongs to the stage before it, in timm's to the stage after it. The
+    classifier and computed buffers are left out. Raises ValueError for missing, unknown or misshapen entries.
     """
     original = "layers.0.downsample.reduction.weight" in tensors
     state = {}
     for name, tensor in tensors.items():
         if name.endswith(("relative_position_index", "attn_mask")) or name.startswith("head."):
             continue
-        if original:  # the number of the stage becomes the next one
+        if original:  # downsampling moves to the next stage
             name = re.sub(r"^layers\.(\d+)\.downsample", lambda match: f"layers.{int(match[1]) + 1}.downsample", name)
         state[name] = tensor
     load_strictly(backbone.swin, state, f"a Swin checkpoint for {backbone.config.name}")

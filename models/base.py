@@ -77,7 +77,10 @@ class Cache(ABC):
 
     @abstractmethod
     def select(self, index: Tensor) -> Cache:
-        """Row r continues row index[r] of the same image, index (B*K,) int64. The old cache must not be used again."""
+        """Makes row r continue the former row index[r], which is of the same image; index is (B*K,) int64.
+
+        The old cache must not be used again.
+        """
 
     @abstractmethod
     def keep_images(self, index: Tensor) -> Cache:
@@ -88,9 +91,9 @@ class Cache(ABC):
 class Macs:
     """Multiply-accumulates of the products that a captioner runs for one image in evaluation.
 
-    Element-wise work is not counted. mixing(length) mixes the tokens of one caption in a teacher-forced pass.
-    step(slots, length) mixes one token with the earlier ones in the `length`-th cached step, when the image has `slots`
-    slots (`models/beam_cache.py`).
+    Element-wise work is not counted. `mixing(length)` is the cost of mixing the tokens of one caption in a
+    teacher-forced pass. `step(slots, length)` is the cost of mixing one token with the earlier ones in the `length`-th
+    cached step, when the image has `slots` slots (`models/beam_cache.py`).
     """
 
     encoder: float
@@ -137,7 +140,7 @@ class CaptionModel(nn.Module, ABC):
     def decode(self, memory: Memory, tokens: Tensor) -> Tensor:
         """Teacher-forced logits (B*K, T, V) for tokens (B*K, T) with SOS; row b*K+k is caption k of image b.
 
-        Position t depends on the tokens up to t. PAD may occur only after a caption's end; its logits are meaningless.
+        Position t depends on the tokens up to t. PAD may occur only after a caption's end; logits there mean nothing.
         Raises ValueError for a caption longer than the positional table.
         """
 
@@ -173,7 +176,7 @@ def check_positions(length: int, max_positions: int) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model is in evaluation mode; afterwards it is in its former mode again."""
+    """Puts the model into evaluation mode for a `with` block, and afterwards back into its former mode."""
     training = model.training
     model.eval()
     try:
@@ -184,7 +187,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def hooked(modules: list[nn.Module], hook: Callable[..., None]) -> Iterator[None]:
-    """`hook` is called with each module and its inputs before the module runs."""
+    """In a `with` block, calls `hook` with a module of `modules` and its inputs each time before the module runs."""
     handles = [module.register_forward_pre_hook(hook) for module in modules]
     try:
         yield
@@ -209,7 +212,10 @@ def name_problems(expected: Set[str], given: Set[str]) -> str:
 
 
 def load_strictly(module: nn.Module, state: dict[str, Tensor], what: str) -> None:
-    """Loads a state dict. Raises ValueError unless keys, shapes and kinds of number match and weights are finite."""
+    """Loads a state dict, which messages call `what`.
+
+    Raises ValueError unless keys, shapes and kinds of number (floating-point or not) match and weights are finite.
+    """
     expected = module.state_dict()
     problems = name_problems(expected.keys(), state.keys())
     if problems:

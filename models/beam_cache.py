@@ -32,8 +32,8 @@ class TreeSlots:
     ) -> tuple[Tensor, Tensor]:
         """Two views: the current step's slots (G, B, K, ...), which the caller fills, and all slots (G, B, slots, ...).
 
-        `shape` is (G, B, K, ...). With `length`, the views get one more dimension of this size: the positions up to
-        the current step. A slot has 0 at the positions after its step.
+        `shape` is (G, B, K, ...); dtype and device are those of `like`. With `length`, the views get one more dimension
+        of this size: the positions up to the current step. A slot has 0 at the positions after its step.
         """
         cached = self.cached.get(name)
         if cached is None or cached.shape[2] < self.count or (length is not None and cached.shape[-1] < length):
@@ -50,7 +50,7 @@ class TreeSlots:
         return all_slots
 
     def _grown(self, old: Tensor | None, shape: tuple[int, ...], like: Tensor, length: int | None) -> Tensor:
-        """A larger tensor with the content of `old` at its beginning. Its room doubles, so that it rarely grows."""
+        """A larger tensor that begins with the content of `old`. Its size doubles, so that copies are rare."""
         steps = INITIAL_STEPS
         while steps * self.beams < self.count or steps < (length or 0):
             steps *= 2
@@ -61,6 +61,7 @@ class TreeSlots:
         return grown
 
     def keep_images(self, index: Tensor) -> None:
+        """Drops all images whose indices are not in `index` (int64)."""
         self.cached = {name: cached.index_select(1, index) for name, cached in self.cached.items()}
 
 

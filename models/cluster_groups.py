@@ -23,7 +23,7 @@ from torch import Tensor
 from models.base import CaptionModel, Features
 from models.clustformer import ClustFormer
 
-THRESHOLD = 0.5
+THRESHOLD = 0.5  # tokens with a smaller C do not share a cluster
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,11 @@ class Clusters:
 
 
 def sequence_groups(matrix: Tensor, threshold: float = THRESHOLD) -> Tensor:
-    """The number (N,) of each token's run, from C (N, N)."""
+    """The number (N,), from 0, of the run to which each token of a sequence belongs; `matrix` (N, N) is C.
+
+    A token belongs to the current run if its C with the run's first token is `threshold` or more. Otherwise it starts
+    the next run.
+    """
     labels, start, label = [], 0, 0
     rows = matrix.tolist()
     for token in range(len(rows)):
@@ -51,7 +55,11 @@ def sequence_groups(matrix: Tensor, threshold: float = THRESHOLD) -> Tensor:
 def grid_groups(
     matrix: Tensor, rows: int, columns: int, valid_mask: Tensor | None = None, threshold: float = THRESHOLD
 ) -> Tensor:
-    """The number (N,) of each cell's group from C (N, N), in the order of first cells; -1 where valid_mask is False."""
+    """The number (N,), from 0, of the group of each cell of a grid; -1 where `valid_mask` (N,) is False.
+
+    `matrix` (N, N) is C. The first cell without a group starts the next group. It takes the connected cells whose
+    C with this first cell is `threshold` or more.
+    """
     weights = matrix.tolist()
     cells = [divmod(cell, columns) for cell in range(rows * columns)]
     free = {cell for n, cell in enumerate(cells) if valid_mask is None or valid_mask[n]}
@@ -83,7 +91,8 @@ def find_clusters(model: CaptionModel, features: Features, tokens: Tensor) -> Cl
     if not encoder and not decoder:
         return None
     image, grid = _image_groups(model, features, encoder)
-    matrices = model.decoder_clusters(model.encode(features), tokens[None])[:, 0, 1:, 1:].float().cpu()
+    matrices = model.decoder_clusters(model.encode(features), tokens[None])
+    matrices = matrices[:, 0, 1:, 1:].float().cpu()  # of the only caption, without SOS
     words = [sequence_groups(matrices[number - 1]) for number in decoder]
     return Clusters(image, _stack_labels(words, len(tokens) - 1), encoder, decoder, grid)
 

@@ -37,7 +37,10 @@ State = tuple[Tensor, ...]  # what a layer passes to the next one for equation 6
 
 
 def conditional_scores(scalar: Tensor, context: Tensor, bias: Tensor) -> Tensor:
-    """z (..., N, N), row i and column k, from u and v (..., N). Only i < k is defined; the other entries are 0."""
+    """z (..., N, N) with row i and column k, from u = `scalar` (..., N), v = `context` (..., N) and b = `bias`.
+
+    Only entries with i < k are defined; the others are 0.
+    """
     count = scalar.shape[-1]
     positions = torch.arange(count, device=scalar.device)
     distance = positions - positions[:, None]
@@ -48,7 +51,10 @@ def conditional_scores(scalar: Tensor, context: Tensor, bias: Tensor) -> Tensor:
 
 
 def log_products(log_conditionals: Tensor) -> Tensor:
-    """log C (..., N, N), symmetric with zeros on the diagonal, from log P (..., N, N), of which only i < k is read."""
+    """log C (..., N, N), symmetric with zeros on the diagonal, from log P (..., N, N).
+
+    Only entries of log P with row i < column k are read.
+    """
     upper = log_conditionals.triu(1).cumsum(-1).triu(1)
     return upper + upper.mT
 
@@ -60,7 +66,8 @@ def grid_log_products(horizontal: Tensor, vertical: Tensor) -> Tensor:
     row, column = cell // columns, cell % columns
     top, left = torch.minimum(row[:, None], row), torch.minimum(column[:, None], column)
     # (N, N) indices into the flattened factors Ch (H, W, W) and Cv (W, H, H)
-    across, down = (top * columns + column[:, None]) * columns + column, (left * rows + row[:, None]) * rows + row
+    across = (top * columns + column[:, None]) * columns + column
+    down = (left * rows + row[:, None]) * rows + row
     along_rows, along_columns = (log_products(part).flatten(1) for part in (horizontal, vertical))
     # index_select is four times as fast as indexing with a matrix
     log_products_of_cells = along_rows.index_select(1, across.flatten()) + along_columns.index_select(1, down.flatten())
@@ -77,7 +84,10 @@ def window_matrix(rows: int, columns: int, window: int, device: torch.device) ->
 
 @dataclass(frozen=True)
 class Layout:
-    """Tokens as a grid, or as a sequence when `rows` is 1. Sampling pools groups of `rate` (x `rate`) tokens."""
+    """Tokens as a grid, or as a sequence when `rows` is 1.
+
+    Down-up sampling pools groups of `rate` tokens of a sequence, or of `rate` x `rate` tokens of a grid.
+    """
 
     rows: int
     columns: int
@@ -93,9 +103,11 @@ class Layout:
         if self.valid_mask is None:
             return self._means(grid)
         valid_mask = self.valid_mask.to(x.dtype).view(-1, self.rows, self.columns, 1)
+        # the mean of a group's valid members; clamp_min avoids 0 / 0 in a group without any
         return self._means(torch.where(valid_mask > 0, grid, 0.0)) / self._means(valid_mask).clamp_min(1e-6)
 
     def _means(self, grid: Tensor) -> Tensor:
+        """The mean of each group of a grid's cells; the last groups may be smaller."""
         size = (min(self.rate, self.rows), min(self.rate, self.columns))
         pooled = F.avg_pool2d(grid.permute(0, 3, 1, 2), size, ceil_mode=True, count_include_pad=False)
         return pooled.permute(0, 2, 3, 1)
@@ -135,11 +147,13 @@ class ClusterMaps(nn.Module):
     def forward(self, grid: Tensor, before: State) -> tuple[Tensor, State]:
         """C (B, N, N) from a grid (B, H, W, D), and the next layer's state; `before` is the previous layer's."""
         with torch.autocast(grid.device.type, enabled=False):
-            sides = enumerate((grid, grid.transpose(1, 2))[: len(self.maps)])
-            scores = [conditional_scores(*self.scalars(side, axis), self.maps[axis].bias) for axis, side in sides]
-            logs, hidden = self._conditionals(scores, before)
+            sides = (grid, grid.transpose(1, 2))[: len(self.maps)]  # its rows and its columns; a sequence is one row
+            scores = [
+                conditional_scores(*self.scalars(side, axis), self.maps[axis].bias) for axis, side in enumerate(sides)
+            ]
+            logs, log_complements = self._conditionals(scores, before)
             log_matrix = grid_log_products(*logs) if len(logs) == 2 else log_products(logs[0][:, 0])
-            return self._stacked(log_matrix.exp(), hidden, before)
+            return self._stacked(log_matrix.exp(), log_complements, before)
 
     def step(self, x: Tensor, sums: Tensor, log_row: Tensor, before: State) -> tuple[Tensor, State, Tensor, Tensor]:
         """Row t of a sequence's C, for the next token x (R, D).
@@ -151,29 +165,32 @@ class ClusterMaps(nn.Module):
             scalar, context = self.scalars(x.to(sums.dtype), 0)
             distance = torch.arange(log_row.shape[1], 0, -1, device=x.device)
             z = scalar[:, None] + (sums[:, -1:] - sums[:, :-1]) / distance + self.maps[0].bias
-            (log_p,), hidden = self._conditionals([z], before)
+            (log_p,), log_complements = self._conditionals([z], before)
             log_row = F.pad(log_row + log_p, (0, 1))
-            row, state = self._stacked(log_row.exp(), hidden, before)
+            row, state = self._stacked(log_row.exp(), log_complements, before)
             sums = torch.cat((sums, sums[:, -1:] + context[:, None]), 1)
             return row, state, sums, log_row
 
     def _conditionals(self, scores: Sequence[Tensor], before: State) -> tuple[list[Tensor], State]:
-        """log P of each axis. With conditional stacking also log(1 - P), whose sum over layers gives the stacked P."""
+        """log P of each axis, and log(1 - P) of each axis (empty without conditional stacking).
+
+        With conditional stacking, 1 - P is the product of this layer's 1 - P and those of the layers before it.
+        """
         if self.stacking != "conditional":
             return [F.logsigmoid(z) for z in scores], ()
-        hidden = tuple(F.logsigmoid(-z) for z in scores)
+        complements = tuple(F.logsigmoid(-z) for z in scores)
         if before:
-            hidden = tuple(old + new for old, new in zip(before, hidden, strict=True))
-        largest = -torch.finfo(hidden[0].dtype).tiny  # below 0, so that the logarithm is finite
-        return [torch.log(-torch.expm1(log_complement.clamp(max=largest))) for log_complement in hidden], hidden
+            complements = tuple(old + new for old, new in zip(before, complements, strict=True))
+        largest = -torch.finfo(complements[0].dtype).tiny  # below 0, so that the logarithm of P is finite
+        return [torch.log(-torch.expm1(complement.clamp(max=largest))) for complement in complements], complements
 
-    def _stacked(self, matrix: Tensor, hidden: State, before: State) -> tuple[Tensor, State]:
+    def _stacked(self, matrix: Tensor, log_complements: State, before: State) -> tuple[Tensor, State]:
         """C after stacking, and the state for the next layer."""
         if self.stacking == "matrix":
             if before:
                 matrix = before[0] + matrix * (1 - before[0])
             return matrix, (matrix,)
-        return matrix, hidden
+        return matrix, log_complements
 
 
 @dataclass(frozen=True)
@@ -206,7 +223,7 @@ def arrange_regions(boxes: Tensor, lengths: Tensor | None, rows: int) -> Arrange
     fill the bottom of the last column with regions, and the columns after it. Equal centers stay in their order.
     """
     count = boxes.shape[1]
-    columns = -(-count // rows)
+    columns = math.ceil(count / rows)
     center_x, center_y = boxes[..., 0::2].mean(-1), boxes[..., 1::2].mean(-1)
     if lengths is not None:
         padding = torch.arange(count, device=boxes.device) >= lengths[:, None]
@@ -217,5 +234,6 @@ def arrange_regions(boxes: Tensor, lengths: Tensor | None, rows: int) -> Arrange
     order = order.gather(1, center_x.gather(1, order).argsort(stable=True, dim=1))
     order_in_column = center_y.gather(1, order).view(-1, columns, rows).argsort(stable=True, dim=2)
     order = order.view(-1, columns, rows).gather(2, order_in_column).transpose(1, 2).flatten(1)
+    # indices from this limit on are padding, or dummies
     limit = count if lengths is None else lengths[:, None]
     return Arrangement(order, order < limit)

@@ -50,16 +50,22 @@ class ClusteredAttention(SelfAttention):
 
     def __init__(self, config: ClustFormerConfig) -> None:
         super().__init__(config.d_model, config.num_heads, causal=False)
-        self.reading = config.attention
+        self.reading = config.attention  # the chosen reading of equation 2 (`ClustFormerConfig`)
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None, clusters: Tensor | None = None) -> Tensor:
-        """x (B, N, D), clusters (B, N, N); attention_mask, for (B, 1, N, N), is True where a query may attend."""
+        """The mixed tokens (B, N, D) from x (B, N, D) and `clusters`, which is C (B, N, N).
+
+        attention_mask, which broadcasts to (B, 1, N, N), is True where a query may attend to a key.
+        """
         query, key, value = self.project(x)
         return self.out_proj(merge_heads(self._mix(query, key, value, attention_mask, clusters)), x)
 
     def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor, row: Tensor | None = None) -> Tensor:
-        """The next token of each beam from x (B*K, D), its row of C (B*K, t) and ancestors (B, K, t)."""
+        """The output (B*K, D) for the next token of each beam, from x (B*K, D), its `row` of C (B*K, t) and its path.
+
+        ancestors (B, K, t) are the slots on each beam's path.
+        """
         query, key, value, path = self.project_step(x, slots, ancestors)
         clusters = None
         if row is not None:
@@ -74,7 +80,7 @@ class ClusteredAttention(SelfAttention):
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         hidden = None if attention_mask is None else ~attention_mask
         if hidden is not None:
-            scores = scores.masked_fill(hidden, MASKED_SCORE)  # finite: no NaN without regions
+            scores = scores.masked_fill(hidden, MASKED_SCORE)  # finite: -inf gives NaN for an image without regions
         if clusters is not None and self.reading == "renormalized":
             scores = scores + clusters[:, None].clamp_min(torch.finfo(clusters.dtype).tiny).log()
         weights = scores.softmax(-1)
@@ -88,13 +94,13 @@ class ClusteredAttention(SelfAttention):
 
 
 @dataclass
-class Stack:
-    """The layout of the tokens in one pass, and the matrices and state that its layers stack (equation 6)."""
+class PassState:
+    """What the layers share in a pass over image tokens or captions: inputs, and results for later layers."""
 
     layout: Layout
     attention_mask: Tensor | None  # for (B, 1, N, N), True where a query may attend
     window: Tensor | None  # the fixed C (1, N, N) in place of an adaptive one
-    state: State = ()
+    stacked: State = ()  # what the next layer needs for equation 6
     matrices: list[Tensor | None] = field(default_factory=list)  # C (B or 1, N, N) of each layer so far, None without C
 
     def all_matrices(self, x: Tensor) -> Tensor:
@@ -117,21 +123,22 @@ class ClusteredLayer(Layer):
         self.attention = ClusteredAttention(config)
         self.add_feed_forward(config)
 
-    def mix(self, x: Tensor, stack: Stack) -> Tensor:
-        return self.residual(x, self.attention_norm, self._attend, stack)
+    def mix(self, x: Tensor, shared: PassState) -> Tensor:
+        return self.residual(x, self.attention_norm, self._attend, shared)
 
-    def _attend(self, x: Tensor, stack: Stack) -> Tensor:
-        matrix = stack.window if self.has_clusters else None
+    def _attend(self, x: Tensor, shared: PassState) -> Tensor:
+        """Computes this layer's C, adds it to `shared`, and returns the self-attention with it."""
+        matrix = shared.window if self.has_clusters else None
         if self.clusters is not None:
-            pooled, stack.state = self.clusters(stack.layout.pool(x), stack.state)
-            matrix = stack.layout.spread(pooled)
-        stack.matrices.append(matrix)
-        return self.attention(x, stack.attention_mask, matrix)
+            pooled, shared.stacked = self.clusters(shared.layout.pool(x), shared.stacked)
+            matrix = shared.layout.spread(pooled)
+        shared.matrices.append(matrix)
+        return self.attention(x, shared.attention_mask, matrix)
 
 
 class ClusteredEncoderLayer(ClusteredLayer):
-    def forward(self, x: Tensor, stack: Stack) -> Tensor:
-        return self.transform(self.mix(x, stack))
+    def forward(self, x: Tensor, shared: PassState) -> Tensor:
+        return self.transform(self.mix(x, shared))
 
 
 class ClusteredDecoderLayer(ClusteredLayer, DecoderLayer):
@@ -143,6 +150,7 @@ class ClusteredDecoderLayer(ClusteredLayer, DecoderLayer):
         return self.residual(y, self.attention_norm, self._attend_step, cache, index)
 
     def _attend_step(self, y: Tensor, cache: ClusterCache, index: int) -> Tensor:
+        """`_attend` for the next token of each beam, y (R, D)."""
         row = cache.window_row if self.has_clusters else None
         if self.clusters is not None:
             row, cache.state, cache.sums[index], cache.rows[index] = self.clusters.step(
@@ -157,8 +165,8 @@ class ClusterCache(TreeCache):
 
     sums: list[Tensor] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
-    window: int | None = None
-    state: State = ()  # of the current step
+    window: int | None = None  # size of a fixed window that replaces C
+    state: State = ()  # in the current step, what the next layer needs for equation 6
     window_row: Tensor | None = None  # the current step's row (R, t) of a fixed C
 
     def advance(self) -> None:
@@ -224,36 +232,39 @@ class ClustFormer(EncoderDecoder):
 
         Rows and columns of C are the cells of the grid, row by row. For grid features the arrangement is None.
         """
-        states, stack, arrangement = self._encode(features)
-        return stack.all_matrices(states), arrangement
+        states, shared, arrangement = self._encode(features)
+        return shared.all_matrices(states), arrangement
 
     @torch.no_grad()
     def decoder_clusters(self, memory: Memory, tokens: Tensor) -> Tensor:
         """C (layers, B*K, T, T) of every decoder layer for tokens (B*K, T) with SOS; all 1 where a layer has none."""
-        stack = self._caption_stack(tokens)
-        return stack.all_matrices(super().decode(memory, tokens, stack))
+        shared = self._start_caption_pass(tokens)
+        return shared.all_matrices(super().decode(memory, tokens, shared))
 
-    def _encode(self, features: Features) -> tuple[Tensor, Stack, Arrangement | None]:
-        """The states (B, N, D) of all cells, the stack with their matrices, and the arrangement of regions in them."""
+    def _encode(self, features: Features) -> tuple[Tensor, PassState, Arrangement | None]:
+        """The states (B, N, D) of all cells, what the layers shared, and the arrangement of regions."""
         x = self.input_dropout(F.relu(self.read_features(features)))
         arrangement, layout = self._layout(features)
         if arrangement is not None:
             x = arrangement.apply(x)
-        stack = self._stack(layout, None if layout.valid_mask is None else layout.valid_mask[:, None, None], x.device)
-        return self.encoder_norm(layer_outputs(self.encoder, x, stack)[-1]), stack, arrangement
+        attention_mask = None if layout.valid_mask is None else layout.valid_mask[:, None, None]
+        shared = self._start_pass(layout, attention_mask, x.device)
+        return self.encoder_norm(layer_outputs(self.encoder, x, shared)[-1]), shared, arrangement
 
-    def _stack(self, layout: Layout, attention_mask: Tensor | None, device: torch.device) -> Stack:
+    def _start_pass(self, layout: Layout, attention_mask: Tensor | None, device: torch.device) -> PassState:
+        """The state before the first layer, with the matrix of a fixed window if the configuration has one."""
         window = self.config.window
         matrix = None if window is None else window_matrix(layout.rows, layout.columns, window, device)[None]
-        return Stack(layout, attention_mask, matrix)
+        return PassState(layout, attention_mask, window=matrix)
 
-    def _caption_stack(self, tokens: Tensor) -> Stack:
+    def _start_caption_pass(self, tokens: Tensor) -> PassState:
+        """The state before the first decoder layer for tokens (B*K, T). A word attends to itself and earlier ones."""
         length = tokens.shape[1]
         mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
-        return self._stack(Layout(1, length), mask, tokens.device)
+        return self._start_pass(Layout(rows=1, columns=length), mask, tokens.device)
 
     def _layout(self, features: Features) -> tuple[Arrangement | None, Layout]:
-        """The grid that image tokens (B, N, C) form, and for regions their arrangement in it (else None)."""
+        """The arrangement of regions in a grid (else None), and the layout that the image tokens then have."""
         config, lengths, count = self.config, features.lengths, features.tokens.shape[1]
         if config.inputs == "regions" and config.encoder_clusters != "none":
             return self._arrange(features)
@@ -273,6 +284,7 @@ class ClustFormer(EncoderDecoder):
         return None, Layout(rows, columns, config.sampling)
 
     def _arrange(self, features: Features) -> tuple[Arrangement, Layout]:
+        """`_layout` for regions. Raises ValueError when their boxes are missing or have another shape."""
         boxes, expected, rows = features.boxes, (*features.tokens.shape[:2], 4), self.config.region_rows
         if boxes is None or boxes.shape != expected:
             given = "none" if boxes is None else f"shape {tuple(boxes.shape)}"
@@ -293,12 +305,13 @@ class ClustFormer(EncoderDecoder):
         return self.lm_head(self.decoder_norm(outputs[-1]))
 
     def decode(self, memory: Memory, tokens: Tensor, *context: Any) -> Tensor:
-        return super().decode(memory, tokens, self._caption_stack(tokens))
+        return super().decode(memory, tokens, self._start_caption_pass(tokens))
 
     @torch.no_grad()
     def init_cache(self, memory: Memory, beams: int) -> ClusterCache:
         cache, states = super().init_cache(memory, beams), memory.states
         zeros = states.new_zeros(cache.images * beams, 1, dtype=torch.promote_types(states.dtype, torch.float32))
+        # before the first step each layer has V[0] = 0 and an empty row of C
         sums, rows = [zeros for _ in self.decoder], [zeros[:, :0] for _ in self.decoder]
         return ClusterCache(**vars(cache), sums=sums, rows=rows, window=self.config.window)
 
@@ -306,7 +319,7 @@ class ClustFormer(EncoderDecoder):
         """See `CaptionModel.macs`. The clustering matrix costs two products of vectors per pooled token and axis."""
         config = self.config
         tokens, pooled = image_tokens, image_tokens
-        if config.inputs == "regions" and config.encoder_clusters != "none":  # dummies fill the last column
+        if config.inputs == "regions" and config.encoder_clusters != "none":  # dummies fill the grid
             tokens = pooled = math.ceil(image_tokens / config.region_rows) * config.region_rows
         elif config.encoder_clusters == "1d":
             pooled = math.ceil(image_tokens / config.sampling)

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, get_args, get_origin, get_type_
 
 
 class Identity(Enum):
-    """How a configuration key enters the identity of a run (`pipeline.runs.identity`); unmarked keys: by value."""
+    """How a configuration key enters a run's identity (`pipeline.runs.identity`). Unmarked keys enter by value."""
 
     IGNORED = "not at all: it decides where, when and with which resources the result is computed"
     WITH_BACKBONE = "by its value where features come from a backbone"
@@ -24,7 +24,7 @@ class ModelConfig:
 
     `word_vectors`: a text file in GloVe's format with vectors of `word_vector_width` numbers. The decoder uses them at
     its input and output (`models/token_embeddings.py`) and trains them only with `train_word_vectors`. Bundles contain
-    the vectors, so that its configuration has a width but needs no file.
+    the vectors, so that a bundle's configuration has a width but needs no file.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # for pydantic
@@ -81,9 +81,10 @@ class ModelConfig:
 class ExpansionNetConfig(ModelConfig):
     """ExpansionNet v2, and the papers' baseline Transformer, which ignores the expansion settings.
 
-    The encoder has `static_expansion` G, or `encoder_dynamic_expansion` N_E (bidirectional), or attention when both are
-    None. The decoder has `dynamic_expansion` N_E (causal), or attention when it is None. These settings cover all rows
-    of the paper's Table I.
+    The encoder has static expansion with the groups `static_expansion` (G in the paper), or bidirectional dynamic
+    expansion with `encoder_dynamic_expansion` vectors per token (N_E), or attention when both are None. The decoder has
+    causal dynamic expansion with `dynamic_expansion` vectors per token, or attention when it is None. These settings
+    cover all rows of the paper's Table I.
 
     `expansion_dropout`: "reference" drops single elements of the expanded vectors, as in the paper, and needs
     the expanded sequence in memory. "factorized" drops whole expanded vectors and takes less time and memory; no score
@@ -150,11 +151,11 @@ class ClustFormerConfig(ModelConfig):
     name: Literal["clustformer"] = "clustformer"
     num_encoder_layers: int = 6
     num_decoder_layers: int = 6
-    encoder_clusters: Literal["2d", "1d", "none"] = "2d"  # C of the image tokens; 1d: row by row
+    encoder_clusters: Literal["2d", "1d", "none"] = "2d"  # C of the image tokens; 1d: of their rows joined to one
     decoder_clusters: Literal["1d", "none"] = "1d"  # C of the words
     clustered_encoder_layers: tuple[int, ...] | None = None  # numbers, from 1, of the layers that have C; None: all
     clustered_decoder_layers: tuple[int, ...] | None = None
-    stacking: Literal["matrix", "conditional", "none"] = "matrix"  # of the matrices or conditionals in equation 6
+    stacking: Literal["matrix", "conditional", "none"] = "matrix"  # what equation 6 stacks (`models/clusters.py`)
     sampling: int = 2  # down-up sampling rate of the encoder
     window: int | None = None  # size of a fixed window that replaces C everywhere
     attention: Literal["product", "renormalized", "literal"] = "product"

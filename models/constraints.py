@@ -47,7 +47,7 @@ def build_automaton(
     words form (Aho and Corasick 1975). Raises ValueError for an empty constraint, a word outside the vocabulary, and
     constraints that need more than 256 states.
     """
-    phrases: dict[Words, int] = {}  # the constraints that an alternative satisfies, as bits
+    phrases: dict[Words, int] = {}  # bit n is set where the alternative satisfies constraint n
     for number, alternatives in enumerate(constraints):
         if not alternatives or not all(alternatives):
             raise ValueError(f"constraint {number + 1} has no words; leave it out")
@@ -98,7 +98,7 @@ def build_automaton(
 
 @dataclass
 class ConstrainedCaptions(Captions):
-    """Captions with the number of constraints that each satisfies; -1 where an image has fewer than n captions."""
+    """Captions with the number of constraints that each satisfies; -1 where fewer than n captions were found."""
 
     num_satisfied: Tensor  # (B, n) int64
 
@@ -128,7 +128,7 @@ def constrained_beam_search(
     transitions = _transitions(automata, states, decoder.sizes.vocabulary_size, decoder.device)
     beams = ConstrainedBeams(**vars(Beams.start(decoder, max_length)), beam_size=beam_size, transitions=transitions)
     results = search(decoder, beams, max_length)
-    # -1 for states that a smaller automaton does not have
+    # smaller automata get -1 for the states that they do not have
     satisfied = [[*automaton.num_satisfied, *[-1] * (states - len(automaton.num_satisfied))] for automaton in automata]
     num_satisfied = torch.tensor(satisfied, device=decoder.device).repeat_interleave(beam_size, 1)  # (B, S*K)
     # a caption gains nothing from more constraints than required; a beam with score -inf is no caption

@@ -47,7 +47,10 @@ _DECODER_LAYER = {
 
 
 def linear_names(table: Mapping[str, str], ours: str = "", theirs: str = "") -> dict[str, tuple[str, ...]]:
-    """Names of weights and biases, ours and upstream's, from a table of layers and the prefixes of the names."""
+    """The upstream names of each of our weights and biases, from a table of layers.
+
+    `ours` and `theirs` are prefixes of the names.
+    """
     return {
         f"{ours}{layer}.{part}": tuple(f"{theirs}{name}.{part}" for name in names.split())
         for layer, names in table.items()
@@ -80,7 +83,10 @@ def convert_expansionnet(tensors: Mapping[str, Tensor], config: ExpansionNetConf
 def join_rows(
     tensors: Mapping[str, Tensor], names: Mapping[str, tuple[str, ...]], what: str, config: ModelConfig
 ) -> dict[str, Tensor]:
-    """Our tensors from upstream's rows by `names`. ValueError for missing or unknown keys, and other shapes."""
+    """Our tensors, each joined from the rows of the upstream tensors that `names` gives for it.
+
+    Raises ValueError, with `what` as the system's name, for missing or unknown keys and for other shapes.
+    """
     expected = {name for parts in names.values() for name in parts}
     problems = name_problems(expected, tensors.keys())
     if problems:
@@ -91,9 +97,11 @@ def join_rows(
     for parts in names.values():
         shapes = {tuple(tensors[part].shape[1:]) for part in parts if tensors[part].ndim}
         if len(shapes) != 1 or not all(tensors[part].ndim for part in parts):
+            first, last = parts[0], parts[-1]
+            other = f" or with that of {last!r}, {tuple(tensors[last].shape)}" if len(parts) > 1 else ""
             raise ValueError(
-                f"the checkpoint's {parts[0]!r} has shape {tuple(tensors[parts[0]].shape)}, which does not go with "
-                f"{what}" + (f" or with that of {parts[-1]!r}, {tuple(tensors[parts[-1]].shape)}" * (len(parts) > 1))
+                f"the checkpoint's {first!r} has shape {tuple(tensors[first].shape)}, which does not go with "
+                f"{what}{other}"
             )
     return {ours: torch.cat([tensors[part] for part in parts]) for ours, parts in names.items()}
 
@@ -191,20 +199,23 @@ def infer_swin(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
     The image size follows from the masks of shifted windows, which only files in the original naming have.
     """
+    # for each stage and block the shape of the attention bias table: (2 * window - 1) ** 2 rows, a column per head
     stages: dict[int, dict[int, tuple[int, int]]] = {}
     for name, tensor in tensors.items():
-        table = _SWIN_TABLE.fullmatch(name)
-        if table is not None and tensor.ndim == 2:
-            stages.setdefault(int(table[1]), {})[int(table[2])] = (tensor.shape[0], tensor.shape[1])
+        match = _SWIN_TABLE.fullmatch(name)
+        if match is not None and tensor.ndim == 2:
+            blocks = stages.setdefault(int(match[1]), {})
+            blocks[int(match[2])] = (tensor.shape[0], tensor.shape[1])
     patches = tensors.get("patch_embed.proj.weight")
-    number_lists = [sorted(stages), *(sorted(blocks) for blocks in stages.values())]
+    number_lists = [sorted(stages), *map(sorted, stages.values())]
     complete = all(numbers == list(range(len(numbers))) for numbers in number_lists)
     if not stages or not complete or patches is None or patches.ndim != 4:
         raise ValueError(
             f"the backbone file is no Swin: among its {len(tensors)} tensors are no patch embedding with 4 axes and "
             "attention bias tables with 2 for all blocks of all stages"
         )
-    window = (math.isqrt(stages[0][0][0]) + 1) // 2  # a bias table has (2 * window - 1) ** 2 rows
+    first_table_rows, _ = stages[0][0]
+    window = (math.isqrt(first_table_rows) + 1) // 2
     values: dict[str, Any] = {
         "embed_dim": patches.shape[0],
         "depths": tuple(len(stages[stage]) for stage in sorted(stages)),
@@ -241,7 +252,10 @@ def backbone_config(inferred: Mapping[str, Any], given: Mapping[str, Any]) -> Ba
 
 
 def imported_sizes(inferred: Inferred, words: Mapping[str, int]) -> ModelSizes:
-    """The sizes for the ids of SOS, EOS, PAD and the "count" of words. ValueError for another number of words."""
+    """The model's sizes from a checkpoint, and from `words`: the ids "sos", "eos", "pad" and the "count" of words.
+
+    Raises ValueError when the checkpoint has another number of words.
+    """
     if words["count"] != inferred.vocabulary_size:
         raise ValueError(
             f"the vocabulary has {words['count']} words, the checkpoint predicts {inferred.vocabulary_size}; "

@@ -80,7 +80,7 @@ def infer_meshed_memory(tensors: Mapping[str, Tensor]) -> Inferred:
             "d_ff": shape("encoder.layers.0.pwff.fc1.weight")[0],
             "num_encoder_layers": count_layers(tensors, "encoder.layers."),
             "num_decoder_layers": count_layers(tensors, "decoder.layers."),
-            "num_memory_slots": shape(memory, 3)[1] if memory in tensors else 0,
+            "num_memory_slots": shape(memory, axes=3)[1] if memory in tensors else 0,
             "connection": "meshed",
             "gates": "sigmoid",
             "attention": "dot_product",
@@ -92,5 +92,8 @@ def infer_meshed_memory(tensors: Mapping[str, Tensor]) -> Inferred:
 
 
 def complete_meshed_config(inferred: Inferred, given: Mapping[str, Any]) -> MeshedMemoryConfig:
-    """The model's configuration from the checkpoint's shapes and the user's settings. Errors: `complete_settings`."""
+    """The model's configuration from the checkpoint's shapes and the user's settings.
+
+    Raises ValueError as `complete_settings`.
+    """
     return MeshedMemoryConfig(**complete_settings(inferred, given))

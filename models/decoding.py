@@ -18,7 +18,7 @@ from torch import Tensor
 
 from models.base import Cache, CaptionModel, Memory, ModelSizes, check_positions
 
-COLUMN_WORDS = 20  # number of words per column in `best_words`
+COLUMN_WORDS = 20  # `best_words` arranges the vocabulary in columns of this many words
 
 Models = CaptionModel | Sequence[CaptionModel]
 Memories = Memory | Sequence[Memory]
@@ -61,17 +61,17 @@ class Decoder:
         self.beams = beams
         self.device = memories[0].states.device
         self.images = torch.arange(memories[0].batch_size, device=self.device)
-        # all beams of an image start alike, so that the first step runs once per image; dropout makes them differ
-        self.together = not any(model.training for model in self.models)
+        # All beams of an image start alike, so that the first step runs once per image. Dropout would make them differ.
+        self.shares_first_step = not any(model.training for model in self.models)
         if not len(self.images):
             raise ValueError("a memory of no images; nothing can be decoded")
-        rows = 1 if self.together else beams
+        rows = 1 if self.shares_first_step else beams
         pairs = zip(self.models, memories, strict=True)
         self.caches: list[Cache] = [model.init_cache(memory, rows) for model, memory in pairs]
 
     def step(self, tokens: Tensor) -> Tensor:
         """Log-probabilities (R, V) of the next token. An ensemble takes the logarithm of the mean probability."""
-        first = self.together and self.caches[0].length == 0
+        first = self.shares_first_step and self.caches[0].length == 0
         tokens = tokens[:: self.beams] if first else tokens
         outputs = []
         for index, model in enumerate(self.models):
@@ -89,7 +89,7 @@ class Decoder:
         self.caches = [cache.select(index) for cache in self.caches]
 
     def drop_finished(self, finished: Tensor) -> Tensor | None:
-        """Drops finished images, finished (B,), but only when they are half of the images or more, as this copies data.
+        """Drops the images where `finished` (B,) is True, but only if they are at least half, because this copies data.
 
         Returns the indices of the remaining images, or None when nothing was dropped.
         """
@@ -127,8 +127,8 @@ def sample(
     """`num_samples` captions per image, each token drawn from softmax(logits / temperature).
 
     `max_length` counts SOS and EOS; a caption that has not ended by then has no EOS. (The reference's sampler counts
-    without SOS: its 20 is 21 here.) `log_probs` are those of temperature 1.
-    The draw is one uniform number per row and step from `generator`, so that it is reproducible.
+    without SOS: its 20 is 21 here.) `log_probs` are those of temperature 1. Each row takes one uniform number per step
+    from `generator`, so that the captions are reproducible.
     """
     if num_samples < 1:
         raise ValueError(f"num_samples is {num_samples}; it must be 1 or more")
@@ -143,16 +143,16 @@ def sample(
         # finished rows draw a number too, so that a row's draws do not depend on when other rows end
         device = log_probs.device if generator is None else generator.device
         uniform = torch.rand(total, dtype=torch.float64, generator=generator, device=device).to(log_probs.device)
-        return invert(log_probs.exp(), uniform[rows])
+        return draw_by_inversion(log_probs.exp(), uniform[rows])
 
     return _roll_out(decoder, max_length, draw)
 
 
-def invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
+def draw_by_inversion(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """The index (R,) where cumulated probabilities (R, V) pass uniform numbers (R,) in [0, 1).
 
-    Sampling by inversion: one random number per row instead of the V of torch.multinomial. In two levels,
-    blocks of words and the words of one block, so that only few numbers are cumulated, in float64.
+    This is sampling by inversion, which needs one random number per row instead of the V of torch.multinomial. It finds
+    first a block of words and then the word in this block, so that only few numbers are cumulated, in float64.
     """
     count = probabilities.shape[-1]
     width = math.isqrt(count)
@@ -175,11 +175,15 @@ def _locate(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     position.clamp_(max=weights.shape[-1] - 1)  # NaN from a diverged model must not raise an index error here
     weight = weights.gather(1, position).double()
     within = (target - (upper.gather(1, position) - weight)) / weight
-    return position, within.clamp_(0.0, 1.0 - 2.0**-52)
+    return position, within.clamp_(0.0, 1.0 - 2.0**-52)  # below 1, so that the share is in [0, 1) again
 
 
 def _roll_out(decoder: Decoder, max_length: int, choose: Callable[[Tensor, Tensor], Tensor]) -> Captions:
-    """Decodes rows independently. `choose` picks tokens from log-probabilities (R, V) of the unfinished rows (R,)."""
+    """Decodes rows independently.
+
+    `choose` gets log-probabilities (R, V) of the R unfinished rows and the indices (R,) of these rows; it returns their
+    next tokens (R,).
+    """
     sizes, beams = decoder.sizes, decoder.beams
     total = len(decoder.images) * beams
     rows = torch.arange(total, device=decoder.device)
@@ -209,10 +213,10 @@ def _roll_out(decoder: Decoder, max_length: int, choose: Callable[[Tensor, Tenso
 
 
 def best_words(log_probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` greatest of (R, V), greatest first, and their words: (R, count) each.
+    """The `count` greatest log-probabilities of each row of (R, V), greatest first, and their words: (R, count) each.
 
-    In two levels, as `invert`: every word is in a column of `COLUMN_WORDS`, and the best words are in the columns
-    with the greatest maxima. torch.topk over all words takes twice as long on a CPU; among equals it may pick others.
+    Every word is in a column of `COLUMN_WORDS` words, and the best words are in the columns with the greatest maxima.
+    torch.topk over all words takes twice as long on a CPU. Among equal values it may choose other words.
     """
     words = log_probs.shape[-1]
     columns = words // COLUMN_WORDS
@@ -249,7 +253,8 @@ def beam_search(
     check_beams(beam_size, num_results)
     decoder = Decoder(models, memories, beam_size, max_length)
     results = search(decoder, Beams.start(decoder, max_length), max_length)
-    return results.ranked(num_results, length_normalization)[0]
+    captions, _ = results.ranked(num_results, length_normalization)
+    return captions
 
 
 def check_beams(beam_size: int, num_results: int) -> None:
@@ -305,10 +310,13 @@ class Beams:
         tokens = torch.full((*shape, max_length), decoder.sizes.pad, device=decoder.device)
         tokens[:, :, 0] = decoder.sizes.sos
         ended = torch.zeros(shape, dtype=torch.bool, device=decoder.device)
-        return cls(decoder.sizes, tokens, torch.empty(0), torch.empty(0), ended)
+        return cls(decoder.sizes, tokens, log_probs=torch.empty(0), scores=torch.empty(0), ended=ended)
 
     def extend(self, log_probs: Tensor, position: int) -> Tensor:
-        """Adds the K best words that the beams offer, from log_probs (B*K, V), at `position`; their parents (B, K)."""
+        """Keeps the K best continuations of each image's beams by the word at `position`, from log_probs (B*K, V).
+
+        Returns the indices (B, K) of the beams that they continue, their parents.
+        """
         num_beams = self.ended.shape[1]
         offered = min(num_beams, self.sizes.vocabulary_size)
         best, words = (part.view(-1, num_beams, offered) for part in best_words(log_probs, offered))
@@ -321,7 +329,7 @@ class Beams:
         return parent
 
     def append(self, parent: Tensor, word: Tensor, log_prob: Tensor, position: int) -> None:
-        """Continues beams parent (B, K) with word (B, K) and its log_prob (B, K)."""
+        """Replaces the beams: each continues the beam `parent` with `word`, which has `log_prob`; all are (B, K)."""
         history = parent[:, :, None].expand_as(self.tokens)
         self.tokens = self.tokens.gather(1, history)
         self.tokens[:, :, position] = word
@@ -334,11 +342,11 @@ class Beams:
         return self.ended.all(1)
 
     def pick(self: BeamsType, images: Tensor) -> BeamsType:
-        """A copy of the beams of some images."""
+        """A copy of the beams of the images with the indices `images` (int64)."""
         return replace(self, **{name: getattr(self, name)[images] for name in BEAM_TENSORS})
 
     def write(self, images: Tensor, beams: Beams) -> None:
-        """Overwrites the beams of some images."""
+        """Overwrites the beams of the images with the indices `images` by `beams`, in this order."""
         for name in BEAM_TENSORS:
             getattr(self, name)[images] = getattr(beams, name)
 

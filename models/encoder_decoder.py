@@ -64,7 +64,7 @@ class DecoderLayer(Layer):
 
     @abstractmethod
     def mix_step(self, y: Tensor, cache: Any, index: int) -> Tensor:
-        """The same for the next token of each row, y (R, D) -> (R, D)."""
+        """`mix` for the next token of each row, y (R, D) -> (R, D); `index` is the number of this layer."""
 
     def project(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values (B, H, N, D / H) of the encoder's states."""
@@ -75,7 +75,7 @@ class DecoderLayer(Layer):
         return self.transform(self.residual(y, self.cross_norm, self.cross, *cross, bias))
 
     def forward(self, y: Tensor, states: Tensor, bias: Tensor | None, *context: Any) -> Tensor:
-        """y (R, T, D) with the encoder's states of B images."""
+        """The layer's output (R, T, D) for y (R, T, D) and the encoder's states of B images."""
         return self.read_image(self.mix(y, *context), self.project(states), bias)
 
     def step(self, y: Tensor, cache: TreeCache, index: int) -> Tensor:
@@ -105,7 +105,7 @@ def position_rows(table: Tensor, first: int, count: int) -> Tensor:
 
 
 def cross_bias(memory: Memory) -> Tensor | None:
-    """(B, 1, 1, N) to add to the scores of cross-attention; None without padding."""
+    """The bias (B, 1, 1, N) to add to the scores of cross-attention, which hides padding; None without padding."""
     return padding_bias(valid_tokens(memory.lengths, memory.states.shape[-2]), memory.states.dtype)
 
 
@@ -125,7 +125,7 @@ class EncoderDecoder(CaptionModel):
 
     def init_weights(self) -> None:
         """Calls every part's `init_weights` and draws `plain_maps` Xavier-uniform. Biases are as PyTorch draws them."""
-        for module in list(self.modules())[1:]:
+        for module in list(self.modules())[1:]:  # without this module itself
             draw_weights = getattr(module, "init_weights", None)
             if draw_weights is not None:
                 draw_weights()
@@ -162,7 +162,7 @@ class EncoderDecoder(CaptionModel):
                 f"{rows} captions do not divide by {images} images (remainder {rows % images if images else rows}); "
                 f"give the same number of captions for each image, row b*K+k for caption k of image b"
             )
-        y = self.embed(tokens, 0)
+        y = self.embed(tokens, position=0)
         return self.logits(layer_outputs(self.decoder, y, memory.states, cross_bias(memory), *context))
 
     @torch.no_grad()

@@ -1,7 +1,8 @@
 """Static and dynamic expansion (ExpansionNet v2, section III) in factorized form: the expanded sequence never exists.
 
 Shapes: B sequences, L tokens, D width, E expanded vectors, N_E expanded vectors a token. A leading 2 counts the
-streams, positive and negative.
+streams, positive and negative. In the dynamic expansion s, t and u have size L: s counts the tokens as owners of
+expanded vectors, t as their readers, u as sources of values.
 
 With A+ = relu(M), A- = relu(-M), forward weights F (A normalized over the input tokens) and backward weights R (A
 normalized over the expanded vectors), a stream of equations 5 and 7 is
@@ -67,7 +68,7 @@ class Expansion(Mixer):
         return self.dropout.active and not self.factorized_dropout
 
     def drop_vectors(self, backward: Tensor) -> Tensor:
-        """Drops whole expanded vectors (the last dimension), the same for all tokens of a sequence."""
+        """Drops whole expanded vectors (the last dimension of `backward`), the same for all tokens of a sequence."""
         if not self.dropout.active:
             return backward
         return backward * self.dropout(backward.new_ones(*backward.shape[:-2], 1, backward.shape[-1]))
@@ -77,11 +78,11 @@ class StaticExpansion(Expansion):
     """Block static expansion (paper III-A4) over the groups G; bidirectional."""
 
     def __init__(self, d_model: int, groups: tuple[int, ...], dropout: float, factorized_dropout: bool) -> None:
-        super().__init__(d_model, sum(groups), 4, dropout, factorized_dropout)
+        super().__init__(d_model, sum(groups), projections=4, dropout=dropout, factorized_dropout=factorized_dropout)
         self.groups = tuple(groups)
 
     def forward(self, x: Tensor, valid_mask: Tensor | None) -> Tensor:
-        """x (B, L, D); valid_mask (B, L) True at valid tokens, or None. -> (B, L, D)."""
+        """The mixed tokens (B, L, D) from x (B, L, D); valid_mask (B, L) is True at valid tokens, or None."""
         key, value_positive, value_negative, gate = self.in_proj(x).chunk(4, -1)
         m = torch.matmul(key, self.queries.t())  # (B, L, E), the paper's M transposed: groups are contiguous
         weights = static_weights(self.dropout(m), valid_mask, self.groups, self.epsilon)  # (B, L, E) each
@@ -98,7 +99,7 @@ class StaticExpansion(Expansion):
         return gated(gate, self.dropout(streams[0]), self.dropout(streams[1]))
 
     def mixing_macs(self, length: float) -> float:
-        """Multiply-accumulates beside the linear maps: M; R F^T, R bias of both streams and the product with V."""
+        """Multiply-accumulates beside the linear maps: M, and for each stream R F, R bias and the product with V."""
         vectors, width = self.queries.shape
         return 3 * vectors * length * width + 2 * length * length * (vectors + width)
 
@@ -106,12 +107,13 @@ class StaticExpansion(Expansion):
 class DynamicExpansion(Expansion):
     """Dynamic expansion (paper III-A1): N_E expanded vectors for each token; causal or bidirectional.
 
-    Queries are c_s + e_n, so M[(s, n), t] = c_s k_t + e_n k_t: an (L, L) and an (N_E, L) product, added by
-    broadcasting. The bias c_s + b_n splits in the same way, into (R summed over n) C + (R summed over s) E_B.
+    c_s and k_t are a token's condition and key, e_n and b_n are rows of E_Q and E_B. Queries are c_s + e_n, so that
+    M[(s, n), t] = c_s k_t + e_n k_t: an (L, L) and an (N_E, L) product, added by broadcasting. The bias c_s + b_n
+    splits in the same way, into (R summed over n) C + (R summed over s) E_B.
     """
 
     def __init__(self, d_model: int, vectors: int, causal: bool, dropout: float, factorized_dropout: bool) -> None:
-        super().__init__(d_model, vectors, 5, dropout, factorized_dropout)
+        super().__init__(d_model, vectors, projections=5, dropout=dropout, factorized_dropout=factorized_dropout)
         self.causal = causal
         self.vectors = vectors
 
@@ -125,7 +127,7 @@ class DynamicExpansion(Expansion):
             return self._expand(self._project(x), valid_mask)
 
     def _expand(self, projected: Tensor, valid_mask: Tensor | None) -> Tensor:
-        """Equations 1 to 8 from C, K, V1, V2 and the gate, projected (B, L, 5 D); (B, L, D)."""
+        """Equations 1 to 8: (B, L, D) from C, K, V1, V2 and the gate side by side, `projected` (B, L, 5 D)."""
         condition, key, value_positive, value_negative, gate = projected.chunk(5, -1)
         by_condition = torch.bmm(condition, key.mT)  # (B, s, t)
         by_vector = torch.matmul(key, self.queries.t()).mT  # (B, N_E, t)
@@ -164,7 +166,9 @@ class DynamicExpansion(Expansion):
         return valid_mask[:, None, None].to(m.dtype), valid_mask[:, :, None, None].to(m.dtype)  # over t, over s
 
     def mixing_macs(self, length: float) -> float:
-        """Multiply-accumulates beside the linear maps: c k; e k; of both streams R F^T, R bias, a C, product with V."""
+        """Multiply-accumulates beside the linear maps: c k and e k, and for each stream R F, both parts of R times the
+        bias, and the product with V.
+        """
         vectors, width = self.queries.shape
         return 5 * length * length * width + 3 * vectors * length * width + 2 * vectors * length**3
 
@@ -229,12 +233,14 @@ class DynamicExpansion(Expansion):
         count, width = cached.shape[2:]
         rows = backward.new_zeros(2, images, beams, count, self.vectors)
         rows.scatter_(3, paths[..., None].expand(-1, -1, -1, -1, self.vectors), backward.mT)
-        over = backward.new_empty(2, 2, images, beams, length)  # over V and over C, of each stream
-        torch.bmm(rows.flatten(3).flatten(0, 1), columns.flatten(2, 3).flatten(0, 1), out=over[0].flatten(0, 1))
-        torch.sum(backward, 3, out=over[1])
-        weights = backward.new_zeros(2, 2, images, beams, count).scatter_(4, paths.expand(2, -1, -1, -1, -1), over)
+        # the weights of a path's tokens: (values or conditions, stream, B, K, t)
+        path_weights = backward.new_empty(2, 2, images, beams, length)
+        torch.bmm(rows.flatten(3).flatten(0, 1), columns.flatten(2, 3).flatten(0, 1), out=path_weights[0].flatten(0, 1))
+        torch.sum(backward, 3, out=path_weights[1])
+        weights = backward.new_zeros(2, 2, images, beams, count)
+        weights.scatter_(4, paths.expand(2, -1, -1, -1, -1), path_weights)
         streams = torch.mm(by_vector, self.biases).view(2, images, beams, width)
-        for stream, value, over_values, over_conditions in zip(streams, cached[2:], *weights, strict=True):
-            stream.baddbmm_(over_values, value).baddbmm_(over_conditions, cached[0])
+        for stream, value, value_weights, condition_weights in zip(streams, cached[2:], *weights, strict=True):
+            stream.baddbmm_(value_weights, value).baddbmm_(condition_weights, cached[0])
         positive, negative = streams.flatten(1, 2)
         return gated(gate, positive, negative)

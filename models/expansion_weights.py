@@ -41,17 +41,18 @@ def inverse(sums: Tensor, dtype: torch.dtype, epsilon: float) -> Tensor:
     """1 / (sums + epsilon) in `dtype`; overwrites `sums`, which must be float32 or float64 so that epsilon counts."""
     result = sums.add_(epsilon).reciprocal_()
     if dtype == torch.float16:  # an all-zero row would give inf, and inf * 0 = nan
-        result = result.clamp_(max=6e4)
+        result = result.clamp_(max=6e4)  # float16 ends at 65504
     return result.to(dtype)
 
 
 def _normalized_gradient(gradient: Tensor, y: Tensor, inverse: Tensor, dims: Dims) -> Tensor:
+    """The gradient r (dy - sum(dy y)) of a, from dy = `gradient` and r = `inverse`; the sum is over `dims`."""
     product = gradient * y
     return torch.sub(gradient, total(product, dims).to(y.dtype), out=product).mul_(inverse)
 
 
 def _signed_gradient(positive: Tensor, above: Tensor, negative: Tensor, below: Tensor) -> Tensor:
-    """Gradient of M from those of its two parts, where `above` and `below` are above 0."""
+    """The gradient of M from those of its two parts, which count where `above` or `below`, respectively, is above 0."""
     relu_gradient = torch.ops.aten.threshold_backward  # one pass; a comparison and a product would be two
     return relu_gradient(positive, above, 0).sub_(relu_gradient(negative, below, 0))
 
@@ -89,7 +90,7 @@ class _StaticWeights(torch.autograd.Function):
                 da *= valid_mask
             split = (x.split(ctx.groups, -1) for x in (da, gradients[2 * stream + 1], backward))
             for part, gradient, y, group_inverse in zip(*split, group_inverses, strict=True):
-                # y = a r / |G|, so the sum runs over a r = |G| y
+                # here y is a r divided by the number of groups, `count`, so that the sum is taken over count * y
                 product = gradient * y
                 shift = total(product, -1).to(y.dtype)
                 part += torch.sub(gradient, shift, alpha=count, out=product).mul_(group_inverse)

@@ -124,10 +124,10 @@ class ExpansionNet(EncoderDecoder):
         return replace(macs, encoder=encoder, token=macs.token + linear_macs(self.decoder_sum))
 
     def paper_macs(self, image_tokens: int, caption_tokens: float) -> float:
-        """Table VI: one teacher-forced pass in the materialized form.
+        """See `CaptionModel.paper_macs`: one teacher-forced pass in the materialized form, as in Table VI.
 
         A baseline self-attention is counted with 3 projections, and one of the encoder's two maps from 1536 to 512 is
-        left out. The captioner alone, without a backbone.
+        left out. The backbone is not counted.
         """
         config, n, t = self.config, image_tokens, caption_tokens
         d, word = config.d_model, self.config.d_model * self.sizes.vocabulary_size

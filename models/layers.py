@@ -21,8 +21,9 @@ class _ByteDropout(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dropped: int) -> Tensor:
         """Drops each element with probability `dropped` / 256 (torch's default generator)."""
         count = x.numel()
-        # whole 64-bit words: one call of the generator gives eight elements
+        # random 64-bit words, rounded up: one draw of the generator gives the bytes of eight elements
         words = torch.empty((count + 7) // 8, dtype=torch.int64, device=x.device).random_(-(2**63), None)
+        # a random byte below `dropped` becomes 0, any other 1
         mask = words.view(torch.uint8)[:count].view(x.shape).clamp_(dropped - 1, dropped).sub_(dropped - 1)
         ctx.save_for_backward(mask)
         ctx.scale = 256 / (256 - dropped)
@@ -35,6 +36,7 @@ class _ByteDropout(torch.autograd.Function):
 
 
 def _scaled(x: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """x * mask * scale in one pass over memory."""
     factor = mask.to(x.dtype)  # a product with a uint8 or bool tensor would not be vectorized
     return torch.addcmul(x.new_zeros(()), x, factor, value=scale, out=factor)
 
@@ -99,7 +101,7 @@ class FeedForward(nn.Module):
 
 
 def padding_bias(valid_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """(B, 1, 1, N) to add to attention scores: 0 at valid tokens, -1e4 at padding. None when there is no padding."""
+    """The bias (B, 1, 1, N) to add to attention scores: 0 at valid tokens, -1e4 at padding. None without a mask."""
     if valid_mask is None:
         return None
     bias = torch.zeros(valid_mask.shape, dtype=dtype, device=valid_mask.device)
@@ -117,7 +119,9 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-    """Scaled dot-product attention: (B, H, Q, d) over keys and values (B, H, N, d), bias broadcast to (B, H, Q, N).
+    """Scaled dot-product attention of Q queries (B, H, Q, d) over keys and values (B, H, N, d), where d is D / H.
+
+    `bias` is broadcast to the scores (B, H, Q, N).
 
     Keys from `cached_for_steps` belong to a decoding step: for its few queries torch's fused kernel on a CPU takes
     longer than the two products written out.
@@ -155,7 +159,7 @@ class OutputProjection(nn.Linear):
         super().__init__(self.blocks * d_model, self.blocks * d_model)
 
     def forward(self, mixed: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
-        """mixed, the attended values, and x, the queries' input, both (..., D)."""
+        """The mapped values (..., D), from the attended values `mixed` and the queries' input x, both (..., D)."""
         if self.blocks == 1:
             return super().forward(mixed)
         return F.glu(super().forward(torch.cat((mixed, x.to(mixed.dtype)), -1)))
@@ -175,7 +179,7 @@ class CrossAttention(nn.Module):
 
     def init_weights(self) -> None:
         xavier_blocks_(self.query.weight)
-        xavier_blocks_(self.key_value.weight, 2)
+        xavier_blocks_(self.key_value.weight, blocks=2)
         xavier_blocks_(self.out_proj.weight, self.out_proj.blocks)
 
     def project(self, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,7 +188,10 @@ class CrossAttention(nn.Module):
         return split_heads(key, self.num_heads), split_heads(value, self.num_heads)
 
     def forward(self, x: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        """x (B*K, T, D) against keys and values of B images; bias (B, 1, 1, N) or None."""
+        """The output (B*K, T, D) of queries from x (B*K, T, D) over the keys and values of B images.
+
+        bias is (B, 1, 1, N), or None.
+        """
         # the K captions of an image form one longer query sequence, so that its keys are read once
         rows, length, width = x.shape
         query = split_heads(self.query(x).view(key.shape[0], -1, width), self.num_heads)
@@ -202,12 +209,12 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def step_macs(self, slots: int, length: int) -> float:
-        """The same for one token of a cached step, whose products run over all slots of the image."""
+        """`mixing_macs` for one token of the `length`-th cached step, whose products run over all slots of an image."""
         raise NotImplementedError
 
 
 class SelfAttention(Mixer):
-    """Multi-head self-attention, causal or bidirectional: the baseline's mixer, of which no code is public."""
+    """Multi-head self-attention, causal or bidirectional: the mixer of the baseline, whose code is not public."""
 
     def __init__(self, d_model: int, num_heads: int, causal: bool, attention_on_attention: bool = False) -> None:
         super().__init__()
@@ -217,7 +224,7 @@ class SelfAttention(Mixer):
         self.out_proj = OutputProjection(d_model, attention_on_attention)
 
     def init_weights(self) -> None:
-        xavier_blocks_(self.in_proj.weight, 3)
+        xavier_blocks_(self.in_proj.weight, blocks=3)
         xavier_blocks_(self.out_proj.weight, self.out_proj.blocks)
 
     def project(self, x: Tensor) -> list[Tensor]:
@@ -225,7 +232,7 @@ class SelfAttention(Mixer):
         return [split_heads(part, self.num_heads) for part in self.in_proj(x).chunk(3, -1)]
 
     def forward(self, x: Tensor, valid_mask: Tensor | None = None) -> Tensor:
-        """x (B, L, D); valid_mask (B, L) True at valid tokens, or None."""
+        """The mixed tokens (B, L, D) from x (B, L, D); valid_mask (B, L) is True at valid tokens, or None."""
         query, key, value = self.project(x)
         bias = padding_bias(valid_mask, query.dtype)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, is_causal=self.causal)
@@ -238,9 +245,9 @@ class SelfAttention(Mixer):
         return 2 * slots * self.in_proj.in_features
 
     def project_step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> tuple[Tensor, ...]:
-        """Queries (B, H, K, D / H) of x (B*K, D), keys and values of all slots, and whether a slot is on a beam's path.
+        """Queries (B, H, K, D / H) from x (B*K, D), keys and values (B, H, slots, D / H), and a mask (B, K, slots).
 
-        The last is (B, K, slots); ancestors (B, K, t) are the slots on the paths.
+        The mask is True at the slots on a beam's path, which ancestors (B, K, t) lists.
         """
         images, beams, _ = ancestors.shape
         maps = self.in_proj(x).view(images, beams, 3, -1)

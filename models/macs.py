@@ -13,6 +13,7 @@ import torch
 from models.base import CaptionModel, ModelConfig, ModelSizes
 from models.registry import build_model
 
+# the sizes that Table VI counts for
 TABLE_6_IMAGES = 5000
 TABLE_6_IMAGE_TOKENS = 144
 TABLE_6_CAPTION_TOKENS = 12.5

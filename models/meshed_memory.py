@@ -54,7 +54,8 @@ class MemoryAttention(SelfAttention):
     """Self-attention with M learned keys sqrt(D / H) m_k and values sqrt(M) m_v per head, never masked (equation 3)."""
 
     def __init__(self, config: MeshedMemoryConfig) -> None:
-        super().__init__(config.d_model, config.num_heads, False, config.attention == "on_attention")
+        on_attention = config.attention == "on_attention"
+        super().__init__(config.d_model, config.num_heads, causal=False, attention_on_attention=on_attention)
         self.num_slots = config.num_memory_slots
         if self.num_slots:
             self.memory_keys = nn.Parameter(torch.empty(self.num_slots, config.d_model))
@@ -67,7 +68,7 @@ class MemoryAttention(SelfAttention):
                 nn.init.xavier_uniform_(memory[None])  # the reference's (1, M, D): fans of M * D and D
 
     def forward(self, x: Tensor, valid_mask: Tensor | None = None) -> Tensor:
-        """x (B, N, D); valid_mask (B, N) True at valid tokens, or None."""
+        """The mixed tokens (B, N, D) from x (B, N, D); valid_mask (B, N) is True at valid tokens, or None."""
         query, key, value = self.project(x)
         if self.num_slots:
             scale = math.sqrt(query.shape[-1])
@@ -82,7 +83,7 @@ class MemoryAttention(SelfAttention):
         return 2 * length * (length + self.num_slots) * self.in_proj.in_features
 
     def _scaled_slots(self, memory: Tensor, scale: float, like: Tensor) -> Tensor:
-        """Scaled slots (B, H, M, D / H) in the dtype of `like`, the projections, which autocast may have chosen."""
+        """`memory` (M, D) times `scale` as (B, H, M, D / H), in the dtype of the projections `like` (autocast's)."""
         slots = split_heads(memory[None] * scale, self.num_heads)
         return slots.to(like.dtype).expand(like.shape[0], -1, -1, -1)
 
@@ -131,7 +132,7 @@ class MeshedAttention(nn.Module):
             nn.init.xavier_uniform_(cast(nn.Linear, gate).weight)
 
     def forward(self, s: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        """s (R, T, D), keys and values (B, L, H, N, D / H); (R, T, D)."""
+        """The result (R, T, D) for the decoder's states s (R, T, D) and keys and values (B, L, H, N, D / H)."""
         results = self.norm(s[:, None] + self.dropout(self.attention(s, key, value, bias)))  # (R, L, T, D)
         if not self.gates:
             return results[:, 0]
@@ -160,10 +161,12 @@ class MeshedDecoderLayer(DecoderLayer):
     def __init__(self, config: MeshedMemoryConfig, index: int) -> None:
         super().__init__(config, pre_norm=False)
         count = config.num_encoder_layers
-        last = {"one_to_one": index + 1}.get(config.connection, count)
+        last = index + 1 if config.connection == "one_to_one" else count
         self.levels = slice(0 if config.connection == "meshed" else last - 1, last)
-        attention_on_attention = config.attention == "on_attention"
-        self.attention = SelfAttention(config.d_model, config.num_heads, True, attention_on_attention)
+        on_attention = config.attention == "on_attention"
+        self.attention = SelfAttention(
+            config.d_model, config.num_heads, causal=True, attention_on_attention=on_attention
+        )
         self.attention_norm = nn.LayerNorm(config.d_model)
         self.meshed = MeshedAttention(config, self.levels.stop - self.levels.start)
         self.feed_forward = FeedForward(config.d_model, config.d_ff, config.dropout)
@@ -213,5 +216,5 @@ class MeshedMemoryTransformer(EncoderDecoder):
         return Memory(torch.stack(layer_outputs(self.encoder, x, valid_mask), 1), features.lengths)
 
     def embed(self, tokens: Tensor, position: int) -> Tensor:
-        """The embeddings are neither scaled nor dropped, as in the reference."""
+        """As in the reference, there is neither a scale nor dropout."""
         return self.token_embedding(tokens) + position_rows(cast(Tensor, self.positions), position, tokens.shape[1])

@@ -42,14 +42,14 @@ class TiedOutput(nn.Linear):
 
 
 def token_embedding(config: ModelConfig, sizes: ModelSizes) -> nn.Embedding:
-    """Tokens (...) to (..., D)."""
+    """The layer that maps tokens (...) to embeddings (..., D)."""
     if config.word_vector_width is None:
         return nn.Embedding(sizes.vocabulary_size, config.d_model)
     return WordVectors(sizes.vocabulary_size, config.word_vector_width, config.d_model, config.train_word_vectors)
 
 
 def lm_head(config: ModelConfig, sizes: ModelSizes, embedding: nn.Embedding, bias: bool = True) -> nn.Linear:
-    """States (..., D) to logits (..., V); tied to the words where they are given vectors."""
+    """The layer that maps states (..., D) to logits (..., V); with given vectors it uses those of `embedding`."""
     if isinstance(embedding, WordVectors):
         return TiedOutput(embedding, config.d_model)
     return nn.Linear(config.d_model, sizes.vocabulary_size, bias=bias)

@@ -42,18 +42,19 @@ def bench_caption(
     model = paper_model(device)
     backbone = Backbone(BackboneConfig()).eval().to(device)
     features = Features(torch.randn(images, IMAGE_TOKENS, FEATURE_WIDTH, device=device))
-    files, transform = list(noise_jpegs(images, 30, 40)), ImageTransform(backbone.config.image_size)
+    files, transform = list(noise_jpegs(images, rows=30, columns=40)), ImageTransform(backbone.config.image_size)
 
     def caption_files() -> None:
         pixels = torch.stack([transform(decode_image(data, MAX_PIXELS)) for data in files]).to(device)
         search(model, Features(backbone(pixels)))
 
     def print_rate(name: str, run: Callable[[], Any]) -> float:
+        """Measures `run`; prints and returns its images per second."""
         _, seconds = median_seconds(run, repeats, warm_up=1, device=device)
         print(f"{name:<34}{images / seconds:>9.2f} images/s", flush=True)
         return images / seconds
 
-    in_bfloat16 = torch.autocast(device.type, torch.bfloat16)  # a decorator
+    in_bfloat16 = torch.autocast(device.type, torch.bfloat16)  # used as a decorator
     hardware = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     print(
         f"{images} images, beam 5 to 20 tokens, {backbone.config.name} and ExpansionNet v2; {hardware}; {repeats} runs"

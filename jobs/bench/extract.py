@@ -49,7 +49,7 @@ def bench_extract(
 
     with tempfile.TemporaryDirectory(prefix="raycap-bench-") as scratch:
         root = Path(scratch)
-        table = _images(images, count, root)
+        table = _image_table(images, count, root)
         threads = threads or os.cpu_count() or 1
         overrides = [
             f"storage={root}",
@@ -65,29 +65,29 @@ def bench_extract(
         extractor = Extractor(config.backbone, weights, config.features, config.data.max_pixels)
         dtype = resolve_dtype("auto")
         print(f"{len(table)} images, swin_tiny at {image_size} px, batches of {batch_size}, {dtype}, {threads} threads")
-        plain_before = in_new_process(_plain_loop, extractor, dtype, table)
-        start_ray(config, None)
-        ray_data = _ray_data(table, root / "ray", extractor)
+        plain_before = in_new_process(_plain_loop_rate, extractor, dtype, table)
+        start_ray(config, address=None)
+        ray_data = _ray_data_rate(table, root / "ray", extractor)
         ray.shutdown()
-        plain_after = in_new_process(_plain_loop, extractor, dtype, table)
+        plain_after = in_new_process(_plain_loop_rate, extractor, dtype, table)
     print(f"plain loop   {plain_before:.1f} and {plain_after:.1f} images/s, before and after")
     print(f"Ray Data     {ray_data:.1f} images/s")
     print(f"ratio        {ray_data / ((plain_before + plain_after) / 2):.3f}")
 
 
-def _images(folder: Path | None, count: int, scratch: Path) -> pa.Table:
-    """Keys and paths of `count` images: those of a folder, or generated noise of COCO's size."""
+def _image_table(folder: Path | None, count: int, scratch: Path) -> pa.Table:
+    """A table with the content keys and paths of `count` images from a folder, or of noise images if it is None."""
     if folder is None:
         folder = scratch / "images"
         folder.mkdir()
-        for number, data in enumerate(noise_jpegs(count, 60, 80)):
+        for number, data in enumerate(noise_jpegs(count, rows=60, columns=80)):
             (folder / f"{number}.jpg").write_bytes(data)
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png"))[:count]
     keys = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
     return pa.table({"key": keys, "uri": [str(path) for path in paths]})
 
 
-def _plain_loop(extractor: Extractor, dtype: str, table: pa.Table) -> float:
+def _plain_loop_rate(extractor: Extractor, dtype: str, table: pa.Table) -> float:
     """Images per second of a loop that decodes, resizes and computes one batch after the other in one thread."""
     from pipeline.features.extraction import ShardWriter
 
@@ -105,7 +105,7 @@ def _plain_loop(extractor: Extractor, dtype: str, table: pa.Table) -> float:
     return (len(uris) - size) / (time.monotonic() - begin)
 
 
-def _ray_data(table: pa.Table, folder: Path, extractor: Extractor) -> float:
+def _ray_data_rate(table: pa.Table, folder: Path, extractor: Extractor) -> float:
     """Images per second through Ray Data, from the first finished shard to the last."""
     from pipeline.features.extraction import compute
 

@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 def timed(call: Callable[[], Result], device: torch.device | None = None) -> tuple[Result, float]:
-    """The result of a call and its seconds. On a GPU the time includes the work that the call has queued there."""
+    """The result of a call, and its seconds. On a GPU the time includes the work that the call has queued there."""
     begin = time.perf_counter()
     result = call()
     if device is not None and device.type == "cuda":
@@ -45,7 +45,7 @@ def in_new_process(function: Callable[..., Result], *arguments: Any) -> Result:
 
 
 def percent_changes(ratios: Sequence[float]) -> tuple[str, str]:
-    """The median of ratios as a change in percent, and the list of all changes."""
+    """The median of ratios as a change in percent, and the list of all changes, both as text."""
     changes = [100 * (ratio - 1) for ratio in ratios]
     return f"{statistics.median(changes):+.1f} %", ", ".join(f"{change:+.1f}" for change in changes)
 

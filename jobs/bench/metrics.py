@@ -16,8 +16,9 @@ from pipeline.scoring.metrics import BLEU, Score, score_captions
 from pipeline.scoring.result_files import ImageId, read_references
 
 METRICS = (*BLEU, "ROUGE-L", "CIDEr-D")
-NUM_REFERENCES = 5
+NUM_REFERENCES = 5  # captions per image
 
+# alternatives for the parts of a generated caption
 SUBJECTS = (
     "A man|A young woman in a red hat|Two dogs|A black-and-white cat|Several people|The boy's brother|"
     'A group of tourists|An old truck|A bowl of fruit|A street sign that says "Main St."|Three zebras|'
@@ -68,12 +69,13 @@ def bench_metrics(
 def _pycocoevalcap(
     captions: dict[ImageId, list[str]], predictions: dict[ImageId, str], repeats: int
 ) -> dict[str, Score]:
-    """The metrics of pycocoevalcap, whose times are printed."""
+    """Computes the metrics with pycocoevalcap, and prints how long it took."""
     from pycocoevalcap.bleu.bleu import Bleu
     from pycocoevalcap.cider.cider import Cider
     from pycocoevalcap.rouge.rouge import Rouge
     from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
 
+    # pycocoevalcap's format, first of the references, then of the predictions
     raw = [{image: [{"caption": text} for text in texts] for image, texts in captions.items()}]
     raw.append({image: [{"caption": predictions[image]}] for image in captions})
     try:
@@ -101,11 +103,11 @@ def _pycocoevalcap(
 def _difference(ours: Score, theirs: Score) -> float:
     """The largest difference of the values, over all images and per image."""
     pairs = zip([ours.value, *(ours.per_image or [])], [theirs.value, *(theirs.per_image or [])], strict=True)
-    return max(abs((a or 0.0) - (b or 0.0)) for a, b in pairs)
+    return max(abs((a or 0.0) - (b or 0.0)) for a, b in pairs)  # a metric without a value counts as 0
 
 
 def _captions_from(path: Path, images: int) -> dict[ImageId, list[str]]:
-    """Five captions for each of the first images of a file; UserError when too few images have five."""
+    """The first five captions of the first `images` images in a file that have five; UserError if fewer have."""
     references = read_references(path)
     enough = {image: texts[:NUM_REFERENCES] for image, texts in references.items() if len(texts) >= NUM_REFERENCES}
     if len(enough) < images:
@@ -114,6 +116,7 @@ def _captions_from(path: Path, images: int) -> dict[ImageId, list[str]]:
 
 
 def _generated(images: int) -> dict[ImageId, list[str]]:
+    """Five captions for each image, put together at random from the parts above."""
     generator, parts = random.Random(0), [part.split("|") for part in (SUBJECTS, VERBS, OBJECTS, ENDS)]
 
     def caption() -> str:

@@ -32,14 +32,17 @@ from pipeline.runtime.cpu import prepare_processor
 from pipeline.scoring.published import ablation
 
 IMAGE_TOKENS, FEATURE_WIDTH, CAPTION_TOKENS = 144, 1536, 20
-SAMPLE_TOKENS = CAPTION_TOKENS + 1  # the reference's sampler does not count SOS
+SAMPLE_TOKENS = CAPTION_TOKENS + 1  # with SOS, which the reference's sampler does not count
 BEAMS = SAMPLES = 5
-BFLOAT16_LIMIT = 3e-2
-SIZES = ModelSizes(FEATURE_WIDTH, 10_000, 74, sos=0, eos=1, pad=2)
+BFLOAT16_LIMIT = 3e-2  # relative error of logits; the rows within it are counted
+SIZES = ModelSizes(FEATURE_WIDTH, vocabulary_size=10_000, max_positions=74, sos=0, eos=1, pad=2)
 
 
 class Row(NamedTuple):
-    """Median seconds of both forms in one measurement, and the ratio that is required (`target`)."""
+    """Median seconds of the materialized form and of the factorized form in one measurement.
+
+    `target` is the speedup (`ratio`) that is required.
+    """
 
     name: str
     target: float
@@ -86,7 +89,7 @@ def paper_model(device: torch.device) -> ExpansionNet:
     model = ExpansionNet(ExpansionNetConfig(), SIZES)
     model.init_weights()
     with torch.no_grad():
-        model.lm_head.bias[SIZES.eos] = -1e4
+        model.lm_head.bias[SIZES.eos] = -1e4  # EOS is never chosen
     return model.to(device).eval()
 
 
@@ -103,10 +106,11 @@ def draw_samples(model: CaptionModel, features: Features) -> Captions:
 
 @torch.no_grad()
 def measure(model: ExpansionNet, images: int, repeats: int) -> tuple[list[Row], Tensor]:
-    """Prints and returns the times of both forms, and the errors (images * tokens,) of bfloat16.
+    """Prints and returns the times of the materialized and the factorized form, and the errors of bfloat16.
 
-    Both forms run first with Python's default allocator, as the reference runs, and these times are returned. Then they
-    run after `prepare_processor`, as raycap runs: freed memory is kept for reuse.
+    The errors have one entry per caption token, (images * CAPTION_TOKENS,). Both forms run first with Python's default
+    allocator, as the reference runs, and these times are returned. Then they run after `prepare_processor`, as raycap
+    runs: freed memory is kept for reuse.
     """
     rows = compare_forms(model, images, repeats)
     prepare_processor()
@@ -115,7 +119,10 @@ def measure(model: ExpansionNet, images: int, repeats: int) -> tuple[list[Row], 
 
 
 def compare_forms(model: ExpansionNet, images: int, repeats: int) -> list[Row]:
-    """Times both forms of the expansions, of beam search and of sampling; one row per measurement."""
+    """Times the materialized form (`MaterializedModel`, as the reference) and the factorized form (raycap's own).
+
+    There is a row for each expansion, for beam search and for sampling, and for each measured precision.
+    """
     device = model.lm_head.weight.device
     slow = MaterializedModel(model)
     features = Features(torch.randn(images, IMAGE_TOKENS, model.sizes.feature_width, device=device))
@@ -125,11 +132,11 @@ def compare_forms(model: ExpansionNet, images: int, repeats: int) -> list[Row]:
     causal = torch.ones(CAPTION_TOKENS, CAPTION_TOKENS, dtype=torch.bool, device=device).tril().expand(images, -1, -1)
     dynamic, static = model.decoder[0].mixer, model.encoder[0].mixer
     assert isinstance(dynamic, DynamicExpansion) and isinstance(static, StaticExpansion)
-    in_bfloat16 = torch.autocast(device.type, torch.bfloat16)  # a decorator
+    in_bfloat16 = torch.autocast(device.type, torch.bfloat16)  # used as a decorator
     rows = []
 
     def compare(name: str, materialized: Callable[[], Any], factorized: Callable[[], Any], *targets: float) -> None:
-        """Adds a row for float32 and, with a second target, one for bfloat16."""
+        """Adds a row for float32 with the first of the required speedups, and one for bfloat16 if there is a second."""
         runs = [materialized, factorized, in_bfloat16(factorized)][: 1 + len(targets)]
         # The runs take turns, so that a busy moment of the machine affects all of them. The first round warms up.
         rounds = [[timed(run, device)[1] for run in runs] for _ in range(repeats + 1)][1:]
@@ -152,7 +159,7 @@ def compare_forms(model: ExpansionNet, images: int, repeats: int) -> list[Row]:
 
 
 def _print_ratios(rows: list[Row], rows_kept: list[Row]) -> None:
-    """Prints a table; `rows_kept` are the times of a process that keeps freed memory."""
+    """Prints a table of the times: `rows` from a plain process, `rows_kept` from one that keeps freed memory."""
     print("\nmedian ms in a plain process, as the reference runs; kept: in one that keeps freed memory, as raycap does")
     print("targets are for 16 images on 2 cores with bfloat16 units")
     print(
@@ -181,9 +188,9 @@ def _bfloat16_errors(model: ExpansionNet, images: int) -> Tensor:
         rounded = model(features, tokens).float()
     model.lm_head.bias[sizes.eos] = eos_bias
     errors = ((rounded - exact).abs().amax(-1) / exact.abs().amax(-1)).flatten()
-    middle, late = errors.quantile(torch.tensor([0.5, 0.99], device=device)).tolist()
+    middle, high = errors.quantile(torch.tensor([0.5, 0.99], device=device)).tolist()
     print(
-        f"\nbfloat16 autocast, random weights and words: logits off by {middle:.1e} (median), {late:.1e} (99 %), "
+        f"\nbfloat16 autocast, random weights and words: logits off by {middle:.1e} (median), {high:.1e} (99 %), "
         f"{float(errors.max()):.1e} (greatest) of the row's largest float32 logit; "
         f"{int((errors <= BFLOAT16_LIMIT).sum())} of {len(errors)} rows within {BFLOAT16_LIMIT:g}"
     )
@@ -191,6 +198,7 @@ def _bfloat16_errors(model: ExpansionNet, images: int) -> Tensor:
 
 
 def _print_costs() -> None:
+    """Prints the multiply-accumulates of Table VI's rows, as printed there and as counted here."""
     print(
         f"\nCost of {TABLE_6_IMAGES:,} images in 1e12 multiply-accumulates, {TABLE_6_CAPTION_TOKENS} tokens "
         f"teacher-forced; beam {BEAMS} to {CAPTION_TOKENS} tokens as executed\n\n"
@@ -208,9 +216,10 @@ def _print_costs() -> None:
         paper, executed, searched = (
             macs * TABLE_6_IMAGES / 1e12 for macs in (counted.paper, counted.executed, counted.beam_search)
         )
+        deviation = 1e14 * paper / printed - 100  # in percent; `paper` is in 1e12, `printed` is not
         print(
             f"| {_group_cell(groups)} | {vectors or 'attention'} | {printed / 1e12:.2f} | {paper:.3f} "
-            f"({1e14 * paper / printed - 100:+.2f} %) | {executed:.2f} | {searched:.2f} | {counted.parameters:,} |"
+            f"({deviation:+.2f} %) | {executed:.2f} | {searched:.2f} | {counted.parameters:,} |"
         )
 
 

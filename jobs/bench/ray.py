@@ -22,7 +22,7 @@ from pipeline.runs.journal import read_journal
 if TYPE_CHECKING:
     from pipeline.training.loop import StageJob
 
-STEPS, SKIPPED = 40, 8  # the first 40 steps are read, of which 8 are a warm-up that is not measured
+STEPS, SKIPPED = 40, 8  # the first 40 steps of each run are read; their first 8, a warm-up, are not measured
 
 
 def bench_ray(
@@ -44,7 +44,7 @@ def bench_ray(
         config = parse_config(synthetic_settings(root))
         folder = prepare(config)
         store = random_store(folder, root / "store")
-        start_ray(config, None)
+        start_ray(config, address=None)
         times: dict[str, list[float]] = {"plain process": [], "Ray Train": []}
         waits: list[float] = []
         for pair in range(pairs):
@@ -82,12 +82,12 @@ def random_store(folder: RunFolder, path: Path) -> Path:
     keys = sorted(set(folder.dataset.column("key")))
     shape = (len(keys), 144, folder.sizes.feature_width)
     write_shard(path, keys, np.random.default_rng(0).standard_normal(shape).astype(np.float16))
-    mark_complete(path, {}, len(keys))
+    mark_complete(path, description={}, rows=len(keys))
     return path
 
 
 def _run(run: Path, store: Path, *, on_ray: bool) -> tuple[float, float]:
-    """Trains one stage from its beginning; its median seconds per step and the share of time spent waiting for data."""
+    """Trains one stage from its beginning. Returns the median seconds per step and the share of waiting for data."""
     from jobs.train import fit
     from pipeline.training.loop import StageJob
 

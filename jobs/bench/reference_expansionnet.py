@@ -22,23 +22,23 @@ from models.expansion import DynamicExpansion, StaticExpansion
 from models.expansionnet import ExpansionNet
 from models.layers import SelfAttention
 
-EPSILON = 1e-9
-MASKED_SCORE = -1e4
+EPSILON = 1e-9  # of equation 4
+MASKED_SCORE = -1e4  # the reference's score for masked keys
 
 
 def linear_maps(maps: nn.Linear, count: int, x: Tensor) -> list[Tensor]:
-    """The fused maps of a layer one by one."""
+    """The outputs of the `count` linear maps of x that the layer `maps` fuses, each computed as its own product."""
     weights, biases = maps.weight.chunk(count), maps.bias.chunk(count)
     return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
 def normalize(x: Tensor) -> Tensor:
-    """Equation 4, over the last dimension."""
+    """Divides x by its sum over the last dimension (equation 4)."""
     return x / (x.sum(-1, keepdim=True) + EPSILON)
 
 
 def static_expansion(layer: StaticExpansion, x: Tensor, valid_mask: Tensor | None) -> Tensor:
-    """x (B, N, D), valid_mask (B, N) or None -> (B, N, D). Equations 2 to 9."""
+    """Equations 2 to 9: (B, N, D) from x (B, N, D); valid_mask (B, N) is True at valid tokens, or None."""
     key, *values, gate = linear_maps(layer.in_proj, 4, x)
     scores = layer.queries @ key.transpose(1, 2) / math.sqrt(x.shape[-1])  # M (B, E, N)
     streams = []
@@ -54,14 +54,15 @@ def static_expansion(layer: StaticExpansion, x: Tensor, valid_mask: Tensor | Non
 
 
 def dynamic_expansion(layer: DynamicExpansion, x: Tensor, mask: Tensor) -> Tensor:
-    """x (B, T, D), mask (B, T, T) True where position s sees t -> (B, T, D). Equations 1 to 8."""
+    """Equations 1 to 8: (B, T, D) from x (B, T, D); mask (B, T, T) is True where a position (row) may read another."""
     batch, _, width = x.shape
     condition, key, *values, gate = linear_maps(layer.in_proj, 5, x)
     queries = (condition[:, :, None] + layer.queries).view(batch, -1, width)  # (B, T * N_E, D)
     biases = (condition[:, :, None] + layer.biases).view(batch, -1, width)
     scores = queries @ key.transpose(1, 2) / math.sqrt(width)  # M (B, T * N_E, T)
     forward_mask = mask.repeat_interleave(layer.vectors, 1)
-    backward_mask = mask.repeat_interleave(layer.vectors, 2)  # t uses the vectors of the positions that it sees
+    # a position reads the vectors of the positions that it may read
+    backward_mask = mask.repeat_interleave(layer.vectors, 2)
     streams = []
     for value, signed in zip(values, (scores, -scores), strict=True):
         forward = normalize(F.relu(signed).masked_fill(~forward_mask, 0.0))
@@ -73,7 +74,10 @@ def dynamic_expansion(layer: DynamicExpansion, x: Tensor, mask: Tensor) -> Tenso
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, num_heads: int, mask: Tensor | None) -> Tensor:
-    """(B, T, D) against (B, N, D); mask (B, T or 1, N) True where a query sees a key."""
+    """Multi-head attention (B, T, D) of queries (B, T, D) to keys and values (B, N, D).
+
+    mask (B, T or 1, N) is True where a query may attend to a key.
+    """
     q, k, v = (x.view(x.shape[0], x.shape[1], num_heads, -1).transpose(1, 2) for x in (query, key, value))
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
     if mask is not None:
@@ -83,7 +87,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, num_heads: int, mask: T
 
 
 def mix(layer: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
-    """Dynamic expansion or self-attention under a mask (B, T, T)."""
+    """The output (B, T, D) of dynamic expansion or self-attention under a mask (B, T, T)."""
     if isinstance(layer, DynamicExpansion):
         return dynamic_expansion(layer, x, mask)
     assert isinstance(layer, SelfAttention)

@@ -19,7 +19,7 @@ from pipeline.scoring.result_files import read_references
 
 CAPTIONS = 2000  # one step of 400 images with 5 samples each
 PLAIN_CAPTIONS = 400  # the plain scorer scores only the first of them
-REPEATS = 20
+REPEATS = 20  # scorings of all captions, of which the median is taken
 
 
 def bench_reward(references: References = None) -> None:
@@ -34,8 +34,9 @@ def bench_reward(references: References = None) -> None:
     captions = _word_numbers(references) if references else _generated()
     scorer, build_seconds = timed(partial(CiderD.build, captions))
     images = np.random.default_rng(0).integers(0, len(captions), CAPTIONS)
-    # Every third caption is that of another image, so that captions match in part, as sampled ones do.
-    sampled = [captions[(image + (row % 3 == 0)) % len(captions)][0] for row, image in enumerate(images)]
+    # Every third caption is that of the next image, so that captions match in part, as sampled ones do.
+    sources = [image + 1 if row % 3 == 0 else image for row, image in enumerate(images)]
+    sampled = [captions[source % len(captions)][0] for source in sources]
     lengths = torch.tensor([len(words) for words in sampled])
     tokens = torch.tensor([words + [0] * (int(lengths.max()) - len(words)) for words in sampled])
     rewards, seconds = median_seconds(partial(scorer.score, tokens, lengths, torch.from_numpy(images)), REPEATS)
@@ -51,7 +52,7 @@ def bench_reward(references: References = None) -> None:
 
 
 def _word_numbers(path: Path) -> list[list[list[int]]]:
-    """The captions of a file per image, with each word replaced by a number."""
+    """The captions of each image in a file, with each word replaced by a number."""
     numbers: dict[str, int] = {}
     texts = read_references(path, split="restval" if "karpathy" in path.name else None).values()
     return [[[numbers.setdefault(word, len(numbers)) for word in tokenize(text)] for text in image] for image in texts]

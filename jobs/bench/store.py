@@ -26,7 +26,8 @@ from pipeline.storage.path import storage_path
 
 TOKENS, WIDTH = 144, 1536  # Swin-L at 384 px
 ROWS_PER_SHARD = 256
-FILES_PER_FOLDER = 30_000
+ROW_BYTES = TOKENS * WIDTH * 2  # float16
+FILES_PER_FOLDER = 30_000  # links to one file; file systems limit them, ext4 to 65,000
 
 
 def bench_store(
@@ -42,9 +43,10 @@ def bench_store(
     Example: raycap bench store --folder /fast/disk
     """
     rng = np.random.default_rng(0)
-    num_shards = int(np.ceil(gigabytes * 1e9 / (ROWS_PER_SHARD * TOKENS * WIDTH * 2)))
+    num_shards = int(np.ceil(gigabytes * 1e9 / (ROWS_PER_SHARD * ROW_BYTES)))
     with tempfile.TemporaryDirectory(prefix="raycap-bench-", dir=folder) as scratch:
         root = Path(scratch)
+        # bit patterns below 2**14 are the float16 numbers from 0 to 2
         block = rng.integers(0, 2**14, (ROWS_PER_SHARD, TOKENS, WIDTH), np.uint16).view(np.float16)
         keys = [f"{number}-{row}" for number in range(num_shards) for row in range(ROWS_PER_SHARD)]
         for start in range(0, len(keys), ROWS_PER_SHARD):
@@ -61,7 +63,7 @@ def bench_store(
             for start in range(0, len(positions), batch):
                 store.gather_at(positions[start : start + batch])
             rate = len(chosen) / (time.monotonic() - begin)
-            print(f"{name:<6} {rate * TOKENS * WIDTH * 2 / 2**20:.0f} MiB/s, {rate:.0f} rows/s")
+            print(f"{name:<6} {rate * ROW_BYTES / 2**20:.0f} MiB/s, {rate:.0f} rows/s")
 
 
 def _drop_cache(folder: Path) -> None:
@@ -98,16 +100,20 @@ def _link_images(folder: Path, count: int) -> list[tuple[str, int, str]]:
         part = folder / str(start // FILES_PER_FOLDER)
         part.mkdir(parents=True)
         base = part / "base"
-        base.write_bytes(b"x" * (start // FILES_PER_FOLDER + 1))
+        base.write_bytes(b"x" * (start // FILES_PER_FOLDER + 1))  # each folder's images have a size of their own
         size, tag = base.stat().st_size, str(base.stat().st_mtime_ns)
         for number in range(start, min(count, start + FILES_PER_FOLDER)):
-            images.append((f"{part}/{number}.jpg", size, tag))
-            os.link(base, images[-1][0])
+            path = f"{part}/{number}.jpg"
+            os.link(base, path)
+            images.append((path, size, tag))
     return images
 
 
 def _write_store(root: Path, images: list[tuple[str, int, str]]) -> None:
-    """The manifest of content keys and the store's index, for images that the store contains."""
+    """Writes the manifest of content keys and the index of a made-up store that lists `images`.
+
+    There are no shards, because planning does not read them; their digests and sizes are invented.
+    """
     uris, sizes, tags = zip(*images, strict=True)
     keys, count = [hashlib.sha256(uri.encode()).hexdigest() for uri in uris], len(images)
     pq.write_table(pa.table([uris, sizes, tags, keys], schema=MANIFEST), root / "manifest.parquet")
@@ -126,14 +132,15 @@ def _write_table(root: Path, uris: list[str], num_new: int) -> None:
     (folder / "new").mkdir()
     images = [uri.removeprefix(f"{folder}/") for uri in uris]
     for number in range(num_new):
-        images.append(f"new/{number}.jpg")
-        (folder / images[-1]).write_bytes(f"new {number}".encode())
+        image = f"new/{number}.jpg"
+        (folder / image).write_bytes(f"new {number}".encode())
+        images.append(image)
     captions = [["a photograph of something"]] * len(images)
     pq.write_table(pa.table({"image": images, "id": range(len(images)), "captions": captions}), root / "table.parquet")
 
 
 def _plan(root: Path, num_new: int) -> None:
-    """Prints the seconds of each step and the peak memory of this process."""
+    """Plans the extraction; prints the seconds of each step and the peak memory of this process."""
     from pipeline.features.extraction import plan_extraction
 
     section = DataSection(root=str(root), annotations="table.parquet", images="images")
@@ -141,7 +148,7 @@ def _plan(root: Path, num_new: int) -> None:
     print(f"annotations  {seconds:.1f} s")
     (dataset, unreadable), seconds = timed(lambda: take_snapshot(dataset, root / "manifest.parquet"))
     print(f"content keys {seconds:.1f} s")
-    plan, seconds = timed(lambda: plan_extraction(dataset, storage_path(root / "store"), 10**8))
+    plan, seconds = timed(lambda: plan_extraction(dataset, storage_path(root / "store"), max_pixels=10**8))
     print(f"plan         {seconds:.1f} s")
     print(f"peak memory  {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
     assert not unreadable and len(plan.missing) == num_new

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from pipeline.runs.folder import RunFolder
 
 MODES = ("no tracker", "answers", "stopped")
-WARM_UP, STEPS, SETTLING = 8, 28, 4  # before the first phase; per phase; not measured in a phase
+# numbers of steps: before the first phase, in each phase, and at the beginning of a phase without being measured
+WARM_UP, STEPS, SETTLING = 8, 28, 4
+STEPS_PER_EPOCH = 51  # of `synthetic_settings`
 SERVER_START_S = 240.0
 
 
@@ -55,11 +57,11 @@ def bench_tracker(
     phases = [mode for turn in range(rounds) for mode in (MODES if turn % 2 == 0 else MODES[::-1])]
     with tempfile.TemporaryDirectory(prefix="raycap-bench-") as scratch, _mlflow_server(Path(scratch)) as address:
         settings = synthetic_settings(Path(scratch))
-        settings["stages"][0]["epochs"] = (WARM_UP + len(phases) * STEPS) / 51
+        settings["stages"][0]["epochs"] = (WARM_UP + len(phases) * STEPS) / STEPS_PER_EPOCH
         settings["workers"]["threads_per_worker"] = threads or os.cpu_count() or 1
         folder = prepare(parse_config(settings))
         store = random_store(folder, Path(scratch) / "store")
-        start_ray(folder.config, None)
+        start_ray(folder.config, address=None)
         addresses = {"answers": address, "stopped": f"http://127.0.0.1:{_free_port()}"}
         ended = threading.Event()
         changing = threading.Thread(target=_change_trackers, args=(folder, phases, addresses, ended), daemon=True)
@@ -73,7 +75,10 @@ def bench_tracker(
 
 
 def _change_trackers(folder: RunFolder, phases: list[str], addresses: dict[str, str], ended: threading.Event) -> None:
-    """Runs one tracker per phase, as a run's driver does."""
+    """Runs one tracker per phase, as a run's driver does, until the last phase or until `ended` is set.
+
+    `addresses` are the trackers' addresses by mode; a mode without one has no tracker.
+    """
     config = folder.config
     for number, mode in enumerate(phases):
         if not _wait_for_step(folder.journal, WARM_UP + number * STEPS, ended):
@@ -82,7 +87,7 @@ def _change_trackers(folder: RunFolder, phases: list[str], addresses: dict[str, 
         tracker = Tracker(folder, config.model_copy(update={"tracking": tracking}))
         tracker.start()
         _wait_for_step(folder.journal, WARM_UP + (number + 1) * STEPS, ended)
-        tracker.close(None)
+        tracker.close(status=None)
 
 
 def _wait_for_step(journal: Path, step: int, ended: threading.Event) -> bool:
@@ -94,7 +99,7 @@ def _wait_for_step(journal: Path, step: int, ended: threading.Event) -> bool:
 
 
 def _print_results(journal: Path, phases: list[str]) -> None:
-    """Prints the mean seconds per step of each phase, and their ratios."""
+    """Prints the mean time per step of each phase in milliseconds, and the ratios of the modes."""
     ends = {entry["step"]: entry["time"] for entry in read_journal(journal) if entry["kind"] == "train"}
     times: dict[str, list[float]] = {mode: [] for mode in MODES}
     for number, mode in enumerate(phases, 1):
@@ -109,6 +114,7 @@ def _print_results(journal: Path, phases: list[str]) -> None:
 
 
 def _free_port() -> int:
+    """A port of this machine on which nothing listens now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 

@@ -35,7 +35,8 @@ from pipeline.training.reward import CaptionReward
 
 SIZES = ModelSizes(feature_width=1536, vocabulary_size=10_000, max_positions=74, sos=2, eos=0, pad=1)
 TOKENS, WORDS = 144, 13  # image tokens; words of a typical caption, as in the paper's cost table
-COCO_IMAGES, COCO_PAIRS = 113_287, 566_747
+SCST_SAMPLES = 5  # captions that are sampled per image
+COCO_IMAGES, COCO_PAIRS = 113_287, 566_747  # training images, and pairs of an image and a caption
 A100_HOURS = 60  # the paper's own recipe on one A100, Table VII
 
 
@@ -43,7 +44,8 @@ A100_HOURS = 60  # the paper's own recipe on one A100, Table VII
 class Case:
     """One row of the table: a training step on `images` images.
 
-    reference: the reference's time for it. samples: the number of samples in all epochs of the paper's stage.
+    reference: the reference's time and memory for it. captions: their number per image in cross entropy. samples: the
+    number of samples in all epochs of the paper's stage.
     """
 
     name: str
@@ -89,9 +91,12 @@ def bench_train(
     per_caption = {}
     for case in CPU_CASES:
         seconds, memory = _measure(case, torch.device("cpu"), repeats)
-        per_caption[case] = seconds / (case.images * (case.captions if case.objective == "cross_entropy" else 5))
+        per_caption[case] = seconds / (
+            case.images * (case.captions if case.objective == "cross_entropy" else SCST_SAMPLES)
+        )
         print(f"{case.name:<48}{seconds:>9.2f}{per_caption[case]:>11.4f}{memory:>10.0f}  {case.reference}", flush=True)
-    ratio = per_caption[CPU_CASES[5]] / per_caption[CPU_CASES[3]]
+    pairs, five_captions = CPU_CASES[3], CPU_CASES[5]  # both with factorized dropout
+    ratio = per_caption[five_captions] / per_caption[pairs]
     print(f"time per caption, 5 captions per image over pairs: {ratio:.2f}")
     if torch.cuda.is_available():
         _print_cuda_cases(repeats)
@@ -100,6 +105,7 @@ def bench_train(
 
 
 def _print_cuda_cases(repeats: int) -> None:
+    """Measures the stages of the paper's recipe on the GPU, and prints the estimated hours of the whole recipe."""
     print(f"\n{torch.cuda.get_device_name()}: the paper's batch sizes, synthetic data")
     print(f"{'stage':<16}{'s/step':>9}{'images/s':>10}{'peak GiB':>10}{'hours':>8}")
     total = 0.0
@@ -111,11 +117,11 @@ def _print_cuda_cases(repeats: int) -> None:
             f"{case.name:<16}{seconds:>9.3f}{case.images / seconds:>10.1f}{memory / 1024:>10.1f}{hours:>8.1f}",
             flush=True,
         )
-    print(f"the whole recipe on COCO: {total:.1f} hours; the paper: {A100_HOURS} A100-hours, others 5 to 7 days")
+    print(f"the whole recipe on COCO: {total:.1f} hours on this GPU; the paper reports {A100_HOURS} hours of an A100")
 
 
 def _measure(case: Case, device: torch.device, repeats: int) -> tuple[float, float]:
-    """(median seconds, peak MiB) of forward, backward and update."""
+    """The median seconds and the peak memory in MiB of a training step: forward, backward and update."""
     torch.manual_seed(0)
     step = _training_step(case, device)
     for _ in range(2):  # torch's RAdam and the allocator settle
@@ -136,20 +142,30 @@ def _training_step(case: Case, device: torch.device) -> Callable[[], None]:
     """A function that trains on the same random batch in each call."""
     config = replace(ExpansionNetConfig(), expansion_dropout=case.dropout)  # type: ignore[arg-type]
     model = build_model(config, SIZES)
+    # the dropout of the paper's stages
     set_dropout(model, 0.1 if case.objective == "scst" else 0.3)
     backbone = Backbone(BackboneConfig(gradient_checkpointing=True)) if case.end_to_end else None
     captioner = Captioner(model, backbone).to(device).train()
     optimizer = make_optimizer(captioner, OptimizerSection(), 1e-5)
     shape = (3, 384, 384) if case.end_to_end else (TOKENS, SIZES.feature_width)
     inputs = torch.randn(case.images, *shape, device=device)
-    tokens = torch.randint(4, SIZES.vocabulary_size, (case.images * case.captions, WORDS + 2), device=device)
+    tokens = torch.randint(
+        len(SPECIALS), SIZES.vocabulary_size, (case.images * case.captions, WORDS + 2), device=device
+    )  # the special tokens come first in the vocabulary
     tokens[:, 0], tokens[:, -1] = SIZES.sos, SIZES.eos
-    batch = Batch(Features(inputs), tokens, np.arange(case.images), tokens[:, 1:].numel(), case.images)
+    batch = Batch(
+        Features(inputs),
+        tokens,
+        images=np.arange(case.images),
+        global_targets=tokens[:, 1:].numel(),
+        global_images=case.images,
+    )
     objective, generator = _objective(case, device), torch.Generator(device)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(device.type, torch.bfloat16, enabled=case.bfloat16):
+            # one process: the module for the gradient is the captioner itself, without a wrapper
             objective(captioner, captioner, batch, generator).loss.backward()
         optimizer.step()
 
@@ -157,10 +173,11 @@ def _training_step(case: Case, device: torch.device) -> Callable[[], None]:
 
 
 def _objective(case: Case, device: torch.device) -> Objective:
+    """The objective of a case; that of SCST has a CIDEr-D reward over random references of 2,000 images."""
     values = {"name": "bench", "objective": case.objective, "epochs": 1, "batch_size": case.images, "lr": 1e-5}
     if case.objective == "cross_entropy":
         return cross_entropy_objective(StageSection.model_validate(values), SIZES.pad)
-    stage = StageSection.model_validate(values | {"scst": {"max_length": 21}})
+    stage = StageSection.model_validate(values | {"scst": {"max_length": 21}})  # 20 tokens and SOS
     words = [f"w{number:05d}" for number in range(SIZES.vocabulary_size - len(SPECIALS))]
     vocabulary = Vocabulary(("EOS", "PAD", "SOS", "UNK", *words))
     rng = np.random.default_rng(0)

@@ -25,13 +25,13 @@ from pipeline.search.trials import ENDED, TrialLog, TrialOutcome, TrialRecord
 
 logger = logging.getLogger(__name__)
 
-TABLE_EVERY_S = 30.0
 MAX_LOST_NODES = 10  # per trial
+TABLE_EVERY_S = 30.0  # the shortest time between two tables of the running trials
 RAY_TUNE_SETTINGS = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
-    "TUNE_GLOBAL_CHECKPOINT_S": "1000000000",  # a search resumes from its log instead
+    "TUNE_GLOBAL_CHECKPOINT_S": "1000000000",  # practically never, because a search resumes from its log
     "TUNE_FUNCTION_THREAD_TIMEOUT_S": "20",
     "TUNE_WARN_THRESHOLD_S": "60",
     "RAY_AIR_NEW_OUTPUT": "0",
@@ -39,11 +39,15 @@ RAY_TUNE_SETTINGS = {
 
 
 def concurrency(search: Search, resources: Mapping[str, float]) -> int:
-    """The number of concurrent trials: as many as the cluster can place, at most budget.concurrent."""
+    """The number of concurrent trials: as many as the cluster can place, at most budget.concurrent, at least one.
+
+    resources: the amounts that the cluster has, under Ray's names CPU and GPU.
+    """
     per_trial, most = search.config.resources, search.config.budget.concurrent or math.inf
     for kind, per_worker in (("CPU", per_trial.cpus), ("GPU", per_trial.gpus)):
         if per_worker:
-            most = min(most, math.floor(resources.get(kind, 0) / (per_worker * per_trial.workers) + 1e-9))
+            num_trials = resources.get(kind, 0) / (per_worker * per_trial.workers)
+            most = min(most, math.floor(num_trials + 1e-9))  # 1e-9: rounding must not lose a trial
     return max(1, int(most))
 
 
@@ -87,14 +91,14 @@ def _tuner(adapter: TuneAdapter, concurrent: int, scratch: Path) -> Any:
     hours, per_trial = search.config.budget.hours, search.config.resources
     bundle = {"CPU": per_trial.cpus, "GPU": per_trial.gpus}
     if per_trial.workers > 1:
-        bundle = {"memory": 2.0**20}  # only a token amount, because Ray Train reserves resources for the workers
+        bundle = {"memory": 2.0**20}  # only 1 MiB, because Ray Train reserves the CPUs and GPUs for the workers
     resources = tune.PlacementGroupFactory([{key: value for key, value in bundle.items() if value}])
     return tune.Tuner(
         tune.with_resources(train_trial, resources),
         tune_config=tune.TuneConfig(
             search_alg=_searcher(adapter),
             scheduler=make_scheduler(search, adapter.log.records, adapter.population),
-            num_samples=-1,
+            num_samples=-1,  # no limit: the adapter decides when the search ends
             max_concurrent_trials=concurrent,
             time_budget_s=None if hours is None else 3600 * hours,
             reuse_actors=True,
@@ -124,14 +128,14 @@ class TuneAdapter:
         self._last_table = time.monotonic()
         self.has_lost_trials = False  # since the last start of Ray Tune
         self.population: Population | None = None
-        if log.is_population:  # all remaining trials start as members
-            while (record := log.next()) is not None:
+        if log.is_population:  # the population needs all of its members from the start
+            while (record := log.start_next()) is not None:
                 self._log_start(record)
             self.population = Population(log.search, log.records, log.folder.handovers)
 
     @contextmanager
     def keeping_errors(self) -> Iterator[None]:
-        """Stores an error of the adapter in `error`; Ray Tune wraps errors, and `run_trials` raises the stored one."""
+        """Stores an error in `self.error` and raises it. Ray Tune wraps errors; `run_trials` raises the stored one."""
         try:
             yield
         except Exception as error:
@@ -140,6 +144,7 @@ class TuneAdapter:
 
     @property
     def time_is_over(self) -> bool:
+        """Whether budget.hours is used up."""
         return time.monotonic() >= self.deadline
 
     @property
@@ -148,12 +153,12 @@ class TuneAdapter:
         return self.population is not None and self.population.running > 0 and not self.time_is_over
 
     def next_trial(self, trial_id: str) -> dict[str, Any] | None:
-        """The configuration of the next trial; None when no trial can start now."""
+        """The configuration for `train_trial` of the trial that starts next; None when no trial can start now."""
         if self.time_is_over:
             return None
         changes: dict[str, Any] = {"handover": None}
         if self.population is None:
-            record = self.log.next()
+            record = self.log.start_next()
             if record is None:
                 return None
             self._log_start(record)
@@ -174,7 +179,7 @@ class TuneAdapter:
         """Records a validation or the outcome of a trial."""
         record = self._records[trial_id]
         take_over = self._take_overs.pop(trial_id, None)
-        if take_over is not None:
+        if take_over is not None:  # the first result shows that the member has taken over the weights
             record.point = take_over.point
             record.took_over.append((take_over.epoch, take_over.donor))
             logger.info(f"trial {record.number}  continues with the weights of trial {take_over.donor}")
@@ -186,7 +191,10 @@ class TuneAdapter:
             self._log_progress(record)
 
     def on_stop(self, trial_id: str, seconds: float) -> None:
-        """Records that Ray Tune stopped a trial, unless the trial had ended or will resume because the time is over."""
+        """Records that Ray Tune stopped a trial after `seconds`. A trial that has already ended does not change.
+
+        When budget.hours is used up, running trials stay unfinished in the log, so that a later process resumes them.
+        """
         record = self._records[trial_id]
         if record.state in ENDED or self.time_is_over:
             return
@@ -215,6 +223,7 @@ class TuneAdapter:
             self.population.pause(record.number)
 
     def _end(self, record: TrialRecord, outcome: TrialOutcome) -> None:
+        """Records and logs the outcome of a trial, then calls `on_end`."""
         self.log.end(record, outcome)
         if self.population is not None:
             self.population.end(record.number)
@@ -234,13 +243,17 @@ class TuneAdapter:
 
 
 class _NotPickled:
-    """Ray Tune pickles its searcher and callbacks to restore a search, which resumes from its log instead."""
+    """A base class for objects that are pickled as an empty object.
+
+    Ray Tune pickles its searcher and callbacks in order to restore a search. Ours resumes from its log instead.
+    """
 
     def __reduce__(self) -> Any:
         return (object, ())
 
 
 def _searcher(adapter: TuneAdapter) -> Any:
+    """The object that Ray Tune asks for the configuration of the next trial."""
     from ray.tune.search import Searcher
 
     class LogSearcher(_NotPickled, Searcher):
@@ -249,18 +262,23 @@ def _searcher(adapter: TuneAdapter) -> Any:
         @adapter.keeping_errors()
         def suggest(self, trial_id: str) -> Any:
             config = adapter.next_trial(trial_id)
-            return None if config is None and adapter.may_continue else config or Searcher.FINISHED
+            if config is None and not adapter.may_continue:
+                return Searcher.FINISHED
+            return config  # after None Ray Tune asks again later
 
         def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
-            pass
+            """Does nothing, because the callback records results."""
 
     return LogSearcher()
 
 
 def _callback(adapter: TuneAdapter) -> Any:
+    """The object that Ray Tune calls when a trial reports, ends or fails."""
     from ray.tune import Callback
 
     class LogCallback(_NotPickled, Callback):
+        """Passes the events of Ray Tune's trials to the adapter."""
+
         @adapter.keeping_errors()
         def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: dict[str, Any], **_: Any) -> None:
             adapter.on_result(trial.trial_id, result)
@@ -279,7 +297,7 @@ def _callback(adapter: TuneAdapter) -> Any:
 def _error_of(trial: Any) -> Any:
     """The error, or its text, for which Ray Tune counts a trial as failed; None if it gives none.
 
-    It is read from the trial's files on the driver, because those that Ray's getters read arrive later.
+    It reads the error files that the driver writes, because the files that Ray's getters read arrive later.
     """
     import ray
 
@@ -309,4 +327,5 @@ def _failure_reason(error: Any) -> str:
         return "out of memory: Ray ended its process because the node's memory was full"
     if isinstance(error, ray.exceptions.RayActorError):
         return "its process died (killed, or out of memory): " + " ".join(str(error).split())[:300]
-    return " ".join(str(error or "Ray Tune gives no reason").split())[-500:]
+    text = " ".join(str(error or "Ray Tune gives no reason").split())
+    return text[-500:]  # a traceback ends with the error

@@ -42,6 +42,7 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     begin = time.monotonic()
     search = load_search(path, overrides)
     if not address and "RAY_ADDRESS" not in os.environ:
+        # A local Ray has at least two CPUs; its number of GPUs is known and checked after it has started.
         _check_fits(search, max(os.cpu_count() or 1, 2), math.inf, "this machine")
     for name in search.config.objectives:
         if reason := why_unavailable(name):
@@ -84,6 +85,7 @@ def _lease(folder: SearchFolder) -> Iterator[None]:
 
 
 def _run_search(log: TrialLog, address: str | None) -> int:
+    """Runs the trials that have not ended and writes the results; returns the exit code."""
     from jobs.tune.outcome import write_outcome
 
     _log_plan(log)
@@ -119,7 +121,7 @@ def _log_plan(log: TrialLog) -> None:
 
 
 def _start_ray(search: Search, address: str | None) -> None:
-    """Joins or starts Ray. UserError when it can never place a trial."""
+    """Joins or starts Ray. Raises UserError when a trial needs more than Ray has."""
     import ray
 
     if connect(address):  # a cluster may have no worker yet
@@ -132,7 +134,7 @@ def _start_ray(search: Search, address: str | None) -> None:
 
 
 def _check_fits(search: Search, cpus: float, gpus: float, machine: str) -> None:
-    """UserError when a trial needs more than the machine has."""
+    """Raises UserError when a trial needs more than `cpus` or `gpus`, the numbers that `machine` has."""
     per_trial = search.config.resources
     for kind, per_worker, available in (("cpus", per_trial.cpus, cpus), ("gpus", per_trial.gpus, gpus)):
         total = per_worker * per_trial.workers

@@ -35,7 +35,10 @@ class BackboneSource:
 
 
 def find_backbone(search: Search, dataset: Dataset, address: str | None) -> BackboneSource | None:
-    """The backbone that `backbone.weights` names, which may have to be trained; None for features from an HDF5 file."""
+    """The backbone that `backbone.weights` names. A stand-in is trained if it names the backbone of a missing run.
+
+    Returns None if the base configuration reads its features from an HDF5 file and has no backbone.
+    """
     from pipeline.runs.prepare import open_run
 
     section, base = search.config.backbone, search.base
@@ -81,7 +84,10 @@ def _is_trained(run: RunFolder, config: RunConfig) -> bool:
 
 
 def _stand_in(search: Search) -> RunConfig:
-    """The stand-in's configuration: by default the base's stages up to the first that trains the backbone."""
+    """The configuration of the run that trains a stand-in backbone.
+
+    Its stages are `backbone.stages`, by default the base's stages up to the first that trains the backbone.
+    """
     section, values = search.config.backbone, copy.deepcopy(search.values)
     names = [stage.name for stage in search.base.stages]
     trained = [stage.name for stage in search.base.stages if stage.train_backbone]
@@ -99,7 +105,7 @@ def _stand_in(search: Search) -> RunConfig:
 
 
 def _source(weights: Path, base: RunConfig) -> BackboneSource:
-    """Exports the weights under timm's names, unless an earlier search did."""
+    """The source with these weights, which are exported under timm's names unless an earlier search did so."""
     start = base.working_path / "backbones" / f"{weights_file_digest(weights)[:20]}-timm.safetensors"
     if not start.is_file():
         export_backbone(weights, start)

@@ -47,6 +47,7 @@ def make_scheduler(search: Search, records: Sequence[TrialRecord], population: P
         grace_period=settings.grace_epochs,  # type: ignore[arg-type]
         reduction_factor=settings.reduction,
     )
+    # ASHA gets all earlier reports again, so that a resumed search decides as if it had not been interrupted
     for record in records:
         trial = SimpleNamespace(config={"number": record.number})
         scheduler.on_trial_add(None, trial)
@@ -66,10 +67,10 @@ def _with_log_number(trial: Any) -> Any:
 class TakeOver:
     """An order to a member: continue from a copy of another member's state, at a changed point."""
 
-    donor: int
-    epoch: float
+    donor: int  # the number of the member whose state was copied
+    epoch: float  # the epoch of the copy
     point: dict[str, Any]
-    handover: str
+    handover: str  # the folder with the copy
 
 
 @dataclass
@@ -81,8 +82,8 @@ class _Member:
     score: float | None
     ended: bool
     handover: str | None = None  # the folder with a copy of its state at that report
-    order: TakeOver | None = None  # until the member resumes
-    reading: str | None = None  # the copy that the resumed member may still read
+    order: TakeOver | None = None  # the order that the member gets when it resumes
+    reading: str | None = None  # the folder with a copy that the resumed member may still read
 
 
 class Population:
@@ -105,10 +106,14 @@ class Population:
 
     @property
     def running(self) -> int:
+        """The number of members that are training now."""
         return sum(not member.ended for member in self.members.values()) - len(self.waiting)
 
     def next(self) -> tuple[int, TakeOver | None] | None:
-        """The waiting member with the fewest epochs and its order; None when no member waits."""
+        """Starts the turn of the waiting member with the fewest epochs.
+
+        Returns the member's number and its order, if it has one; None when no member waits.
+        """
         if not self.waiting:
             return None
         number = min(self.waiting, key=lambda waiting: self.members[waiting].epoch)
@@ -120,14 +125,15 @@ class Population:
         return number, order
 
     def pause(self, number: int) -> None:
-        """The member has stopped training and waits for its next turn."""
+        """Marks a member as waiting for its next turn."""
         self.waiting.append(number)
 
     def end(self, number: int) -> None:
+        """Marks a member as ended, so that it has no further turn and other members do not copy it."""
         self.members[number].ended, self.members[number].reading = True, None
 
     def report(self, number: int, point: dict[str, Any], epoch: float, score: float, handover: str) -> bool:
-        """Compares a member's report; True if it must stop, because it has an order or another member waits."""
+        """Compares a member's report. True if the member must stop, because it has an order or another member waits."""
         member = self.members[number]
         member.point, member.reading = point, None
         self.copies[number].add(handover)
@@ -148,6 +154,7 @@ class Population:
             if not member.ended and member.score is not None and not math.isnan(member.score)
         }
         ranked = sorted(scores, key=lambda other: scores[other])
+        # at most half, so that no member is both among the worst and among the best
         size = min(math.ceil(len(ranked) * self.search.config.pbt.quantile), len(ranked) // 2)
         worst, best = ranked[:size], ranked[len(ranked) - size :]
         if number not in worst or scores[number] >= min(scores[other] for other in best):
@@ -158,7 +165,10 @@ class Population:
         """Orders a member to continue from a donor's state at a changed point."""
         source = self.members[donor]
         assert source.handover is not None
-        point = {d.key: d.neighbor(source.point[d.key], self._generator) for d in self.search.space.dimensions}
+        point = {
+            dimension.key: dimension.neighbor(source.point[dimension.key], self._generator)
+            for dimension in self.search.space.dimensions
+        }
         member.order = TakeOver(donor, source.epoch, point, source.handover)
         member.epoch = source.epoch
 
@@ -173,11 +183,12 @@ class Population:
 
 
 def _population_scheduler(population: Population) -> Any:
+    """Ray Tune's scheduler that stops the members that the population wants to stop."""
     from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 
     class PopulationScheduler(FIFOScheduler):
         def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-            if "handover" not in result:  # the member's outcome
+            if "handover" not in result:  # the outcome, which ends a member's training
                 return TrialScheduler.CONTINUE
             number, point = trial.config["number"], trial.config["point"]
             stop = population.report(number, point, result["epoch"], result[SCORE], result["handover"])

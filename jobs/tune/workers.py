@@ -17,7 +17,7 @@ from pipeline.search.trials import SearchFolder
 from pipeline.storage.path import storage_path
 from pipeline.training.loop import StageJob
 
-JOURNAL_INTERVAL_S = 0.5
+JOURNAL_INTERVAL_S = 0.5  # the time between two reads of the journal
 
 
 def train_trial(config: dict[str, Any]) -> None:
@@ -41,6 +41,7 @@ def train_trial(config: dict[str, Any]) -> None:
 
     train = train_here if settings["resources"]["workers"] == 1 else train_on_workers
     outcome = run_trial(TrialTask(folder, config["point"], config["seed"], member, handover), report, train)
+    # the last validation, because a scheduler ignores results without an epoch and a score
     last = dict(zip(("epoch", SCORE), outcome.reports[-1], strict=True)) if outcome.reports else {}
     tune.report({**last, "outcome": outcome})
 
@@ -52,7 +53,7 @@ def train_on_workers(job: StageJob, config: RunConfig, context: Context) -> None
         training = pool.submit(fit, job, config)
         try:
             while not training.done():
-                wait([training], JOURNAL_INTERVAL_S)
+                wait([training], timeout=JOURNAL_INTERVAL_S)
                 if time.monotonic() - downloaded_at > JOURNAL_EVERY_S:
                     job.folder.pull(JOURNAL)
                     downloaded_at = time.monotonic()
@@ -66,6 +67,6 @@ def train_on_workers(job: StageJob, config: RunConfig, context: Context) -> None
     error = training.exception()
     if error is not None and not isinstance(error, StageFailedError):
         raise RuntimeError(" ".join(str(error).split())) from error
-    training.result()  # raises a StageFailedError
+    training.result()  # raises the StageFailedError, if there is one
     job.folder.pull("stages")
     job.folder.pull(JOURNAL)

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 FORMAT = 2  # Format 2 introduced the parameter names in_proj, out_proj, token_embedding and lm_head.
 REQUIRED_FILES = ("config.yaml", "model.safetensors", "vocabulary.json")
-CONTENT_FILES = ("model.safetensors", "vocabulary.json")  # the files that affect captions
+# The identity of a run that starts from a bundle contains the digests of these files: the weights and the words.
+CONTENT_FILES = ("model.safetensors", "vocabulary.json")
 
 
 @dataclass
@@ -173,7 +174,7 @@ def _card(name: str, captioner: Captioner, info: Mapping[str, Any]) -> str:
 
 
 def fetched(bundle: StoragePath) -> Path:
-    """The local folder of a bundle. For a bundle on S3 this is a copy, which is brought up to date first."""
+    """The local folder of a bundle. For a bundle on S3 it is a local copy, which is brought up to date first."""
     if not bundle.is_remote:
         return bundle.path
     copy = cache_folder() / "bundles" / hashlib.sha256(bundle.uri.encode()).hexdigest()[:20]

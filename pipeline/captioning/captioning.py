@@ -70,11 +70,12 @@ def caption_split(
     rows = np.arange(len(inputs[0]))[context.world_rank :: context.world_size]
     hypotheses: Hypotheses = {}
     unreadable: dict[int, str] = {}
-    start, size, alone_until = 0, search.settings.batch_size, 0
+    start, size = 0, search.settings.batch_size
+    one_by_one_until = 0  # images before this position are captioned one at a time
     for model in models:
         model.eval()
     while start < len(rows):
-        batch = rows[start : start + (1 if start < alone_until else size)]
+        batch = rows[start : start + (1 if start < one_by_one_until else size)]
         try:
             hypotheses |= _caption_batch(models, inputs, search, context.device, constraints or {}, batch)
         except torch.OutOfMemoryError:
@@ -86,15 +87,15 @@ def caption_split(
         except (BadImage, OSError) as error:
             if not search.skip_unreadable:
                 raise
-            if len(batch) > 1:  # caption these images one by one, to find the unreadable one
-                alone_until = start + len(batch)
+            if len(batch) > 1:  # try these images one at a time, to find the unreadable one
+                one_by_one_until = start + len(batch)
                 continue
             unreadable[int(inputs[0].image_ids[batch[0]])] = str(error)
         start += len(batch)
     return hypotheses, unreadable
 
 
-@torch.no_grad()  # not inference mode, in which autocast converts each weight anew at every use
+@torch.no_grad()  # In inference mode, autocast would convert each weight again at every use.
 def _caption_batch(
     models: Sequence[Captioner],
     inputs: Sequence[Images],
@@ -103,7 +104,7 @@ def _caption_batch(
     constraints: Mapping[int, ConstraintAutomaton],
     rows: np.ndarray,
 ) -> Hypotheses:
-    """The captions of the images in these rows."""
+    """The captions of the images in these rows. The other arguments are those of `caption_split`."""
     image_ids = [int(inputs[0].image_ids[row]) for row in rows]
     alignment: list[float] = [math.nan] * len(rows)
     with torch.autocast(device.type, torch.bfloat16, enabled=search.settings.precision == "bfloat16"):

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from pipeline.errors import UserError
 
-MIN_OVERLAP = 0.85  # intersection over union from which two boxes show the same thing
+MIN_OVERLAP = 0.85  # two boxes with at least this intersection over union are taken to show the same object
 MAX_CONSTRAINTS = 3  # per image
 
 # The 39 classes of Open Images that the nocaps paper excludes: parts, classes seldom named, classes that COCO covers.
@@ -112,10 +112,13 @@ def read_hierarchy(path: Path, names: Path | None = None) -> dict[str, int]:
 
 
 def _add_heights(node: Mapping[str, Any], names: Mapping[str, str], heights: dict[str, int]) -> int:
-    """Adds the number of levels below a node and below its descendants to `heights`, and returns the node's."""
+    """The number of levels below a node. Adds this number of the node and of all its descendants to `heights`.
+
+    names: {code: name}, empty for a hierarchy of names. heights: {class in lower case: number of levels below it}.
+    """
     below = [_add_heights(child, names, heights) for child in node.get("Subcategory", ())]
     label = names.get(node["LabelName"], str(node["LabelName"])).lower()
-    height = 1 + max(below) if below else 0
+    height = max(below, default=-1) + 1
     heights[label] = max(height, heights.get(label, 0))
     return height
 
@@ -128,7 +131,11 @@ def choose_constraints(
     overlap: float = MIN_OVERLAP,
     excluded: Collection[str] = EXCLUDED,
 ) -> list[str]:
-    """The classes that become constraints of an image, most confident first. Unknown classes count as leaves."""
+    """The classes that become constraints of an image, most confident first.
+
+    hierarchy: {class: number of levels below it}; classes that it lacks count as leaves. overlap: the smallest
+    intersection over union at which the more general of two classes is dropped. excluded: classes to leave out.
+    """
     candidates = [detection for detection in detections if detection.label not in excluded]
     specific = [
         detection
@@ -144,7 +151,7 @@ def choose_constraints(
 
 
 def intersection_over_union(one: Sequence[float], other: Sequence[float]) -> float:
-    """Intersection over union of two boxes; 0 for boxes that do not overlap."""
+    """Intersection over union of two boxes (x0, y0, x1, y1); 0 for boxes that do not overlap."""
     width = min(one[2], other[2]) - max(one[0], other[0])
     height = min(one[3], other[3]) - max(one[1], other[1])
     if width <= 0 or height <= 0:

@@ -17,9 +17,11 @@ from pipeline.storage.path import StoragePath
 
 
 class ModelSource(Protocol):
-    """A model that a worker can load; it is pickled into tasks."""
+    """A place from which a worker can load a model. Ray pickles it into the worker's tasks."""
 
-    def load(self) -> Bundle: ...
+    def load(self) -> Bundle:
+        """The model, on the CPU."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class StoredBundle:
     digests: Mapping[str, str] = field(default_factory=dict)
 
     def load(self) -> Bundle:
-        """Raises OSError when a file does not have its digest."""
+        """The model from the storage. Raises OSError when a file does not have its digest."""
         folder = fetched(self.location)
         if self.digests and bundle_digests(folder, tuple(self.digests)) != self.digests:
             raise OSError(f"{self.location} is not what it was when it was written; restore it from a copy")
@@ -51,6 +53,7 @@ class SentBundle:
         return cls(ray.put({path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}))
 
     def load(self) -> Bundle:
+        """The model from Ray's object store, by way of a temporary folder."""
         import ray
 
         with tempfile.TemporaryDirectory(prefix="raycap-bundle-") as folder:
@@ -60,9 +63,10 @@ class SentBundle:
 
 
 def bundle_source(bundle: StoragePath, config: RunConfig) -> ModelSource:
-    """The source from which workers load a bundle. Nodes share a local storage; with one on S3 they share no disk.
+    """The source from which workers load a bundle.
 
-    Ray must have been started when the bundle is local and the storage is on S3.
+    With a local storage, all nodes share a disk and can read the bundle there. With a storage on S3 they share no disk:
+    a bundle that is only on the driver's disk is then sent through Ray, which must have been started.
     """
     if bundle.is_remote or not config.storage_place.is_remote:
         return StoredBundle(bundle)

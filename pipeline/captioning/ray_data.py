@@ -6,6 +6,7 @@ The driver keeps only names and captions in memory, the cluster a few blocks of 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ def caption_stream(
     context.enable_progress_bars = False
     context.execution_options.preserve_order = True
     gpus = int(ray.cluster_resources().get("GPU", 0))
-    num_blocks = max(1, -(-len(names) // BLOCK_SIZE))
+    num_blocks = max(1, math.ceil(len(names) / BLOCK_SIZE))
     decoded = ray.data.from_items([{"name": name} for name in names], override_num_blocks=num_blocks).map_batches(
         _decode,  # type: ignore[arg-type]
         fn_kwargs={"image_size": image_size},
@@ -86,6 +87,7 @@ class _CaptionActor:
         self.service = CaptionService(bundle, **search)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
+        """Captions a batch of `_decode`. The new columns captions and log_probs hold lists, empty for bad images."""
         readable = [index for index, reason in enumerate(batch["reason"]) if not reason]
         ranked: dict[int, list[tuple[str, float]]] = {}
         if readable:

@@ -94,7 +94,7 @@ class CaptionService:
         return find_clusters(captioner.model, captioner.features(Features(pixels[None])), ids)
 
     def _ids(self, caption: str, pixels: Tensor) -> Tensor:
-        """The caption's token ids from SOS to EOS, on the device of the pixels."""
+        """The ids (T,) of SOS, the caption's words and EOS, on the device of the pixels."""
         return torch.tensor(self.bundle.vocabulary.encode(caption.split()), device=pixels.device)
 
     def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> list[dict[str, Any]]:
@@ -108,7 +108,8 @@ class CaptionService:
         for start in range(0, len(files), BATCH_SIZE):
             pixels = [self._row_pixels(*row) for row in enumerate(files[start : start + BATCH_SIZE], start)]
             captions += self.caption(torch.stack(pixels))
-        return [{"caption": caption, "log_prob": log_prob} for ((caption, log_prob),) in captions]
+        best = [ranked[0] for ranked in captions]
+        return [{"caption": caption, "log_prob": log_prob} for caption, log_prob in best]
 
     def _row_pixels(self, number: int, source: bytes | str) -> Tensor:
         """The pixels of a row from file bytes or a URI. ValueError naming the row when that fails."""
@@ -149,7 +150,10 @@ def _path(uri: str) -> str:
 
 
 def serving_sources() -> list[Path]:
-    """The files of raycap that a served model imports, directly or not, at the top of a module or in a function."""
+    """The files of raycap that a served model imports, directly or through other modules.
+
+    Imports inside functions count, because the model may call these functions.
+    """
     root = project_root()
     sources: set[Path] = set()
     waiting = [Path(__file__).resolve()]

@@ -18,7 +18,8 @@ MAX_BYTES = 64 * 2**20  # Larger files are refused: the published vocabulary has
 class _Unpickler(pickle.Unpickler):
     """Reads dict, list, str and int. It never looks up a class or function: it refuses each one without a stand-in.
 
-    stand_ins: harmless objects by the last part of a module's name and the name in it, such as "vocab.Vocab".
+    stand_ins: the harmless objects that replace classes and functions. A key is the last part of the module's name and
+    the name of the class or function, such as "vocab.Vocab".
     """
 
     def __init__(self, file: io.BytesIO, stand_ins: Mapping[str, Any]) -> None:
@@ -26,12 +27,14 @@ class _Unpickler(pickle.Unpickler):
         self.stand_ins = stand_ins
 
     def find_class(self, module_name: str, global_name: str) -> Any:
+        """The stand-in for a class or function that the pickle names. Raises UnpicklingError if there is none."""
         key = f"{module_name.split('.')[-1]}.{global_name}"
         if key not in self.stand_ins:
             raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
         return self.stand_ins[key]
 
     def persistent_load(self, pid: Any) -> Any:
+        """Refuses a pickle that refers to an object outside of the file."""
         raise pickle.UnpicklingError("it refers to objects outside the file")
 
 
@@ -40,7 +43,7 @@ def read_plain_pickle(
 ) -> Any:
     """The content of a pickle of dict, list, str and int. Raises ValueError for anything else, without executing it.
 
-    stand_ins: as in `_Unpickler`. convert: makes plain values of a content with stand-ins.
+    stand_ins: see `_Unpickler`. convert: turns a content that includes stand-ins into plain values.
     """
     if not path.is_file():
         raise ValueError(f"the vocabulary file {path} does not exist; give the path of a pickle")
@@ -105,6 +108,7 @@ def read_meshed_vocabulary(path: Path) -> Vocabulary:
             super().__init__(content if type(content) is dict else {})
 
     def tables_of(content: Any) -> dict[str, Any]:
+        """The attributes itos and stoi of the vocabulary object as plain values."""
         if type(content) is not Table:
             raise pickle.UnpicklingError(f"it holds a {type(content).__name__} and no vocabulary object")
         values = {name: value for name, value in vars(content).items() if name in ("itos", "stoi")}

@@ -29,10 +29,10 @@ from pipeline.storage.cache import cache_folder
 from pipeline.storage.path import StorageError, StoragePath, is_remote, storage_path, try_rights
 from pipeline.tracking.mlflow_client import public_uri, reason_of, tracking_client
 
-MIN_DISK_GIB, ENOUGH_DISK_GIB = 1, 10
+MIN_DISK_GIB, ENOUGH_DISK_GIB = 1, 10  # free space below the first is a failure, below the second a warning
 MIN_MEMORY_GIB, ENOUGH_MEMORY_GIB = 1, 4  # the first is for Ray and one worker, the second also for SPICE's heap
 WORKER_GIB = 0.75  # a worker process uses this much before it loads a model
-OBJECT_STORE_GIB = 0.5  # the size of the object store that raycap starts Ray with
+OBJECT_STORE_GIB = 0.5  # the size of the object store of a Ray that `jobs.cluster` starts
 TRACKER_TIMEOUT_S = 5.0
 
 
@@ -47,15 +47,17 @@ class Finding:
 
     @property
     def line(self) -> str:
+        """The finding as a line for the terminal."""
         return f"{self.level:<5} {self.name:<10} {self.text}" + (f"; {self.remedy}" if self.remedy else "")
 
 
 def python() -> Finding:
+    """The versions of Python and of the operating system."""
     return Finding("python", "ok", f"{platform.python_version()} on {platform.platform(terse=True)}")
 
 
 def torch_pair() -> Finding:
-    """torch and torchvision from different builds fail together, but only when an operator of torchvision is called."""
+    """Whether torch and torchvision fit each other. Different builds fail only when an operator is called, as here."""
     try:
         torch, vision = importlib.import_module("torch"), importlib.import_module("torchvision")
         vision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
@@ -94,6 +96,7 @@ def gpus(config: RunConfig | None, on_cluster: bool) -> Finding:
 
 
 def gpus_wanted(config: RunConfig | None) -> float:
+    """The number of GPUs that a run needs at a time. Extraction and training do not run at the same time."""
     if config is None:
         return 0
     training = config.workers.num_workers * config.workers.gpus_per_worker
@@ -101,6 +104,7 @@ def gpus_wanted(config: RunConfig | None) -> float:
 
 
 def java() -> Finding:
+    """Whether Java, which METEOR and SPICE need, can be started."""
     try:
         return Finding("java", "ok", java_version())
     except JavaError as error:
@@ -108,6 +112,7 @@ def java() -> Finding:
 
 
 def spice() -> Finding:
+    """Whether the models of SPICE are installed."""
     try:
         return Finding("spice", "ok", f"models in {spice_models()}")
     except JavaError as error:
@@ -115,7 +120,7 @@ def spice() -> Finding:
 
 
 def disk(folder: Path, name: str, remedy: str) -> Finding:
-    """Free space for a folder, which need not exist yet."""
+    """The free space on the disk of a folder, which need not exist yet. name: that of the finding."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free / 2**30
     text = f"{free:.1f} GiB free for {folder}"
@@ -125,6 +130,7 @@ def disk(folder: Path, name: str, remedy: str) -> Finding:
 
 
 def memory(config: RunConfig | None, on_cluster: bool) -> Finding:
+    """Whether the free memory suffices for Ray, the workers on this machine and SPICE."""
     free = free_memory_mb() / 2**10
     workers = 0 if config is None or on_cluster else config.workers.num_workers
     needed = MIN_MEMORY_GIB + WORKER_GIB * workers

@@ -8,6 +8,7 @@ it: RAY_AUTH_TOKEN, the file named by RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token;
 from __future__ import annotations
 
 import asyncio
+import errno
 import http.client
 import json
 import os
@@ -21,7 +22,8 @@ from typing import Any
 
 from pipeline.errors import UserError
 
-REQUEST_S, UPLOAD_S = 30.0, 600.0
+REQUEST_S, UPLOAD_S = 30.0, 600.0  # deadlines of requests
+SUBMIT_ATTEMPTS = 3
 SILENCE_S = 20.0  # after this long without output of a job, the server is checked
 FINAL_STATES = ("SUCCEEDED", "FAILED", "STOPPED")
 
@@ -59,12 +61,12 @@ class JobsServer:
         return versions
 
     def nodes(self) -> list[dict[str, Any]]:
-        """The cluster's nodes, each with state and resources_total."""
+        """The cluster's nodes, each with the entries `state` and `resources_total`."""
         answer = self._request("GET", "/api/v0/nodes?detail=1&limit=1000")
         return list(answer.get("data", {}).get("result", {}).get("result", []))
 
     def upload(self, name: str, archive: Path) -> bool:
-        """Uploads a package to the cluster; False when the cluster has it already."""
+        """Uploads a package to the cluster. Returns False, without an upload, when the cluster has it already."""
         path = f"/api/packages/gcs/{name}"
         try:
             self._request("GET", path)
@@ -76,7 +78,7 @@ class JobsServer:
     def submit(self, job_id: str, entrypoint: str, runtime_env: dict[str, Any], metadata: dict[str, str]) -> None:
         """Starts a job under an id chosen here, so that a request repeated after a cut connection starts only one."""
         body = {"submission_id": job_id, "entrypoint": entrypoint, "runtime_env": runtime_env, "metadata": metadata}
-        for attempt in range(3):
+        for attempt in range(1, SUBMIT_ATTEMPTS + 1):
             try:
                 self._request("POST", "/api/jobs/", json.dumps(body).encode(), UPLOAD_S)
                 return
@@ -84,11 +86,11 @@ class JobsServer:
                 with suppress(UserError, UnreachableError):
                     self.job(job_id)
                     return  # the job was started and only the answer was lost
-                if attempt == 2:
+                if attempt == SUBMIT_ATTEMPTS:
                     raise
 
     def job(self, job_id: str) -> dict[str, Any]:
-        """A job's record: status, message, driver_exit_code. UserError when there is no such job."""
+        """A job's record: status, message, driver_exit_code. Raises UserError when there is no such job."""
         try:
             return dict(self._request("GET", _job_path(job_id)))
         except FileNotFoundError:
@@ -99,11 +101,11 @@ class JobsServer:
         return str(self._request("GET", f"{_job_path(job_id)}/logs").get("logs", ""))
 
     def stop(self, job_id: str) -> bool:
-        """Requests that a job end; False when it had ended already."""
+        """Requests that a job end. Returns False when it had ended already."""
         return bool(self._request("POST", f"{_job_path(job_id)}/stop", b"").get("stopped"))
 
     async def tail(self, job_id: str) -> AsyncIterator[str]:
-        """A job's log from its beginning, piece by piece, until the job ends. UnreachableError when it is cut.
+        """A job's log from its beginning, piece by piece, until the job ends. Raises UnreachableError when it is cut.
 
         Ray's server answers no ping. So an empty piece follows each SILENCE_S without output, and the caller then
         checks the server by another request.
@@ -125,7 +127,10 @@ class JobsServer:
             raise UnreachableError(f"{self.address}: {error or type(error).__name__}") from error
 
     def _request(self, method: str, path: str, body: bytes | None = None, deadline_s: float = REQUEST_S) -> Any:
-        """The answer's JSON, or {}. FileNotFoundError for 404, UserError for refusals, else UnreachableError."""
+        """Sends a request. Returns the JSON of the answer; {} if the answer is not JSON.
+
+        Raises FileNotFoundError for status 404, UserError for a refusal, and UnreachableError for other failures.
+        """
         headers = self.headers | ({"Content-Type": "application/json"} if path == "/api/jobs/" else {})
         request = urllib.request.Request(self.address + path, data=body, headers=headers, method=method)
         try:
@@ -144,10 +149,10 @@ class JobsServer:
         return {}
 
     def _refusal(self, code: int, text: str) -> Exception:
-        """The error for a status code of the server and the text of its answer."""
+        """The error to raise for an HTTP status code and the text of the server's answer."""
         last_line = text.strip().splitlines()[-1] if text.strip() else f"status {code}"
         if code == 404:
-            return FileNotFoundError(2, last_line, self.address)
+            return FileNotFoundError(errno.ENOENT, last_line, self.address)
         refusals = {
             400: f"refuses the request: {last_line}",
             401: "asks for a token and none was sent; set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to the file that "
@@ -165,12 +170,14 @@ def _job_path(job_id: str) -> str:
 
 
 async def _pieces(socket: Any) -> AsyncIterator[str]:
-    """A WebSocket's texts, and "" after each silence, until it is closed."""
+    """Yields the texts that a WebSocket receives until it is closed, and "" after each SILENCE_S without a text."""
     while True:
         received = asyncio.ensure_future(socket.receive())
         try:
-            while not (await asyncio.wait({received}, timeout=SILENCE_S))[0]:
-                yield ""
+            while not received.done():
+                await asyncio.wait({received}, timeout=SILENCE_S)
+                if not received.done():
+                    yield ""
         finally:
             received.cancel()
         text = received.result().data
@@ -180,7 +187,7 @@ async def _pieces(socket: Any) -> AsyncIterator[str]:
 
 
 def find_token() -> tuple[str | None, str]:
-    """The token and its source, in Ray's order of sources; the token is never printed."""
+    """The token (None without one) and the name of its source. The sources are tried in Ray's order."""
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         return None, "nowhere (RAY_AUTH_MODE is not token)"
     if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():

@@ -22,7 +22,7 @@ from pipeline.errors import UserError
 LIMIT_BYTES = 100 * 2**20  # the largest request of Ray's jobs server (ray 2.60, DASHBOARD_CLIENT_MAX_SIZE)
 NUM_NAMED_FILES = 5  # messages name this many of the largest files
 IGNORE_FILES = (".gitignore", ".rayignore")
-ALWAYS_LEFT_OUT = (
+ALWAYS_LEFT_OUT = (  # patterns of .gitignore: files of tools, data and results, and files that may hold secrets
     *(".git", ".hg", ".venv", "venv/", "__pycache__", "*.py[co]", "*.egg-info", "node_modules", ".ipynb_checkpoints"),
     *(".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", ".cache", ".DS_Store"),
     *("/data/", "/results/", "/mlruns/", "/build/", "/dist/", "mlflow.db"),
@@ -42,12 +42,15 @@ def find_files(root: Path, left_out: Iterable[Path] = ()) -> dict[str, Path]:
 
 
 def _walk(folder: Path, root: Path, specs: list[tuple[Path, GitIgnoreSpec]], skipped: set[Path]) -> Iterator[Path]:
-    """Yields the files below `folder`. specs: the folder of each ignore file above, and its patterns."""
+    """Yields the files below `folder` that belong into a package of `root`.
+
+    specs: for each folder above with an ignore file, the folder and the file's patterns, which are relative to it.
+    """
     ignore_files = [folder / name for name in IGNORE_FILES if (folder / name).is_file()]
     specs = specs + [(folder, GitIgnoreSpec.from_lines(path.read_text("utf-8").splitlines())) for path in ignore_files]
     for path in folder.iterdir():
         is_folder = path.is_dir() and not path.is_symlink()
-        names = ((spec, path.relative_to(base).as_posix() + "/" * is_folder) for base, spec in specs)
+        names = ((spec, path.relative_to(base).as_posix() + ("/" if is_folder else "")) for base, spec in specs)
         if path.resolve() in skipped or any(spec.match_file(name) for spec, name in names):
             continue
         if is_folder:
@@ -84,11 +87,11 @@ def pack(files: Mapping[str, Path | bytes], target: Path, limit: int = LIMIT_BYT
 
 
 def _add(archive: zipfile.ZipFile, name: str, value: Path | bytes) -> None:
-    """Adds one file. Its time is that of ZipInfo, because the file's times would change the archive's digest."""
+    """Adds one file. It gets the fixed time of ZipInfo, because its own would change the archive's digest."""
     info = zipfile.ZipInfo(name)
     info.compress_type = zipfile.ZIP_DEFLATED
     is_executable = isinstance(value, Path) and os.access(value, os.X_OK)
-    info.external_attr = (0o755 if is_executable else 0o644) << 16
+    info.external_attr = (0o755 if is_executable else 0o644) << 16  # the upper two bytes are the Unix mode
     with (
         archive.open(info, "w") as target,
         value.open("rb") if isinstance(value, Path) else io.BytesIO(value) as source,

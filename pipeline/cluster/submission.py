@@ -23,7 +23,9 @@ from pipeline.version import COMMIT_FILE, commit
 
 SOURCE_FOLDERS = ("models", "pipeline", "jobs")
 OUTSIDE_FOLDER = "submitted"  # the package's folder for files that are outside the code
+# names of variables that probably contain a secret, such as WANDB_API_KEY
 _SECRET_NAME = re.compile(r"(?i)(PASS(WORD|WD)?|SECRET|TOKEN|CREDENTIALS?|API_?KEY|ACCESS_KEY|PRIVATE_KEY)(_|$)")
+# scheme://user:password@host, unless the password is a ${VARIABLE}
 _PASSWORD_IN_URL = re.compile(r"://[^/\s:@]*:(?!\$\{)[^/\s@]+@")
 _PROVIDED_BY_CLUSTER = ("ray",)  # packages of the lock file that a job does not install, because its cluster has them
 
@@ -31,7 +33,8 @@ _PROVIDED_BY_CLUSTER = ("ray",)  # packages of the lock file that a job does not
 def entrypoint(command: str, config: str, arguments: Sequence[str] = (), secrets: Sequence[str] = ()) -> str:
     """The shell command that runs `raycap COMMAND CONFIG ARGUMENTS` in the unpacked package.
 
-    It stops with a message when a secret is not set. `exec` replaces the shell, so that Ray's signal reaches raycap.
+    The shell stops at `: "${NAME:?text}"` with this text if the variable NAME is not set. `exec` replaces the shell, so
+    that Ray's signal reaches raycap.
     """
     hint = "is not set on the cluster: give its nodes this variable, for example from a secret"
     checks = [f': "${{{name}:?{hint}}}"' for name in secrets]
@@ -96,7 +99,7 @@ def variables(given: Sequence[str]) -> dict[str, str]:
 
 
 def secret_names(given: Sequence[str]) -> tuple[str, ...]:
-    """Checks names of secrets; UserError for one with a value."""
+    """Checks names of secrets. Returns each name once. Raises UserError for a name with a value."""
     for text in given:
         if "=" in text:
             raise UserError(f"--secret takes only a name, but {text.partition('=')[0]} has a value; leave it out")
@@ -105,12 +108,16 @@ def secret_names(given: Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_name(name: str, option: str) -> None:
+    """Raises UserError for a text that cannot be the name of an environment variable."""
     if not (name.isascii() and name.isidentifier()):
         raise UserError(f"{option} {name!r} is not a variable name; use letters, digits and _")
 
 
 def check_texts(config: Path, arguments: Sequence[str], available: Iterable[str]) -> None:
-    """UserError for a password in what is sent, and for a `${VARIABLE}` that the job would not have."""
+    """Raises UserError for a password in what is sent, and for a `${VARIABLE}` that the job would not have.
+
+    available: the names of the variables that the job has.
+    """
     texts = [("an argument", argument) for argument in arguments]
     for path in referenced_files(config):
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -130,9 +137,9 @@ def check_texts(config: Path, arguments: Sequence[str], available: Iterable[str]
 
 
 def check_local_paths(config: RunConfig) -> list[str]:
-    """Warnings about local paths, which must exist on every node.
+    """Returns a warning for each local path, which must exist on every node.
 
-    UserError for relative ones: data are not sent with a job, and its results would be lost with its folder.
+    Raises UserError for a relative path: data are not sent with a job, and its results would be lost with its folder.
     """
     paths = {
         "storage": config.storage.uri,

@@ -64,7 +64,8 @@ def _chain(path: Path) -> list[tuple[Path, dict[str, Any]]]:
     A path under `base` is made relative to the folder of the first file, because a search reads it from this folder.
     """
     chain = [(path, _read_yaml(path))]
-    while (name := chain[-1][1].pop("extends", None)) is not None:
+    values = chain[0][1]
+    while (name := values.pop("extends", None)) is not None:
         file = _extended_file(name, [file for file, _ in chain])
         values = _read_yaml(file)
         if isinstance(values.get("base"), str):
@@ -74,7 +75,7 @@ def _chain(path: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def _extended_file(name: Any, chain: Sequence[Path]) -> Path:
-    """The path of the file that the last file of the chain extends.
+    """The path of the file that the last file of the chain extends. name: the value of its key `extends`.
 
     Raises UserError for a file that does not exist, is not below the first file's folder, or is already in the chain.
     """
@@ -96,6 +97,7 @@ def _extended_file(name: Any, chain: Sequence[Path]) -> Path:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in one YAML file. Raises UserError."""
     if not path.is_file():
         raise UserError(
             f"configuration {path} does not exist; give the path of a YAML file, for example configs/demo.yaml"
@@ -127,6 +129,7 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _has_names(value: Any) -> bool:
+    """Whether a value is a list of mappings that all have a key `name`."""
     return isinstance(value, list) and all(isinstance(item, dict) and "name" in item for item in value)
 
 
@@ -201,7 +204,11 @@ def parse_section(section_type: type[SectionType], data: Any, key: str = "") -> 
 
 
 def parse_given(section_type: type, data: dict[str, Any], key: str) -> dict[str, Any]:
-    """Some of a dataclass's values. Raises UserError for a wrong key or type, but not for contradictions."""
+    """Checks values for some of the fields of a dataclass, and returns them with the types of the fields.
+
+    Raises UserError for a wrong key or type, but not for missing values or for values that contradict each other. key:
+    the section's key in its file.
+    """
     hints = get_type_hints(section_type)
     options: dict[str, Any] = {field.name: (hints[field.name], None) for field in fields(section_type)}
     partial = create_model(section_type.__name__, __config__=ConfigDict(extra="forbid"), **options)
@@ -245,6 +252,7 @@ def _sentence(error: ValidationError, data: Any, section_type: Any, section: str
 
 
 def _hint(name: str, valid_names: Collection[str], introduction: str) -> str:
+    """Lists the valid names after the introduction, and first asks about the one that is most similar to `name`."""
     similar = difflib.get_close_matches(name, sorted(valid_names), n=1)
     question = f"did you mean {similar[0]}? " if similar else ""
     return f"{question}{introduction}: {', '.join(sorted(valid_names))}"
@@ -283,4 +291,7 @@ def _types_of_keys(annotation: Any) -> dict[str, Any]:
         return {field.name: field.type for field in fields(annotation)}
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return {name: field.annotation for name, field in annotation.model_fields.items()}
-    return next(filter(None, map(_types_of_keys, get_args(annotation))), {})
+    for member in get_args(annotation):
+        if types := _types_of_keys(member):
+            return types
+    return {}

@@ -22,7 +22,7 @@ RENAMED_KEYS = {
     "workers.trial_steps": "dry_run",
 }
 
-# By (key, old value): the new value, which is a constant of `pipeline.config.sections`.
+# {(key, old value): new value}. A new value is a constant of `pipeline.config.sections`.
 RENAMED_VALUES = {("features.hdf5", "embedded"): "synthetic"}
 
 

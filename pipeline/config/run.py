@@ -51,6 +51,7 @@ class RunConfig(Section):
     @field_validator("storage", mode="before")
     @classmethod
     def _short_storage(cls, value: Any) -> Any:
+        """Accepts `storage: results` for `storage: {uri: results}`."""
         return {"uri": value} if isinstance(value, str) else value
 
     def check_values(self) -> None:
@@ -63,6 +64,7 @@ class RunConfig(Section):
             raise ValueError(f"stage names must differ, found {', '.join(names)}")
         self._check_regions()
         for stage in self.stages:
+            # each number of workers that may train must divide the batch
             share = math.lcm(*self.workers.counts) * stage.gradient_accumulation_steps
             if stage.batch_size % share:
                 counts = " and ".join(map(str, self.workers.counts))
@@ -107,11 +109,12 @@ class RunConfig(Section):
         return self.working_path
 
     def home(self, name: str) -> StoragePath | None:
-        """The S3 prefix of the folder `name` of `working_path`. None for a local storage."""
+        """The place on S3 of which the folder `name` of `working_path` is a copy. None for a local storage."""
         return self.storage_place / name if is_remote(self.storage.uri) else None
 
     @property
     def storage_place(self) -> StoragePath:
+        """The folder of all results, local or on S3."""
         return storage_path(self.storage.uri, self.storage.options)
 
     def stage(self, name: str) -> StageSection:
@@ -119,5 +122,5 @@ class RunConfig(Section):
 
 
 def total_steps(stage: StageSection, num_samples: int) -> int:
-    """Optimizer steps of a stage with `num_samples` samples per epoch. The last step may use samples of a new epoch."""
+    """The number of optimizer steps of a stage. The last one may use samples of a new epoch. num_samples: per epoch."""
     return max(1, math.ceil(stage.epochs * num_samples / stage.batch_size))

@@ -28,11 +28,14 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 SYNTHETIC = "synthetic"  # this value of features.hdf5 selects the regions of the synthetic data set
 
-# The splits of every 30 images in order. The default of 1,500 images gives 1,200 train, 100 val, 150 test and 50 novel.
+# The splits of 30 consecutive synthetic images; the next 30 repeat them.
+# The default of 1,500 images gives 1,200 train, 100 val, 150 test and 50 novel.
 SPLIT_CYCLE = ("train",) * 24 + ("val",) * 2 + ("test",) * 3 + ("novel",)
 
 
 class Section(BaseModel):
+    """A part of the configuration. Unknown keys are errors, and a value cannot be changed."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def check_values(self) -> None:
@@ -68,12 +71,12 @@ class SourceSection(Section):
 
     annotations: str
     images: str = "."  # the folder of its images, relative to data.root, or an s3:// prefix
-    split: str | None = None  # the split of images that neither the file nor a split list assigns to one
+    split: str | None = None  # for images that neither the file nor a split list mentions
 
 
 @dataclass(frozen=True)
 class SceneConfig:
-    """The synthetic data set; `image_size` in pixels. Raises UserError for too few or too small images."""
+    """The synthetic data set. image_size: the width in pixels. Raises UserError for too few or too small images."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
     num_images: int = 1500
@@ -97,12 +100,12 @@ class DataSection(Section):
     """The images and captions. `synthetic` generates the synthetic data set instead of reading `root`."""
 
     synthetic: SceneConfig | None = None
-    # a folder or an s3:// prefix; instead of it, the content of the data enters the run's identity
+    # a folder or an s3:// prefix; a run's identity depends on the content of the data instead of this path
     root: Annotated[str | None, Identity.IGNORED] = None
     format: Literal["auto", "karpathy", "coco", "nocaps", "table"] = "auto"
     annotations: str = "dataset.json"
     images: str = "."  # the folder of the annotations' filepath/filename, or an s3:// prefix
-    split: str | None = None
+    split: str | None = None  # for images without a split, as in SourceSection
     sources: tuple[SourceSection, ...] = ()  # instead of annotations, images and split
     split_lists: dict[str, str] = {}  # {split: file with one image name per line}, relative to data.root
     tokenizer: Literal["expansionnet", "spacy"] = "expansionnet"
@@ -110,10 +113,10 @@ class DataSection(Section):
     train_splits: tuple[str, ...] = ("train", "restval")
     val_split: str = "val"
     test_splits: tuple[str, ...] = ("test",)
-    min_count: Positive = 5
+    min_count: Positive = 5  # rarer words are not in the vocabulary
     # a file of words for the vocabulary, in addition to those of the captions
     extra_vocabulary: Annotated[str | None, Identity.FILE] = None
-    max_bad_fraction: Fraction = 0.01
+    max_bad_fraction: Fraction = 0.01  # a command fails if a larger part of the images cannot be used
     max_pixels: Positive = 100_000_000
 
     def check_values(self) -> None:
@@ -160,6 +163,8 @@ class ScheduleSection(Section):
 
 
 class OptimizerSection(Section):
+    """The optimizer and its parameters, except the learning rate."""
+
     name: Literal["radam", "adam", "adamw"] = "radam"
     betas: tuple[Fraction, Fraction] = (0.9, 0.98)
     eps: PositiveFloat = 1e-9
@@ -243,7 +248,7 @@ class WorkersSection(Section):
     gpus_per_worker: NonNegativeFloat = 0
     cpus_per_worker: PositiveFloat = 1
     threads_per_worker: Positive = 1
-    dry_run: bool = True
+    dry_run: bool = True  # before training, take one step of every stage
     num_decode_threads: NonNegative = 0
     max_failures: NonNegative = 3
     max_wait_minutes: PositiveFloat = 30  # how long a stage waits for the cluster's resources
@@ -286,7 +291,7 @@ SEARCH_DEFAULTS = EvaluationSection()
 
 
 class TrackingSection(Section):
-    """MLflow."""
+    """The MLflow server or file to which metrics and models are sent."""
 
     enabled: bool = True
     uri: str | None = None  # None: a SQLite file in the storage
@@ -307,7 +312,7 @@ class RetrainSection(Section):
 
 
 def _system(model: Any) -> str:
-    """The name of the system in a section `model`, which selects the class that checks the section."""
+    """The key `name` of a section `model`, which selects the class that checks the section."""
     return str(model.get("name", "expansionnet_v2") if isinstance(model, dict) else getattr(model, "name", ""))
 
 

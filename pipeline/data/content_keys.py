@@ -61,6 +61,7 @@ def _read_sizes(uris: pa.Array, options: StorageOptions) -> tuple[pa.Array, pa.A
     remote_objects = _list_remote(uris.filter(pc.starts_with(uris, REMOTE)).to_pylist(), options)
 
     def read_size(uri: str) -> tuple[int, str]:
+        """The size in bytes and the tag of one file."""
         try:
             if is_remote(uri):
                 size, tag = remote_objects[uri].size, remote_objects[uri].tag
@@ -90,7 +91,7 @@ def _read_sizes(uris: pa.Array, options: StorageOptions) -> tuple[pa.Array, pa.A
 
 
 def _list_remote(uris: Sequence[str], options: StorageOptions) -> dict[str, Entry]:
-    """The objects by URI, from one listing per folder instead of one request per image."""
+    """The size and tag of those objects that exist, by URI: from one listing per folder, not one request per image."""
     wanted = set(uris)
     folders: list[str] = []
     for folder in sorted({uri.rsplit("/", 1)[0] for uri in uris}):

@@ -26,7 +26,7 @@ from pipeline.storage.path import StoragePath, is_remote, join
 
 TABLE_ENDINGS = (".jsonl", ".ndjson", ".csv", ".parquet")
 MAX_CAPTION = 10_000  # characters; a longer text is reported as a problem and cut, which bounds the memory
-_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can contain such a code point, and no encoding can
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair: JSON can contain it, but no encoding can
 _Image = tuple[int, str, tuple[str, ...], list[Any]]  # its id, its split, the parts of its path, its captions
 
 
@@ -80,6 +80,7 @@ def read_source(source: Source, name: str, rows: Rows) -> None:
 
 
 def _read(path: StoragePath) -> bytes:
+    """The content of an annotation file, decompressed if its name ends in .gz. Raises UserError."""
     try:
         data = path.read_bytes()
         return gzip.decompress(data) if path.name.endswith(".gz") else data
@@ -90,6 +91,7 @@ def _read(path: StoragePath) -> bytes:
 
 
 def _read_json(path: StoragePath) -> Any:
+    """The content of an annotation file in JSON. Raises UserError."""
     try:
         return json.loads(_read(path))
     except (ValueError, RecursionError) as error:
@@ -97,7 +99,7 @@ def _read_json(path: StoragePath) -> Any:
 
 
 def _add_karpathy(source: Source, data: Any, rows: Rows) -> None:
-    """Reads `images`: each has filepath, filename, split, sentences with a raw text, and cocoid or imgid."""
+    """Adds the entries of `images`: filepath, filename, split, sentences with raw text, and cocoid or imgid."""
     path = source.annotations
     entries = data.get("images") if isinstance(data, dict) else None
     if not isinstance(entries, list) or not entries:
@@ -113,7 +115,7 @@ def _add_karpathy(source: Source, data: Any, rows: Rows) -> None:
 
 
 def _add_coco(source: Source, data: Any, rows: Rows) -> None:
-    """Reads `images` (id, file_name) and `annotations` (image_id, caption). A nocaps image's domain is its split."""
+    """Adds `images` (id, file_name) with `annotations` (image_id, caption). A nocaps image's domain is its split."""
     path = source.annotations
     images, annotations = (data.get(name) if isinstance(data, dict) else None for name in ("images", "annotations"))
     if not isinstance(images, list) or not images or not isinstance(annotations, list):
@@ -158,9 +160,10 @@ def _malformed(location: str, error: Exception) -> UserError:
 
 
 def _add_table(source: Source, entries: Iterator[dict[str, Any]], rows: Rows) -> None:
-    """Reads the columns image, captions or caption, and optionally id and split.
+    """Adds the images of a table with the columns image, captions or caption, and optionally id and split.
 
-    captions: a list, or one text. Rows of the same image are joined. The default id is the row's number.
+    captions: a list, or one text. Rows of the same image are joined. Without an id, an image's id is the number of
+    images that were added before it.
     """
     path = source.annotations
     row_of: dict[str, int] = {}

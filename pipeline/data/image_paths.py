@@ -28,6 +28,7 @@ def find_images(arguments: Sequence[str], options: StorageOptions = StorageOptio
 
 
 def _find_local(argument: str) -> list[str]:
+    """The images in a folder, a file itself, or the files that match a pattern. Raises UserError if nothing exists."""
     path = Path(argument)
     if path.is_dir():
         files = [file for file in sorted(path.rglob("*")) if file.is_file()]
@@ -41,6 +42,7 @@ def _find_local(argument: str) -> list[str]:
 
 
 def _find_remote(argument: str, options: StorageOptions) -> list[str]:
+    """The URI of an object with an image's ending, or the URIs of all images below a prefix."""
     prefix = storage_path(argument, options)
     if Path(argument).suffix.lower() in SUFFIXES:
         return [prefix.uri]  # a single object; whoever reads it reports a missing one

@@ -43,6 +43,7 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
+    """An image of any Pillow mode as RGB."""
     if image.mode in ("I;16", "I;16L", "I;16B", "I;16N", "I", "F"):
         # More than 8 bits are scaled to 8 bits, as viewers do; Pillow's conversion would clip them at 255.
         values = np.asarray(image).astype(np.float64)
@@ -58,15 +59,16 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 def decode_batch(
     batch: dict[str, np.ndarray], image_size: int, max_pixels: int, options: StorageOptions = StorageOptions()
 ) -> dict[str, Any]:
-    """From the columns key and uri, the columns key, pixels (resized, (B, H, W, 3) uint8) and reason.
+    """Decodes a batch with the columns key and uri. The result has the columns key, pixels and reason.
 
-    The reason is "" for a decoded image; an image that cannot be used has black pixels. `key` is the expected sha256 of
-    the file: a file that has changed counts as unreadable.
+    pixels: (B, image_size, image_size, 3) uint8; black for an image that cannot be used. reason: why it cannot be used,
+    or "". key: the expected sha256 of the file; a file that has changed counts as unreadable.
     """
     transform = ImageTransform(image_size)
     pixels = np.zeros((len(batch["key"]), image_size, image_size, 3), np.uint8)
 
     def decode(index: int) -> str:
+        """Writes the pixels of one image of the batch, and returns its reason."""
         try:
             data = StoragePath(str(batch["uri"][index]), options).read_bytes()
             if hashlib.sha256(data).hexdigest() != batch["key"][index]:

@@ -80,6 +80,10 @@ SINGLE_TEMPLATES = (
     "{plain_main} {position} on {background} background",
 )
 
+# Shares of the image: where objects may start (left or top), where they must end, and the length between them. LENGTH
+# is not computed, because END - START has another rounding error, which would change the pictures.
+START, END, LENGTH = 0.03, 0.97, 0.94
+MAX_SLANT = 0.4  # largest distance of two centers across their relation's axis, as a share of that along the axis
 CAPTIONS_PER_IMAGE = 5
 SINGLE_SHARE = 0.25  # share of pictures with only one shape
 SUPERSAMPLING = 4  # pictures are drawn at this many times their size, then reduced, for smooth edges
@@ -133,7 +137,8 @@ def _single(rng: random.Random, split: str, background: str, main: tuple[str, st
     size = rng.choice(("large", "medium"))
     extent = rng.uniform(*EXTENTS[size])
     position, (dx, dy) = rng.choice(list(POSITIONS.items()))
-    reach = 0.97 - extent - 0.5  # an object whose center is this far from the middle reaches the picture's margin
+    reach = END - extent - 0.5  # an object whose center is this far from the middle reaches the picture's margin
+    # Along the position's direction the object is near the margin, and across it near the middle.
     x, y = (0.5 + d * rng.uniform(0.75, 1.0) * reach if d else 0.5 + rng.uniform(-0.06, 0.06) for d in (dx, dy))
     main_object = SceneObject(*main, size, x, y, extent, rng.uniform(-8, 8))
     return Scene(split, background, main_object, second=None, relation=None, position=position)
@@ -145,7 +150,7 @@ def _pair(rng: random.Random, split: str, background: str, main: tuple[str, str]
     sizes = ("large", "small") if relation == "behind" else rng.choice(SIZE_PAIRS)
     extents = [rng.uniform(*EXTENTS[size]) for size in sizes]
     if relation == "behind":
-        centers = [[rng.uniform(0.03 + extents[0], 0.97 - extents[0]) for _ in range(2)]] * 2
+        centers = [[rng.uniform(START + extents[0], END - extents[0]) for _ in range(2)]] * 2
     else:
         centers = _side_by_side(rng, relation, extents)
     main_object, second_object = (
@@ -156,21 +161,23 @@ def _pair(rng: random.Random, split: str, background: str, main: tuple[str, str]
 
 
 def _side_by_side(rng: random.Random, relation: str, extents: Sequence[float]) -> list[list[float]]:
-    """Centers of the main and the second object, which do not overlap along the relation's axis.
+    """Centers [x, y] of the main and the second object, which do not overlap along the relation's axis.
 
-    On the other axis the centers differ by at most 0.4 of their distance, so that "left of" is never also "above".
+    Across this axis the centers differ by at most MAX_SLANT times their distance along it, so that "left of" is never
+    also "above". extents: half the widths of the two objects.
     """
-    room = 0.94 - 2 * sum(extents)
-    gap = rng.uniform(0.03, max(0.03, 0.6 * room))
+    room = LENGTH - 2 * sum(extents)
+    gap = rng.uniform(0.03, max(0.03, 0.6 * room))  # between the two objects
     distance = sum(extents) + gap
-    start = 0.03 + rng.uniform(0, max(0.0, room - gap))
+    start = START + rng.uniform(0, max(0.0, room - gap))
     axis = 0 if DIRECTIONS[relation][0] else 1
-    first = 0 if DIRECTIONS[relation][axis] < 0 else 1  # the object with the smaller coordinate: 0 is the main one
+    # The object with the smaller coordinate comes first: 0 is the main object, 1 the second one.
+    first = 0 if DIRECTIONS[relation][axis] < 0 else 1
     along = [start + extents[first]] * 2  # coordinates of the two centers on the relation's axis
     along[1 - first] += distance
-    main_across = rng.uniform(0.03 + extents[0], 0.97 - extents[0])
-    second_across = main_across + rng.uniform(-0.4, 0.4) * distance
-    across = (main_across, min(0.97 - extents[1], max(0.03 + extents[1], second_across)))
+    main_across = rng.uniform(START + extents[0], END - extents[0])
+    second_across = main_across + rng.uniform(-MAX_SLANT, MAX_SLANT) * distance
+    across = (main_across, min(END - extents[1], max(START + extents[1], second_across)))
     return [[x, y] if axis == 0 else [y, x] for x, y in zip(along, across, strict=True)]
 
 
@@ -196,6 +203,7 @@ def _names(rng: random.Random, item: SceneObject) -> tuple[str, str]:
 
 
 def _article(noun: str) -> str:
+    """The noun after "a" or "an"."""
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
@@ -204,7 +212,7 @@ def draw_scene(scene: Scene, image_size: int) -> Image.Image:
     size = image_size * SUPERSAMPLING
     image = Image.new("RGB", (size, size), BACKGROUNDS[scene.background])
     canvas = ImageDraw.Draw(image)
-    for item in (scene.main, scene.second):  # drawn last, because the second object may be inside the main one
+    for item in (scene.main, scene.second):  # the second object is drawn last, because it may be inside the main one
         if item is not None:
             canvas.polygon([(x * size, y * size) for x, y in _outline(item)], fill=COLORS[item.color])
     return image.reduce(SUPERSAMPLING)
@@ -212,6 +220,7 @@ def draw_scene(scene: Scene, image_size: int) -> Image.Image:
 
 def _outline(item: SceneObject) -> list[tuple[float, float]]:
     """The corners of a rotated shape, as shares of the image."""
+    # Corners before rotation, around (0, 0), as multiples of the extent.
     arm, end = 0.32, 0.95  # of a cross: half the width of an arm, and its length from the center
     half_cross = [(-arm, -end), (arm, -end), (arm, -arm), (end, -arm), (end, arm), (arm, arm)]
     corners = {
@@ -300,8 +309,8 @@ def main_object(caption: str) -> tuple[str, str] | None:
 def main_object_accuracy(predictions: Mapping[Any, str], references: Mapping[Any, Sequence[str]]) -> float:
     """Share of images whose predicted caption names the color and the shape of the references' main object.
 
-    Raises ValueError when the two are empty or have different images, and for references that do not agree on one main
-    object, which only those of the synthetic data set do.
+    Raises ValueError when the arguments are empty or have different images, and when the references of an image do not
+    all name the same main object. All references of the synthetic data set do; those of other data sets need not.
     """
     if not references or predictions.keys() != references.keys():
         raise ValueError(

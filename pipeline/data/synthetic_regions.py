@@ -17,7 +17,7 @@ import numpy as np
 from pipeline.config.sections import SceneConfig
 from pipeline.data.synthetic import BACKGROUNDS, COLORS, SHAPES, Scene, SceneObject, make_scene
 
-NOISE = 0.2  # standard deviation; in about one of 1,000 shapes a wrong color gets the largest number
+NOISE = 0.2  # standard deviation; about one shape in 1,000 has a larger feature for a wrong color than for its own
 JITTER = 0.01  # standard deviation of a box's corners, as a share of the picture
 WIDTH = len(COLORS) + len(SHAPES) + len(BACKGROUNDS) + 6  # the last 6 are x0 y0 x1 y1, width, height as shares
 

@@ -102,6 +102,7 @@ class Vocabulary:
         return " ".join(self.words[index] for index in caption if index not in (self.sos, self.pad))
 
     def to_json(self) -> str:
+        """The text of vocabulary.json, which `load` reads."""
         return json.dumps({"tokenizer": self.tokenizer, "words": self.words}, ensure_ascii=False, indent=0)
 
     def save(self, path: Path) -> None:
@@ -109,6 +110,7 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: Path) -> Vocabulary:
+        """The vocabulary in a file that `save` wrote. Raises ValueError for other content."""
         data = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(data, dict) or not isinstance(data.get("words"), list):
             raise ValueError(f"{path} is not a vocabulary: expected a JSON object with a list under 'words'")

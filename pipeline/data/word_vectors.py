@@ -34,7 +34,7 @@ def read_word_vectors(path: Path, words: Sequence[str], width: int) -> tuple[np.
                 if row is None or given[row]:
                     continue
                 numbers = rest.split()
-                if len(numbers) <= width:  # with more, this is only the first word of the file's entry
+                if len(numbers) <= width:  # a longer line is the entry of a phrase, and `word` is only its first word
                     vectors[row] = _parse(path, number, numbers, width)
                     given[row] = True
     except OSError as error:
@@ -56,6 +56,7 @@ def _is_header(path: Path, parts: Sequence[bytes], width: int) -> bool:
 
 
 def _parse(path: Path, line: int, numbers: Sequence[bytes], width: int) -> np.ndarray:
+    """The vector (width,) float32 of one line. Raises UserError unless it has `width` finite numbers."""
     try:
         values = np.array([float(number) for number in numbers], np.float32)
     except ValueError as error:

@@ -10,6 +10,7 @@ reuses a task's process with its imported modules, whereas an actor's process en
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 # One malloc arena per actor limits memory. It must be set before an actor starts, because Ray's threads create arenas.
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
+MIN_BLOCKS = 8  # few images are divided into this many blocks of rows, which are decoded in parallel
 QUARANTINE_FILE = "quarantine.parquet"
 QUARANTINE = pa.schema([("uri", pa.string()), ("key", pa.string()), ("reason", pa.string())])
 
@@ -80,7 +82,7 @@ class Plan(NamedTuple):
 
 
 def resolve_dtype(name: str) -> str:
-    """The dtype of `auto`: bfloat16 with hardware support (CUDA since Ampere, AVX512-BF16), else float32."""
+    """A dtype's name. `auto` becomes bfloat16 with hardware support (Ampere or later, AVX512-BF16), else float32."""
     if name != "auto":
         return name
     if sys.platform == "linux" and not Path("/dev/nvidiactl").exists():  # without a GPU, torch need not be imported
@@ -150,7 +152,10 @@ def extract(
 
 
 def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Runs Ray Data over `missing` (key, uri); yields (content keys, reasons) as shards are finished."""
+    """Computes the features of the images in `missing` (columns key, uri) with Ray Data, and writes them to shards.
+
+    Yields (content keys, reasons) as shards are finished. The reason is "" for an image whose features are stored.
+    """
     import ray
     import ray.data
     from ray.data import ActorPoolStrategy, DataContext, TaskPoolStrategy
@@ -168,8 +173,11 @@ def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Ite
         arguments["weights"] = ray.put(extractor.weights.read_bytes())
     uses_tasks = count <= settings.max_images_for_tasks and not settings.gpus_per_actor
     # With actors, blocks are small enough to decode in parallel. With tasks, a block is one task and one shard.
-    step = settings.rows_per_shard if uses_tasks else max(1, min(settings.rows_per_shard, -(-count // 8)))
-    source = ray.data.from_arrow([missing.slice(start, step).combine_chunks() for start in range(0, count, step)])
+    block_rows = settings.rows_per_shard
+    if not uses_tasks:
+        block_rows = max(1, min(block_rows, math.ceil(count / MIN_BLOCKS)))
+    starts = range(0, count, block_rows)
+    source = ray.data.from_arrow([missing.slice(start, block_rows).combine_chunks() for start in starts])
     if uses_tasks:
         computed = source.map_batches(
             _decode_and_compute,  # type: ignore[arg-type]
@@ -201,7 +209,10 @@ def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Ite
 def _decode_and_compute(
     batch: dict[str, np.ndarray], decoding: dict[str, Any], **arguments: Any
 ) -> dict[str, np.ndarray]:
-    """A task that decodes a batch, computes its features and writes them as one shard."""
+    """A Ray task that decodes a batch, computes its features and writes them as one shard.
+
+    decoding: arguments of `decode_batch`. arguments: those of `ShardWriter`. Returns what `ShardWriter` returns.
+    """
     return _writer(**arguments)(decode_batch(batch, **decoding))
 
 
@@ -212,7 +223,7 @@ def _writer(**arguments: Any) -> ShardWriter:
 
 
 class ShardWriter:
-    """Computes features of pixels and writes them to a shard."""
+    """Computes the features of a batch of images and writes them as one shard. Each process has one writer."""
 
     def __init__(self, folder: StoragePath, extractor: Extractor, dtype: str, weights: Any = None) -> None:
         """weights: a reference to the bytes of `extractor.weights` in Ray's object store; None for a local file."""
@@ -228,6 +239,7 @@ class ShardWriter:
         self.backbone = self.thread.submit(self._load, extractor, weights).result()
 
     def _load(self, extractor: Extractor, weights: Any) -> Any:
+        """The backbone with its weights on the device. The parameters are those of `__init__`."""
         import ray
 
         from models.backbone import Backbone
@@ -237,6 +249,10 @@ class ShardWriter:
         return backbone.eval().to(self.device)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Takes the columns key, pixels and reason of `decode_batch`, whose reason is "" for a decoded image.
+
+        Returns the columns key and reason. Images whose features are not finite also have a reason now.
+        """
         reasons = batch["reason"].astype(object)
         decoded = np.flatnonzero(reasons == "")
         keys = [str(key) for key in batch["key"][decoded]]
@@ -259,7 +275,7 @@ class ShardWriter:
 
         size = self.settings.batch_size
         parts = []
-        with torch.no_grad(), torch.autocast(self.device.type, self.dtype, self.dtype != torch.float32):
+        with torch.no_grad(), torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
             for start in range(0, len(pixels), size):
                 part = pixels[start : start + size]
                 padded = np.zeros((size, *pixels.shape[1:]), np.uint8)

@@ -20,7 +20,7 @@ NUM_REMOTE_THREADS = 8  # threads per worker; they mostly wait for requests
 
 
 class Images:
-    """Model inputs of a data set's images: features from a store, or without a store pixels.
+    """Model inputs of a data set's images: features from `store`, or without a store pixels, which need `transform`.
 
     Threads decode the images, because decoding and resizing release the interpreter's lock. Images on S3 are read in
     parallel, and with a cache only once.
@@ -36,6 +36,7 @@ class Images:
         options: StorageOptions = StorageOptions(),
         cache: ImageCache | None = None,
     ) -> None:
+        """threads: the number of threads that read and decode; images on S3 get at least NUM_REMOTE_THREADS."""
         self.uris, self.keys, self.cache = dataset.column("uri"), dataset.column("key"), cache
         self.image_ids = np.array(dataset.column("image_id"), np.int64)
         self.store, self.transform, self.max_pixels, self.options = store, transform, max_pixels, options
@@ -50,8 +51,8 @@ class Images:
     def load(self, rows: np.ndarray) -> Features:
         """The float32 inputs of these rows, as tokens.
 
-        From a store: features (len(rows), N, C), for regions with lengths and boxes. Else: normalized pixels
-        (len(rows), 3, H, W).
+        From a store, these are features (len(rows), N, C), and for regions also their lengths and boxes. Without a
+        store, these are normalized pixels (len(rows), 3, H, W).
         """
         if self.store is None or self.positions is None:
             assert self.pool is not None
@@ -61,6 +62,7 @@ class Images:
         return Features(tokens, *(None if values is None else torch.from_numpy(values) for values in regions))
 
     def _pixels(self, row: int) -> Tensor:
+        """The normalized pixels (3, H, W) of one image."""
         assert self.transform is not None
         path, key = StoragePath(self.uris[row], self.options), self.keys[row]
         data = self.cache.read(path, key) if self.cache and path.is_remote and key else path.read_bytes()

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def feature_width(dataset: Dataset, config: RunConfig) -> int:
-    """The width of the features of the first image of the data set that the file has.
+    """The number C of values per region in the file, taken from the first image of the data set that it contains.
 
     Raises UserError when the file has no image of the data set, or lacks boxes that the model needs.
     """
@@ -49,7 +49,7 @@ def feature_width(dataset: Dataset, config: RunConfig) -> int:
 
 
 def missing_regions(dataset: Dataset, config: RunConfig) -> dict[str, str]:
-    """{key: reason} of images that the file lacks. Raises UserError as `import_regions` does."""
+    """{content key: reason} of images that the file lacks. UserError for missing boxes or too many regions."""
     image_ids = dataset.column("image_id")
     with open_regions(region_file(config)) as file:
         _require_boxes(file, image_ids, config)
@@ -59,11 +59,11 @@ def missing_regions(dataset: Dataset, config: RunConfig) -> dict[str, str]:
 
 
 def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, dict[str, str]]:
-    """Imports those features of the data set's images (keyed by id) that the store lacks.
+    """Imports those features of the data set's images that the store lacks. The images' content keys contain their ids.
 
-    Returns the store's folder and {key: reason} of images without usable features. Raises UserError when the file is
-    missing or not HDF5, when widths differ, when an image has more regions than `features.max_regions`, and when the
-    model needs boxes and an image has none. Needs memory for one shard at a time.
+    Returns the store's folder and {content key: reason} of images without usable features. Raises UserError when the
+    file is missing or not HDF5, when widths differ, when an image has more regions than `features.max_regions`, and
+    when the model needs boxes and an image has none. Needs memory for one shard at a time.
     """
     settings = config.features
     description = {"source": "hdf5", "file": ends_digest(region_file(config)), "regions": settings.max_regions}
@@ -132,7 +132,10 @@ def _require_max_regions(file: Any, image_ids: Sequence[int], config: RunConfig)
 
 
 def _import_shard(file: Any, rows: pa.Table, width: int, folder: StoragePath, config: RunConfig) -> dict[str, str]:
-    """Writes the usable images of `rows` as one shard. Returns {key: reason} of the unusable images."""
+    """Writes the usable images of `rows` (columns key, image_id) as one shard of features of this width.
+
+    Returns {content key: reason} of the unusable images.
+    """
     settings = config.features
     images: dict[str, tuple[np.ndarray, np.ndarray | None]] = {}
     unusable = {}
@@ -161,7 +164,7 @@ def _import_shard(file: Any, rows: pa.Table, width: int, folder: StoragePath, co
 
 
 def ends_digest(path: Path) -> str:
-    """Digest of a file's size, first and last bytes, because reading hundreds of gigabytes would take too long."""
+    """A digest of a file's size and of its first and last bytes. Reading hundreds of gigabytes would take too long."""
     _require_file(path)
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
@@ -173,7 +176,7 @@ def ends_digest(path: Path) -> str:
 
 
 def write_regions(path: Path, images: Iterator[tuple[int, np.ndarray, np.ndarray]]) -> None:
-    """Writes (image id, features (R, C), boxes (R, 4)) as an HDF5 file, whole or not at all."""
+    """Writes images as an HDF5 file, whole or not at all. Each is (image id, features (R, C), boxes (R, 4))."""
     import h5py
 
     with atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
@@ -196,7 +199,7 @@ def open_regions(path: Path) -> Iterator[Any]:
 
 
 def read_image(file: Any, image_id: int, max_regions: int, dtype: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """Features (R, C) and boxes (R, 4) of the first `max_regions` regions of an image, which are the most confident.
+    """Features (R, C), and boxes (R, 4) or None, of the first `max_regions` regions, which are the most confident.
 
     Raises ValueError with the reason when the image has no usable features, or boxes of another shape.
     """

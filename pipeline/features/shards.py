@@ -20,6 +20,7 @@ from pipeline.storage.cache import ShardCache
 from pipeline.storage.path import StoragePath
 
 MAX_OPEN = 400  # open shards; each needs a file descriptor, and a process usually may have 1,024
+NUM_COPIES, NUM_READS = 4, 8  # shards copied to the cache, and remote rows read, at the same time
 _HEADER_BYTES = 256  # longer than numpy's header of an array of few dimensions
 
 
@@ -40,16 +41,18 @@ class _Shard:
         self.path, self.map = path, None if local is None else _map_file(local)
         header = path.read_range(0, _HEADER_BYTES) if self.map is None else self.map[:_HEADER_BYTES]
         self.shape, self.dtype, self.start = _read_header(header)
+        # `start` is the offset of the first row and `stride` the size of a row, in bytes
         self.stride = int(np.prod(self.shape[1:])) * self.dtype.itemsize
 
     def prefetch(self, row: int) -> None:
         """Advises the kernel that a row will be read."""
         if self.map is not None:
             first = self.start + row * self.stride
-            page = first - first % mmap.PAGESIZE
+            page = first - first % mmap.PAGESIZE  # advice must begin at a page
             self.map.madvise(mmap.MADV_WILLNEED, page, min(first + self.stride, len(self.map)) - page)
 
     def row(self, row: int) -> np.ndarray:
+        """The values (N, C) of one row."""
         first = self.start + row * self.stride
         if self.map is None:
             flat = np.frombuffer(self.path.read_range(first, self.stride), self.dtype)
@@ -59,6 +62,7 @@ class _Shard:
 
 
 def _map_file(path: Path) -> mmap.mmap:
+    """A memory map of a whole file."""
     with path.open("rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     content.madvise(mmap.MADV_RANDOM)  # without this advice each access would read megabytes ahead
@@ -89,13 +93,13 @@ class ShardMaps:
 
     def read(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """The rows (len(rows), N, C): item i is row `rows[i]` of shard number `shards[i]`."""
-        order = np.lexsort((rows, shards)).tolist()
+        order = np.lexsort((rows, shards)).tolist()  # by shard, then by row: the order on disk
         if not order:
             return np.empty((0, 0, 0), np.float16)
         shard_numbers, row_numbers = shards.tolist(), rows.tolist()
         new = sorted(set(shard_numbers) - self._open.keys())
         if self.cache is not None and len(new) > 1:  # several shards are copied to the cache at a time
-            with ThreadPoolExecutor(4) as pool:
+            with ThreadPoolExecutor(NUM_COPIES) as pool:
                 list(pool.map(self._local_file, new))
         first = self.shard(shard_numbers[order[0]])
         result = np.empty((len(rows), *first.shape[1:]), first.dtype)
@@ -112,7 +116,7 @@ class ShardMaps:
             else:
                 copy_row(index)
         if remote:
-            with ThreadPoolExecutor(8) as pool:
+            with ThreadPoolExecutor(NUM_READS) as pool:
                 list(pool.map(copy_row, remote))
         return result
 

@@ -69,7 +69,7 @@ def features_for_bundles(config: RunConfig, dataset: Dataset) -> tuple[Dataset, 
 
 
 def describe_features(config: RunConfig, num_tokens: int, num_parameters: int) -> str:
-    """One line of text for the log. num_parameters: number of parameters of the backbone."""
+    """The source of the features in words. num_tokens: N of the features. num_parameters: those of the backbone."""
     if not config.has_backbone:
         return f"regions of {config.features.hdf5}, at most {num_tokens}"
     backbone = config.backbone

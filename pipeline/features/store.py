@@ -55,6 +55,7 @@ def feature_key(description: dict[str, Any]) -> str:
 
 
 def shard_name(content_keys: Sequence[str]) -> str:
+    """The name of the shard of these images: a hash of their keys."""
     return hashlib.sha256("\n".join(content_keys).encode()).hexdigest()[:32]
 
 
@@ -114,6 +115,7 @@ class FeatureStore:
         table = _read_manifest(self.folder)
         self.keys: pa.Array = table["key"].combine_chunks()
         shards = table["shard"].combine_chunks().dictionary_encode().indices
+        # By position: the number of the image's shard, its row there, and its number of regions (-1 for a grid).
         self._shard = shards.to_numpy(zero_copy_only=False).astype(np.int32)
         self._row = table["row"].to_numpy()
         self._length = pc.fill_null(table["length"], -1).to_numpy()
@@ -128,7 +130,7 @@ class FeatureStore:
         return int(pc.count_distinct(self.keys).as_py()) if len(self.keys) else 0
 
     def contains(self, content_keys: pa.Array | pa.ChunkedArray) -> np.ndarray:
-        """Whether the store has each image (len(content_keys),). A call builds a hash table of the store's keys."""
+        """For each image, whether the store has it: bools (len(content_keys),). A call hashes all keys of the store."""
         return pc.is_in(content_keys, value_set=self.keys).to_numpy(zero_copy_only=False)
 
     def locate(self, content_keys: pa.Array | pa.ChunkedArray) -> np.ndarray:
@@ -143,13 +145,13 @@ class FeatureStore:
         return positions.to_numpy(zero_copy_only=False).astype(np.int64)
 
     def gather_at(self, positions: np.ndarray) -> np.ndarray:
-        """Features (len(positions), N, C). After its length, a row of regions contains zeros."""
+        """Features (len(positions), N, C). An image with fewer than N regions is filled up with zeros."""
         return self._maps.read(self._shard[positions], self._row[positions])
 
     def regions_at(self, positions: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Lengths (len(positions),) int64 and boxes (len(positions), N, 4) float32 of regions.
 
-        Both are None for grids. The boxes, which are the detector's, are also None when the detector gave none.
+        Both are None for grids. The boxes are also None when the detector's file had none.
         """
         lengths = self._length[positions].astype(np.int64)
         if (lengths < 0).any():
@@ -165,7 +167,7 @@ class FeatureStore:
             return [damage for damage in pool.map(self._find_damage, self.shards, rows) if damage]
 
     def _find_damage(self, info: ShardInfo, rows: int) -> str:
-        """A sentence about the damage of one shard; "" for a whole shard."""
+        """A sentence about the damage of one shard; "" for an intact shard. rows: its rows in the manifest."""
         remedy = f"delete manifest/{info.shard}.parquet and {INDEX} in {self.folder} and extract again"
         files = {f"shards/{info.shard}.npy": info.sha256}
         if info.boxes_sha256:
@@ -178,6 +180,7 @@ class FeatureStore:
             if hashlib.sha256(data).hexdigest() != digest:
                 return f"{relative} does not have the digest in its manifest; {remedy}"
             array = np.load(io.BytesIO(data), allow_pickle=False)
+            # A sum in float64 cannot overflow, so that it is finite only if every value is. It needs no second array.
             if len(array) != rows or not np.isfinite(array.sum(dtype=np.float64)):
                 return f"{relative} has {len(array)} rows for {rows} images, or values that are not finite; {remedy}"
         return ""
@@ -193,7 +196,10 @@ def _shards_with_manifest(folder: StoragePath) -> set[str]:
 
 
 def _read_manifest(folder: StoragePath, attempts: int = 3) -> pa.Table:
-    """All rows of the store: those of the index with a manifest, and those that the index lacks."""
+    """The manifest rows of all images in the store.
+
+    They come from the index, without shards whose manifest was removed, and from manifests that the index lacks.
+    """
     shards = _shards_with_manifest(folder)
     index = read_table(folder / INDEX, MANIFEST, missing_ok=True)
     index = index.filter(pc.is_in(index["shard"], value_set=pa.array(sorted(shards), pa.string())))
@@ -236,7 +242,7 @@ def remove_orphans(folder: StoragePath | Path, min_age_s: float = 3600) -> int:
 
 
 def mark_complete(folder: StoragePath | Path, description: dict[str, Any], rows: int) -> None:
-    """Writes the marker file with the number of rows and the description, if it differs."""
+    """Writes the marker file with the number of rows and the description, unless it has this content already."""
     marker = storage_path(folder) / "COMPLETE"
     text = json.dumps({"rows": rows, **description}, indent=1, sort_keys=True).encode()
     if not marker.exists() or marker.read_bytes() != text:

@@ -30,8 +30,9 @@ class Plot:
     """A chart for the template.
 
     lines, raw_lines: one line of (x, y) per stage; raw lines show the values of smoothed stages. points: (x, y, "step
-    1,200", value); the reader selects one by pointer or keys. bands: (left, width, name, range of steps) of each stage
-    of an overview.
+    1,200", value); the reader selects one by pointer or keys. dots: whether each point is shown as a dot. bands: (left,
+    width, name, range of steps) of each stage, for a chart of several stages. last: the last value. note: a line below
+    the chart. summary: a description for screen readers.
     """
 
     name: str
@@ -77,7 +78,7 @@ def make_plot(name: str, stages: Sequence[tuple[str, Series]]) -> Plot | None:
         if len(finite) > 1:
             bands.append((left, width, stage, f"{series[0][0]:,} to {series[-1][0]:,}"))
             left, width = left + 0.04 * width, 0.92 * width  # a gap between stages
-        window = max(5, len(series) // 16) | 1 if is_noisy(series) else 1
+        window = _smoothing_window(series)
         longest_window = max(longest_window, window)
         smooth = thin(running_mean(series, window))
         lines.append(_place_points(smooth, scale, left, width, series))
@@ -87,26 +88,40 @@ def make_plot(name: str, stages: Sequence[tuple[str, Series]]) -> Plot | None:
         if window > 1:
             raw_lines.append(_place_points(thin(series), scale, left, width, series))
     num_values = sum(len(series) for _, series in stages)
-    notes = [
-        "log scale" if scale.log else "",
-        f"line: mean of {longest_window} values" if longest_window > 1 else "",
-        f"{num_values - len(values)} of {num_values} values not finite" if num_values > len(values) else "",
-    ]
-    (last_step, last_value), first_series = finite[-1][1][-1], finite[0][1]
+    (_, first_series), (_, last_series) = finite[0], finite[-1]
+    (first_step, first_value), (last_step, last_value) = first_series[0], last_series[-1]
     return Plot(
         name=name,
         lines=lines,
         raw_lines=raw_lines,
         points=points,
         dots=len(points) <= DOTS_UP_TO * len(finite),
-        x_ticks=_make_step_ticks(first_series[0][0], last_step) if len(finite) == 1 else [],
+        x_ticks=_make_step_ticks(first_step, last_step) if len(finite) == 1 else [],
         y_ticks=scale.make_ticks(),
         bands=bands,
         last=format_number(last_value),
-        note="; ".join(filter(None, notes)),
-        summary=f"{name}, {len(values)} values up to step {last_step:,}: first {format_number(values[0])}, "
+        note=_make_note(scale, longest_window, num_values, num_finite=len(values)),
+        summary=f"{name}, {len(values)} values up to step {last_step:,}: first {format_number(first_value)}, "
         f"last {format_number(last_value)}, lowest {format_number(min(values))}, highest {format_number(max(values))}",
     )
+
+
+def _smoothing_window(series: Series) -> int:
+    """The odd number of values over which a series is averaged: about a sixteenth of a noisy series, otherwise 1."""
+    if not is_noisy(series):
+        return 1
+    window = max(5, len(series) // 16)
+    return window if window % 2 else window + 1
+
+
+def _make_note(scale: _Scale, longest_window: int, num_values: int, num_finite: int) -> str:
+    """The line below a chart: its scale, its smoothing and the number of values that it cannot show."""
+    notes = [
+        "log scale" if scale.log else "",
+        f"line: mean of {longest_window} values" if longest_window > 1 else "",
+        f"{num_values - num_finite} of {num_values} values not finite" if num_values > num_finite else "",
+    ]
+    return "; ".join(filter(None, notes))
 
 
 def is_noisy(series: Series) -> bool:
@@ -153,10 +168,12 @@ class _Scale:
         self.low, self.high = (0.0 if from_zero else low - margin), high + margin
 
     def position(self, value: float) -> float:
+        """The distance of a value from the top of the chart, in percent of its height."""
         value = math.log10(value) if self.log else value
         return 100 * (self.high - value) / (self.high - self.low)
 
     def make_ticks(self) -> Ticks:
+        """About four round values, or powers of ten on a logarithmic scale, with their positions."""
         values = choose_round_values(self.low, self.high, 4)
         if self.log:
             powers = range(math.floor(self.low), math.ceil(self.high) + 1)
@@ -170,11 +187,13 @@ def choose_round_values(low: float, high: float, about: int) -> list[float]:
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
     distance = next((factor * power for factor in (1, 2, 2.5, 5) if factor * power >= rough), 10 * power)
+    # 1e-9 keeps a value at an end of the range in spite of rounding errors.
     first, last = math.ceil(low / distance - 1e-9), math.floor(high / distance + 1e-9)
     return [index * distance for index in range(first, last + 1)]
 
 
 def _make_step_ticks(first: int, last: int) -> Ticks:
+    """About three round steps with their positions on an axis from `first` to `last`."""
     if last == first:
         return [(50.0, f"{first:,}")]
     values = [value for value in choose_round_values(first, last, 3) if value == int(value)]
@@ -182,7 +201,7 @@ def _make_step_ticks(first: int, last: int) -> Ticks:
 
 
 def _place_points(points: Series, scale: _Scale, left: float, width: float, series: Series) -> Line:
-    """Positions in percent. The steps of `series` fill `width`; a single step is in the middle."""
+    """Positions of points in percent. The steps of the whole `series` fill `width`; a single step is in the middle."""
     first, span = series[0][0], series[-1][0] - series[0][0]
     return [
         (round(left + width * ((step - first) / span if span else 0.5), 2), round(scale.position(value), 2))
@@ -209,6 +228,7 @@ def make_histogram(name: str, scores: Sequence[float], highest: float) -> Histog
     """
     widths = (0.01, 0.02, 0.05, 0.1, 0.2, 0.25, 0.5, 1.0)
     width = next((width for width in widths if highest / width < 24), highest / 20)
+    # 1e-9 keeps a score at the edge of two bins in the upper one in spite of rounding errors.
     num_bins = max(1, math.floor(highest / width + 1e-9) + 1)
     positions = np.floor(np.array(scores) / width + 1e-9).astype(int).clip(0, num_bins - 1)
     edges = [round(index * width, 4) for index in range(num_bins + 1)]

@@ -6,6 +6,7 @@ the largest one unless an adjacent cluster has that color. Adjacent clusters dif
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,15 +58,24 @@ def layer_colors(clusters: Clusters) -> list[LayerColors]:
     for number in sorted(cells.keys() | words.keys()):
         grid, num_cells = cells.get(number, (None, 0))
         line, num_words = words.get(number, (None, 0))
-        counts = [f"{num_cells} patch cluster{'s' * (num_cells != 1)}"] if grid is not None else []
-        counts += [f"{num_words} phrase{'s' * (num_words != 1)}"] if line is not None else []
+        counts = [_count(num_cells, "patch cluster")] if grid is not None else []
+        counts += [_count(num_words, "phrase")] if line is not None else []
         title = f"layer {number}: {', '.join(counts)}"
         layers.append(LayerColors(title, grid, None if line is None else line[0]))
     return layers
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _choose_colors(numbers: Sequence[int], layers: Sequence[np.ndarray]) -> dict[int, tuple[np.ndarray, int]]:
-    """By layer number the colors (rows, columns) and the number of clusters. The lowest layer comes first."""
+    """{layer number: (indices into COLORS (rows, columns), number of clusters)}.
+
+    numbers, layers: the number and the cluster labels (rows, columns) of each layer, the lowest layer first. Larger
+    clusters choose first. A cluster takes the first color that no adjacent cluster has: of the colors that its cells
+    have in the layer below, the most frequent one first, and then of all others.
+    """
     colored: dict[int, tuple[np.ndarray, int]] = {}
     below = None  # the colors of the layer below
     for number, labels in zip(numbers, layers, strict=True):
@@ -99,9 +109,10 @@ def cluster_picture(image: Image.Image, words: Sequence[str], clusters: Clusters
     layers = layer_colors(clusters)
     font, small = ImageFont.load_default(18), ImageFont.load_default(15)
     boxes = _lay_out_words(words, font)
+    num_lines = max((line for line, _, _ in boxes), default=0) + 1
     columns = min(COLUMNS, max(1, len(layers)))
-    width, height = SIDE + MARGIN, SIDE + TITLE + LINE * (1 + (boxes[-1][0] if boxes else 0)) + MARGIN
-    rows = -(-len(layers) // columns)
+    rows = math.ceil(len(layers) / columns)
+    width, height = SIDE + MARGIN, SIDE + TITLE + LINE * num_lines + MARGIN
     sheet = Image.new("RGB", (columns * width + MARGIN, rows * height + MARGIN), "white")
     draw = ImageDraw.Draw(sheet)
     for number, layer in enumerate(layers):
@@ -147,7 +158,7 @@ def _lay_out_words(words: Sequence[str], font: Any) -> list[tuple[int, float, fl
     """The line, left edge and width of each word, so that no line is wider than a tile."""
     boxes, line, left = [], 0, 0.0
     for word in words:
-        width = font.getlength(word) + 10
+        width = font.getlength(word) + 10  # 5 pixels on each side
         if left and left + width > SIDE:
             line, left = line + 1, 0.0
         boxes.append((line, left, width))
@@ -158,4 +169,5 @@ def _lay_out_words(words: Sequence[str], font: Any) -> list[tuple[int, float, fl
 def text_color(color: str) -> str:
     """Black or white, whichever has more contrast on a color (WCAG's relative luminance)."""
     red, green, blue = ((value / 255) ** 2.2 for value in ImageColor.getrgb(color))
-    return "black" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 else "white"
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return "black" if luminance > 0.18 else "white"  # at about 0.18 both have the same contrast

@@ -63,7 +63,7 @@ def caption_picture(
     columns = min(COLUMNS, 1 + len(words))
     tile = SIDE + MARGIN
     height = len(kinds) * tile + LABEL  # of a line: one heat map above the other, and the word
-    num_lines = -(-(1 + len(words)) // columns)
+    num_lines = math.ceil((1 + len(words)) / columns)  # the image is the first tile
     sheet = Image.new("RGB", (LABEL + columns * tile + MARGIN, num_lines * height + MARGIN), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(18)
     sheet.paste(image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC), (LABEL + MARGIN, MARGIN))
@@ -79,7 +79,7 @@ def caption_picture(
             sheet.paste(heat_map(image, weights), (left, top + row * tile))
     for number, word in enumerate(words, 1):
         center = LABEL + MARGIN + number % columns * tile + SIDE / 2
-        while draw.textlength(word, font) > SIDE:
+        while draw.textlength(word, font) > SIDE:  # shortens a word that is wider than its tile
             word = word.removesuffix("…")[:-1] + "…"
         draw.text((center, (number // columns + 1) * height - LABEL + 2), word, "black", font, anchor="ma")
     return sheet

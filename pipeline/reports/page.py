@@ -102,6 +102,7 @@ def write_report(path: Path, report: Report) -> None:
                 f"the score row {label!r} has {len(cells)} cells, but there are {len(report.score_columns)} columns "
                 f"({', '.join(report.score_columns)}); give one cell per column"
             )
+    reasons = [_reason(cell) for _, cells in report.score_rows for cell in cells]
     images, counts = choose_images(report.images, MAX_IMAGES, seed=report.run_id)
     cards = _cards(images, seed=report.run_id)
     html = render_template(
@@ -109,7 +110,7 @@ def write_report(path: Path, report: Report) -> None:
         report=report,
         score_name=SCORE_NAME,
         reason_of=_reason,
-        reasons=list(dict.fromkeys(filter(None, (_reason(cell) for _, cells in report.score_rows for cell in cells)))),
+        reasons=list(dict.fromkeys(filter(None, reasons))),  # each once, in the order of the table
         overviews=_overviews(report.stages),
         stages=[
             (stage, [plot for name, series in stage.curves.items() if (plot := make_plot(name, [("", series)]))])
@@ -153,7 +154,7 @@ def choose_images(
         return list(images), {}
     scored = [(score, index) for index, image in enumerate(images) if (score := image.finite_score) is not None]
     ranked = [index for _, index in sorted(scored)]
-    third = min(max_images // 3, len(ranked) // 2)
+    third = min(max_images // 3, len(ranked) // 2)  # half of the pictures at most: none is both among worst and best
     extremes = {*ranked[:third], *ranked[len(ranked) - third :]}
     rest = [index for index in range(len(images)) if index not in extremes]
     at_random = random.Random(seed).sample(rest, min(len(rest), max_images - 2 * third))
@@ -232,7 +233,7 @@ def _aspect_ratio(cards: Sequence[dict[str, Any]]) -> float:
 
 
 def _thumbnail(path: StoragePath | Path | bytes) -> dict[str, Any]:
-    """A picture as a small JPEG in a data URI, with its size in pixels; or why it cannot be read, as `problem`."""
+    """A picture as a small JPEG: {"uri": a data URI, "width", "height", "is_small"}; or {"problem": why it fails}."""
     try:
         picture = decode_image(path if isinstance(path, bytes) else path.read_bytes(), MAX_PIXELS)
     except BadImage as error:

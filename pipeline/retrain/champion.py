@@ -85,8 +85,8 @@ class Decision(Section):
     champion: BundleRecord
     champion_before: BundleRecord | None
     snapshot: FileRecord
-    previous: FileRecord | None
-    run: str
+    previous: FileRecord | None  # the file of the previous decision
+    run: str  # the run whose model was compared, or replaced by a rollback
     challenger: BundleRecord | None = None
     data: DataRecord | None = None
     held_out: HeldOutRecord | None = None
@@ -100,7 +100,7 @@ class ChampionState(Section):
 
     format: Literal[1] = 1
     token: int = 0  # the last writer's token; a writer with a smaller token is refused
-    nonce: str = ""  # random, so that no two writes produce the same file
+    nonce: str = ""  # random, so that two writes never give the file the same tag
     number: int = 0  # the number of the last decision
     decided: tuple[int, ...] = ()  # the tokens of all decisions; files with other tokens are deleted
     decision: FileRecord | None = None
@@ -123,7 +123,8 @@ class ChampionStore:
     def __init__(self, storage: StoragePath, name: str) -> None:
         self.storage, self.name = storage, name
         self.folder = storage / f"retrain/{name}"
-        self._tag: str | None = None  # of champion.json when it was last read or written; a write needs the same tag
+        # the tag of the version of champion.json that was last read or written; only this version may be replaced
+        self._tag: str | None = None
 
     def read(self) -> ChampionState:
         """The current state, which is empty before the first retraining. UserError for an invalid file."""
@@ -171,7 +172,7 @@ class ChampionStore:
         return state
 
     def write_file(self, name: str, data: bytes, lease: Lease) -> FileRecord:
-        """Writes a file below retrain/NAME; `name` contains the lease's token."""
+        """Writes a file below retrain/NAME and returns its record; `name` must contain the lease's token."""
         lease.check()
         (self.folder / name).write_bytes(data)
         return FileRecord(name=name, sha256=_sha256(data))
@@ -195,7 +196,7 @@ class ChampionStore:
         return BundleRecord(bundle=target, files=record.files, run_id=record.run_id)
 
     def require_intact(self, bundle: BundleRecord) -> None:
-        """OSError for a champion's bundle with a missing or changed file."""
+        """Raises OSError if a file of a champion's bundle is missing or has changed."""
         for name, digest in bundle.files.items():
             path = self.storage / bundle.bundle / name
             damage = ""
@@ -210,13 +211,13 @@ class ChampionStore:
                 )
 
     def decision(self, record: FileRecord) -> Decision:
-        """Reads a decision's file."""
+        """The decision in the file that `record` references."""
         return Decision.model_validate_json(self.read_file(record))
 
     def orphans(self, state: ChampionState) -> dict[StoragePath, int]:
-        """The files, with their tokens, that belong to no decision, because their writer was killed or lost its lease.
+        """{file: token} of the files that belong to no decision, because their writer was killed or lost its lease.
 
-        The cost is two listings.
+        It lists two folders of the storage and reads no file.
         """
         models = self.storage / f"models/{self.name}"
         candidates = [self.folder / name for name in self.folder.list() if "/." not in f"/{name}"]  # no hidden files

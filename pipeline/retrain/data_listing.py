@@ -25,7 +25,7 @@ LISTING = pa.schema(
         ("key", pa.string()),  # the sha256 of an image's content; null for other files
     ]
 )
-CHUNK_ROWS = 8192
+CHUNK_ROWS = 8192  # this many files at a time are converted to Arrow, which bounds the memory
 
 
 class Change(Section):
@@ -44,7 +44,7 @@ def list_data(config: RunConfig, root: str) -> pa.Table:
 
     Hidden files and raycap's results are not listed.
     """
-    # synthetic data is itself below the folder of the results
+    # synthetic data is itself in the folder of the results, which must then be listed
     results = f"{config.storage_place.uri.rstrip('/')}/" if config.data.synthetic is None else None
     files, batches = _list_files(config, root, skipped_prefix=results), []
     while chunk := list(itertools.islice(files, CHUNK_ROWS)):
@@ -61,13 +61,15 @@ def compare(now: pa.Table, before: pa.Table | None) -> Change:
     previous = before.take(rows)
     same = pc.and_(pc.equal(previous["size"], now["size"]), pc.equal(previous["tag"], now["tag"]))
     added = rows.null_count
-    changed = now.num_rows - added - int(pc.sum(pc.fill_null(same, False)).as_py() or 0)
+    num_same = pc.sum(pc.fill_null(same, False)).as_py() or 0  # the sum over no rows is None
+    changed = now.num_rows - added - int(num_same)
     return Change(added=added, changed=changed, gone=before.num_rows - (now.num_rows - added))
 
 
 def with_keys(listing: pa.Table, dataset: Dataset, root: str) -> pa.Table:
-    """Adds the content keys of the data set's images, by which a later retraining recognizes the images."""
+    """The listing with the content keys of the data set's images, by which a later retraining recognizes images."""
     prefix, uris = f"{root.rstrip('/')}/", dataset.table["uri"]
+    # an image's name in the listing is relative to the root, or its URI if it is outside of the root
     names = pc.if_else(pc.starts_with(uris, prefix), pc.utf8_slice_codeunits(uris, len(prefix)), uris)
     keys = dataset.table["key"].take(pc.index_in(listing["name"], value_set=names))
     return listing.set_column(LISTING.get_field_index("key"), "key", keys)
@@ -77,7 +79,8 @@ def new_keys(dataset: Dataset, before: pa.Table | None) -> int:
     """The number of images whose content is not in the previous listing."""
     if before is None:
         return len(dataset)
-    return len(dataset) - int(pc.sum(pc.is_in(dataset.table["key"], value_set=before["key"].drop_null())).as_py() or 0)
+    is_known = pc.is_in(dataset.table["key"], value_set=before["key"].drop_null())
+    return len(dataset) - int(pc.sum(is_known).as_py() or 0)  # the sum over no rows is None
 
 
 def _list_files(config: RunConfig, root: str, *, skipped_prefix: str | None) -> Iterator[tuple[str, Entry]]:

@@ -20,7 +20,11 @@ def decision_page(
     captions: Mapping[str, dict[int, str]] | None = None,
     scores: Mapping[int, float] | None = None,
 ) -> str:
-    """The HTML of a decision. If the held-out images `part` are given, it shows them, up to a report's limit."""
+    """The HTML of a decision.
+
+    part: the held-out images, of which the page shows as many as a report does. captions: by model (champion,
+    challenger) and image id. scores: the challenger's CIDEr-D by image id. A rollback has none of the three.
+    """
     settings = config.evaluation
     report = Report(
         title=f"{config.name}: {decision.decision}",
@@ -39,7 +43,7 @@ def decision_page(
 
 
 def _score_rows(decision: Decision) -> list[tuple[str, list[str]]]:
-    """The table of both scores and their difference; a rollback has none."""
+    """The rows (label, cells) with both scores and their difference; none for a rollback."""
     scores = decision.scores.model_dump() if decision.scores else {}
     rows = [(name, [f"{score:.4f}"]) for name, score in scores.items() if score is not None]
     if decision.difference is not None:
@@ -70,13 +74,13 @@ def _images(
     challenger, champion = captions["challenger"], captions.get("champion", {})
     return [
         ReportImage(
-            image,
-            StoragePath(uri, config.storage.options),
-            challenger[image],
-            references,
-            scores.get(image),
-            "held out",
-            {"champion": champion[image]} if image in champion else {},
+            image_id=image,
+            path=StoragePath(uri, config.storage.options),
+            caption=challenger[image],
+            references=references,
+            score=scores.get(image),
+            split="held out",
+            alternatives={"champion": champion[image]} if image in champion else {},
         )
         for image, uri, references in zip(*(part.column(name) for name in ("image_id", "uri", "captions")), strict=True)
         if image in challenger

@@ -25,7 +25,10 @@ class HeldOut(NamedTuple):
 
 
 def held_out_split(config: RunConfig) -> str:
-    """The name of the split; UserError if training uses it."""
+    """The name of the held-out split: retrain.split, else the first test split, else the validation split.
+
+    Raises UserError if training uses it.
+    """
     name = config.retrain.split or next(iter(config.data.test_splits), config.data.val_split)
     if name in config.data.train_splits:
         raise UserError(f"retrain.split = {name} is one of data.train_splits; name a split that training does not use")
@@ -33,7 +36,7 @@ def held_out_split(config: RunConfig) -> str:
 
 
 def choose(dataset: Dataset, config: RunConfig) -> bytes:
-    """The current images of the split as a Parquet file; UserError for fewer than two readable images."""
+    """The readable images of the held-out split as a Parquet file; raises UserError if there are fewer than two."""
     name = held_out_split(config)
     part = dataset.split(name).readable()
     if len(part) < 2:
@@ -44,11 +47,12 @@ def choose(dataset: Dataset, config: RunConfig) -> bytes:
 
 
 def locate(file: bytes, dataset: Dataset, config: RunConfig) -> HeldOut:
-    """The fixed split with its images' current locations; ids and references are those of the first comparison."""
+    """The fixed split in `file` with the current locations of its images; ids and references do not change."""
     fixed, current, data = from_bytes(file, SCHEMA), dataset.readable(), config.data
     rows = pc.index_in(fixed["key"], value_set=current.table["key"])  # null for an image that is gone
     uris = current.table["uri"].take(rows)
     part = Dataset(fixed.set_column(SCHEMA.get_field_index("uri"), "uri", uris).filter(pc.is_valid(rows)))
-    training = current.split(*{*data.train_splits, data.val_split} - {held_out_split(config)})
+    training_splits = {*data.train_splits, data.val_split} - {held_out_split(config)}
+    training = current.split(*training_splits)
     leaked = pc.sum(pc.is_in(fixed["key"], value_set=pc.unique(training.table["key"]))).as_py() or 0
     return HeldOut(file, part, missing=rows.null_count, leaked=int(leaked))

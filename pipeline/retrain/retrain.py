@@ -24,7 +24,7 @@ from pipeline.retrain import held_out
 from pipeline.retrain.champion import LEASE, BundleRecord, ChampionStore, DataRecord, Decision, Verdict
 from pipeline.retrain.data_listing import LISTING, compare, list_data, new_keys, with_keys
 from pipeline.retrain.decision_page import decision_page
-from pipeline.retrain.tracking import follow
+from pipeline.retrain.tracking import update_tracker
 from pipeline.runs.check import check_data
 from pipeline.scoring.bootstrap import RESAMPLES, Difference, paired_difference
 from pipeline.scoring.metrics import score_captions
@@ -68,16 +68,16 @@ class Comparison(NamedTuple):
 
 
 def retrain(config: RunConfig, work: Work) -> int:
-    """Promotes a model trained on new data if it beats the champion. Returns 0, or 1 for bad data or a lost lease.
+    """Trains a model if there are new data, and makes it the champion if it is better than the present one.
 
-    Raises UserError for errors in the configuration.
+    Returns 0, or 1 for bad data or a lost lease. Raises UserError for errors in the configuration.
     """
     held_out.held_out_split(config)  # raises before anything is written
     return _act_under_lease(config, lambda retraining: retraining.execute(work))
 
 
 def rollback(config: RunConfig) -> int:
-    """Restores the previous champion. Takes the lease by force, which fences out a running retraining."""
+    """Restores the previous champion; returns the exit code. It takes the lease from a running retraining by force."""
     if not ChampionStore(config.storage_place, config.name).read().before:
         raise UserError(
             f"--rollback: {config.name} has no champion before the present one in {config.storage.uri}; nothing changed"
@@ -86,7 +86,10 @@ def rollback(config: RunConfig) -> int:
 
 
 def _act_under_lease(config: RunConfig, act: Callable[[_Retraining], int], *, by_force: bool = False) -> int:
-    """The exit code of `act`; 0 when another process has the lease, 1 when the lease is lost meanwhile."""
+    """Takes the lease, calls `act` and returns its exit code.
+
+    Returns 0 without a call when another process has the lease, and 1 when the lease is lost during the call.
+    """
     store = ChampionStore(config.storage_place, config.name)
     path, seconds = store.folder / LEASE, config.retrain.lease_seconds
     # a new token must be larger than champion.json's, even after the lease's file was deleted
@@ -104,7 +107,7 @@ def _act_under_lease(config: RunConfig, act: Callable[[_Retraining], int], *, by
 
 
 class _NewData(NamedTuple):
-    """The result of the second step. Without changed files `dataset` is empty."""
+    """The result of the second step. If no file was added or changed, `dataset` is empty."""
 
     dataset: Dataset
     listing: pa.Table
@@ -133,7 +136,7 @@ class _Retraining:
             return 1
         if not data.record.new_images and data.record.fingerprint == state.fingerprint:
             logger.info(f"nothing new since decision {state.number} (files: {data.record.files}); the champion stays")
-            follow(self.config, self.store, state)
+            update_tracker(self.config, self.store, state)
             return 0
         held = self._held_out(data.dataset)
         if held.leaked:
@@ -161,7 +164,10 @@ class _Retraining:
         return self._decide(data, held, trained.bundle, challenger, comparison)
 
     def _new_data(self) -> _NewData | None:
-        """The data that changed since the last decision; None, after logging the errors, when it is invalid."""
+        """The present data and how they differ from those of the last decision; None, after an error was logged.
+
+        Data with errors cannot be trained on, so the retraining ends.
+        """
         config, root = self.config, data_root(self.config)
         listing = list_data(config, root)
         before = from_bytes(self.store.read_file(self.state.snapshot), LISTING) if self.state.snapshot else None
@@ -170,7 +176,7 @@ class _Retraining:
         record = DataRecord(root=root, files=change, new_images=0, images=0, fingerprint=self.state.fingerprint)
         if before is not None and not change.added and not change.changed:
             return _NewData(Dataset(pa.table({})), listing, record)
-        # images of the previous listing were checked then
+        # the images in the previous listing were checked by the retraining that wrote it
         findings = check_data(config, None if before is None else before["key"].drop_null())
         for finding in [finding for finding in findings.findings if finding.kind == "error"][:MAX_FINDINGS_SHOWN]:
             logger.info(f"bad data  {finding.text}")
@@ -184,7 +190,7 @@ class _Retraining:
         return _NewData(dataset, listing, record.model_copy(update=update))
 
     def _held_out(self, dataset: Dataset) -> held_out.HeldOut:
-        """The held-out split, which is fixed now if it is the first. UserError if fewer than two images still exist."""
+        """The held-out split, which the first retraining chooses. UserError if fewer than two of its images exist."""
         fixed = self.state.held_out
         file = self.store.read_file(fixed) if fixed else held_out.choose(dataset, self.config)
         held = held_out.locate(file, dataset, self.config)
@@ -257,7 +263,8 @@ class _Retraining:
     def _commit(self, fields: dict[str, Any], after: dict[str, Any], *shown: Any) -> int:
         """Writes a decision's files, then champion.json; returns the exit code.
 
-        fields: of the decision. after: the changed fields of champion.json. shown: further arguments of the page.
+        fields: the fields of the decision that are not set here. after: the fields of champion.json that change. shown:
+        the last arguments of `decision_page`.
         """
         config, state, token = self.config, self.state, self.lease.token
         after = {"snapshot": state.snapshot} | after
@@ -280,7 +287,7 @@ class _Retraining:
         after |= {"number": decision.number, "decision": record, "decided": (*state.decided, token)}
         self.store.commit(state.model_copy(update=after), self.lease)
         logger.info(f"decision  {decision.decision}: {decision.reason}")
-        follow(config, self.store, self.store.read())
+        update_tracker(config, self.store, self.store.read())
         logger.info(f"champion  {config.storage_place / decision.champion.bundle}")
         logger.info(f"record    {self.store.folder / name}.json, .html")
         return 0
@@ -298,7 +305,10 @@ class _Retraining:
 
 
 def compare_captions(config: RunConfig, part: Dataset, captions: Mapping[str, dict[int, str]]) -> Comparison:
-    """CIDEr-D of both models and its paired difference. OSError when they captioned different images."""
+    """CIDEr-D of both models on the same images, and its paired difference; `captions` are by model and image id.
+
+    Raises OSError when the models captioned different images.
+    """
     images = captions["challenger"].keys()
     if not images or any(texts.keys() != images for texts in captions.values()):
         raise OSError("some held-out images could be read for one model and not for the other; call again")

@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 DECISION_TAG = "raycap.decision"  # its value is the number of the last decision that a run has received completely
 
 
-def follow(config: RunConfig, store: ChampionStore, state: ChampionState) -> bool:
-    """Updates the tracker to `state`; False, after one log line, when the tracker fails."""
+def update_tracker(config: RunConfig, store: ChampionStore, state: ChampionState) -> bool:
+    """Sends what the tracker lacks of `state`; False, after one log line, when the tracker fails."""
     if not config.tracking.enabled or state.champion is None:
         return True
     try:
@@ -31,7 +31,7 @@ def follow(config: RunConfig, store: ChampionStore, state: ChampionState) -> boo
         experiment = experiment_of(client, config)
         name = config.tracking.registered_name or config.name
         for alias, run_id in (("champion", state.champion.run_id), ("challenger", state.challenger)):
-            version = None if run_id is None else _version(client, config, experiment, run_id)
+            version = None if run_id is None else _find_or_register_version(client, config, experiment, run_id)
             _set_alias(client, name, alias, version)
         if state.decision is not None:
             _log_decision(client, experiment, store, state.decision)
@@ -42,8 +42,8 @@ def follow(config: RunConfig, store: ChampionStore, state: ChampionState) -> boo
     return True
 
 
-def _version(client: Any, config: RunConfig, experiment: str, run_id: str) -> str | None:
-    """The registered model version of a raycap run, or None. A run that is not on the tracker yet is sent first."""
+def _find_or_register_version(client: Any, config: RunConfig, experiment: str, run_id: str) -> str | None:
+    """The registered model version of a raycap run. A run without one is sent first; None if that fails."""
     versions = _versions_of(client, experiment, run_id)
     if not versions and _send_run(config, run_id):
         versions = _versions_of(client, experiment, run_id)
@@ -51,6 +51,7 @@ def _version(client: Any, config: RunConfig, experiment: str, run_id: str) -> st
 
 
 def _versions_of(client: Any, experiment: str, run_id: str) -> list[Any]:
+    """The registered model versions of a raycap run."""
     run = _run_of(client, experiment, run_id)
     return [] if run is None else client.search_model_versions(f"run_id = '{run.info.run_id}'")
 
@@ -68,6 +69,7 @@ def _send_run(config: RunConfig, run_id: str) -> bool:
     folder.pull()
     if not (folder.path / "COMPLETE.json").is_file():
         return False
+    # the present tracker and storage, which may differ from those in the run's stored configuration
     update = {"tracking": config.tracking, "storage": config.storage}
     return register_run(folder, folder.config.model_copy(update=update)) is not None
 
@@ -89,7 +91,7 @@ def _log_decision(client: Any, experiment: str, store: ChampionStore, record: Fi
     if run is None or run.data.tags.get(DECISION_TAG) == str(decision.number):
         return
     run_id = run.info.run_id
-    for name in (record.name, record.name.replace(".json", ".html")):  # below decisions/
+    for name in (record.name, record.name.replace(".json", ".html")):  # the record and its page
         client.log_text(run_id, (store.folder / name).read_bytes().decode(), name)
     values = decision.scores.model_dump() if decision.scores else {}
     if decision.difference:

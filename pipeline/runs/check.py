@@ -53,13 +53,16 @@ class Findings:
     findings: list[Finding] = field(default_factory=list)
 
     def error(self, text: str) -> None:
+        """Adds an error."""
         self.findings.append(Finding("error", text))
 
     def warn(self, text: str) -> None:
+        """Adds a warning."""
         self.findings.append(Finding("warning", text))
 
     @property
     def ok(self) -> bool:
+        """Whether the data set can be trained on: there are warnings at most."""
         return not any(finding.kind == "error" for finding in self.findings)
 
 
@@ -108,8 +111,10 @@ def _check_captions(result: Findings, dataset: Dataset, problems: list[str]) -> 
         empty += [uri for tokens in words if not tokens]
         long += [uri for tokens in words if len(tokens) > MAX_WORDS]
         strange += [uri for caption in captions if caption.strip() and not _is_text(caption)]
-        repeated += [uri] if len({" ".join(tokens) for tokens in words}) < len(words) else []
-        wordless += [] if any(words) else [uri]
+        if len({" ".join(tokens) for tokens in words}) < len(words):
+            repeated.append(uri)
+        if not any(words):
+            wordless.append(uri)
     result.statistics["captions"] = {
         "total": sum(number * images for counter in counts.values() for number, images in counter.items()),
         "per_image": {split: dict(sorted(counter.items())) for split, counter in sorted(counts.items())},
@@ -138,6 +143,7 @@ def _check_captions(result: Findings, dataset: Dataset, problems: list[str]) -> 
 def _is_text(caption: str) -> bool:
     """False for replacement and control characters, signs of a wrong encoding. Newlines and tabs are allowed."""
     characters = set(caption) - set("\n\r\t")
+    # Unicode's categories of control, unassigned, private and surrogate characters are Cc, Cn, Co and Cs.
     return "\ufffd" not in characters and not {"Cc", "Cn", "Co", "Cs"} & set(map(unicodedata.category, characters))
 
 
@@ -147,6 +153,7 @@ def _decode_all(dataset: Dataset, config: RunConfig) -> tuple[dict[str, str], np
     uri_by_key = dict(zip(table["key"].to_pylist(), table["uri"].to_pylist(), strict=True))
 
     def decode(uri: str) -> tuple[int, int] | str:
+        """The size (width, height) of an image, or the reason why it cannot be decoded."""
         try:
             return decode_image(StoragePath(uri, config.storage.options).read_bytes(), config.data.max_pixels).size
         except (BadImage, OSError) as error:
@@ -206,6 +213,7 @@ def _check_resolution(result: Findings, sizes: np.ndarray, image_size: int) -> N
     bins = zip(labels, histogram.tolist(), strict=True)
     result.statistics["short_side"] = {label: count for label, count in bins if count}
     most_common, times = Counter(short_sides.tolist()).most_common(1)[0]
+    # Original photographs differ in size, while most photographs of a shrunken data set have the same short side.
     if times > 0.5 * len(short_sides) and most_common < MIN_ORIGINAL_SIDE and len(short_sides) > 1:
         result.warn(
             f"the photographs look shrunken: {times} of {len(short_sides)} have a short side of exactly "

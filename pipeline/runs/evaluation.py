@@ -45,9 +45,10 @@ def split_result(
     unreadable: Mapping[int, str],
     label: str,
 ) -> SplitResult:
-    """A split's captions, alignment and number of satisfied constraints. The last two are logged after `label`.
+    """A split's captions, mean alignment and counts of satisfied constraints; also logs the last two.
 
-    best: the best caption by image id. automata: the constraints by image id, for images that have any.
+    best: the best caption by image id. automata: the constraints by image id, for images that have any. unreadable:
+    {image id: reason}. label: the start of the log lines.
     """
     alignment = mean_alignment(best.values())
     if alignment is not None:
@@ -65,6 +66,7 @@ def score_run(folder: RunFolder, dataset: Dataset, results: Sequence[SplitResult
     is_synthetic = folder.config.data.synthetic is not None
 
     def score(result: SplitResult) -> SplitResult:
+        """The result of a split with its scores added."""
         references = dataset.split(result.split).references()
         accuracy = main_object_accuracy(result.captions, references) if is_synthetic else None
         scores = score_captions(references, result.captions, metrics=RUN_METRICS)

@@ -37,10 +37,10 @@ JOURNAL = "log/metrics.jsonl"
 
 
 @contextmanager
-def is_alone(folder: Path) -> Iterator[bool]:
-    """Locks a folder for the length of the context: True on success, False while another process has the lock.
+def try_lock(folder: Path) -> Iterator[bool]:
+    """Tries to lock a folder for the length of the context. Gives True, or False if another process has the lock.
 
-    The system releases the lock even if the process is killed.
+    The operating system releases the lock even if the process is killed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as file:
@@ -53,11 +53,11 @@ def is_alone(folder: Path) -> Iterator[bool]:
 
 
 def open_folder(path: Path, home: StoragePath | None) -> RunFolder:
-    """A run's folder, whose local copy is brought up to date unless another process works on it."""
+    """A run's folder. For a run on S3, `path` is a local copy; it is updated unless another process has locked it."""
     folder = RunFolder(path, home)
     if home is not None:
-        with is_alone(path) as alone:
-            if alone:  # otherwise another process writes to the local copy, which is then newer than the one on S3
+        with try_lock(path) as has_lock:
+            if has_lock:  # otherwise another process writes to the local copy, which is then newer than the one on S3
                 folder.pull()
     return folder
 
@@ -105,10 +105,11 @@ class RunFolder:
         return RunFolder, (self.path, self.home)  # leaves the cached properties out of the pickle
 
     def on_worker(self, driver_token: str | None = None) -> RunFolder:
-        """The folder for a worker on this machine: for a run on S3 an up-to-date copy, one per driver.
+        """The folder for a worker on this machine. For a run on S3 it is a copy for the workers of one driver.
 
-        driver_token: of the worker's driver; by default of the driver that works on the run now.
-        Copies for earlier drivers are deleted, because their workers must not write to the run any more.
+        driver_token: the token of the worker's driver; by default that of the driver that works on the run now.
+        The copy is brought up to date. Copies for earlier drivers are deleted, because their workers must not write to
+        the run any more.
         """
         if self.home is None:
             return self
@@ -164,20 +165,24 @@ class RunFolder:
         return RunMetadata(**values | {"sizes": ModelSizes(**values["sizes"])})
 
     def token(self, name: str) -> str:
-        """The token "driver_token" or "worker_group_token" of those who work on the run now; "" before the first."""
+        """The current "driver_token" or "worker_group_token"; "" if none was written yet.
+
+        A worker remembers the tokens with which it started. It stops writing when one of them has changed, because
+        another driver or another group of workers then works on the run.
+        """
         try:
             return (self.root / "log" / name).read_bytes().decode()
         except FileNotFoundError:
             return ""
 
     def new_token(self, name: str) -> str:
-        """Writes a new token. Workers that were started with another one stop at their next write."""
+        """Writes and returns a new token. Workers that were started with an earlier one stop at their next write."""
         token = uuid.uuid4().hex
         (self.root / "log" / name).write_bytes(token.encode())
         return token
 
     def new_driver_token(self) -> str:
-        """Takes over the run from earlier drivers and their workers."""
+        """Takes over the run from earlier drivers and their workers, and returns the new token."""
         return self.new_token("driver_token")
 
     @property
@@ -189,6 +194,7 @@ class RunFolder:
         return self.path / JOURNAL
 
     def stage(self, name: str) -> Path:
+        """The folder of a stage."""
         return self.path / "stages" / name
 
     def result(self, name: str) -> StageResult | None:
@@ -202,7 +208,10 @@ class RunFolder:
         return stages[: stages.index(stage)]
 
     def weights_after(self, stage: StageSection, part: str) -> Path:
-        """The file with the best weights of `part` (model or backbone) of a finished stage, also of one not kept."""
+        """The file with the weights of `part` (model or backbone) after a finished stage, even if it was not kept.
+
+        These are the stage's best weights, or for a part that it did not train the weights it started from.
+        """
         result = self.result(stage.name)
         if result is None:
             raise FileNotFoundError(f"stage {stage.name} of {self.run_id} is not finished")

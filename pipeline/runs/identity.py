@@ -20,7 +20,7 @@ from pipeline.storage.path import storage_path
 from pipeline.storage.weights import weights_file_digest
 from pipeline.version import project_root
 
-# Sources that decide a result: a change in one of them makes other runs, a change elsewhere (reports) does not.
+# Sources that decide a result. A change in one of them gives new run ids, a change elsewhere (as in reports) does not.
 RESULT_SOURCES = (
     "models",
     "pipeline/captioning",
@@ -42,11 +42,12 @@ def run_identity(config: RunConfig, fingerprint: str) -> str:
 
 
 def code_digest() -> str:
-    """Hash of RESULT_SOURCES: the files, and all files of the folders."""
+    """Hash of the paths and contents of RESULT_SOURCES; of a folder, all Python files count."""
     digest = hashlib.sha256()
     for source in RESULT_SOURCES:
         root = project_root() / source
-        for path in [root] if root.is_file() else sorted(root.rglob("*.py")):
+        files = [root] if root.is_file() else sorted(root.rglob("*.py"))
+        for path in files:
             digest.update(str(path.relative_to(project_root())).encode() + path.read_bytes())
     return digest.hexdigest()
 
@@ -68,6 +69,7 @@ def _relevant_values(value: Any, config: RunConfig) -> Any:
     if not (isinstance(value, BaseModel) or is_dataclass(value)):
         return value
     section: Any = type(value)
+    # A run with a backbone ignores the keys that only matter with region features, and the other way round.
     ignored = {Identity.IGNORED, Identity.WITH_REGIONS if config.has_backbone else Identity.WITH_BACKBONE}
     return {
         key: _relevant_values(_value_or_digest(getattr(value, key), mark, config), config)

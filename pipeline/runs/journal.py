@@ -24,7 +24,7 @@ Entry = dict[str, Any]
 
 
 class Journal:
-    """Appends entries. Opening it for a stage at a step removes the stage's later entries, which will be repeated."""
+    """Appends the entries of one stage. The constructor removes its entries after `step`: training repeats these."""
 
     def __init__(self, path: Path, stage: str, step: int) -> None:
         entries = [entry for entry in read_journal(path) if entry["stage"] != stage or entry["step"] <= step]
@@ -32,6 +32,7 @@ class Journal:
         self.path, self.stage = path, stage
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Appends an entry of this kind with the current time."""
         entry = {"stage": self.stage, "kind": kind, "step": step, "time": round(time.time(), 3), **values}
         with self.path.open("a") as file:  # one write per line, so that only the last line can be incomplete
             file.write(json.dumps(entry) + "\n")
@@ -52,7 +53,7 @@ class Follower:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._returned = {_entry_key(entry) for entry in read_journal(path)}
-        self._last_status = (0, 0)
+        self._last_status = (0, 0)  # size and modification time of the file at the last call of `new`
 
     def new(self) -> list[Entry]:
         """The entries written since the last call."""

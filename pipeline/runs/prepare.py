@@ -67,7 +67,10 @@ def open_run(config: RunConfig, fingerprint: str) -> RunFolder:
 
 
 def readable(dataset: Dataset, unreadable: dict[str, str], config: RunConfig) -> Dataset:
-    """The readable images. UserError if more than `data.max_bad_fraction` are not. unreadable: {uri: reason}."""
+    """The images that can be read. unreadable: {uri: reason} of the others.
+
+    Raises UserError if more than the share `data.max_bad_fraction` of the images cannot be read.
+    """
     if len(unreadable) > config.data.max_bad_fraction * len(dataset):
         uri, reason = next(iter(unreadable.items()))
         raise UserError(
@@ -90,15 +93,15 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
     """Draws the weights of the backbone and then of the model from the seed, and writes the files of a new run."""
     start = warm_start(config)
     vocabulary = build_vocabulary(dataset, config.data)
-    max_positions = _max_positions(config, dataset)
+    max_positions, backbone_config = _max_positions(config, dataset), config
     if start is not None:
         vocabulary = start.extend_vocabulary(vocabulary)
         max_positions = max(max_positions, start.bundle.captioner.model.sizes.max_positions)
         # The bundle contains the backbone's weights, so none are downloaded.
-        config_without_download = config.model_copy(update={"backbone": replace(config.backbone, weights="none")})
+        backbone_config = config.model_copy(update={"backbone": replace(config.backbone, weights="none")})
     backbone = None
     if config.has_backbone:
-        backbone = initial_backbone(config if start is None else config_without_download)
+        backbone = initial_backbone(backbone_config)
         width, num_tokens = backbone.width, backbone.num_tokens
     else:
         width, num_tokens = feature_width(dataset, config), config.features.max_regions
@@ -133,7 +136,10 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
 
 
 def _max_positions(config: RunConfig, dataset: Dataset) -> int:
-    """The number of positions that is enough for training captions, SCST samples and evaluation."""
+    """The number of token positions that is enough for training captions, SCST samples and evaluation.
+
+    Raises UserError if the configured number is too small for the longest training caption.
+    """
     longest = longest_caption(dataset.split(*config.data.train_splits), config.data.tokenizer)
     configured = config.model.max_positions
     if configured is not None and configured < longest:

@@ -19,7 +19,7 @@ from pipeline.storage.weights import load_weights
 
 
 def _bundle_path(folder: RunFolder, stage: StageSection | None = None) -> Path:
-    """The local folder: models/NAME/RUN below the storage, or models/NAME/RUN-STAGE."""
+    """The local folder of a run's bundle, models/NAME/RUN below the storage, or of a stage's, models/NAME/RUN-STAGE."""
     name = folder.run_id if stage is None else f"{folder.run_id}-{stage.name}"
     return folder.config.working_path / "models" / folder.config.name / name
 
@@ -39,7 +39,11 @@ def local_bundle(folder: RunFolder) -> Path:
 
 
 def bundle_run(folder: RunFolder, stage: StageSection | None = None, scores: Mapping[str, float] | None = None) -> Path:
-    """Writes the bundle and returns its folder. stage: with that stage's best weights, kept by the run or not."""
+    """Writes the bundle and returns its local folder.
+
+    stage: bundle the best weights of this stage, even if the run did not keep it; by default the run's final weights.
+    scores: values by name for the bundle's info, rounded to four digits.
+    """
     config = folder.config
     backbone = Backbone(replace(config.backbone, weights="none")) if config.has_backbone else None
     captioner = Captioner(build_model(config.model, folder.sizes), backbone)

@@ -29,7 +29,7 @@ CURVE_LABELS = {  # by kind of entry and name: the journal's metrics that the re
 def score_table(
     results: Sequence[SplitResult], with_alignment: bool = False
 ) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """The columns, and one row per split. The cell of an unavailable score gives the reason."""
+    """The columns, and one row (label, cells) per split. The cell of an unavailable score gives the reason."""
     columns = {name: [_cell(result, name) for result in results] for name in results[0].values}
     shares, alignments = [result.main_object for result in results], [result.alignment for result in results]
     columns["main object"] = ["" if share is None else f"{100 * share:.1f} %" for share in shares]
@@ -63,7 +63,8 @@ def validation_lines(config: RunConfig, by_stage: Mapping[str, float]) -> Iterat
     yield "validation CIDEr-D (PTB tokens)  " + ", ".join(f"{name} {value:.4f}" for name, value in by_stage.items())
     objectives = {stage.name: stage.objective for stage in config.stages}
     ascending = sorted(by_stage.items(), key=lambda item: item[1])
-    best = {objectives[name]: value for name, value in ascending}  # of each objective the last value, the highest
+    # The highest value of each objective: in ascending order, a later value replaces an earlier one.
+    best = {objectives[name]: value for name, value in ascending}
     if best.keys() == {"cross_entropy", "scst"}:
         gain = best["scst"] - best["cross_entropy"]
         yield f"{'':33}SCST {'gains' if gain >= 0 else 'LOSES'} {abs(gain):.4f} over cross entropy"
@@ -101,7 +102,7 @@ def make_report(
         protocol=f"{', '.join(config.data.test_splits)}: {config.evaluation.protocol}, {scores.splits[0].signature}",
         score_columns=columns,
         score_rows=rows,
-        stages=[_stage(folder, stage.name, scores.validation_by_stage) for stage in config.stages],
+        stages=[_report_stage(folder, stage.name, scores.validation_by_stage) for stage in config.stages],
         images=images,
         metadata={
             "images": ", ".join(f"{split} {count}" for split, count in metadata.splits.items()),
@@ -116,8 +117,8 @@ def make_report(
     write_report(folder.path / "report.html", report)
 
 
-def _stage(folder: RunFolder, name: str, validation: Mapping[str, float]) -> ReportStage:
-    """The curves and the results of one stage for the report. validation: CIDEr-D by stage."""
+def _report_stage(folder: RunFolder, name: str, validation: Mapping[str, float]) -> ReportStage:
+    """The curves and the results of one stage for the report. validation: CIDEr-D by stage name."""
     entries = [entry for entry in read_journal(folder.journal) if entry["stage"] == name]
     curves = {
         label: [(entry["step"], entry[key]) for entry in entries if entry["kind"] == kind and key in entry]

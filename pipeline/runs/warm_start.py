@@ -50,7 +50,7 @@ class WarmStart:
         if backbone is not None and captioner.backbone is None:
             raise UserError(f"{label}: this bundle has no backbone; give one that captions images")
         config, bundled = asdict(model.config), asdict(captioner.model.config)
-        for key in ("name", *sorted(config.keys() - MAY_DIFFER)):
+        for key in ("name", *sorted(config.keys() - MAY_DIFFER)):  # the name first, because it decides the other keys
             if config[key] != bundled.get(key):
                 raise UserError(f"model.{key} is {config[key]} and that of {label} is {bundled.get(key)}; set the same")
         if backbone is not None and captioner.backbone is not None:
@@ -90,4 +90,4 @@ def _copy_tensors(source: nn.Module, target: nn.Module, *, growing: set[int], la
                 f"{label}.{name} has shape {tuple(tensor.shape)} and the configuration asks for {tuple(copy.shape)}; "
                 "set the same sizes"
             )
-        copy[tuple(slice(size) for size in tensor.shape)] = tensor
+        copy[tuple(slice(size) for size in tensor.shape)] = tensor  # fills the first places of every dimension

@@ -22,8 +22,8 @@ def prepare_processor(threads: int | None = None) -> None:
         torch.set_num_threads(threads)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, 1 << 30)
-        mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
+        mallopt(_MMAP_THRESHOLD, 2**30)  # bytes: smaller tensors come from the heap, which keeps freed memory
+        mallopt(_TRIM_THRESHOLD, 2**31 - 1)  # bytes: up to this much free memory is kept at the end of the heap
         mallopt(_ARENA_MAX, 1)  # one arena for all threads, because only the main arena keeps large tensors
 
 

@@ -41,7 +41,7 @@ def is_shown(level: int) -> bool:
 
 @contextmanager
 def unchanged_level() -> Iterator[None]:
-    """Restores the terminal's level afterwards."""
+    """Restores the terminal's level at the end of the context."""
     handler = _terminal_handler()
     level = handler.level if handler else logging.NOTSET
     try:
@@ -69,9 +69,9 @@ def indented() -> Iterator[None]:
 
 @contextmanager
 def log_file(path: Path) -> Iterator[None]:
-    """Also appends records to a file, with date and time, and finally an error that ends the context.
+    """In the context, records are also appended to a file, with date and time. So is an error that ends the context.
 
-    If the file cannot be written, one warning is logged.
+    If the file cannot be written, one warning is logged instead.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,10 @@ def log_file(path: Path) -> Iterator[None]:
     except BaseException as error:
         trace = None if isinstance(error, UserError | JobFailedError | KeyboardInterrupt) else sys.exc_info()
         text = f"stopped by {type(error).__name__}: {error}"
-        handler.handle(logging.LogRecord(__name__, logging.ERROR, __file__, 0, text, None, trace))
+        record = logging.LogRecord(
+            __name__, logging.ERROR, pathname=__file__, lineno=0, msg=text, args=None, exc_info=trace
+        )
+        handler.handle(record)
         raise
     finally:
         for logger in loggers:
@@ -124,12 +127,12 @@ class _TerminalHandler(logging.StreamHandler[Any]):
         self.setFormatter(_Formatter(in_file=False))
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not getattr(record, "has_bar", False):  # a progress bar shows the same
+        if not getattr(record, "has_bar", False):  # then a progress bar shows the same as the record
             self.stream = sys.stdout
             super().emit(record)
 
 
 def _terminal_handler() -> _TerminalHandler | None:
-    """The handler that `configure_logging` added."""
+    """The handler that `configure_logging` added; None before its first call."""
     handlers = logging.getLogger(PACKAGES[0]).handlers
     return next((handler for handler in handlers if isinstance(handler, _TerminalHandler)), None)

@@ -14,7 +14,7 @@ from pipeline.runtime.log import is_shown
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-LINE_EVERY_S = 5.0  # seconds between two lines
+LINE_EVERY_S = 5.0  # seconds between two log lines about the progress of one task
 logger = logging.getLogger(__name__)
 
 
@@ -31,7 +31,9 @@ class ProgressBar:
             return
         if self._progress is None:
             self._progress = _start_rich_progress()
-        (task,) = self._progress.task_ids or [self._progress.add_task(label, total=total, completed=done, note=note)]
+        if not self._progress.task_ids:
+            self._progress.add_task(label, total=total, completed=done, note=note)
+        task = self._progress.task_ids[0]
         if self._progress.tasks[0].description != label:
             self._progress.reset(task, total=total, completed=done, description=label, note=note)
         self._progress.update(task, completed=done, note=note)
@@ -42,6 +44,7 @@ class ProgressBar:
 
 
 def _start_rich_progress() -> Progress:
+    """Starts to draw a bar on standard error."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -61,8 +64,8 @@ def _start_rich_progress() -> Progress:
 def progress(label: str, total: int, write: Callable[[str], object] | None = None) -> Iterator[Callable[[int], None]]:
     """Shows how many of `total` images are done. Yields a function that takes the number of newly finished images.
 
-    Every five seconds a line is logged; while a bar is drawn, only the log file gets it. With `write`, this function
-    gets the lines instead of the log, and only without a bar.
+    Every five seconds a line is logged; while a bar is drawn, only the log file gets it. If `write` is given, the lines
+    go to this function instead of the log, and only if no bar is drawn.
     """
     begin = last = time.monotonic()
     done = 0
@@ -72,7 +75,7 @@ def progress(label: str, total: int, write: Callable[[str], object] | None = Non
             nonlocal done, last
             done += count
             now = time.monotonic()
-            rate = done / max(now - begin, 1e-3)
+            rate = done / max(now - begin, 1e-3)  # no division by 0
             bar.update(label, done, total, f"{rate:.1f} images/s")
             if now - last <= LINE_EVERY_S:
                 return

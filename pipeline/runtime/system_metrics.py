@@ -15,7 +15,10 @@ MEGABYTE = 1e6
 
 
 def system_metrics(device: torch.device) -> dict[str, float]:
-    """CPU load since the last call, network traffic since the first call, memory, disk, and on CUDA visible GPUs."""
+    """The load of this machine, as {"system/<name>": value}.
+
+    CPU load counts since the last call, network traffic since the first. GPUs are included if `device` is one.
+    """
     import psutil
 
     memory, disk = psutil.virtual_memory(), psutil.disk_usage("/")
@@ -62,4 +65,5 @@ def _network() -> tuple[int, int]:
 
 @cache
 def _network_at_first_call() -> tuple[int, int]:
+    """The result of `_network` at the first call in this process."""
     return _network()

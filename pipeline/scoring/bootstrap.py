@@ -29,19 +29,18 @@ def paired_difference(
 ) -> Difference:
     """Percentile bootstrap of the mean of a - b; images are sampled with replacement (Koehn 2004).
 
-    a, b: one score per image. The method needs metrics that are a mean over images, as CIDEr-D, ROUGE-L and SPICE are
-    and BLEU is not. Raises ValueError for empty lists and lists of different lengths.
+    a, b: one score per image, in the same order of images. The method needs metrics that are a mean over images, as
+    CIDEr-D, ROUGE-L and SPICE are and BLEU is not. Raises ValueError for empty lists and lists of different lengths.
     """
     if len(a) != len(b) or not len(a):
         raise ValueError(f"{len(a)} and {len(b)} scores; give one score of each model for every image")
     differences = np.asarray(a, np.float64) - np.asarray(b, np.float64)
     generator = np.random.default_rng(seed)
-    means = np.concatenate(
-        [
-            differences[generator.integers(0, len(a), (min(CHUNK, resamples - start), len(a)))].mean(1)
-            for start in range(0, resamples, CHUNK)
-        ]
-    )
+    parts = []
+    for start in range(0, resamples, CHUNK):
+        shape = (min(CHUNK, resamples - start), len(a))  # one row of image numbers per resample
+        parts.append(differences[generator.integers(0, len(a), shape)].mean(1))
+    means = np.concatenate(parts)
     tail = (1 - confidence) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
     return Difference(float(differences.mean()), float(low), float(high), float((means > 0).mean()))

@@ -63,14 +63,14 @@ class CiderD:
         captions = Ragged([caption for image in references for caption in image])
         num_references = np.array([len(image) for image in references], np.int64)
         num_captions = len(captions.lengths)
-        # 2-grams across the end of a caption are not left out: they do no harm.
+        # This includes 2-grams that join two captions. Nothing looks them up, so they only make the table larger.
         bigrams, _ = HashTable.build(np.unique(bigram_keys(captions.words[:-1], captions.words[1:])))
         caption, column, key, times = _entries(captions, bigrams)
         distinct, inverse = np.unique(key, return_inverse=True)
         ngrams, bucket_order = HashTable.build(distinct)
         ngram = np.argsort(bucket_order)[inverse]  # the position of each key in the table
 
-        # Sorts the entries, and joins those of one image and n-gram to pairs.
+        # Sort the entries by (image, n-gram, reference). Adjacent entries with the same image and n-gram form a pair.
         num_ngrams = max(len(ngrams), 1)
         pair = np.repeat(np.arange(len(references)), num_references)[caption] * num_ngrams + ngram
         order = np.lexsort((caption, pair))
@@ -124,12 +124,12 @@ class CiderD:
             raise ValueError(f"{path} is not a CIDEr-D index: {error}") from error
 
     def score(self, captions: Tensor, lengths: Tensor, images: Tensor) -> Tensor:
-        """CIDEr-D x 10 of each caption, float64 (R,).
+        """CIDEr-D of each caption on its usual scale from 0 to 10, float64 (R,).
 
-        captions (R, T): word ids; row i has lengths[i] words and then padding. images (R,): positions among the
-        references. The three tensors are on the index's device. An n-gram that no reference contains gets document
-        frequency 1 and adds to the caption's norm. Captions of similar length are scored together, in parts of bounded
-        memory.
+        captions (R, T): word ids; row i has lengths[i] words and then padding. images (R,): the image of each caption,
+        as its index in the argument `references` of `build`. The three tensors are on the index's device. An n-gram
+        that no reference contains gets document frequency 1 and adds to the caption's norm. Captions of similar length
+        are scored together, in parts of bounded memory.
         """
         scores = lengths.new_zeros(len(lengths), dtype=torch.float64)
         for part, width in by_length(lengths):
@@ -137,30 +137,34 @@ class CiderD:
         return scores
 
     def _score(self, captions: Tensor, lengths: Tensor, images: Tensor) -> Tensor:
+        """The scores (R,) of one part of the captions; the arguments are those of `score`."""
         index = self._tensors
         grams = count_ngrams(captions, lengths, self._bigrams)
         ngram, in_references = self._ngrams.find(grams.key)
-        # log_documents is the idf of document frequency 1. Index 0 avoids reading at a position without meaning.
+        # log_documents is the idf of document frequency 1. An n-gram that was not found has no valid position, so
+        # position 0 is read instead.
         idf = take(index["idf"], ngram.where(in_references, 0))
         weight = grams.times * torch.where(in_references, idf, self._log_documents)
         squares = captions.new_zeros((len(captions), captions.shape[1] * N_MAX), dtype=torch.float64)
         squares[grams.caption, grams.column] = weight.square()
         norm = squares.view(len(captions), -1, N_MAX).sum(1).sqrt()  # (R, n)
 
-        # Pairs each caption n-gram with every reference of its image that contains it: one row of `row` and `entry`.
+        # Match each n-gram of a caption with every reference of its image that contains it. Match i consists of the
+        # n-gram matched_gram[i] of `grams` and the entry matched_entry[i] of the index.
         gram = in_references.nonzero().squeeze(1)
         pair_key = take(images, take(grams.caption, gram)) * max(len(self._ngrams), 1) + take(ngram, gram)
         pair, matches = self._pairs.find(pair_key)
         gram, pair = gram[matches], pair[matches]
         starts, counts = take(index["starts"], pair).long(), take(index["counts"], pair).long()
-        row = gram.repeat_interleave(counts)
-        first = counts.cumsum(0) - counts
-        entry = torch.arange(len(row), device=row.device) + (starts - first).repeat_interleave(counts)
+        matched_gram = gram.repeat_interleave(counts)
+        first_match = counts.cumsum(0) - counts  # the number of the first match of each element of `gram`
+        number = torch.arange(len(matched_gram), device=gram.device)
+        matched_entry = number + (starts - first_match).repeat_interleave(counts)
 
-        reference_weight = take(index["entry_weight"], entry)
-        product = torch.minimum(take(weight, row), reference_weight) * reference_weight
-        reference = take(index["entry_reference"], entry).long()
-        caption, order = take(grams.caption, row), take(grams.column, row) % N_MAX
+        reference_weight = take(index["entry_weight"], matched_entry)
+        product = torch.minimum(take(weight, matched_gram), reference_weight) * reference_weight
+        reference = take(index["entry_reference"], matched_entry).long()
+        caption, order = take(grams.caption, matched_gram), take(grams.column, matched_gram) % N_MAX
         norms = take(norm.flatten(), caption * N_MAX + order) * take(index["norm"], reference * N_MAX + order)
         delta = (take(lengths, caption) - 1).clamp(min=0) - take(index["length"], reference)
         value = product / torch.where(norms > 0, norms, 1.0) * torch.exp(-delta.square() / (2 * SIGMA**2))
@@ -171,7 +175,7 @@ class CiderD:
 
 
 def _entries(captions: Ragged, bigrams: HashTable) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The distinct n-grams of every caption: four arrays (M,), the number of the caption and the columns of `Grams`."""
+    """The distinct n-grams of every caption, as arrays (M,): number of the caption; column, key, times of `Grams`."""
     empty = torch.zeros(0, dtype=torch.long)
     parts = [(empty, empty, empty, empty.double())]
     for numbers, words, lengths in captions.batches():

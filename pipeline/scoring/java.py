@@ -17,6 +17,7 @@ from typing import TypeVar
 import psutil
 
 SILENCE_S = 60.0  # longest wait for a line; METEOR needs 5 s to load its tables, and milliseconds for each later line
+_CHUNK = 65536  # bytes that are written or read at once; a longer answer is not a score
 
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ def java_command(heap_mb: tuple[int, int], *options: str) -> list[str]:
     """
     java = _find_java()
     (smallest, largest), free = heap_mb, free_memory_mb()
-    if free < smallest * 1.25:
+    if free < smallest * 1.25:  # Java also needs memory outside of its heap
         raise JavaError(f"it needs a Java heap of {smallest} MB, and only {free:.0f} MB of memory are free")
     heap = int(min(largest, max(smallest, free / 2)))
     # The encoding is set because before Java 18 its default depends on the locale.
@@ -52,6 +53,7 @@ def java_command(heap_mb: tuple[int, int], *options: str) -> list[str]:
 
 
 def _find_java() -> str:
+    """The path of the program java. Raises JavaError when it is missing."""
     java = shutil.which("java")
     if java is None:
         raise JavaError("java not found on the PATH; install a Java runtime (version 8 or later)")
@@ -87,10 +89,11 @@ def java_process(command: list[str], folder: Path, *, talks: bool) -> Iterator[s
 
 
 def talk(process: subprocess.Popen[bytes], requests: Sequence[str], answers: int, until: float) -> Iterator[str]:
-    """Writes the requests as lines and yields as many lines of the process as `answers` says.
+    """Writes the requests as lines, and yields the first `answers` lines that the process prints.
 
     Both pipes are non-blocking, so a process that does not read or does not answer cannot block the caller. Raises
-    JavaError when no line comes within SILENCE_S or before the time `until`, and when the process ends early.
+    JavaError when no line comes within SILENCE_S or before `until` (a time.monotonic()), and when the process ends
+    early.
     """
     assert process.stdin is not None and process.stdout is not None
     unsent, buffer = memoryview("".join(f"{request}\n" for request in requests).encode()), b""
@@ -106,19 +109,20 @@ def talk(process: subprocess.Popen[bytes], requests: Sequence[str], answers: int
             for key, _ in ready:
                 if key.fileobj is process.stdin:
                     try:
-                        unsent = unsent[os.write(key.fd, unsent[:65536]) :]
+                        unsent = unsent[os.write(key.fd, unsent[:_CHUNK]) :]
                     except BrokenPipeError:
                         unsent = unsent[:0]  # the process has ended; the read below raises JavaError
                     if not unsent:
                         selector.unregister(process.stdin)
                     continue
-                chunk = os.read(key.fd, 65536)
+                chunk = os.read(key.fd, _CHUNK)
                 if not chunk:
-                    with contextlib.suppress(subprocess.TimeoutExpired):  # raised if it only closed its output
+                    # `wait` raises TimeoutExpired if the process has closed its output and still runs.
+                    with contextlib.suppress(subprocess.TimeoutExpired):
                         raise JavaError(f"java ended early with exit code {process.wait(timeout=1)}")
                     raise JavaError("java ended early")
                 *lines, buffer = (buffer + chunk).split(b"\n")
-                if len(buffer) > 65536:
+                if len(buffer) > _CHUNK:
                     raise JavaError(f"java answered what is not a score: {buffer[:60]!r}...")
                 for line in lines[:answers]:
                     answers -= 1
@@ -140,7 +144,7 @@ def with_one_restart(attempt: Callable[[Path, float], T], deadline_s: float) -> 
     """Calls `attempt(folder, until)` at most twice within the deadline; the first call gets two thirds of it."""
     start = time.monotonic()
     reasons: list[str] = []
-    for share in (2 / 3, 1):  # of the deadline, which has passed when an attempt must end
+    for share in (2 / 3, 1):  # the share of the deadline after which the attempt must have ended
         with tempfile.TemporaryDirectory(prefix="raycap-java-") as name:
             try:
                 return attempt(Path(name), start + deadline_s * share)

@@ -26,8 +26,8 @@ SPICE_CATEGORIES = {
 SPICE_MODELS_VARIABLE = "RAYCAP_SPICE_MODELS"  # the folder with the two jars below
 SPICE_MODELS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
 
-# The smallest and largest Java heap in MB. METEOR's paraphrase table needs more than 512 MB. pycocoevalcap's heap is
-# the largest one.
+# The smallest and largest Java heap in MB. METEOR's paraphrase table needs more than 512 MB. pycocoevalcap always uses
+# the largest heap.
 _METEOR_HEAP_MB = (640, 2048)
 _SPICE_HEAP_MB = (3072, 8192)
 # METEOR answers a caption with a line of more than ten numbers, and the final request with lines of one number.
@@ -69,6 +69,7 @@ def meteor(
     statistics: list[str] = []
 
     def attempt(folder: Path, until: float) -> tuple[float, list[float]]:
+        """Asks one METEOR process for the missing statistics, and then for the scores that follow from all of them."""
         with java_process(command, folder, talks=True) as process:
             for line in talk(process, requests[len(statistics) :], len(requests) - len(statistics), until):
                 statistics.append(_checked(line, _STATISTICS))
@@ -81,6 +82,7 @@ def meteor(
 
 
 def _checked(line: str, pattern: re.Pattern[str]) -> str:
+    """Returns a line of METEOR's output. Raises JavaError if it does not match the pattern."""
     if not pattern.fullmatch(line):
         raise JavaError(f"java answered what is not a score: {line[:60]!r}")
     return line
@@ -106,6 +108,7 @@ def spice(
     ]
 
     def attempt(temporary: Path, until: float) -> list[dict[str, dict[str, Any]]]:
+        """Runs SPICE once. For each image, the result has the scores {category: {"f": ...}}; "All" is the total."""
         source, target = temporary / "in.json", temporary / "out.json"
         source.write_text(json.dumps(data), encoding="utf-8")
         options = ["-XX:+IgnoreUnrecognizedVMOptions", *opens, "-cp", paths]
@@ -142,6 +145,7 @@ def spice_models() -> Path:
 
 
 def _package_folder() -> Path:
+    """The folder of the package pycocoevalcap. Raises JavaError when it is not installed."""
     spec = importlib.util.find_spec("pycocoevalcap")
     if spec is None or not spec.submodule_search_locations:
         raise JavaError("the package pycocoevalcap, which contains the jar, is not installed; install it")

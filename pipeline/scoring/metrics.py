@@ -100,7 +100,10 @@ COMPARED_BY_IMAGE = tuple(name for metric in TABLE if metric.compare_by_image fo
 
 @dataclass(frozen=True)
 class Scores:
-    """The result of `score_captions`. Lists of scores per image have the order of `image_ids`."""
+    """The result of `score_captions`. Lists of scores per image have the order of `image_ids`.
+
+    extras: the number of references without a prediction, SPICE's sub-categories, and the values of `caption_stats`.
+    """
 
     by_name: dict[str, Score]
     image_ids: list[Any]
@@ -113,6 +116,7 @@ class Scores:
         return {name: score.value for name, score in self.by_name.items()}
 
     def to_json(self) -> dict[str, Any]:
+        """The values, the reasons of unavailable metrics, the signature and the extras."""
         unavailable = {name: score.unavailable for name, score in self.by_name.items() if score.unavailable}
         scores = {"scores": self.values, "unavailable": unavailable}
         return scores | {"signature": self.signature, "extras": self.extras}
@@ -159,11 +163,13 @@ def score_captions(
 def _check_input(
     references: Mapping[Any, Sequence[str]], predictions: Mapping[Any, str], metrics: Sequence[str]
 ) -> None:
+    """Raises UserError for an unknown metric, for no predictions, and for a prediction without references."""
     if unknown := [name for name in metrics if name not in METRICS]:
         raise UserError(f"unknown metric {unknown[0]!r}; the metrics are {', '.join(METRICS)}")
     if not predictions:
         raise UserError("there are no predictions to score; give a caption for at least one image")
     if unpaired := [image for image in predictions if not references.get(image)]:
+        # the types of ids that only the references or only the unpaired predictions have
         kinds = {type(image).__name__ for image in references} ^ {type(image).__name__ for image in unpaired}
         hint = "; ids are numbers on one side and text on the other" if kinds == {"int", "str"} else ""
         problem = f"{len(unpaired)} of {len(predictions)} predictions have no reference captions"

@@ -33,7 +33,9 @@ def count_ngrams(words: Tensor, lengths: Tensor, bigrams: HashTable) -> Grams:
     # Captions are the last dimension, for vectorized comparisons. Padding gets negative ids, each different.
     padded = words.where(inside, -1 - torch.arange(width, device=words.device)).t().int().contiguous()  # (T, R)
     same_word = padded[:, None] == padded[None]  # (T, T, R); for captions this is faster than sorting
-    same, is_before = same_word, torch.ones_like(same_word[:, :, :1]).squeeze(2).tril(-1).unsqueeze(2)
+    same = same_word  # whether the n-grams of the current order at two positions are equal
+    # (T, T, 1): whether the second position is before the first one
+    is_before = torch.ones(width, width, dtype=torch.bool, device=words.device).tril(-1)[:, :, None]
     parts = [(words.new_zeros(0),) * 4]
     for order, key in enumerate(_ngram_keys(words, bigrams)[:width]):
         if order:  # two n-grams are equal when their (n-1)-grams and their last words are equal
@@ -50,16 +52,17 @@ def count_ngrams(words: Tensor, lengths: Tensor, bigrams: HashTable) -> Grams:
 
 
 def bigram_keys(first: Any, second: Any) -> Any:
-    """Keys of 2-grams, from arrays or tensors with their two words."""
+    """Keys of 2-grams as `_ngram_keys` defines them, from arrays or tensors with their first and second words."""
     return (first << 30 | second) << 2 | 1
 
 
 def _ngram_keys(words: Tensor, bigrams: HashTable) -> list[Tensor]:
-    """Keys of the n-grams at every position (R, T - n + 1), exact for up to 2^30 words; one tensor for each n.
+    """Keys of the n-grams at every position, exact for up to 2^30 words: one tensor (R, T - n + 1) for each n.
 
-    A key holds n - 1 in its two lowest bits, and above them the word, both words of a 2-gram, the number of the first
-    2-gram and the last word of a 3-gram, or the numbers of both 2-grams of a 4-gram. The number of a 2-gram is its
-    position in `bigrams`. The key is -1 if a 2-gram is not in `bigrams`, because then no reference has the n-gram.
+    The two lowest bits of a key are n - 1. The bits above them depend on n: the word (n = 1), both words (2), the
+    number of the first 2-gram and the last word (3), or the numbers of the first and the last 2-gram (4). The number of
+    a 2-gram is its position in `bigrams`. A 3-gram or 4-gram with a 2-gram that is not in `bigrams` has the key -1:
+    no reference contains it.
     """
     pairs = bigram_keys(words[:, :-1], words[:, 1:])
     number, in_table = (part.view_as(pairs) for part in bigrams.find(pairs.flatten()))
@@ -95,7 +98,7 @@ class HashTable:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], name: str) -> HashTable:
-        """The table whose two tensors `tensors` has stored under this name. Raises KeyError."""
+        """The table whose two tensors `tensors` contains under this name. Raises KeyError if it lacks them."""
         return cls(tensors[f"{name}.keys"], tensors[f"{name}.start"])
 
     def tensors(self, name: str) -> dict[str, Tensor]:
@@ -107,7 +110,8 @@ class HashTable:
 
     def find(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Positions (n,) of values (n,), and whether the table has each value; if not, its position has no meaning."""
-        buckets = _buckets(values, (len(self.start) - 1).bit_length() - 1)
+        num_buckets = len(self.start) - 1  # a power of two
+        buckets = _buckets(values, num_buckets.bit_length() - 1)
         position, end = take(self.start, buckets).long(), take(self.start, buckets + 1).long()
         present = (take(self.keys, position) == values) & (position < end)
         pending = (~present & (position + 1 < end)).nonzero().squeeze(1)
@@ -121,7 +125,10 @@ class HashTable:
 
 
 def _buckets(keys: Tensor, bits: int) -> Tensor:
-    """The bucket of each key: the high bits of a product, because these depend on all bits of the key."""
+    """The bucket of each key, a number of this many bits: the high bits of a product, which depend on the whole key.
+
+    The mask removes the copies of the sign bit that `>>` shifts in.
+    """
     return ((keys * _FIBONACCI) >> (64 - bits)) & ((1 << bits) - 1)
 
 
@@ -160,6 +167,7 @@ class Ragged:
         starts = np.cumsum(self.lengths) - self.lengths
         for numbers, width in by_length(torch.from_numpy(self.lengths)):
             rows = numbers.numpy()
+            # After the end of a caption these positions read other captions' words, which serve as padding.
             positions = starts[rows, None] + np.arange(width)
             words = self.words[np.minimum(positions, max(len(self.words) - 1, 0))] if width else positions
             yield numbers, torch.from_numpy(words), torch.from_numpy(self.lengths[rows])

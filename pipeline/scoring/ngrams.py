@@ -20,13 +20,13 @@ _SMALL, _TINY = 1e-9, 1e-15  # bleu_scorer.py adds these to quotients, because c
 
 @dataclass(frozen=True)
 class Counts:
-    """The n-grams of one length n. Each of the R rows is a distinct n-gram of one caption; captions are sorted."""
+    """The n-grams of one length n. Each of the R rows is a distinct n-gram of one caption, sorted by caption."""
 
     caption: np.ndarray  # (R,) index of the caption
     ngram: np.ndarray  # (R,) index of the n-gram
     count: np.ndarray  # (R,) how often the caption contains the n-gram
     size: int  # number of distinct n-grams in the corpus
-    predictions: int  # number of rows of the predictions, which come first
+    predictions: int  # the first rows, as many as this number, belong to predictions; the others to references
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,11 @@ def bleu(corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
     images = corpus.images
     length, reference_length = corpus.lengths[:images], corpus.lengths[images:]
     image = corpus.image[images:]
+    # Sort references by image, then by the difference of lengths, then by length: the first one of each image counts.
     order = np.lexsort((reference_length, np.abs(reference_length - length[image]), image))
     closest = reference_length[order][np.cumsum(corpus.reference_counts) - corpus.reference_counts]
 
-    # BLEU's precision is `correct` divided by `guess`, the number of n-grams of the predictions.
+    # BLEU's precision is `correct` (the predictions' n-grams that a reference contains) divided by `guess` (all).
     guess = np.maximum(0, length - np.arange(ORDERS)[:, None])  # (4, images)
     correct = np.zeros((ORDERS, images))
     for n, counts in enumerate(corpus.counts):
@@ -115,10 +116,11 @@ def bleu(corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
         correct[n] = np.bincount(counts.caption[: counts.predictions], clipped, minlength=images)
 
     def score(correct: np.ndarray, guess: np.ndarray, length: np.ndarray, closest: np.ndarray) -> np.ndarray:
-        precision = np.cumprod((correct + _TINY) / (guess + _SMALL), axis=0)
-        geometric = precision ** (1.0 / np.arange(1, ORDERS + 1)).reshape(-1, *[1] * (correct.ndim - 1))
+        """BLEU-1..4 (4, ...) from n-gram counts (4, ...) and lengths (...): geometric mean times length penalty."""
+        product = np.cumprod((correct + _TINY) / (guess + _SMALL), axis=0)
+        exponents = (1.0 / np.arange(1, ORDERS + 1)).reshape(-1, *[1] * (correct.ndim - 1))  # 1/n in row n - 1
         ratio = (length + _TINY) / (closest + _SMALL)
-        return geometric * np.where(ratio < 1, np.exp(1 - 1 / np.minimum(ratio, 1)), 1.0)
+        return product**exponents * np.where(ratio < 1, np.exp(1 - 1 / np.minimum(ratio, 1)), 1.0)
 
     return score(correct.sum(1), guess.sum(1), length.sum(), closest.sum()), score(correct, guess, length, closest)
 
@@ -161,7 +163,7 @@ def rouge_l(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[
     scores = np.zeros(len(predictions))
     for i, (prediction, captions) in enumerate(zip(predictions, references, strict=True)):
         prediction = prediction or [""]
-        masks: dict[str, int] = {}
+        masks: dict[str, int] = {}  # for each word, the bits of its positions in the prediction
         for position, word in enumerate(prediction):
             masks[word] = masks.get(word, 0) | 1 << position
         full = (1 << len(prediction)) - 1

@@ -5,8 +5,9 @@ line, and drops the tokens in `PUNCTUATION`. The rules here were derived from th
 code. The tests compare the outputs of both.
 
 At each position the tokenizer takes the longest match of all rules, or the first rule among equally long matches. A
-rule may look ahead: the text after the token that its second pattern matches adds to the length of the match, and is
-tokenized afterwards. A plain piece between spaces (a word, possibly with a comma, a full stop or 's) needs no rule.
+rule may look ahead: its second pattern then matches the text after the token. This text counts in the length of the
+match, but it is tokenized afterwards. A plain piece between spaces (a word, possibly with a comma, a full stop or 's)
+needs no rule.
 
 Known differences, none of which occurs in the 242,654 captions of COCO val2014 and Flickr8k: scripts with vowel signs
 (Thai, Devanagari), runs of different curly quotes, letters after a tag or e-mail address. This file treats a line
@@ -25,12 +26,12 @@ SIGNATURE = "stanford-ptb-3.4.1-no-punctuation"
 _PUNCTUATION = "'' ' `` ` -LRB- -RRB- -LCB- -RCB- . ? ! , : - -- ... ;"
 PUNCTUATION = frozenset(_PUNCTUATION.split())
 
-# Abbreviations, of which the full stop is a part, in upper and lower case. These may also end a sentence:
+# Abbreviations in upper and lower case, whose full stop is a part of the token. The first ones may also end a sentence.
 _CLOSING_ABBREVIATIONS = (
     "al ala apr aug bhd blvd bros co corp cos ct dak dec esq est etc ext feb fla fri ga inc ind jan jr jul jun kan ky "
     "ltd mar md mo mon mont neb nev nov oct penn plc rd rt sep seq sq sr sys tel tenn thu tue va vt wed wis wyo"
 )
-# These never end a sentence:
+# These abbreviations never end a sentence.
 _ABBREVIATIONS = (
     "adj adm adv ave cf cie col cpl dept det dr drs ens ft gen gov hon jos lt maj messrs mme mr mrs ms mt pfc ph pres "
     "prof pvt rep rev sen sfc sgt spc st ste vs wm"
@@ -67,20 +68,20 @@ def _not_upper(words: str) -> str:
 
 _APOSTROPHE = "(?:['’\u0092]|&apos;)"
 _ANY_QUOTE = "['’‘`\u0091\u0092]"
-# For the tokenizer superscripts and fractions are no letters, unlike in Python's \w; combining accents and soft hyphens
-# are letters.
+# The tokenizer's letters differ from Python's \w: superscripts and fractions (_NO_LETTERS) do not count as letters, and
+# combining accents and soft hyphens (_MARKS) do.
 _NO_LETTERS = "\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u209c\u2150-\u218f\u2460-\u249b\U00010000-\U0010ffff"
 _MARKS = "\u0300-\u036f\u00ad"
 _DIGIT = "[0-9]"
 _LETTER = rf"(?:[^\W\d_{_NO_LETTERS}]|[{_MARKS}])"
 _ALNUM = rf"(?:[^\W_{_NO_LETTERS}]|[{_MARKS}])"
-_ELIDED = f"(?:[dDoOlL]{_ANY_QUOTE}{_ALNUM})?"
+_ELIDED = f"(?:[dDoOlL]{_ANY_QUOTE}{_ALNUM})?"  # the start of a word such as d'or or O'Neill
 _ACRONYM = r"[A-Za-z](?:\.[A-Za-z])+"
 _HYPHENATED = rf"{_ALNUM}+(?:-[A-Za-z]+){{0,2}}"
 _COMPANY = "[A-Z]+(?:(?:[+&]|&amp;)[A-Z]+)+"
-_LABEL = r"[^\s\"<>|.!?(){},\-/_=$'@:;0-9]+"
+_LABEL = r"[^\s\"<>|.!?(){},\-/_=$'@:;0-9]+"  # one part of a domain name
 _LOCAL_NUMBER = rf"{_DIGIT}{{3,4}}[- \u00a0]?{_DIGIT}{{3,5}}"  # a telephone number without its area code
-_EYE = "[-^x=~<>']"
+_EYE = "[-^x=~<>']"  # of a face such as ^_^
 
 # (pattern of the token, pattern of the text after it)
 _RULES: tuple[tuple[str, str], ...] = (
@@ -228,7 +229,7 @@ def _apply_rules(caption: str, following: str) -> list[str]:
     tokens: list[str] = []
     position = 0
     while position < len(caption):
-        if text[position].isspace() and text[position] != "\u0085":
+        if text[position].isspace() and text[position] != "\u0085":  # the tokenizer reads \u0085 as "...", not as space
             position += 1
             continue
         if position == 0 or text[position - 1].isspace():

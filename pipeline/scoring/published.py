@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-COCO_TEST = 5_000
+COCO_TEST = 5_000  # images of Karpathy's test split
 ABLATION_COLUMNS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D", "SPICE")
 NOTE = (
     "Means of the validation captions beside the paper's (Karpathy test after SCST, beam 5); +/- is the difference to "
@@ -23,7 +23,7 @@ NOTE = (
 
 @dataclass(frozen=True)
 class PrintedRow:
-    """A row of a paper's table: its name, its scores, its keys of the section `model`, and how it was decoded."""
+    """A row of a paper's table: its name, its scores, its values of the section `model`, and how it was decoded."""
 
     name: str
     scores: dict[str, float]
@@ -61,6 +61,7 @@ class PrintedTable:
 
 @functools.cache
 def _published() -> dict[str, Any]:
+    """The content of published.yaml."""
     return yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))
 
 
@@ -80,6 +81,7 @@ def printed_tables(compare: str | None) -> tuple[PrintedTable, ...]:
 
 
 def _table(rows: list[Any], **table: Any) -> PrintedTable:
+    """A table of published.yaml, whose rows are lists [name, values of the keys, scores]."""
     printed = [
         PrintedRow(
             name, dict(zip(table["columns"], scores, strict=True)), dict(zip(table["keys"], values, strict=True))
@@ -96,6 +98,7 @@ def published_rows(model: str, split: str, uris: Sequence[str], beam_size: int) 
 
 
 def _difference(row: PrintedRow, uris: Sequence[str], beam_size: int) -> str:
+    """Why our score for these images cannot be compared with a printed row: other images or another beam; else ""."""
     if row.split == "test":
         coco = sum(uri.rsplit("/", 1)[-1].startswith("COCO_val2014_") for uri in uris)
         if coco < len(uris) or len(uris) != COCO_TEST:

@@ -14,14 +14,15 @@ from pipeline.errors import UserError
 from pipeline.storage.path import storage_path
 
 ImageId = int | str
+_GZIP_START = b"\x1f\x8b"  # the first two bytes of every gzip file
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file, which may be gzipped; its first bytes show this. Raises UserError."""
+    """The content of a JSON file, which may be gzipped under any name. Raises UserError."""
     if not path.is_file():
         raise UserError(f"file {path} does not exist; give a JSON file, gzipped or not")
     data = path.read_bytes()
-    if data[:2] == b"\x1f\x8b":
+    if data.startswith(_GZIP_START):
         try:
             data = gzip.decompress(data)
         except (OSError, EOFError, zlib.error) as error:
@@ -33,7 +34,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[str]]:
-    """Raw captions by image id, in the file's order of images. split: leaves out the images of other splits.
+    """Raw captions by image id, in the file's order of images. split: the only split to read; None for all.
 
     COCO annotations have no splits. In Karpathy's layout an image's id is its cocoid, or its imgid in a file without
     cocoids. Images without a caption are left out. Raises UserError.
@@ -57,6 +58,7 @@ def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[
 
 
 def _read_coco(path: Path, images: list[Any], annotations: list[Any]) -> dict[ImageId, list[str]]:
+    """Raw captions by image id from the two lists of a COCO file; the list is empty for an image without captions."""
     ids = [_value(image, "id", int, str, location=f"{path}: images[{i}]") for i, image in enumerate(images)]
     references: dict[ImageId, list[str]] = {image_id: [] for image_id in ids}
     for number, annotation in enumerate(annotations):
@@ -67,6 +69,7 @@ def _read_coco(path: Path, images: list[Any], annotations: list[Any]) -> dict[Im
 
 
 def _read_karpathy(path: Path, images: list[Any], split: str | None) -> dict[ImageId, list[str]]:
+    """Raw captions by image id from the list of a Karpathy file, of one split or (None) of all."""
     splits = Counter(image.get("split") for image in images if isinstance(image, dict))
     if split is not None and split not in splits:
         available = ", ".join(f"{name} ({count} images)" for name, count in splits.items())
@@ -88,7 +91,7 @@ def _read_karpathy(path: Path, images: list[Any], split: str | None) -> dict[Ima
 
 
 def write_predictions(path: Path, captions: Mapping[int, str]) -> None:
-    """Captions by image id as a COCO result file, a list of {"image_id", "caption"}."""
+    """Writes captions, given by image id, as a COCO result file: a list of {"image_id", "caption"}."""
     rows = [{"image_id": image, "caption": caption} for image, caption in captions.items()]
     storage_path(path).write_bytes(json.dumps(rows, indent=1, ensure_ascii=False).encode())
 
@@ -119,9 +122,12 @@ def shorten(ids: Iterable[ImageId], limit: int = 10) -> str:
 
 
 def _value(row: Any, key: str, *types: type, location: str) -> Any:
-    """row[key] if it has one of the types, `str` or also `int`. Raises UserError, as for a row that is no object."""
+    """row[key], which must have one of the types (str, or int and str). location: where the row is, for messages.
+
+    Raises UserError for a value of another type, a missing key, and a row that is not an object.
+    """
     value = row.get(key) if isinstance(row, dict) else None
-    if isinstance(value, bool) or not isinstance(value, types):
+    if isinstance(value, bool) or not isinstance(value, types):  # for isinstance, true and false are ints
         text = json.dumps(row)
         excerpt = text if len(text) <= 100 else f"{text[:100]}..."
         kind = "a number or text" if int in types else "text"

@@ -69,13 +69,16 @@ class SplitResult:
 
     @property
     def signature(self) -> str:
+        """The signature of the scores; "" without scores."""
         return "" if self.scores is None else self.scores.signature
 
     @property
     def cider_by_image(self) -> dict[int, float]:
         """CIDEr-D by image id; empty when it is unavailable."""
-        score = self.scores and self.scores.by_name.get("CIDEr-D")
-        return dict(zip(self.scores.image_ids, score.per_image or [], strict=False)) if self.scores and score else {}
+        score = None if self.scores is None else self.scores.by_name.get("CIDEr-D")
+        if self.scores is None or score is None or score.per_image is None:
+            return {}
+        return dict(zip(self.scores.image_ids, score.per_image, strict=True))
 
     def to_json(self) -> dict[str, Any]:
         """The split's entry in scores.json."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from models.config import ModelConfig
 from models.macs import TABLE_6_IMAGES
 from pipeline.scoring.published import ABLATION_COLUMNS, NOTE, AblationRow, PrintedRow, ablation, printed_tables
-from pipeline.search.results import PointResult, Rows, cell, head
+from pipeline.search.results import PointResult, Rows, format_cell, heading
 from pipeline.search.space import show_value
 from pipeline.search.spec import SCORE, Search
 
@@ -28,6 +28,8 @@ TABLE_VI_NOTE = (
 
 
 class ComparisonTable(NamedTuple):
+    """A table of a paper with the search's results; each row is (label, cells)."""
+
     title: str
     note: str
     columns: list[str]
@@ -36,7 +38,10 @@ class ComparisonTable(NamedTuple):
 
 @dataclass(frozen=True)
 class Match:
-    """A row of a paper's table and the search's first point with its settings; `result` is None if there is none."""
+    """A row of a paper's table and the search's first point with the same settings.
+
+    printed: the paper's scores by metric. result: None if no point has these settings.
+    """
 
     label: str
     printed: dict[str, float]
@@ -59,7 +64,7 @@ class Match:
 def comparisons(
     search: Search, results: Sequence[PointResult], metrics: Sequence[str] = ABLATION_COLUMNS
 ) -> list[ComparisonTable]:
-    """The tables of the paper that `compare` names, with the `metrics` that the paper and the search both have."""
+    """The tables of the paper that the search's `compare` names; columns only for `metrics` that both sides have."""
     if search.config.compare == "expansionnet_v2":
         matches = expansionnet_matches(search, results)
         scores = _score_columns(matches, matches[0], [name for name in ABLATION_COLUMNS if name in metrics])
@@ -70,13 +75,13 @@ def comparisons(
     tables = []
     for table in printed_tables(search.config.compare):
         matches = _matches(search, results, table.rows, [row.name for row in table.rows])
-        if sum(match.result is not None for match in matches) > 1:
+        if sum(match.result is not None for match in matches) > 1:  # one row has nothing to be compared with
             note = NOTE.format(baseline=table.rows[table.baseline].name)
             names = [name for name in table.columns if name in metrics]
             columns, rows = _score_columns(matches, matches[table.baseline], names)
             for (_, cells), match in zip(rows, matches, strict=True):
-                cells += [cell(name, match.mean(name)) for name in COSTS_SHOWN]
-            columns += map(head, COSTS_SHOWN)
+                cells += [format_cell(name, match.mean(name)) for name in COSTS_SHOWN]
+            columns += map(heading, COSTS_SHOWN)
             tables.append(ComparisonTable(f"{table.title} next to the paper's", note, columns, rows))
     return tables
 
@@ -94,9 +99,10 @@ def expansionnet_matches(search: Search, results: Sequence[PointResult]) -> list
 def _matches(
     search: Search, results: Sequence[PointResult], rows: Sequence[PrintedRow | AblationRow], labels: Sequence[str]
 ) -> list[Match]:
-    """Matches each row of a table with the first point that has the row's settings."""
+    """Matches each row of a table with the first point that has the row's settings; `labels` name the rows."""
     models = [search.trial_config(result.point, search.config.seeds[0]).model for result in results]
-    points = [(_settings(model, rows[0].settings), result) for model, result in zip(models, results, strict=True)]
+    keys = rows[0].settings.keys()
+    points = [(_settings(model, keys), result) for model, result in zip(models, results, strict=True)]
     return [
         Match(label, row.scores, next((result for settings, result in points if settings == row.settings), None))
         for row, label in zip(rows, labels, strict=True)
@@ -104,9 +110,11 @@ def _matches(
 
 
 def _settings(model: ModelConfig, keys: Iterable[str]) -> dict[str, Any]:
-    """The model's values of these keys; {} for a model without them, and for an encoder with a dynamic expansion.
+    """The model's values of these keys, to be compared with the settings of a table's row.
 
-    The papers' baseline Transformer ignores its expansion settings, so they count as None.
+    The papers' baseline Transformer ignores its expansion settings, so they count as None. Returns {}, which equals
+    no row's settings, for a model that no table has: one without these keys, or one with a dynamic expansion in
+    its encoder.
     """
     if getattr(model, "encoder_dynamic_expansion", None) is not None or not all(hasattr(model, key) for key in keys):
         return {}
@@ -115,7 +123,10 @@ def _settings(model: ModelConfig, keys: Iterable[str]) -> dict[str, Any]:
 
 
 def _score_columns(matches: Sequence[Match], baseline: Match, names: Sequence[str]) -> tuple[list[str], Rows]:
-    """Four columns per metric: our score and its difference to our baseline, then the same two numbers of the paper."""
+    """The headings and rows of a table with four columns per metric.
+
+    The columns: our score, its difference to our baseline, the paper's score, its difference to the paper's baseline.
+    """
     names = [name for name in names if any(match.score(name) is not None for match in matches)] or [SCORE]
     rows = []
     for match in matches:
@@ -123,15 +134,16 @@ def _score_columns(matches: Sequence[Match], baseline: Match, names: Sequence[st
         for name in names:
             ours, printed = match.score(name), match.printed[name]
             cells += [number_cell(ours), difference_cell(ours, baseline.score(name))]
-            cells += [number_cell(printed, 3), difference_cell(printed, baseline.printed[name], 3)]
+            cells += [number_cell(printed, digits=3), difference_cell(printed, baseline.printed[name], digits=3)]
         rows.append((match.label, cells))
     return [f"{name}{kind}" for name in names for kind in ("", " +/-", " paper", " paper +/-")], rows
 
 
 def _multiply_accumulate_columns(matches: Sequence[Match]) -> tuple[list[str], Rows]:
-    """Multiply-accumulates for 5,000 images in units of 1e12, with ratios to the baseline row, and parameters.
+    """The headings and rows of a table with multiply-accumulates for 5,000 images, in units of 1e12, and parameters.
 
-    The first four columns count as the paper does, for our models and for the paper's.
+    The first two columns have our models' number, counted as the paper does, and its ratio to the baseline's; the next
+    two have the paper's. The table's first row is the baseline.
     """
     scale = TABLE_6_IMAGES / 1e12
     baseline = matches[0].mean("macs")

@@ -16,7 +16,7 @@ import numpy as np
 from models.macs import TABLE_6_IMAGES
 from pipeline.scoring.published import ablation
 from pipeline.search.ablations import printed_label
-from pipeline.search.results import PointResult, head, unit
+from pipeline.search.results import PointResult, heading, unit
 from pipeline.search.space import Dimension, short
 from pipeline.search.spec import COSTS, SCORE, Search
 
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK, MUTED, RULE, PAGE = "#14201c", "#52605a", "#d5dcd9", "#ffffff"
-ACCENT, BEST, PAPER = "#0b6b58", "#b5401f", "#3a5fa8"
+# text, secondary text, grid lines and background; then finished points, the front and the paper's points
+INK, MUTED, RULE, PAGE_COLOR = "#14201c", "#52605a", "#d5dcd9", "#ffffff"
+ACCENT, BEST, PAPER_COLOR = "#0b6b58", "#b5401f", "#3a5fa8"
 # the page's CSS variable for each color
-VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", PAGE: "--surface", ACCENT: "--accent", BEST: "--low"}
-VARIABLES[PAPER] = "--paper"
+VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", PAGE_COLOR: "--surface", ACCENT: "--accent", BEST: "--low"}
+VARIABLES[PAPER_COLOR] = "--paper"
 LABEL_OFFSETS = [  # from a point to its label, in typographic points; tried in this order
     (7, 5), (7, -11), (-7, 5), (-7, -11), (0, 10), (0, -16), (14, 14), (-14, 14), (14, -22), (-14, -22),
 ]  # fmt: skip
@@ -39,7 +40,7 @@ def _figure(width: float, height: float) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor=PAGE)
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor=PAGE_COLOR)
     FigureCanvasAgg(figure)
     return figure
 
@@ -77,10 +78,10 @@ def pareto_plot(
     if two_panels:
         panels[0].set_title("this search", loc="left", fontsize=10, color=INK)
         panels[1].set_title("the paper: Table I over Table VI", loc="left", fontsize=10, color=INK)
-        panels[1].set_xlabel(f"{head('macs')} per image", color=INK)
+        panels[1].set_xlabel(f"{heading('macs')} per image", color=INK)
         panels[1].set_ylabel("CIDEr-D (Karpathy validation, beam 3)", color=INK)
     for axes in panels:
-        axes.set_facecolor(PAGE)
+        axes.set_facecolor(PAGE_COLOR)
         axes.grid(True, color=RULE, lw=0.8)
         axes.set_axisbelow(True)
         axes.tick_params(colors=MUTED, labelsize=8.5, length=0)
@@ -95,7 +96,7 @@ def pareto_plot(
 
 
 class _Point(NamedTuple):
-    """A point in the Pareto plot; the cost is in the unit that `head` names."""
+    """A point in the Pareto plot; the cost is in the unit that `heading` names."""
 
     cost: float
     score: float
@@ -117,21 +118,23 @@ def _points(search: Search, results: Sequence[PointResult], state: str) -> list[
 def _draw_points(
     axes: Axes, search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult], narrow: bool
 ) -> None:
-    """Draws the points of the search, their labels and the Pareto front."""
+    """Draws the points of the search, the Pareto front as a staircase, and labels."""
     finished, stopped = _points(search, results, "finished"), _points(search, results, "stopped")
-    line = sorted((point for point in finished if point.result in on_front), key=lambda point: point[:2])
+    line = sorted(
+        (point for point in finished if point.result in on_front), key=lambda point: (point.cost, point.score)
+    )
     _scale_costs(axes, [point.cost for point in finished + stopped])
     if any(point.spread for point in finished):
         spreads = [point.spread for point in finished]
         axes.errorbar(*_coordinates(finished), spreads, fmt="none", ecolor=ACCENT, elinewidth=1, capsize=3)
     if finished:
-        axes.plot(*_coordinates(finished), "o", mfc=ACCENT, mec=PAGE, ms=8, label="finished", zorder=3)
+        axes.plot(*_coordinates(finished), "o", mfc=ACCENT, mec=PAGE_COLOR, ms=8, label="finished", zorder=3)
     if stopped:
         label = "stopped early (score so far)"
         axes.plot(*_coordinates(stopped), "o", mfc="none", mec=MUTED, ms=6, label=label, zorder=2)
     if line:
         axes.plot(
-            *_coordinates(line), "o-", drawstyle="steps-post", color=BEST, mfc=BEST, mec=PAGE, ms=9, lw=1.6,
+            *_coordinates(line), "o-", drawstyle="steps-post", color=BEST, mfc=BEST, mec=PAGE_COLOR, ms=9, lw=1.6,
             label="Pareto front", zorder=4,
         )  # fmt: skip
     base = base_point(search)
@@ -140,18 +143,20 @@ def _draw_points(
         label = "the base configuration"
         axes.plot(*_coordinates(at_base), "o", mfc="none", mec=INK, ms=15, mew=1.2, label=label, zorder=1)
     cost = cost_axis(search)
-    axes.set_xlabel(head(cost) + (" per image" if cost.startswith("macs") else ""), color=INK)
+    axes.set_xlabel(heading(cost) + (" per image" if cost.startswith("macs") else ""), color=INK)
     axes.set_ylabel(f"validation {score_axis(search)}", color=INK)
-    axes.margins(0.14, 0.14)
+    axes.margins(0.14, 0.14)  # space for labels on each side, as a share of the axes
     others = [point for point in finished if point not in line]
     groups = [(line, BEST)] if narrow else [(line, BEST), (others, INK), (stopped, MUTED)]
     labels = [(point.cost, point.score, point.result.label, color) for points, color in groups for point in points]
     costs, scores = _coordinates(line)
+    # (2 N - 1, 2): a staircase, because up to the next point's cost the best score stays the same
     corners = np.column_stack([np.repeat(costs, 2)[1:], np.repeat(scores, 2)[:-1]])
-    _write_labels(axes, labels, 7 if narrow else 8, corners)
+    _write_labels(axes, labels, size=7 if narrow else 8, corners=corners)
 
 
 def _coordinates(points: Sequence[_Point]) -> tuple[list[float], list[float]]:
+    """The costs and the scores, as Matplotlib needs them."""
     return [point.cost for point in points], [point.score for point in points]
 
 
@@ -170,11 +175,12 @@ def _draw_paper(axes: Axes, *, label: bool, narrow: bool) -> None:
     """Draws the rows of ExpansionNet v2's ablation; with `label` also their names."""
     xs = [row.macs / TABLE_6_IMAGES / unit("macs") for row in ablation()]
     ys = [row.scores[SCORE] for row in ablation()]
-    axes.plot(xs, ys, "D", mfc=PAPER, mec=PAGE, ms=7, label="the paper's rows", zorder=3)
+    axes.plot(xs, ys, "D", mfc=PAPER_COLOR, mec=PAGE_COLOR, ms=7, label="the paper's rows", zorder=3)
     if label:
         axes.margins(0.18, 0.12)
-        labels = [(x, y, printed_label(row), PAPER) for x, y, row in zip(xs, ys, ablation(), strict=True)]
-        _write_labels(axes, labels, 6.5 if narrow else 7.5, np.empty((0, 2)))
+        labels = [(x, y, printed_label(row), PAPER_COLOR) for x, y, row in zip(xs, ys, ablation(), strict=True)]
+        no_line = np.empty((0, 2))
+        _write_labels(axes, labels, size=6.5 if narrow else 7.5, corners=no_line)
 
 
 def _scale_costs(axes: Axes, costs: Sequence[float]) -> None:
@@ -195,13 +201,14 @@ def _similar_costs(search: Search, results: Sequence[PointResult]) -> bool:
     ours = [value for result in results if (value := result.mean("macs")) is not None]
     scores = [value for result in results if (value := result.mean(SCORE)) is not None]
     printed = [row.macs / TABLE_6_IMAGES for row in ablation()]
-    return bool(ours) and max(ours) > min(printed) / 2 and min(ours) < 2 * max(printed) and max(scores) > 0.6
+    costs_overlap = bool(ours) and max(ours) > min(printed) / 2 and min(ours) < 2 * max(printed)
+    return costs_overlap and max(scores) > 0.6  # about half of the paper's scores
 
 
 def _write_labels(
     axes: Axes, points: Sequence[tuple[float, float, str, str]], size: float, corners: np.ndarray
 ) -> None:
-    """Writes labels next to their points, each given as (x, y, text, color).
+    """Writes labels in a font of `size` typographic points next to their points, each given as (x, y, text, color).
 
     A label that would cover another point, another label or the line through the `corners` (N, 2) is left out.
     """
@@ -212,10 +219,10 @@ def _write_labels(
     figure.draw_without_rendering()  # computes the scales and the size of the axes
     frame, line = axes.get_window_extent(), axes.transData.transform_path(Line(corners))
     pixels = [axes.transData.transform((x, y)) for x, y, _, _ in points]
-    radius = 5 * figure.dpi / 72  # of a point: 5 typographic points in pixels
+    radius = 5 * figure.dpi / 72  # a drawn point's radius in pixels: 5 typographic points of 1/72 inch
     boxes: list[Any] = []
     for number, (x, y, text, color) in enumerate(points):
-        others = [pixel for other, pixel in enumerate(pixels) if other != number]
+        other_points = [pixel for other, pixel in enumerate(pixels) if other != number]
         for offset in LABEL_OFFSETS:
             side = "left" if offset[0] > 0 else "right" if offset[0] < 0 else "center"
             label = axes.annotate(
@@ -225,7 +232,7 @@ def _write_labels(
             box = label.get_window_extent()
             inside = frame.x0 < box.x0 and box.x1 < frame.x1 and frame.y0 < box.y0 and box.y1 < frame.y1
             covers_label = any(box.overlaps(other) for other in boxes)
-            covers_point = box.padded(radius).count_contains(others) > 0
+            covers_point = box.padded(radius).count_contains(other_points) > 0
             if inside and not (covers_label or covers_point or line.intersects_bbox(box, filled=False)):
                 boxes.append(box)
                 break
@@ -268,12 +275,12 @@ def parallel_plot(search: Search, results: Sequence[PointResult], *, narrow: boo
             axes.text(
                 column + (0.04 if is_last else -0.04), height, text, fontsize=size, color=INK,
                 ha="left" if is_last else "right", va="center", zorder=6,
-                bbox={"facecolor": PAGE, "edgecolor": "none", "pad": 0.6, "alpha": 0.75},
+                bbox={"facecolor": PAGE_COLOR, "edgecolor": "none", "pad": 0.6, "alpha": 0.75},
             )  # fmt: skip
-    for rank, result in reversed(list(enumerate(shown))):
-        alpha = 0.25 + 0.55 * (1 - rank / max(1, len(shown)))
-        color, width, alpha, order = (BEST, 2.4, 1.0, 5) if rank == 0 else (ACCENT, 1.2, alpha, 3)
-        style = "-" if result.state == "finished" else (0, (4, 3))
+    for rank, result in reversed(list(enumerate(shown))):  # the best is drawn last, over the others
+        faded = 0.25 + 0.55 * (1 - rank / max(1, len(shown)))
+        color, width, alpha, order = (BEST, 2.4, 1.0, 5) if rank == 0 else (ACCENT, 1.2, faded, 3)
+        style = "-" if result.state == "finished" else (0, (4, 3))  # dashes of 4 points and gaps of 3
         heights = [scale.heights[rank] for scale in scales]
         axes.plot(range(len(scales)), heights, ls=style, color=color, lw=width, alpha=alpha, zorder=order)
     axes.set_xlim(-0.75, len(scales) - 1 + 0.45)
@@ -292,13 +299,14 @@ def _choice_scale(dimension: Dimension, choices: Sequence[Any]) -> _Scale:
     title = short(dimension.key)
     if not dimension.is_range:
         last = len(dimension.labels) - 1
-        labels = {label: number / last if last else 0.5 for number, label in enumerate(dimension.labels)}
+        height_of = {label: number / last if last else 0.5 for number, label in enumerate(dimension.labels)}
         step = max(1, len(choices) - 1)
         offsets = [(rank / step - 0.5) * 0.03 if len(choices) > 1 else 0.0 for rank in range(len(choices))]
-        heights = [labels[choice] + offset for choice, offset in zip(choices, offsets, strict=True)]
-        return _Scale(title, heights, [(height, label) for label, height in labels.items()])
+        heights = [height_of[choice] + offset for choice, offset in zip(choices, offsets, strict=True)]
+        return _Scale(title, heights, [(height, label) for label, height in height_of.items()])
 
     def height(number: float) -> float:
+        """The position of a number between the ends of the range, by its logarithm in a log range."""
         ends_and_number = (dimension.low, dimension.high, number)
         low, high, value = (math.log(value) if dimension.log else float(value) for value in ends_and_number)
         return (value - low) / (high - low)
@@ -316,16 +324,16 @@ def _value_scale(name: str, shown: Sequence[PointResult]) -> _Scale:
     present = [value for value in values if value is not None] or [0.0]
     low, high = min(present), max(present)
     if low == high:
-        return _Scale(head(name), [0.5] * len(shown), [(0.5, f"{low / unit(name):.3g}")])
+        return _Scale(heading(name), [0.5] * len(shown), [(0.5, f"{low / unit(name):.3g}")])
     heights = [0.5 if value is None else (value - low) / (high - low) for value in values]
     ticks = [(share, f"{(low + (high - low) * share) / unit(name):.3g}") for share in (0, 0.25, 0.5, 0.75, 1)]
-    return _Scale(head(name), heights, ticks)
+    return _Scale(heading(name), heights, ticks)
 
 
 def png(figure: Figure) -> bytes:
     """The figure as a PNG file."""
     data = io.BytesIO()
-    figure.savefig(data, format="png", dpi=160, facecolor=PAGE)
+    figure.savefig(data, format="png", dpi=160, facecolor=PAGE_COLOR)
     return data.getvalue()
 
 

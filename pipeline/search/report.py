@@ -8,7 +8,7 @@ from pathlib import Path
 from pipeline.reports.page import render_template
 from pipeline.search.ablations import comparisons
 from pipeline.search.plots import parallel_plot, pareto_plot, png, svg
-from pipeline.search.results import PointResult, head, leaderboard, objectives_text
+from pipeline.search.results import PointResult, heading, leaderboard, objectives_text
 from pipeline.search.samplers import MIN_POINTS_FOR_IMPORTANCE, importance
 from pipeline.search.space import short
 from pipeline.search.spec import Search
@@ -29,9 +29,9 @@ def write_page(log: TrialLog, results: Sequence[PointResult], on_front: Sequence
     search, path = log.search, log.folder.path / "search.html"
     columns, rows = leaderboard(search, results, on_front)
     shares, note = importances(search, log.records)
-    widths = {"wide": False, "narrow": True}  # each plot is drawn for both
-    pareto = {width: pareto_plot(search, results, on_front, narrow=narrow) for width, narrow in widths.items()}
-    parallel = {width: parallel_plot(search, results, narrow=narrow) for width, narrow in widths.items()}
+    is_narrow = {"wide": False, "narrow": True}  # each plot is drawn for wide and for narrow screens
+    pareto = {width: pareto_plot(search, results, on_front, narrow=narrow) for width, narrow in is_narrow.items()}
+    parallel = {width: parallel_plot(search, results, narrow=narrow) for width, narrow in is_narrow.items()}
     text = render_template(
         TEMPLATE,
         title=search.config.name,
@@ -59,12 +59,12 @@ def write_page(log: TrialLog, results: Sequence[PointResult], on_front: Sequence
 def importances(search: Search, records: Sequence[TrialRecord]) -> tuple[dict[str, float], str]:
     """{dimension: share} of the main objective's variance, and a note on the data it was computed from.
 
-    If trials were stopped early, their CIDEr-D at the last epoch that all of them reached is used instead, because
-    scores after different epochs are not comparable.
+    If some trials were stopped early, the CIDEr-D of all trials after the last epoch that all of them reached is used
+    instead of the main objective, because scores after different epochs are not comparable.
     """
     usable = [record for record in records if record.state in ("finished", "stopped") and record.reports]
     values = [record.value(search.config.main_objective) for record in usable]
-    source = f"of {head(search.config.main_objective)} over {len(usable)} trials"
+    source = f"of {heading(search.config.main_objective)} over {len(usable)} trials"
     if any(record.state == "stopped" for record in usable):
         scores = [dict(record.reports) for record in usable]
         common_epochs = set.intersection(*map(set, scores))

@@ -48,6 +48,7 @@ class PointResult:
         return [value for record in self.counted if (value := record.value(name)) is not None]
 
     def mean(self, name: str) -> float | None:
+        """The mean over the counted trials; None when none of them has a value."""
         values = self.values(name)
         return statistics.fmean(values) if values else None
 
@@ -63,9 +64,10 @@ class PointResult:
 
 
 def point_results(log: TrialLog) -> list[PointResult]:
-    """The points in the order of STATES.
+    """The points with their trials, in the order of STATES.
 
-    Points in the same state are ordered by the main objective; unfinished ones by their number of epochs first.
+    Finished points are ordered by the main objective. Other points in the same state are ordered by their number of
+    epochs, the largest first, then by the main objective.
     """
     search = log.search
     results = [
@@ -98,18 +100,21 @@ def _dominates(one: list[float], other: list[float]) -> bool:
     return one != other and all(a >= b for a, b in zip(one, other, strict=True))
 
 
-def head(name: str) -> str:
-    """The heading of a score or cost in tables and plots."""
-    return COSTS[name].head if name in COSTS else name
+def heading(name: str) -> str:
+    """The heading of a score or cost in tables and plots; for a cost it includes the unit."""
+    return COSTS[name].heading if name in COSTS else name
 
 
 def unit(name: str) -> float:
-    """The number by which tables and plots divide a score or cost."""
+    """The number by which tables and plots divide the score or cost `name`; 1 for scores."""
     return COSTS[name].unit if name in COSTS else 1
 
 
-def cell(name: str, value: float | None, spread: float | None = None) -> str:
-    """A formatted value; costs are in the units that `head` names."""
+def format_cell(name: str, value: float | None, spread: float | None = None) -> str:
+    """The text of a table's cell for the score or cost `name`; empty for None.
+
+    A cost is divided by its unit. A score with a spread is written as `value ± spread`.
+    """
     if value is None:
         return ""
     if name in COSTS:
@@ -122,16 +127,16 @@ def cell(name: str, value: float | None, spread: float | None = None) -> str:
 def leaderboard(
     search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]
 ) -> tuple[list[str], Rows]:
-    """The columns and rows of the leaderboard: state, epochs, seeds, and means with spreads of scores and costs."""
+    """The headings and rows of the leaderboard: state, epochs, seeds, and means with spreads of scores and costs."""
     config = search.config
     names = list(dict.fromkeys([SCORE, *config.metrics, *config.objectives, search.cost, "parameters"]))
     rows = []
     for result in results:
         state = f"{result.state} *" if result in on_front else result.state
         seeds = f"{0 if result.state == 'failed' else len(result.counted)}/{result.num_seeds}"
-        cells = [cell(name, result.mean(name), result.spread(name)) for name in names]
+        cells = [format_cell(name, result.mean(name), result.spread(name)) for name in names]
         rows.append((result.label, [state, f"{result.epoch:g}", seeds, *cells]))
-    return ["state", "epochs", "seeds", *map(head, names)], rows
+    return ["state", "epochs", "seeds", *map(heading, names)], rows
 
 
 def leaderboard_text(search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> str:
@@ -142,14 +147,16 @@ def leaderboard_text(search: Search, results: Sequence[PointResult], on_front: S
 
 def objectives_text(search: Search) -> str:
     """The objectives with their directions."""
-    return ", ".join(f"{head(name)} ({direction})" for name, direction in search.config.objectives.items())
+    return ", ".join(f"{heading(name)} ({direction})" for name, direction in search.config.objectives.items())
 
 
 def live_table(log: TrialLog) -> str:
     """A table of the running trials, and one line with the number of trials in each state."""
-    describe, running = log.search.space.describe, [record for record in log.records if record.state not in ENDED]
-    labels = [f"trial {record.number}  {describe(record.point)}" for record in running]
-    rows = [(label, [f"{r.epoch:g}", cell(SCORE, r.score)]) for label, r in zip(labels, running, strict=True)]
+    rows = []
+    for record in log.records:
+        if record.state not in ENDED:
+            label = f"trial {record.number}  {log.search.space.describe(record.point)}"
+            rows.append((label, [f"{record.epoch:g}", format_cell(SCORE, record.score)]))
     line = f"of {len(log.records) if log.num_trials is None else log.num_trials} trials: {log.states_text()}"
     best = next((result for result in point_results(log) if result.state == "finished"), None)
     if best is not None:
@@ -158,7 +165,10 @@ def live_table(log: TrialLog) -> str:
 
 
 def trial_name(search: Search, record: TrialRecord, num_trials: int | None) -> tuple[str, str]:
-    """The trial's number in the search, and its point and seed."""
+    """The name of a trial, which contains its number, and a label with its point and seed.
+
+    num_trials: the number of trials of the search; None if only budget.hours ends it.
+    """
     name = f"trial {record.number}" + (f"/{num_trials}" if num_trials is not None else "")
     seed = f", seed {record.seed}" if len(search.config.seeds) > 1 else ""
     return name, search.space.describe(record.point) + seed
@@ -172,7 +182,7 @@ def trial_line(search: Search, record: TrialRecord, num_trials: int | None) -> s
     score = "no validation" if record.score is None else f"{SCORE} {record.score:.4f}"
     if record.state == "running":
         return f"{name}  epoch {record.epoch:g}: {score}  ({label})"
-    costs = f"{cell(search.cost, record.costs.get(search.cost))} {head(search.cost)}"
+    costs = f"{format_cell(search.cost, record.costs.get(search.cost))} {heading(search.cost)}"
     reason = f", {record.reason}" if record.reason else ""
     result = f"{score}, {costs}, {minutes(record.seconds)}{reason}"
     return f"{name}  {record.state} at epoch {record.epoch:g}: {result}  ({label})"
@@ -184,7 +194,7 @@ def write_tables(log: TrialLog, on_front: Sequence[PointResult]) -> None:
     numbers_on_front = {record.number for result in on_front for record in result.records}
     all_changes = [log.search.space.changes(record.point) for record in log.records]
     numeric = {key for key in keys if all(type(changes.get(key, 0)) in (int, float) for changes in all_changes)}
-    rows = []  # columns that are not numeric hold labels, because an Arrow column has one type
+    rows = []  # keys with other than numeric values have their labels as text, because an Arrow column has one type
     for record, changes in zip(log.records, all_changes, strict=True):
         values = {key: value if key in numeric else show_value(value) for key, value in changes.items()}
         rows.append(
@@ -196,12 +206,13 @@ def write_tables(log: TrialLog, on_front: Sequence[PointResult]) -> None:
                 "epochs": record.epoch,
                 SCORE: record.score,
                 **{name: record.scores.get(name) for name in config.metrics if name != SCORE},
+                # SCORE is the best of all validations; this is the score of the last stage's captions
                 **({f"scored {SCORE}": record.scores.get(SCORE)} if SCORE in config.metrics else {}),
                 **{name: record.costs.get(name) for name in COSTS},
                 "search_seconds": record.seconds,
                 "attempts": record.attempts,
                 "on_front": record.number in numbers_on_front,
-                "run": record.run.rsplit("/", 1)[-1],
+                "run": Path(record.run).name,
                 "reason": record.reason,
             }
         )
@@ -234,7 +245,10 @@ def write_configurations(log: TrialLog, results: Sequence[PointResult], on_front
 def _configuration(search: Search, result: PointResult, path: Path) -> str:
     """The text of a configuration file, headed by a comment with the point and its results."""
     config = parse_config(search.run_values(result.point, path.stem))
-    means = ", ".join(f"{head(n)} {cell(n, result.mean(n), result.spread(n))}" for n in search.config.objectives)
+    means = ", ".join(
+        f"{heading(name)} {format_cell(name, result.mean(name), result.spread(name))}"
+        for name in search.config.objectives
+    )
     keys = ", ".join(f"{short(key)} {show_value(value)}" for key, value in search.space.changes(result.point).items())
     return (
         f"# {keys}: the base configuration of the search {search.config.name} at this point.\n"

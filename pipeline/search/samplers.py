@@ -28,7 +28,7 @@ MAX_LISTED_POINTS = 1_000_000  # larger spaces are sampled without a list of the
 
 @dataclass(frozen=True)
 class Proposal:
-    """A point, and the attributes with which a sampler restores it after a kill."""
+    """A point, and the attributes that a sampler needs to restore it when a killed search resumes."""
 
     point: dict[str, Any]
     attributes: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class ListSampler:
     def __init__(self, search: Search) -> None:
         self.space, self.seed = search.space, search.config.seed
         self.may_repeat = search.config.algorithm == "pbt"
-        self.tried: set[str] = set()
+        self.tried: set[str] = set()  # the keys of the points that were proposed
         self.num_drawn = 0
         self.draws = self._draw()
         if self.space.size <= MAX_LISTED_POINTS and not self.may_repeat:
@@ -59,7 +59,7 @@ class ListSampler:
             self.draws = iter(points)
 
     def _draw(self) -> Iterator[dict[str, Any]]:
-        """Random points; each depends only on the seed and its number."""
+        """Random points. Each depends only on the seed and its number, so that a resumed search draws the next ones."""
         while True:
             generator = random.Random(f"{self.seed} {self.num_drawn}")
             self.num_drawn += 1
@@ -77,7 +77,7 @@ class ListSampler:
 
     def restore(self, proposal: Proposal, values: list[float] | None, *, ended: bool) -> None:
         self.tried.add(point_key(proposal.point))
-        if self.may_repeat:
+        if self.may_repeat:  # otherwise the same points are drawn again and skipped, because they are in `tried`
             self.num_drawn += 1
 
 
@@ -90,13 +90,15 @@ class OptunaSampler:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.optuna, self.space, self.config = optuna, search.space, search.config
         num_trials, num_seeds = search.num_trials(), len(search.config.seeds)
+        # 80 points are assumed if only budget.hours limits their number
         num_points = 80 if num_trials is None else max(1, num_trials // num_seeds)
         self.population = search.config.population or max(4, min(50, num_points // 4))
         self.distributions = {dimension.key: _distribution(dimension) for dimension in self.space.dimensions}
-        is_maximized = [direction == "max" for direction in search.config.objectives.values()]
-        self.study = optuna.create_study(directions=["maximize" if best else "minimize" for best in is_maximized])
+        self.study = optuna.create_study(
+            directions=["maximize" if best == "max" else "minimize" for best in search.config.objectives.values()]
+        )
         self.running: dict[str, int] = {}  # Optuna's number of the trial, by point
-        self.results: dict[str, list[float] | None] = {}
+        self.results: dict[str, list[float] | None] = {}  # of ended points; None for a failed one
 
     @cached_property
     def seeded_sampler(self) -> Any:
@@ -104,6 +106,7 @@ class OptunaSampler:
 
         Its seed includes their number, so that a resumed search does not repeat its first draws.
         """
+        # the large prime keeps the sums of neighboring seeds apart; Optuna accepts 32 bits
         seed = (self.config.seed * 1_000_003 + len(self.study.trials)) % 2**31
         if self.config.algorithm == "nsga2":
             return self.optuna.samplers.NSGAIISampler(population_size=self.population, seed=seed)
@@ -121,7 +124,7 @@ class OptunaSampler:
             point = {key: trial.params[key] for key in self.distributions}
             if not self._is_tried(point):
                 return self._propose(trial, point)
-            # Optuna gets the result of the earlier trial of the same point
+            # Optuna gets the result of the earlier trial of the same point, or a failure if that trial still runs
             self._finish(trial.number, self.results.get(point_key(point)))
         untried = self._draw_untried()
         if untried is None:
@@ -150,6 +153,7 @@ class OptunaSampler:
             self.running[point_key(proposal.point)] = self.study.trials[-1].number
 
     def _is_tried(self, point: Mapping[str, Any]) -> bool:
+        """Whether a trial of the point runs or has ended."""
         return point_key(point) in self.results or point_key(point) in self.running
 
     def _propose(self, trial: Any, point: dict[str, Any]) -> Proposal:
@@ -160,7 +164,7 @@ class OptunaSampler:
         return Proposal(point, storable)
 
     def _finish(self, number: int, values: list[float] | None) -> None:
-        """Ends an Optuna trial, as failed if it has no values."""
+        """Ends the Optuna trial with this number. It counts as failed if `values` is None."""
         self.study.tell(number, values, state=self.optuna.trial.TrialState.FAIL if values is None else None)
 
     def _draw_untried(self) -> dict[str, Any] | None:
@@ -194,7 +198,7 @@ def _distribution(dimension: Dimension) -> Any:
 
 
 def importance(space: Space, points: Sequence[Mapping[str, Any]], values: Sequence[float]) -> dict[str, float]:
-    """The share of the values' variance that each dimension explains, by Optuna's fANOVA.
+    """{dimension: share of the values' variance that it explains} by Optuna's fANOVA; `values` has one per point.
 
     The method: Hutter, Hoos, Leyton-Brown, An Efficient Approach for Assessing Hyperparameter Importance (2014). The
     result is empty for fewer than four points or two dimensions, and when the points or the values do not vary.

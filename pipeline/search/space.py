@@ -37,7 +37,7 @@ class GenerateSection(Section):
 
     def generated(self) -> list[list[int]]:
         """The lists of coefficients, without duplicates."""
-        num_coefficients = (self.largest // self.smallest).bit_length()
+        num_coefficients = (self.largest // self.smallest).bit_length()  # 1 + how often `smallest` can be doubled
         coefficients = [self.smallest * 2**power for power in range(num_coefficients)]
         groups: list[list[int]] = []
         for count in self.groups:
@@ -52,7 +52,8 @@ class GenerateSection(Section):
 class SpaceSection(Section):
     """One dimension: `choices` (or a plain list in YAML), named `groups`, `generate`, or a range from low to high.
 
-    A range between integers has integer values. `log` draws its logarithm uniformly; `step` makes the range a grid.
+    A range between integers has integer values. With `log` the logarithm of a number is drawn uniformly. With `step`
+    the choices are low, low + step, low + 2 * step, ... up to high.
     """
 
     choices: tuple[Any, ...] | None = None
@@ -189,19 +190,22 @@ class Space:
         return dict(values["row"]) if self.row_keys else values
 
     def by_key(self) -> Space:
-        """The space with one dimension per configuration key, also for rows. Plots and importance use it."""
+        """The same space with one dimension per configuration key, for plots and importance.
+
+        In a space of rows the dimension of a key has the different values that the rows give the key.
+        """
         if not self.row_keys:
             return self
-        (dimension,) = self.dimensions
+        rows = self.dimensions[0].values
         dimensions = []
         for key in self.row_keys:
-            column = [values.get(key, MISSING) for values in dimension.values]
+            column = [values.get(key, MISSING) for values in rows]
             distinct = {show_value(value): value for value in column}
             dimensions.append(Dimension(key, tuple(distinct), tuple(distinct.values())))
         return Space(tuple(dimensions))
 
     def point_by_key(self, point: Mapping[str, Any]) -> dict[str, Any]:
-        """The point with one choice per configuration key, as in the space `by_key`."""
+        """The same point in the space that `by_key` returns, with one choice per configuration key."""
         if not self.row_keys:
             return dict(point)
         changes = self.changes(point)
@@ -216,7 +220,7 @@ class Space:
         )
 
 
-MISSING = "base"  # the label of a key that a row does not set, so its base value stays
+MISSING = "base"  # the label for a row that does not set the key, which keeps the base configuration's value
 SYMBOLS = {
     "model.static_expansion": "G",
     "model.dynamic_expansion": "N_E",
@@ -246,13 +250,14 @@ def space_of(sections: Mapping[str, SpaceSection]) -> Space:
 
 
 def row_space(rows: Sequence[Mapping[str, Any]]) -> Space:
-    """The space of explicit points; each row is {dotted key: value}."""
+    """The space whose points are `rows`; each row is {dotted key: value}."""
     keys = dict.fromkeys(itertools.chain.from_iterable(rows))
     labels = [", ".join(f"{short(key)} {show_value(row[key])}" for key in keys if key in row) for row in rows]
     return Space((Dimension("row", tuple(labels), tuple(rows)),), tuple(keys))
 
 
 def _dimension(key: str, section: SpaceSection) -> Dimension:
+    """The dimension that a section describes."""
     if section.low is not None and section.high is not None:
         integer = all(isinstance(value, int) for value in (section.low, section.high, section.step or 0))
         return Dimension(key, low=section.low, high=section.high, log=section.log, step=section.step, integer=integer)

@@ -27,20 +27,20 @@ from pipeline.search.space import Space, SpaceSection, row_space, space_of
 
 Values = dict[str, Any]  # values by configuration key; keys are dotted or nested
 MAX_CHECKED_POINTS = 1000  # in a space of at most this size, every point is checked before a search starts
-SCORE = "CIDEr-D"
+SCORE = "CIDEr-D"  # the score that every validation reports
 
 
 class CostFormat(NamedTuple):
     """The heading of a cost in tables and plots, and the number by which they divide it."""
 
-    head: str
+    heading: str
     unit: float = 1
 
 
 COSTS = {
     "macs": CostFormat("MMACs", 1e6),  # multiply-accumulates per image as ExpansionNet v2's paper counts them
     "macs_executed": CostFormat("MMACs executed", 1e6),  # executed multiply-accumulates per image and caption
-    "macs_beam_search": CostFormat("MMACs beam search", 1e6),  # those of one image's beam search
+    "macs_beam_search": CostFormat("MMACs beam search", 1e6),  # executed multiply-accumulates per beam search
     "parameters": CostFormat("k parameters", 1e3),  # of the captioner without its backbone
     "latency_ms": CostFormat("ms per image"),  # one image's beam search, measured by the trial
     "seconds": CostFormat("s training"),
@@ -55,7 +55,7 @@ FIXED_SECTIONS = {  # the sections that a point must not change, and the reason 
     "features": "features are extracted once, before the first trial",
     "data": "features are extracted once, before the first trial",
 }
-SEARCHABLE_EXCEPTIONS = {"data.min_count"}  # keys in FIXED_SECTIONS that a point may change all the same
+SEARCHABLE_EXCEPTIONS = {"data.min_count"}  # may be searched, because no feature depends on them
 # Population based training may search these model keys, because they change no weight's shape.
 WEIGHT_COMPATIBLE = {"model.dropout", "model.expansion_dropout"}
 
@@ -65,14 +65,14 @@ class TrialSection(Section):
 
     stages: tuple[str, ...] | None = None
     epochs: PositiveFloat | None = None  # the length of each stage; None: as in the base configuration
-    set: Values = Field(default={})  # values for all trials, which best.yaml does not get
+    set: Values = Field(default={})  # configuration values for all trials; best.yaml does not contain them
 
 
 class BackboneSection(Section):
-    """The backbone that extracts the trials' features: a weights file, or the base configuration's, by its key.
+    """The backbone that extracts the trials' features: `weights` is a file, `base` or `run`.
 
-    `base` is its initial backbone, `run` the trained one of its finished run. Without such a run a stand-in is trained
-    with `stages` and `set`.
+    base: the base configuration's initial backbone. run: the backbone that a finished run of the base configuration has
+    trained; without such a run, a stand-in is trained with `stages` and `set`.
     """
 
     weights: str = "base"
@@ -118,8 +118,8 @@ class SearchConfig(Section):
     """The configuration of `raycap tune`."""
 
     name: FileName
-    base: str  # relative to the search's file
-    set: Values = Field(default={})
+    base: str  # the file of the base configuration, relative to the search's file
+    set: Values = Field(default={})  # changes of the base configuration
     storage: str | None = None  # None: the base configuration's
     space: dict[str, SpaceSection] = Field(default={})
     rows: Annotated[tuple[Values, ...], Field(min_length=1)] | None = None  # explicit points
@@ -178,6 +178,7 @@ class SearchConfig(Section):
         return self
 
     def _check_population(self) -> None:
+        """Raises ValueError for settings that population based training cannot use."""
         if self.scheduler is not None:
             raise ValueError("scheduler asha and algorithm pbt exclude each other; leave scheduler out")
         if self.budget.trials is None or self.resources.workers > 1:
@@ -200,7 +201,7 @@ class Search:
 
     def __init__(self, config: SearchConfig, base: dict[str, Any]) -> None:
         self.config = config
-        self.values = base
+        self.values = base  # the base configuration before validation
         self.base = parse_config(base)
         self.space: Space = row_space([flatten(row) for row in config.rows]) if config.rows else space_of(config.space)
         self.stages = self._stages()
@@ -269,7 +270,7 @@ class Search:
         return int(most if budget is None else min(most, budget))
 
     def total_epochs(self) -> float:
-        """The epochs of all stages of a trial, at the space's first point."""
+        """The number of epochs of a trial, over all its stages, with the first choice of each dimension."""
         return sum(stage.epochs for stage in self.trial_config(self.space.first(), self.config.seeds[0]).stages)
 
     def identity(self, *others: str) -> str:
@@ -322,6 +323,7 @@ class Search:
         if section in FIXED_SECTIONS and key not in SEARCHABLE_EXCEPTIONS:
             raise UserError(f"space.{key} cannot be searched: {FIXED_SECTIONS[section]}")
         for fixed in flatten(self.config.trial.set):
+            # one key is the other or contains it
             if f"{key}.".startswith(f"{fixed}.") or f"{fixed}.".startswith(f"{key}."):
                 raise UserError(f"space.{key}: trial.set gives {fixed} one value for all trials; leave one of them out")
         if section != "stages" or not parts:
@@ -340,9 +342,11 @@ class Search:
 
         try:
             section = self.trial_config(point, self.config.seeds[0]).model
-            parse_config(self.run_values(point))  # the configuration of best.yaml
-            if model:  # without memory for its weights; any data sizes will do, because only the settings are checked
-                model_on_meta(section, ModelSizes(64, 100, section.max_positions or 74, 0, 1, 2))
+            parse_config(self.run_values(point))  # best.yaml may get this configuration, which differs from a trial's
+            if model:  # only the settings are checked, so any sizes will do, and the weights need no memory
+                positions = section.max_positions or 74
+                sizes = ModelSizes(feature_width=64, vocabulary_size=100, max_positions=positions, sos=0, eos=1, pad=2)
+                model_on_meta(section, sizes)
         except (ValueError, RuntimeError) as error:
             raise UserError(f"{name} is refused: {error}") from error
 
@@ -359,7 +363,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def set_values(values: dict[str, Any], changes: Mapping[str, Any], source: str) -> None:
-    """Sets nested or dotted keys of plain values; a UserError begins with `source`."""
+    """Sets the keys of `changes`, nested or dotted, in `values`; a UserError begins with `source`."""
     for key, value in flatten(changes).items():
         set_value(values, key, value, source)
 

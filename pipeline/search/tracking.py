@@ -45,7 +45,10 @@ class SearchTracker:
         self._wake.set()
 
     def close(self, status: str, files: bool = False) -> bool:
-        """Sends the remaining results and ends the parent run with `status`; False when tracking is off or fails."""
+        """Sends the remaining results, with `files` also the search's files, and ends the parent run with `status`.
+
+        Returns False when tracking is off or fails.
+        """
         if not self.config.tracking.enabled:
             return False
         self._stop.set()
@@ -54,6 +57,7 @@ class SearchTracker:
         return self._try_to_send(status, files)
 
     def _send_repeatedly(self) -> None:
+        """Sends what is new after each call of `wake`, until `close` is called."""
         while self._wake.wait() and not self._stop.is_set():
             self._wake.clear()
             self._try_to_send("RUNNING")
@@ -82,6 +86,7 @@ def sync_search(log: TrialLog, status: str, files: bool = False) -> None:
     client = tracking_client(config)
     path = folder / "log" / "tracked.json"
     sent_by_tracker: dict[str, Any] = read_json(path) if path.is_file() else {}
+    # parent: a run id. trials: run ids by trial number. ended: the numbers of trials whose results were sent.
     sent: dict[str, Any] = sent_by_tracker.setdefault(public_uri(config), {"parent": None, "trials": {}, "ended": []})
     experiment = experiment_of(client, config)
     if sent["parent"] is None:
@@ -92,11 +97,11 @@ def sync_search(log: TrialLog, status: str, files: bool = False) -> None:
         settings = log.search.config.model_dump(mode="json", exclude=PRIVATE_SETTINGS)
         log_params(client, parent, {key: str(value) for key, value in settings.items()})
     for record in list(log.records):
-        number = str(record.number)
+        number = str(record.number)  # a string, because JSON's keys are strings
         if number in sent["ended"]:
             continue
         if number not in sent["trials"]:
-            sent["trials"][number] = _create_trial(client, experiment, log, record, sent["parent"])
+            sent["trials"][number] = _get_or_create_trial(client, experiment, log, record, sent["parent"])
             write_json(path, sent_by_tracker)
         if record.state in ENDED:
             _send_trial(client, record, sent["trials"][number])
@@ -112,8 +117,8 @@ def sync_search(log: TrialLog, status: str, files: bool = False) -> None:
         client.set_terminated(sent["parent"], status)
 
 
-def _create_trial(client: Any, experiment: str, log: TrialLog, record: TrialRecord, parent: str) -> str:
-    """The id of a trial's run, which is created if it does not exist."""
+def _get_or_create_trial(client: Any, experiment: str, log: TrialLog, record: TrialRecord, parent: str) -> str:
+    """The id of MLflow's run for a trial, which is created if it does not exist."""
     match = {"mlflow.parentRunId": parent, "mlflow.runName": f"trial-{record.number}"}
     run_id = get_or_create_run(client, experiment, match, {"raycap.search": log.folder.path.name})
     values = log.search.space.changes(record.point) | {"seed": record.seed}

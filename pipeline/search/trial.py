@@ -45,7 +45,7 @@ from pipeline.storage.weights import load_weights, weights_file_digest
 from pipeline.training.batches import num_samples
 from pipeline.training.loop import StageJob, train_stages
 
-Report = Callable[[dict[str, Any]], None]
+Report = Callable[[dict[str, Any]], None]  # sends a validation to the search; raises SystemExit to stop the trial
 LATENCY_REPEATS = 5  # measurements, after one that warms up the model
 
 
@@ -61,7 +61,7 @@ class TrialTask:
 
 
 class TrialContext(LocalContext):
-    """The training context of a trial. It calls `send` with every validation; `send` ends the trial by raising."""
+    """The training context of a trial. It calls `send` with every validation; `send` raises SystemExit to stop it."""
 
     def __init__(self, run: RunFolder, send: Report, costs: dict[str, float]) -> None:
         super().__init__(trial_device(run.config))
@@ -86,6 +86,7 @@ def train_here(job: StageJob, config: RunConfig, context: Context) -> None:
     train_stages(context, job)
 
 
+# trains the stages of a job: `train_here`, or on Ray Train's workers
 Train = Callable[[StageJob, RunConfig, TrialContext], None]
 
 
@@ -169,11 +170,11 @@ def _local_file(file: StoragePath) -> Path:
     return path
 
 
-_CACHED_DATA: dict[str, tuple[Dataset, dict[str, str]]] = {}
+_CACHED_DATA: dict[str, tuple[Dataset, dict[str, str]]] = {}  # at most one entry, by the settings of the data
 
 
 def _cached_data(config: RunConfig) -> tuple[Dataset, dict[str, str]]:
-    """The data set, which is cached for the process's next trial on the same data."""
+    """The result of `find_data`, which is cached for the process's next trial on the same data."""
     key = config.model_dump_json(include={"data", "storage"})
     if key not in _CACHED_DATA:
         _CACHED_DATA.clear()
@@ -191,7 +192,7 @@ def hand_over(run: RunFolder, stage: str, step: int, folder: StoragePath, patien
         if time.monotonic() > deadline:
             raise TimeoutError(f"the checkpoint {source / f'step-{step}'} was not written within {patience_s:.0f} s")
         time.sleep(0.02)
-    # Older best weights are being removed now, so only those that the checkpoint refers to are copied.
+    # Training removes older best weights meanwhile, so only those that the checkpoint refers to are copied.
     best_step = read_json(source / f"step-{step}" / "progress.json")["best_step"]
     target = folder / uuid.uuid4().hex
     with _editable_copy(target) as copy:
@@ -241,7 +242,7 @@ def take_over(run: RunFolder, handover: StoragePath) -> None:
 
 
 def share_file(path: Path, source: Path) -> None:
-    """Replaces a file by a hard link to an equal file. Nothing changes on file systems without hard links."""
+    """Replaces a file by a hard link to an equal file, which saves space. Without support for links it does nothing."""
     if path.samefile(source) or weights_file_digest(path) != weights_file_digest(source):
         return
     with suppress(OSError), atomic_path(path, durable=False) as temporary:
@@ -249,7 +250,7 @@ def share_file(path: Path, source: Path) -> None:
 
 
 def epoch_of(run: RunFolder, name: str, step: int) -> tuple[float, bool]:
-    """The epochs of a run up to a step of a stage, over all stages, and whether the step is the run's last."""
+    """The epochs of all stages that a run has trained at a step of the stage `name`, and whether the run ends there."""
     before, train = 0.0, run.dataset.split(*run.config.data.train_splits)
     for stage in run.config.stages:
         total = total_steps(stage, num_samples(stage, train))
@@ -271,7 +272,7 @@ def best_scores(run: RunFolder) -> Reports:
 
 
 def trained_seconds(run: RunFolder) -> float:
-    """The time of all attempts by the journal; an attempt lasts from its first entry to its last."""
+    """The seconds that all attempts lasted, each from its first entry in the journal to its last."""
     total, previous = 0.0, 0.0
     # An attempt's first entry is an event. The time before an event is not counted, because no attempt was running.
     for entry in read_journal(run.journal):

@@ -129,8 +129,9 @@ class SearchFolder:
         """Writes plan.json; see SearchPlan for the arguments."""
         config = search.config.model_dump(mode="json", exclude={"set"})  # the base contains `set`
         base = {key: value for key, value in search.values.items() if key != "tracking"}  # may hold a password
-        files = {"weights": weights and str(weights), "start": start and str(start), "store": store}
-        write_json(self.path / "plan.json", {"search": config, "base": base, **files, "excluded": excluded})
+        files = {"weights": None if weights is None else str(weights), "start": None if start is None else str(start)}
+        content = {"search": config, "base": base, **files, "store": store, "excluded": excluded}
+        write_json(self.path / "plan.json", content)
         self.push("plan.json")
 
     def search(self) -> Search:
@@ -158,7 +159,7 @@ class SearchFolder:
 
 
 class TrialLog:
-    """Gives the driver of a search the next trial and records its events."""
+    """All trials of a search. It chooses the trials that start next and records what happens to each trial."""
 
     def __init__(self, folder: SearchFolder, search: Search) -> None:
         self.folder, self.search, self.sampler = folder, search, make_sampler(search)
@@ -179,7 +180,7 @@ class TrialLog:
             self.sampler.restore(proposal, self._means(records) if has_ended else None, ended=has_ended)
 
     def _has_ended(self, records: Sequence[TrialRecord]) -> bool:
-        """Whether these trials of one point have ended and no other seed is left."""
+        """Whether the trials of a point have ended and every seed has one; `records` are all its trials so far."""
         return len(records) == len(self.seeds) and all(record.state in ENDED for record in records)
 
     def by_point(self) -> dict[str, list[TrialRecord]]:
@@ -195,8 +196,11 @@ class TrialLog:
         """The number of trials that have not started; infinite when only budget.hours ends the search."""
         return math.inf if self.num_trials is None else max(0, self.num_trials - len(self.records))
 
-    def next(self) -> TrialRecord | None:
-        """Starts the next trial in the log and returns it; None when there are no more."""
+    def start_next(self) -> TrialRecord | None:
+        """Records the start of a trial and returns it; None when no trial is left.
+
+        The unfinished trials of an earlier process come first, then new ones.
+        """
         if self.unfinished:
             record = self.unfinished.pop(0)
             record.attempts += 1
@@ -218,7 +222,7 @@ class TrialLog:
         return record
 
     def report(self, record: TrialRecord, result: Mapping[str, Any]) -> None:
-        """Records a validation. Earlier reports of the same or a later epoch are replaced."""
+        """Records a validation. It replaces reports of the same or a later epoch, which a resumed trial repeats."""
         earlier = [(epoch, score) for epoch, score in record.reports if epoch < result["epoch"]]
         record.reports = [*earlier, (result["epoch"], result[SCORE])]
         record.run, record.costs = result["run"], {**record.costs, **result["costs"]}
@@ -235,7 +239,7 @@ class TrialLog:
             self.sampler.tell(record.point, self._means(trials_of_point))
 
     def _means(self, records: Sequence[TrialRecord]) -> list[float] | None:
-        """The mean of each objective over the trials that did not fail; None when an objective has no value."""
+        """The mean of each objective over a point's trials that did not fail; None when an objective has no value."""
         usable = [record for record in records if record.state != "failed"]
         means = []
         for objective in self.search.config.objectives:
@@ -250,7 +254,7 @@ class TrialLog:
         return sum(record.state in states for record in self.records)
 
     def states_text(self) -> str:
-        """The number of trials in each state that a trial has."""
+        """The number of trials in each state, without states that no trial has."""
         return ", ".join(f"{self.count(state)} {state}" for state in (*ENDED, "running") if self.count(state))
 
 

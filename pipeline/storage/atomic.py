@@ -43,8 +43,8 @@ def atomic_path(path: Path, *, durable: bool = True) -> Iterator[Path]:
 def atomic_folder(folder: Path, *, replace: bool = True, durable: bool = True) -> Iterator[Path]:
     """Yields an empty temporary folder, which replaces `folder` when the block ends.
 
-    With `replace=False` an existing `folder` that is not empty is an OSError. After an error `folder` is unchanged, and
-    the temporary folder is removed.
+    With `replace=False`, an existing `folder` that is not empty raises OSError. After an error `folder` is unchanged,
+    and the temporary folder is removed.
     """
     temporary = _temporary(folder)
     temporary.mkdir(parents=True)
@@ -90,10 +90,12 @@ def file_lock(path: Path) -> Iterator[None]:
 
 
 def _temporary(path: Path) -> Path:
+    """A new temporary name beside `path`."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
 
 
 def _flush(path: Path) -> None:
+    """Waits until the content of a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

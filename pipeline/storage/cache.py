@@ -16,7 +16,7 @@ from pipeline.storage.path import StorageError, StoragePath
 
 CACHE_VARIABLE = "RAYCAP_CACHE"
 NUM_FILE_LOCKS = 16  # the hash of a file's name selects its lock
-NUM_IMAGE_FOLDERS = 256
+NUM_IMAGE_FOLDERS = 256  # the first two hexadecimal digits of an image's digest select its folder
 
 
 def cache_folder() -> Path:
@@ -40,7 +40,8 @@ class ShardCache:
         path = self.folder / f"{sha256}{Path(source.name).suffix}"
         if _touch(path):
             return path
-        with self._lock(int(hashlib.sha256(path.name.encode()).hexdigest()[:8], 16) % NUM_FILE_LOCKS):
+        name_hash = int(hashlib.sha256(path.name.encode()).hexdigest()[:8], 16)
+        with self._lock(name_hash % NUM_FILE_LOCKS):
             if not _touch(path):  # another process may have fetched the file while this one waited for the lock
                 self._add(path, _fetch(source, sha256))
         return path
@@ -57,9 +58,9 @@ class ShardCache:
         return data
 
     def _add(self, path: Path, data: bytes) -> None:
-        """Writes a file, after removing the least recently used files until it is within the limit."""
-        with self._lock(NUM_FILE_LOCKS):
-            files = [(path.stat(), path) for path in self.folder.iterdir() if path.suffix != ".lock"]
+        """Writes a file, after removing the least recently used files until the new file fits within the limit."""
+        with self._lock(NUM_FILE_LOCKS):  # the number after those of the files: one lock for all additions
+            files = [(cached.stat(), cached) for cached in self.folder.iterdir() if cached.suffix != ".lock"]
             total = sum(status.st_size for status, _ in files) + len(data)
             for status, old_path in sorted(files, key=lambda file: file[0].st_mtime_ns):
                 if total <= self.limit:
@@ -69,13 +70,14 @@ class ShardCache:
             write_bytes(path, data, durable=False)
 
     def _lock(self, number: int) -> AbstractContextManager[None]:
+        """The context in which this process has lock number `number` of the cache."""
         return file_lock(self.folder / f"{number}.lock")
 
 
 class ImageCache:
     """Local copies of remote images, at most `limit` bytes, because an end-to-end stage reads every image per epoch.
 
-    They are divided among folders with an equal share of the limit, because adding an image lists its whole folder.
+    The images are divided among folders with an equal share of the limit, because adding an image lists its folder.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -87,11 +89,12 @@ class ImageCache:
 
 
 def image_cache(gibibytes: float) -> ImageCache:
+    """The cache of this machine, with a limit in GiB."""
     return ImageCache(cache_folder() / "images", int(gibibytes * 2**30))
 
 
 def _touch(path: Path) -> bool:
-    """Marks a file as used; False when it does not exist."""
+    """Marks a file as recently used. Returns False when it does not exist."""
     try:
         os.utime(path)
     except FileNotFoundError:
@@ -100,6 +103,7 @@ def _touch(path: Path) -> bool:
 
 
 def _fetch(source: StoragePath, sha256: str) -> bytes:
+    """Downloads a file, and a second time if its digest is wrong. Raises StorageError if it is wrong again."""
     for _ in range(2):
         data = source.read_bytes()
         if hashlib.sha256(data).hexdigest() == sha256:

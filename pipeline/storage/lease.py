@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from pipeline.errors import UserError
 from pipeline.storage.path import ConflictError, StoragePath
 
-RENEWALS_PER_LEASE = 3  # a lease is renewed this often before it would expire
+RENEWALS_PER_LEASE = 3  # a lease of s seconds is renewed every s / 3 seconds
 
 
 class LostLeaseError(RuntimeError):
@@ -44,6 +44,7 @@ class Lease:
     """A lease that this process has taken. As a context, it is renewed in the background and returned at the end."""
 
     def __init__(self, path: StoragePath, record: LeaseRecord, tag: str, seconds: float) -> None:
+        """record: what this process wrote to the file `path`. tag: of that content. seconds: from renewal to expiry."""
         self.path, self.seconds, self._record, self._tag = path, seconds, record, tag
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._renew_repeatedly, name="lease", daemon=True)
@@ -61,8 +62,10 @@ class Lease:
                 holder = "nobody" if stored is None else f"{stored.holder} (token {stored.token})"
                 raise LostLeaseError(f"the lease {self.path} has passed to {holder}; token {self.token} is too late")
             self._record, self._tag = stored, tag
-            if stored.until < time.time() + self.seconds * (1 - 1 / RENEWALS_PER_LEASE):
-                self._write(time.time() + self.seconds)
+            now, renewal_interval = time.time(), self.seconds / RENEWALS_PER_LEASE
+            # until - seconds is the time of the last renewal
+            if stored.until < now + self.seconds - renewal_interval:
+                self._write(now + self.seconds)
 
     def __enter__(self) -> Lease:
         self._thread.start()
@@ -84,7 +87,7 @@ class Lease:
                 continue  # storage failed; another attempt may succeed before the lease expires
 
     def _write(self, until: float) -> None:
-        """Changes the time of expiry. Raises LostLeaseError when another process has taken the lease."""
+        """Changes the stored time of expiry. Raises LostLeaseError when another process has taken the lease."""
         record = self._record.model_copy(update={"until": until})
         try:
             self._tag = self.path.write_if(record.model_dump_json().encode(), self._tag)
@@ -98,7 +101,7 @@ class Lease:
 def take_lease(path: StoragePath, seconds: float, *, above: int = 0, by_force: bool = False) -> Lease | LeaseRecord:
     """Takes the lease, or returns the record of its present holder.
 
-    The token is larger than `above` and than every earlier token. `by_force` takes the lease from its holder, which
+    The new token is larger than `above` and than every earlier token. `by_force` takes the lease from its holder, which
     then cannot write any more. Raises UserError for a file that is not a lease, and StorageError.
     """
     stored, tag = _read(path)

@@ -39,7 +39,7 @@ class Mirror:
         Checkpoints without their marker are skipped. Raises StorageError after the last attempt.
         """
         with self._record() as record:
-            remote = _complete(self._listed(under))
+            remote = _without_unfinished(self._listed(under))
             files = self._local_files(under)
             outdated = [name for name, entry in remote.items() if record.get(name) != [entry.tag, files.get(name)]]
             with ThreadPoolExecutor(NUM_TRANSFERS) as pool:
@@ -58,18 +58,19 @@ class Mirror:
         """
         with self._record() as record:
             files, remote = self._local_files(under), self._listed(under)
-            removed = [name for name in remote if name not in files and record.get(name, [""])[0] == remote[name].tag]
             tags = {name: entry.tag for name, entry in remote.items()}
+            known_tags = {name: tag for name, (tag, _) in record.items()}  # of the transferred objects
+            removed = [name for name, tag in tags.items() if name not in files and known_tags.get(name) == tag]
             changed = [name for name, state in files.items() if record.get(name) != [tags.get(name), state]]
             for is_marker in (False, True):
-                if is_marker:
+                if is_marker:  # the other files have been sent
                     check_may_write()
                 names = [name for name in changed if _is_marker(name) is is_marker]
                 with ThreadPoolExecutor(NUM_TRANSFERS) as pool:
                     for name, state in zip(names, pool.map(self._send, names), strict=True):
                         if state is not None:
                             record[name] = state
-            for name in sorted(removed, key=lambda name: not _is_marker(name)):
+            for name in sorted(removed, key=lambda name: not _is_marker(name)):  # markers first
                 (self.home / name).delete()
                 record.pop(name, None)
 
@@ -92,12 +93,14 @@ class Mirror:
         return states
 
     def _fetch(self, name: str) -> list[Any]:
+        """Downloads a file. Returns its entry for the record."""
         path = self.local / name
         with atomic_path(path, durable=False) as temporary:
             entry = (self.home / name).download(temporary)
         return [entry.tag, _state(path)]
 
     def _send(self, name: str) -> list[Any] | None:
+        """Uploads a file. Returns its entry for the record; None if the file was removed meanwhile."""
         path = self.local / name
         try:
             state = _state(path)
@@ -108,6 +111,7 @@ class Mirror:
             return None  # the file was removed after the listing; the next push removes the object
 
     def _remove_empty_folders(self, under: str) -> None:
+        """Removes folders without files from the copy, because S3 has no empty folders."""
         for folder, _, _ in os.walk(self.local / under, topdown=False):
             if not Path(folder).name.startswith("."):
                 with suppress(OSError):  # not empty
@@ -137,15 +141,17 @@ def _visible_files(start: Path) -> Iterator[Path]:
 
 
 def _state(path: Path) -> list[int]:
+    """[size in bytes, modification time in ns], by which a change of a file is noticed."""
     status = path.stat()
     return [status.st_size, status.st_mtime_ns]
 
 
 def _is_marker(name: str) -> bool:
+    """Whether a file shows that its folder is complete."""
     return name.rsplit("/", 1)[-1] in MARKERS
 
 
-def _complete(entries: dict[str, Entry]) -> dict[str, Entry]:
+def _without_unfinished(entries: dict[str, Entry]) -> dict[str, Entry]:
     """The entries without those of checkpoints (step-<n>/) that have no marker, because their writer was killed."""
     folders = {name: PurePosixPath(name).parent for name in entries}
     complete = {folder for name, folder in folders.items() if _is_marker(name) or not folder.name.startswith("step-")}

@@ -18,7 +18,7 @@ from pathlib import Path
 from pipeline.storage.atomic import file_lock, write_bytes
 from pipeline.storage.s3 import ConflictError, Entry, S3Object, StorageError, StorageOptions, is_remote
 
-PROBE_ATTEMPTS = 2  # requests per operation of `try_rights`; few, because a person waits for the result
+PROBE_ATTEMPTS = 2  # attempts per request of `try_rights`; few, because a person waits for the result
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class StoragePath:
         return self._object.get()[0] if self.is_remote else self.path.read_bytes()
 
     def read_range(self, start: int, length: int) -> bytes:
+        """`length` bytes from offset `start`, or fewer at the end of the file."""
         if self.is_remote:
             return self._object.get(Range=f"bytes={start}-{start + length - 1}")[0]
         with self.path.open("rb") as file:
@@ -100,6 +101,7 @@ class StoragePath:
         return self._object.download(target)
 
     def stat(self) -> Entry:
+        """The size and tag of a file."""
         return self._object.head() if self.is_remote else _local_entry(self.path)
 
     def exists(self) -> bool:
@@ -152,6 +154,7 @@ def storage_path(path: StoragePath | Path | str, options: StorageOptions = Stora
 
 
 def join(folder: str, name: str) -> str:
+    """The path or URI of `name` in a folder."""
     return f"{folder.rstrip('/')}/{name}"
 
 
@@ -165,6 +168,7 @@ def _content_tag(data: bytes) -> str:
 
 
 def _lock_of(path: Path) -> Path:
+    """The file that `write_if` locks while it replaces `path`."""
     return path.with_name(f".{path.name}.lock")
 
 

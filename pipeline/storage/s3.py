@@ -6,6 +6,7 @@ module also repeats reads whose body was cut, and recognizes a successful condit
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import random
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -24,7 +26,8 @@ PARTS_AT_A_TIME = 4
 # at most. The client uses the mode "legacy", because in the newer modes all threads of a client share about 35 repeats,
 # which an outage uses up within seconds.
 MAX_ATTEMPTS = 9
-CONFLICT_PAUSE_S = 0.5
+CONFLICT_PAUSE_S = 0.5  # the longest pause while another conditional write to the same object is under way
+DOWNLOAD_ATTEMPTS = 5  # for an object that others replace meanwhile
 
 
 class StorageError(OSError):
@@ -62,7 +65,7 @@ class S3Object:
     options: StorageOptions
 
     def get(self, **extra: str) -> tuple[bytes, str]:
-        """Content and tag; `extra` are parameters of GetObject, such as Range."""
+        """The content and the tag. extra: more parameters of GetObject, such as Range."""
         from botocore.exceptions import IncompleteReadError, ReadTimeoutError, ResponseStreamingError
 
         with self._errors_translated():
@@ -103,6 +106,7 @@ class S3Object:
             return self._put_file(file, path.stat().st_size)
 
     def _put_file(self, file: BinaryIO, size: int) -> str:
+        """Replaces the object by a file of `size` bytes, a large file in parts. Returns the object's tag."""
         with self._errors_translated():
             if size <= 2 * PART_BYTES:
                 # the content and not the file, which a writer may extend between the checksum and the transfer
@@ -114,7 +118,7 @@ class S3Object:
         """Writes one version of the object to a local file. Returns the version's size and tag."""
         from s3transfer.exceptions import S3DownloadFailedError
 
-        for _ in range(5):
+        for _ in range(DOWNLOAD_ATTEMPTS):
             before = self.head()
             if before.size <= 2 * PART_BYTES:
                 data, tag = self.get()
@@ -122,7 +126,7 @@ class S3Object:
                 return Entry(len(data), tag)
             with self._errors_translated():
                 try:
-                    self._client.download_file(*self._location.values(), str(path), Config=_transfer_config())
+                    self._client.download_file(**self._location, Filename=str(path), Config=_transfer_config())
                 except S3DownloadFailedError:  # the object's tag changed between two parts
                     continue
             if self.head() == before:
@@ -130,13 +134,14 @@ class S3Object:
         raise StorageError(f"{self.uri} changes while it is read; is another run writing it?")
 
     def head(self) -> Entry:
+        """The object's size and tag."""
         with self._errors_translated():
             answer = self._client.head_object(**self._location)
         return Entry(answer["ContentLength"], answer["ETag"])
 
     def list(self) -> Iterator[tuple[str, Entry]]:
         """Every object below this prefix by its relative name."""
-        bucket, key = self._location.values()
+        bucket, key = self._location["Bucket"], self._location["Key"]
         prefix = f"{key.rstrip('/')}/" if key else ""
         with self._errors_translated():
             for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
@@ -153,20 +158,25 @@ class S3Object:
 
     @property
     def _location(self) -> dict[str, str]:
+        """The object's bucket and key, as boto3's methods take them."""
         bucket, _, key = self.uri.removeprefix(REMOTE).partition("/")
         return {"Bucket": bucket, "Key": key}
 
     def _put_on_condition(self, data: bytes, condition: dict[str, str]) -> str:
+        """Sends the content with the condition IfMatch or IfNoneMatch. ConflictError if it is not met."""
         from botocore.exceptions import ClientError
 
+        refusals = {HTTPStatus.PRECONDITION_FAILED}  # the object was replaced
+        if "IfMatch" in condition:
+            refusals.add(HTTPStatus.NOT_FOUND)  # the object was removed
         for _ in range(self.options.max_attempts):
             try:
                 return str(self._client.put_object(**self._location, Body=data, **condition)["ETag"])
             except ClientError as error:
                 status = _status(error)
-                if status == 412 or (status == 404 and "IfMatch" in condition):  # the object was replaced or removed
+                if status in refusals:
                     raise ConflictError(f"{self.uri} was written by another process") from error
-                if status != 409:
+                if status != HTTPStatus.CONFLICT:
                     raise
             time.sleep(random.uniform(0, CONFLICT_PAUSE_S))  # another conditional write is under way
         raise StorageError(f"{self.uri}: other writes were under way in {self.options.max_attempts} attempts")
@@ -180,15 +190,16 @@ class S3Object:
         try:
             yield
         except ClientError as error:
-            if _status(error) == 404:
+            if _status(error) == HTTPStatus.NOT_FOUND:
                 kind = "bucket" if error.response["Error"].get("Code") == "NoSuchBucket" else "object"
-                raise FileNotFoundError(2, f"no such {kind}", self.uri) from error
+                raise FileNotFoundError(errno.ENOENT, f"no such {kind}", self.uri) from error
             raise self._failure(error, 1 + error.response["ResponseMetadata"].get("RetryAttempts", 0)) from error
         except (BotoCoreError, Boto3Error) as error:
             is_repeated = isinstance(error, (ConnectionError, HTTPClientError))
             raise self._failure(error, self.options.max_attempts if is_repeated else 1) from error
 
     def _failure(self, error: Exception, attempts: int) -> StorageError:
+        """A StorageError with the text of `error` in one line, and with the number of attempts if it was above 1."""
         tries = f" after {attempts} attempts" if attempts > 1 else ""
         return StorageError(f"{self.uri}: storage failed{tries}: {' '.join(str(error).split())}")
 
@@ -198,10 +209,12 @@ def is_remote(uri: str) -> bool:
 
 
 def _status(error: Any) -> int:
+    """The HTTP status of a botocore ClientError; 0 without one."""
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 def _transfer_config() -> Any:
+    """The settings of boto3's transfer manager for large objects."""
     from boto3.s3.transfer import TransferConfig
 
     return TransferConfig(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # a digest needs no torch, whose import takes seconds
 
 
 def save_weights(module: nn.Module, path: Path) -> None:
+    """Writes the state of a module as a safetensors file."""
     from safetensors.torch import save_file
 
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
@@ -49,12 +50,13 @@ def export_backbone(source: Path, target: Path) -> None:
 
 
 def weights_file_digest(path: Path) -> str:
-    """sha256 of the file. Safetensors files of equal tensors are equal."""
+    """The SHA-256 of a safetensors file, which is the same for files of equal tensors."""
     status = path.stat()
     return _digest(str(path), status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(maxsize=64)
 def _digest(path: str, size: int, mtime_ns: int) -> str:
+    """The SHA-256 of a file. Size and time are parameters so that the cache forgets a file that has changed."""
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

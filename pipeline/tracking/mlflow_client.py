@@ -13,19 +13,22 @@ from typing import Any
 from pipeline.config.run import RunConfig
 
 CALL_TIMEOUT_S = 10  # the timeout of a request; each request is repeated once
-SLOW_BUDGET_S = 30.0  # total time that the calls of one client may exceed 1 s each
+# Each call may take this time. All calls of a client together may take SLOW_BUDGET_S beyond it.
+FAST_CALL_S = 1.0
+SLOW_BUDGET_S = 30.0
 PARAM_LENGTH = 6000  # MLflow's limit for the value of a parameter
 
 
 class ClientStopped(Exception):
-    """The run has ended: `Tracker.finish` or `Tracker.close` sends the rest."""
+    """Ends a call of the background thread when the run ends: `Tracker.finish` or `Tracker.close` sends the rest."""
 
 
 class BoundedClient:
     """An MLflow client whose calls fail once `stop` is set, or once slow answers have used up SLOW_BUDGET_S."""
 
     def __init__(self, client: Any, stop: threading.Event | None = None) -> None:
-        self._client, self._stop, self._slow_s = client, stop, 0.0
+        self._client, self._stop = client, stop
+        self._slow_s = 0.0  # the time that all calls so far took beyond FAST_CALL_S
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._client, name)
@@ -40,12 +43,13 @@ class BoundedClient:
                 return method(*arguments, **named)
             finally:
                 if not name.startswith("log_artifact"):  # uploads of large files may take long
-                    self._slow_s += max(0.0, time.monotonic() - begin - 1)
+                    self._slow_s += max(0.0, time.monotonic() - begin - FAST_CALL_S)
 
         return call
 
 
 def tracking_uri(config: RunConfig) -> str:
+    """The tracker's address, which may contain a password; by default a SQLite file in the working folder."""
     return config.tracking.uri or f"sqlite:///{config.working_path / 'mlflow.db'}"
 
 

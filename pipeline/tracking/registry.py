@@ -46,22 +46,23 @@ def register_model(folder: RunFolder, config: RunConfig, bundle: Path, scores: d
     ):
         logged = mlflow.pyfunc.log_model(
             name="model",
-            loader_module="pipeline.captioning.service",  # no pickle: the module reads the bundle
+            loader_module="pipeline.captioning.service",  # the module reads the bundle, so nothing is pickled
             data_path=str(bundle),
             code_paths=code,
             # package indexes name versions without a build's suffix (+cpu)
             pip_requirements=[f"{package}=={version.partition('+')[0]}" for package, version in versions.items()],
             signature=_signature(),
             input_example=_example(),
-            model_config={name: getattr(config.evaluation, name) for name in ("beam_size", "max_length", "precision")},
+            model_config={key: getattr(config.evaluation, key) for key in ("beam_size", "max_length", "precision")},
         )
-        version = mlflow.register_model(logged.model_uri, name, tags={k: f"{v:.4f}" for k, v in scores.items()})
+        tags = {metric: f"{score:.4f}" for metric, score in scores.items()}
+        version = mlflow.register_model(logged.model_uri, name, tags=tags)
     return f"{name}/{version.version}"
 
 
 @contextlib.contextmanager
 def _current_run(config: RunConfig, run_id: str) -> Iterator[None]:
-    """Makes a run MLflow's current run. Afterwards removes the address from the environment: it may hold a password."""
+    """Makes a run MLflow's current run. Afterwards the environment has no address, which may contain a password."""
     import mlflow
 
     before = os.environ.get("MLFLOW_TRACKING_URI")
@@ -75,7 +76,7 @@ def _current_run(config: RunConfig, run_id: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _serving_code() -> Iterator[list[str]]:
-    """Folders with the sources that are stored with a model: the part of raycap that serving needs."""
+    """Yields folders with copies of the part of raycap that serving needs, which are stored with a model."""
     from pipeline.captioning.service import serving_sources
 
     with tempfile.TemporaryDirectory() as temporary:
@@ -87,6 +88,7 @@ def _serving_code() -> Iterator[list[str]]:
 
 
 def _signature() -> Any:
+    """The served model's input, an image's bytes or URI, and its output, a caption and its log-probability."""
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema
 

@@ -28,16 +28,16 @@ NOT_METRICS = ("step", "time", "total")
 class SentRecord:
     """The record of what a tracker has received of a run. log/tracked.json stores one record per tracker address.
 
-    Values: "parent" and "stages" are MLflow's run ids; "sent" is the last step by stage and kind of entry; "status" the
-    last status by run id; "described" tells whether the parent has its parameters; "ending" how the run ended (None: it
-    has not ended), for a later `raycap sync`.
+    Values: "parent" is the run id in MLflow, "stages" has those of the stages. "sent" is the last step that was sent,
+    by STAGE/KIND of the journal's entries. "status" is the last status by run id. "described" tells whether the parent
+    has its parameters. "ending" is the status with which the run ended, for a later `raycap sync`; None while it runs.
     """
 
     def __init__(self, folder: RunFolder, config: RunConfig) -> None:
         self._folder, self._address = folder, public_uri(config)
         self._by_address = stored_records(folder)
-        new: dict[str, Any] = {"parent": None, "stages": {}, "sent": {}}
-        self.values: dict[str, Any] = self._by_address.get(self._address, new)
+        empty: dict[str, Any] = {"parent": None, "stages": {}, "sent": {}}
+        self.values: dict[str, Any] = self._by_address.get(self._address, empty)
         if self._address not in self._by_address:
             self.save()  # `raycap sync` finds the address here even when nothing was ever sent
 
@@ -53,7 +53,7 @@ class SentRecord:
 
 
 def stored_records(folder: RunFolder) -> dict[str, Any]:
-    """The records of a run by the addresses of the trackers that it was to be sent to, without users and passwords."""
+    """The stored records of a run: {address of a tracker, without user and password: values of SentRecord}."""
     path = folder.path / SENT_FILE
     return read_json(path) if path.is_file() else {}
 
@@ -70,14 +70,14 @@ def sync(folder: RunFolder, config: RunConfig, client: Any, *, status: str | Non
     for entry in read_journal(folder.journal):
         stages.setdefault(entry["stage"], []).append(entry)
     if values["parent"] is None:
-        record.set("parent", _create_parent(client, folder, config))
+        record.set("parent", _get_or_create_parent(client, folder, config))
     if not values.get("described"):
         log_params(client, values["parent"], config.model_dump(mode="json", exclude={"tracking": {"uri"}}))
         client.log_artifact(values["parent"], str(folder.path / "config.yaml"))
         record.set("described", True)
     for stage, entries in stages.items():
         if stage not in values["stages"]:
-            values["stages"][stage] = _create_child(client, folder, config, entries[0], values["parent"])
+            values["stages"][stage] = _get_or_create_child(client, folder, config, entries[0], values["parent"])
             record.save()
         run_id = values["stages"][stage]
         if unsure and values.get("status", {}).get(run_id) != "FINISHED":
@@ -93,10 +93,11 @@ def log_results(folder: RunFolder, config: RunConfig, scores: dict[str, float], 
     from mlflow.entities import Metric, RunTag
 
     parent, entries = SentRecord(folder, config).values["parent"], read_journal(folder.journal)
-    # with the journal's last time, metrics that are logged twice have the same time
+    # a repeated call uses the same time, the last one in the journal, so that no metric gets a second value
     time_ms = int(max((entry["time"] for entry in entries), default=0.0) * 1000)
     splits = read_json(folder.path / "scores.json")["splits"]
-    tags = [RunTag("raycap.signature", next(iter(splits.values()))["signature"])]
+    first_split = next(iter(splits.values()))
+    tags = [RunTag("raycap.signature", first_split["signature"])]
     client.log_batch(parent, metrics=[Metric(name, value, time_ms, 0) for name, value in scores.items()], tags=tags)
     for file in ("report.html", "scores.json", "run.json", "config.yaml"):
         client.log_artifact(parent, str(folder.path / file))
@@ -106,7 +107,8 @@ def log_results(folder: RunFolder, config: RunConfig, scores: dict[str, float], 
         client.log_artifacts(parent, plots, "plots")
 
 
-def _create_parent(client: Any, folder: RunFolder, config: RunConfig) -> str:
+def _get_or_create_parent(client: Any, folder: RunFolder, config: RunConfig) -> str:
+    """The id of MLflow's run for a raycap run, which is created if it does not exist."""
     metadata = folder.metadata
     match = {"raycap.run_id": folder.run_id, "raycap.created": metadata.created}
     tags = {"mlflow.runName": folder.run_id, "raycap.commit": metadata.commit, "raycap.code": metadata.code}
@@ -114,7 +116,8 @@ def _create_parent(client: Any, folder: RunFolder, config: RunConfig) -> str:
     return get_or_create_run(client, experiment_of(client, config), match, tags)
 
 
-def _create_child(client: Any, folder: RunFolder, config: RunConfig, first_entry: Entry, parent: str) -> str:
+def _get_or_create_child(client: Any, folder: RunFolder, config: RunConfig, first_entry: Entry, parent: str) -> str:
+    """The id of MLflow's run for the stage of a journal entry, which is created with the stage's parameters."""
     section = config.stage(first_entry["stage"])
     tags = {"raycap.run_id": folder.run_id}
     if section.objective == "scst":
@@ -141,7 +144,10 @@ def _set_status(client: Any, record: SentRecord, run_id: str, status: str, end: 
 
 
 def _read_sent_steps(client: Any, stage: str, run_id: str, sent: dict[str, int]) -> None:
-    """Updates `sent` from the tracker: entries arrive in order, and each with all of its metrics or not at all."""
+    """Sets `sent` to the last step of each kind that the tracker has.
+
+    One metric per kind is enough, because entries arrive in order, each with all of its metrics or not at all.
+    """
     for kind, key in FIRST_METRIC.items():
         steps = [metric.step for metric in client.get_metric_history(run_id, key)]
         sent[f"{stage}/{kind}"] = max(steps, default=-1)
@@ -156,6 +162,7 @@ def _send_entries(client: Any, record: SentRecord, stage: str, entries: list[Ent
     steps: dict[str, int] = {}
 
     def send() -> None:
+        """Sends the collected metrics and records their steps."""
         client.log_batch(run_id, metrics=metrics)
         sent.update(steps)
         record.save()

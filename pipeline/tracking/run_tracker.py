@@ -27,16 +27,17 @@ LONGEST_PAUSE_S = 60.0  # the longest time between two attempts to reach a track
 
 
 class Tracker:
-    """Sends a run's journal in the background once started; a run ends with `close` or `finish`."""
+    """Sends a run's journal in the background, every `every_s` seconds after `start`, until `close` or `finish`."""
 
     def __init__(self, folder: RunFolder, config: RunConfig, every_s: float = 5.0) -> None:
         self.folder, self.config, self.every_s = folder, config, every_s
         self._stop = threading.Event()
-        self._failing = False
+        self._failing = False  # whether the last attempt failed
         self._unsure = True  # an earlier process may have sent more than it could record
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
+        """Starts the background thread, unless tracking is off."""
         if self.config.tracking.enabled:
             with contextlib.suppress(OSError):  # storage errors are raised where they matter
                 SentRecord(self.folder, self.config).set("ending", None)
@@ -76,14 +77,14 @@ class Tracker:
 
     @property
     def remedy(self) -> str:
-        """The command that sends the rest."""
+        """The command that sends the rest. It finds a run on S3 by its configuration."""
         return f"`raycap sync {'CONFIG' if self.folder.home else self.folder.path}`"
 
     def _client(self, stop: threading.Event | None = None) -> BoundedClient:
         return BoundedClient(tracking_client(self.config), stop)
 
     def _join(self) -> None:
-        """Ends the background thread. TimeoutError when it hangs in a call without a deadline, as to a database."""
+        """Ends the background thread. TimeoutError when it hangs in a call that has no deadline, as on a database."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(JOIN_S)
@@ -92,18 +93,19 @@ class Tracker:
 
     def _follow(self) -> None:
         """Sends new entries until the run ends. After a failure it waits longer before the next attempt."""
-        journal, pause, sent = self.folder.journal, self.every_s, 0
+        journal, pause = self.folder.journal, self.every_s
+        sent_version = 0  # the modification time of the journal that was sent last
         while not self._stop.wait(pause):
             try:
                 modified = journal.stat().st_mtime_ns
             except FileNotFoundError:  # not written yet, or being replaced by a newer copy
                 modified = 0
-            if modified == sent and not self._failing:
+            if modified == sent_version and not self._failing:
                 continue
             pause = min(2 * pause, max(LONGEST_PAUSE_S, self.every_s))
             with self._attempt():
                 sync(self.folder, self.config, self._client(self._stop), unsure=self._unsure)
-                pause, sent = self.every_s, modified
+                pause, sent_version = self.every_s, modified
 
     @contextlib.contextmanager
     def _attempt(self) -> Iterator[None]:

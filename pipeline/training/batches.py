@@ -34,6 +34,7 @@ class CaptionTokens:
     """Token ids (SOS words EOS) of all captions of a data set, in flat arrays.
 
     The tokens of caption c are ids[offsets[c] : offsets[c + 1]]. Image i has the captions first[i] to first[i + 1] - 1.
+    image_of[c] is the image of caption c.
     """
 
     def __init__(self, dataset: Dataset, vocabulary: Vocabulary) -> None:
@@ -85,9 +86,12 @@ class Batches:
         self.num_samples = len(captions.image_of) if stage.samples_are_pairs else len(images)
 
     def stream(self, start: int, stop: int) -> Iterator[list[Batch]]:
-        """The micro-batches of steps start to stop - 1, each prepared while the previous step is computed."""
+        """Yields the micro-batches of each step from start to stop - 1.
+
+        A thread prepares those of the next step while the caller computes the current one.
+        """
         with ThreadPoolExecutor(1) as pool:
-            futures = (pool.submit(self.at, step) for step in range(start, stop))  # each is submitted by `next`
+            futures = (pool.submit(self.at, step) for step in range(start, stop))  # `next` below submits one at a time
             upcoming = next(futures, None)
             while upcoming is not None:
                 current, upcoming = upcoming.result(), next(futures, None)
@@ -117,6 +121,6 @@ class Batches:
         if self.stage.samples_are_pairs:
             return self.captions.image_of[samples], samples[:, None]
         first, count = self.captions.first[samples], np.diff(self.captions.first)[samples]
-        generator = np.random.default_rng(seed_of(self.seed, step, 1))
+        generator = np.random.default_rng(seed_of(self.seed, step, 1))  # 1: unlike the seeds of `samples_at`
         start = generator.integers(0, 2**31, len(samples))[:, None]
         return samples, first[:, None] + (start + np.arange(self.stage.captions_per_image)) % count[:, None]

@@ -25,7 +25,7 @@ from pipeline.training.optimizer import make_optimizer
 
 @dataclass(frozen=True)
 class DryRunResult:
-    """The result of a stage's dry run. `error` is the error that training would raise, or None."""
+    """The result of a stage's dry run. `error` is the message of the error that training would raise, or None."""
 
     stage: str
     seconds: float

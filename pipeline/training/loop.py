@@ -65,7 +65,9 @@ class StageJob:
 def train_stages(context: Context, job: StageJob) -> None:
     """Runs the stages of a job that are not finished yet, one after the other."""
     folder = job.folder.on_worker(job.driver_token)
-    token = folder.new_token("worker_group_token") if job.driver_token and not context.world_rank else ""
+    token = ""
+    if job.driver_token and context.world_rank == 0:
+        token = folder.new_token("worker_group_token")  # from now on, an earlier group of workers cannot write
     for name in job.stages:
         if folder.result(name) is None:
             StageRun(context, folder, folder.config.stage(name), job, token).run()
@@ -152,6 +154,7 @@ class StageRun:
                 output.log("train", progress.step, {"total": self.total, "lr": self._rate(step), **values})
             if self._validates_after(step):
                 self._validate()
+                # Validation also saves a checkpoint, and its time must not count in the metrics of training.
                 metrics, saved_at = StepMetrics(self.context), time.monotonic()
                 if progress.ended_early:
                     break
@@ -175,7 +178,7 @@ class StageRun:
         for part, batch in enumerate(batches):
             seed = seed_of(self.folder.config.seed, self.number, step, part, self.context.world_rank)
             torch.manual_seed(seed)
-            generator = torch.Generator(device).manual_seed(seed ^ 1)
+            generator = torch.Generator(device).manual_seed(seed ^ 1)  # other random numbers than those of dropout
             batch = batch.to(device, feature_dtype(self.stage))
             # DDP exchanges gradients in the backward pass, which is needed for the last micro-batch only.
             skips_exchange = isinstance(self.wrapped, DistributedDataParallel) and part < len(batches) - 1

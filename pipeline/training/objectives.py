@@ -32,6 +32,8 @@ from pipeline.storage.cache import cache_folder
 from pipeline.training.batches import Batch
 from pipeline.training.reward import CaptionReward
 
+MIN_GROUND_TRUTH = 0.05  # CIDEr-D of ground-truth captions below which `check_reward` refuses the data
+
 
 @dataclass(frozen=True)
 class StepOutput:
@@ -108,7 +110,8 @@ def scst_objective(
             "reward": float(rewards.sum()) / count,
             "reward_sq_mean": float(rewards.square().sum()) / count,
             "advantage_abs_mean": float(advantage.abs().sum()) / count,
-            # The mean of -log p over sampled tokens estimates the entropy of the model's distribution.
+            # The mean of -log p over sampled tokens estimates the entropy of the model's distribution. It is weighted
+            # by this micro-step's share of the captions, because the shares are summed.
             "entropy": -float(log_probs.detach().sum()) / max(num_scored, 1) * len(tokens) / count,
             **_caption_stats(tokens.cpu(), eos, pad, is_open_ending, count),
         }
@@ -127,7 +130,7 @@ def check_reward(stage: StageSection, reward: CaptionReward) -> str:
     if reward.ground_truth is None:
         return f"{text}; no image has two captions, so ground truth cannot be scored against the others"
     with_eos, without_eos = reward.ground_truth
-    if with_eos < 0.05:
+    if with_eos < MIN_GROUND_TRUTH:
         raise ValueError(
             f"stage {stage.name}: ground-truth captions score {with_eos:.4f} against the other captions of their "
             "image: these captions have nothing in common, or belong to other images; check the data"
@@ -143,7 +146,10 @@ def check_reward(stage: StageSection, reward: CaptionReward) -> str:
 
 
 def scst_signature(section: ScstSection) -> str:
-    """The settings in the notation of SacreEOS (Hu et al. 2023). The defaults are those of ExpansionNet v2's code."""
+    """The settings in the notation of SacreEOS (Hu et al. 2023), which ends with the notation's version.
+
+    The defaults are those of ExpansionNet v2's code.
+    """
     mode = "STANDARD_wInit" if section.eos_in_reward else "NO<EOS>MODE_wInit"
     baseline = {"leave_one_out": "average", "mean": "average_all", "greedy": "greedy"}[section.baseline]
     sampler = "nspi" if section.sampler == "multinomial" else "beam"
@@ -184,12 +190,14 @@ def _caption_stats(tokens: Tensor, eos: int, pad: int, is_open_ending: Tensor, c
     words = F.pad(tokens[:, 1:], (0, 2), value=pad)  # `unfold` raises for fewer than three tokens
     valid_mask = (words != pad) & (words != eos)
     lengths = valid_mask.sum(1)
+    # SOS is at position 0 of `tokens`, so the last word is at the position `length`.
     last_words = tokens.gather(1, lengths[:, None]).squeeze(1)
     trigrams, is_complete = words.unfold(1, 3, 1), valid_mask.unfold(1, 3, 1).all(-1)
     is_equal = (trigrams[:, :, None] == trigrams[:, None]).all(-1) & is_complete[:, :, None] & is_complete[:, None]
     return {
         "length": float(lengths.sum()) / count,
         "broken_endings": float((is_open_ending[last_words] & (lengths > 0)).sum()) / count,
+        # triu(1) leaves only pairs of different positions, each once.
         "repeated_trigrams": float(is_equal.triu(1).any(-1).any(-1).sum()) / count,
         "ended": float((tokens == eos).any(1).sum()) / count,
     }
@@ -210,8 +218,9 @@ def smoothed_cross_entropy(logits: Tensor, targets: Tensor, pad: int, smoothing:
     if smoothing == 0:
         return F.cross_entropy(logits, targets, reduction="sum")
     log_probs = logits.log_softmax(-1)
-    rest = smoothing / (logits.shape[-1] - 1)
+    rest = smoothing / (logits.shape[-1] - 1)  # the probability of each class that is not the target
     of_target = log_probs.gather(-1, targets[:, None]).squeeze(-1)
+    # The sum over all classes includes the target with weight `rest`, so the first term adds only the difference.
     negative_cross_entropy = (1 - smoothing - rest) * of_target + rest * log_probs.sum(-1)
     log_target, log_rest = torch.tensor([1 - smoothing, rest], dtype=torch.float64).log().tolist()
     negative_entropy = (1 - smoothing) * log_target + smoothing * log_rest

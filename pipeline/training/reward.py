@@ -55,6 +55,7 @@ class CaptionReward:
             content = [code_digest(), eos, caption_documents, vocabulary.to_json(), *map(list, references.values())]
             scorer = _cached(cache, hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32], build)
         scores = scorer.metadata.get("ground_truth")
+        # CIDEr-D of ground-truth captions with EOS and without it (see `_build`)
         self.ground_truth: tuple[float, float] | None = (scores[0], scores[1]) if scores else None
         self.scorer = scorer.to(device)
         ignored = [vocabulary.pad, vocabulary.sos]
@@ -67,7 +68,8 @@ class CaptionReward:
         tokens: (R, T) on the reward's device; those after the first EOS are ignored. images: R image ids.
         """
         is_eos = tokens == self.eos_id
-        is_word = (is_eos.cumsum(1) - is_eos.long() == 0) & ~torch.isin(tokens, self._ignored)
+        num_eos_before = is_eos.cumsum(1) - is_eos.long()
+        is_word = (num_eos_before == 0) & ~torch.isin(tokens, self._ignored)
         if not self.eos:
             is_word &= ~is_eos
         order = (~is_word).long().argsort(stable=True, dim=1)  # moves the words to the front and keeps their order
@@ -86,6 +88,7 @@ def _build(
     ids = dict(vocabulary.ids)
 
     def encode(caption: str) -> list[int]:
+        """Word ids of a caption. A word outside of the vocabulary gets the next free id."""
         words = [word for word in vocabulary.tokenize(caption) if word.strip()] + ([EOS] if eos else [])
         return [ids.setdefault(word, len(ids)) for word in words]
 

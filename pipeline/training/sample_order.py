@@ -23,7 +23,7 @@ def seed_of(*parts: int) -> int:
     """One 63-bit seed from several numbers (run seed, stage, step, rank, ...)."""
     state = np.array([0x9E3779B97F4A7C15], np.uint64)  # the increment of splitmix64
     for part in parts:
-        state = mix(state ^ np.array([part & 0xFFFFFFFFFFFFFFFF], np.uint64))
+        state = mix(state ^ np.array([part & 0xFFFFFFFFFFFFFFFF], np.uint64))  # the mask makes the number unsigned
     return int(state[0] >> np.uint64(1))
 
 
@@ -42,7 +42,7 @@ def samples_at(positions: np.ndarray, num_samples: int, seed: int) -> np.ndarray
 
 
 def _permute(values: np.ndarray, size: int, seed: int) -> np.ndarray:
-    """The images of `values` under a permutation of 0 to size - 1."""
+    """The number to which a permutation of 0 to size - 1 maps each of the values. The seed decides the permutation."""
     half_bits = max(1, (int(size - 1).bit_length() + 1) // 2)
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     keys = mix(np.arange(_ROUNDS, dtype=np.uint64) + np.uint64(seed))
@@ -55,7 +55,10 @@ def _permute(values: np.ndarray, size: int, seed: int) -> np.ndarray:
 
 
 def _feistel(values: np.ndarray, shift: np.uint64, mask: np.uint64, keys: np.ndarray) -> np.ndarray:
-    """A bijection of values of twice `shift` bits: one Feistel round per key."""
+    """Maps numbers of twice `shift` bits to each other, one to one, in one Feistel round per key.
+
+    mask: has the lowest `shift` bits set.
+    """
     left, right = values >> shift, values & mask
     for key in keys:
         left, right = right, left ^ (mix(right + key) & mask)

@@ -67,9 +67,10 @@ class StageOutput:
         self._journal_uploaded_at = -math.inf
 
     def check_may_write(self) -> None:
-        """Raises AbandonedError if another driver has taken over, RuntimeError if its driver replaced this worker.
+        """Raises an error if this worker must stop writing.
 
-        A driver replaces workers that it cannot reach any more.
+        The error is AbandonedError if another driver has taken over the run, and RuntimeError if this worker's own
+        driver could not reach the worker and has replaced it.
         """
         run_id = self.folder.run_id
         if self.driver_token and self.folder.token("driver_token") != self.driver_token:
@@ -155,24 +156,25 @@ class StageOutput:
         self._upload_journal()
 
     def _write_checkpoint(self, state: dict[str, Any], record: dict[str, Any]) -> None:
+        """Writes and uploads a checkpoint, and removes files that only older checkpoints needed."""
         with atomic_folder(self.path / f"step-{record['step']}") as temporary:
             torch.save(state, temporary / "state.pt")
             (temporary / "progress.json").write_text(json.dumps(record))
             self.check_may_write()  # the checkpoint becomes visible at the end of this block
         for _, old in self._numbered("step-")[:-NUM_CHECKPOINTS]:
             shutil.rmtree(old, ignore_errors=True)
-        # Older best weights were still needed until now, when the newest checkpoint on disk refers to the new ones.
+        # Until now the newest checkpoint on disk referred to older best weights, which therefore had to be kept.
         self._remove_best_before(record["best_step"])
         self._upload()
 
     def _remove_best_before(self, step: int) -> None:
-        """Removes the best weights of steps before `step`. A pending checkpoint refers to later ones."""
+        """Removes the best weights of steps before `step`. It keeps later ones, which a checkpoint may refer to."""
         for number, old in self._numbered("best-"):
             if number < step:
                 shutil.rmtree(old, ignore_errors=True)
 
     def _numbered(self, prefix: str) -> list[tuple[int, Path]]:
-        """The folders of the stage that are named prefix and number, sorted by their number."""
+        """(number, folder) of those folders of the stage whose name is the prefix and a number, in ascending order."""
         return sorted((int(path.name.removeprefix(prefix)), path) for path in self.path.glob(f"{prefix}*"))
 
     def _upload_journal(self) -> None:

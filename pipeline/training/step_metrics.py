@@ -34,7 +34,10 @@ class StepMetrics:
         self.last_step_end = time.monotonic()
 
     def summary(self, batch_size: int) -> dict[str, float]:
-        """The metrics of these steps, equal on every rank. Every rank must call it at the same step."""
+        """The metrics of these steps, equal on every rank. Every rank must call this method at the same step.
+
+        batch_size: images per step over all ranks. In the result, data_wait is the share of the time spent waiting.
+        """
         elapsed, device = time.monotonic() - self.begin, self.context.device
         keys = sorted(self.sums)
         values = torch.tensor([*(self.sums[key] for key in keys), self.wait_s], dtype=torch.float64, device=device)

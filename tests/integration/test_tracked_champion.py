@@ -12,7 +12,7 @@ from pipeline.config.load import parse_config
 from pipeline.config.run import RunConfig
 from pipeline.retrain.champion import BundleRecord, ChampionState, ChampionStore
 from pipeline.retrain.retrain import Trained, rollback
-from pipeline.retrain.tracking import follow
+from pipeline.retrain.tracking import update_tracker
 from pipeline.runs.prepare import prepare
 from pipeline.runs.run_bundle import bundle_run
 from pipeline.storage.atomic import read_json, write_json
@@ -129,4 +129,4 @@ def test_a_champion_s_run_that_the_tracker_lacks_is_sent(tmp_path: Path) -> None
 
 def _followed(config: RunConfig, store: ChampionStore, state: ChampionState, lines: list[str]) -> bool:
     with on_message(lines.append):
-        return follow(config, store, state)
+        return update_tracker(config, store, state)

@@ -48,7 +48,7 @@ def finished(score: float, macs: float, **fields: Any) -> TrialOutcome:
 def run_log(log: TrialLog, objective: Objective, most: int = 1000) -> int:
     """Runs up to `most` trials one by one; returns their number."""
     for done in range(most):
-        record = log.next()
+        record = log.start_next()
         if record is None:
             return done
         log.end(record, objective(log.search.space.changes(record.point), record.seed))

@@ -16,7 +16,16 @@ from jobs.bench.reference_expansionnet import MaterializedModel
 from models.base import CaptionModel, Features, ModelSizes
 from models.beam_cache import TreeCache, TreeSlots
 from models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig
-from models.decoding import Captions, Decoder, beam_search, best_words, caption_lengths, greedy, invert, sample
+from models.decoding import (
+    Captions,
+    Decoder,
+    beam_search,
+    best_words,
+    caption_lengths,
+    draw_by_inversion,
+    greedy,
+    sample,
+)
 from models.expansion import DynamicExpansion
 from models.registry import build_model
 from tests.support.models import (
@@ -248,7 +257,7 @@ def test_samples_are_reproducible_and_do_not_depend_on_when_others_end() -> None
     for _ in range(first.tokens.shape[-1] - 1):
         logits = model.decode(memory, tokens)[:, -1]
         uniform = torch.rand(12, dtype=torch.float64, generator=generator)
-        chosen = invert(logits.softmax(-1), uniform).masked_fill((tokens == 1).any(1), 2)
+        chosen = draw_by_inversion(logits.softmax(-1), uniform).masked_fill((tokens == 1).any(1), 2)
         tokens = torch.cat((tokens, chosen[:, None]), 1)
     assert torch.equal(tokens.view(4, 3, -1), first.tokens)
 
@@ -266,7 +275,7 @@ def test_a_low_temperature_is_greedy() -> None:
 def test_a_word_of_probability_zero_is_never_drawn() -> None:
     probabilities = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).expand(4, -1)
     uniform = torch.tensor([0.0, 0.5, 0.999999999999, 0.25], dtype=torch.float64)
-    assert invert(probabilities, uniform).tolist() == [1, 3, 3, 1]
+    assert draw_by_inversion(probabilities, uniform).tolist() == [1, 3, 3, 1]
 
 
 def test_lengths_count_to_the_first_end() -> None:
@@ -394,7 +403,7 @@ def test_edges_are_sentences() -> None:
 
 
 def test_not_a_number_is_drawn_without_an_index_error() -> None:
-    drawn = invert(torch.full((2, 30), torch.nan), torch.tensor([0.1, 0.9], dtype=torch.float64))
+    drawn = draw_by_inversion(torch.full((2, 30), torch.nan), torch.tensor([0.1, 0.9], dtype=torch.float64))
     assert bool(((drawn >= 0) & (drawn < 30)).all())
 
 

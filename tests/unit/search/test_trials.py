@@ -67,13 +67,13 @@ def test_a_killed_search_resumes(tmp_path: Path, algorithm: str) -> None:
     search = small_search(tmp_path, space=CHOICES, algorithm=algorithm, budget={"trials": 20}, population=6)
     log = open_log(search, tmp_path / "search")
     run_log(log, known_optimum, most=7)
-    cut = log.next()
+    cut = log.start_next()
     assert cut is not None
     log.report(cut, {"epoch": 1.0, "CIDEr-D": 0.25, "run": "runs/x", "costs": {"macs": 9.0}})
     before = {record.number: record for record in log.records if record is not cut}
 
     again = open_log(search, tmp_path / "search")
-    first = again.next()
+    first = again.start_next()
     assert first is not None and (first.number, first.point, first.attempts) == (cut.number, cut.point, 2)
     assert first.reports == [(1.0, 0.25)]
     again.end(first, known_optimum(search.space.changes(first.point), first.seed))
@@ -81,7 +81,7 @@ def test_a_killed_search_resumes(tmp_path: Path, algorithm: str) -> None:
     assert [record.number for record in again.records] == list(range(1, 21))
     assert len({str(record.point) for record in again.records}) == 20
     assert all(record == before[record.number] for record in again.records if record.number in before)
-    assert open_log(search, tmp_path / "search").next() is None, "a complete search has no next trial"
+    assert open_log(search, tmp_path / "search").start_next() is None, "a complete search has no next trial"
     more = small_search(tmp_path, space=CHOICES, algorithm=algorithm, budget={"trials": 22}, population=6)
     assert run_log(open_log(more, tmp_path / "search"), known_optimum) == 2, "a larger budget resumes"
 
