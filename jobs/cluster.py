@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import os
+from typing import Literal
 
+from pipeline.cluster.capacity import wait_for
 from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
 
@@ -14,29 +16,44 @@ logger = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 512 * 2**20  # little is needed, because workers read features and models from the storage
 
 
-def start_ray(config: RunConfig, address: str | None) -> None:
-    """Joins the Ray at `address` (or RAY_ADDRESS), or starts one on this machine with the workers' resources.
+Stage = Literal["features", "dry run", "training", "captions"]
+DECODING_CPUS = 0.4  # of one task that decodes images for the extraction of features
 
-    A second call does nothing. A Ray that this process has started ends with the process, also when it is killed.
-    Raises UserError if this machine has fewer GPUs than `config` needs. On a cluster, which may grow, it only warns.
+
+def start_ray(config: RunConfig, address: str | None, stage: Stage = "training") -> None:
+    """Joins the Ray at `address` (or RAY_ADDRESS), or starts one on this machine; later calls use the same Ray.
+
+    On a cluster it waits until the processes of `stage` can be placed. A Ray that this process has started ends with
+    the process, also when it is killed. Raises UserError if this machine or no node of the cluster has what the stage
+    needs, and WaitedTooLongError after `workers.max_wait_minutes`.
     """
     import ray
 
-    if ray.is_initialized():
+    bundles = _bundles(config, stage)
+    training, extraction = _bundles(config, "training"), _bundles(config, "features")
+    needed_cpus = max(sum(bundle["CPU"] for bundle in stage_bundles) for stage_bundles in (training, extraction))
+    if connect(address, needed_cpus=math.ceil(needed_cpus)):
+        wait_for(bundles, stage, limit_s=60 * config.workers.max_wait_minutes)
         return
-    workers, features = config.workers, config.features
-    is_cluster = connect(address, needed_cpus=math.ceil(workers.num_workers * workers.cpus_per_worker))
     num_gpus = ray.cluster_resources().get("GPU", 0)
-    requested = {
-        "workers.gpus_per_worker": workers.num_workers * workers.gpus_per_worker,
-        "features.gpus_per_actor": features.num_actors * features.gpus_per_actor,
-    }
-    for key, count in requested.items():
+    for key, stage_bundles in (("workers.gpus_per_worker", training), ("features.gpus_per_actor", extraction)):
+        count = sum(bundle.get("GPU", 0) for bundle in stage_bundles)
         if count > num_gpus:
-            text = f"{key} asks for {count:g} GPUs in all and this Ray has {num_gpus:g}"
-            if not is_cluster:
-                raise UserError(f"{text}; set it to 0, or join a cluster with --address")
-            logger.warning(f"{text}; waiting until the cluster has them")
+            raise UserError(
+                f"{key} asks for {count:g} GPUs in all and this Ray has {num_gpus:g}; set it to 0, or join a cluster "
+                "with --address"
+            )
+
+
+def _bundles(config: RunConfig, stage: Stage) -> list[dict[str, float]]:
+    """The resources of each process that a stage needs before it can make progress."""
+    workers, features = config.workers, config.features
+    if stage == "features":
+        actor = {"CPU": 0.5, "GPU": features.gpus_per_actor}
+        return [*[actor] * features.num_actors, {"CPU": DECODING_CPUS}]
+    # Captions and the dry run progress with one worker, and training with the smallest number of workers.
+    count = workers.counts[0] if stage == "training" else 1
+    return [{"CPU": workers.cpus_per_worker, "GPU": workers.gpus_per_worker}] * count
 
 
 def connect(address: str | None, needed_cpus: int = 2) -> bool:

@@ -88,7 +88,7 @@ def evaluate(
     logger.info(f"models    {', '.join(map(str, bundles))}" + (", as an ensemble" if len(bundles) > 1 else ""))
     counts = ", ".join(f"{split} {len(images)}" for split, images in evaluation.images_by_split.items())
     logger.info(f"data      {counts} images")
-    start_ray(run_config, address)
+    start_ray(run_config, address, "captions")
     sources = [bundle_source(bundle, run_config) for bundle in bundles]
     captioned = caption_on_cluster(sources, tasks, run_config, store=evaluation.store)
     others: dict[str, Captioned] = {}

@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -52,7 +53,8 @@ def extract(
         raise UserError(f"none of the {len(dataset)} images can be read; check data.images: {uri}: {reason}")
     with TemporaryDirectory(prefix="raycap-") as scratch:
         weights = initial_weights(run_config, Path(scratch)) if run_config.has_backbone else None
-        extracted = extract_features(run_config, dataset, weights, lambda: start_ray(run_config, address), unreadable)
+        start = partial(start_ray, run_config, address, "features")
+        extracted = extract_features(run_config, dataset, weights, start, unreadable)
     store = FeatureStore(extracted.store)
     logger.info(f"store        {extracted.store}: {len(store)} images in {len(store.shards)} shards")
     with_features = dataset.without(sorted(extracted.missing)).readable()

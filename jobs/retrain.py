@@ -39,7 +39,7 @@ class RayWork:
         self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig
     ) -> dict[int, str]:
         """The best caption of each readable image by its id. Each worker fetches the bundle."""
-        start_ray(config, self.address)
+        start_ray(config, self.address, "captions")
         models = [StoredBundle(bundle, files)]
         captioned = caption_on_cluster(models, {"held out": SplitTask(part)}, config, with_alignment=False)["held out"]
         return {image: best.caption for image, best in captioned.best.items()}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs.caption_tasks import RunModel, SplitTask, caption_on_cluster
-from jobs.cluster import start_ray
+from jobs.cluster import Stage, start_ray
 from jobs.journal_printer import JournalPrinter, format_duration
 from jobs.options import Address, Config, Set
 from jobs.sync import register
@@ -205,7 +205,7 @@ class RunDriver:
 
         from pipeline.training.dry_run import dry_run
 
-        self._start_ray()
+        self._start_ray("dry run")
         with self._timed("dry run"):
             workers = self.config.workers
             task = ray.remote(dry_run).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
@@ -240,15 +240,16 @@ class RunDriver:
         """The stages that are not finished."""
         return [stage for stage in self.config.stages if self.folder.result(stage.name) is None]
 
-    def _start_ray(self) -> None:
+    def _start_ray(self, stage: Stage) -> None:
+        """Starts or joins Ray, and waits until a cluster can place the processes of `stage`."""
         with self._timed("starting ray"):
-            start_ray(self.config, self.address)
+            start_ray(self.config, self.address, stage)
 
     def _extract(self, part: Dataset, stage: StageSection | None) -> StoragePath:
         """Extracts the features of a part of the data for a stage (None: for the evaluation). Returns the store."""
         weights = self.folder.weights_before(stage, "backbone") if self.config.has_backbone else None
         with self._timed("features"):
-            extracted = extract_features(self.config, part, weights, self._start_ray)
+            extracted = extract_features(self.config, part, weights, lambda: self._start_ray("features"))
         extracted.require_enough(len(part), self.config)
         if extracted.missing:
             quarantine = extracted.store / "quarantine.parquet"
@@ -265,7 +266,7 @@ class RunDriver:
         frozen = [stage for stage in group if not stage.train_backbone]
         if frozen:
             store = self._extract(self.folder.dataset.split(*data.train_splits, data.val_split), frozen[0])
-        self._start_ray()
+        self._start_ray("training")
         names = tuple(stage.name for stage in group)
         job = StageJob(self.folder, names, store, tuple(sorted(self.excluded)), self.driver_token)
         with self._timed(" + ".join(names)), JournalPrinter(self.folder):
@@ -276,7 +277,7 @@ class RunDriver:
         """Captions the splits with the final weights, writes the captions to predictions/, and scores them."""
         from pipeline.runs.evaluation import score_run, split_result
 
-        self._start_ray()
+        self._start_ray("captions")
         logger.info(f"evaluate  {', '.join(splits)} with beam {self.config.evaluation.beam_size}")
         automata = self._load_constraints(dataset)
         tasks = {

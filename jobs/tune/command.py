@@ -127,7 +127,7 @@ def _start_ray(search: Search, address: str | None) -> None:
     if connect(address):  # a cluster may have no worker yet
         per_trial, limit_s = search.config.resources, 60 * search.base.workers.max_wait_minutes
         bundle = {"CPU": per_trial.cpus, "GPU": per_trial.gpus}
-        wait_for([bundle] * per_trial.workers, "a trial", is_cluster=True, limit_s=limit_s)
+        wait_for([bundle] * per_trial.workers, "a trial", limit_s=limit_s)
     else:
         resources = ray.cluster_resources()
         _check_fits(search, resources.get("CPU", 0), resources.get("GPU", 0), "this machine")

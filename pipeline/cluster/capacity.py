@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.errors import UserError
+from pipeline.errors import JobFailedError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ REFUSE_AFTER_S = 6.0  # the autoscaler answers a request within one or two of it
 Resources = Mapping[str, float]  # by name, such as {"CPU": 1, "GPU": 1}
 
 
-class WaitedTooLongError(RuntimeError):
+class WaitedTooLongError(JobFailedError):
     """The cluster did not provide the resources of a stage within the limit of the configuration."""
 
 
@@ -82,13 +82,12 @@ def cluster_status() -> ClusterStatus:
     )
 
 
-def wait_for(bundles: Sequence[Resources], stage: str, *, is_cluster: bool, limit_s: float) -> None:
+def wait_for(bundles: Sequence[Resources], stage: str, *, limit_s: float) -> None:
     """Waits until the cluster can place all bundles at once, so that its autoscaler starts all missing nodes together.
 
     bundles: the resources of each process of the stage. A process needs one node.
-    Logs what is pending, at once and every 30 s. Raises UserError when the resources can never be there: on a local Ray
-    that is too small, or when the autoscaler starts no node for the request although nothing else runs. Raises
-    WaitedTooLongError after `limit_s` seconds.
+    Logs what is pending, at once and every 30 s. Raises UserError when the resources can never be there: the autoscaler
+    starts no node for the request although nothing else runs. Raises WaitedTooLongError after `limit_s` seconds.
     """
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -100,8 +99,6 @@ def wait_for(bundles: Sequence[Resources], stage: str, *, is_cluster: bool, limi
     status = cluster_status()
     if status.fits(wanted) and not status.used:
         return
-    if not is_cluster and not status.fits(wanted):
-        raise UserError(f"{request}, and this machine gives Ray less ({status.text}); {remedy}")
     try:
         group = placement_group(wanted, strategy="PACK")
         while not group.wait(POLL_S):
@@ -124,12 +121,9 @@ def wait_for(bundles: Sequence[Resources], stage: str, *, is_cluster: bool, limi
 
 
 def _remedy(bundles: Sequence[Resources]) -> str:
-    keys = (
-        "workers.gpus_per_worker or features.gpus_per_actor"
-        if any(bundle.get("GPU") for bundle in bundles)
-        else ("workers.num_workers, workers.cpus_per_worker or features.num_actors")
-    )
-    return f"lower {keys}, or join a cluster with larger nodes"
+    with_gpus = any(bundle.get("GPU") for bundle in bundles)
+    keys = "workers.gpus_per_worker or features.gpus_per_actor" if with_gpus else "workers.cpus_per_worker"
+    return f"lower {keys} or the number of workers and actors, or join a cluster with larger nodes or more of them"
 
 
 def _holds(node: Resources, bundle: Resources) -> bool:

@@ -1,0 +1,130 @@
+"""Every command on a cluster whose nodes share no disk, with the storage on S3: two workers, and a head without CPUs.
+
+The tests build on each other in this order, as one user's work does: features, a run, its evaluation, captions, a
+search, and retraining. `make proof` runs the long forms (tests/faults/test_private_disks.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline.storage.path import StorageOptions, StoragePath
+from tests.conftest import ROOT, small_config
+from tests.support.ray_cluster import HEAD, Cluster, ray_cluster
+from tests.support.s3_server import CREDENTIALS
+
+OUTSIDE = "laptop"  # a machine outside the cluster, with a disk of its own
+TIMEOUT_S = 400
+
+
+class World:
+    """A cluster, its storage, and the commands of its user."""
+
+    def __init__(self, cluster: Cluster, url: str) -> None:
+        self.cluster = cluster
+        self.storage = StoragePath("s3://data/private", StorageOptions(url))
+        self.config = self.write("run.yaml", self.settings(url))
+        search = {"base": "run.yaml", "backbone": {"weights": "base"}, "trial": {"stages": ["xe_frozen"]}}
+        space = {"model.dynamic_expansion": [1, 2]}
+        self.search = self.write("search.yaml", search | {"name": "search", "algorithm": "grid", "space": space})
+
+    @staticmethod
+    def settings(url: str) -> dict[str, Any]:
+        settings = small_config({"uri": "s3://data/private", "endpoint_url": url})
+        settings["stages"] = settings["stages"][:2]  # one with frozen features, one end to end
+        settings["workers"]["num_workers"] = 2
+        settings["features"] |= {"max_images_for_tasks": 0, "rows_per_shard": 16}
+        return settings
+
+    def write(self, name: str, values: dict[str, Any]) -> Path:
+        path = self.cluster.folder / name
+        path.write_text(yaml.safe_dump(values))
+        return path
+
+    def raycap(self, *words: str, node: str = HEAD, exit_code: int = 0) -> str:
+        """The output of a raycap command, which runs on a node's disk and must end with `exit_code`."""
+        log = self.cluster.folder / "command.txt"
+        program = self.cluster.start(node, [sys.executable, "-m", "jobs", *words], log)
+        try:
+            code = program.wait(TIMEOUT_S)
+        finally:
+            if program.poll() is None:
+                self.cluster.kill(program)
+        assert code == exit_code, log.read_text()[-4000:]
+        return log.read_text()
+
+    def joined(self, command: str, *words: str) -> str:
+        """A command whose driver runs on the head."""
+        return self.raycap(command, *words, "--address", self.cluster.address)
+
+    def submitted(self, command: str, *words: str) -> str:
+        """A command that is submitted as a job from a machine outside the cluster."""
+        return self.raycap("submit", command, *words, "--address", self.cluster.dashboard, node=OUTSIDE)
+
+
+@pytest.fixture(scope="module")
+def world(s3: str) -> Iterator[World]:
+    variables = CREDENTIALS | {
+        "PYTHONPATH": str(ROOT),  # the checkout under test need not be the installed one
+        "AWS_ENDPOINT_URL_S3": s3,  # `raycap caption` has no configuration that could name the server
+    }
+    with ray_cluster(cpus=0, variables=variables) as cluster:
+        for _ in range(2):
+            cluster.join_node(cpus=1)
+        yield World(cluster, s3)
+
+
+def test_extract(world: World) -> None:
+    assert "job" in (output := world.submitted("extract", str(world.config))) and "succeeded" in output
+    (store,) = {name.split("/")[0] for name in (world.storage / "features").list()}
+    assert f"{store}: 60 images" in output
+
+
+def test_run(world: World) -> None:
+    output = world.joined("run", str(world.config))
+    assert "52 of 52 images there, 0 to compute" in output, "the extraction before has the run's features"
+    assert "registration" in output and "finished in" in output
+    (run,) = {name.split("/")[0] for name in (world.storage / "runs").list()}
+    for name in ("scores.json", "report.html", "COMPLETE.json"):
+        assert (world.storage / "runs" / run / name).exists()
+    assert (world.storage / "models" / "demo" / run / "model.safetensors").exists()
+    assert "nothing to do" in world.submitted("run", str(world.config))
+
+
+def test_evaluate(world: World) -> None:
+    output = world.joined("evaluate", str(world.config), "--split", "test")
+    assert "CIDEr-D" in output
+    assert "CIDEr-D" in world.submitted("evaluate", str(world.config), "--split", "val")
+
+
+def test_caption(world: World, tmp_path: Path) -> None:
+    """Images on S3 are captioned by an actor that reads the bundle from S3."""
+    models = world.storage / "models" / "demo"
+    run = next(name.split("/")[0] for name in models.list() if name.endswith("/model.safetensors"))
+    (images,) = {name.split("/")[0] for name in (world.storage / "data").list()}
+    pattern = f"{world.storage}/data/{images}/images/"
+    out = world.cluster.disk / "captions.jsonl"
+    world.joined("caption", pattern, "--model", f"{models}/{run}", "--out", str(out))
+    text = (world.cluster.folder / "disks" / HEAD / "captions.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert len(rows) == 60 and all(row["caption"] for row in rows)
+
+
+def test_tune(world: World) -> None:
+    output = world.submitted("tune", str(world.search))
+    assert re.search(r"N_E 1\s+finished", output) and re.search(r"N_E 2\s+finished", output)
+    again = world.raycap("tune", str(world.search), "--address", world.cluster.address, node=OUTSIDE)
+    assert "continues with 2 trials done and 0 unfinished" in again, "another machine finds the search in the storage"
+
+
+def test_retrain(world: World) -> None:
+    assert "decision  first" in world.joined("retrain", str(world.config))
+    assert "the champion stays" in world.submitted("retrain", str(world.config))
