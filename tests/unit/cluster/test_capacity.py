@@ -1,0 +1,52 @@
+"""What a cluster can hold, and what a waiting stage reports. Waiting itself: tests/faults/test_private_disks.py."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from pipeline.cluster.capacity import ClusterStatus
+
+
+def status(*nodes: dict[str, float], **changes: object) -> ClusterStatus:
+    values = {"used": 0.0, "pending": [], "num_starting": 0, "has_autoscaler": False}
+    return ClusterStatus(nodes=nodes, **values | changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "bundles", "fits"),
+    [
+        ([{"CPU": 1}, {"CPU": 1}], [{"CPU": 1}] * 2, True),
+        ([{"CPU": 1}, {"CPU": 1}], [{"CPU": 2}], False),  # a process needs one node
+        ([{"CPU": 2}], [{"CPU": 1}] * 3, False),
+        ([{"CPU": 8, "GPU": 1}], [{"CPU": 1, "GPU": 1}] * 2, False),
+        ([{"CPU": 1}], [{"CPU": 0.5}, {"CPU": 0.4}], True),
+        ([{"CPU": 1}], [{"CPU": 0.5}, {"CPU": 0.5}, {"CPU": 0.4}], False),  # two actors leave nothing for decoding
+        ([], [{"CPU": 1}], False),
+    ],
+)
+def test_bundles_fit(nodes: list[dict[str, float]], bundles: list[dict[str, float]], fits: bool) -> None:
+    assert status(*nodes).fits(bundles) is fits
+
+
+def test_equal_bundles_fit_exactly_when_an_assignment_exists() -> None:
+    """Against all assignments, for bundles of one size per stage, as raycap asks for them."""
+    generator = random.Random(0)
+    for _ in range(200):
+        nodes = [{"CPU": generator.randint(0, 3), "GPU": generator.randint(0, 2)} for _ in range(3)]
+        bundle = {"CPU": generator.randint(1, 2), "GPU": generator.randint(0, 1)}
+        count = generator.randint(1, 4)
+        possible = any(
+            all(bundle[key] * chosen.count(index) <= node[key] for index, node in enumerate(nodes) for key in bundle)
+            for chosen in itertools.product(range(3), repeat=count)
+        )
+        assert status(*nodes).fits([bundle] * count) is possible
+
+
+def test_the_text_counts_nodes_and_requests() -> None:
+    nodes = [{"CPU": 1, "memory": 1e9}, {"CPU": 1, "memory": 2e9}, {"memory": 1e9}]
+    text = status(*nodes, pending=[{"CPU": 8, "GPU": 1}] * 2, num_starting=3).text
+    assert text == "nodes: 2 x (1 CPU); 3 more starting; pending: 2 x (8 CPU + 1 GPU)"
+    assert status({"memory": 1e9}).text == "no node has CPUs"
