@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import uuid
+from pathlib import Path
 from typing import Any
 
 from pipeline.config.run import RunConfig
@@ -12,6 +13,8 @@ from pipeline.errors import JobFailedError
 from pipeline.storage.path import StoragePath
 from pipeline.training.loop import DivergedError, StageJob, train_stages
 from pipeline.training.stage_output import AbandonedError
+
+logger = logging.getLogger(__name__)
 
 
 class StageFailedError(JobFailedError):
@@ -22,17 +25,40 @@ def fit(job: StageJob, config: RunConfig) -> None:
     """Runs the job's stages on the cluster. A worker that dies is replaced, and the stage resumes.
 
     Raises StageFailedError without another attempt for failures that would repeat, such as a loss that is not finite
-    or a setting that does not fit the data. After `workers.max_failures` failures, raises the last worker's error.
+    or a setting that does not fit the data. After `workers.max_failures` failures, raises the last worker's error; Ray
+    Train's controller may die as often, after which JobFailedError is raised.
     """
+    from ray.exceptions import RayActorError
+
+    for remaining in reversed(range(config.workers.max_failures + 1)):
+        try:
+            _trainer(job, config).fit()
+            return
+        except RayActorError as error:  # of the controller, because errors of workers have other types
+            if not remaining:
+                raise JobFailedError(f"training's controller died too often: {error}; run the command again") from error
+            logger.warning("training's controller died; the stage resumes from its last checkpoint")
+        finally:
+            shutil.rmtree(_scratch(job), ignore_errors=True)
+            if failure_file(job).exists():
+                raise StageFailedError(failure_file(job).read_bytes().decode())
+
+
+def _scratch(job: StageJob) -> Path:
+    """The driver's folder for files that Ray Train demands and raycap does not use."""
+    return job.folder.path / "log" / ".ray"
+
+
+def _trainer(job: StageJob, config: RunConfig) -> Any:
+    """Ray Train's trainer for the job's stages."""
     from ray.train import FailureConfig, ScalingConfig
     from ray.train import RunConfig as RayRunConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
     logging.getLogger("ray.train").setLevel(logging.ERROR)
     workers = config.workers
-    scratch = job.folder.path / "log" / ".ray"
     num_workers = (workers.min_workers, workers.num_workers) if workers.min_workers else workers.num_workers
-    trainer = TorchTrainer(
+    return TorchTrainer(
         _run_worker,
         train_loop_config={"job": job},
         torch_config=TorchConfig(backend="nccl" if workers.gpus_per_worker else "gloo"),
@@ -44,16 +70,10 @@ def fit(job: StageJob, config: RunConfig) -> None:
         run_config=RayRunConfig(
             # a new name, because Ray Train returns the old result when a name is used twice
             name=f"{job.stages[0]}-{uuid.uuid4().hex[:8]}",
-            storage_path=str(scratch),
+            storage_path=str(_scratch(job)),
             failure_config=FailureConfig(max_failures=workers.max_failures),
         ),
     )
-    try:
-        trainer.fit()
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-        if failure_file(job).exists():
-            raise StageFailedError(failure_file(job).read_bytes().decode())
 
 
 def failure_file(job: StageJob) -> StoragePath:
