@@ -23,6 +23,7 @@ from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.features.source import extract_features
 from pipeline.features.store import FeatureStore
+from pipeline.storage.atomic import atomic_path
 from pipeline.storage.weights import save_weights
 
 logger = logging.getLogger(__name__)
@@ -104,7 +105,8 @@ def initial_weights(config: RunConfig, scratch: Path) -> Path:
         if stored.is_remote:
             stored.upload(path)
     elif stored.is_remote:
-        stored.download(path)
+        with atomic_path(path, durable=False) as temporary:
+            stored.download(temporary)
     return path
 
 
