@@ -30,7 +30,12 @@ from tests.support.node_provider import HEAD_ID, autoscaling_config
 ADDRESS = "127.0.0.1"
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = "0"
-MOUNT = 'mkdir -p "$1" && mount --bind "$1" "$2" && shift 2 && exec "$@"'
+# $1: what is private to a node, $2: the cluster's folder. Ray's folder is private, too: nodes that share it replace the
+# unpacked code of a job below each other's processes.
+MOUNT = (
+    'mkdir -p "$1/disk" "$1/ray" && mount --bind "$1/disk" "$2/disk" && mount --bind "$1/ray" "$2/ray" && '
+    'shift 2 && exec "$@"'
+)
 ALIVE = "import ray; ray.init('{}', log_to_driver=False); print('nodes', sum(n['Alive'] for n in ray.nodes()))"
 
 
@@ -49,9 +54,7 @@ def can_mount() -> bool:
 
 def on_disk(folder: Path, name: str, command: Sequence[str]) -> list[str]:
     """The command that runs `command` where the node `name` of the cluster in `folder` has its disk."""
-    disk = folder / "disks" / name
-    disk.mkdir(parents=True, exist_ok=True)
-    return ["unshare", "-m", "sh", "-c", MOUNT, "sh", str(disk), str(folder / "disk"), *command]
+    return ["unshare", "-m", "sh", "-c", MOUNT, "sh", str(folder / "disks" / name), str(folder), *command]
 
 
 def node_command(
@@ -82,6 +85,7 @@ class Cluster:
         self.folder = Path(tempfile.mkdtemp(prefix="rc-", dir="/tmp"))  # short, because paths of sockets are limited
         self.disk = self.folder / "disk"
         self.disk.mkdir()
+        (self.folder / "ray").mkdir()
         self.port, self.dashboard = free_port(), f"http://{ADDRESS}:{free_port()}"
         self.address = f"{ADDRESS}:{self.port}"
         self.token, self.variables = token, dict(variables or {})
