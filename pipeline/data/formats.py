@@ -92,8 +92,9 @@ def _read(path: StoragePath) -> bytes:
 
 def _read_json(path: StoragePath) -> Any:
     """The content of an annotation file in JSON. Raises UserError."""
+    data = _read(path)
     try:
-        return json.loads(_read(path))
+        return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
 
