@@ -14,8 +14,6 @@ from pipeline.storage.path import StoragePath
 from pipeline.training.loop import DivergedError, StageJob, train_stages
 from pipeline.training.stage_output import AbandonedError
 
-logger = logging.getLogger(__name__)
-
 
 class StageFailedError(JobFailedError):
     """Training failed and would fail again in the same way. The message names the stage and the reason."""
@@ -25,23 +23,19 @@ def fit(job: StageJob, config: RunConfig) -> None:
     """Runs the job's stages on the cluster. A worker that dies is replaced, and the stage resumes.
 
     Raises StageFailedError without another attempt for failures that would repeat, such as a loss that is not finite
-    or a setting that does not fit the data. After `workers.max_failures` failures, raises the last worker's error; Ray
-    Train's controller may die as often, after which JobFailedError is raised.
+    or a setting that does not fit the data. After `workers.max_failures` failures, raises the last worker's error.
+    Raises JobFailedError when Ray Train's controller dies. The same command resumes the stage.
     """
     from ray.exceptions import RayActorError
 
-    for remaining in reversed(range(config.workers.max_failures + 1)):
-        try:
-            _trainer(job, config).fit()
-            return
-        except RayActorError as error:  # of the controller, because errors of workers have other types
-            if not remaining:
-                raise JobFailedError(f"training's controller died too often: {error}; run the command again") from error
-            logger.warning("training's controller died; the stage resumes from its last checkpoint")
-        finally:
-            shutil.rmtree(_scratch(job), ignore_errors=True)
-            if failure_file(job).exists():
-                raise StageFailedError(failure_file(job).read_bytes().decode())
+    try:
+        _trainer(job, config).fit()
+    except RayActorError as error:  # of the controller, because errors of workers have other types
+        raise JobFailedError("training's controller died; the same command resumes from the last checkpoint") from error
+    finally:
+        shutil.rmtree(_scratch(job), ignore_errors=True)
+        if failure_file(job).exists():
+            raise StageFailedError(failure_file(job).read_bytes().decode())
 
 
 def _scratch(job: StageJob) -> Path:
