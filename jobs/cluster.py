@@ -9,15 +9,14 @@ from typing import Literal
 
 from pipeline.cluster.capacity import wait_for
 from pipeline.config.run import RunConfig
+from pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS
 from pipeline.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 512 * 2**20  # little is needed, because workers read features and models from the storage
 
-
 Stage = Literal["features", "dry run", "training", "captions"]
-DECODING_CPUS = 0.4  # of one task that decodes images for the extraction of features
 
 
 def start_ray(config: RunConfig, address: str | None, stage: Stage = "training") -> None:
@@ -49,7 +48,7 @@ def _bundles(config: RunConfig, stage: Stage) -> list[dict[str, float]]:
     """The resources of each process that a stage needs before it can make progress."""
     workers, features = config.workers, config.features
     if stage == "features":
-        actor = {"CPU": 0.5, "GPU": features.gpus_per_actor}
+        actor = {"CPU": ACTOR_CPUS, "GPU": features.gpus_per_actor}
         return [*[actor] * features.num_actors, {"CPU": DECODING_CPUS}]
     # Captions and the dry run progress with one worker, and training with the smallest number of workers.
     count = workers.counts[0] if stage == "training" else 1

@@ -30,11 +30,12 @@ from pipeline.search.spec import Search, load_search
 from pipeline.search.tracking import SearchTracker
 from pipeline.search.trials import ENDED, SearchFolder, TrialLog, minutes
 from pipeline.storage.lease import Lease, take_lease
+from pipeline.storage.path import StoragePath
 from pipeline.storage.weights import weights_file_digest
 
 logger = logging.getLogger(__name__)
 
-LEASE_S = 120.0
+LEASE_S = 120.0  # how long a killed search keeps other machines out
 
 
 def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_failed: bool = False) -> int:
@@ -62,7 +63,7 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     with alone(folder.path), _lease(folder):
         folder.pull()
         store, excluded = extract_once(search, dataset, source, lambda: _start_ray(search, address))
-        weights, start = (None, None) if source is None else (source.weights, source.stored_start)
+        weights, start = (None, None) if source is None else (source.weights, source.start)
         folder.write_plan(search, weights, start, store, excluded)
         if retry_failed and (count := folder.reopen_failed()):
             logger.info(f"retry     {count} trials that failed run again")
@@ -77,7 +78,8 @@ def _lease(folder: SearchFolder) -> Iterator[None]:
     if folder.home is None:
         yield
         return
-    lease = take_lease(folder.home / "lease.json", LEASE_S)
+    # beside the folder, because a push of the folder would replace a renewed lease by an older copy
+    lease = take_lease(StoragePath(f"{folder.home}.lease.json", folder.home.options), LEASE_S)
     if not isinstance(lease, Lease):
         raise UserError(f"{lease} works on {folder.home.name}; wait for it, or until its lease expires")
     with lease:

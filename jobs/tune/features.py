@@ -30,8 +30,7 @@ class BackboneSource:
     """
 
     weights: Path
-    start: Path
-    stored_start: str  # the location of `start` that every machine can reach
+    start: str
 
 
 def find_backbone(search: Search, dataset: Dataset, address: str | None) -> BackboneSource | None:
@@ -112,7 +111,7 @@ def _source(weights: Path, base: RunConfig) -> BackboneSource:
     stored = base.storage_place / f"backbones/{start.name}"
     if stored.is_remote and not stored.exists():
         stored.upload(start)
-    return BackboneSource(weights, start, str(stored))
+    return BackboneSource(weights, str(stored))
 
 
 def extract_once(

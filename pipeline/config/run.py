@@ -24,7 +24,6 @@ from pipeline.config.sections import (
     TrackingSection,
     WorkersSection,
 )
-from pipeline.errors import UserError
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.path import StoragePath, is_remote, storage_path
 
@@ -100,13 +99,6 @@ class RunConfig(Section):
         if is_remote(self.storage.uri):
             return cache_folder() / "storage" / hashlib.sha256(self.storage_place.uri.encode()).hexdigest()[:16]
         return Path(self.storage.uri).expanduser().resolve()
-
-    @property
-    def storage_path(self) -> Path:
-        """The storage as a local folder. Raises UserError for a storage on S3."""
-        if is_remote(self.storage.uri):
-            raise UserError(f"storage {self.storage.uri}: this command needs a local folder; set another storage")
-        return self.working_path
 
     def home(self, name: str) -> StoragePath | None:
         """The place on S3 of which the folder `name` of `working_path` is a copy. None for a local storage."""

@@ -128,6 +128,11 @@ class DataSection(Section):
             )
 
 
+# The CPUs of an actor that extracts features and of a task that decodes images for it. They differ, because Ray Data
+# would run the decoding inside actors with equal resources.
+ACTOR_CPUS, DECODING_CPUS = 0.5, 0.4
+
+
 class FeatureSection(Section):
     """Extraction and the feature store."""
 

@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 
 from models.config import BackboneConfig
 from models.transform import ImageTransform
-from pipeline.config.sections import FeatureSection
+from pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, FeatureSection
 from pipeline.data.dataset import Dataset
 from pipeline.data.images import UNREADABLE, decode_batch
 from pipeline.features.store import (
@@ -191,14 +191,14 @@ def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Ite
             decode_batch,  # type: ignore[arg-type]
             fn_kwargs=decoding,
             batch_size=None,
-            num_cpus=0.4,  # not the actors' 0.5: Ray Data would run the decoding inside actors with equal resources
+            num_cpus=DECODING_CPUS,
         )
         computed = decoded.map_batches(
             ShardWriter,
             fn_constructor_kwargs=arguments,
             batch_size=settings.rows_per_shard,
             compute=ActorPoolStrategy(size=settings.num_actors),
-            num_cpus=0.5,
+            num_cpus=ACTOR_CPUS,
             num_gpus=settings.gpus_per_actor,
             runtime_env={"env_vars": ONE_ARENA},
         )

@@ -122,6 +122,8 @@ def test_caption(world: World, tmp_path: Path) -> None:
 def test_tune(world: World) -> None:
     output = world.submitted("tune", str(world.search))
     assert re.search(r"N_E 1\s+finished", output) and re.search(r"N_E 2\s+finished", output)
+    (lease,) = [name for name in (world.storage / "searches").list() if "lease" in name]
+    assert "/" not in lease, "a push of the search's folder must not replace its lease"
     shutil.rmtree(world.cluster.folder / "disks" / HEAD / "disk" / "cache")  # as on a new machine
     again = world.joined("tune", str(world.search))
     assert "continues with 2 trials done and 0 unfinished" in again, "the search is in the storage"
