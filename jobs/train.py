@@ -49,13 +49,16 @@ def _trainer(job: StageJob, config: RunConfig) -> Any:
     from ray.train import RunConfig as RayRunConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
+    from pipeline.runtime.context import computes_on_cpus
+
     logging.getLogger("ray.train").setLevel(logging.ERROR)
     workers = config.workers
+    uses_nccl = workers.gpus_per_worker > 0 and not computes_on_cpus()
     num_workers = (workers.min_workers, workers.num_workers) if workers.min_workers else workers.num_workers
     return TorchTrainer(
         _run_worker,
         train_loop_config={"job": job},
-        torch_config=TorchConfig(backend="nccl" if workers.gpus_per_worker else "gloo"),
+        torch_config=TorchConfig(backend="nccl" if uses_nccl else "gloo"),
         scaling_config=ScalingConfig(
             num_workers=num_workers,  # type: ignore[arg-type]  # for an elastic fit, the smallest and largest number
             use_gpu=workers.gpus_per_worker > 0,

@@ -229,10 +229,11 @@ class ShardWriter:
         """weights: a reference to the bytes of `extractor.weights` in Ray's object store; None for a local file."""
         import torch
 
+        from pipeline.runtime.context import device_for
         from pipeline.runtime.cpu import computing_thread
 
         self.folder, self.settings = folder, extractor.settings
-        self.device = torch.device("cuda" if extractor.settings.gpus_per_actor else "cpu")
+        self.device = device_for(extractor.settings.gpus_per_actor)
         self.dtype = getattr(torch, dtype)
         self.transform = ImageTransform(extractor.backbone.image_size)
         self.thread = computing_thread(extractor.settings.threads_per_actor)

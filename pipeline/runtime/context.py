@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Protocol
 
 import torch
@@ -21,9 +22,18 @@ class Context(Protocol):
         """Sends metrics to the driver. It is a barrier: every rank must call it equally often."""
 
 
+def computes_on_cpus() -> bool:
+    """Whether processes compute on the CPU although GPUs are assigned to them.
+
+    The environment variable RAYCAP_DEVICE=cpu asks for it, so that placement on GPUs can be tested on nodes without any
+    (`ray start --num-gpus=4`).
+    """
+    return os.environ.get("RAYCAP_DEVICE") == "cpu"
+
+
 def device_for(gpus: float) -> torch.device:
     """The device of a process to which the configuration assigns `gpus` GPUs. Raises RuntimeError for a missing GPU."""
-    if not gpus:
+    if not gpus or computes_on_cpus():
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise RuntimeError(
@@ -52,7 +62,7 @@ class RayContext:
 
         context = ray.train.get_context()
         self.world_rank, self.world_size = context.get_world_rank(), context.get_world_size()
-        self.device = get_device()
+        self.device = torch.device("cpu") if computes_on_cpus() else get_device()
         set_rank(self.world_rank)
 
     def report(self, metrics: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Every command on a cluster whose nodes share no disk, with the storage on S3: two workers, and a head without CPUs.
 
+Every process asks for a GPU, which the nodes have by number only, so that the placement on GPUs is tested without any.
 The tests build on each other in this order, as one user's work does: features, a run, its evaluation, captions, a
 search, and retraining. `make proof` runs the long forms (tests/faults/test_private_disks.py).
 """
@@ -34,6 +35,7 @@ class World:
         self.storage = StoragePath("s3://data/private", StorageOptions(url))
         self.config = self.write("run.yaml", self.settings(url))
         search = {"base": "run.yaml", "backbone": {"weights": "base"}, "trial": {"stages": ["xe_frozen"]}}
+        search["resources"] = {"gpus": 1}
         space = {"model.dynamic_expansion": [1, 2]}
         self.search = self.write("search.yaml", search | {"name": "search", "algorithm": "grid", "space": space})
 
@@ -42,7 +44,8 @@ class World:
         settings = small_config({"uri": "s3://data/private", "endpoint_url": url})
         settings["stages"] = settings["stages"][:2]  # one with frozen features, one end to end
         settings["workers"]["num_workers"] = 2
-        settings["features"] |= {"max_images_for_tasks": 0, "rows_per_shard": 16}
+        settings["workers"]["gpus_per_worker"] = 1
+        settings["features"] |= {"max_images_for_tasks": 0, "rows_per_shard": 16, "gpus_per_actor": 1}
         return settings
 
     def write(self, name: str, values: dict[str, Any]) -> Path:
@@ -75,11 +78,12 @@ class World:
 def world(s3: str) -> Iterator[World]:
     variables = CREDENTIALS | {
         "PYTHONPATH": str(ROOT),  # the checkout under test need not be the installed one
+        "RAYCAP_DEVICE": "cpu",  # the nodes' GPUs exist by number only
         "AWS_ENDPOINT_URL_S3": s3,  # `raycap caption` has no configuration that could name the server
     }
     with ray_cluster(cpus=0, variables=variables) as cluster:
         for _ in range(2):
-            cluster.join_node(cpus=1)
+            cluster.join_node(cpus=1, options=["--num-gpus=1"])
         yield World(cluster, s3)
 
 
