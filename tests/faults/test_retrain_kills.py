@@ -1,17 +1,19 @@
 """`raycap retrain` with real trainings on Ray, killed with kill -9 at each of its steps and in the middle of training.
 
-A long proof (`make proof`); `tests/integration/test_retrain*.py` hold the short ones, with a trainer that needs no Ray.
+A long proof (`make proof`), on one machine and on a cluster whose nodes share no disk.
+`tests/integration/test_retrain*.py` hold the short ones, with a trainer that needs no Ray.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import signal
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +23,59 @@ import yaml
 from pipeline.config.sections import SceneConfig
 from pipeline.data.synthetic import write_dataset
 from pipeline.retrain.champion import ChampionStore
-from pipeline.storage.path import storage_path
+from pipeline.storage.path import StorageOptions, StoragePath
 from tests.conftest import ROOT
 from tests.support.champion_check import decisions, errors_of
-from tests.support.runs import start_raycap
+from tests.support.ray_cluster import Cluster, ray_cluster
+from tests.support.s3_server import CREDENTIALS
 
 LEASE_S = 6
+TIMEOUT_S = 900
 KILLED_AT = ("step 1/5", "step 2/5", "step 3/5", "  xe_finetune  50/", "step 4/5", "step 5/5")
 
 
-class Scenes:
-    """A growing part of the embedded data set, and a storage."""
+class Machine:
+    """Runs raycap as a local process, with a local Ray."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.data = folder, folder / "data"
+    address: tuple[str, ...] = ()
+
+    def start(self, words: list[str], log: Path) -> subprocess.Popen[bytes]:
+        with log.open("wb") as output:
+            return subprocess.Popen(words, cwd=ROOT, stdout=output, stderr=output)
+
+    def kill(self, process: subprocess.Popen[bytes]) -> None:
+        process.kill()
+        process.wait()
+
+
+class Nodes(Machine):
+    """Runs raycap on a cluster. Each driver runs on another of two machines, so none finds files of the one before."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.address = cluster, ("--address", cluster.address)
+        self.names = cycle(["0", "another head"])
+
+    def start(self, words: list[str], log: Path) -> subprocess.Popen[bytes]:
+        return self.cluster.start(next(self.names), words, log)
+
+    def kill(self, process: subprocess.Popen[bytes]) -> None:
+        self.cluster.kill(process)
+
+
+class Scenes:
+    """A growing part of the synthetic data set, a storage, and the machines that retrain."""
+
+    def __init__(self, folder: Path, storage: StoragePath, machine: Machine) -> None:
+        self.folder, self.machine, self.num_calls = folder, machine, 0
+        self.data, self.results = storage / "data", storage / "results"
         write_dataset(folder / "all", SceneConfig(num_images=1200, image_size=32))
-        shutil.copytree(folder / "all/images", self.data / "images")
-        self.all = json.loads((folder / "all/dataset.json").read_text())["images"]
-        self.entries = [entry for entry in self.all if entry["split"] in ("val", "test")]
-        self.rest = [entry for entry in self.all if entry["split"] == "train"]
+        for image in (folder / "all/images").iterdir():
+            (self.data / "images" / image.name).write_bytes(image.read_bytes())
+        every = json.loads((folder / "all/dataset.json").read_text())["images"]
+        self.entries = [entry for entry in every if entry["split"] in ("val", "test")]
+        self.rest = [entry for entry in every if entry["split"] == "train"]
         values = yaml.safe_load((ROOT / "configs/retrain_demo.yaml").read_text())
-        values |= {"storage": str(folder / "results")}
+        values |= {"storage": {"uri": str(self.results), "endpoint_url": storage.options.endpoint_url}}
         values["data"] = values["data"] | {"synthetic": None, "root": str(self.data)}
         values["retrain"] |= {"lease_seconds": LEASE_S}
         self.config = folder / "retrain.yaml"
@@ -49,7 +83,7 @@ class Scenes:
 
     @property
     def store(self) -> ChampionStore:
-        return ChampionStore(storage_path(self.folder / "results"), "retrain_demo")
+        return ChampionStore(self.results, "retrain_demo")
 
     def add(self, count: int, shuffled: bool = False) -> None:
         fresh, self.rest = self.rest[:count], self.rest[count:]
@@ -57,29 +91,36 @@ class Scenes:
             sentences = [entry["sentences"] for entry in fresh]
             fresh = [entry | {"sentences": sentences[at - 7]} for at, entry in enumerate(fresh)]
         self.entries += fresh
-        (self.data / "dataset.json").write_text(json.dumps({"images": self.entries}))
+        (self.data / "dataset.json").write_bytes(json.dumps({"images": self.entries}).encode())
 
-    def start(self, *options: str) -> subprocess.Popen[str]:
-        return start_raycap("retrain", str(self.config), *options)
+    def start(self, *options: str) -> tuple[subprocess.Popen[bytes], Path]:
+        """A call's process and the file of its output."""
+        self.num_calls += 1
+        log = self.folder / f"call-{self.num_calls}.txt"
+        words = [sys.executable, "-u", "-m", "jobs", "retrain", str(self.config), *options]
+        return self.machine.start([*words, *self.machine.address], log), log
 
     def call(self, *options: str) -> str:
-        process = self.start(*options)
-        said, _ = process.communicate(timeout=900)
-        assert process.returncode == 0, said
-        return said
+        process, log = self.start(*options)
+        return self.output(process, log)
+
+    def output(self, process: subprocess.Popen[bytes], log: Path) -> str:
+        """The output of a call, which must succeed."""
+        try:
+            assert process.wait(TIMEOUT_S) == 0, log.read_text()
+        finally:
+            if process.poll() is None:
+                self.machine.kill(process)
+        return log.read_text()
 
     def killed_at(self, line: str) -> str:
-        process, said = self.start(), []
-        assert process.stdout is not None
-        for text in process.stdout:
-            said.append(text)
-            if text.startswith(line):
-                os.kill(process.pid, signal.SIGKILL)
-                break
-        process.wait()
-        process.stdout.close()
-        assert process.returncode == -signal.SIGKILL, "".join(said)
-        return "".join(said)
+        process, log = self.start()
+        deadline = time.monotonic() + TIMEOUT_S
+        while not re.search(f"^{re.escape(line)}", log.read_text(), re.MULTILINE):
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        self.machine.kill(process)
+        return log.read_text()
 
     def sound(self, number: int) -> dict[str, Any]:
         assert errors_of(self.store) == []
@@ -88,10 +129,22 @@ class Scenes:
         return decisions(self.store, state)[0].model_dump(exclude_unset=True) if number else {}
 
 
+@pytest.fixture(params=["one machine", "nodes with private disks"])
+def scenes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Scenes]:
+    if request.param == "one machine":
+        yield Scenes(tmp_path, StoragePath(str(tmp_path)), Machine())
+        return
+    with ExitStack() as stack:
+        url = request.getfixturevalue("s3")
+        cluster = stack.enter_context(ray_cluster(cpus=0, variables=CREDENTIALS | {"PYTHONPATH": str(ROOT)}))
+        for _ in range(2):
+            cluster.join_node(cpus=1)
+        yield Scenes(tmp_path, StoragePath("s3://data/retrain", StorageOptions(url)), Nodes(cluster))
+
+
 @pytest.mark.proof
 @pytest.mark.ray
-def test_retraining_for_real_killed_at_each_step(tmp_path: Path) -> None:
-    scenes = Scenes(tmp_path)
+def test_retraining_for_real_killed_at_each_step(scenes: Scenes) -> None:
     scenes.add(240)
     for line in KILLED_AT:
         scenes.killed_at(line)
@@ -99,14 +152,17 @@ def test_retraining_for_real_killed_at_each_step(tmp_path: Path) -> None:
         time.sleep(LEASE_S)
     said = scenes.call()
     assert "is complete; nothing to do" in said, "training was not done again"
-    assert scenes.sound(1)["decision"] == "first" and not scenes.store.orphans(scenes.store.read())
+    first = scenes.sound(1)
+    assert first["decision"] == "first" and not scenes.store.orphans(scenes.store.read())
     assert "nothing new since decision 1" in scenes.call()
 
     scenes.add(360)
     said = scenes.killed_at("  xe_finetune  150/")
     assert "training from the champion's weights" in said
     time.sleep(LEASE_S)
-    said = scenes.call()
+    calls = [scenes.start(), scenes.start()]  # two at once: one retrains, and the other does nothing
+    said, other = sorted((scenes.output(*call) for call in calls), key=len, reverse=True)
+    assert "lease     held by" in other
     record = scenes.sound(2)
     assert record["decision"] == "promoted" and record["data"]["new_images"] == 360, said
     # not always from step 100: what was printed is a little old, and a worker outlives its driver for a moment
@@ -122,4 +178,4 @@ def test_retraining_for_real_killed_at_each_step(tmp_path: Path) -> None:
     scenes.call("--rollback")
     record = scenes.sound(4)
     assert record["decision"] == "rolled back" and not scenes.store.orphans(scenes.store.read())
-    assert record["champion"]["bundle"].endswith("champion-t000007")
+    assert record["champion"]["run_id"] == first["champion"]["run_id"]
