@@ -93,7 +93,7 @@ def _run(run: Path, store: Path, *, on_ray: bool) -> tuple[float, float]:
 
     folder = RunFolder(run)
     shutil.rmtree(run / "stages", ignore_errors=True)
-    folder.journal.unlink(missing_ok=True)
+    shutil.rmtree(folder.journal, ignore_errors=True)
     job = StageJob(folder, ("steps",), store, driver_token=folder.new_driver_token())
     if on_ray:
         fit(job, folder.config)
