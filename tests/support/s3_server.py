@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,17 +29,19 @@ CREDENTIALS = {
 }
 
 
-OUTAGE = "/.outage/"  # a request for this path and a number begins an outage of so many seconds
+OUTAGE = "/.outage"  # the path of `plan_outage`
 
 
 class BadDay:
     """A WSGI application around another: a share of requests is refused, delayed, or its answer cut in the middle.
 
-    During an outage, all requests are refused.
+    During an outage, all requests are refused. `planned` holds the seconds of the next outages, and for each the text
+    in a request's path with which it begins.
     """
 
     def __init__(self, application: Any, share: float) -> None:
         self.application, self.share, self.random = application, share, random.Random(7)
+        self.planned: list[tuple[float, str]] = []
         self.outage_until = 0.0
         self.conditional = threading.Lock()  # S3 compares and writes atomically; moto does not
 
@@ -51,10 +54,13 @@ class BadDay:
         return self._answer(environ, start_response)
 
     def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if environ["PATH_INFO"].startswith(OUTAGE):
-            self.outage_until = time.monotonic() + float(environ["PATH_INFO"].removeprefix(OUTAGE))
+        if environ["PATH_INFO"] == OUTAGE:
+            query = urllib.parse.parse_qs(environ["QUERY_STRING"], keep_blank_values=True)
+            self.planned.append((float(query["seconds"][0]), query["at"][0]))
             start_response("200 OK", [])
             return []
+        if self.planned and self.planned[0][1] in environ["PATH_INFO"]:
+            self.outage_until = time.monotonic() + self.planned.pop(0)[0]
         number = self.random.random()
         is_outage = time.monotonic() < self.outage_until
         if number < self.share / 3 and not is_outage:
@@ -87,9 +93,12 @@ def serve(share: float) -> None:
     server.serve_forever()
 
 
-def begin_outage(url: str, seconds: float) -> None:
-    """The server at `url` refuses all requests with 503 from now on for `seconds`."""
-    with urllib.request.urlopen(f"{url}{OUTAGE}{seconds}"):
+def plan_outage(url: str, seconds: float, at: str = "") -> None:
+    """The server at `url` will refuse all requests with 503 for `seconds`.
+
+    This begins with the first request, after earlier outages, whose path contains `at`.
+    """
+    with urllib.request.urlopen(f"{url}{OUTAGE}?{urllib.parse.urlencode({'seconds': seconds, 'at': at})}"):
         pass
 
 
