@@ -53,10 +53,9 @@ class Retries:
         if left_s <= 0:
             return None
         if self._may_log(failing_s, now):
-            http = context.http_response
-            reason = context.caught_exception or f"{http.status_code} {context.get_error_code() or http.reason}"
+            reason = context.caught_exception or context.get_error_code() or context.http_response.status_code
             logger.warning(
-                f"storage   {event['operation'].name} {event['request_dict']['url']} has failed for {failing_s:.0f} s "
+                f"S3: {event['operation'].name} {event['request_dict']['url']} has failed for {failing_s:.0f} s "
                 f"({' '.join(str(reason).split())}); it is repeated for up to {left_s / 60:.1f} more minutes"
             )
         return min(left_s, float(self._policy.compute_retry_delay(context)))

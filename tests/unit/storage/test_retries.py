@@ -78,7 +78,7 @@ def test_an_outage_of_minutes_is_survived_and_logged_every_30_s(server: Server, 
     put()
     assert OUTAGE_S <= server.seconds < OUTAGE_S + 20, "no pause is longer than 20 s"
     assert 5 <= len(log_lines) <= 9, log_lines
-    assert f"PutObject {URL}/data/x has failed for" in log_lines[0] and "(503 SlowDown)" in log_lines[0]
+    assert f"S3: PutObject {URL}/data/x has failed for" in log_lines[0] and "(SlowDown)" in log_lines[0]
     assert log_lines[0].endswith("more minutes")
 
 
@@ -106,7 +106,7 @@ def test_a_refusal_is_not_repeated(server: Server, status: int, code: str, log_l
 
 def test_a_wrong_address_or_bucket_is_found_at_once(server: Server, tmp_path: Path) -> None:
     storage = small_config({"uri": "s3://data/runs", "endpoint_url": URL})
-    data = small_config(tmp_path, storage={"uri": str(tmp_path), "endpoint_url": URL})
+    data = small_config({"uri": str(tmp_path), "endpoint_url": URL})
     data["data"] = {"root": "s3://data/set", "train_splits": ["train"]}
     for config in map(parse_config, (storage, data)):
         server.is_absent()
