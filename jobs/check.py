@@ -26,7 +26,9 @@ def check(
     """
     from pipeline.runs.check import check_data
 
-    result = check_data(load_config(config, set_ or ()))
+    run_config = load_config(config, set_ or ())
+    run_config.require_storage()
+    result = check_data(run_config)
     _print_statistics(result.statistics)
     for finding in result.findings:
         print(f"{finding.kind:<8} {finding.text}")

@@ -78,6 +78,7 @@ def evaluate(
     if server is not None and not server.replace("-", "").replace("_", "").isalnum():
         raise UserError(f"--server {server}: letters, digits, - and _ only; it becomes part of a file's name")
     run_config = load_config(config, set_ or ())
+    run_config.require_storage()
     evaluation = Evaluation(run_config, splits or (), features, models or (), stage, out)
     bundles, folder = evaluation.bundles, evaluation.folder
     compared_bundle = None if compared is None else evaluation.find_bundle("--compare", compared)

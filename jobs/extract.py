@@ -46,6 +46,7 @@ def extract(
 
     begin = time.monotonic()
     run_config = load_config(config, set_ or ())
+    run_config.require_storage()
     dataset = read_data(run_config)
     logger.info(f"data         {len(dataset)} images in {len(set(dataset.column('split')))} splits")
     dataset, unreadable = snapshot_of(dataset, run_config)

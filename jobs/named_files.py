@@ -23,6 +23,7 @@ def open_bundle(option: str, model: str, storage: StorageOptions = StorageOption
     location = storage_path(model, storage)
     if not location.is_remote and not location.path.is_dir():
         raise UserError(f"{option} {model}: no such folder; give a model bundle, such as results/models/NAME/RUN")
+    location.require_answer()
     folder = fetched(location)
     try:
         return OpenedBundle(location, folder, load_bundle(folder))

@@ -62,4 +62,5 @@ def retrain(
     from pipeline.retrain.retrain import rollback
 
     run_config = load_config(config, set_ or ())
+    run_config.require_storage()
     return rollback(run_config) if roll_back else retrain_once(run_config, RayWork(address))

@@ -371,4 +371,6 @@ def command(config: Config, set_: Set = None, address: Address = None) -> None:
 
     Example: raycap run configs/demo.yaml --set seed=1
     """
-    run(load_config(config, set_ or ()), address)
+    run_config = load_config(config, set_ or ())
+    run_config.require_storage()
+    run(run_config, address)

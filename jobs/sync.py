@@ -85,6 +85,7 @@ def register(folder: RunFolder, config: RunConfig) -> bool:
 def _runs_of_config(path: Path, overrides: Sequence[str]) -> Runs:
     """The runs in a configuration's storage that have its name. They get the configuration's tracker and storage."""
     config = load_config(path, overrides)
+    config.require_storage()
     home = config.home("runs")
     if home is None:
         names = [path.parent.name for path in config.working_path.glob("runs/*/run.json")]

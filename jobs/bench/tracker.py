@@ -92,7 +92,7 @@ def _change_trackers(folder: RunFolder, phases: list[str], addresses: dict[str, 
 
 def _wait_for_step(journal: Path, step: int, ended: threading.Event) -> bool:
     """Waits until the journal contains a step. Returns False when training has ended before it."""
-    while not journal.is_file() or journal.read_bytes().count(b'"kind": "train"') < step:
+    while sum(part.read_bytes().count(b'"kind": "train"') for part in journal.glob("*.jsonl")) < step:
         if ended.wait(0.2):
             return False
     return True

@@ -42,6 +42,7 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     """Runs or resumes a search; returns the exit code, 1 when every trial failed."""
     begin = time.monotonic()
     search = load_search(path, overrides)
+    search.base.require_storage()
     if not address and "RAY_ADDRESS" not in os.environ:
         # A local Ray has at least two CPUs; its number of GPUs is known and checked after it has started.
         _check_fits(search, max(os.cpu_count() or 1, 2), math.inf, "this machine")

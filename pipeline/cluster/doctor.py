@@ -171,7 +171,7 @@ def data(config: RunConfig) -> Finding:
     section = config.data
     if section.root is None:
         return Finding("data", "ok", "synthetic data set")
-    root = storage_path(section.root, config.storage.options)
+    root = storage_path(section.root, config.storage.options.hasty)
     names = [source.annotations for source in section.sources] or [section.annotations]
     try:
         missing = [name for name in names if not (root / name).exists()]

@@ -104,6 +104,15 @@ class RunConfig(Section):
         """The place on S3 of which the folder `name` of `working_path` is a copy. None for a local storage."""
         return self.storage_place / name if is_remote(self.storage.uri) else None
 
+    def require_storage(self) -> None:
+        """Raises an error within seconds if no server answers for the storage or the data set, or a bucket is missing.
+
+        Commands call it first, because later requests are repeated for minutes.
+        """
+        for uri in (self.storage.uri, self.data.root):
+            if uri is not None:
+                storage_path(uri, self.storage.options).require_answer()
+
     @property
     def storage_place(self) -> StoragePath:
         """The folder of all results, local or on S3."""

@@ -12,6 +12,7 @@ from models.config import MODEL_CONFIGS, Identity, ModelConfig
 from pipeline.config.renamed import refuse_renamed_value
 from pipeline.errors import UserError
 from pipeline.storage.path import StorageOptions
+from pipeline.storage.s3 import RETRY_MINUTES
 
 
 def _check_file_name(name: str) -> str:
@@ -53,6 +54,8 @@ class StorageSection(Section):
     uri: str = "results"
     endpoint_url: str | None = None  # the address of an S3-compatible server; None: AWS_ENDPOINT_URL, or AWS
     region: str | None = None
+    # how long a request to S3 that fails is repeated; a request that S3 refuses, such as 403, fails at once
+    retry_minutes: Annotated[float, Field(ge=0, le=60)] = RETRY_MINUTES
 
     def check_values(self) -> None:
         if "@" in (self.endpoint_url or ""):
@@ -63,7 +66,7 @@ class StorageSection(Section):
 
     @property
     def options(self) -> StorageOptions:
-        return StorageOptions(self.endpoint_url, self.region)
+        return StorageOptions(self.endpoint_url, self.region, self.retry_minutes)
 
 
 class SourceSection(Section):

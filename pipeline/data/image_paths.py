@@ -46,4 +46,5 @@ def _find_remote(argument: str, options: StorageOptions) -> list[str]:
     prefix = storage_path(argument, options)
     if Path(argument).suffix.lower() in SUFFIXES:
         return [prefix.uri]  # a single object; whoever reads it reports a missing one
+    prefix.require_answer()
     return [join(prefix.uri, name) for name in sorted(prefix.list()) if Path(name).suffix.lower() in SUFFIXES]

@@ -76,10 +76,12 @@ def write_shard(
     lengths (rows,), boxes (rows, N, 4): only for regions.
     """
     root, name, count = storage_path(folder), shard_name(content_keys), len(content_keys)
-    size, digest = _write_array(root / f"shards/{name}.npy", features)
-    boxes_digest = None
+    files = {f"shards/{name}.npy": features}
     if boxes is not None:
-        _, boxes_digest = _write_array(root / f"shards/{name}.boxes.npy", boxes.astype(np.float32))
+        files[f"shards/{name}.boxes.npy"] = boxes.astype(np.float32)
+    with ThreadPoolExecutor(len(files)) as pool:  # uploads at the same time
+        written = list(pool.map(_write_array, [root / file for file in files], files.values()))
+    (size, digest), boxes_digest = written[0], written[1][1] if boxes is not None else None
     rows = {
         "key": list(content_keys),
         "shard": [name] * count,

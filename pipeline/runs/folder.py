@@ -33,7 +33,7 @@ from pipeline.storage.cache import cache_folder
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, storage_path
 
-JOURNAL = "log/metrics.jsonl"
+JOURNAL = "log/journal"
 
 
 @contextmanager
@@ -191,6 +191,7 @@ class RunFolder:
 
     @property
     def journal(self) -> Path:
+        """The folder that `pipeline.runs.journal` writes and reads."""
         return self.path / JOURNAL
 
     def stage(self, name: str) -> Path:

@@ -198,8 +198,8 @@ def hand_over(run: RunFolder, stage: str, step: int, folder: StoragePath, patien
     with _editable_copy(target) as copy:
         for name in (f"step-{step}", f"best-{best_step}"):
             shutil.copytree(source / name, copy / name)
-        for path in (source / "predictions-val.json", run.journal):
-            shutil.copyfile(path, copy / path.name)
+        shutil.copyfile(source / "predictions-val.json", copy / "predictions-val.json")
+        shutil.copytree(run.journal, copy / run.journal.name)
         write_json(copy / "from.json", {"run": run.run_id, "stage": stage})
     return target
 
@@ -236,8 +236,10 @@ def take_over(run: RunFolder, handover: StoragePath) -> None:
         for path in stage.glob("step-*/progress.json"):
             write_json(path, read_json(path) | {"identity": f"{run.run_id}/{origin['stage']}"})
         shutil.copyfile(copy / "predictions-val.json", stage / "predictions-val.json")
-        run.journal.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(copy / run.journal.name, run.journal)
+        shutil.rmtree(run.journal, ignore_errors=True)
+        shutil.copytree(copy / run.journal.name, run.journal)
+    if run.home is not None:
+        (run.home / JOURNAL).delete_folder()  # parts that this copy has not seen
     run.push("stages", JOURNAL)
 
 

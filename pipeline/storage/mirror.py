@@ -36,7 +36,7 @@ class Mirror:
     def pull(self, under: str = "") -> None:
         """Makes the copy below `under` equal to S3. `under` is a folder, a file with a suffix, or "" for everything.
 
-        Checkpoints without their marker are skipped. Raises StorageError after the last attempt.
+        Checkpoints without their marker are skipped. Raises StorageError like `StoragePath`.
         """
         with self._record() as record:
             remote = _without_unfinished(self._listed(under))

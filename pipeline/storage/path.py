@@ -12,20 +12,19 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.storage.atomic import file_lock, write_bytes
 from pipeline.storage.s3 import ConflictError, Entry, S3Object, StorageError, StorageOptions, is_remote
-
-PROBE_ATTEMPTS = 2  # attempts per request of `try_rights`; few, because a person waits for the result
 
 
 @dataclass(frozen=True)
 class StoragePath:
     """A file or folder, local or on S3.
 
-    Methods raise FileNotFoundError for a missing file and, on S3, StorageError after the last attempt.
+    Methods raise FileNotFoundError for a missing file and, on S3, StorageError for a request that is refused or has
+    failed for `options.retry_minutes`.
     """
 
     uri: str  # a local path, or s3://bucket/key
@@ -51,6 +50,11 @@ class StoragePath:
         if self.is_remote:
             raise ValueError(f"{self.uri} is not a local path")
         return Path(self.uri)
+
+    def require_answer(self) -> None:
+        """Raises an error within seconds if a folder on S3 cannot be reached. For the first request of a command."""
+        if self.is_remote:
+            self._object.require_answer()
 
     def read_bytes(self) -> bytes:
         return self._object.get()[0] if self.is_remote else self.path.read_bytes()
@@ -178,7 +182,7 @@ def try_rights(folder: StoragePath) -> None:
     Raises StorageError naming the operation that fails. Leases need storage that refuses the second write, because
     otherwise two writers could both succeed.
     """
-    folder = StoragePath(folder.uri, replace(folder.options, max_attempts=PROBE_ATTEMPTS))
+    folder = StoragePath(folder.uri, folder.options.hasty)
     probe = folder / f".raycap-probe-{uuid.uuid4().hex}"
     text, is_new_folder = probe.name.encode(), not folder.is_remote and not folder.path.exists()
     try:

@@ -1,7 +1,8 @@
 """Objects on S3. No other module imports boto3.
 
-botocore repeats refused requests and cut connections, and boto3's transfer manager moves large objects in parts. This
-module also repeats reads whose body was cut, and recognizes a successful conditional write whose answer was lost.
+botocore repeats failed requests for some minutes (`pipeline.storage.retries`), and boto3's transfer manager moves large
+objects in parts. This module also repeats reads whose body was cut, and recognizes a successful conditional write whose
+answer was lost.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from pipeline.storage.retries import Retries
+
 REMOTE = "s3://"
 PART_BYTES = 32 * 2**20  # objects of more than two parts are transferred in parts
 PARTS_AT_A_TIME = 4
-# botocore pauses for rand(0, 1) * 2**n seconds after failed request n = 0, 1, ...: two minutes in all on average, four
-# at most. The client uses the mode "legacy", because in the newer modes all threads of a client share about 35 repeats,
-# which an outage uses up within seconds.
-MAX_ATTEMPTS = 9
-CONFLICT_PAUSE_S = 0.5  # the longest pause while another conditional write to the same object is under way
+RETRY_MINUTES = 10.0  # the default: S3 may refuse requests for minutes while it splits a prefix
+PROBE_MINUTES = 1 / 6  # for requests whose result a person waits for
+PAUSE_S = 0.5  # the longest pause after a cut body, or while another conditional write to the same object is under way
 DOWNLOAD_ATTEMPTS = 5  # for an object that others replace meanwhile
 
 
@@ -51,7 +52,12 @@ class StorageOptions:
 
     endpoint_url: str | None = None  # None: from the usual AWS sources (environment, profile, instance role)
     region: str | None = None  # None: from the same sources
-    max_attempts: int = MAX_ATTEMPTS  # requests per call
+    retry_minutes: float = RETRY_MINUTES  # how long a request that fails is repeated
+
+    @property
+    def hasty(self) -> StorageOptions:
+        """The same storage for requests whose result a person waits for."""
+        return replace(self, retry_minutes=min(PROBE_MINUTES, self.retry_minutes))
 
 
 @dataclass(frozen=True)
@@ -64,20 +70,30 @@ class S3Object:
     uri: str
     options: StorageOptions
 
+    def require_answer(self) -> None:
+        """Raises an error within seconds if no server answers or the bucket does not exist."""
+        from botocore.exceptions import ClientError
+
+        try:
+            next(S3Object(self.uri, self.options.hasty).list(), None)
+        except StorageError as error:
+            if not isinstance(error.__cause__, ClientError):  # a server that refuses a request has answered
+                raise
+
     def get(self, **extra: str) -> tuple[bytes, str]:
         """The content and the tag. extra: more parameters of GetObject, such as Range."""
         from botocore.exceptions import IncompleteReadError, ReadTimeoutError, ResponseStreamingError
 
         with self._errors_translated():
-            attempts_left = self.options.max_attempts
+            deadline = self._deadline()
             while True:
                 response = self._client.get_object(**self._location, **extra)
                 try:
                     return response["Body"].read(), str(response["ETag"])
                 except (IncompleteReadError, ReadTimeoutError, ResponseStreamingError):
-                    attempts_left -= 1
-                    if not attempts_left:
+                    if time.monotonic() > deadline:
                         raise
+                    time.sleep(random.uniform(0, PAUSE_S))
 
     def put(self, data: bytes | memoryview) -> str:
         """Replaces the object. Returns its tag."""
@@ -169,7 +185,8 @@ class S3Object:
         refusals = {HTTPStatus.PRECONDITION_FAILED}  # the object was replaced
         if "IfMatch" in condition:
             refusals.add(HTTPStatus.NOT_FOUND)  # the object was removed
-        for _ in range(self.options.max_attempts):
+        deadline = self._deadline()
+        while True:
             try:
                 return str(self._client.put_object(**self._location, Body=data, **condition)["ETag"])
             except ClientError as error:
@@ -178,8 +195,14 @@ class S3Object:
                     raise ConflictError(f"{self.uri} was written by another process") from error
                 if status != HTTPStatus.CONFLICT:
                     raise
-            time.sleep(random.uniform(0, CONFLICT_PAUSE_S))  # another conditional write is under way
-        raise StorageError(f"{self.uri}: other writes were under way in {self.options.max_attempts} attempts")
+                if time.monotonic() > deadline:
+                    seconds = 60 * self.options.retry_minutes
+                    raise StorageError(f"{self.uri}: other writes were under way for {seconds:.0f} s") from error
+            time.sleep(random.uniform(0, PAUSE_S))  # another conditional write is under way
+
+    def _deadline(self) -> float:
+        """The time of `time.monotonic` at which a request that begins now is not repeated any more."""
+        return time.monotonic() + 60 * self.options.retry_minutes
 
     @contextmanager
     def _errors_translated(self) -> Iterator[None]:
@@ -193,15 +216,15 @@ class S3Object:
             if _status(error) == HTTPStatus.NOT_FOUND:
                 kind = "bucket" if error.response["Error"].get("Code") == "NoSuchBucket" else "object"
                 raise FileNotFoundError(errno.ENOENT, f"no such {kind}", self.uri) from error
-            raise self._failure(error, 1 + error.response["ResponseMetadata"].get("RetryAttempts", 0)) from error
+            is_repeated = error.response["ResponseMetadata"].get("RetryAttempts", 0) > 0
+            raise self._failure(error, is_repeated) from error
         except (BotoCoreError, Boto3Error) as error:
-            is_repeated = isinstance(error, (ConnectionError, HTTPClientError))
-            raise self._failure(error, self.options.max_attempts if is_repeated else 1) from error
+            raise self._failure(error, isinstance(error, (ConnectionError, HTTPClientError))) from error
 
-    def _failure(self, error: Exception, attempts: int) -> StorageError:
-        """A StorageError with the text of `error` in one line, and with the number of attempts if it was above 1."""
-        tries = f" after {attempts} attempts" if attempts > 1 else ""
-        return StorageError(f"{self.uri}: storage failed{tries}: {' '.join(str(error).split())}")
+    def _failure(self, error: Exception, is_repeated: bool) -> StorageError:
+        """A StorageError with the text of `error` in one line. is_repeated: the request has failed more than once."""
+        duration = f" for {60 * self.options.retry_minutes:.0f} s" if is_repeated else ""
+        return StorageError(f"{self.uri}: storage failed{duration}: {' '.join(str(error).split())}")
 
 
 def is_remote(uri: str) -> bool:
@@ -235,8 +258,10 @@ def _client(options: StorageOptions, pid: int) -> Any:
         connect_timeout=5,
         read_timeout=30,
         max_pool_connections=32,
-        retries={"mode": "legacy", "total_max_attempts": options.max_attempts},
+        retries={"mode": "standard", "total_max_attempts": 1},  # `Retries` repeats requests
     )
-    return boto3.session.Session().client(
+    client = boto3.session.Session().client(
         "s3", endpoint_url=options.endpoint_url, region_name=options.region, config=config
     )
+    Retries(options.retry_minutes).register(client)
+    return client

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pipeline.config.run import RunConfig
 from pipeline.runs.folder import RunFolder
+from pipeline.runs.journal import journal_bytes
 from pipeline.storage.atomic import read_json, write_json
 from pipeline.tracking.mlflow_client import BoundedClient, ClientStopped, public_uri, reason_of, tracking_client
 from pipeline.tracking.registry import register_model
@@ -94,18 +95,15 @@ class Tracker:
     def _follow(self) -> None:
         """Sends new entries until the run ends. After a failure it waits longer before the next attempt."""
         journal, pause = self.folder.journal, self.every_s
-        sent_version = 0  # the modification time of the journal that was sent last
+        sent_bytes = 0  # the size of the journal that was sent last
         while not self._stop.wait(pause):
-            try:
-                modified = journal.stat().st_mtime_ns
-            except FileNotFoundError:  # not written yet, or being replaced by a newer copy
-                modified = 0
-            if modified == sent_version and not self._failing:
+            size = journal_bytes(journal)
+            if size == sent_bytes and not self._failing:
                 continue
             pause = min(2 * pause, max(LONGEST_PAUSE_S, self.every_s))
             with self._attempt():
                 sync(self.folder, self.config, self._client(self._stop), unsure=self._unsure)
-                pause, sent_version = self.every_s, modified
+                pause, sent_bytes = self.every_s, size
 
     @contextlib.contextmanager
     def _attempt(self) -> Iterator[None]:

@@ -52,8 +52,11 @@ class StageOutput:
     """Reads the checkpoints of a stage, and writes its files if `writes` is True, which it is on rank 0 only.
 
     Each write first checks that no other driver or worker group has taken over the run. The tokens are those that the
-    run had when these workers started; an empty token is not checked. For a run on S3 each write is uploaded, the
-    journal at most every JOURNAL_EVERY_S seconds.
+    run had when these workers started; an empty token is not checked.
+
+    For a run on S3 each write is uploaded, the journal at most every JOURNAL_EVERY_S seconds. Training steps make no
+    requests: after `log`, a background thread checks the tokens and uploads the journal. The next call raises the error
+    of a check that failed.
     """
 
     def __init__(
@@ -64,6 +67,8 @@ class StageOutput:
         self.path, self.identity = folder.stage(stage), f"{folder.run_id}/{stage}"
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
+        self._journal_pool = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._journal_pending: Future[None] | None = None
         self._journal_uploaded_at = -math.inf
 
     def check_may_write(self) -> None:
@@ -105,12 +110,14 @@ class StageOutput:
 
     def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Appends an entry to the journal."""
-        if self.writes:
-            self.check_may_write()
-            self._journal.write(kind, step, values)
-            if time.monotonic() - self._journal_uploaded_at > JOURNAL_EVERY_S:
-                with suppress(OSError):  # a later upload replaces one that failed
-                    self._upload_journal()
+        if not self.writes:
+            return
+        if self.folder.home is None:
+            self.check_may_write()  # reads two local files
+        self._raise_journal_error()
+        self._journal.write(kind, step, values)
+        if self.folder.home is not None and self._journal_pending is None:
+            self._journal_pending = self._journal_pool.submit(self._send_journal, JOURNAL_EVERY_S)
 
     def save_checkpoint(self, captioner: Captioner, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
         """Starts writing step-<n> in the background: training waits for a copy of the tensors, not for the disk.
@@ -118,6 +125,7 @@ class StageOutput:
         One checkpoint is written at a time. All but the newest NUM_CHECKPOINTS are then removed.
         """
         if self.writes:
+            self._raise_journal_error()
             self.wait()
             state = _copied_to_cpu({"captioner": captioner.state_dict(), "optimizer": optimizer.state_dict()})
             record = {"identity": self.identity, **asdict(progress)}
@@ -177,11 +185,28 @@ class StageOutput:
         """(number, folder) of those folders of the stage whose name is the prefix and a number, in ascending order."""
         return sorted((int(path.name.removeprefix(prefix)), path) for path in self.path.glob(f"{prefix}*"))
 
+    def _raise_journal_error(self) -> None:
+        """Raises the error of the last background upload, unless the storage failed: a later upload repeats it."""
+        if self._journal_pending is not None and self._journal_pending.done():
+            pending, self._journal_pending = self._journal_pending, None
+            with suppress(OSError):
+                pending.result()
+
+    def _send_journal(self, every_s: float = 0.0) -> None:
+        """Checks the tokens, and uploads the journal unless that was done less than `every_s` seconds ago.
+
+        Only the journal's thread calls this, so that uploads keep their order.
+        """
+        self.check_may_write()
+        if self.folder.home is not None and time.monotonic() - self._journal_uploaded_at >= every_s:
+            # Through `RunFolder.push` it would wait for the upload of a checkpoint.
+            self._journal.upload(self.folder.home / JOURNAL)
+            self._journal_uploaded_at = time.monotonic()
+
     def _upload_journal(self) -> None:
-        """Uploads the journal directly. Through `RunFolder.push` it would wait for the upload of a checkpoint."""
+        """Uploads the journal of a run on S3, and waits for it."""
         if self.folder.home is not None:
-            (self.folder.home / JOURNAL).write_bytes(self.folder.journal.read_bytes())
-        self._journal_uploaded_at = time.monotonic()
+            self._journal_pool.submit(self._send_journal).result()
 
     def _upload(self) -> None:
         """Uploads the journal and the stage's folder."""

@@ -288,13 +288,13 @@ def test_a_dry_run_covers_every_stage(undisturbed: RunFolder) -> None:
 
 
 def test_a_follower_sees_every_entry_once(tmp_path: Path) -> None:
-    path = tmp_path / "log" / "metrics.jsonl"
+    path = tmp_path / "log" / "journal"
     follower = Follower(path)
     journal = Journal(path, "a", 0)
     journal.write("train", 1, {"loss": 1.0})
     journal.write("train", 2, {"loss": 0.5})
     assert [entry["step"] for entry in follower.new()] == [1, 2]
-    with path.open("a") as file:
+    with (path / "00001.jsonl").open("a") as file:
         file.write('{"stage": "a", "kind": "tr')  # a writer that was killed in the middle of a line
     again = Journal(path, "a", 1)  # resumed from step 1: what came later will come again
     again.write("train", 2, {"loss": 0.5})

@@ -134,7 +134,7 @@ def test_a_whole_run_with_everything_on_s3_on_a_bad_day(url: str, tmp_path: Path
     first = run_with_own_cache(config, tmp_path / "one")
     assert "report       s3://data/whole/runs/" in first and "scst_finetune  done" in first, first
     there = StoragePath("s3://data/whole", StorageOptions(url)).list()
-    for name in ("report.html", "COMPLETE.json", "scores.json", "predictions/test.json", "log/metrics.jsonl"):
+    for name in ("report.html", "COMPLETE.json", "scores.json", "predictions/test.json", "log/journal/00001.jsonl"):
         assert any(path.startswith("runs/demo-") and path.endswith(name) for path in there), name
     assert any(path.startswith("models/demo/") and path.endswith("model.safetensors") for path in there)
     assert not [path for path in there if "/step-" in path], "checkpoints that only served to go on are gone"

@@ -65,14 +65,14 @@ def test_storage_that_cannot_be_reached_is_named() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{unused.getsockname()[1]}"
-    unreachable = StoragePath("s3://data/x", StorageOptions(address, max_attempts=2))
+    unreachable = StoragePath("s3://data/x", StorageOptions(address, retry_minutes=0.01))
     for request in (
         unreachable.read_bytes,
         unreachable.stat,
         unreachable.list,
         lambda: unreachable.write_if(b"", None),
     ):
-        with pytest.raises(StorageError, match=r"s3://data/x: storage failed after 2 attempts: .*" + address):
+        with pytest.raises(StorageError, match=r"s3://data/x: storage failed for 1 s: .*" + address):
             request()
 
 

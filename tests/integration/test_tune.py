@@ -151,9 +151,9 @@ def test_seconds_of_a_trial_add_up_over_its_attempts(tmp_path: Path) -> None:
     entries = [("event", 100), ("train", 104), ("validation", 105), ("event", 90_000), ("train", 90_003)]
     entries += [("event", 90_010), ("train", 90_012)]
     run = RunFolder(tmp_path)
-    run.journal.parent.mkdir(parents=True)
+    run.journal.mkdir(parents=True)
     lines = [{"stage": "a" if time < 90_005 else "b", "kind": kind, "step": 1, "time": time} for kind, time in entries]
-    run.journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run.journal / "00001.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert trained_seconds(run) == 10.0
 
 

@@ -60,6 +60,7 @@ class Folder:
 
     def __init__(self, path: Path, pull_fails: bool = False) -> None:
         self.journal, self.pull_fails, self.pulls = path, pull_fails, 0
+        path.mkdir()
 
     def pull(self, name: str) -> None:
         self.pulls += 1
@@ -67,7 +68,7 @@ class Folder:
             raise OSError("the storage does not answer")
 
     def write(self, **entry: Any) -> None:
-        with self.journal.open("a") as file:
+        with (self.journal / "00001.jsonl").open("a") as file:
             file.write(json.dumps({"stage": "xe", **entry}) + "\n")
 
     def printer(self) -> JournalPrinter:
@@ -75,7 +76,7 @@ class Folder:
 
 
 def test_the_lines_of_a_stage(tmp_path: Path, log_lines: list[str]) -> None:
-    folder = Folder(tmp_path / "metrics.jsonl")
+    folder = Folder(tmp_path / "journal")
     with folder.printer():
         folder.write(kind="event", step=0, time=100.0, text="begins")
         folder.write(step=10, time=110.0, **TRAIN)
@@ -93,7 +94,7 @@ def test_the_lines_of_a_stage(tmp_path: Path, log_lines: list[str]) -> None:
 
 
 def test_the_time_left_counts_from_where_a_stage_resumed(tmp_path: Path, log_lines: list[str]) -> None:
-    folder = Folder(tmp_path / "metrics.jsonl")
+    folder = Folder(tmp_path / "journal")
     folder.write(kind="event", step=0, time=100.0, text="of an earlier attempt")
     with folder.printer():
         folder.write(kind="event", step=20, time=1000.0, text="continues from step 20")
@@ -103,14 +104,14 @@ def test_the_time_left_counts_from_where_a_stage_resumed(tmp_path: Path, log_lin
 
 
 def test_a_step_without_a_known_beginning_has_no_time_left(tmp_path: Path, log_lines: list[str]) -> None:
-    folder = Folder(tmp_path / "metrics.jsonl")
+    folder = Folder(tmp_path / "journal")
     with folder.printer():
         folder.write(step=0, time=100.0, **TRAIN)
     assert log_lines[0].endswith("  0 s left")
 
 
 def test_the_last_entries_are_printed_even_if_the_storage_fails(tmp_path: Path, log_lines: list[str]) -> None:
-    folder = Folder(tmp_path / "metrics.jsonl", pull_fails=True)
+    folder = Folder(tmp_path / "journal", pull_fails=True)
     with pytest.raises(ZeroDivisionError), folder.printer():
         folder.write(kind="event", step=3, time=1.0, text="the loss is not finite")
         raise ZeroDivisionError
@@ -118,7 +119,7 @@ def test_the_last_entries_are_printed_even_if_the_storage_fails(tmp_path: Path, 
 
 
 def test_steps_move_the_bar(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "metrics.jsonl")
+    folder = Folder(tmp_path / "journal")
     printer, shown = folder.printer(), []
     bar = SimpleNamespace(update=lambda *values: shown.append(values), close=lambda: shown.append("closed"))
     printer.bar = cast(Any, bar)

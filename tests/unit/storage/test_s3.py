@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from botocore.response import StreamingBody
 from pipeline.storage.s3 import ConflictError, S3Object, StorageError, StorageOptions
 
 ATTEMPTS = 3
+EARLIER, LATER = 0.0, 1e9  # seconds of the clock
 
 
 def refusal(status: int, code: str = "") -> ClientError:
@@ -44,12 +46,16 @@ def body(data: bytes, length: int) -> dict[str, Any]:
 
 @pytest.fixture
 def s3_object(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr("pipeline.storage.s3.CONFLICT_PAUSE_S", 0.0)
+    """An object whose client gives these answers. The time for repeats ends with attempt number ATTEMPTS."""
 
     def make(*answers: Any) -> tuple[S3Object, Client]:
         client = Client(*answers)
+        clock = iter([EARLIER] * ATTEMPTS + [LATER])  # read once for the deadline and then after each failed attempt
+        monkeypatch.setattr(
+            "pipeline.storage.s3.time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None)
+        )
         monkeypatch.setattr("pipeline.storage.s3._client", lambda options, pid: client)
-        return S3Object("s3://data/x", StorageOptions(max_attempts=ATTEMPTS)), client
+        return S3Object("s3://data/x", StorageOptions()), client
 
     return make
 
@@ -67,7 +73,7 @@ def test_a_conditional_write_waits_for_another_one_under_way(s3_object: Any) -> 
     where, _ = s3_object(refusal(409), refusal(409), {"ETag": "new"})
     assert where.put_if(b"one", None) == "new"
     where, _ = s3_object(*[refusal(409)] * ATTEMPTS)
-    with pytest.raises(StorageError, match="s3://data/x: other writes were under way in 3 attempts"):
+    with pytest.raises(StorageError, match="s3://data/x: other writes were under way for 600 s"):
         where.put_if(b"one", None)
 
 

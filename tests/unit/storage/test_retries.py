@@ -1,0 +1,128 @@
+"""Failed requests to S3 are repeated for minutes. botocore's client runs on a clock of the test, without a network."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from botocore.awsrequest import AWSResponse
+from botocore.exceptions import EndpointConnectionError
+
+from pipeline.config.load import parse_config
+from pipeline.storage import s3
+from pipeline.storage.path import StorageError, StorageOptions, StoragePath
+from tests.conftest import small_config
+from tests.support.s3_server import CREDENTIALS
+
+URL = "http://127.0.0.1:9"
+OUTAGE_S = 300.0
+
+
+class Server:
+    """Answers each request in place of the network: with `respond`, whose values are a status and an error code.
+
+    `seconds` is the clock: pauses between requests pass at once.
+    """
+
+    def __init__(self) -> None:
+        self.seconds, self.num_requests = 0.0, 0
+        self.respond: Callable[[], tuple[int, str]] = lambda: (200, "")
+
+    def send(self, request: Any, **_: Any) -> AWSResponse:
+        self.num_requests += 1
+        status, code = self.respond()
+        body = f"<Error><Code>{code}</Code></Error>" if code else "<ListBucketResult/>"
+        raw = io.BytesIO(body.encode())
+        raw.stream = lambda *_, **__: iter([raw.read()])  # type: ignore[attr-defined]
+        return AWSResponse(request.url, status, {"ETag": '"tag"'}, raw)
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+    def refuses(self, status: int, code: str, *, until: float) -> None:
+        self.respond = lambda: (status, code) if self.seconds < until else (200, "")
+
+    def is_absent(self) -> None:
+        def refuse_connection() -> tuple[int, str]:
+            raise EndpointConnectionError(endpoint_url=URL)
+
+        self.respond = refuse_connection
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    server = Server()
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    clock = SimpleNamespace(monotonic=lambda: server.seconds, sleep=server.sleep, time=lambda: server.seconds)
+    for module in ("pipeline.storage.s3", "pipeline.storage.retries", "botocore.endpoint"):
+        monkeypatch.setattr(f"{module}.time", clock)
+    s3._client.cache_clear()
+    for options in (StorageOptions(URL), StorageOptions(URL).hasty):
+        s3._client(options, os.getpid()).meta.events.register("before-send.s3", server.send)
+    yield server
+    s3._client.cache_clear()
+
+
+def put() -> None:
+    StoragePath("s3://data/x", StorageOptions(URL)).write_bytes(b"content")
+
+
+def test_an_outage_of_minutes_is_survived_and_logged_every_30_s(server: Server, log_lines: list[str]) -> None:
+    server.refuses(503, "SlowDown", until=OUTAGE_S)
+    put()
+    assert OUTAGE_S <= server.seconds < OUTAGE_S + 20, "no pause is longer than 20 s"
+    assert 5 <= len(log_lines) <= 9, log_lines
+    assert f"S3: PutObject {URL}/data/x has failed for" in log_lines[0] and "(SlowDown)" in log_lines[0]
+    assert log_lines[0].endswith("more minutes")
+
+
+@pytest.mark.parametrize(("status", "code"), [(503, "SlowDown"), (503, ""), (500, "InternalError")])
+def test_outages_use_up_no_quota(server: Server, status: int, code: str) -> None:
+    for number in range(1, 15):
+        server.refuses(status, code, until=OUTAGE_S * number)
+        put()
+
+
+def test_an_outage_without_an_end_is_an_error_after_the_configured_time(server: Server) -> None:
+    server.is_absent()
+    with pytest.raises(StorageError, match=f"s3://data/x: storage failed for 600 s: .*{URL}"):
+        put()
+    assert server.seconds == pytest.approx(600)
+
+
+@pytest.mark.parametrize(("status", "code"), [(403, "AccessDenied"), (404, "NoSuchBucket"), (404, "NoSuchKey")])
+def test_a_refusal_is_not_repeated(server: Server, status: int, code: str, log_lines: list[str]) -> None:
+    server.respond = lambda: (status, code)
+    with pytest.raises(OSError, match="s3://data/x"):
+        put()
+    assert server.num_requests == 1 and not log_lines
+
+
+def test_a_wrong_address_or_bucket_is_found_at_once(server: Server, tmp_path: Path) -> None:
+    storage = small_config({"uri": "s3://data/runs", "endpoint_url": URL})
+    data = small_config({"uri": str(tmp_path), "endpoint_url": URL})
+    data["data"] = {"root": "s3://data/set", "train_splits": ["train"]}
+    for config in map(parse_config, (storage, data)):
+        server.is_absent()
+        begin = server.seconds
+        with pytest.raises(StorageError, match="storage failed for 10 s"):
+            config.require_storage()
+        assert server.seconds == pytest.approx(begin + 10)
+        server.respond = lambda: (404, "NoSuchBucket")
+        with pytest.raises(FileNotFoundError, match="no such bucket"):
+            config.require_storage()
+        server.refuses(503, "SlowDown", until=server.seconds + OUTAGE_S)
+        config.require_storage()  # a server that has too much to do is the right one
+
+
+def test_the_time_is_configured() -> None:
+    config = parse_config(small_config({"uri": "s3://data/runs", "retry_minutes": 1.5}))
+    assert config.storage.options.retry_minutes == 1.5
+    assert config.storage.options.hasty.retry_minutes == s3.PROBE_MINUTES
+    assert StorageOptions(retry_minutes=0).hasty.retry_minutes == 0
