@@ -92,7 +92,7 @@ def test_the_demos_differ_in_the_model_and_how_long_it_trains(name: str) -> None
         (["model.d_modle=64"], "unknown key model.d_modle", "did you mean d_model"),
         (["stages.xe_frozen.epohcs=1"], "unknown key stages.xe_frozen.epohcs", "did you mean epochs"),
         (["data.synthetic.num_image=9"], "unknown key data.synthetic.num_image", "num_images"),
-        (["workers.num_workers=7"], "batch_size = 20 does not divide by 7 workers x 1 accumulated = 7", "take 21"),
+        (["workers.num_workers=21"], "batch_size = 20 is below 21 workers x 1 accumulated", "set batch_size to 21"),
         (["stages.nothere.epochs=1"], "'nothere' is none of xe_frozen", ""),
         (["model.num_heads=3"], "model.d_model = 128 does not divide by model.num_heads = 3", "choose heads"),
         (["model.static_expansion=[]"], "empty list", "null for none"),

@@ -88,7 +88,7 @@ def test_each_kind_of_failure_is_named_and_training_resumes(
 
 
 def test_workers_that_never_start_do_not_start_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(JobFailedError, match="the workers did not start: .* max_failures_per_hour is 2"):
+    with pytest.raises(JobFailedError, match="the workers did not start: .*max_failures_per_hour is 2"):
         fit_with(monkeypatch, [ControllerError(RuntimeError("a node died")) for _ in range(9)])
 
 
