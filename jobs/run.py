@@ -120,6 +120,17 @@ def stage_groups(stages: Sequence[StageSection]) -> list[list[StageSection]]:
     return groups
 
 
+def shares_text(config: RunConfig, stage: StageSection) -> str:
+    """How the workers share a batch, such as `3 workers x 6 to 7 x 2 accumulated`."""
+
+    def span(low: int, high: int) -> str:
+        return f"{low}" if low == high else f"{low} to {high}"
+
+    counts, steps = config.workers.counts, stage.gradient_accumulation_steps
+    accumulated = f" x {steps} accumulated" if steps > 1 else ""
+    return f"{span(counts[0], counts[-1])} workers x {span(*config.micro_batch_sizes(stage))}{accumulated}"
+
+
 class RunDriver:
     """One attempt at a run. It starts with the prepared folder and ends with the summary."""
 
@@ -184,7 +195,6 @@ class RunDriver:
         """A stage as a line of the plan."""
         from pipeline.training.batches import num_samples
 
-        workers, accumulation_steps = self.config.workers.num_workers, stage.gradient_accumulation_steps
         per_sample = ""
         if stage.objective == "scst":
             per_sample = f" x {stage.sampling.num_samples} samples"
@@ -195,8 +205,7 @@ class RunDriver:
         return (
             f"{stage.name}: {stage.objective}, {'end to end' if stage.train_backbone else 'frozen features'}, {state} "
             f"of {stage.batch_size} {'pairs' if stage.samples_are_pairs else 'images'}{per_sample} = "
-            f"{workers} workers x {stage.batch_size // (workers * accumulation_steps)}"
-            + (f" x {accumulation_steps} accumulated" if accumulation_steps > 1 else "")
+            f"{shares_text(self.config, stage)}"
         )
 
     def _dry_run(self) -> None:
@@ -270,7 +279,7 @@ class RunDriver:
         names = tuple(stage.name for stage in group)
         job = StageJob(self.folder, names, store, tuple(sorted(self.excluded)), self.driver_token)
         with self._timed(" + ".join(names)), JournalPrinter(self.folder):
-            fit(job, self.config)
+            fit(job, self.config, lambda: self._start_ray("training"))
         self.folder.pull("stages")
 
     def _score(self, dataset: Dataset, splits: Sequence[str], store: StoragePath) -> RunScores:

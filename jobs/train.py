@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +16,98 @@ from pipeline.storage.path import StoragePath
 from pipeline.training.loop import DivergedError, StageJob, train_stages
 from pipeline.training.stage_output import AbandonedError
 
+logger = logging.getLogger(__name__)
+
+HOUR_S = 3600.0
+NUM_STARTS = 5  # how often Ray Train tries in one attempt to start workers again that did not start within a minute
+
 
 class StageFailedError(JobFailedError):
     """Training failed and would fail again in the same way. The message names the stage and the reason."""
 
 
-def fit(job: StageJob, config: RunConfig) -> None:
-    """Runs the job's stages on the cluster. A worker that dies is replaced, and the stage resumes.
+class FailureBudget:
+    """Counts the failures of the last hour. A run on nodes that are taken away now and then has no limit in all."""
 
+    def __init__(self, per_hour: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.per_hour, self.clock = per_hour, clock
+        self.times: list[float] = []
+
+    def charge(self, reason: str) -> None:
+        """Counts a failure and logs its reason. Raises JobFailedError if there were too many within an hour."""
+        now = self.clock()
+        self.times = [earlier for earlier in self.times if now - earlier < HOUR_S] + [now]
+        count = f"failure {len(self.times)} within an hour"
+        if len(self.times) > self.per_hour:
+            raise JobFailedError(
+                f"training failed: {reason} ({count}, workers.max_failures_per_hour is {self.per_hour}); "
+                "the same command resumes from the last checkpoint"
+            )
+        logger.warning(f"{reason}; training resumes from the last checkpoint ({count}, at most {self.per_hour})")
+
+
+def fit(job: StageJob, config: RunConfig, start_ray: Callable[[], None] | None = None) -> None:
+    """Runs the job's stages on the cluster. After a failure, new workers resume the stage.
+
+    start_ray: joins or starts Ray if that is necessary, and may wait until it has resources for new workers. It is
+    called after a failure. Without it, the death of Ray Train's controller is not followed by another attempt.
     Raises StageFailedError without another attempt for failures that would repeat, such as a loss that is not finite
-    or a setting that does not fit the data. After `workers.max_failures` failures, raises the last worker's error.
-    Raises JobFailedError when Ray Train's controller dies. The same command resumes the stage.
+    or a setting that does not fit the data. Raises JobFailedError after more than `workers.max_failures_per_hour`
+    failures within an hour. The same command then resumes the stage.
     """
+    import ray
     from ray.exceptions import RayActorError
+    from ray.train import TrainingFailedError
 
+    budget = FailureBudget(config.workers.max_failures_per_hour)
+    while True:
+        try:
+            _attempt(job, config)
+            return
+        except (TrainingFailedError, RayActorError) as error:
+            logger.debug("training failed", exc_info=error)
+            if start_ray is None and isinstance(error, RayActorError):
+                raise JobFailedError(f"{_reason(error)}; the same command resumes from the last checkpoint") from error
+            budget.charge(_reason(error))
+            if isinstance(error, RayActorError):
+                ray.shutdown()  # Ray keeps the placement group of a controller that died until its driver leaves
+        if start_ray is not None:
+            start_ray()
+
+
+def _attempt(job: StageJob, config: RunConfig) -> None:
+    """Runs the job's stages until they are finished or a worker fails."""
     try:
         _trainer(job, config).fit()
-    except RayActorError as error:  # of the controller, because errors of workers have other types
-        raise JobFailedError("training's controller died; the same command resumes from the last checkpoint") from error
     finally:
         shutil.rmtree(_scratch(job), ignore_errors=True)
         if failure_file(job).exists():
             raise StageFailedError(failure_file(job).read_bytes().decode())
+
+
+def _reason(error: Exception) -> str:
+    """The cause of a failed attempt as a clause. RayActorError is the error of Ray Train's controller."""
+    from ray.train import ControllerError, WorkerGroupError
+
+    if isinstance(error, WorkerGroupError):
+        # Ray wraps the error of a worker that died. The others then fail, too, because they lose a peer.
+        died = {
+            rank: failure.health_check_failure
+            for rank, failure in error.worker_failures.items()
+            if hasattr(failure, "health_check_failure")
+        }
+        rank, failure = min((died or error.worker_failures).items())
+        return f"worker {rank} {'died' if died else 'failed'}: {_first_line(failure)}"
+    if isinstance(error, ControllerError):
+        return f"the workers did not start: {_first_line(error.controller_failure)}"
+    return "Ray Train's controller died"
+
+
+def _first_line(error: BaseException) -> str:
+    """The first line of an error's message with its type, or the line in which Ray names a cause of death."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    cause = next((line for line in lines if " because " in line), None)
+    return cause or f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 def _scratch(job: StageJob) -> Path:
@@ -68,7 +140,8 @@ def _trainer(job: StageJob, config: RunConfig) -> Any:
             # a new name, because Ray Train returns the old result when a name is used twice
             name=f"{job.stages[0]}-{uuid.uuid4().hex[:8]}",
             storage_path=str(_scratch(job)),
-            failure_config=FailureConfig(max_failures=workers.max_failures),
+            # `fit` makes the next attempt, except after a node was drained, which is no failure
+            failure_config=FailureConfig(max_failures=0, controller_failure_limit=NUM_STARTS),  # type: ignore[call-arg]
         ),
     )
 

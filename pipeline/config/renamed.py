@@ -19,6 +19,7 @@ RENAMED_KEYS = {
     "stages.schedule.anneal_every_epochs": "decay_every_epochs",
     "stages.scst.max_fall": "max_cider_drop",
     "workers.decode_workers": "num_decode_threads",
+    "workers.max_failures": "max_failures_per_hour",
     "workers.trial_steps": "dry_run",
 }
 

@@ -63,14 +63,13 @@ class RunConfig(Section):
             raise ValueError(f"stage names must differ, found {', '.join(names)}")
         self._check_regions()
         for stage in self.stages:
-            # each number of workers that may train must divide the batch
-            share = math.lcm(*self.workers.counts) * stage.gradient_accumulation_steps
-            if stage.batch_size % share:
-                counts = " and ".join(map(str, self.workers.counts))
+            smallest, _ = self.micro_batch_sizes(stage)
+            if smallest == 0:
+                workers, steps = self.workers.num_workers, stage.gradient_accumulation_steps
                 raise ValueError(
-                    f"stages.{stage.name}.batch_size = {stage.batch_size} does not divide by "
-                    f"{counts} workers x {stage.gradient_accumulation_steps} accumulated = {share}; "
-                    f"take {max(share, round(stage.batch_size / share) * share)} or another workers.num_workers"
+                    f"stages.{stage.name}.batch_size = {stage.batch_size} is below {workers} workers x {steps} "
+                    f"accumulated, and every worker needs a sample in each micro-step; set batch_size to "
+                    f"{workers * steps} or more, or lower workers.num_workers"
                 )
 
     def _check_regions(self) -> None:
@@ -117,6 +116,12 @@ class RunConfig(Section):
     def storage_place(self) -> StoragePath:
         """The folder of all results, local or on S3."""
         return storage_path(self.storage.uri, self.storage.options)
+
+    def micro_batch_sizes(self, stage: StageSection) -> tuple[int, int]:
+        """The fewest and most samples of a worker's micro-batch, over all numbers of workers that may train."""
+        fewest_workers, most_workers = self.workers.counts[0], self.workers.counts[-1]
+        steps = stage.gradient_accumulation_steps
+        return stage.batch_size // (most_workers * steps), math.ceil(stage.batch_size / (fewest_workers * steps))
 
     def stage(self, name: str) -> StageSection:
         return next(stage for stage in self.stages if stage.name == name)

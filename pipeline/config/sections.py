@@ -258,7 +258,7 @@ class WorkersSection(Section):
     threads_per_worker: Positive = 1
     dry_run: bool = True  # before training, take one step of every stage
     num_decode_threads: NonNegative = 0
-    max_failures: NonNegative = 3
+    max_failures_per_hour: NonNegative = 6  # training ends after more failures than this within an hour
     max_wait_minutes: PositiveFloat = 30  # how long a stage waits for the cluster's resources
     log_every_steps: Positive = 20
     compile: bool = False  # torch.compile: needs a C++ compiler on CPUs, and its results differ in the last bits

@@ -1,14 +1,18 @@
-"""The training loop's environment: rank, world size, device, and how to report metrics. The loop never imports Ray."""
+"""The training loop's environment: ranks, device, notices and how to report metrics. The loop never imports Ray."""
 
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from pipeline.runtime.log import set_rank
+
+_got_sigterm = False
 
 
 class Context(Protocol):
@@ -20,6 +24,9 @@ class Context(Protocol):
 
     def report(self, metrics: dict[str, Any]) -> None:
         """Sends metrics to the driver. It is a barrier: every rank must call it equally often."""
+
+    def has_notice(self) -> bool:
+        """Whether this worker was told that it will soon be ended. It does not wait, and ranks may differ."""
 
 
 def computes_on_cpus() -> bool:
@@ -52,9 +59,16 @@ class LocalContext:
     def report(self, metrics: dict[str, Any]) -> None:
         pass
 
+    def has_notice(self) -> bool:
+        return False
+
 
 class RayContext:
-    """A worker of Ray Train. Ray has already set up the process group."""
+    """A worker of Ray Train. Ray has already set up the process group.
+
+    It has a notice when Ray drains the node of any worker, which providers of spot nodes ask for before they take a
+    node, or when this process got SIGTERM. From then on SIGTERM does not end the process.
+    """
 
     def __init__(self) -> None:
         import ray.train
@@ -64,11 +78,29 @@ class RayContext:
         self.world_rank, self.world_size = context.get_world_rank(), context.get_world_size()
         self.device = torch.device("cpu") if computes_on_cpus() else get_device()
         set_rank(self.world_rank)
+        # Signal handlers are set in the main thread, which runs the actor's methods. This is the training thread.
+        ray.get(ray.get_runtime_context().current_actor.__ray_call__.remote(_note_sigterm))
 
     def report(self, metrics: dict[str, Any]) -> None:
         import ray.train
 
         ray.train.report(metrics)
+
+    def has_notice(self) -> bool:
+        # The public `ray.train.get_preemption_info` would make all ranks wait for each other.
+        from ray.train.v2._internal.execution.context import get_train_context
+
+        return _got_sigterm or get_train_context().preemption_context.preemption_info is not None
+
+
+def _note_sigterm(actor: object) -> None:
+    """Makes SIGTERM a notice, which does not end the process. actor: unused; Ray passes it."""
+
+    def note(*_: object) -> None:
+        global _got_sigterm
+        _got_sigterm = True
+
+    signal.signal(signal.SIGTERM, note)
 
 
 def gather_objects(context: Context, value: Any) -> list[Any]:
@@ -77,6 +109,23 @@ def gather_objects(context: Context, value: Any) -> list[Any]:
     if context.world_size > 1:
         dist.all_gather_object(values, value)
     return values
+
+
+def any_rank(context: Context, answer: bool) -> Callable[[], bool]:
+    """Starts to ask whether `answer` is True on any rank, and returns a function that waits for the result.
+
+    All ranks must call this together. The ranks exchange their answers in the background.
+    """
+    if context.world_size == 1:
+        return lambda: answer
+    count = torch.tensor(int(answer), device=context.device)
+    exchange = dist.all_reduce(count, async_op=True)
+
+    def result() -> bool:
+        exchange.wait()
+        return bool(count)
+
+    return result
 
 
 def sum_over_ranks(context: Context, values: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,11 @@ def num_samples(stage: StageSection, train: Dataset) -> int:
     return sum(map(len, train.column("captions"))) if stage.samples_are_pairs else len(train)
 
 
+def share(size: int, index: int, count: int) -> slice:
+    """The samples of one of `count` contiguous shares of a batch of `size` samples. Shares differ by one at most."""
+    return slice(index * size // count, (index + 1) * size // count)
+
+
 class CaptionTokens:
     """Token ids (SOS words EOS) of all captions of a data set, in flat arrays.
 
@@ -76,7 +81,11 @@ class Batch:
 
 
 class Batches:
-    """The batches of one stage for one worker. `at(step)` does not depend on earlier calls."""
+    """The batches of one stage for one worker. `at(step)` does not depend on earlier calls.
+
+    A step's samples are shared among the workers, and each worker's among its micro-steps. The shares need not be
+    equal, because a loss is divided by the counts of the whole step (`Batch.global_targets`, `Batch.global_images`).
+    """
 
     def __init__(
         self, images: Images, captions: CaptionTokens, stage: StageSection, *, seed: int, rank: int, world_size: int
@@ -103,12 +112,11 @@ class Batches:
         positions = np.arange(stage.batch_size) + step * stage.batch_size
         images, captions = self._rows(samples_at(positions, self.num_samples, self.seed), step)
         targets = int(self.captions.target_counts(captions).sum())
-        size = stage.batch_size // (self.world_size * stage.gradient_accumulation_steps)
+        num_shares = self.world_size * stage.gradient_accumulation_steps
         batches = []
         for part in range(stage.gradient_accumulation_steps):
-            start = (part * self.world_size + self.rank) * size
-            rows = images[start : start + size]
-            tokens = self.captions.padded(captions[start : start + size].reshape(-1))
+            samples = share(stage.batch_size, part * self.world_size + self.rank, num_shares)
+            rows, tokens = images[samples], self.captions.padded(captions[samples].reshape(-1))
             batches.append(Batch(self.images.load(rows), tokens, rows, targets, stage.batch_size))
         return batches
 

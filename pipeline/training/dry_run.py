@@ -71,9 +71,9 @@ def _one_step(folder: RunFolder, stage: StageSection, train: Dataset, device: to
 
 
 def _longest_batch(folder: RunFolder, stage: StageSection, train: Dataset) -> Batch:
-    """A worker's micro-batch with random features and the longest training captions, which need the most memory."""
+    """The largest micro-batch, with random features and the longest training captions. It needs the most memory."""
     config, num_tokens = folder.config, folder.metadata.num_tokens
-    size = stage.batch_size // (config.workers.num_workers * stage.gradient_accumulation_steps)
+    _, size = config.micro_batch_sizes(stage)
     captions = CaptionTokens(train, folder.vocabulary)
     counts = captions.target_counts(np.arange(len(captions.image_of)))
     longest_first = np.argsort(-counts, kind="stable")

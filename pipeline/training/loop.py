@@ -32,7 +32,7 @@ from pipeline.data.dataset import Dataset
 from pipeline.features.model_inputs import Images
 from pipeline.features.store import FeatureStore, open_store
 from pipeline.runs.folder import RunFolder, StageResult
-from pipeline.runtime.context import Context, gather_objects
+from pipeline.runtime.context import Context, any_rank, gather_objects
 from pipeline.runtime.cpu import prepare_processor
 from pipeline.scoring.split_result import Hypothesis
 from pipeline.storage.cache import image_cache
@@ -45,6 +45,8 @@ from pipeline.training.reward import CaptionReward
 from pipeline.training.sample_order import seed_of
 from pipeline.training.stage_output import Progress, StageOutput
 from pipeline.training.step_metrics import StepMetrics
+
+NOTICE = "a worker will soon be ended; a checkpoint is saved now"
 
 
 class DivergedError(RuntimeError):
@@ -131,14 +133,15 @@ class StageRun:
             self.wrapped = DistributedDataParallel(self.wrapped, gradient_as_bucket_view=True, broadcast_buffers=False)
         self.total = total_steps(stage, self.batches.num_samples)
         self.output = StageOutput(folder, stage.name, rank == 0, job.driver_token, worker_group_token)
-        self.progress = Progress()
+        self.progress, self.had_notice = Progress(), False
 
     def run(self) -> None:
         """Trains to the end of the stage and marks it as finished."""
         stage, output = self.stage, self.output
         progress = self.progress = self._resume()
-        text = f"continues from step {progress.step}" if progress.step else "starts"
-        output.log("event", progress.step, {"text": f"{text} of {self.total}", "total": self.total})
+        text = f"{'continues from' if progress.step else 'starts at'} step {progress.step} of {self.total}"
+        workers = f" with {self.context.world_size} workers" if self.context.world_size > 1 else ""
+        output.log("event", progress.step, {"text": text + workers, "total": self.total})
         if self.reward is not None:
             output.log("reward", progress.step, {"text": check_reward(stage, self.reward)})
         self.captioner.train()
@@ -147,8 +150,12 @@ class StageRun:
         stop = progress.step if progress.ended_early else self.total
         for step, batches in enumerate(self.batches.stream(progress.step, stop), progress.step):
             metrics.batch_arrived()
+            has_notice = any_rank(self.context, self.context.has_notice())  # exchanged while the step is computed
             metrics.add(self.step(step, batches))
             progress.step = step + 1
+            if has_notice() and not self.had_notice:
+                self.had_notice, saved_at = True, -math.inf  # a checkpoint is due
+                output.log("event", progress.step, {"text": NOTICE, "total": self.total})
             if progress.step % self.folder.config.workers.log_every_steps == 0 or progress.step == self.total:
                 values, metrics = metrics.summary(stage.batch_size), StepMetrics(self.context)
                 output.log("train", progress.step, {"total": self.total, "lr": self._rate(step), **values})

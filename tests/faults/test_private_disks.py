@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import re
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
+from pipeline.training.loop import NOTICE
 from tests.conftest import ROOT, small_config
 from tests.support.ray_cluster import HEAD, Cluster, ray_cluster
 from tests.support.s3_server import CREDENTIALS
 
 OUTSIDE = "laptop"
 TIMEOUT_S = 500
+SPOT_NODE = """
+import ray
+ray.init('{}', log_to_driver=False)
+print(*(node['NodeID'] for node in ray.nodes() if 'spot' in node['Resources']))
+"""
 pytestmark = pytest.mark.proof
 
 
@@ -126,6 +136,105 @@ def test_a_run_survives_a_lost_node(pair: Cluster, s3: str) -> None:
     disturbed = scores(raycap(pair, "run", run, "--address", pair.address, meanwhile=cause))
     whole = write(pair, "whole.yaml", settings(s3, name="whole"))
     assert disturbed == scores(raycap(pair, "run", whole, "--address", pair.address))
+
+
+def test_a_run_survives_the_death_of_its_controller(pair: Cluster, s3: str) -> None:
+    """Ray Train's controller is an actor that starts and watches the workers."""
+    run = write(pair, "run.yaml", settings(s3, name="lost-controller"))
+
+    def kill_the_controller(log: Path) -> None:
+        wait_until(log, lambda text: "xe_finetune  2/" in text)
+        (controller,) = processes(pair.nodes[0], "TrainController")
+        controller.kill()
+
+    disturbed = raycap(pair, "run", run, "--address", pair.address, meanwhile=kill_the_controller)
+    assert "Ray Train's controller died; training resumes" in disturbed
+    whole = write(pair, "whole.yaml", settings(s3, name="whole"))
+    assert scores(disturbed) == scores(raycap(pair, "run", whole, "--address", pair.address))
+
+
+def drain_a_node(cluster: Cluster, log: Path) -> None:
+    """Ray learns that a node will be taken in 20 s, as from a provider of spot nodes, and the node is then killed."""
+    cluster.join_node(cpus=1)  # the replacement
+    node_id = printed(cluster, sys.executable, "-c", SPOT_NODE.format(cluster.address)).split()[-1]
+    drain = ["drain-node", "--address", cluster.address, "--node-id", node_id, "--deadline-remaining-seconds", "20"]
+    drain += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "test"]
+    printed(cluster, sys.executable, "-m", "ray.scripts.scripts", *drain)
+    wait_until(log, lambda text: "continues from step" in text)
+    cluster.kill(cluster.nodes[2])
+
+
+def terminate_a_worker(cluster: Cluster, log: Path) -> None:
+    """A worker's process gets SIGTERM, and is killed after the notice."""
+    (worker,) = processes(cluster.nodes[2], "RayTrainWorker")
+    worker.send_signal(signal.SIGTERM)
+    wait_until(log, lambda text: NOTICE in text)
+    worker.kill()
+
+
+def processes(node: subprocess.Popen[bytes], title: str) -> list[psutil.Process]:
+    """The processes of a node with this word in their title."""
+    return [child for child in psutil.Process(node.pid).children(recursive=True) if title in " ".join(child.cmdline())]
+
+
+def printed(cluster: Cluster, *command: str) -> str:
+    """What a program prints that runs on the head and must succeed."""
+    log = cluster.folder / "printed.txt"
+    assert cluster.start(HEAD, command, log).wait(TIMEOUT_S) == 0, log.read_text()
+    return log.read_text()
+
+
+@pytest.mark.parametrize("fault", [drain_a_node, terminate_a_worker])
+def test_a_notice_saves_the_next_step(
+    s3: str, variables: dict[str, str], fault: Callable[[Cluster, Path], None]
+) -> None:
+    """The only checkpoint is that of the notice. The run ends with the scores of an undisturbed one."""
+    with ray_cluster(cpus=0, variables=variables) as cluster:
+        cluster.join_node(cpus=1)
+        cluster.join_node(cpus=1, options=['--resources={"spot": 1}'])
+        values = settings(s3, name=fault.__name__.replace("_", "-"))
+        values["stages"] = [values["stages"][0] | {"checkpoint_every_steps": 10**6}]
+        values["stages"][0] |= {"epochs": 150, "validate_every_epochs": 150}
+
+        def cause(log: Path) -> None:
+            wait_until(log, lambda text: "xe_frozen  20/" in text)
+            fault(cluster, log)
+
+        output = raycap(
+            cluster, "run", write(cluster, "run.yaml", values), "--address", cluster.address, meanwhile=cause
+        )
+        (resumed,) = map(int, re.findall(r"xe_frozen  continues from step (\d+)", output))
+        last = int(re.findall(r"xe_frozen  (\d+)/", output[: output.index(NOTICE)])[-1])
+        assert last <= resumed <= last + 2, "the step after the notice"
+        assert ("failure 1 within an hour" in output) == (fault is terminate_a_worker), "a drained node is no failure"
+        whole = write(cluster, "whole.yaml", values | {"name": "unnoticed"})
+        assert scores(output) == scores(raycap(cluster, "run", whole, "--address", cluster.address))
+
+
+def test_a_run_continues_with_fewer_workers_and_then_with_more(s3: str, variables: dict[str, str]) -> None:
+    """Four workers, two after a loss, and four again, on batches of 10 samples."""
+    with ray_cluster(cpus=0, variables=variables) as cluster:
+        for _ in range(4):
+            cluster.join_node(cpus=1)
+        values = settings(s3, name="elastic")
+        values["workers"] |= {"num_workers": 4, "min_workers": 2, "log_every_steps": 20}
+        values["stages"] = [stage | {"batch_size": 10} for stage in values["stages"]]
+        values["stages"][0] |= {"epochs": 900, "validate_every_epochs": 300, "checkpoint_every_steps": 50}
+
+        def cause(log: Path) -> None:
+            wait_until(log, lambda text: "xe_frozen  60/" in text)
+            for node in cluster.nodes[3:]:
+                cluster.kill(node)
+            wait_until(log, lambda text: "with 2 workers" in text)
+            for _ in range(2):
+                cluster.join_node(cpus=1)
+            wait_until(log, lambda text: text.count("with 4 workers") > 1)
+
+        run = write(cluster, "run.yaml", values)
+        output = raycap(cluster, "run", run, "--address", cluster.address, meanwhile=cause)
+        assert "2 to 4 workers x 2 to 5" in output
+        assert re.findall(r"xe_frozen .* with (\d) workers", output)[:3] == ["4", "2", "4"]
+        print("\n".join(scores(output)))
 
 
 def scores(output: str) -> list[str]:

@@ -16,7 +16,7 @@ from pipeline.runs.journal import Follower, Journal, read_journal
 from pipeline.runtime.context import LocalContext
 from pipeline.training.batches import Batch
 from pipeline.training.dry_run import dry_run
-from pipeline.training.loop import DivergedError, StageJob, StageRun, train_stages
+from pipeline.training.loop import NOTICE, DivergedError, StageJob, StageRun, train_stages
 from pipeline.training.stage_output import StageOutput
 from tests.conftest import small_config
 from tests.support.runs import FROZEN_STAGES, STAGES, Killed, assert_same_weights, best_weights, prepare_run
@@ -221,15 +221,66 @@ def test_workers_that_were_replaced_write_nothing(tmp_path: Path, monkeypatch: p
     assert folder.result(STAGES[0]) is not None
 
 
-def rank_of_two(rank: int, cases: list[tuple[Path, Path, str, Path]], out: Path) -> None:
-    """One of two processes: real optimizer steps under DDP over gloo, in float64."""
+class NoticedContext(LocalContext):
+    """A worker that gets a notice before the step with the number `notice_at`, if it gets one."""
+
+    def __init__(self, notice_at: int | None = None) -> None:
+        super().__init__("cpu")
+        self.notice_at, self.num_asked = notice_at, 0  # the loop asks once per step
+
+    def has_notice(self) -> bool:
+        self.num_asked += 1
+        return self.notice_at is not None and self.num_asked > self.notice_at
+
+
+def run_until(run: StageRun, last: int) -> None:
+    """Runs a stage and breaks it off before the step `last`, when its last checkpoint is on disk."""
+    step = run.step
+
+    def cut_off(number: int, batches: list[Batch]) -> dict[str, float]:
+        if number == last:
+            run.output.wait()
+            raise Killed
+        return step(number, batches)
+
+    run.step = cut_off  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        run.run()
+
+
+def noticed_steps(folder: RunFolder) -> list[int]:
+    """The steps after which the journal has a notice."""
+    return [entry["step"] for entry in read_journal(folder.journal) if entry.get("text") == NOTICE]
+
+
+def test_after_a_notice_the_next_step_is_saved(tmp_path: Path, undisturbed: RunFolder) -> None:
+    """The stage saves no other checkpoint before it is killed, and resumes from that one."""
+    stages = [stage | {"checkpoint_every_steps": 500} for stage in small_config(tmp_path)["stages"]]
+    folder, store = prepare_run(tmp_path, stages=stages)
+    job = StageJob(folder, STAGES[:1], store)
+    run_until(StageRun(NoticedContext(notice_at=1), folder, folder.config.stages[0], job), last=4)
+    assert [path.name for path in folder.stage(STAGES[0]).glob("step-*")] == ["step-2"]
+    assert noticed_steps(folder) == [2], "one event and one checkpoint for a notice that stays"
+    train_stages(LocalContext("cpu"), job)
+    assert_same_weights(best_weights(folder.stage(STAGES[0])), best_weights(undisturbed.stage(STAGES[0])))
+
+
+def one_rank(rank: int, world_size: int, cases: list[tuple[Path, Path, str, Path]], out: Path) -> None:
+    """One of several processes: real optimizer steps under DDP over gloo, in float64.
+
+    Of three, the last one then gets a notice in the first case's stage, which is broken off.
+    """
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=2)
-    context = LocalContext("cpu")
-    context.world_rank, context.world_size = rank, 2
+    dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=world_size)
+    context = NoticedContext(notice_at=1 if rank == world_size - 1 else None)
+    context.world_rank, context.world_size = rank, world_size
     for folder, store, name, place in cases:
         save_steps(context, folder, store, name, place / f"{rank}.pt")
+    if world_size == 3:
+        path, store, name, _ = cases[0]
+        run_folder, job = RunFolder(path), StageJob(RunFolder(path), STAGES, store)
+        run_until(StageRun(context, run_folder, run_folder.config.stage(name), job), last=4)
     dist.destroy_process_group()
 
 
@@ -267,7 +318,7 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
         folder, store = prepare_run(place, stages=stages)
         save_steps(LocalContext("cpu"), folder.path, store, name, place / "one.pt")
         cases.append((folder.path, store, name, place))
-    torch.multiprocessing.spawn(rank_of_two, (cases, tmp_path), nprocs=2)  # type: ignore[attr-defined]
+    torch.multiprocessing.spawn(one_rank, (2, cases, tmp_path), nprocs=2)  # type: ignore[attr-defined]
     for *_, place in cases:
         one, norms, losses = torch.load(place / "one.pt")
         (two, norms_of_two, first), (_, _, second) = (torch.load(place / f"{rank}.pt") for rank in (0, 1))
@@ -279,6 +330,37 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
         assert norms_of_two == pytest.approx([norm / 2 for norm in norms], rel=1e-6), "a rank's half of a sum"
         for key in one:
             assert torch.allclose(one[key], two[key], rtol=1e-9, atol=1e-9), key
+
+
+def test_three_processes_with_unequal_shares_train_as_one(tmp_path: Path) -> None:
+    """Optimizer steps on 7 samples in 2 micro-steps and on 8 images with SCST, which 3 processes share unequally.
+
+    A notice that only the last rank gets makes rank 0 save a checkpoint.
+    """
+    cases = []
+    changes: dict[str, dict[str, Any]] = {
+        "xe_frozen": {"batch_size": 7, "gradient_accumulation_steps": 2, "checkpoint_every_steps": 500},
+        "scst_frozen": {"scst": {"num_samples": 3, "max_length": 10, "sampler": "beam"}},
+    }
+    for name in changes:
+        place = tmp_path / name
+        common = {"dropout": 0.0, "precision": "float64", "optimizer": {"name": "adam", "eps": 1e-3}}
+        stages = [stage | common | changes.get(stage["name"], {}) for stage in small_config(place)["stages"]]
+        folder, store = prepare_run(place, stages=stages)
+        save_steps(LocalContext("cpu"), folder.path, store, name, place / "one.pt")
+        cases.append((folder.path, store, name, place))
+    torch.multiprocessing.spawn(one_rank, (3, cases, tmp_path), nprocs=3)  # type: ignore[attr-defined]
+    for *_, place in cases:
+        weights, norms, losses = torch.load(place / "one.pt")
+        ranks = [torch.load(place / f"{rank}.pt") for rank in range(3)]
+        assert [sum(shares) for shares in zip(*(rank[2] for rank in ranks), strict=True)] == pytest.approx(losses)
+        for rank_weights, rank_norms, _ in ranks:
+            assert [3 * norm for norm in rank_norms] == pytest.approx(norms, rel=1e-6)
+            for key in weights:
+                assert torch.allclose(weights[key], rank_weights[key], rtol=1e-9, atol=1e-9), key
+    noticed = RunFolder(cases[0][0])
+    assert [path.name for path in noticed.stage("xe_frozen").glob("step-*")] == ["step-2"]
+    assert noticed_steps(noticed) == [2]
 
 
 def test_a_dry_run_covers_every_stage(undisturbed: RunFolder) -> None:

@@ -92,7 +92,7 @@ def test_the_demos_differ_in_the_model_and_how_long_it_trains(name: str) -> None
         (["model.d_modle=64"], "unknown key model.d_modle", "did you mean d_model"),
         (["stages.xe_frozen.epohcs=1"], "unknown key stages.xe_frozen.epohcs", "did you mean epochs"),
         (["data.synthetic.num_image=9"], "unknown key data.synthetic.num_image", "num_images"),
-        (["workers.num_workers=7"], "batch_size = 20 does not divide by 7 workers x 1 accumulated = 7", "take 21"),
+        (["workers.num_workers=21"], "batch_size = 20 is below 21 workers x 1 accumulated", "set batch_size to 21"),
         (["stages.nothere.epochs=1"], "'nothere' is none of xe_frozen", ""),
         (["model.num_heads=3"], "model.d_model = 128 does not divide by model.num_heads = 3", "choose heads"),
         (["model.static_expansion=[]"], "empty list", "null for none"),
@@ -156,14 +156,22 @@ def test_durations_are_converted_once() -> None:
     assert total_steps(stage, 566_747) == 23_615  # 2 epochs of 566,747 pairs in batches of 48, rounded up
 
 
-def test_elastic_workers_need_a_batch_that_every_count_divides() -> None:
+def test_any_batch_that_gives_every_worker_a_sample_is_accepted() -> None:
     data = read_values(ROOT / "configs" / "demo.yaml")
     data["workers"] |= {"num_workers": 3, "min_workers": 2}
     for stage in data["stages"]:
         stage["batch_size"] = 12
-    assert list(parse_config(data).workers.counts) == [2, 3]
-    data["stages"][0]["batch_size"] = 9
-    with pytest.raises(UserError, match=r"xe_frozen.batch_size = 9 does not divide by 2 and 3 workers"):
+    data["stages"][0] |= {"batch_size": 7, "gradient_accumulation_steps": 2}
+    config = parse_config(data)
+    assert list(config.workers.counts) == [2, 3]
+    assert config.micro_batch_sizes(config.stages[0]) == (1, 2), "7 = 2 x 3 + 1 = 2 x 2 x 2 - 1"
+    assert config.micro_batch_sizes(config.stages[1]) == (4, 6)
+    data["stages"][0]["batch_size"] = 5
+    expected = (
+        r"stages.xe_frozen.batch_size = 5 is below 3 workers x 2 accumulated.*"
+        r"set batch_size to 6 or more, or lower workers.num_workers"
+    )
+    with pytest.raises(UserError, match=expected):
         parse_config(data)
     data["workers"]["min_workers"] = 4
     with pytest.raises(UserError, match="min_workers = 4 is above num_workers = 3"):

@@ -10,11 +10,13 @@ from typing import Any, cast
 import pytest
 
 from jobs.journal_printer import JournalPrinter
-from jobs.run import run_log, stage_groups
+from jobs.run import run_log, shares_text, stage_groups
+from pipeline.config.load import parse_config
 from pipeline.config.sections import StageSection
 from pipeline.errors import JobFailedError
 from pipeline.runs.folder import RunFolder
 from pipeline.storage.s3 import StorageError
+from tests.conftest import small_config
 
 TRAIN = {"kind": "train", "total": 40, "loss": 2.5, "gradient_norm": 1.2, "lr": 1e-4, "images_per_s": 99.6}
 TRAIN |= {"data_wait": 0.034, "memory_mb": 512.4}
@@ -53,6 +55,25 @@ def test_a_frozen_stage_after_a_trained_backbone_begins_a_group(pattern: str, gr
     formed = stage_groups(stages(pattern))
     assert ["".join(stage.name[0] for stage in group) for group in formed] == groups
     assert [stage for group in formed for stage in group] == list(stages(pattern)), "each stage once, in order"
+
+
+@pytest.mark.parametrize(
+    ("workers", "batch_size", "steps", "text"),
+    [
+        ({"num_workers": 2}, 8, 1, "2 workers x 4"),
+        ({"num_workers": 2}, 8, 4, "2 workers x 1 x 4 accumulated"),
+        ({"num_workers": 3}, 20, 1, "3 workers x 6 to 7"),
+        ({"num_workers": 4, "min_workers": 2}, 10, 1, "2 to 4 workers x 2 to 5"),
+    ],
+)
+def test_the_plan_shows_how_workers_share_a_batch(
+    workers: dict[str, int], batch_size: int, steps: int, text: str, tmp_path: Path
+) -> None:
+    values = small_config(tmp_path)
+    values["workers"] |= workers
+    values["stages"][0] |= {"batch_size": batch_size, "gradient_accumulation_steps": steps}
+    config = parse_config(values)
+    assert shares_text(config, config.stages[0]) == text
 
 
 class Folder:

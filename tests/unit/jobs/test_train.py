@@ -1,0 +1,104 @@
+"""Training on Ray: how often it may fail, and what a failure's message says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from ray.exceptions import ActorDiedError
+from ray.train import ControllerError, WorkerGroupError
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+
+from jobs import train
+from jobs.train import FailureBudget, StageFailedError, fit
+from pipeline.config.run import RunConfig
+from pipeline.errors import JobFailedError
+from pipeline.training.loop import StageJob
+
+MINUTE, DAY = 60, 24 * 3600
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_hundred_lost_nodes_in_a_week_are_no_reason_to_stop() -> None:
+    clock = Clock()
+    budget = FailureBudget(3, clock)
+    for number in range(100):
+        clock.now = number * 7 * DAY / 100
+        budget.charge("worker 1 died")
+
+
+@pytest.mark.parametrize(("per_hour", "last"), [(0, 1), (3, 4)])
+def test_a_failure_that_repeats_every_minute_ends_training(per_hour: int, last: int, log_lines: list[str]) -> None:
+    clock = Clock()
+    budget = FailureBudget(per_hour, clock)
+    for _ in range(last - 1):
+        budget.charge("worker 1 died")
+        clock.now += MINUTE
+    with pytest.raises(JobFailedError, match=f"worker 1 died .failure {last} within an hour"):
+        budget.charge("worker 1 died")
+    assert len(log_lines) == per_hour, "each failure that is followed by an attempt is reported"
+
+
+def fit_with(monkeypatch: pytest.MonkeyPatch, outcomes: list[Exception | None], can_start: bool = True) -> list[str]:
+    """Runs `fit` with attempts that raise these errors, or end (None). Returns the order of calls."""
+    calls: list[str] = []
+
+    def attempt(*_: object) -> None:
+        calls.append("attempt")
+        if (error := outcomes.pop(0)) is not None:
+            raise error
+
+    monkeypatch.setattr(train, "_attempt", attempt)
+    monkeypatch.setattr("ray.shutdown", lambda: calls.append("leave"))
+    config = SimpleNamespace(workers=SimpleNamespace(max_failures_per_hour=2))
+    fit(cast(StageJob, None), cast(RunConfig, config), (lambda: calls.append("wait")) if can_start else None)
+    return calls
+
+
+def lost(rank: int) -> WorkerGroupError:
+    """Ray Train's error when the worker of a rank died and rank 0 lost its peer."""
+    died = WorkerHealthCheckFailedError("A worker health check failed.", ActorDiedError())
+    return WorkerGroupError("text", {0: RuntimeError("connection closed by peer"), rank: died})
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (lost(2), "worker 2 died: "),
+        (WorkerGroupError("text", {1: KeyError("x")}), "worker 1 failed: KeyError: 'x'"),
+        (ControllerError(RuntimeError("a node died\nmore")), "the workers did not start: RuntimeError: a node died"),
+        (ActorDiedError(), "Ray Train's controller died"),
+    ],
+)
+def test_each_kind_of_failure_is_named_and_training_resumes(
+    error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    leaves = ["leave"] if isinstance(error, ActorDiedError) else []
+    assert fit_with(monkeypatch, [error, None]) == ["attempt", *leaves, "wait", "attempt"]
+    (line,) = log_lines
+    assert line.startswith(reason)
+    assert line.endswith("; training resumes from the last checkpoint (failure 1 within an hour, at most 2)")
+
+
+def test_workers_that_never_start_do_not_start_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(JobFailedError, match="the workers did not start: .*max_failures_per_hour is 2"):
+        fit_with(monkeypatch, [ControllerError(RuntimeError("a node died")) for _ in range(9)])
+
+
+def test_a_failure_that_would_repeat_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StageFailedError, match="the loss is nan"):
+        fit_with(monkeypatch, [StageFailedError("the loss is nan"), None])
+
+
+def test_in_a_trial_a_dead_controller_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial cannot leave Ray, because it is an actor. Its workers' failures are followed by another attempt."""
+    assert fit_with(monkeypatch, [lost(1), None], can_start=False) == ["attempt", "attempt"]
+    with pytest.raises(JobFailedError, match="controller died; the same command resumes"):
+        fit_with(monkeypatch, [ActorDiedError(), None], can_start=False)

@@ -1,0 +1,153 @@
+"""Unequal shares: however many workers share a batch, their gradients add up to those of one process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from models import decoding
+from models.base import Features, Memory
+from models.captioner import Captioner
+from models.config import ExpansionNetConfig, ModelSizes
+from models.registry import build_model
+from pipeline.config.sections import StageSection
+from pipeline.training import objectives
+from pipeline.training.batches import Batches, CaptionTokens, share
+from pipeline.training.objectives import Objective, cross_entropy_objective, scst_objective
+from pipeline.training.reward import CaptionReward
+from pipeline.training.sample_order import samples_at
+
+NUM_IMAGES = 17
+WORDS = ("PAD", "SOS", "EOS", "a", "b", "c", "d")
+PAD, SOS, EOS = 0, 1, 2
+STAGES: dict[str, dict[str, Any]] = {
+    "pairs": {"objective": "cross_entropy"},
+    "images": {"objective": "cross_entropy", "captions_per_image": 3, "label_smoothing": 0},
+    "leave_one_out": {"objective": "scst", "scst": {"num_samples": 3, "max_length": 6}},
+    "mean": {"objective": "scst", "scst": {"num_samples": 2, "max_length": 6, "baseline": "mean"}},
+    "greedy": {"objective": "scst", "scst": {"num_samples": 2, "max_length": 6, "baseline": "greedy"}},
+    "beam": {"objective": "scst", "scst": {"num_samples": 3, "max_length": 6, "sampler": "beam", "fixed_length": 6}},
+}
+
+
+@given(st.integers(1, 300), st.integers(1, 40))
+def test_shares_cover_a_batch(size: int, count: int) -> None:
+    """Each sample is in one share, shares differ by one sample at most, and equal shares are those of a division."""
+    shares = [np.arange(size)[share(size, index, count)] for index in range(count)]
+    assert np.concatenate(shares).tolist() == list(range(size))
+    assert {len(part) for part in shares} <= {size // count, -(-size // count)}
+    if size % count == 0:
+        assert np.array_equal(np.stack(shares), np.arange(size).reshape(count, -1))
+
+
+class FakeImages:
+    """Images whose features depend on their numbers only."""
+
+    features = torch.randn(NUM_IMAGES, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return NUM_IMAGES
+
+    def load(self, rows: np.ndarray) -> Features:
+        return Features(self.features[torch.from_numpy(rows)])
+
+
+def caption_tokens() -> CaptionTokens:
+    """One to four captions of one to four words per image."""
+
+    def caption(image: int, number: int) -> str:
+        return " ".join("abcd"[(image + number) % 4] for _ in range(1 + (3 * image + number) % 4))
+
+    captions = [[caption(image, number) for number in range(1 + image % 4)] for image in range(NUM_IMAGES)]
+    dataset = SimpleNamespace(column=lambda _: captions)
+    vocabulary = SimpleNamespace(tokenize=str.split, pad=PAD)
+    vocabulary.encode = lambda words: [SOS, *map(WORDS.index, words), EOS]
+    return CaptionTokens(cast(Any, dataset), cast(Any, vocabulary))
+
+
+def fake_reward(tokens: Tensor, images: list[int]) -> Tensor:
+    """A number in [-1, 1] that depends on a caption's tokens and its image."""
+    weights = torch.arange(1, tokens.shape[1] + 1, dtype=torch.float64)
+    return ((tokens * weights).sum(1) + torch.tensor(images)).sin()
+
+
+def sample_by_image(model: Any, memory: Memory, *, generator: object, **limits: Any) -> Any:
+    """Samples with random numbers that depend on the image alone, not on its place in a batch."""
+    captions = []
+    for index in range(memory.batch_size):
+        alone = memory.select(torch.tensor([index]))
+        seed = int(alone.states.abs().sum() * 1e6)
+        tokens = decoding.sample(model, alone, generator=torch.Generator().manual_seed(seed), **limits).tokens
+        captions.append(torch.nn.functional.pad(tokens, (0, limits["max_length"] - tokens.shape[-1]), value=PAD))
+    return SimpleNamespace(tokens=torch.cat(captions))
+
+
+def objective_of(stage: StageSection) -> Objective:
+    if stage.objective == "cross_entropy":
+        return cross_entropy_objective(stage, PAD)
+    return scst_objective(stage, cast(CaptionReward, fake_reward), torch.arange(NUM_IMAGES), PAD, WORDS)
+
+
+def step_of(captioner: Captioner, stage: StageSection, world_size: int, step: int) -> tuple[Tensor, dict[str, float]]:
+    """The sum of all ranks' gradients of one optimizer step, and of their metrics."""
+    captioner.zero_grad()
+    metrics: dict[str, float] = {}
+    for rank in range(world_size):
+        batches = Batches(cast(Any, FakeImages()), caption_tokens(), stage, seed=3, rank=rank, world_size=world_size)
+        for batch in batches.at(step):
+            output = objective_of(stage)(captioner, captioner, batch, torch.Generator())
+            output.loss.backward()  # type: ignore[no-untyped-call]
+            for name, value in output.metrics.items():
+                metrics[name] = metrics.get(name, 0.0) + value
+    gradients = [parameter.grad.flatten() for parameter in captioner.parameters() if parameter.grad is not None]
+    return torch.cat(gradients), metrics
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", STAGES)
+def test_gradients_of_all_ranks_add_up_to_those_of_one_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objectives, "sample", sample_by_image)
+    torch.manual_seed(0)
+    config = ExpansionNetConfig(
+        name="expansionnet_v2", d_model=8, d_ff=8, num_heads=2, num_encoder_layers=1, num_decoder_layers=1,
+        static_expansion=(3,), dynamic_expansion=2, dropout=0.0,
+    )  # fmt: skip
+    captioner = Captioner(build_model(config, ModelSizes(5, len(WORDS), 8, SOS, EOS, PAD))).double()
+
+    @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 9), st.integers(0, 5))
+    @settings(max_examples=5 if "scst" in STAGES[name] else 20, deadline=None)
+    def check(world_size: int, accumulation_steps: int, more: int, step: int) -> None:
+        common = {"name": "s", "epochs": 1, "lr": 1, "batch_size": world_size * accumulation_steps + more}
+        whole = StageSection.model_validate(common | STAGES[name])
+        shared = whole.model_copy(update={"gradient_accumulation_steps": accumulation_steps})
+        one, metrics_of_one = step_of(captioner, whole, 1, step)
+        several, metrics = step_of(captioner, shared, world_size, step)
+        assert float((several - one).norm()) <= 1e-9 * float(one.norm())
+        for key in metrics.keys() - {"entropy"}:  # an estimate from each micro-step's own tokens
+            assert metrics[key] == pytest.approx(metrics_of_one[key], rel=1e-9, abs=1e-12), key
+
+    check()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+def test_equal_shares_are_consecutive_parts_of_the_batch(world_size: int, accumulation_steps: int) -> None:
+    """Runs with equal shares repeat the numbers of earlier versions bit for bit."""
+    stage = StageSection.model_validate({
+        "name": "s", "objective": "scst", "epochs": 1, "lr": 1, "batch_size": 24,
+        "gradient_accumulation_steps": accumulation_steps,
+    })  # fmt: skip
+    size = 24 // (world_size * accumulation_steps)
+    batch = samples_at(np.arange(24) + 24 * 5, NUM_IMAGES, 3)
+    for rank in range(world_size):
+        batches = Batches(cast(Any, FakeImages()), caption_tokens(), stage, seed=3, rank=rank, world_size=world_size)
+        for part, found in enumerate(batches.at(5)):
+            start = (part * world_size + rank) * size
+            assert found.images.tolist() == batch[start : start + size].tolist()
