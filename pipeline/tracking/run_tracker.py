@@ -15,7 +15,14 @@ from pathlib import Path
 from pipeline.config.run import RunConfig
 from pipeline.runs.folder import RunFolder
 from pipeline.storage.atomic import read_json, write_json
-from pipeline.tracking.mlflow_client import BoundedClient, ClientStopped, public_uri, reason_of, tracking_client
+from pipeline.tracking.mlflow_client import (
+    BoundedClient,
+    ClientStopped,
+    public_uri,
+    reason_of,
+    tracking_client,
+    warn_of_local_file,
+)
 from pipeline.tracking.registry import register_model
 from pipeline.tracking.run_sync import SentRecord, log_results, sync
 
@@ -39,6 +46,7 @@ class Tracker:
     def start(self) -> None:
         """Starts the background thread, unless tracking is off."""
         if self.config.tracking.enabled:
+            warn_of_local_file(self.config)
             with contextlib.suppress(OSError):  # storage errors are raised where they matter
                 SentRecord(self.folder, self.config).set("ending", None)
             self._thread = threading.Thread(target=self._follow, name="tracker", daemon=True)
