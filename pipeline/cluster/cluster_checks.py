@@ -60,6 +60,8 @@ def check_cluster(
     yield nodes(facts)
     for stage, bundles in requests.items():
         yield stage_fits(facts, stage, bundles)
+    if not facts.nodes:  # none has answered
+        return
     yield versions(facts)
     yield drivers(facts, needed=any(bundle.get("GPU") for bundles in requests.values() for bundle in bundles))
     yield disks(facts, None if config is None else config.features.cache_gib)
@@ -74,7 +76,8 @@ def check_cluster(
 def nodes(facts: ClusterFacts) -> Finding:
     """Whether there are workers, and all nodes answer."""
     if facts.silent:
-        text = f"{len(facts.silent)} of {len(facts.silent) + len(facts.nodes)} do not answer: {_listed(facts.silent)}"
+        count = len(facts.silent.keys() | facts.nodes.keys())
+        text = f"{len(facts.silent)} of {count} do not answer: {_listed(facts.silent)}"
         return Finding("nodes", "fail", text, "look at the node's log, give it the same image, or remove it")
     if not any(node.get("CPU") or node.get("GPU") for node in facts.status.nodes):
         text = "no worker is up, so only the head is checked"
@@ -129,8 +132,8 @@ def drivers(facts: ClusterFacts, *, needed: bool) -> Finding:
             problems[node] = f"driver {found.driver}, and torch for CUDA {found.cuda} needs {oldest} or later"
         elif found.num_gpus and not found.cuda_works:
             problems[node] = f"torch cannot use the GPUs (driver {found.driver}, CUDA {found.cuda})"
-        elif facts.offered_gpus.get(node, 0) > found.num_gpus:
-            problems[node] = f"Ray offers {facts.offered_gpus[node]:g} GPUs, the driver has {found.num_gpus}"
+        elif facts.offered_gpus.get(node) and not found.num_gpus:
+            problems[node] = f"Ray offers {facts.offered_gpus[node]:g} GPUs, and there is no NVIDIA driver"
     if problems:
         remedy = "install the driver on the node's machine, or an image whose torch fits it"
         return Finding("drivers", "fail" if needed else "warn", _listed(problems), remedy)
@@ -154,7 +157,7 @@ def disks(facts: ClusterFacts, cache_gib: float | None) -> Finding:
         is_full = any(found.cache_bytes < MIN_DISK_GIB * 2**30 for found in facts.nodes.values())
         text = f"less than {enough:g} GiB: {_listed(small)}"
         return Finding("disks", "fail" if is_full else "warn", text, "free space, or give the nodes larger disks")
-    least = min((found.cache_bytes for found in facts.nodes.values()), default=0)
+    least = min(found.cache_bytes for found in facts.nodes.values())
     return Finding("disks", "ok", f"{least / 2**30:.1f} GiB or more for the cache of each node")
 
 
@@ -170,7 +173,7 @@ def object_stores(facts: ClusterFacts) -> Finding:
             f"give /dev/shm and the object store {OBJECT_STORE_GIB:g} GiB or more (--shm-size, an emptyDir in memory)"
         )
         return Finding("objects", "warn", f"Ray's object store is small or on a disk: {_listed(slow)}", remedy)
-    least = min((found.store_bytes for found in facts.nodes.values()), default=0)
+    least = min(found.store_bytes for found in facts.nodes.values())
     return Finding("objects", "ok", f"object stores of {least / 2**30:.1f} GiB or more in /dev/shm")
 
 

@@ -94,7 +94,7 @@ def test_old_drivers_end_a_run_that_needs_them() -> None:
     facts = cluster(node(num_gpus=1, driver="550.54.15", cuda="13.0"))
     assert cluster_checks.drivers(facts, needed=True).level == "fail"
     missing = cluster_checks.drivers(cluster(node(), offered_gpus={"n0": 1}), needed=True)
-    assert missing.level == "fail" and "Ray offers 1 GPUs, the driver has 0" in missing.text
+    assert missing.level == "fail" and "Ray offers 1 GPUs, and there is no NVIDIA driver" in missing.text
 
 
 def test_clocks_that_differ_and_a_shared_cache() -> None:
@@ -111,6 +111,7 @@ def test_a_cache_limit_above_the_disk() -> None:
 def test_a_node_that_does_not_answer() -> None:
     found = findings(cluster(node(), silent={"n9": "no answer within 60 s"}))["nodes"]
     assert found.level == "fail" and "1 of 2 do not answer: n9: no answer within 60 s" in found.text
+    assert list(findings(cluster(silent={"n9": "no answer within 60 s"}))) == ["nodes"], "nothing else is known"
 
 
 @pytest.mark.parametrize(
@@ -211,12 +212,13 @@ def test_the_nodes_of_a_jobs_server(answers: dict[str, Any]) -> None:
 
 
 def test_a_job_that_cannot_ask_the_nodes(
-    answers: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    answers: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A relative storage cannot be submitted, which is a finding, not the end of the command."""
     import ray
 
     answers["/api/version"] = 200, {"ray_version": ray.__version__}
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(small_config(tmp_path / "results")))
     assert main(["doctor", str(path), "--json", "--address", answers["address"], "--set", "storage=results"]) == 1

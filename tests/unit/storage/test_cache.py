@@ -6,6 +6,7 @@ import hashlib
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +26,10 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
     others = [0]
 
     def usage(_: Path) -> SimpleNamespace:
-        used = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+        used = 0
+        for path in tmp_path.rglob("*"):
+            with suppress(FileNotFoundError):  # another thread has removed it
+                used += path.stat().st_size if path.is_file() else 0
         return SimpleNamespace(total=DISK, free=DISK - used - others[0])
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
