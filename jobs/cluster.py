@@ -28,15 +28,15 @@ def start_ray(config: RunConfig, address: str | None, stage: Stage = "training")
     """
     import ray
 
-    bundles = _bundles(config, stage)
-    training, extraction = _bundles(config, "training"), _bundles(config, "features")
-    needed_cpus = max(sum(bundle["CPU"] for bundle in stage_bundles) for stage_bundles in (training, extraction))
+    bundles = stage_bundles(config, stage)
+    training, extraction = stage_bundles(config, "training"), stage_bundles(config, "features")
+    needed_cpus = max(sum(bundle["CPU"] for bundle in each) for each in (training, extraction))
     if connect(address, needed_cpus=math.ceil(needed_cpus)):
         wait_for(bundles, stage, limit_s=60 * config.workers.max_wait_minutes)
         return
     num_gpus = ray.cluster_resources().get("GPU", 0)
-    for key, stage_bundles in (("workers.gpus_per_worker", training), ("features.gpus_per_actor", extraction)):
-        count = sum(bundle.get("GPU", 0) for bundle in stage_bundles)
+    for key, each in (("workers.gpus_per_worker", training), ("features.gpus_per_actor", extraction)):
+        count = sum(bundle.get("GPU", 0) for bundle in each)
         if count > num_gpus:
             raise UserError(
                 f"{key} asks for {count:g} GPUs in all and this Ray has {num_gpus:g}; set it to 0, or join a cluster "
@@ -44,7 +44,7 @@ def start_ray(config: RunConfig, address: str | None, stage: Stage = "training")
             )
 
 
-def _bundles(config: RunConfig, stage: Stage) -> list[dict[str, float]]:
+def stage_bundles(config: RunConfig, stage: Stage) -> list[dict[str, float]]:
     """The resources of each process that a stage needs before it can make progress."""
     workers, features = config.workers, config.features
     if stage == "features":

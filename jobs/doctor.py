@@ -1,41 +1,73 @@
-"""`raycap doctor`: checks what this machine or a cluster can run, and gives a remedy for each problem."""
+"""`raycap doctor`: checks what this machine or a cluster can run, and gives a remedy for each problem.
+
+The nodes of a cluster are asked by tasks of Ray. With a dashboard's address, a job on the cluster does this.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from jobs.cluster import connect, stage_bundles
 from jobs.options import Set
-from pipeline.cluster.doctor import Finding, examine
+from jobs.submit import Job, check_job, send
+from pipeline.cluster.capacity import Resources
+from pipeline.cluster.cluster_checks import check_cluster, jobs_server, listed_nodes
+from pipeline.cluster.cluster_facts import cluster_facts
+from pipeline.cluster.finding import Finding
+from pipeline.cluster.jobs_api import FINAL_STATES, JobsServer, UnreachableError
+from pipeline.cluster.machine_checks import check_machine
+from pipeline.cluster.submission import used_variables
 from pipeline.config.load import parse_config, read_values
 from pipeline.config.run import RunConfig
+from pipeline.errors import UserError
+from pipeline.runtime.log import configure_logging, unchanged_level
+
+JOB_S, POLL_S = 240.0, 1.0  # the deadline of the job that asks the nodes
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is checked: nothing in particular, a run, or a search."""
+
+    path: Path | None = None
+    overrides: Sequence[str] = ()
+    config: RunConfig | None = None  # for a search, the one that it starts from
+    requests: Mapping[str, Sequence[Resources]] = field(default_factory=dict)  # the resources of each process, by stage
+    is_search: bool = False
 
 
 def doctor(
     config: Annotated[Path | None, typer.Argument(help="The YAML file to run here.", metavar="[CONFIG]")] = None,
     set_: Set = None,
-    address: Annotated[str | None, typer.Option(help="A cluster's dashboard, for example http://head:8265.")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="A cluster's dashboard (http://head:8265), or what `run --address` takes.")
+    ] = None,
     print_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of lines.")] = False,
 ) -> int:
     """Check what this machine or a cluster can run.
 
-    Each line names a capability and, where it is missing, the remedy. The exit code is 1 when CONFIG cannot run.
-    `raycap submit doctor CONFIG --address URL` checks the nodes of a cluster.
+    Each line names a capability and, where it is missing, the remedy. The exit code is 1 when CONFIG cannot run. With
+    an address, every node of the cluster is asked, too.
 
     Example: raycap doctor configs/demo.yaml
     """
     findings: list[Finding] = []
-    for finding in examine(_read_config(config, set_ or ()), address):
+    for finding in _examine(_read_subject(config, set_ or ()), address or os.environ.get("RAY_ADDRESS")):
         findings.append(finding)
         if not print_json:
             print(finding.line)
-    failed = [finding.name for finding in findings if finding.level == "fail"]
+    failed = list(dict.fromkeys(finding.name for finding in findings if finding.level == "fail"))
     if print_json:
-        report = {"ok": not failed, "findings": [vars(finding) for finding in findings]}
+        report = {"ok": not failed, "findings": [asdict(finding) for finding in findings]}
         print(json.dumps(report, indent=1, ensure_ascii=False))
     else:
         subject = str(config) if config is not None else "raycap"
@@ -43,13 +75,96 @@ def doctor(
     return 1 if failed else 0
 
 
-def _read_config(path: Path | None, overrides: Sequence[str]) -> RunConfig | None:
-    """The run's configuration in a YAML file. For a search, it is the one that the search starts from."""
+def _read_subject(path: Path | None, overrides: Sequence[str]) -> Subject:
+    """The run or the search in a YAML file."""
     if path is None:
-        return None
+        return Subject()
     values = read_values(path, overrides)
     if "space" in values or "rows" in values:  # only the file of a search has these keys
         from pipeline.search.spec import load_search
 
-        return load_search(path, overrides).base
-    return parse_config(values)
+        search = load_search(path, overrides)
+        per_trial = search.config.resources
+        trial = [{"CPU": per_trial.cpus, "GPU": per_trial.gpus}] * per_trial.workers
+        requests = {"features": stage_bundles(search.base, "features"), "a trial": trial}
+        return Subject(path, overrides, search.base, requests, is_search=True)
+    config = parse_config(values)
+    requests = {stage: stage_bundles(config, stage) for stage in ("features", "training")}
+    return Subject(path, overrides, config, requests)
+
+
+def _examine(subject: Subject, address: str | None) -> Iterator[Finding]:
+    """Runs all checks. With an address, a run computes on that cluster, not on this machine."""
+    names = set()
+    for finding in check_machine(subject.config, on_cluster=address is not None):
+        names.add(finding.name)
+        yield finding
+    if address is None:
+        return
+    if not _is_dashboard(address):
+        yield from _join(subject, address)
+        return
+    reachable = jobs_server(address)
+    yield reachable
+    if reachable.level == "fail":
+        return
+    if subject.path is None:
+        yield listed_nodes(address)
+        return
+    # The job also checks the machine of the head, whose facts are among those of the nodes.
+    yield from (finding for finding in _run_job(subject, subject.path, address) if finding.name not in names)
+
+
+def _is_dashboard(address: str) -> bool:
+    """Whether the address is that of a jobs server, possibly without http://, and not one that Ray joins."""
+    if "://" in address:
+        return True
+    try:
+        JobsServer(address).version()
+    except UnreachableError:
+        return False
+    except UserError:  # it refuses the token
+        return True
+    return True
+
+
+def _join(subject: Subject, address: str) -> Iterator[Finding]:
+    """Joins a cluster and checks its nodes."""
+    try:
+        connect(address)
+    except Exception as error:  # Ray raises various types
+        remedy = "give the address of a Ray head that this machine reaches, or of its dashboard (http://head:8265)"
+        yield Finding("cluster", "fail", f"{address} cannot be joined: {' '.join(str(error).split())}", remedy)
+        return
+    facts = cluster_facts(subject.config)
+    yield from check_cluster(facts, subject.config, subject.requests, scores_on_nodes=subject.is_search)
+
+
+def _run_job(subject: Subject, path: Path, address: str) -> Sequence[Finding]:
+    """The findings of this command as a job on the cluster, or one finding with the reason why there are none."""
+    arguments = ["--json", *(word for override in subject.overrides for word in ("--set", override))]
+    job, server, job_id = Job("doctor", path, arguments, secrets=used_variables(path)), JobsServer(address), ""
+    try:
+        with unchanged_level():
+            configure_logging(logging.ERROR)
+            job_id = send(job, check_job(job)[0], server)
+        deadline = time.monotonic() + JOB_S
+        while (info := server.job(job_id))["status"] not in FINAL_STATES:
+            if time.monotonic() > deadline:
+                server.stop(job_id)
+                reason = f"job {job_id} has not ended within {JOB_S:g} s: {info.get('message') or info['status']}"
+                return [Finding("nodes", "fail", reason, "look at the cluster's dashboard")]
+            time.sleep(POLL_S)
+        return _findings_in(server.logs(job_id), job_id)
+    except (UserError, UnreachableError) as error:
+        return [Finding("nodes", "fail", f"cannot be asked: {error}")]
+
+
+def _findings_in(log: str, job_id: str) -> list[Finding]:
+    """The findings in the log of a job."""
+    start = log.find('{\n "ok": ')
+    if start < 0:
+        lines = log.strip().splitlines() or ["no output"]
+        return [Finding("nodes", "fail", f"job {job_id} could not ask them: {lines[-1]}", "look at the job's log")]
+    report, _ = json.JSONDecoder().raw_decode(log[start:])
+    return [Finding(**finding) for finding in report["findings"]]

@@ -72,7 +72,7 @@ def send(folder: RunFolder, config: RunConfig) -> bool:
 
 def register(folder: RunFolder, config: RunConfig) -> bool:
     """Sends what the tracker lacks of a complete run and its model. Returns False if it does not accept all of it."""
-    if read_json(folder.path / "COMPLETE.json")["tracked"]:
+    if read_json(folder.path / "COMPLETE.json")["tracked"] and public_uri(config) in stored_records(folder):
         logger.info(f"{folder.run_id}: {public_uri(config)} has everything")
         return True
     registered = register_run(folder, config)

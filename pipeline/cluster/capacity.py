@@ -9,7 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.errors import JobFailedError, UserError
@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 MESSAGE_EVERY_S = 30.0
 POLL_S = 2.0
+HEAD = "node:__internal_head__"  # the resource by which Ray marks the head
 REFUSE_AFTER_S = 6.0  # the autoscaler answers a request within one or two of its rounds
 Resources = Mapping[str, float]  # by name, such as {"CPU": 1, "GPU": 1}
 
@@ -36,15 +37,21 @@ class ClusterStatus:
     num_starting: int  # nodes that the autoscaler starts now
     has_autoscaler: bool
 
+    def could_fit(self, bundles: Sequence[Resources], node_types: Sequence[tuple[Resources, int]]) -> bool:
+        """Whether the bundles would fit the head and new nodes. node_types: (resources, largest number of nodes)."""
+        head = [node for node in self.nodes if HEAD in node]
+        new = [resources for resources, most in node_types for _ in range(min(most, len(bundles)))]
+        return replace(self, nodes=[*head, *new]).fits(bundles)
+
     @property
     def text(self) -> str:
         """The nodes and the requests, as a clause of a sentence."""
-        nodes = [_readable(node) for node in self.nodes if node.get("CPU") or node.get("GPU")]
-        parts = [f"nodes: {_counted(nodes)}" if nodes else "no node has CPUs"]
+        nodes = [readable(node) for node in self.nodes if node.get("CPU") or node.get("GPU")]
+        parts = [f"nodes: {counted(nodes)}" if nodes else "no node has CPUs"]
         if self.num_starting:
             parts.append(f"{self.num_starting} more starting")
         if self.pending:
-            parts.append(f"pending: {_counted([_readable(request) for request in self.pending])}")
+            parts.append(f"pending: {counted([readable(request) for request in self.pending])}")
         return "; ".join(parts)
 
     def fits(self, bundles: Sequence[Resources]) -> bool:
@@ -92,7 +99,7 @@ def wait_for(bundles: Sequence[Resources], stage: str, *, limit_s: float) -> Non
     from ray.util.placement_group import placement_group, remove_placement_group
 
     wanted = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
-    request = f"{stage} asks for {_counted([_readable(bundle) for bundle in wanted])}"
+    request = f"{stage} asks for {counted([readable(bundle) for bundle in wanted])}"
     remedy = _remedy(bundles)
     group: Any = None
     begin = last_message = last_growth = time.monotonic()
@@ -130,11 +137,11 @@ def _holds(node: Resources, bundle: Resources) -> bool:
     return all(node.get(name, 0) + 1e-9 >= amount for name, amount in bundle.items())
 
 
-def _readable(resources: Resources) -> str:
+def readable(resources: Resources) -> str:
     """CPUs, GPUs and named accelerators, without memory and Ray's markers of nodes."""
     named = [f"{amount:g} {name}" for name, amount in resources.items() if name in ("CPU", "GPU") and amount]
     return " + ".join(named) or "a token amount"
 
 
-def _counted(items: Sequence[str]) -> str:
+def counted(items: Sequence[str]) -> str:
     return ", ".join(f"{count} x ({item})" for item, count in Counter(items).items())

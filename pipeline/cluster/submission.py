@@ -113,16 +113,26 @@ def _check_name(name: str, option: str) -> None:
         raise UserError(f"{option} {name!r} is not a variable name; use letters, digits and _")
 
 
+def used_variables(config: Path) -> list[str]:
+    """The names of the `${VARIABLE}`s in a configuration and the files that it references."""
+    return sorted({name for _, line in _lines(config) for name in re.findall(r"\$\{(\w+)\}", line)})
+
+
+def _lines(config: Path) -> list[tuple[str, str]]:
+    """The lines of a configuration and the files that it references, without comments, each with its file."""
+    found = []
+    for path in referenced_files(config):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        found += [(str(path), line.partition(" #")[0]) for line in lines if not line.lstrip().startswith("#")]
+    return found
+
+
 def check_texts(config: Path, arguments: Sequence[str], available: Iterable[str]) -> None:
     """Raises UserError for a password in what is sent, and for a `${VARIABLE}` that the job would not have.
 
     available: the names of the variables that the job has.
     """
-    texts = [("an argument", argument) for argument in arguments]
-    for path in referenced_files(config):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        texts += [(str(path), line.partition(" #")[0]) for line in lines if not line.lstrip().startswith("#")]
-    for source, text in texts:
+    for source, text in [*(("an argument", argument) for argument in arguments), *_lines(config)]:
         if _PASSWORD_IN_URL.search(text):
             raise UserError(
                 f"{source} contains a password in an address, which others could read on the cluster; "

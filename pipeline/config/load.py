@@ -151,6 +151,8 @@ def set_value(data: dict[str, Any], key: str, value: Any, source: str) -> None:
     node: Any = data
     for depth, part in enumerate(parts):
         index: int | str = part
+        if parts[:depth] == ["storage"] and isinstance(node, str):  # the short form of `storage: {uri: ...}`
+            node = data["storage"] = {"uri": node}
         if isinstance(node, list):
             index = _stage_index(node, part, f"{source} {key}")
         elif not isinstance(node, dict):

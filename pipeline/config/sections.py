@@ -153,11 +153,17 @@ class FeatureSection(Section):
     max_regions: Annotated[Positive, Identity.WITH_REGIONS] = 100
     # true: keep the first max_regions of an image that has more; false: refuse it
     truncate_regions: Annotated[bool, Identity.WITH_REGIONS] = False
-    # the size in GiB of the cache of shards from S3, and also of the cache of images
-    cache_gib: Annotated[PositiveFloat, Identity.IGNORED] = 50
+    # the largest size in GiB of the cache of shards from S3, and also of the cache of images, as far as the disk has
+    # room; None: half of the disk's free space when the cache is opened
+    cache_gib: Annotated[PositiveFloat | None, Identity.IGNORED] = None
 
     def check_values(self) -> None:
         refuse_renamed_value("features.hdf5", self.hdf5)
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """`cache_gib` in bytes."""
+        return None if self.cache_gib is None else int(self.cache_gib * 2**30)
 
 
 class ScheduleSection(Section):
@@ -271,6 +277,11 @@ class WorkersSection(Section):
     def check_values(self) -> None:
         if self.min_workers is not None and self.min_workers > self.num_workers:
             raise ValueError(f"min_workers = {self.min_workers} is above num_workers = {self.num_workers}")
+        if 0 < self.gpus_per_worker < 1 < self.num_workers:
+            raise ValueError(
+                f"workers.gpus_per_worker = {self.gpus_per_worker:g} gives two of {self.num_workers} workers the same "
+                "GPU, which NCCL refuses; set it to 1, or workers.num_workers to 1"
+            )
 
 
 class EvaluationSection(Section):

@@ -29,7 +29,7 @@ import pyarrow.compute as pc
 
 from pipeline.config.sections import FeatureSection
 from pipeline.features.shards import ShardInfo, ShardMaps
-from pipeline.storage.cache import ShardCache, cache_folder
+from pipeline.storage.cache import shard_cache
 from pipeline.storage.path import StoragePath, storage_path
 from pipeline.storage.tables import read_table, write_table
 
@@ -46,7 +46,6 @@ MANIFEST = pa.schema(
 )
 INDEX = "index.parquet"
 MAX_LOOSE_PARTS = 16  # `write_index` rewrites the index when more manifests than this were added or removed
-CACHE_BYTES = 50 * 2**30
 
 
 def feature_key(description: dict[str, Any]) -> str:
@@ -111,8 +110,9 @@ class FeatureStore:
     """
 
     def __init__(
-        self, folder: StoragePath | Path | str, cache: Path | None = None, cache_bytes: int = CACHE_BYTES
+        self, folder: StoragePath | Path | str, cache: Path | None = None, cache_bytes: int | None = None
     ) -> None:
+        """cache: the folder for copies of remote shards. cache_bytes: its limit; None: half of the free space."""
         self.folder = storage_path(folder)
         table = _read_manifest(self.folder)
         self.keys: pa.Array = table["key"].combine_chunks()
@@ -124,8 +124,8 @@ class FeatureStore:
         first_rows = pa.array(np.unique(self._shard, return_index=True)[1])
         columns = table.select(["shard", "sha256", "bytes", "boxes_sha256"])
         self.shards = [ShardInfo(**row) for row in columns.take(first_rows).to_pylist()]
-        shard_cache = ShardCache(cache or cache_folder() / "shards", cache_bytes) if self.folder.is_remote else None
-        self._maps = ShardMaps(self.folder / "shards", self.shards, shard_cache)
+        local = shard_cache(cache_bytes, cache) if self.folder.is_remote else None
+        self._maps = ShardMaps(self.folder / "shards", self.shards, local)
 
     def __len__(self) -> int:
         """Number of images in the store."""
@@ -190,7 +190,7 @@ class FeatureStore:
 
 def open_store(folder: StoragePath | Path, settings: FeatureSection) -> FeatureStore:
     """Opens a store with a local cache of the configured size."""
-    return FeatureStore(folder, cache_bytes=int(settings.cache_gib * 2**30))
+    return FeatureStore(folder, cache_bytes=settings.cache_bytes)
 
 
 def _shards_with_manifest(folder: StoragePath) -> set[str]:

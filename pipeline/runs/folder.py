@@ -10,11 +10,10 @@ runs/<run_id>/  config.yaml run.json data.arrow vocabulary.json init/ stages/<st
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,8 +27,9 @@ from pipeline.config.run import RunConfig
 from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
 from pipeline.data.vocabulary import Vocabulary
-from pipeline.storage.atomic import read_json
+from pipeline.storage.atomic import read_json, try_file_lock
 from pipeline.storage.cache import cache_folder
+from pipeline.storage.copies import no_pruning, prune_copies
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, storage_path
 
@@ -42,20 +42,17 @@ def try_lock(folder: Path) -> Iterator[bool]:
 
     The operating system releases the lock even if the process is killed.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-        else:
-            yield True
+    with ExitStack() as stack:
+        with no_pruning(folder):  # removing a copy also locks it for a moment
+            has_lock = stack.enter_context(try_file_lock(folder / ".lock"))
+        yield has_lock
 
 
 def open_folder(path: Path, home: StoragePath | None) -> RunFolder:
     """A run's folder. For a run on S3, `path` is a local copy; it is updated unless another process has locked it."""
     folder = RunFolder(path, home)
     if home is not None:
+        prune_copies(keep=path)
         with try_lock(path) as has_lock:
             if has_lock:  # otherwise another process writes to the local copy, which is then newer than the one on S3
                 folder.pull()
@@ -117,6 +114,7 @@ class RunFolder:
         copies = cache_folder() / "workers" / storage_folder.name / self.run_id
         token = driver_token or self.token("driver_token") or "first"  # "first": no driver has worked on the run yet
         folder = RunFolder(copies / token / self.run_id, self.home)
+        prune_copies(keep=folder.path)
         folder.pull()
         for copy in copies.iterdir():
             if copy.name != token:

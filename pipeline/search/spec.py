@@ -113,6 +113,13 @@ class ResourceSection(Section):
     cpus: PositiveFloat = 1  # per worker
     gpus: NonNegativeFloat = 0
 
+    def check_values(self) -> None:
+        if 0 < self.gpus < 1 < self.workers:
+            raise ValueError(
+                f"resources.gpus = {self.gpus:g} gives two of {self.workers} workers the same GPU, which NCCL refuses; "
+                "set it to 1, or resources.workers to 1"
+            )
+
 
 class SearchConfig(Section):
     """The configuration of `raycap tune`."""

@@ -21,6 +21,7 @@ from pipeline.tracking.mlflow_client import (
     public_uri,
     reason_of,
     tracking_client,
+    warn_of_local_file,
 )
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class SearchTracker:
         self._has_warned = False
         self._thread = threading.Thread(target=self._send_repeatedly, name="search tracker", daemon=True)
         if self.config.tracking.enabled:
+            warn_of_local_file(self.config)
             self._thread.start()
 
     def wake(self) -> None:

@@ -81,12 +81,28 @@ def read_json(path: Path) -> Any:
 
 
 @contextmanager
-def file_lock(path: Path) -> Iterator[None]:
-    """Lets one process of this machine at a time run the block. The end of a process also releases its lock."""
+def file_lock(path: Path, *, shared: bool = False) -> Iterator[None]:
+    """Lets one process of this machine at a time run the block. The end of a process also releases its lock.
+
+    shared: other processes may also have the lock as shared.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def try_file_lock(path: Path) -> Iterator[bool]:
+    """Tries to take the lock for the length of the context. Gives False if another process has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield True
 
 
 def _temporary(path: Path) -> Path:

@@ -2,12 +2,19 @@
 
 All processes of a machine share a cache under file locks. A full cache removes the least recently used files. A process
 that has mapped such a file can still read it, because the system frees a removed file after its last reader.
+
+By default a cache takes at most half of the space that it can use: what is free and what it holds already. So the limit
+does not change while the cache grows, and processes that start at different times have the same one. The other half is
+for the other cache, the copies of runs (`pipeline.storage.copies`), checkpoints, and what Ray spills. Nothing is added
+that would leave less than a reserve of the disk, whatever the limit is.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import shutil
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
@@ -15,13 +22,41 @@ from pipeline.storage.atomic import file_lock, write_bytes
 from pipeline.storage.path import StorageError, StoragePath
 
 CACHE_VARIABLE = "RAYCAP_CACHE"
+# The size in GiB of the cache's volume, for an emptyDir of Kubernetes: the system reports the size of the whole disk.
+SIZE_VARIABLE = "RAYCAP_CACHE_GIB"
+CACHE_SHARE = 0.5  # of the space that a cache can use
+RESERVE_SHARE, RESERVE_BYTES = 0.1, 10 * 2**30  # the smaller one of a tenth of the disk and this number stays free
 NUM_FILE_LOCKS = 16  # the hash of a file's name selects its lock
+COUNT_EVERY = 16  # one in so many folders of images is counted for the size of the cache
 NUM_IMAGE_FOLDERS = 256  # the first two hexadecimal digits of an image's digest select its folder
 
 
 def cache_folder() -> Path:
     """$RAYCAP_CACHE, or ~/.cache/raycap."""
     return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "raycap").expanduser()
+
+
+def free_bytes(folder: Path) -> int:
+    """The bytes that caches may still write to the disk of a folder, which need not exist yet.
+
+    Negative when less than the reserve is free.
+    """
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    usage = shutil.disk_usage(existing)
+    return usage.free - min(int(RESERVE_SHARE * usage.total), RESERVE_BYTES)
+
+
+def usable_bytes(folder: Path, held: int) -> int:
+    """The size that a folder with `held` bytes can reach: as much as is free, within the size of its volume."""
+    volume = os.environ.get(SIZE_VARIABLE)
+    space = max(0, free_bytes(folder) + held)
+    return space if not volume else min(space, int(float(volume) * 2**30))
+
+
+def cache_limit(folder: Path, held: int, most: int | None) -> int:
+    """The size in bytes of a cache that holds `held` bytes. most: the configured limit; None: half of the space."""
+    space = usable_bytes(folder, held)
+    return int(CACHE_SHARE * space) if most is None else min(most, space)
 
 
 class ShardCache:
@@ -31,43 +66,51 @@ class ShardCache:
         self.folder, self.limit = folder, limit
 
     def get(self, source: StoragePath, size: int, sha256: str) -> Path | None:
-        """The local copy of `source`, fetched if it is not cached; None for a file that exceeds the limit by itself.
+        """The local copy of `source`, fetched if it is not cached; None if the limit or the disk has no room for it.
 
         Raises StorageError when even a second download does not have the digest.
         """
-        if size > self.limit:
-            return None
         path = self.folder / f"{sha256}{Path(source.name).suffix}"
         if _touch(path):
             return path
         name_hash = int(hashlib.sha256(path.name.encode()).hexdigest()[:8], 16)
         with self._lock(name_hash % NUM_FILE_LOCKS):
             if not _touch(path):  # another process may have fetched the file while this one waited for the lock
-                self._add(path, _fetch(source, sha256))
+                if size > min(self.limit, free_bytes(self.folder) + used_bytes([self.folder])):
+                    return None
+                return path if self._add(path, _fetch(source, sha256)) else None
         return path
 
     def read(self, source: StoragePath, sha256: str) -> bytes:
-        """The content of a small file, which is cached unless it exceeds the limit. Raises StorageError as `get`."""
+        """The content of a small file, which is cached if there is room for it. Raises StorageError as `get`."""
         path = self.folder / sha256
         if _touch(path):
             with suppress(FileNotFoundError):  # another process has removed it to free space
                 return path.read_bytes()
         data = _fetch(source, sha256)
-        if len(data) <= self.limit:
-            self._add(path, data)
+        self._add(path, data)
         return data
 
-    def _add(self, path: Path, data: bytes) -> None:
-        """Writes a file, after removing the least recently used files until the new file fits within the limit."""
+    def _add(self, path: Path, data: bytes) -> bool:
+        """Writes a file, after removing the least recently used files until the new file fits within the limit.
+
+        Returns False without writing if the limit or the disk has no room for it.
+        """
+        if len(data) > self.limit:
+            return False
         with self._lock(NUM_FILE_LOCKS):  # the number after those of the files: one lock for all additions
-            files = [(cached.stat(), cached) for cached in self.folder.iterdir() if cached.suffix != ".lock"]
-            total = sum(status.st_size for status, _ in files) + len(data)
+            files = _files(self.folder)
+            excess = sum(status.st_size for status, _ in files) + len(data) - self.limit
+            excess = max(excess, len(data) - free_bytes(self.folder))
             for status, old_path in sorted(files, key=lambda file: file[0].st_mtime_ns):
-                if total <= self.limit:
+                if excess <= 0:
                     break
                 old_path.unlink(missing_ok=True)
-                total -= status.st_size
+                excess -= status.st_size
+            if len(data) > free_bytes(self.folder):  # a removed file that a process has mapped is not freed yet
+                return False
             write_bytes(path, data, durable=False)
+        return True
 
     def _lock(self, number: int) -> AbstractContextManager[None]:
         """The context in which this process has lock number `number` of the cache."""
@@ -88,9 +131,32 @@ class ImageCache:
         return ShardCache(self.folder / sha256[:2], self.limit).read(source, sha256)
 
 
-def image_cache(gibibytes: float) -> ImageCache:
-    """The cache of this machine, with a limit in GiB."""
-    return ImageCache(cache_folder() / "images", int(gibibytes * 2**30))
+def shard_cache(most: int | None, folder: Path | None = None) -> ShardCache:
+    """This machine's cache of shards. most: the configured limit in bytes; None: half of the disk's free space."""
+    folder = folder or cache_folder() / "shards"
+    return ShardCache(folder, cache_limit(folder, used_bytes([folder]), most))
+
+
+def image_cache(most: int | None) -> ImageCache:
+    """This machine's cache of images; `most` as for `shard_cache`."""
+    folder = cache_folder() / "images"
+    counted = [folder / f"{number:02x}" for number in range(0, NUM_IMAGE_FOLDERS, COUNT_EVERY)]  # the shares are equal
+    return ImageCache(folder, cache_limit(folder, COUNT_EVERY * used_bytes(counted), most))
+
+
+def used_bytes(folders: Iterable[Path]) -> int:
+    """The size of the files in these folders of caches, which need not exist."""
+    return sum(status.st_size for folder in folders for status, _ in _files(folder))
+
+
+def _files(folder: Path) -> list[tuple[os.stat_result, Path]]:
+    """The cached files in a folder, without those that another process removes meanwhile."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        with suppress(FileNotFoundError):
+            if path.suffix != ".lock":
+                found.append((path.stat(), path))
+    return found
 
 
 def _touch(path: Path) -> bool:

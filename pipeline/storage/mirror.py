@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pipeline.storage.atomic import atomic_path, file_lock, write_text
-from pipeline.storage.path import Entry, StoragePath
+from pipeline.storage.atomic import atomic_path, file_lock, try_file_lock, write_text
+from pipeline.storage.path import Entry, StorageOptions, StoragePath
 
 MARKERS = ("progress.json", "run.json", "DONE.json", "COMPLETE.json", "COMPLETE")
+RECORD_SUFFIX = ".mirror.json"
 NUM_TRANSFERS = 8  # files transferred at the same time
 
 # {file name: [tag on S3, [size, modification time] of the copy]} of the transferred files.
@@ -122,15 +126,57 @@ class Mirror:
     def _record(self) -> Iterator[Record]:
         """The record of transferred files, for one process at a time. It is saved even when a transfer fails."""
         self.local.mkdir(parents=True, exist_ok=True)
-        path = self.local.with_name(f".{self.local.name}.mirror.json")
-        with file_lock(path.with_suffix(".lock")):
-            record: Record = {}
-            with suppress(FileNotFoundError, ValueError):
-                record = json.loads(path.read_text())
+        with file_lock(self.record_path.with_suffix(".lock")):
+            record = self._read_record()
             try:
                 yield record
             finally:
-                write_text(path, json.dumps(record), durable=False)
+                content = {"home": self.home.uri, "options": asdict(self.home.options), "files": record}
+                write_text(self.record_path, json.dumps(content), durable=False)
+
+    @property
+    def record_path(self) -> Path:
+        """The file with the record. A push or pull writes it, so that its time is that of the copy's last use."""
+        return self.local.with_name(f".{self.local.name}{RECORD_SUFFIX}")
+
+    def _read_record(self) -> Record:
+        with suppress(FileNotFoundError, ValueError):
+            record: Record = json.loads(self.record_path.read_text())["files"]
+            return record
+        return {}
+
+    @classmethod
+    def of_record(cls, path: Path) -> Mirror | None:
+        """The copy to which a record belongs; None without a copy."""
+        local = path.with_name(path.name.removeprefix(".").removesuffix(RECORD_SUFFIX))
+        with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+            content = json.loads(path.read_text())
+            if local.is_dir():
+                return cls(StoragePath(content["home"], StorageOptions(**content["options"])), local)
+        return None
+
+    def size(self) -> int:
+        """The size of the copy in bytes."""
+        return sum(size for size, _ in self._local_files("").values())
+
+    def remove_copy(self, unused_for_s: float) -> bool:
+        """Removes the copy, and returns True, if nothing is lost and nobody uses it.
+
+        All files must be on S3 and unchanged since they were sent or fetched. No process may have locked the folder,
+        and the last push or pull must be `unused_for_s` seconds ago.
+        """
+        record_lock = self.record_path.with_suffix(".lock")
+        with try_file_lock(self.local / ".lock") as is_unlocked, try_file_lock(record_lock) as is_idle:
+            if not (is_unlocked and is_idle) or time.time() - self.record_path.stat().st_mtime < unused_for_s:
+                return False
+            record, files = self._read_record(), self._local_files("")
+            is_sent = all(record.get(name, [None, None])[1] == state for name, state in files.items())
+            if not is_sent or files.keys() - self._listed("").keys():
+                return False
+            removed = self.local.rename(self.local.with_name(f".{self.local.name}.{uuid.uuid4().hex[:12]}.tmp"))
+            self.record_path.unlink()
+        shutil.rmtree(removed, ignore_errors=True)
+        return True
 
 
 def _visible_files(start: Path) -> Iterator[Path]:

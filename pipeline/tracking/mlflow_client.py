@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.run import RunConfig
+from pipeline.storage.path import is_remote
+
+logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10  # the timeout of a request; each request is repeated once
 # Each call may take this time. All calls of a client together may take SLOW_BUDGET_S beyond it.
 FAST_CALL_S = 1.0
 SLOW_BUDGET_S = 30.0
+SERVER_REMEDY = "set tracking.uri to a server; `raycap sync CONFIG` then also sends it the runs in the storage"
 PARAM_LENGTH = 6000  # MLflow's limit for the value of a parameter
 
 
@@ -51,6 +55,17 @@ class BoundedClient:
 def tracking_uri(config: RunConfig) -> str:
     """The tracker's address, which may contain a password; by default a SQLite file in the working folder."""
     return config.tracking.uri or f"sqlite:///{config.working_path / 'mlflow.db'}"
+
+
+def warn_of_local_file(config: RunConfig) -> None:
+    """Logs a warning if the tracker's file is lost with this machine, although the storage is on S3."""
+    if is_only_here(config):
+        logger.warning(f"MLflow's data are only on this machine, in {public_uri(config)}; {SERVER_REMEDY}")
+
+
+def is_only_here(config: RunConfig) -> bool:
+    """Whether the tracker is a file on this machine's disk, as by default, although the storage is on S3."""
+    return config.tracking.enabled and config.tracking.uri is None and is_remote(config.storage.uri)
 
 
 def public_uri(config: RunConfig) -> str:

@@ -16,7 +16,14 @@ from pipeline.config.run import RunConfig
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import journal_bytes
 from pipeline.storage.atomic import read_json, write_json
-from pipeline.tracking.mlflow_client import BoundedClient, ClientStopped, public_uri, reason_of, tracking_client
+from pipeline.tracking.mlflow_client import (
+    BoundedClient,
+    ClientStopped,
+    public_uri,
+    reason_of,
+    tracking_client,
+    warn_of_local_file,
+)
 from pipeline.tracking.registry import register_model
 from pipeline.tracking.run_sync import SentRecord, log_results, sync
 
@@ -40,6 +47,7 @@ class Tracker:
     def start(self) -> None:
         """Starts the background thread, unless tracking is off."""
         if self.config.tracking.enabled:
+            warn_of_local_file(self.config)
             with contextlib.suppress(OSError):  # storage errors are raised where they matter
                 SentRecord(self.folder, self.config).set("ending", None)
             self._thread = threading.Thread(target=self._follow, name="tracker", daemon=True)

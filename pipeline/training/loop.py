@@ -215,7 +215,7 @@ class StageRun:
     def _images(self, part: Dataset, store: FeatureStore | None) -> Images:
         """The model inputs of some images: stored features, or pixels when `store` is None."""
         config = self.folder.config
-        transform, cache = ImageTransform(config.backbone.image_size), image_cache(config.features.cache_gib)
+        transform, cache = ImageTransform(config.backbone.image_size), image_cache(config.features.cache_bytes)
         threads, options = config.workers.num_decode_threads, config.storage.options
         return Images(part, store, transform, config.data.max_pixels, threads, options, cache)
 

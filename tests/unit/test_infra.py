@@ -15,6 +15,8 @@ import pytest
 import yaml
 
 from pipeline.config.load import load_config
+from pipeline.storage.cache import CACHE_SHARE, SIZE_VARIABLE
+from pipeline.storage.copies import COPIES_SHARE
 from tests.conftest import ROOT
 from tests.support.command_line import parse
 
@@ -229,9 +231,10 @@ def test_shipped_configurations_fit_the_shipped_nodes(path: Path, monkeypatch: p
 
 
 def test_volumes_hold_the_caches_and_the_object_store() -> None:
-    """The caches of shards and of images may each grow to features.cache_gib; Ray's store is 30 % of the memory."""
-    from pipeline.config.sections import FeatureSection
+    """The caches of shards and of images and the copies of runs may grow to their shares of RAYCAP_CACHE_GIB.
 
+    The size of a volume cannot be seen from inside. Ray's store is 30 % of the memory.
+    """
     assert "RAYCAP_CACHE=/cache" in (INFRA / "Dockerfile").read_text()
     for document in ray_manifests():
         for group in groups(document):
@@ -239,7 +242,9 @@ def test_volumes_hold_the_caches_and_the_object_store() -> None:
             (container,) = pod["containers"]
             names = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
             sizes = {volume["name"]: volume.get("emptyDir", {}).get("sizeLimit") for volume in pod["volumes"]}
-            assert gibibytes(sizes[names["/cache"]]) >= 2 * FeatureSection().cache_gib
+            (cache_gib,) = [float(item["value"]) for item in container["env"] if item["name"] == SIZE_VARIABLE]
+            assert CACHE_SHARE * cache_gib >= 52, "the features of COCO"
+            assert gibibytes(sizes[names["/cache"]]) >= (2 * CACHE_SHARE + COPIES_SHARE) * cache_gib
             limits = container["resources"]["limits"]
             on_disk = [gibibytes(sizes[names[path]]) for path in ("/cache", "/tmp", "/home/raycap")]
             assert gibibytes(limits["ephemeral-storage"]) >= sum(on_disk)

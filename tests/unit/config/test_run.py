@@ -12,6 +12,7 @@ from pipeline.config.load import dump_config, load_config, parse_config, read_va
 from pipeline.config.run import RunConfig, total_steps
 from pipeline.errors import UserError
 from pipeline.runs.identity import config_identity
+from pipeline.search.spec import ResourceSection
 from tests.conftest import ROOT, small_config
 
 SHIPPED = sorted(path for path in (ROOT / "configs").glob("*.yaml") if not path.name.startswith("search_"))
@@ -176,3 +177,15 @@ def test_any_batch_that_gives_every_worker_a_sample_is_accepted() -> None:
     data["workers"]["min_workers"] = 4
     with pytest.raises(UserError, match="min_workers = 4 is above num_workers = 3"):
         parse_config(data)
+
+
+def test_workers_cannot_share_a_gpu(tmp_path: Path) -> None:
+    """NCCL refuses two ranks on one GPU. One worker may have a part of a GPU, as several trials of a search do."""
+    values = small_config(tmp_path)
+    for workers in ({"gpus_per_worker": 0.5}, {"gpus_per_worker": 1, "num_workers": 2}, {"num_workers": 2}):
+        parse_config(values | {"workers": workers})
+    with pytest.raises(UserError, match=r"workers.gpus_per_worker = 0.5 gives two of 2 workers the same GPU"):
+        parse_config(values | {"workers": {"gpus_per_worker": 0.5, "num_workers": 2}})
+    ResourceSection(gpus=0.25)
+    with pytest.raises(ValueError, match=r"resources.gpus = 0.25 gives two of 3 workers the same GPU"):
+        ResourceSection(gpus=0.25, workers=3)

@@ -1,4 +1,4 @@
-"""Where a tracker that is a database, not a server, has its files."""
+"""Where a tracker that is a database, not a server, has its files, and when they are lost with a machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.load import parse_config
-from pipeline.tracking.mlflow_client import artifact_location
+from pipeline.tracking.mlflow_client import artifact_location, warn_of_local_file
 from tests.conftest import small_config
 
 
@@ -32,3 +32,17 @@ def test_artifacts_lie_beside_the_database(
     tracking = {"uri": None if uri is None else uri.format(here=tmp_path)}
     found = artifact_location(parse_config(small_config(tmp_path / "storage", tracking=tracking)))
     assert found == (None if expected is None else (tmp_path / expected).as_uri())
+
+
+def test_a_file_that_is_lost_with_its_machine(tmp_path: Path, log_lines: list[str]) -> None:
+    """A storage on S3 outlives the machine, and MLflow's default file does not."""
+    for storage, tracking in (
+        (tmp_path, {"enabled": True}),
+        ("s3://data/x", {"enabled": False}),
+        ("s3://data/x", {"uri": "http://127.0.0.1:5000"}),
+    ):
+        warn_of_local_file(parse_config(small_config({"uri": str(storage)}, tracking=tracking)))
+    assert not log_lines
+    warn_of_local_file(parse_config(small_config({"uri": "s3://data/x"}, tracking={"enabled": True})))
+    (warning,) = log_lines
+    assert "MLflow's data are only on this machine, in sqlite:///" in warning and "set tracking.uri" in warning

@@ -1,54 +1,32 @@
-"""Checks of this machine and of a cluster, with a remedy for each problem.
-
-A check returns a Finding and never raises. `fail` means that a configuration cannot run, `warn` that a part of it will
-be missing, slower or delayed.
-"""
+"""Checks of this machine, with a remedy for each problem. A check returns a Finding and never raises."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import math
-import os
 import platform
 import shutil
 import socket
 import stat
 import urllib.parse
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from pipeline.cluster.jobs_api import JobsServer, UnreachableError, find_token
+from pipeline.cluster.finding import Finding
+from pipeline.cluster.jobs_api import find_token
 from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
 from pipeline.scoring.java import JavaError, free_memory_mb, java_version
 from pipeline.scoring.java_metrics import spice_models
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.path import StorageError, StoragePath, is_remote, storage_path, try_rights
-from pipeline.tracking.mlflow_client import public_uri, reason_of, tracking_client
+from pipeline.tracking.mlflow_client import SERVER_REMEDY, is_only_here, public_uri, reason_of, tracking_client
 
 MIN_DISK_GIB, ENOUGH_DISK_GIB = 1, 10  # free space below the first is a failure, below the second a warning
 MIN_MEMORY_GIB, ENOUGH_MEMORY_GIB = 1, 4  # the first is for Ray and one worker, the second also for SPICE's heap
 WORKER_GIB = 0.75  # a worker process uses this much before it loads a model
 OBJECT_STORE_GIB = 0.5  # the size of the object store of a Ray that `jobs.cluster` starts
 TRACKER_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check."""
-
-    name: str
-    level: Literal["ok", "warn", "fail"]
-    text: str
-    remedy: str = ""
-
-    @property
-    def line(self) -> str:
-        """The finding as a line for the terminal."""
-        return f"{self.level:<5} {self.name:<10} {self.text}" + (f"; {self.remedy}" if self.remedy else "")
 
 
 def python() -> Finding:
@@ -187,6 +165,8 @@ def tracker(config: RunConfig) -> Finding:
     if not config.tracking.enabled:
         return Finding("tracker", "ok", "off")
     address = public_uri(config)
+    if is_only_here(config):
+        return Finding("tracker", "warn", f"{address} is lost with this machine, the storage is not", SERVER_REMEDY)
     parts = urllib.parse.urlsplit(config.tracking.uri or "")
     if parts.scheme not in ("http", "https"):
         return Finding("tracker", "ok", address + ("" if parts.hostname else ": a file, created when it is first used"))
@@ -224,44 +204,8 @@ def auth_token() -> Finding:
     return Finding("token", "ok", f"from {origin}")
 
 
-def cluster_ray(address: str) -> Finding:
-    """Whether the cluster's jobs server answers, accepts the token, and has the Ray version installed here."""
-    try:
-        server = JobsServer(address)
-        remote = str(server.version()["ray_version"])
-    except UserError as error:
-        return Finding("cluster", "fail", str(error))
-    except UnreachableError as error:
-        remedy = "check the address, the network and that the head runs a dashboard"
-        return Finding("cluster", "fail", str(error), remedy)
-    local = importlib.metadata.version("ray")
-    text = f"{server.address}, Ray {remote}, {'token accepted' if server.token_sent else 'no token needed'}"
-    if remote.split(".")[:2] != local.split(".")[:2]:
-        return Finding("cluster", "fail", f"{text}; here Ray {local}", f"give the cluster an image with Ray {local}")
-    if remote != local:
-        return Finding("cluster", "warn", f"{text}; here Ray {local}", "use the same version on both")
-    return Finding("cluster", "ok", text)
-
-
-def cluster_resources(address: str, config: RunConfig | None) -> Finding:
-    """Compares the resources of the cluster's live nodes with those of the configuration; a cluster may grow."""
-    try:
-        nodes = JobsServer(address).nodes()
-    except (UserError, UnreachableError, FileNotFoundError) as error:
-        return Finding("nodes", "warn", f"cannot be listed: {error}")
-    alive = [node.get("resources_total") or {} for node in nodes if node.get("state") == "ALIVE"]
-    num_cpus, num_gpus = (sum(float(node.get(kind, 0)) for node in alive) for kind in ("CPU", "GPU"))
-    text = f"{len(alive)} with {num_cpus:g} CPUs and {num_gpus:g} GPUs"
-    wanted = 0 if config is None else math.ceil(config.workers.num_workers * config.workers.cpus_per_worker)
-    if wanted > num_cpus or gpus_wanted(config) > num_gpus:
-        needed = f"{wanted} CPUs and {gpus_wanted(config):g} GPUs"
-        return Finding("nodes", "warn", f"{text}; the job needs {needed}", "it waits until the cluster has grown")
-    return Finding("nodes", "ok", text)
-
-
-def examine(config: RunConfig | None, address: str | None) -> Iterator[Finding]:
-    """Runs all checks, one after another. With an address, a run computes on that cluster, not on this machine."""
-    on_cluster = address is not None or "RAY_ADDRESS" in os.environ
+def check_machine(config: RunConfig | None, on_cluster: bool) -> Iterator[Finding]:
+    """Runs the checks one after another. on_cluster: a run computes on a cluster, not on this machine."""
     yield python()
     yield torch_pair()
     yield bfloat16(config)
@@ -273,9 +217,6 @@ def examine(config: RunConfig | None, address: str | None) -> Iterator[Finding]:
     yield shared_memory()
     yield local_ray()
     yield auth_token()
-    if address is not None:
-        yield cluster_ray(address)
-        yield cluster_resources(address, config)
     if config is not None:
         if not is_remote(config.storage.uri):
             yield disk(config.working_path, "disk", "free space, or set another storage")

@@ -1,0 +1,26 @@
+"""The result of one check of `raycap doctor`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Level = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    level: `fail` means that a configuration cannot run, `warn` that a part of it will be missing, slower or delayed.
+    """
+
+    name: str
+    level: Level
+    text: str
+    remedy: str = ""
+
+    @property
+    def line(self) -> str:
+        """The finding as a line for the terminal."""
+        return f"{self.level:<5} {self.name:<10} {self.text}" + (f"; {self.remedy}" if self.remedy else "")

@@ -1,0 +1,108 @@
+"""The sizes of caches: a share of the disk that is there, whatever else is on it."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pipeline.storage import cache
+from pipeline.storage.cache import ShardCache, image_cache, shard_cache
+from pipeline.storage.path import StoragePath
+
+DISK = 10_000  # bytes; a tenth is the reserve
+Disk = Callable[[int], None]
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
+    """A disk of DISK bytes with the test's files; the function sets how much other programs use."""
+    others = [0]
+
+    def usage(_: Path) -> SimpleNamespace:
+        used = 0
+        for path in tmp_path.rglob("*"):
+            with suppress(FileNotFoundError):  # another thread has removed it
+                used += path.stat().st_size if path.is_file() else 0
+        return SimpleNamespace(total=DISK, free=DISK - used - others[0])
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "cache"))
+    return lambda number: others.__setitem__(0, number)
+
+
+@pytest.fixture
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[StoragePath, int, str]]:
+    """Forty files of 300 bytes, with size and digest, on another disk."""
+    folder, found = tmp_path_factory.mktemp("sources"), []
+    for number in range(40):
+        data = bytes([number]) * 300
+        (folder / f"{number}.npy").write_bytes(data)
+        found.append((StoragePath(str(folder / f"{number}.npy")), len(data), hashlib.sha256(data).hexdigest()))
+    return found
+
+
+def size(found: ShardCache) -> int:
+    return cache.used_bytes([found.folder])
+
+
+def test_a_cache_takes_half_of_what_is_free(disk: Disk, sources: list[tuple[StoragePath, int, str]]) -> None:
+    assert shard_cache(None).limit == 4500, "half of the disk without the reserve"
+    disk(8000)
+    assert shard_cache(None).limit == 500 and image_cache(None).limit == 500 // 256
+    assert shard_cache(800).limit == 800, "a configured limit may take more than half"
+    assert shard_cache(5000).limit == 1000, "and never more than the disk has"
+    disk(9500)
+    assert shard_cache(None).limit == shard_cache(5000).limit == 0
+    assert shard_cache(None).get(*sources[0]) is None
+
+
+def test_a_volume_may_be_smaller_than_its_disk(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYCAP_CACHE_GIB", str(2000 / 2**30))
+    assert shard_cache(None).limit == 1000 and shard_cache(5000).limit == 2000
+    monkeypatch.setenv("RAYCAP_CACHE_GIB", "100")
+    assert shard_cache(None).limit == 4500
+
+
+def test_processes_share_a_cache_without_filling_the_disk(
+    disk: Disk, sources: list[tuple[StoragePath, int, str]]
+) -> None:
+    """The second process starts when the first has filled the cache, and has the same limit."""
+    first = shard_cache(None)
+    for source in sources[:20]:
+        first.get(*source)
+    second = shard_cache(None)
+    assert second.limit == first.limit == 4500 and size(first) == 15 * 300
+    with ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(found.get, *source) for source in sources for found in (first, second)]
+        assert all(call.result() is not None for call in calls)
+    assert size(first) <= first.limit
+
+
+def test_what_other_programs_write_takes_room_from_the_cache(
+    disk: Disk, sources: list[tuple[StoragePath, int, str]]
+) -> None:
+    found = shard_cache(None)
+    for source in sources[:15]:
+        found.get(*source)
+    disk(DISK - 1000 - 10 * 300)  # room for ten files beside the reserve
+    assert found.get(*sources[20]) is not None
+    assert size(found) == 10 * 300
+    disk(DISK - 1000 - 100)
+    assert found.get(*sources[21]) is None
+    assert found.read(sources[21][0], sources[21][2]) == bytes([21]) * 300, "read without the cache"
+
+
+def test_images_are_counted_in_a_part_of_their_folders(disk: Disk, tmp_path: Path) -> None:
+    """The estimate keeps the limit the same while the cache grows."""
+    for number in range(256):
+        folder = tmp_path / "cache" / "images" / f"{number:02x}"
+        folder.mkdir(parents=True)
+        (folder / "image").write_bytes(bytes(10))
+    assert image_cache(None).limit == 4500 // 256
