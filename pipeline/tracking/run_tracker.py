@@ -17,7 +17,7 @@ from pipeline.runs.folder import RunFolder
 from pipeline.storage.atomic import read_json, write_json
 from pipeline.tracking.mlflow_client import BoundedClient, ClientStopped, public_uri, reason_of, tracking_client
 from pipeline.tracking.registry import register_model
-from pipeline.tracking.run_sync import SentRecord, log_results, sync
+from pipeline.tracking.run_sync import SentRecord, log_plots, log_results, sync
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,7 @@ class Tracker:
             log_results(self.folder, self.config, scores, client)
             registered = register_model(self.folder, self.config, bundle, scores)
             sync(self.folder, self.config, client, status="FINISHED")
+            log_plots(self.folder, self.config, client)  # last, because a picture that fails must stop nothing else
             return registered
         return None
 
