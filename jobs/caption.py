@@ -4,38 +4,71 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from jobs.caption_output import Row, open_output, read_done
 from jobs.cluster import connect
-from jobs.named_files import OpenedBundle, check_output_file, open_bundle
+from jobs.named_files import OpenedBundle, open_bundle
 from jobs.options import Address
 from pipeline.captioning.bundle import Bundle
 from pipeline.captioning.model_sources import ModelSource, SentBundle, StoredBundle
-from pipeline.config.sections import SEARCH_DEFAULTS
+from pipeline.cluster.capacity import wait_for
+from pipeline.config.sections import SEARCH_DEFAULTS, WorkersSection
 from pipeline.data.image_paths import find_images
 from pipeline.errors import UserError
+from pipeline.runtime.decorations import Decorations
 from pipeline.runtime.progress import progress
-from pipeline.storage.atomic import write_bytes
 from pipeline.storage.path import storage_path
+
+if TYPE_CHECKING:
+    from pipeline.captioning.ray_data import CaptionPool
 
 MIN_IMAGES_FOR_RAY = 2_000  # for fewer images, starting a local Ray takes longer than it saves
 BATCH_SIZE = 16  # images per forward pass when this process captions them
 NUM_DECODE_THREADS = 4
 
 
+@dataclass(frozen=True)
+class CaptionOptions:
+    """The beam search of a `CaptionService`, and the number of captions per image."""
+
+    search: dict[str, Any]
+    num_results: int
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """The cluster's address (None: a Ray on this machine), the processes there, and how long to wait for them."""
+
+    address: str | None
+    gpus_per_worker: float | None  # None: 1 if the cluster has GPUs now, else 0
+    max_workers: int | None
+    max_wait_minutes: float
+
+
 def caption(
-    images: Annotated[list[str], typer.Argument(help="Files, folders, globs, s3:// URIs.", metavar="IMAGES...")],
-    model: Annotated[str, typer.Option(help="A model bundle's folder.")],
+    images: Annotated[
+        list[str],
+        typer.Argument(help="Files, folders, globs; also s3:// URIs, prefixes and globs.", metavar="IMAGES..."),
+    ],
+    model: Annotated[str, typer.Option(help="A model bundle's folder, also on S3.")],
     json_lines: Annotated[bool, typer.Option("--json", help="Print JSON lines with log-probabilities.")] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Write JSON lines to this file; images that it contains are skipped.")
+        str | None,
+        typer.Option(
+            help="Write JSON lines to this file, or to parts in this s3:// folder; images there are skipped.",
+            metavar="FILE|S3_FOLDER",
+        ),
     ] = None,
     beam_size: Annotated[
         int, typer.Option("--beam", min=1, max=100, help="Beams per image.")
@@ -53,14 +86,25 @@ def caption(
     explain: Annotated[
         Path | None, typer.Option(file_okay=False, help="Write pictures here: attention and attribution of each word.")
     ] = None,
+    gpus_per_worker: Annotated[
+        float | None, typer.Option(min=0, help="GPUs of each process on Ray. The default is 1 if it has GPUs, else 0.")
+    ] = None,
+    max_workers: Annotated[
+        int | None, typer.Option(min=1, help="Most processes on Ray. The default is as many as the cluster can hold.")
+    ] = None,
+    max_wait_minutes: Annotated[
+        float, typer.Option(min=0, help="How long to wait for the cluster's resources.")
+    ] = WorkersSection().max_wait_minutes,
     address: Address = None,
 ) -> int:
     """Caption image files.
 
-    A few images are captioned in this process, many through Ray. The exit code is 1 when an image cannot be read.
+    A few images are captioned in this process, with its GPU if there is one, and many through Ray. The exit code is 1
+    when an image cannot be read.
 
     Example: raycap caption photos/ 'more/*.jpg' --model results/models/demo/RUN --json
     """
+    begin = time.monotonic()
     if num_results > beam_size:
         raise UserError(f"--n-best {num_results}: expected 1 to the beam's size, {beam_size}")
     names = find_images(images)
@@ -71,79 +115,59 @@ def caption(
             "features and not images; caption a split with `raycap evaluate` and features.hdf5 or --features, or, for "
             "grid features, import it again with --backbone"
         )
-    search: dict[str, Any] = {"beam_size": beam_size, "max_length": max_length, "precision": precision}
-    signature, done = {}, {}
-    if out is not None:
+    options = CaptionOptions({"beam_size": beam_size, "max_length": max_length, "precision": precision}, num_results)
+    signature: dict[str, Any] = {}
+    done: dict[str, bool] = {}
+    place = None if out is None else storage_path(out)
+    if place is not None:
         with (opened.folder / "model.safetensors").open("rb") as file:  # bundles of one name can have other weights
             weights = hashlib.file_digest(file, "sha256").hexdigest()[:16]
         name = opened.bundle.config["name"]
-        signature = search | {"num_results": num_results, "model": name, "weights": weights}
-        done = _read_done(out, signature)
+        signature = options.search | {"num_results": num_results, "model": name, "weights": weights}
+        done = read_done(place, signature)
     pending = [name for name in names if name not in done]
     if done:
-        _print_note(f"{len(names) - len(pending)} of {len(names)} images are in {out} already")
-    uses_ray = address is not None or len(pending) >= MIN_IMAGES_FOR_RAY
+        _print_note(f"{len(names) - len(pending)} of {len(names)} images are in {place} already")
+    joins_cluster = bool(address or os.environ.get("RAY_ADDRESS"))  # Ray sets the variable for a submitted job
+    uses_ray = bool(pending) and (joins_cluster or len(pending) >= MIN_IMAGES_FOR_RAY)
     if explain is not None:
         if uses_ray:
             raise UserError(
-                f"--explain draws pictures for fewer than {MIN_IMAGES_FOR_RAY} images and without --address"
+                f"--explain draws pictures for fewer than {MIN_IMAGES_FOR_RAY} images and without a cluster"
             )
         explain.mkdir(parents=True, exist_ok=True)
+    decorations = Decorations()
     if uses_ray:
-        rows = _caption_on_ray(pending, opened, search, num_results, address)
+        cluster = ClusterOptions(address, gpus_per_worker, max_workers, max_wait_minutes)
+        rows = _caption_on_ray(pending, opened, options, cluster)
     else:
-        rows = _caption_in_process(pending, opened.bundle, search, num_results, explain)
-    num_failed, largest_gap = _write_rows(rows, len(pending), json_lines, out, signature)
+        rows = _caption_in_process(pending, opened.bundle, options, explain, decorations)
+    output = nullcontext(_printer(json_lines)) if place is None else open_output(place, signature)
+    with output as write:
+        num_failed, largest_gap = _write_rows(rows, len(pending), write)
     if explain is not None:
         _print_note(
             f"heat maps: {explain}; attributions add up to the words' log-probabilities within {largest_gap:.3f} nats"
         )
-    if out is not None:
-        _print_note(f"captions: {out}")
-    num_failed += sum("error" in row for row in done.values())
+    with redirect_stdout(sys.stderr):  # stdout is for the captions
+        decorations.log_failed(f"caption the image again{' without --out' if place else ''}")
+    num_failed += sum(not has_caption for has_caption in done.values())
     if num_failed:
         _print_note(f"{num_failed} of {len(names)} images could not be captioned; their lines give the reasons")
+    if place is not None:
+        seconds = time.monotonic() - begin
+        speed = f"{len(pending)} images in {seconds:.0f} s, {len(pending) / seconds:.1f} images/s"
+        _print_note(f"captions: {place} ({speed})")
     return 1 if num_failed else 0
 
 
-def _read_done(out: Path, signature: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Reads the rows that an earlier call has written to `out`, by image name. Removes an incomplete last line.
-
-    signature: the settings and weights that determine the captions. Every line contains them. Raises UserError if a
-    line has another signature.
-    """
-    check_output_file("--out", out)
-    if not out.exists():
-        return {}
-    rows: dict[str, dict[str, Any]] = {}
-    complete = b""
-    for number, line in enumerate(out.read_bytes().splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):
-            break  # a killed job has left its last line incomplete
-        try:
-            row = json.loads(line)
-            rows[row["image"]] = row
-            written_with = {key: row.get(key) for key in signature}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"--out {out}: line {number} is not a caption of this command; give another name"
-            ) from error
-        if written_with != signature:
-            raise UserError(
-                f"--out {out}: line {number} was written with {written_with}, not {signature}; give another name"
-            )
-        complete += line
-    if len(complete) < out.stat().st_size:
-        write_bytes(out, complete)
-    return rows
-
-
 def _caption_in_process(
-    names: Sequence[str], bundle: Bundle, search: dict[str, Any], num_results: int, explain: Path | None
+    names: Sequence[str], bundle: Bundle, options: CaptionOptions, explain: Path | None, decorations: Decorations
 ) -> Iterator[dict[str, Any]]:
     """Yields the output row of each image, in order. Threads read and decode the images of a batch.
 
-    explain: the folder for pictures of each caption's words; None for no pictures.
+    explain: the folder for pictures of each caption's words; None for no pictures. A picture that fails is recorded in
+    `decorations`.
     """
     import torch
 
@@ -152,7 +176,7 @@ def _caption_in_process(
     from pipeline.runtime.cpu import prepare_processor
 
     prepare_processor()
-    service = CaptionService(bundle, **search)
+    service = CaptionService(bundle, **options.search)
 
     def load_pixels(name: str) -> Any:
         """The image's pixels, or a text with the reason why it cannot be read."""
@@ -168,7 +192,7 @@ def _caption_in_process(
             batch = names[start : start + BATCH_SIZE]
             loaded = list(pool.map(load_pixels, batch))
             readable = [pixels for pixels in loaded if not isinstance(pixels, str)]
-            captions = iter(service.caption(torch.stack(readable), num_results) if readable else [])
+            captions = iter(service.caption(torch.stack(readable), options.num_results) if readable else [])
             for number, (name, pixels) in enumerate(zip(batch, loaded, strict=True), start):
                 if isinstance(pixels, str):
                     yield {"image": name, "error": pixels}
@@ -177,23 +201,52 @@ def _caption_in_process(
                 row = _output_row(name, ranked)
                 if explain is not None:
                     path = explain / f"{number:04d}-{Path(name).stem}.png"
-                    row |= _draw_words(path, name, service, pixels, ranked[0][0])
+                    with decorations.making(f"the picture of {name}"):
+                        row |= _draw_words(path, name, service, pixels, ranked[0][0])
                 yield row
 
 
 def _caption_on_ray(
-    names: Sequence[str], model: OpenedBundle, search: dict[str, Any], num_results: int, address: str | None
+    names: Sequence[str], model: OpenedBundle, options: CaptionOptions, cluster: ClusterOptions
 ) -> Iterator[dict[str, Any]]:
-    """Yields the output row of each image. Ray Data captions them on the cluster at `address` or on a local Ray."""
+    """Yields the output row of each image. Ray Data captions them on a cluster or on a local Ray."""
     from pipeline.captioning.ray_data import caption_stream
 
-    has_joined_cluster = connect(address)
+    with redirect_stdout(sys.stderr):
+        has_joined_cluster = connect(cluster.address)
+        pool = start_pool(cluster, has_joined_cluster)
     source: ModelSource = StoredBundle(model.location)
     if has_joined_cluster and not model.location.is_remote:  # other nodes cannot read this machine's disk
         source = SentBundle.of(model.folder)
     assert model.bundle.transform is not None
-    for name, ranked, error in caption_stream(names, source, model.bundle.transform.image_size, search, num_results):
+    size = model.bundle.transform.image_size
+    for name, ranked, error in caption_stream(names, source, size, options.search, options.num_results, pool):
         yield {"image": name, "error": error} if error else _output_row(name, ranked)
+
+
+def start_pool(cluster: ClusterOptions, has_joined_cluster: bool) -> CaptionPool:
+    """The processes that caption, once Ray can place the first of them. Raises UserError if it never can."""
+    import ray
+
+    from pipeline.captioning.ray_data import CaptionPool
+
+    num_gpus = ray.cluster_resources().get("GPU", 0)
+    gpus = float(num_gpus > 0) if cluster.gpus_per_worker is None else cluster.gpus_per_worker
+    pool = CaptionPool(gpus, cluster.max_workers)
+    if has_joined_cluster:
+        wait_for(
+            pool.bundles,
+            "captioning",
+            limit_s=60 * cluster.max_wait_minutes,
+            limit_name="--max-wait-minutes",
+            remedy="lower --gpus-per-worker, or join a cluster with larger nodes or more of them",
+        )
+    elif gpus > num_gpus:
+        raise UserError(
+            f"--gpus-per-worker {gpus:g}: this machine's Ray has {num_gpus:g} GPUs; give 0, or join a cluster with "
+            "--address"
+        )
+    return pool
 
 
 def _output_row(name: str, ranked: Sequence[tuple[str, float]]) -> dict[str, Any]:
@@ -214,9 +267,9 @@ def _draw_words(path: Path, name: str, service: Any, pixels: Any, caption: str) 
     from pipeline.reports.heat_maps import caption_picture
 
     image, words = decode_image(storage_path(name).read_bytes(), MAX_PIXELS), caption.split()
-    attention = service.attention(pixels, caption).float().numpy()
+    attention = service.attention(pixels, caption).float().cpu().numpy()
     attribution = service.attribution(pixels, caption)
-    caption_picture(image, words, attention, attribution.shares().numpy()).save(path)
+    caption_picture(image, words, attention, attribution.shares().cpu().numpy()).save(path)
     clusters = service.clusters(pixels, caption)
     if clusters is not None:
         cluster_picture(image, words, clusters).save(path.with_name(f"{path.stem}-clusters.png"))
@@ -224,31 +277,27 @@ def _draw_words(path: Path, name: str, service: Any, pixels: Any, caption: str) 
     return {"attribution": {"steps": attribution.steps, "gap": round(gap, 6)}}
 
 
-def _write_rows(
-    rows: Iterator[dict[str, Any]], total: int, json_lines: bool, out: Path | None, signature: Mapping[str, Any]
-) -> tuple[int, float]:
-    """Writes the rows to `out`, or without it to the terminal.
+def _write_rows(rows: Iterator[dict[str, Any]], total: int, write: Callable[[Row], None]) -> tuple[int, float]:
+    """Calls `write` with each row. total: the number of rows.
 
-    total: the number of rows. signature: entries that are added to each line of `out`. Returns the number of images
-    with an error, and the largest `gap` of an attribution (see `_draw_words`) in nats.
+    Returns the number of images with an error, and the largest `gap` of an attribution (see `_draw_words`) in nats.
     """
     num_failed, largest_gap = 0, 0.0
-    # A file name that is not UTF-8 contains lone surrogates. backslashreplace writes them as valid JSON escapes.
-    opened = out.open("a", encoding="utf-8", errors="backslashreplace") if out is not None else nullcontext()
-    with opened as file, progress("captions", total, write=_print_note) as advance:
+    with progress("captions", total, write=_print_note) as advance:
         for row in rows:
             num_failed += "error" in row
             largest_gap = max(largest_gap, row.get("attribution", {}).get("gap", 0.0))
-            if file is not None:
-                file.write(json.dumps({**row, **signature}, ensure_ascii=False) + "\n")
-                file.flush()  # a killed job loses only the image that it was captioning
-            else:
-                print(json.dumps(row, ensure_ascii=False) if json_lines else _format_row(row))
+            write(row)
             advance(1)
     return num_failed, largest_gap
 
 
-def _format_row(row: dict[str, Any]) -> str:
+def _printer(json_lines: bool) -> Callable[[Row], None]:
+    """The function that prints a row, as JSON or for a reader."""
+    return lambda row: print(json.dumps(row, ensure_ascii=False) if json_lines else _format_row(row))
+
+
+def _format_row(row: Row) -> str:
     """An output row as text for the terminal."""
     if "error" in row:
         return f"{row['image']}: error: {row['error']}"

@@ -32,7 +32,7 @@ class Entry:
 
     target: the function, written as module:function.
     summary: the first sentence of the function's docstring.
-    can_submit: `raycap submit` accepts the command, because its argument is a configuration.
+    can_submit: `raycap submit` accepts the command, because a cluster can read all that its arguments name.
     passes_options_on: the command accepts unknown options, because it passes them to another command.
     """
 
@@ -59,7 +59,7 @@ COMMANDS = {
     "evaluate": Entry("jobs.evaluate:evaluate", "Caption splits of a data set and score them.", can_submit=True),
     "constraints": Entry("jobs.constraints:constraints", "Turn detected objects into words for captions."),
     "tune": Entry("jobs.tune.command:command", "Search over configuration keys.", can_submit=True),
-    "caption": Entry("jobs.caption:caption", "Caption image files."),
+    "caption": Entry("jobs.caption:caption", "Caption image files.", can_submit=True),
     "retrain": Entry("jobs.retrain:retrain", "Train on new data and keep the better model.", can_submit=True),
     "import": Entry("jobs.import_:import_checkpoint", "Turn an upstream checkpoint into a model bundle."),
     "sync": Entry("jobs.sync:sync", "Send the tracker what it missed while it was down."),

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,12 +28,14 @@ from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
 from pipeline.features.source import features_for_bundles
 from pipeline.runs.evaluation import split_result
+from pipeline.runtime.decorations import Decorations
 from pipeline.scoring.bootstrap import paired_difference
 from pipeline.scoring.metrics import COMPARED_BY_IMAGE, Scores, score_captions
 from pipeline.scoring.published import published_rows
 from pipeline.scoring.result_files import write_predictions
 from pipeline.scoring.split_result import SplitResult
 from pipeline.storage.atomic import write_json, write_text
+from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, storage_path
 
 if TYPE_CHECKING:
@@ -96,14 +98,21 @@ def evaluate(
     if compared_bundle is not None:
         compared_sources = [bundle_source(compared_bundle, run_config)]
         others = caption_on_cluster(compared_sources, compared_tasks, run_config, store=evaluation.store)
-    entries = {}
+    entries, scored = {}, []
     for split, captions in captioned.items():
         write_captions(folder, split, captions, evaluation.images_by_split[split], server)
         automata = tasks[split].constraints
         result = split_result(split, captions.best, automata, captions.unreadable, label=f"search    {split}: ")
-        entries[split] = evaluation.score(result, others.get(split), sources[0])
-    write_json(folder / "scores.json", {"models": list(map(str, bundles)), "splits": entries})
-    logger.info(f"scores       {folder / 'scores.json'}")
+        entries[split], results = evaluation.score(result, others.get(split))
+        scored += [results] if results else []
+    evaluation.write_scores(entries, missing={})
+    decorations = Decorations()
+    for results in scored:
+        with decorations.making(f"the report of {results[0].split}"):
+            evaluation.report(results, sources[0], decorations)
+    evaluation.write_scores(entries, decorations.failed)
+    logger.info(f"scores       {evaluation.place / 'scores.json'}")
+    decorations.log_failed()
     logger.info(f"finished in {time.monotonic() - begin:.0f} s")
     num_failed = sum(len(captions.unreadable) for captions in captioned.values())
     if num_failed:
@@ -115,7 +124,8 @@ class Evaluation:
     """The models and images of one call, with the steps from captions to the report.
 
     bundles: the bundles of the evaluated model or, for an ensemble, of its members. label: the models' names, joined
-    by "+". folder: the results are written here. store: the features for models without a backbone.
+    by "+". folder: the results are written here. home: their location on S3, unless the storage is local or the user
+    has named a folder. store: the features for models without a backbone.
     """
 
     def __init__(
@@ -144,6 +154,8 @@ class Evaluation:
         # The label is cut because it is also a folder's name.
         self.label = "+".join(bundle.name for bundle in self.bundles)[:120]
         self.folder = out or config.working_path / "evaluations" / self.label
+        self.home = None if out else config.home(f"evaluations/{self.label}")
+        self.place = self.home or storage_path(self.folder)
 
     def find_bundle(self, option: str, model: str) -> StoragePath:
         """The bundle that an option names. Raises UserError if it cannot be loaded or its features are missing."""
@@ -174,22 +186,28 @@ class Evaluation:
                 raise UserError(f"constraints {constraints}: none of its images is in {splits}; look at the image ids")
         return {split: SplitTask(images, automata) for split, images in self.images_by_split.items()}
 
-    def score(self, result: SplitResult, compared: Captioned | None, model: ModelSource) -> dict[str, Any]:
-        """Scores a split's captions, and writes the report. Returns the split's entry in scores.json.
+    def write_scores(self, entries: Mapping[str, Any], missing: Mapping[str, str]) -> None:
+        """Writes scores.json and uploads the results. entries: by split. missing: {report: reason}, of failed ones."""
+        content = {"models": list(map(str, self.bundles)), "splits": entries}
+        write_json(self.folder / "scores.json", content | ({"missing": missing} if missing else {}))
+        if self.home is not None:
+            Mirror(self.home, self.folder).push()
 
-        compared: the captions of the model of `--compare`; None without it. model: the report shows this model's maps.
+    def score(self, result: SplitResult, compared: Captioned | None) -> tuple[dict[str, Any], list[SplitResult]]:
+        """Scores a split's captions. Returns the split's entry in scores.json, and the results for its report.
+
+        compared: the captions of the model of `--compare`; None without it. A split without references has no report.
         """
         result = self._with_scores(result)
         if result.scores is None:
             logger.info(f"{result.split} has no reference captions: captioned, not scored")
-            return result.to_json()
+            return result.to_json(), []
         self._log_scores(result, result.scores)
         entry, results = result.to_json(), [result]
         if compared is not None:
             results.append(self._compared_result(result, compared))
             entry["compared"] = compare(result, results[1]) | {"images": len(result.captions)}
-        self._report(results, model)
-        return entry
+        return entry, results
 
     def _references(self, result: SplitResult) -> dict[int, list[str]]:
         """The references of the images that have both references and a caption."""
@@ -228,8 +246,11 @@ class Evaluation:
             values = "  ".join(f"{name} {value:.3f}" for name, value in row.scores.items())
             logger.info(f"  {row.name}: {values}" + (f"  ({difference})" if difference else ""))
 
-    def _report(self, results: Sequence[SplitResult], model: ModelSource) -> None:
-        """Writes report-SPLIT.html of the first result. Scores and captions of a second result are shown beside it."""
+    def report(self, results: Sequence[SplitResult], model: ModelSource, decorations: Decorations) -> None:
+        """Writes report-SPLIT.html of the first result. Scores and captions of a second result are shown beside it.
+
+        model: the report shows this model's maps.
+        """
         from jobs.gallery import add_maps
         from pipeline.reports.page import Report, write_report
         from pipeline.runs.summary import published_table, report_images, score_table
@@ -241,6 +262,8 @@ class Evaluation:
             replace(image, alternatives={"other": others[0].captions[int(image.image_id)]} if others else {})
             for image in report_images(result, dataset, config.storage.options)
         ]
+        with decorations.making(f"the heat maps of {result.split}"):
+            images = add_maps(images, model, config, self.store, dataset, seed=label)
         report = Report(
             title=f"{label} on {result.split}",
             run_id=label,
@@ -248,12 +271,12 @@ class Evaluation:
             score_columns=columns,
             score_rows=rows + published_table(columns, config, result.split, dataset.column("uri")),
             stages=[],
-            images=add_maps(images, model, config, self.store, dataset, seed=label),
+            images=images,
             metadata={"models": ", ".join(label.split("+")), "images": f"{result.split} {len(dataset)}"},
         )
-        path = self.folder / f"report-{result.split}.html"
-        write_report(path, report)
-        logger.info(f"report       {path}")
+        name = f"report-{result.split}.html"
+        write_report(self.folder / name, report)
+        logger.info(f"report       {self.place / name}")
 
 
 def _images_of(dataset: Dataset, split: str) -> Dataset:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jobs.caption_tasks import RunModel, SplitTask, caption_on_cluster
 from jobs.cluster import Stage, start_ray
@@ -23,10 +23,13 @@ from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.features.source import describe_features, extract_features
 from pipeline.reports.text_table import format_table
-from pipeline.runs.evaluation import RunScores
+from pipeline.runs.evaluation import RunScores, score_run, split_result, stored_results
 from pipeline.runs.folder import RunFolder, try_lock
+from pipeline.runtime.decorations import Decorations
 from pipeline.runtime.log import log_file
+from pipeline.scoring.metrics import why_unavailable
 from pipeline.scoring.result_files import write_predictions
+from pipeline.scoring.split_result import SplitResult
 from pipeline.storage.atomic import read_json, write_json, write_text
 from pipeline.storage.path import StoragePath
 from pipeline.storage.s3 import StorageError
@@ -51,23 +54,42 @@ def run(config: RunConfig, address: str | None = None) -> RunFolder:
     begin = time.monotonic()
     folder = prepare(config)
     complete = folder.path / "COMPLETE.json"
-    if complete.is_file():
-        summary = read_json(complete)
-        if config.tracking.enabled and not summary["tracked"]:
-            register(folder, config)
+    summary = read_json(complete) if complete.is_file() else None
+    missing = [] if summary is None else _repairable(summary)
+    if summary is not None and not missing:
+        _finish_registration(folder, config, summary)
         logger.info(f"{folder.run_id} is complete; nothing to do")
         logger.info(summary["table"])
         return folder
     with alone(folder.path), run_log(folder):
         driver = RunDriver(config, folder, address)
         try:
-            driver.train()
+            if summary is None:
+                driver.train()
+            else:
+                logger.info(f"{folder.run_id} is complete except for {', '.join(missing)}")
+                driver.durations |= summary["durations"]
             driver.evaluate()
         except BaseException as error:
-            driver.tracker.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+            if summary is None:
+                driver.tracker.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
             raise
         logger.info(f"finished in {format_duration(time.monotonic() - begin)}")
     return folder
+
+
+def _repairable(summary: Mapping[str, Any]) -> list[str]:
+    """The missing decorations and scores of a complete run that this machine can make."""
+    return [name for name in summary.get("missing", {}) if why_unavailable(name) is None]
+
+
+def _finish_registration(folder: RunFolder, config: RunConfig, summary: Mapping[str, Any]) -> None:
+    """Registers a complete run whose tracker has not accepted everything."""
+    decorations = Decorations()
+    if config.tracking.enabled and not summary["tracked"]:
+        with decorations.making("the registration"):
+            register(folder, config)
+    decorations.log_failed()
 
 
 @contextmanager
@@ -161,7 +183,10 @@ class RunDriver:
                 self._train(group)
 
     def evaluate(self) -> None:
-        """Captions and scores all evaluated splits, writes bundle, report and summary, and registers the model."""
+        """Captions and scores all evaluated splits, writes bundle, report and summary, and registers the model.
+
+        Captions of an earlier attempt are used again.
+        """
         from pipeline.runs.run_bundle import bundle_place, bundle_run
 
         folder, data = self.folder, self.config.data
@@ -169,14 +194,17 @@ class RunDriver:
         store = self._extract(folder.dataset.split(*splits), stage=None)
         dataset = folder.dataset.without(sorted(self.excluded))
         with self._timed("evaluation"):
-            scores = self._score(dataset, splits, store)
+            results = stored_results(folder, dataset, splits) or self._caption(dataset, splits, store)
+            scores = score_run(folder, dataset, results)
+        folder.push("predictions", "scores.json")
         bundle, location = bundle_run(folder, scores=scores.flat()), bundle_place(folder)
-        with self._timed("report"):
-            self._report(dataset, scores, store, StoredBundle(location))
-            folder.push("predictions", "scores.json", "report.html")
+        decorations = Decorations()
+        with self._timed("report"), decorations.making("the report"):
+            self._report(dataset, scores, store, StoredBundle(location), decorations)
+            folder.push("report.html")
         with self._timed("registration"):
             registered = self.tracker.finish(scores.flat(), bundle)
-        self._complete(scores, store, location, registered)
+        self._complete(scores, store, location, registered, decorations)
 
     def _log_plan(self) -> None:
         """Logs the folder, data, model and stages of the run before it starts."""
@@ -282,10 +310,8 @@ class RunDriver:
             fit(job, self.config, lambda: self._start_ray("training"))
         self.folder.pull("stages")
 
-    def _score(self, dataset: Dataset, splits: Sequence[str], store: StoragePath) -> RunScores:
-        """Captions the splits with the final weights, writes the captions to predictions/, and scores them."""
-        from pipeline.runs.evaluation import score_run, split_result
-
+    def _caption(self, dataset: Dataset, splits: Sequence[str], store: StoragePath) -> list[SplitResult]:
+        """Captions the splits with the final weights, and writes the captions to predictions/."""
         self._start_ray("captions")
         logger.info(f"evaluate  {', '.join(splits)} with beam {self.config.evaluation.beam_size}")
         automata = self._load_constraints(dataset)
@@ -301,10 +327,12 @@ class RunDriver:
             label = f"evaluate  {split}: "
             results.append(split_result(split, best, task.constraints, unreadable={}, label=label))
             write_predictions(self.folder.path / "predictions" / f"{split}.json", results[-1].captions)
-        return score_run(self.folder, dataset, results)
+        return results
 
-    def _report(self, dataset: Dataset, scores: RunScores, store: StoragePath, model: StoredBundle) -> None:
-        """Writes report.html, with attention and attribution maps."""
+    def _report(
+        self, dataset: Dataset, scores: RunScores, store: StoragePath, model: StoredBundle, decorations: Decorations
+    ) -> None:
+        """Writes report.html, with attention and attribution maps unless these fail."""
         from jobs.gallery import add_maps
         from pipeline.runs.summary import make_report, report_images
 
@@ -314,13 +342,23 @@ class RunDriver:
             for split in config.data.test_splits
             for image in report_images(by_split[split], dataset.split(split), config.storage.options)
         ]
-        images = add_maps(images, model, config, store, dataset, seed=self.folder.run_id)
+        with decorations.making("the heat maps"):
+            self._start_ray("captions")
+            images = add_maps(images, model, config, store, dataset, seed=self.folder.run_id)
         make_report(self.folder, dataset, scores, self.durations, images)
 
-    def _complete(self, scores: RunScores, store: StoragePath, bundle: StoragePath, registered: str | None) -> None:
+    def _complete(
+        self,
+        scores: RunScores,
+        store: StoragePath,
+        bundle: StoragePath,
+        registered: str | None,
+        decorations: Decorations,
+    ) -> None:
         """Prints the summary and marks the run as complete.
 
         registered: name/version of the registered model; None if the tracker is off or did not accept everything.
+        COMPLETE.json records the decorations that failed and the scores that are unavailable, for the next attempt.
         """
         from pipeline.runs.summary import score_table, validation_lines
 
@@ -330,13 +368,14 @@ class RunDriver:
             tracking = f"{public_uri(self.config)}, model {registered}"
         elif self.config.tracking.enabled:
             tracking = f"{public_uri(self.config)} did not take everything; {self.tracker.remedy} sends the rest"
+        has_report = (folder.path / "report.html").is_file()
         lines = [
             "",
             format_table(*score_table(scores.splits)),
             "",
             *validation_lines(self.config, scores.validation_by_stage),
             "",
-            f"report       {folder.root / 'report.html'}",
+            f"report       {folder.root / 'report.html' if has_report else 'not made'}",
             f"predictions  {folder.root / 'predictions'}",
             f"model        {bundle}",
             f"tracking     {tracking}",
@@ -349,10 +388,12 @@ class RunDriver:
             "bundle": str(bundle),
             "scores": scores.flat(),
             "tracked": registered is not None,
+            "missing": scores.unavailable | decorations.failed,
         }
         write_json(folder.path / "COMPLETE.json", summary)
         folder.push("COMPLETE.json")
         logger.info(summary["table"])
+        decorations.log_failed()
 
     def _load_constraints(self, dataset: Dataset) -> dict[int, ConstraintAutomaton]:
         """Reads the constraints of the test images, by image id; {} if the configuration names no constraint file."""

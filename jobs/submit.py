@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.exceptions import TyperException
@@ -26,6 +26,7 @@ from pipeline.cluster.jobs_api import FINAL_STATES, JobsServer, UnreachableError
 from pipeline.cluster.packaging import pack
 from pipeline.cluster.submission import (
     check_local_paths,
+    check_remote,
     check_texts,
     entrypoint,
     package_files,
@@ -48,14 +49,13 @@ GIVE_UP_AFTER_S = 600.0  # following a job ends when the cluster was unreachable
 
 @dataclass(frozen=True)
 class Job:
-    """A command to run on a cluster: `raycap COMMAND CONFIG ARGUMENTS`.
+    """A command to run on a cluster: `raycap COMMAND ARGUMENTS`. The first argument may name a configuration.
 
     variables: environment variables for the command. secrets: names of variables that the cluster's nodes have.
     """
 
     command: str
-    config: Path
-    arguments: Sequence[str] = ()
+    arguments: Sequence[str]
     variables: Mapping[str, str] = field(default_factory=dict)
     secrets: Sequence[str] = ()
 
@@ -65,9 +65,9 @@ def submit(job: Job, address: str, *, with_dependencies: bool = False, detach: b
 
     Raises UserError for every mistake that can be found before anything is sent.
     """
-    config, warnings = check_job(job)
+    content = read_job(job)
     server = JobsServer(address)
-    for warning in warnings:
+    for warning in content.warnings:
         logger.warning(warning)
     local_ray, cluster_ray = importlib.metadata.version("ray"), server.version()["ray_version"]
     logger.info(f"cluster   {server.address}, Ray {cluster_ray}")
@@ -75,7 +75,7 @@ def submit(job: Job, address: str, *, with_dependencies: bool = False, detach: b
         logger.warning(f"this machine has Ray {local_ray}; the job uses the cluster's, which may not fit this code")
     if server.token_sent and server.is_unencrypted:
         logger.warning("the token is sent over http, where others can read it; use https or a tunnel")
-    job_id = send(job, config, server, with_dependencies=with_dependencies)
+    job_id = send(job, content, server, with_dependencies=with_dependencies)
     if job.variables:
         logger.info(f"variables {', '.join(job.variables)} (their values can be read on the cluster)")
     if job.secrets:
@@ -86,37 +86,27 @@ def submit(job: Job, address: str, *, with_dependencies: bool = False, detach: b
     return follow(server, job_id)
 
 
-def check_job(job: Job) -> tuple[RunConfig, list[str]]:
-    """The configuration of a job, and warnings. Raises UserError for mistakes that can be found without the cluster."""
-    if not job.config.is_file():
-        raise UserError(f"configuration {job.config} does not exist; give the path of a YAML file")
-    check_texts(job.config, job.arguments, {*job.variables, *job.secrets})
-    with _placeholders(job.secrets):
-        config = _parse(job.command, job.config, job.arguments)
-    return config, check_local_paths(config)
-
-
-def send(job: Job, config: RunConfig, server: JobsServer, *, with_dependencies: bool = False) -> str:
-    """Packs the code, sends it and starts the job. Returns the job's id. config: the job's, by `check_job`."""
+def send(job: Job, content: JobContent, server: JobsServer, *, with_dependencies: bool = False) -> str:
+    """Packs the code, sends it and starts the job. Returns the job's id. content: the job's, from `read_job`."""
     root = project_root()
     dependencies = requirements(root) if with_dependencies else ()
     with tempfile.TemporaryDirectory(prefix="raycap-submit-") as scratch:
-        data_folders = [Path(uri) for uri in (config.data.root, config.storage.uri) if uri and "://" not in uri]
-        files, packed_config = package_files(job.config, root, data_folders)
+        files, packed = package_files(content.config, root, content.left_out)
         archive = Path(scratch) / "code.zip"
         package, summary = pack(files, archive)
         logger.info(f"code      {summary}")
         logger.info("          sent" if server.upload(package, archive) else "          the cluster has it already")
         begin = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
-        name = re.sub(r"[^A-Za-z0-9-]", "-", config.name)  # a job's id is part of a URL
+        name = re.sub(r"[^A-Za-z0-9-]", "-", content.name)  # a job's id is part of a URL
         job_id = f"raycap-{name}-{begin}-{uuid.uuid4().hex[:6]}"
+        arguments = job.arguments if packed is None else [packed, *job.arguments[1:]]
         server.submit(
             job_id,
-            entrypoint(job.command, packed_config, job.arguments, job.secrets),
+            entrypoint(job.command, arguments, job.secrets),
             runtime_env(f"gcs://{package}", job.variables, dependencies),
-            {"raycap.command": f"{job.command} {packed_config}", "raycap.commit": commit()},
+            {"raycap.command": f"{job.command} {arguments[0]}", "raycap.commit": commit()},
         )
-    logger.info(f"job       {job_id}: raycap {job.command} {packed_config}")
+    logger.info(f"job       {job_id}: raycap {job.command} {arguments[0]}")
     return job_id
 
 
@@ -132,20 +122,46 @@ def _placeholders(names: Sequence[str]) -> Iterator[None]:
             del os.environ[name]
 
 
-def _parse(command: str, config: Path, arguments: Sequence[str]) -> RunConfig:
-    """Reads the configuration as the job will read it. UserError for a command line that the job would refuse."""
-    overrides = command_overrides(command, config, arguments)
+class JobContent(NamedTuple):
+    """What a job needs: a name for it, its configuration, warnings, and local folders that are not sent."""
+
+    name: str
+    config: Path | None = None
+    warnings: Sequence[str] = ()
+    left_out: Sequence[Path] = ()
+
+
+def read_job(job: Job) -> JobContent:
+    """Reads the arguments and the configuration as the job will read them. UserError for what the job would refuse."""
+    available = {*job.variables, *job.secrets}
+    check_texts(None, job.arguments, available)
+    values = parse_arguments(job.command, job.arguments)
+    if "config" not in values:
+        check_remote(values)
+        return JobContent(job.command)
+    path = Path(values["config"])
+    if not path.is_file():
+        raise UserError(f"configuration {path} does not exist; give the path of a YAML file")
+    check_texts(path, (), available)
+    with _placeholders(job.secrets):
+        config = _load(job.command, path, values.get("set_") or ())
+    folders = [Path(uri) for uri in (config.data.root, config.storage.uri) if uri and "://" not in uri]
+    return JobContent(config.name, path, check_local_paths(config), folders)
+
+
+def _load(command: str, config: Path, overrides: Sequence[str]) -> RunConfig:
+    """The configuration of a run, or the base of a search."""
     if command == "tune":
         from pipeline.search.spec import load_search
 
-        return load_search(config, overrides).base
+        return load_search(config, list(overrides)).base
     return load_config(config, overrides)
 
 
-def command_overrides(command: str, config: Path, arguments: Sequence[str]) -> list[str]:
-    """Parses `raycap COMMAND CONFIG ARGUMENTS` as the job will parse it. Returns the values of --set.
+def parse_arguments(command: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Parses `raycap COMMAND ARGUMENTS` as the job will parse it. Returns the values by name.
 
-    Raises UserError for a command that does not take a configuration or would refuse its options.
+    Raises UserError for a command that cannot be submitted or would refuse its arguments.
     """
     names = sorted(name for name, entry in COMMANDS.items() if entry.can_submit)
     if command not in names:
@@ -154,10 +170,9 @@ def command_overrides(command: str, config: Path, arguments: Sequence[str]) -> l
         raise UserError("--address was given twice; the job joins the cluster that it runs on")
     try:
         with unchanged_level():  # --quiet is for the job, not for this process
-            context = COMMANDS[command].load(command).make_context(command, [str(config), *arguments])
+            return dict(COMMANDS[command].load(command).make_context(command, list(arguments)).params)
     except TyperException as error:
         raise UserError(f"raycap {command} refuses these options: {error.format_message()}") from error
-    return list(context.params.get("set_") or ())
 
 
 def _log_commands(job_id: str, server: JobsServer) -> None:
@@ -306,8 +321,10 @@ def _stop(server: JobsServer, job_id: str, timeout_s: float = 60.0) -> int:
 
 def command(
     context: typer.Context,
-    command: Annotated[str, typer.Argument(help="A command that takes a CONFIG; or status, logs, stop.")],
-    config: Annotated[str, typer.Argument(help="The command's YAML file, or a job's id.", metavar="CONFIG|ID")],
+    command: Annotated[str, typer.Argument(help="A command of raycap; or status, logs, stop.")],
+    argument: Annotated[
+        str, typer.Argument(help="The command's YAML file or images, or a job's id.", metavar="CONFIG|IMAGES|ID")
+    ],
     address: Annotated[str, typer.Option(help="The cluster's dashboard, for example http://head:8265.")],
     env: Annotated[
         list[str] | None, typer.Option(metavar="NAME[=VALUE]", help="A variable for the job. Its value is not secret.")
@@ -324,7 +341,8 @@ def command(
     """Run a command as a job on a Ray cluster.
 
     The job's log is printed until it ends, and the exit code is the job's. Ctrl-C asks whether to stop the job too.
-    Options that are not listed here, such as --set, go to the command. `submit status ID`, `submit logs ID` and
+    Options that are not listed here, such as --set, go to the command. A job reads no file of this machine except its
+    configuration: `submit caption` takes images, a model and an output on S3. `submit status ID`, `submit logs ID` and
     `submit stop ID` manage a job. A token comes from RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH.
 
     Example: raycap submit run configs/demo.yaml --address http://head:8265 --set storage=s3://bucket/prefix
@@ -334,7 +352,8 @@ def command(
         options = {"--env": env, "--secret": secret, "--detach": detach, "--with-dependencies": with_dependencies}
         refused = [*context.args, *(name for name, value in options.items() if value)]
     else:
-        refused = [config] if config.startswith("-") else []
+        # The command itself must take its first argument before its options, unless it takes several arguments.
+        refused = [argument] if argument.startswith("-") and command != "caption" else []
         refused += ["--follow"] if follow_log else []
     if refused:
         raise UserError(
@@ -342,15 +361,15 @@ def command(
             "raycap submit COMMAND CONFIG|ID --address URL OPTIONS"
         )
     if not manages_job:
-        job = Job(command, Path(config), context.args, variables(env or ()), secret_names(secret or ()))
+        job = Job(command, [argument, *context.args], variables(env or ()), secret_names(secret or ()))
         return submit(job, address, with_dependencies=with_dependencies, detach=detach)
     server = JobsServer(address)
     if command == "status":
-        return _print_status(server, config)
+        return _print_status(server, argument)
     if command == "stop":
-        return _stop(server, config)
-    server.job(config)  # raises UserError if this job does not exist
+        return _stop(server, argument)
+    server.job(argument)  # raises UserError if this job does not exist
     if follow_log:
-        return follow(server, config)
-    _print_text(server.logs(config))
+        return follow(server, argument)
+    _print_text(server.logs(argument))
     return 0

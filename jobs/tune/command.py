@@ -24,6 +24,7 @@ from jobs.tune.features import extract_once, find_backbone
 from pipeline.cluster.capacity import wait_for
 from pipeline.errors import UserError
 from pipeline.runs.identity import code_digest
+from pipeline.runtime.decorations import Decorations
 from pipeline.scoring.metrics import why_unavailable
 from pipeline.search.results import front, point_results, write_tables
 from pipeline.search.spec import Search, load_search
@@ -95,8 +96,9 @@ def _run_search(log: TrialLog, address: str | None) -> int:
     tracker = SearchTracker(log)
 
     def publish_progress() -> None:
-        write_tables(log, front(point_results(log), log.search.config.objectives))
-        log.folder.push("trials.csv")
+        with Decorations().making("the table so far"):  # the trials' results are in the log
+            write_tables(log, front(point_results(log), log.search.config.objectives))
+            log.folder.push("trials.csv")
         tracker.wake()
 
     try:

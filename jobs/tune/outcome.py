@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from pipeline.reports.text_table import format_table
+from pipeline.runtime.decorations import Decorations
 from pipeline.search.report import comparisons, importances, write_page, write_plots
 from pipeline.search.results import front, leaderboard_text, point_results, write_configurations, write_tables
 from pipeline.search.space import short
@@ -23,20 +24,24 @@ def write_outcome(log: TrialLog, tracker: SearchTracker) -> int:
     best = front(results, search.config.objectives)
     write_tables(log, best)
     paths = write_configurations(log, results, best)
+    log.folder.push()  # before the decorations, which may fail
     logger.info(f"\n{leaderboard_text(search, results, best)}\n")
-    for table in comparisons(search, results, (SCORE,)):
-        logger.info(f"{table.title}\n{table.note}\n{format_table(table.columns, table.rows)}\n")
-    shares, note = importances(search, log.records)
-    if shares:
-        text = ", ".join(f"{short(key)} {100 * share:.0f} %" for key, share in shares.items())
-        logger.info(f"importance   {text}; {note[:1].lower()}{note[1:]}")
-    write_plots(folder, search, results, best)
-    page = write_page(log, results, best)
+    decorations = Decorations()
+    with decorations.making("the comparisons"):
+        for table in comparisons(search, results, (SCORE,)):
+            logger.info(f"{table.title}\n{table.note}\n{format_table(table.columns, table.rows)}\n")
+    with decorations.making("the importance"):
+        _log_importance(log)
+    with decorations.making("the plots"):
+        write_plots(folder, search, results, best)
+    with decorations.making("the page"):
+        write_page(log, results, best)
     log.folder.push()
     succeeded, failed = log.count("finished", "stopped"), log.count("failed")
     tracked = tracker.close("FINISHED" if succeeded else "FAILED", files=True)
     logger.info(f"tables       {place / 'trials.parquet'} and trials.csv")
-    logger.info(f"page         {place / page.name}, with pareto.png and parallel.png")
+    pictures = [name for name in ("search.html", "pareto.png", "parallel.png") if (folder / name).is_file()]
+    logger.info(f"pages        {', '.join(pictures) or 'none'} in {place}")
     if paths:
         logger.info(f"to run       {', '.join(path.name for path in paths)} in {place}")
     if search.base.tracking.enabled:
@@ -49,4 +54,13 @@ def write_outcome(log: TrialLog, tracker: SearchTracker) -> int:
         first = next(record for record in log.records if record.state == "failed")
         text = f"{failed} of {len(log.records)} trials failed; trial {first.number}: {first.reason}"
         logger.info(f"{'warning' if succeeded else 'failed':12} {text}")
+    decorations.log_failed()
     return 1 if failed and not succeeded else 0
+
+
+def _log_importance(log: TrialLog) -> None:
+    """Logs the share of the variance that each dimension explains, if there are enough trials."""
+    shares, note = importances(log.search, log.records)
+    if shares:
+        text = ", ".join(f"{short(key)} {100 * share:.0f} %" for key, share in shares.items())
+        logger.info(f"importance   {text}; {note[:1].lower()}{note[1:]}")

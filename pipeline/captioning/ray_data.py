@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,19 +19,48 @@ from models.transform import ImageTransform
 from pipeline.captioning.model_sources import ModelSource
 from pipeline.captioning.service import MAX_PIXELS, CaptionService
 from pipeline.data.images import BadImage, decode_image
+from pipeline.runtime.context import device_for
 from pipeline.runtime.cpu import prepare_processor
 from pipeline.storage.path import storage_path
 
 BLOCK_SIZE = 64  # images
+# Ray Data would run the decoding inside the captioning processes if both asked for the same number of CPUs.
+DECODING_CPUS = 0.4
+
+
+@dataclass(frozen=True)
+class CaptionPool:
+    """The captioning processes. Their number follows the load and the cluster, which may grow meanwhile.
+
+    gpus: of each process. max_size: the largest number of processes; None for as many as the cluster has room for.
+    """
+
+    gpus: float = 0
+    max_size: int | None = None
+
+    @property
+    def cpus(self) -> float:
+        """The CPUs of each process. On CPUs a process computes with one thread."""
+        return 0.5 if self.gpus else 1
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """The resources without which no image can be captioned: those of one process and of one decoding task."""
+        return [{"CPU": self.cpus, "GPU": self.gpus}, {"CPU": DECODING_CPUS}]
 
 
 def caption_stream(
-    names: Sequence[str], model: ModelSource, image_size: int, search: dict[str, Any], num_results: int
+    names: Sequence[str],
+    model: ModelSource,
+    image_size: int,
+    search: dict[str, Any],
+    num_results: int,
+    pool: CaptionPool = CaptionPool(),
 ) -> Iterator[tuple[str, list[tuple[str, float]], str]]:
     """Yields (name, captions with log-probabilities, reason for a missing caption) of each image, in order.
 
     The best caption comes first. search: the settings of a `CaptionService`. Ray must have been started, and every node
-    must be able to read local names. An actor takes one GPU if the cluster has any, otherwise half a CPU.
+    must be able to read local names.
     """
     import ray
     import ray.data
@@ -40,22 +70,25 @@ def caption_stream(
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.execution_options.preserve_order = True
-    gpus = int(ray.cluster_resources().get("GPU", 0))
     num_blocks = max(1, math.ceil(len(names) / BLOCK_SIZE))
     decoded = ray.data.from_items([{"name": name} for name in names], override_num_blocks=num_blocks).map_batches(
         _decode,  # type: ignore[arg-type]
         fn_kwargs={"image_size": image_size},
         batch_size=None,
-        # Ray Data would run decoding inside the actors if both asked for the same number of CPUs.
-        num_cpus=0.4,
+        num_cpus=DECODING_CPUS,
     )
     captioned = decoded.map_batches(
         _CaptionActor,
-        fn_constructor_kwargs={"model": model, "search": search, "num_results": num_results, "gpu": gpus > 0},
-        batch_size=BLOCK_SIZE // 2,
-        compute=ActorPoolStrategy(size=max(1, gpus)),
-        num_cpus=0.5,
-        num_gpus=1 if gpus else 0,
+        fn_constructor_kwargs={
+            "model": model,
+            "search": search,
+            "num_results": num_results,
+            "gpus": pool.gpus,
+        },
+        batch_size=BLOCK_SIZE if pool.gpus else BLOCK_SIZE // 2,
+        compute=ActorPoolStrategy(min_size=1, max_size=pool.max_size),
+        num_cpus=pool.cpus,
+        num_gpus=pool.gpus,
     )
     for row in captioned.iter_rows():
         yield row["name"], list(zip(row["captions"], row["log_probs"], strict=True)), row["reason"]
@@ -79,19 +112,17 @@ def _decode(batch: dict[str, np.ndarray], image_size: int) -> dict[str, Any]:
 class _CaptionActor:
     """Loads the model once and captions batches of decoded images."""
 
-    def __init__(self, model: ModelSource, search: dict[str, Any], num_results: int, gpu: bool) -> None:
+    def __init__(self, model: ModelSource, search: dict[str, Any], num_results: int, gpus: float) -> None:
         prepare_processor()
-        bundle = model.load()
-        self.device, self.num_results = torch.device("cuda" if gpu else "cpu"), num_results
-        bundle.captioner.to(self.device)
-        self.service = CaptionService(bundle, **search)
+        device = device_for(gpus).type  # Ray leaves GPUs visible to processes that have asked for none
+        self.num_results, self.service = num_results, CaptionService(model.load(), device=device, **search)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
         """Captions a batch of `_decode`. The new columns captions and log_probs hold lists, empty for bad images."""
         readable = [index for index, reason in enumerate(batch["reason"]) if not reason]
         ranked: dict[int, list[tuple[str, float]]] = {}
         if readable:
-            pixels = torch.from_numpy(batch["pixels"][readable]).to(self.device)
+            pixels = torch.from_numpy(batch["pixels"][readable]).to(self.service.device)
             captions = self.service.caption(self.service.transform.normalize(pixels), self.num_results)
             ranked = dict(zip(readable, captions, strict=True))
         rows = [ranked.get(index, []) for index in range(len(batch["reason"]))]

@@ -34,7 +34,8 @@ PRECISIONS = ("float32", "bfloat16")
 class CaptionService:
     """Captions images with a bundle. Raises ValueError for a bundle without a backbone.
 
-    precision: float32, or bfloat16 for autocast in `caption`; all other methods compute in float32.
+    precision: float32, or bfloat16 for autocast in `caption`; all other methods compute in float32. device: cpu or
+    cuda; None for a GPU if torch sees one. The bundle is moved there, and the methods take pixels on any device.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class CaptionService:
         beam_size: int = SEARCH_DEFAULTS.beam_size,
         max_length: int = SEARCH_DEFAULTS.max_length,
         precision: str = SEARCH_DEFAULTS.precision,
+        device: str | None = None,
     ) -> None:
         if precision not in PRECISIONS:
             raise ValueError(f"precision is {precision!r}; expected {' or '.join(PRECISIONS)}")
@@ -51,6 +53,8 @@ class CaptionService:
             raise ValueError("this bundle has no backbone: it captions stored features, not images")
         self.bundle, self.beam_size, self.max_length = bundle, beam_size, max_length
         self.transform, self.precision = bundle.transform, precision
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        bundle.captioner.to(self.device)
 
     def pixels(self, data: bytes) -> Tensor:
         """An image file's normalized pixels (3, H, W). Raises BadImage with the reason."""
@@ -60,10 +64,10 @@ class CaptionService:
     def caption(self, pixels: Tensor, num_results: int = 1) -> list[list[tuple[str, float]]]:
         """The captions of each image (B, 3, H, W) with their log-probabilities, best first."""
         captioner = self.bundle.captioner
-        with torch.autocast(pixels.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
             captions = beam_search(
                 captioner.model,
-                captioner.encode(Features(pixels)),
+                captioner.encode(Features(pixels.to(self.device))),
                 beam_size=self.beam_size,
                 max_length=min(self.max_length, captioner.model.sizes.max_positions),
                 num_results=num_results,
@@ -75,27 +79,27 @@ class CaptionService:
     @torch.no_grad()
     def attention(self, pixels: Tensor, caption: str) -> Tensor:
         """The last layer's cross-attention (words, N) for each word of a caption of one image (3, H, W)."""
-        captioner, ids = self.bundle.captioner, self._ids(caption, pixels)
-        memory = captioner.encode(Features(pixels[None]))
+        captioner, ids = self.bundle.captioner, self._ids(caption)
+        memory = captioner.encode(Features(pixels[None].to(self.device)))
         return cross_attention(captioner.model, memory, ids[None])[-1, 0, : len(caption.split())]
 
     def attribution(self, pixels: Tensor, caption: str) -> Attribution:
         """The contribution of each grid cell of one image (3, H, W) to the log-probability of each word."""
         captioner = self.bundle.captioner
         with torch.no_grad():
-            features = captioner.features(Features(pixels[None]))
-        ids = self._ids(caption, pixels)[: captioner.model.sizes.max_positions + 1]
+            features = captioner.features(Features(pixels[None].to(self.device)))
+        ids = self._ids(caption)[: captioner.model.sizes.max_positions + 1]
         return integrated_gradients(captioner.model, features, ids).head(len(caption.split()))
 
     @torch.no_grad()
     def clusters(self, pixels: Tensor, caption: str) -> Clusters | None:
         """The clusters of one image (3, H, W) and a caption's words; None for a model without clusters."""
-        captioner, ids = self.bundle.captioner, self._ids(caption, pixels)[:-1]
-        return find_clusters(captioner.model, captioner.features(Features(pixels[None])), ids)
+        captioner, ids = self.bundle.captioner, self._ids(caption)[:-1]
+        return find_clusters(captioner.model, captioner.features(Features(pixels[None].to(self.device))), ids)
 
-    def _ids(self, caption: str, pixels: Tensor) -> Tensor:
-        """The ids (T,) of SOS, the caption's words and EOS, on the device of the pixels."""
-        return torch.tensor(self.bundle.vocabulary.encode(caption.split()), device=pixels.device)
+    def _ids(self, caption: str) -> Tensor:
+        """The ids (T,) of SOS, the caption's words and EOS."""
+        return torch.tensor(self.bundle.vocabulary.encode(caption.split()), device=self.device)
 
     def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         """The pyfunc interface: a caption and log_prob (natural logarithm, summed over the tokens) for each row.

@@ -89,10 +89,18 @@ def cluster_status() -> ClusterStatus:
     )
 
 
-def wait_for(bundles: Sequence[Resources], stage: str, *, limit_s: float) -> None:
+def wait_for(
+    bundles: Sequence[Resources],
+    stage: str,
+    *,
+    limit_s: float,
+    limit_name: str = "workers.max_wait_minutes",
+    remedy: str = "",
+) -> None:
     """Waits until the cluster can place all bundles at once, so that its autoscaler starts all missing nodes together.
 
-    bundles: the resources of each process of the stage. A process needs one node.
+    bundles: the resources of each process of the stage. A process needs one node. limit_name: the setting of the limit.
+    remedy: what a user can lower, for the message; by default the keys of a run.
     Logs what is pending, at once and every 30 s. Raises UserError when the resources can never be there: the autoscaler
     starts no node for the request although nothing else runs. Raises WaitedTooLongError after `limit_s` seconds.
     """
@@ -100,7 +108,7 @@ def wait_for(bundles: Sequence[Resources], stage: str, *, limit_s: float) -> Non
 
     wanted = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
     request = f"{stage} asks for {counted([readable(bundle) for bundle in wanted])}"
-    remedy = _remedy(bundles)
+    remedy = remedy or _remedy(bundles)
     group: Any = None
     begin = last_message = last_growth = time.monotonic()
     status = cluster_status()
@@ -116,7 +124,7 @@ def wait_for(bundles: Sequence[Resources], stage: str, *, limit_s: float) -> Non
                 raise UserError(f"{request}, which no node type of this cluster can serve ({status.text}); {remedy}")
             if now - begin > limit_s:
                 raise WaitedTooLongError(
-                    f"{request}, which the cluster did not provide within workers.max_wait_minutes "
+                    f"{request}, which the cluster did not provide within {limit_name} "
                     f"({limit_s / 60:g} min); {status.text}"
                 )
             if last_message == begin or now - last_message > MESSAGE_EVERY_S:

@@ -30,15 +30,15 @@ _PASSWORD_IN_URL = re.compile(r"://[^/\s:@]*:(?!\$\{)[^/\s@]+@")
 _PROVIDED_BY_CLUSTER = ("ray",)  # packages of the lock file that a job does not install, because its cluster has them
 
 
-def entrypoint(command: str, config: str, arguments: Sequence[str] = (), secrets: Sequence[str] = ()) -> str:
-    """The shell command that runs `raycap COMMAND CONFIG ARGUMENTS` in the unpacked package.
+def entrypoint(command: str, arguments: Sequence[str], secrets: Sequence[str] = ()) -> str:
+    """The shell command that runs `raycap COMMAND ARGUMENTS` in the unpacked package.
 
     The shell stops at `: "${NAME:?text}"` with this text if the variable NAME is not set. `exec` replaces the shell, so
     that Ray's signal reaches raycap.
     """
     hint = "is not set on the cluster: give its nodes this variable, for example from a secret"
     checks = [f': "${{{name}:?{hint}}}"' for name in secrets]
-    words = ["python", "-m", "jobs", command, config, *arguments]
+    words = ["python", "-m", "jobs", command, *arguments]
     return " && ".join([*checks, f"exec {shlex.join(words)}"])
 
 
@@ -53,8 +53,10 @@ def runtime_env(package_uri: str, env_vars: Mapping[str, str], packages: Sequenc
     return environment
 
 
-def package_files(config: Path, root: Path, left_out: Iterable[Path] = ()) -> tuple[dict[str, Path | bytes], str]:
-    """The files to pack, by their path in the package, and the configuration's path there.
+def package_files(
+    config: Path | None, root: Path, left_out: Iterable[Path] = ()
+) -> tuple[dict[str, Path | bytes], str | None]:
+    """The files to pack, by their path in the package, and the configuration's path there, if there is one.
 
     They are all files of a checkout, or the packages of an installed raycap. A configuration from outside is added with
     the files that it references.
@@ -66,6 +68,8 @@ def package_files(config: Path, root: Path, left_out: Iterable[Path] = ()) -> tu
         for name in SOURCE_FOLDERS:
             files |= {f"{name}/{path}": source for path, source in find_files(root / name).items()}
     files[COMMIT_FILE] = commit().encode()
+    if config is None:
+        return files, None
     configs = [path.resolve() for path in referenced_files(config)]
     packed = {source.resolve(): name for name, source in files.items() if isinstance(source, Path)}
     if not all(path in packed for path in configs):
@@ -127,12 +131,13 @@ def _lines(config: Path) -> list[tuple[str, str]]:
     return found
 
 
-def check_texts(config: Path, arguments: Sequence[str], available: Iterable[str]) -> None:
+def check_texts(config: Path | None, arguments: Sequence[str], available: Iterable[str]) -> None:
     """Raises UserError for a password in what is sent, and for a `${VARIABLE}` that the job would not have.
 
     available: the names of the variables that the job has.
     """
-    for source, text in [*(("an argument", argument) for argument in arguments), *_lines(config)]:
+    lines = [] if config is None else _lines(config)
+    for source, text in [*(("an argument", argument) for argument in arguments), *lines]:
         if _PASSWORD_IN_URL.search(text):
             raise UserError(
                 f"{source} contains a password in an address, which others could read on the cluster; "
@@ -144,6 +149,18 @@ def check_texts(config: Path, arguments: Sequence[str], available: Iterable[str]
                     f"{source} needs the environment variable {name} on the cluster; give --secret {name}, "
                     f"or --env {name} when everyone may see its value"
                 )
+
+
+def check_remote(values: Mapping[str, Any]) -> None:
+    """Raises UserError for an argument of `raycap caption` that names a local path. values: the arguments by name."""
+    named = [("IMAGES", image) for image in values["images"]]
+    named += [(f"--{name}", str(values[name])) for name in ("model", "out", "explain") if values[name] is not None]
+    for option, value in named:
+        if not is_remote(value):
+            raise UserError(
+                f"{option} {value} is on this machine, whose files a cluster cannot read; give an s3:// URI"
+                + (", or leave it out" if option in ("--out", "--explain") else "")
+            )
 
 
 def check_local_paths(config: RunConfig) -> list[str]:

@@ -1,9 +1,10 @@
-"""Finds the image files that command-line arguments name: files, folders, globs and s3:// prefixes."""
+"""Finds the image files that command-line arguments name: files, folders, globs, and s3:// prefixes and globs."""
 
 from __future__ import annotations
 
 import glob
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from pipeline.errors import UserError
@@ -42,9 +43,27 @@ def _find_local(argument: str) -> list[str]:
 
 
 def _find_remote(argument: str, options: StorageOptions) -> list[str]:
-    """The URI of an object with an image's ending, or the URIs of all images below a prefix."""
+    """The URI of an object with an image's ending, those that match a pattern, or those of all images below a prefix.
+
+    In a pattern, * and ? do not match a /, and ** stands for any number of folders, as for local files.
+    """
     prefix = storage_path(argument, options)
+    if glob.has_magic(argument) and not prefix.exists():
+        segments = argument.split("/")
+        start = next(index for index, segment in enumerate(segments) if glob.has_magic(segment))
+        folder, patterns = storage_path("/".join(segments[:start]), options), segments[start:]
+        names = sorted(name for name, _ in folder.walk() if _matches(name.split("/"), patterns))
+        return [join(folder.uri, name) for name in names]
     if Path(argument).suffix.lower() in SUFFIXES:
         return [prefix.uri]  # a single object; whoever reads it reports a missing one
     prefix.require_answer()
     return [join(prefix.uri, name) for name in sorted(prefix.list()) if Path(name).suffix.lower() in SUFFIXES]
+
+
+def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Whether the segments of a path match the segments of a pattern."""
+    if not patterns or not names:
+        return not patterns and not names
+    if patterns[0] == "**":
+        return any(_matches(names[start:], patterns[1:]) for start in range(len(names)))
+    return fnmatchcase(names[0], patterns[0]) and _matches(names[1:], patterns[1:])

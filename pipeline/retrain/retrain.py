@@ -26,6 +26,7 @@ from pipeline.retrain.data_listing import LISTING, compare, list_data, new_keys,
 from pipeline.retrain.decision_page import decision_page
 from pipeline.retrain.tracking import update_tracker
 from pipeline.runs.check import check_data
+from pipeline.runtime.decorations import Decorations
 from pipeline.scoring.bootstrap import RESAMPLES, Difference, paired_difference
 from pipeline.scoring.metrics import score_captions
 from pipeline.storage.lease import Lease, LeaseRecord, LostLeaseError, take_lease
@@ -136,6 +137,7 @@ class _Retraining:
             return 1
         if not data.record.new_images and data.record.fingerprint == state.fingerprint:
             logger.info(f"nothing new since decision {state.number} (files: {data.record.files}); the champion stays")
+            self._repair_page()
             update_tracker(self.config, self.store, state)
             return 0
         held = self._held_out(data.dataset)
@@ -283,14 +285,27 @@ class _Retraining:
         name = f"decisions/{decision.number:06d}-t{token:06d}"
         content = decision.model_dump_json(exclude_unset=True, indent=1).encode()
         record = self.store.write_file(f"{name}.json", content, self.lease)
-        self.store.write_file(f"{name}.html", decision_page(config, decision, *shown).encode(), self.lease)
+        decorations = Decorations()
+        with decorations.making("the decision's page"):
+            self.store.write_file(f"{name}.html", decision_page(config, decision, *shown).encode(), self.lease)
         after |= {"number": decision.number, "decision": record, "decided": (*state.decided, token)}
         self.store.commit(state.model_copy(update=after), self.lease)
         logger.info(f"decision  {decision.decision}: {decision.reason}")
         update_tracker(config, self.store, self.store.read())
         logger.info(f"champion  {config.storage_place / decision.champion.bundle}")
-        logger.info(f"record    {self.store.folder / name}.json, .html")
+        logger.info(f"record    {self.store.folder / name}.json{'' if decorations.failed else ', .html'}")
+        decorations.log_failed("the next call makes it without pictures")
         return 0
+
+    def _repair_page(self) -> None:
+        """Makes the page of the last decision if it is missing. It has no pictures, because captions are not stored."""
+        record, decorations = self.state.decision, Decorations()
+        if record is None or (self.store.folder / (name := record.name.replace(".json", ".html"))).exists():
+            return
+        with decorations.making("the decision's page"):
+            page = decision_page(self.config, self.store.decision(record))
+            self.store.write_file(name, page.encode(), self.lease)
+        decorations.log_failed()
 
     def roll_back(self) -> int:
         """Makes the former champion the champion again; returns the exit code."""

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from pipeline.data.dataset import Dataset
 from pipeline.data.synthetic import main_object_accuracy
 from pipeline.runs.folder import RunFolder
-from pipeline.scoring.metrics import RUN_METRICS, score_captions
+from pipeline.scoring.metrics import JAVA_METRICS, RUN_METRICS, score_captions
 from pipeline.scoring.result_files import read_predictions
 from pipeline.scoring.split_result import ConstraintCounts, Hypothesis, SplitResult, mean_alignment
-from pipeline.storage.atomic import write_json
+from pipeline.storage.atomic import read_json, write_json
 
 if TYPE_CHECKING:
     from models.constraints import ConstraintAutomaton
@@ -36,6 +36,12 @@ class RunScores:
     def flat(self) -> dict[str, float]:
         """{"test_CIDEr-D": ...}: the scores as the tracker and the model registry store them."""
         return {name: value for result in self.splits for name, value in result.flat().items()}
+
+    @property
+    def unavailable(self) -> dict[str, str]:
+        """{metric: reason} of the metrics that could not be computed now, but may be later or on another machine."""
+        scores = [score for result in self.splits if result.scores for score in result.scores.by_name.items()]
+        return {name: score.unavailable for name, score in scores if score.unavailable and name in JAVA_METRICS}
 
 
 def split_result(
@@ -59,6 +65,24 @@ def split_result(
         logger.info(f"{label}{counts}")
     captions = {image: hypothesis.caption for image, hypothesis in best.items()}
     return SplitResult(split, captions, unreadable, alignment, counts)
+
+
+def stored_results(folder: RunFolder, dataset: Dataset, splits: Sequence[str]) -> list[SplitResult]:
+    """The captions that an earlier attempt has scored, without the scores; [] unless it captioned the same images."""
+    path = folder.path / "scores.json"
+    entries = read_json(path)["splits"] if path.is_file() else {}
+    results = []
+    for split in splits:
+        predictions = folder.path / "predictions" / f"{split}.json"
+        if split not in entries or not predictions.is_file():
+            return []
+        captions = {int(image): text for image, text in read_predictions(predictions).items()}
+        if captions.keys() != set(dataset.split(split).column("image_id")):
+            return []
+        alignment, counts = entries[split]["alignment"], entries[split]["constraints"]
+        constraints = None if counts is None else ConstraintCounts(**counts)
+        results.append(SplitResult(split, captions, alignment=alignment, constraints=constraints))
+    return results
 
 
 def score_run(folder: RunFolder, dataset: Dataset, results: Sequence[SplitResult]) -> RunScores:

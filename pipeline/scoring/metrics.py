@@ -95,6 +95,7 @@ TABLE = (
 )
 METRICS = tuple(name for metric in TABLE for name in metric.names)
 RUN_METRICS = tuple(name for metric in TABLE if metric.in_runs for name in metric.names)
+JAVA_METRICS = tuple(name for metric in TABLE if metric.jar for name in metric.names)
 COMPARED_BY_IMAGE = tuple(name for metric in TABLE if metric.compare_by_image for name in metric.names)
 
 
@@ -151,8 +152,11 @@ def score_captions(
         if set(metric.names) & set(metrics):
             try:
                 by_name |= zip(metric.names, metric.compute(captions), strict=True)
-            except JavaError as error:
-                by_name |= dict.fromkeys(metric.names, Score(unavailable=str(error)))
+            except Exception as error:
+                if metric.jar is None:
+                    raise
+                reason = str(error) if isinstance(error, JavaError) else f"{type(error).__name__}: {error}"
+                by_name |= dict.fromkeys(metric.names, Score(unavailable=reason))
     extras: dict[str, Any] = {"references_without_prediction": len(references) - len(image_ids)}
     if "SPICE" in by_name and by_name["SPICE"].categories is not None:
         extras["spice_categories"] = by_name["SPICE"].categories

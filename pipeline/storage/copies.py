@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 
 from pipeline.storage.atomic import file_lock, try_file_lock
 from pipeline.storage.cache import cache_folder, usable_bytes
 from pipeline.storage.mirror import RECORD_SUFFIX, Mirror
-from pipeline.storage.path import PROBE_ATTEMPTS, StoragePath
+from pipeline.storage.path import StoragePath
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ def _lock(root: Path) -> Path:
 
 def _remove(copy: Mirror) -> bool:
     """Removes a copy that nobody uses. Returns False if it must remain, or S3 cannot be asked."""
-    home = StoragePath(copy.home.uri, replace(copy.home.options, max_attempts=PROBE_ATTEMPTS))
+    home = StoragePath(copy.home.uri, copy.home.options.hasty)
     with suppress(OSError):
         return Mirror(home, copy.local).remove_copy(UNUSED_FOR_S)
     return False

@@ -89,7 +89,7 @@ def sync(folder: RunFolder, config: RunConfig, client: Any, *, status: str | Non
 
 
 def log_results(folder: RunFolder, config: RunConfig, scores: dict[str, float], client: Any) -> None:
-    """Logs scores, their signature and the files (report, plots, captions, scores, metadata) to the parent run."""
+    """Logs scores, their signature and the files (report, captions, scores, metadata) to the parent run."""
     from mlflow.entities import Metric, RunTag
 
     parent, entries = SentRecord(folder, config).values["parent"], read_journal(folder.journal)
@@ -100,11 +100,16 @@ def log_results(folder: RunFolder, config: RunConfig, scores: dict[str, float], 
     tags = [RunTag("raycap.signature", first_split["signature"])]
     client.log_batch(parent, metrics=[Metric(name, value, time_ms, 0) for name, value in scores.items()], tags=tags)
     for file in ("report.html", "scores.json", "run.json", "config.yaml"):
-        client.log_artifact(parent, str(folder.path / file))
+        if (folder.path / file).is_file():  # the report may have failed
+            client.log_artifact(parent, str(folder.path / file))
     client.log_artifacts(parent, str(folder.path / "predictions"), "predictions")
+
+
+def log_plots(folder: RunFolder, config: RunConfig, client: Any) -> None:
+    """Logs pictures of the training curves to the parent run."""
     with tempfile.TemporaryDirectory() as plots:
-        write_curves(entries, Path(plots))
-        client.log_artifacts(parent, plots, "plots")
+        write_curves(read_journal(folder.journal), Path(plots))
+        client.log_artifacts(SentRecord(folder, config).values["parent"], plots, "plots")
 
 
 def _get_or_create_parent(client: Any, folder: RunFolder, config: RunConfig) -> str:

@@ -25,7 +25,7 @@ from pipeline.tracking.mlflow_client import (
     warn_of_local_file,
 )
 from pipeline.tracking.registry import register_model
-from pipeline.tracking.run_sync import SentRecord, log_results, sync
+from pipeline.tracking.run_sync import SentRecord, log_plots, log_results, sync
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,7 @@ class Tracker:
             log_results(self.folder, self.config, scores, client)
             registered = register_model(self.folder, self.config, bundle, scores)
             sync(self.folder, self.config, client, status="FINISHED")
+            log_plots(self.folder, self.config, client)  # last, because a picture that fails must stop nothing else
             return registered
         return None
 

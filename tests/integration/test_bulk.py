@@ -19,9 +19,9 @@ def test_ray_data_gives_what_one_process_gives(
     names, bundle = write_images(tmp_path / "images", 70), str(make_bundle(tmp_path / "bundle"))
     Path(names[5]).write_bytes(b"")
     here, there = tmp_path / "here.jsonl", tmp_path / "there.jsonl"
-    assert caption(names, bundle, out=here, num_results=2) == 1
+    assert caption(names, bundle, out=str(here), num_results=2) == 1
     monkeypatch.setattr(jobs.caption, "MIN_IMAGES_FOR_RAY", 70)
-    assert caption(names, bundle, out=there, num_results=2) == 1
+    assert caption(names, bundle, out=str(there), num_results=2) == 1
     for ours, theirs in zip(here.read_text().splitlines(), there.read_text().splitlines(), strict=True):
         one, other = json.loads(ours), json.loads(theirs)
         assert one["image"] == other["image"] and one.get("caption") == other.get("caption")

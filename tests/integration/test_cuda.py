@@ -12,10 +12,13 @@ from models.base import Features
 from models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
 from models.decoding import beam_search
 from models.registry import build_model
+from pipeline.captioning.bundle import load_bundle
+from pipeline.captioning.service import CaptionService
 from pipeline.runs.journal import read_journal
 from pipeline.runtime.context import LocalContext
 from pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import small_config
+from tests.support.bundles import make_bundle, write_images
 from tests.support.runs import STAGES, prepare_run
 
 pytestmark = pytest.mark.cuda
@@ -80,3 +83,16 @@ def test_every_stage_trains(tmp_path: Path, precision: str) -> None:
         result = folder.result(name)
         assert result is not None and result.steps > 1 and math.isfinite(result.best_score)
     assert all(entry["memory_mb"] > 0 for entry in read_journal(folder.journal) if entry["kind"] == "train")
+
+
+def test_a_service_captions_on_the_gpu_as_on_the_cpu(tmp_path: Path) -> None:
+    bundle, names = make_bundle(tmp_path / "bundle"), write_images(tmp_path / "images", 3)
+    services = [CaptionService(load_bundle(bundle), max_length=9, device=device) for device in (None, "cpu")]
+    assert [service.device.type for service in services] == [DEVICE, "cpu"]
+    pixels = torch.stack([services[0].pixels(Path(name).read_bytes()) for name in names])
+    ours, expected = (service.caption(pixels) for service in services)
+    for (caption, log_prob), (text, value) in zip((row[0] for row in ours), (row[0] for row in expected), strict=True):
+        assert caption == text and log_prob == pytest.approx(value, abs=1e-3)
+        for service in services:
+            assert service.attention(pixels[0], caption).shape[0] == len(caption.split())
+            assert service.attribution(pixels[0], caption).gap.isfinite().all()

@@ -79,6 +79,31 @@ def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
 
 
 @pytest.mark.ray
+def test_reports_that_fail_cost_no_score_and_are_made_by_the_next_call(
+    tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("broken on purpose")
+
+    config, model, out = configuration(tmp_path), str(make_bundle(tmp_path / "a")), tmp_path / "out"
+    page, reason = out / "report-test.html", "RuntimeError: broken on purpose"
+    monkeypatch.setattr("jobs.gallery.add_maps", broken)
+    with monkeypatch.context() as failing:
+        failing.setattr("pipeline.reports.page.write_report", broken)
+        assert evaluate(config, models=[model], out=out) == 0
+    missing = json.loads((out / "scores.json").read_text())["missing"]
+    assert missing == {"the heat maps of test": reason, "the report of test": reason} and not page.exists()
+    assert f"the report of test could not be made ({reason}); the same command makes it again" in log_lines
+    assert scores(out)["scores"]["CIDEr-D"] is not None
+    assert evaluate(config, models=[model], out=out) == 0
+    assert json.loads((out / "scores.json").read_text())["missing"] == {"the heat maps of test": reason}
+    assert "data-attribution=" not in page.read_text(), "a page without maps is better than none"
+    monkeypatch.undo()
+    assert evaluate(config, models=[model], out=out) == 0
+    assert "missing" not in json.loads((out / "scores.json").read_text()) and "data-attribution=" in page.read_text()
+
+
+@pytest.mark.ray
 def test_captions_satisfy_the_constraints_of_a_file(tmp_path: Path, ray_session: None, log_lines: list[str]) -> None:
     config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
     file = tmp_path / "words.jsonl"

@@ -139,6 +139,18 @@ def test_caption(world: World, tmp_path: Path) -> None:
     assert len(rows) == 60 and all(row["caption"] for row in rows)
 
 
+def test_a_submitted_caption_reads_and_writes_s3(world: World) -> None:
+    """Images, model and output are on S3; the machine that submits has none of them."""
+    models = world.storage / "models" / "demo"
+    run = next(name.split("/")[0] for name in models.list() if name.endswith("/model.safetensors"))
+    (images,) = {name.split("/")[0] for name in (world.storage / "data").list()}
+    pattern, out = f"{world.storage}/data/{images}/images/scene_00000*.png", world.storage / "captions"
+    output = world.submitted("caption", pattern, "--model", f"{models}/{run}", "--out", out.uri)
+    assert f"captions: {out} (10 images in" in output
+    rows = [json.loads(line) for line in (out / "part-000001.jsonl").read_bytes().splitlines()]
+    assert len({row["image"] for row in rows}) == len(rows) == 10 and all(row["caption"] for row in rows)
+
+
 def test_tune(world: World) -> None:
     output = world.submitted("tune", str(world.search))
     assert re.search(r"N_E 1\s+finished", output) and re.search(r"N_E 2\s+finished", output)

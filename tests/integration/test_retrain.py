@@ -208,3 +208,23 @@ def test_invalid_input_is_one_sentence_and_exit_code_2(tmp_path: Path, capsys: p
     (world.store.folder / "champion.json").write_bytes(b'{"format": 2}')
     assert "champion.json is not a champion's file" in refused()
     assert not list(world.store.folder.path.glob("decisions/*"))
+
+
+def test_a_page_that_fails_changes_no_decision_and_is_made_by_the_next_call(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> str:
+        raise RuntimeError("broken on purpose")
+
+    page = world.store.folder / "decisions/000001-t000001.html"
+    with monkeypatch.context() as failing:
+        failing.setattr("pipeline.retrain.retrain.decision_page", broken)
+        code, said = world.call()
+        assert code == 0 and "decision  first: there was no champion" in said
+        assert "the decision's page could not be made (RuntimeError: broken on purpose)" in said
+        sound(world, 1)
+        assert not page.exists() and world.call()[0] == 0
+    code, said = world.call()
+    assert code == 0 and "nothing new" in said and "could not be made" not in said
+    assert "there was no champion" in html.unescape(page.read_bytes().decode())
+    sound(world, 1)

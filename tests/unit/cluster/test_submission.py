@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from jobs.cli import main
-from jobs.submit import command_overrides
+from jobs.submit import parse_arguments
 from pipeline.cluster.packaging import find_files, pack
 from pipeline.cluster.submission import (
     check_local_paths,
@@ -27,6 +27,7 @@ from pipeline.errors import UserError
 from tests.conftest import ROOT, small_config
 
 SECRET = "marked-credential-7f3a"
+REMOTE = ["--model", "s3://b/models/m"]
 
 
 def checkout(root: Path) -> Path:
@@ -141,7 +142,7 @@ def test_a_configuration_from_elsewhere_travels_with_what_it_extends(tmp_path: P
 
 
 def test_the_entry_point_is_the_same_command_and_names_missing_secrets() -> None:
-    command = entrypoint("run", "configs/a b.yaml", ["--set", "name=x y"], ["S3_KEY"])
+    command = entrypoint("run", ["configs/a b.yaml", "--set", "name=x y"], ["S3_KEY"])
     assert command.endswith("exec python -m jobs run 'configs/a b.yaml' --set 'name=x y'")
     assert "S3_KEY:?is not set on the cluster" in command
     environment = runtime_env("gcs://_ray_pkg_x.zip", {"A": "1"}, ["six==1.17.0"])
@@ -153,7 +154,7 @@ def test_the_entry_point_stops_without_its_secret(tmp_path: Path, monkeypatch: p
     import subprocess
 
     monkeypatch.delenv("RAYCAP_TEST_KEY", raising=False)
-    entry = entrypoint("run", "c.yaml", secrets=["RAYCAP_TEST_KEY"]).replace("exec python", "echo would run")
+    entry = entrypoint("run", ["c.yaml"], secrets=["RAYCAP_TEST_KEY"]).replace("exec python", "echo would run")
     done = subprocess.run(["sh", "-c", entry], capture_output=True, text=True)
     assert done.returncode != 0 and "RAYCAP_TEST_KEY" in done.stderr and "not set on the cluster" in done.stderr
     monkeypatch.setenv("RAYCAP_TEST_KEY", "x")
@@ -214,12 +215,13 @@ def test_the_command_line_is_checked_before_anything_is_sent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = ROOT / "configs" / "demo.yaml"
-    assert command_overrides("run", config, ["--set", "seed=1", "--set", "name=x"]) == ["seed=1", "name=x"]
-    assert command_overrides("evaluate", config, ["--split", "test"]) == []
-    with pytest.raises(UserError, match="cannot be submitted; one of .*run.*tune"):
-        command_overrides("score", config, [])
+    values = parse_arguments("run", [str(config), "--set", "seed=1", "--set", "name=x"])
+    assert values["set_"] == ["seed=1", "name=x"] and values["config"] == config
+    assert not parse_arguments("evaluate", [str(config), "--split", "test"])["set_"]
+    with pytest.raises(UserError, match="cannot be submitted; one of .*caption.*run.*tune"):
+        parse_arguments("score", [str(config)])
     with pytest.raises(UserError, match="refuses these options: .*--splt"):
-        command_overrides("evaluate", config, ["--splt", "test"])
+        parse_arguments("evaluate", [str(config), "--splt", "test"])
     nobody = "http://127.0.0.1:9"
     for words, named in (
         (["run", str(config), "--set", "seeed=1"], "unknown key seeed"),
@@ -228,6 +230,12 @@ def test_the_command_line_is_checked_before_anything_is_sent(
         (["run", "--set", "a=1", str(config)], "the form is"),
         (["stop", "some-job", "--set", "a=1"], "the form is"),
         (["run", str(config), "--secret", "A=1"], "leave it out"),
+        (["caption", "photos/", *REMOTE], "IMAGES photos/ is on this machine"),
+        (["caption", "s3://b/*.jpg", "--model", "results/m"], "--model results/m is on this machine"),
+        (["caption", "s3://b/*.jpg", *REMOTE, "--out", "x.jsonl"], "--out x.jsonl is on this machine"),
+        (["caption", "s3://b/*.jpg", *REMOTE, "--explain", "maps"], "--explain maps is on this machine"),
+        (["caption", "s3://b/*.jpg", *REMOTE, "--beem", "3"], "refuses these options: No such option: --beem"),
+        (["caption", "s3://${BUCKET}/*.jpg", *REMOTE], "an argument needs the environment variable BUCKET"),
     ):
         assert main(["submit", *words, "--address", nobody]) == 2
         message = capsys.readouterr().err.strip()

@@ -8,7 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from jobs.caption import caption
+from jobs.caption import ClusterOptions, caption, start_pool
+from jobs.caption_output import Parts
 from jobs.cli import main
 from models.attention_maps import cross_attention
 from models.backbone import Backbone
@@ -25,10 +28,12 @@ from models.captioner import Captioner
 from models.config import ClustFormerConfig
 from models.registry import build_model
 from pipeline.captioning.bundle import load_bundle, save_bundle
+from pipeline.captioning.ray_data import CaptionPool
 from pipeline.captioning.service import CaptionService
 from pipeline.data.image_paths import find_images
 from pipeline.errors import UserError
 from pipeline.reports.heat_maps import caption_picture, heat_map, region_maps
+from pipeline.storage.path import storage_path
 from tests.conftest import ROOT
 from tests.support.bundles import SWIN, WORDS, make_bundle, write_images
 
@@ -73,9 +78,9 @@ def test_captions_in_bfloat16(bundle: Path, tmp_path: Path, capsys: pytest.Captu
         log_probs.append([json.loads(line)["log_prob"] for line in capsys.readouterr().out.splitlines()])
     assert log_probs[0] != log_probs[1], "autocast was not on"
     assert log_probs[0] == pytest.approx(log_probs[1], abs=0.05)
-    assert caption(names[:2], str(bundle), out=out, precision="bfloat16") == 0
+    assert caption(names[:2], str(bundle), out=str(out), precision="bfloat16") == 0
     with pytest.raises(UserError, match="'precision': 'bfloat16'"):
-        caption(names, str(bundle), out=out)
+        caption(names, str(bundle), out=str(out))
 
 
 def test_lines_say_captions_and_errors_and_the_exit_code_is_one(
@@ -98,27 +103,114 @@ def test_a_killed_job_continues_and_another_model_is_refused(
     bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names, out = write_images(tmp_path / "images", 4), tmp_path / "captions.jsonl"
-    assert caption(names, str(bundle), out=out) == 0
+    assert caption(names, str(bundle), out=str(out)) == 0
     whole = out.read_text()
     lines = whole.splitlines(keepends=True)
     out.write_text("".join(lines[:2]) + lines[2][:20])  # killed in the middle of the third line
-    assert caption(names, str(bundle), out=out) == 0
+    assert caption(names, str(bundle), out=str(out)) == 0
     assert out.read_text() == whole and "2 of 4 images are in" in capsys.readouterr().err
     for changes in ({"beam_size": 2}, {"num_results": 2}):
         with pytest.raises(UserError, match="was written with"):
-            caption(names, str(bundle), out=out, **changes)  # type: ignore[arg-type]
+            caption(names, str(bundle), out=str(out), **changes)  # type: ignore[arg-type]
     other = tmp_path / "small"  # of the same name, with other weights
     shutil.copytree(bundle, other)
     weights = load_file(other / "model.safetensors")
     save_file({name: tensor + 1 for name, tensor in weights.items()}, other / "model.safetensors")
     with pytest.raises(UserError, match="was written with"):
-        caption(names, str(other), out=out)
+        caption(names, str(other), out=str(out))
     out.write_text(json.dumps({"image": names[0], "caption": "a", "beam_size": 5}) + "\n")  # an earlier version's
     with pytest.raises(UserError, match="was written with"):
-        caption(names, str(bundle), out=out)
+        caption(names, str(bundle), out=str(out))
     out.write_text('{"other": 1}\n')
     with pytest.raises(UserError, match="line 1 is not a caption of this"):
-        caption(names, str(bundle), out=out)
+        caption(names, str(bundle), out=str(out))
+
+
+def test_an_output_on_s3_is_written_in_parts_and_continued(
+    bundle: Path, tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Killed before the third part; the second call captions only the images that no part has."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3)
+    monkeypatch.setattr("jobs.caption_output.PART_ROWS", 2)
+    monkeypatch.setattr("jobs.caption_output.PART_S", 1e9)
+    place = storage_path(f"s3://data/{tmp_path.name}/captions")
+    local, names = tmp_path / "captions.jsonl", write_images(tmp_path / "images", 7)
+    assert caption(names, str(bundle), out=str(local)) == 0
+    with monkeypatch.context() as killed:
+        killed.setattr("jobs.caption_output.Parts.flush", flush_twice())
+        assert caption(names, str(bundle), out=place.uri) == 0
+    assert sorted(place.list()) == ["part-000001.jsonl", "part-000002.jsonl"]
+    capsys.readouterr()
+    assert caption(names, str(bundle), out=place.uri) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == f"4 of 7 images are in {place} already"
+    assert re.fullmatch(rf"captions: {place} \(3 images in \d+ s, [\d.]+ images/s\)", said[-1])
+    assert "".join((place / name).read_bytes().decode() for name in sorted(place.list())) == local.read_text()
+    with pytest.raises(UserError, match="part-000001.jsonl: line 1 was written with"):
+        caption(names, str(bundle), out=place.uri, beam_size=2)
+
+
+def flush_twice() -> Callable[[Parts], None]:
+    """`Parts.flush`, from its third call on without effect, as after a kill."""
+    flush, calls = Parts.flush, list[Parts]()
+
+    def flush_or_not(parts: Parts) -> None:
+        calls.append(parts)
+        if len(calls) <= 2:
+            flush(parts)
+
+    return flush_or_not
+
+
+def test_patterns_on_s3_match_as_local_ones(tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3)
+    monkeypatch.chdir(tmp_path)
+    place = storage_path(f"s3://data/{tmp_path.name}")
+    for name in ("a/1.jpg", "a/2.jpg", "a/3.png", "a/deep/4.jpg", "b/5.jpg", "b/note.txt", "a/[6].jpg"):
+        (place / name).write_bytes(b"x")
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    for pattern in ("a/*.jpg", "a/?.jpg", "*/*.jpg", "**/*.jpg", "a/**/*.jpg", "a/[12].jpg", "a/[6].jpg", "b"):
+        found = [name.removeprefix(f"{place}/") for name in find_images([f"{place}/{pattern}"])]
+        assert found == find_images([pattern]), pattern
+    with pytest.raises(UserError, match=r"\*.gif: no image found there"):
+        find_images([f"{place}/*.gif"])
+
+
+@pytest.mark.parametrize(
+    ("there", "asked", "gpus", "bundles"),
+    [
+        ({}, None, 0, [{"CPU": 1, "GPU": 0}, {"CPU": 0.4}]),
+        ({"GPU": 2.0}, None, 1, [{"CPU": 0.5, "GPU": 1}, {"CPU": 0.4}]),
+        ({"GPU": 2.0}, 0.5, 0.5, [{"CPU": 0.5, "GPU": 0.5}, {"CPU": 0.4}]),
+        ({"GPU": 2.0}, 0.0, 0, [{"CPU": 1, "GPU": 0}, {"CPU": 0.4}]),
+        ({}, 1.0, 1, [{"CPU": 0.5, "GPU": 1}, {"CPU": 0.4}]),  # of a cluster without workers yet
+    ],
+)
+def test_gpus_are_used_where_there_are_any(
+    there: dict[str, float],
+    asked: float | None,
+    gpus: float,
+    bundles: list[dict[str, float]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    requests: list[Any] = []
+    monkeypatch.setattr("ray.cluster_resources", lambda: there)
+    monkeypatch.setattr("jobs.caption.wait_for", lambda *bundles, **_: requests.append(bundles[0]))
+    cluster = ClusterOptions("auto", asked, max_workers=3, max_wait_minutes=1)
+    pool = start_pool(cluster, has_joined_cluster=True)
+    assert pool == CaptionPool(gpus, 3) and requests == [bundles]
+    if gpus > there.get("GPU", 0):
+        with pytest.raises(UserError, match="--gpus-per-worker 1: this machine's Ray has 0 GPUs"):
+            start_pool(cluster, has_joined_cluster=False)
+
+
+def test_a_service_computes_on_its_device(bundle: Path) -> None:
+    service = CaptionService(load_bundle(bundle), device="meta")
+    assert all(tensor.is_meta for tensor in service.bundle.captioner.parameters())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", lambda: False)
+        assert CaptionService(load_bundle(bundle)).device.type == "cpu"
 
 
 def test_bad_input_is_said_before_anything_is_written(
@@ -131,8 +223,8 @@ def test_bad_input_is_said_before_anything_is_written(
         (str(tmp_path / "images"), {}, "not a model bundle"),
         (str(features_only), {}, "has no backbone"),
         (str(bundle), {"num_results": 6}, "--n-best 6"),
-        (str(bundle), {"out": tmp_path / "none" / "x.jsonl"}, "does not exist"),
-        (str(bundle), {"out": Path("/dev/full")}, "a folder or a device"),
+        (str(bundle), {"out": str(tmp_path / "none" / "x.jsonl")}, "does not exist"),
+        (str(bundle), {"out": "/dev/full"}, "a folder or a device"),
     ):
         with pytest.raises(UserError, match=words):
             caption(names, model, **options)  # type: ignore[arg-type]
@@ -147,7 +239,7 @@ def test_file_names_that_are_no_utf_8_are_written_and_found_again(bundle: Path, 
     strange = os.fsdecode(os.fsencode(tmp_path / "images") + b"/\xff.png")
     Path(name).rename(strange)
     for _ in range(2):
-        assert caption([str(tmp_path / "images")], str(bundle), out=out) == 0
+        assert caption([str(tmp_path / "images")], str(bundle), out=str(out)) == 0
         (line,) = out.read_text(encoding="utf-8").splitlines()
         assert json.loads(line)["image"] == strange
     command = [sys.executable, "-m", "jobs", "caption", str(tmp_path / "images"), "--model", str(bundle), "--json"]
@@ -269,6 +361,21 @@ def test_explain_writes_a_picture_an_image(bundle: Path, tmp_path: Path, capsys:
     rows = [json.loads(line) for line in said.out.splitlines()]
     assert all(row["attribution"]["steps"] >= 32 and row["attribution"]["gap"] >= 0 for row in rows)
     assert f"within {max(row['attribution']['gap'] for row in rows):.3f} nats" in said.err
+
+
+def test_pictures_that_fail_cost_no_caption(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], log_lines: list[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken on purpose")
+
+    names = write_images(tmp_path / "images", 2)
+    with pytest.MonkeyPatch.context() as failing:
+        failing.setattr(CaptionService, "attribution", broken)
+        assert caption(names, str(bundle), explain=tmp_path / "maps", json_lines=True, max_length=5) == 0
+    assert all(json.loads(line)["caption"] for line in capsys.readouterr().out.splitlines())
+    reason = "could not be made (RuntimeError: broken on purpose); caption the image again"
+    assert log_lines == [f"the picture of {name} {reason}" for name in names]
 
 
 def test_explain_shows_the_clusters_of_a_model_that_has_them(tmp_path: Path) -> None:
