@@ -5,7 +5,7 @@ Every entry has the keys stage, kind, step and time (seconds since the epoch); i
 
     train       metrics of the steps since the previous entry, and `total`, the stage's number of steps
     validation  CIDEr-D, best, seconds
-    event, reward, done  text
+    event, reward, validating, done  text
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Follower:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._returned = {_entry_key(entry) for entry in read_journal(path)}
-        self._last_status = (0, 0)  # size and modification time of the file at the last call of `new`
+        self.status = (0, 0)  # size and modification time of the file at the last call of `new`
 
     def new(self) -> list[Entry]:
         """The entries written since the last call."""
@@ -61,8 +61,8 @@ class Follower:
             status = self.path.stat()
         except FileNotFoundError:
             return []
-        previous, self._last_status = self._last_status, (status.st_size, status.st_mtime_ns)
-        if self._last_status == previous:
+        previous, self.status = self.status, (status.st_size, status.st_mtime_ns)
+        if self.status == previous:
             return []
         entries = [entry for entry in read_journal(self.path) if _entry_key(entry) not in self._returned]
         self._returned.update(_entry_key(entry) for entry in entries)

@@ -46,6 +46,8 @@ from pipeline.training.sample_order import seed_of
 from pipeline.training.stage_output import Progress, StageOutput
 from pipeline.training.step_metrics import StepMetrics
 
+REPORT_VALIDATION_EVERY_S = 30.0  # the driver must see that a long validation makes progress
+
 
 class DivergedError(RuntimeError):
     """The loss or the gradient is not finite. The message names stage, step and rank."""
@@ -237,7 +239,16 @@ class StageRun:
         """Scores the validation split, updates the progress, and saves a checkpoint."""
         begin, progress, output = time.monotonic(), self.progress, self.output
         settings = self.folder.config.evaluation
-        best = caption_images(self.captioner, self.validation, self.vocabulary, settings, self.context)
+        reported_at = begin
+
+        def report(fraction: float) -> None:
+            nonlocal reported_at
+            if time.monotonic() - reported_at > REPORT_VALIDATION_EVERY_S:
+                reported_at = time.monotonic()
+                text = f"step {progress.step}: validation, {100 * fraction:.0f} % done"
+                output.log("validating", progress.step, {"text": text})
+
+        best = caption_images(self.captioner, self.validation, self.vocabulary, settings, self.context, report)
         score = self._score(best)
         if score > progress.best_score:
             progress.best_score, progress.best_step, progress.since_best = score, progress.step, 0
