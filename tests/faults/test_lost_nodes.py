@@ -18,6 +18,7 @@ import psutil
 import pytest
 import yaml
 
+from pipeline.config.load import parse_config
 from pipeline.storage.path import StorageOptions, StoragePath
 from tests.conftest import ROOT, small_config
 from tests.support.ray_cluster import HEAD, Cluster, ray_cluster
@@ -166,12 +167,9 @@ def test_a_node_is_lost_in_evaluation(world: World, undisturbed: list[str]) -> N
 def test_rank_0_stands_still(world: World, undisturbed: list[str]) -> None:
     def disturb() -> None:
         world.wait_until(lambda: "xe_frozen  2/" in world.output)
-        # only rank 0 writes the journal on its disk; the driver has a copy on the head
-        (journal,) = [
-            path
-            for path in world.cluster.folder.glob("disks/*/disk/cache/**/metrics.jsonl")
-            if path.relative_to(world.cluster.folder).parts[1] != HEAD and "standing" in str(path)
-        ]
+        # only rank 0 has a journal in its copy of the run
+        copies = f"disks/*/disk/cache/workers/{parse_config(world.settings('standing')).working_path.name}"
+        (journal,) = world.cluster.folder.glob(f"{copies}/**/metrics.jsonl")
         number = int(journal.relative_to(world.cluster.folder).parts[1])
         (rank_0,) = [process for node, process in world.processes("RayTrainWorker") if node == number]
         rank_0.send_signal(signal.SIGSTOP)
