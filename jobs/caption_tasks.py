@@ -1,24 +1,27 @@
 """Captions whole splits on the cluster with one Ray task per worker. Each task captions one shard of the images.
 
 Ray sends the tasks the list of images and the constraints. The tasks read models and features from the storage, so that
-the nodes need no common disk if the storage is on S3.
+the nodes need no common disk if the storage is on S3. A task yields its captions batch by batch. Ray repeats it on
+another node if its node is lost.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeline.captioning.bundle import Bundle
 from pipeline.captioning.model_sources import ModelSource
+from pipeline.cluster.stalls import StallWatch
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.features.store import open_store
 from pipeline.runs.folder import RunFolder
+from pipeline.runtime.progress import progress
 from pipeline.scoring.split_result import Hypothesis
 from pipeline.storage.path import StoragePath
 from pipeline.storage.weights import load_weights
@@ -77,20 +80,29 @@ def caption_on_cluster(
 
     store: the features for models without a backbone. with_alignment: also compute how well the words of each best
     caption match the image's patches. skip_unreadable: report images that cannot be read, instead of raising an error.
+    Raises StalledError after `workers.max_stall_minutes` without a caption.
     """
     import ray
 
-    workers = config.workers
-    task = ray.remote(_caption_shard).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
+    workers, watch = config.workers, StallWatch("captioning", config.workers)
+    resources: dict[str, Any] = {"num_cpus": workers.cpus_per_worker, "num_gpus": workers.gpus_per_worker}
+    task = ray.remote(_caption_shard).options(num_returns="streaming", **resources)
     begin = time.monotonic()
-    tasks = ray.put(splits)  # once for all workers
-    arguments = (models, tasks, config, store, with_alignment, skip_unreadable)
-    shards = ray.get([task.remote(rank, *arguments) for rank in range(workers.num_workers)])
+    found = {name: Captioned({}, {}) for name in splits}
+    shared_splits = ray.put(splits)  # once for all workers
+    arguments = (models, shared_splits, config, store, with_alignment, skip_unreadable)
+    with watch, progress("captions  ", sum(len(split.images) for split in splits.values())) as advance:
+        tasks = [task.remote(rank, *arguments) for rank in range(workers.num_workers)]
+        for name, hypotheses, unreadable in watch.results(tasks):
+            found[name].hypotheses.update(hypotheses)
+            found[name].unreadable.update(unreadable)
+            advance(len(hypotheses) + len(unreadable))
     captioned, num_captioned = {}, 0
     for name, split in splits.items():
-        hypotheses = {image: ranked for shard in shards for image, ranked in shard[name].hypotheses.items()}
-        unreadable = {image: reason for shard in shards for image, reason in shard[name].unreadable.items()}
+        hypotheses, unreadable = found[name]
         order = split.images.column("image_id")
+        if num_missing := len(set(order) - hypotheses.keys() - unreadable.keys()):
+            raise RuntimeError(f"{num_missing} of {len(order)} images of {name} have no caption; run the command again")
         captioned[name] = Captioned({image: hypotheses[image] for image in order if image in hypotheses}, unreadable)
         num_captioned += len(hypotheses)
     seconds = time.monotonic() - begin
@@ -106,9 +118,9 @@ def _caption_shard(
     store: StoragePath | None,
     with_alignment: bool,
     skip_unreadable: bool,
-) -> dict[str, Captioned]:
-    """Captions the part of the images that belongs to worker number `rank`. Returns the captions by split."""
-    from pipeline.captioning.captioning import CaptionSearch, caption_split
+) -> Iterator[tuple[str, dict[int, list[Hypothesis]], dict[int, str]]]:
+    """Captions the part of the images that belongs to worker number `rank`. Yields (split, captions, unreadable)."""
+    from pipeline.captioning.captioning import CaptionSearch, caption_batches
     from pipeline.features.model_inputs import Images
     from pipeline.runtime.context import LocalContext, device_for
     from pipeline.runtime.cpu import prepare_processor
@@ -131,11 +143,10 @@ def _caption_shard(
         "options": config.storage.options,
     }
     captioners = [bundle.captioner for bundle in bundles]
-    captioned = {}
     for name, (images, constraints) in splits.items():
         inputs = [
             Images(images, None if bundle.transform else feature_store, bundle.transform, **reading)
             for bundle in bundles
         ]
-        captioned[name] = Captioned(*caption_split(captioners, inputs, search, context, constraints))
-    return captioned
+        for hypotheses, unreadable in caption_batches(captioners, inputs, search, context, constraints):
+            yield name, hypotheses, unreadable

@@ -8,7 +8,6 @@ import json
 import logging
 import time
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -17,6 +16,7 @@ import typer
 
 from jobs.cluster import start_ray
 from jobs.options import Address, Config, Set
+from pipeline.cluster.stalls import StallWatch
 from pipeline.config.load import load_config
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
@@ -53,9 +53,13 @@ def extract(
     if unreadable and not len(dataset.readable()):  # the path is probably wrong, because the files are not all damaged
         uri, reason = next(iter(unreadable.items()))
         raise UserError(f"none of the {len(dataset)} images can be read; check data.images: {uri}: {reason}")
+
+    def start() -> StallWatch:
+        start_ray(run_config, address, "features")
+        return StallWatch("extraction", run_config.workers)
+
     with TemporaryDirectory(prefix="raycap-") as scratch:
         weights = initial_weights(run_config, Path(scratch)) if run_config.has_backbone else None
-        start = partial(start_ray, run_config, address, "features")
         extracted = extract_features(run_config, dataset, weights, start, unreadable)
     store = FeatureStore(extracted.store)
     logger.info(f"store        {extracted.store}: {len(store)} images in {len(store.shards)} shards")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.captioning.model_sources import ModelSource
+from pipeline.cluster.stalls import StallWatch
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.features.store import open_store
@@ -51,9 +52,11 @@ def add_maps(
     shown, _ = choose_images(images, MAX_IMAGES, seed=seed)
     attributed = {_key(image) for image in choose_images(shown, MAX_ATTRIBUTED_IMAGES, seed=seed)[0]}
     attributed_first = sorted(shown, key=lambda image: _key(image) not in attributed)
-    workers = config.workers
-    task = ray.remote(compute_maps).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
-    maps = ray.get(task.remote(attributed_first, attributed, model, config, store, dataset))
+    workers, watch = config.workers, StallWatch("the report's maps", config.workers)
+    resources: dict[str, Any] = {"num_cpus": workers.cpus_per_worker, "num_gpus": workers.gpus_per_worker}
+    task = ray.remote(compute_maps).options(num_returns="streaming", **resources)
+    with watch:
+        maps = dict(watch.results([task.remote(attributed_first, attributed, model, config, store, dataset)]))
     return [replace(image, **maps.get(_key(image), {})) for image in images]
 
 
@@ -69,8 +72,8 @@ def compute_maps(
     config: RunConfig,
     store: StoragePath | None,
     dataset: Dataset,
-) -> dict[ImageKey, dict[str, Any]]:
-    """The fields `attention`, `attribution` and `clusters` of each `ReportImage`, without those that do not apply.
+) -> Iterator[tuple[ImageKey, dict[str, Any]]]:
+    """Yields the key of each image with its fields `attention`, `attribution` and `clusters`, if they apply.
 
     attributed: the keys of the images that get an attribution. The other parameters are those of `add_maps`.
     """
@@ -88,7 +91,6 @@ def compute_maps(
     device = device_for(config.workers.gpus_per_worker)
     caption_model = bundle.captioner.to(device).model
     begin = time.monotonic()
-    maps: dict[ImageKey, dict[str, Any]] = {}
     for image, inputs, size in _load_inputs(images, bundle, config, store, dataset):
         words = image.caption.split()
         ids = torch.tensor(bundle.vocabulary.encode(words)[: caption_model.sizes.max_positions + 1], device=device)
@@ -105,8 +107,7 @@ def compute_maps(
         clusters = find_clusters(caption_model, features, ids[: len(words) + 1])
         if clusters is not None:
             fields["clusters"] = layer_colors(clusters)
-        maps[_key(image)] = fields
-    return maps
+        yield _key(image), fields
 
 
 def _weight_maps(weights: Tensor, features: Features, size: tuple[int, int]) -> np.ndarray:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from pipeline.runs.folder import JOURNAL, RunFolder
-from pipeline.runs.journal import JOURNAL_EVERY_S, Follower
+from pipeline.runs.journal import JOURNAL_EVERY_S, Follower, journal_bytes
 from pipeline.runtime.progress import ProgressBar
 
 logger = logging.getLogger(__name__)
@@ -20,8 +21,10 @@ POLL_S = 0.5  # seconds between two searches for new entries
 class JournalPrinter:
     """A context in which a background thread prints new journal entries."""
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: RunFolder, changed: Callable[[], object] = lambda: None) -> None:
+        """changed: called after each change of the journal, also by a resumed stage that repeats printed entries."""
         self.folder, self.follower, self.bar = folder, Follower(folder.journal), ProgressBar()
+        self._changed, self._size = changed, journal_bytes(folder.journal)
         self.rate_start: dict[str, tuple[int, float]] = {}  # by stage: the step and time of the last event
         self._downloaded_at, self._stop = time.monotonic(), threading.Event()
         self._thread = threading.Thread(target=self._print_repeatedly, name="journal-printer", daemon=True)
@@ -45,7 +48,11 @@ class JournalPrinter:
             with suppress(OSError):  # while storage fails, the output is late but the run continues
                 self.folder.pull(JOURNAL)
             self._downloaded_at = time.monotonic()
-        for entry in self.follower.new():
+        entries, size = self.follower.new(), journal_bytes(self.folder.journal)
+        if size != self._size:
+            self._size = size
+            self._changed()
+        for entry in entries:
             logger.info(self.line(entry))
             if entry["kind"] == "train":
                 self.bar.update(entry["stage"], entry["step"], entry["total"])
@@ -53,7 +60,7 @@ class JournalPrinter:
     def line(self, entry: dict[str, Any]) -> str:
         """One journal entry as a line of text. The remaining time is estimated from the speed since the last event."""
         stage, step = entry["stage"], entry["step"]
-        if entry["kind"] in ("event", "done", "reward"):
+        if "text" in entry:
             self.rate_start[stage] = (step, entry["time"])
             return f"{stage}  {entry['text']}"
         if entry["kind"] == "validation":

@@ -16,6 +16,7 @@ from jobs.journal_printer import JournalPrinter, format_duration
 from jobs.options import Address, Config, Set
 from jobs.sync import register
 from pipeline.captioning.model_sources import StoredBundle
+from pipeline.cluster.stalls import StallWatch
 from pipeline.config.load import dump_config, load_config
 from pipeline.config.run import RunConfig, total_steps
 from pipeline.config.sections import StageSection
@@ -243,10 +244,11 @@ class RunDriver:
         from pipeline.training.dry_run import dry_run
 
         self._start_ray("dry run")
-        with self._timed("dry run"):
-            workers = self.config.workers
-            task = ray.remote(dry_run).options(num_cpus=workers.cpus_per_worker, num_gpus=workers.gpus_per_worker)
-            for result in ray.get(task.remote(self.folder)):
+        workers, watch = self.config.workers, StallWatch("the dry run", self.config.workers)
+        resources: dict[str, Any] = {"num_cpus": workers.cpus_per_worker, "num_gpus": workers.gpus_per_worker}
+        task = ray.remote(dry_run).options(num_returns="streaming", **resources)
+        with self._timed("dry run"), watch:
+            for result in watch.results([task.remote(self.folder)]):
                 if result.error is not None:
                     raise UserError(f"a dry run of stage {result.stage} fails: {result.error}")
                 logger.info(f"check     one step of {result.stage}: {result.seconds:.1f} s, {result.memory_mb:.0f} MiB")
@@ -282,11 +284,15 @@ class RunDriver:
         with self._timed("starting ray"):
             start_ray(self.config, self.address, stage)
 
+    def _start_extraction(self) -> StallWatch:
+        self._start_ray("features")
+        return StallWatch("extraction", self.config.workers)
+
     def _extract(self, part: Dataset, stage: StageSection | None) -> StoragePath:
         """Extracts the features of a part of the data for a stage (None: for the evaluation). Returns the store."""
         weights = self.folder.weights_before(stage, "backbone") if self.config.has_backbone else None
         with self._timed("features"):
-            extracted = extract_features(self.config, part, weights, lambda: self._start_ray("features"))
+            extracted = extract_features(self.config, part, weights, self._start_extraction)
         extracted.require_enough(len(part), self.config)
         if extracted.missing:
             quarantine = extracted.store / "quarantine.parquet"
@@ -306,7 +312,8 @@ class RunDriver:
         self._start_ray("training")
         names = tuple(stage.name for stage in group)
         job = StageJob(self.folder, names, store, tuple(sorted(self.excluded)), self.driver_token)
-        with self._timed(" + ".join(names)), JournalPrinter(self.folder):
+        watch = StallWatch("training", self.config.workers)
+        with self._timed(" + ".join(names)), watch, JournalPrinter(self.folder, watch.progressed):
             fit(job, self.config, lambda: self._start_ray("training"))
         self.folder.pull("stages")
 

@@ -22,6 +22,7 @@ from jobs.run import alone
 from jobs.tune.adapter import run_trials
 from jobs.tune.features import extract_once, find_backbone
 from pipeline.cluster.capacity import wait_for
+from pipeline.cluster.stalls import StallWatch
 from pipeline.errors import UserError
 from pipeline.runs.identity import code_digest
 from pipeline.runtime.decorations import Decorations
@@ -62,9 +63,14 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     name = search.identity(dataset.fingerprint(), code_digest(), digest)
     folder = SearchFolder(search.base.working_path / "searches" / name, search.base.home(f"searches/{name}"))
     folder.path.mkdir(parents=True, exist_ok=True)
+
+    def start_extraction() -> StallWatch:
+        _start_ray(search, address)
+        return StallWatch("extraction", search.base.workers)
+
     with alone(folder.path), _lease(folder):
         folder.pull()
-        store, excluded = extract_once(search, dataset, source, lambda: _start_ray(search, address))
+        store, excluded = extract_once(search, dataset, source, start_extraction)
         weights, start = (None, None) if source is None else (source.weights, source.start)
         folder.write_plan(search, weights, start, store, excluded)
         if retry_failed and (count := folder.reopen_failed()):

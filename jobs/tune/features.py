@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from pipeline.config.load import parse_config
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
+from pipeline.features.extraction import StartRay
 from pipeline.features.source import extract_features
 from pipeline.runs.folder import RunFolder
 from pipeline.runtime.log import indented
@@ -115,7 +115,7 @@ def _source(weights: Path, base: RunConfig) -> BackboneSource:
 
 
 def extract_once(
-    search: Search, dataset: Dataset, source: BackboneSource | None, start_ray: Callable[[], None]
+    search: Search, dataset: Dataset, source: BackboneSource | None, start_ray: StartRay
 ) -> tuple[str | None, list[str]]:
     """The folder with the features of all images that trials use, and the keys of images without features.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,60 +39,76 @@ class CaptionSearch:
 
 
 def caption_images(
-    captioner: Captioner, images: Images, vocabulary: Vocabulary, settings: EvaluationSection, context: Context
+    captioner: Captioner,
+    images: Images,
+    vocabulary: Vocabulary,
+    settings: EvaluationSection,
+    context: Context,
+    report: Callable[[float], object] = lambda _: None,
 ) -> dict[int, Hypothesis]:
     """The best caption of every image by image id, on every rank.
 
-    This is a collective operation: every rank must call it, and captions its shard.
+    This is a collective operation: every rank must call it, and captions its shard. After each batch, `report` is
+    called with the finished fraction of the shard.
     """
     was_training = captioner.training
-    hypotheses, _ = caption_split([captioner], [images], CaptionSearch(settings, vocabulary), context)
+    shard_size = len(_shard(images, context))
+    best: dict[int, Hypothesis] = {}
+    for hypotheses, _ in caption_batches([captioner], [images], CaptionSearch(settings, vocabulary), context):
+        best |= {image: ranked[0] for image, ranked in hypotheses.items()}
+        report(len(best) / shard_size)
     captioner.train(was_training)
-    best = {image: ranked[0] for image, ranked in hypotheses.items()}
     merged = {image: hypothesis for part in gather_objects(context, best) for image, hypothesis in part.items()}
     return {int(image): merged[int(image)] for image in images.image_ids}
 
 
-def caption_split(
+def caption_batches(
     models: Sequence[Captioner],
     inputs: Sequence[Images],
     search: CaptionSearch,
     context: Context,
     constraints: Mapping[int, ConstraintAutomaton] | None = None,
-) -> tuple[Hypotheses, dict[int, str]]:
-    """The `search.settings.num_results` best captions by image id, and {unreadable image: reason}.
+) -> Iterator[tuple[Hypotheses, dict[int, str]]]:
+    """Yields the `search.settings.num_results` best captions by image id, and {unreadable image: reason}, by batch.
 
     Each rank captions its shard, every `world_size`-th image; no process group is needed. Several models form an
     ensemble; all are set to evaluation mode. `inputs` contains each model's inputs of the same images in the same
     order. `constraints` contains the constraints by image id, for images that have any. When the GPU's memory runs out,
-    the batch size is halved, down to one image.
+    fewer images are captioned at a time, down to one. Each item still covers `search.settings.batch_size` images.
     """
-    rows = np.arange(len(inputs[0]))[context.world_rank :: context.world_size]
-    hypotheses: Hypotheses = {}
-    unreadable: dict[int, str] = {}
-    start, size = 0, search.settings.batch_size
-    one_by_one_until = 0  # images before this position are captioned one at a time
+    shard, batch_size = _shard(inputs[0], context), search.settings.batch_size
+    size = batch_size  # images that are captioned at a time
     for model in models:
         model.eval()
-    while start < len(rows):
-        batch = rows[start : start + (1 if start < one_by_one_until else size)]
-        try:
-            hypotheses |= _caption_batch(models, inputs, search, context.device, constraints or {}, batch)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            if size == 1:
-                raise
-            size //= 2
-            continue
-        except (BadImage, OSError) as error:
-            if not search.skip_unreadable:
-                raise
-            if len(batch) > 1:  # try these images one at a time, to find the unreadable one
-                one_by_one_until = start + len(batch)
+    for first in range(0, len(shard), batch_size):
+        rows = shard[first : first + batch_size]
+        hypotheses: Hypotheses = {}
+        unreadable: dict[int, str] = {}
+        start = one_by_one_until = 0  # images before this position are captioned one at a time
+        while start < len(rows):
+            batch = rows[start : start + (1 if start < one_by_one_until else size)]
+            try:
+                hypotheses |= _caption_batch(models, inputs, search, context.device, constraints or {}, batch)
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+                if size == 1:
+                    raise
+                size //= 2
                 continue
-            unreadable[int(inputs[0].image_ids[batch[0]])] = str(error)
-        start += len(batch)
-    return hypotheses, unreadable
+            except (BadImage, OSError) as error:
+                if not search.skip_unreadable:
+                    raise
+                if len(batch) > 1:  # try these images one at a time, to find the unreadable one
+                    one_by_one_until = start + len(batch)
+                    continue
+                unreadable[int(inputs[0].image_ids[batch[0]])] = str(error)
+            start += len(batch)
+        yield hypotheses, unreadable
+
+
+def _shard(images: Images, context: Context) -> np.ndarray:
+    """The rows of the images that belong to this rank."""
+    return np.arange(len(images))[context.world_rank :: context.world_size]
 
 
 @torch.no_grad()  # In inference mode, autocast would convert each weight again at every use.
@@ -104,7 +120,7 @@ def _caption_batch(
     constraints: Mapping[int, ConstraintAutomaton],
     rows: np.ndarray,
 ) -> Hypotheses:
-    """The captions of the images in these rows. The other arguments are those of `caption_split`."""
+    """The captions of the images in these rows. The other arguments are those of `caption_batches`."""
     image_ids = [int(inputs[0].image_ids[row]) for row in rows]
     alignment: list[float] = [math.nan] * len(rows)
     with torch.autocast(device.type, torch.bfloat16, enabled=search.settings.precision == "bfloat16"):

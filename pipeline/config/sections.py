@@ -265,7 +265,8 @@ class WorkersSection(Section):
     dry_run: bool = True  # before training, take one step of every stage
     num_decode_threads: NonNegative = 0
     max_failures_per_hour: NonNegative = 6  # training ends after more failures than this within an hour
-    max_wait_minutes: PositiveFloat = 30  # how long a stage waits for the cluster's resources
+    max_wait_minutes: PositiveFloat = 30  # how long a stage waits for the cluster's resources before it starts
+    max_stall_minutes: PositiveFloat = 60  # how long a stage may make no progress, for any reason, before it is ended
     log_every_steps: Positive = 20
     compile: bool = False  # torch.compile: needs a C++ compiler on CPUs, and its results differ in the last bits
 

@@ -13,6 +13,7 @@ from PIL import Image, ImageOps
 
 from models.transform import ImageTransform
 from pipeline.storage.path import StorageOptions, StoragePath, is_remote
+from pipeline.storage.s3 import StorageError
 
 UNREADABLE = "cannot be read"  # a reason that starts with this is temporary: the next extraction tries the image again
 
@@ -62,7 +63,8 @@ def decode_batch(
     """Decodes a batch with the columns key and uri. The result has the columns key, pixels and reason.
 
     pixels: (B, image_size, image_size, 3) uint8; black for an image that cannot be used. reason: why it cannot be used,
-    or "". key: the expected sha256 of the file; a file that has changed counts as unreadable.
+    or "". key: the expected sha256 of the file; a file that has changed counts as unreadable. Raises StorageError while
+    the storage is out of order, because the images are not at fault.
     """
     transform = ImageTransform(image_size)
     pixels = np.zeros((len(batch["key"]), image_size, image_size, 3), np.uint8)
@@ -76,6 +78,8 @@ def decode_batch(
             pixels[index] = transform.resize(decode_image(data, max_pixels))
         except BadImage as error:
             return str(error)
+        except StorageError:
+            raise
         except OSError as error:
             return f"{UNREADABLE}: {error.strerror or error}"
         return ""

@@ -14,6 +14,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -39,6 +40,7 @@ from pipeline.features.store import (
 )
 from pipeline.runtime.progress import progress
 from pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from pipeline.storage.s3 import StorageError
 from pipeline.storage.tables import read_table, write_table
 from pipeline.storage.weights import load_weights, weights_file_digest
 
@@ -46,9 +48,14 @@ logger = logging.getLogger(__name__)
 
 # One malloc arena per actor limits memory. It must be set before an actor starts, because Ray's threads create arenas.
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
+MAX_INIT_DEATHS = 3  # actors in a row that may die while they start, for example because memory is short
+MAX_STORAGE_RETRIES = 5  # of a task; each attempt repeats its requests for minutes, and pauses follow it
 MIN_BLOCKS = 8  # few images are divided into this many blocks of rows, which are decoded in parallel
 QUARANTINE_FILE = "quarantine.parquet"
 QUARANTINE = pa.schema([("uri", pa.string()), ("key", pa.string()), ("reason", pa.string())])
+
+# Starts Ray. The value of the context is called whenever features of more images are stored.
+StartRay = Callable[[], AbstractContextManager[Callable[[], object]]]
 
 
 @dataclass(frozen=True)
@@ -118,14 +125,15 @@ def extract(
     dataset: Dataset,
     features: StoragePath | Path,
     extractor: Extractor,
-    start_ray: Callable[[], None],
+    start_ray: StartRay,
     unreadable: dict[str, str] | None = None,
 ) -> tuple[StoragePath, dict[str, str]]:
     """Computes the features that the store lacks, for every image of the data set.
 
     Identical images are computed once. Returns the store's folder and {content key: reason} of images that cannot be
     decoded. `quarantine.parquet` lists these images and those in `unreadable` ({URI: reason}). `start_ray` is called
-    only when an image is missing. The driver needs memory for the keys and URIs of the data set.
+    only when an image is missing. Its context is entered while Ray computes. The driver needs memory for the keys and
+    URIs of the data set.
     """
     description = extractor.describe()
     folder = storage_path(features) / feature_key(description)
@@ -134,13 +142,14 @@ def extract(
     count = len(missing)
     logger.info(f"features  {folder.name}: {total - count} of {total} images there, {count} to compute")
     if count:
-        start_ray()
+        watch = start_ray()
         begin, done = time.monotonic(), 0
-        with progress("features  ", count) as advance:
+        with watch as progressed, progress("features  ", count) as advance:
             for keys, reasons in compute(missing, folder, extractor):
                 unusable |= {str(key): str(reason) for key, reason in zip(keys, reasons, strict=True) if reason}
                 done += len(keys)
                 advance(len(keys))
+                progressed()
         seconds = time.monotonic() - begin
         logger.info(f"features    {done} images in {seconds:.0f} s, {done / seconds:.0f} images/s")
         if done != count:
@@ -158,10 +167,10 @@ def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Ite
     """
     import ray
     import ray.data
-    from ray.data import ActorPoolStrategy, DataContext, TaskPoolStrategy
+    from ray.data import ActorPoolStrategy, TaskPoolStrategy
 
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    DataContext.get_current().enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # its errors are raised, too
+    _set_retries()
     settings, count = extractor.settings, len(missing)
     decoding = {
         "image_size": extractor.backbone.image_size,
@@ -202,8 +211,28 @@ def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Ite
             num_gpus=settings.gpus_per_actor,
             runtime_env={"env_vars": ONE_ARENA},
         )
-    for batch in computed.iter_batches(batch_size=None):
-        yield batch["key"], batch["reason"]
+    try:
+        for batch in computed.iter_batches(batch_size=None):
+            yield batch["key"], batch["reason"]
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, StorageError):
+            raise StorageError(str(error.cause).splitlines()[0]) from error  # Ray Data adds lines
+        raise
+
+
+def _set_retries() -> None:
+    """Repeats what a lost process or an outage of the storage has interrupted. Ray Data repeats lost nodes' tasks.
+
+    A repeated task is harmless, because its shard has the same name and content.
+    """
+    from ray.data import DataContext
+
+    context = DataContext.get_current()
+    context.enable_progress_bars = False
+    context.max_consecutive_actor_init_deaths = MAX_INIT_DEATHS
+    context.retried_map_errors, context.max_map_retries = [StorageError.__name__], MAX_STORAGE_RETRIES
+    context.raise_original_map_exception = True  # otherwise the type of the error is lost
+    context.execution_no_progress_timeout_s = -1  # the caller's watch ends an extraction without progress
 
 
 def _decode_and_compute(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +10,7 @@ from typing import NamedTuple
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
-from pipeline.features.extraction import Extractor, extract
+from pipeline.features.extraction import Extractor, StartRay, extract
 from pipeline.features.regions import import_regions
 from pipeline.storage.path import StoragePath
 
@@ -38,13 +37,13 @@ def extract_features(
     config: RunConfig,
     dataset: Dataset,
     weights: Path | None,
-    start_ray: Callable[[], None],
+    start_ray: StartRay,
     unreadable: dict[str, str] | None = None,
 ) -> Extracted:
     """Adds the features of the data set's images that the store lacks.
 
-    weights: the file of the backbone's weights; None without a backbone. start_ray: called only when a backbone must
-    compute features. unreadable: {URI: reason} of images without a content key, which the quarantine lists.
+    weights: the file of the backbone's weights; None without a backbone. start_ray: see `extract`. unreadable:
+    {URI: reason} of images without a content key, which the quarantine lists.
     """
     if not config.has_backbone:
         return Extracted(*import_regions(dataset, config))

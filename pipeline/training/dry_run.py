@@ -6,6 +6,7 @@ A lack of memory, or sizes that do not fit together, shows in the first minute a
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,8 +34,8 @@ class DryRunResult:
     error: str | None = None
 
 
-def dry_run(folder: RunFolder) -> list[DryRunResult]:
-    """Runs one optimizer step of every stage on random features and the longest captions. It writes nothing.
+def dry_run(folder: RunFolder) -> Iterator[DryRunResult]:
+    """Runs one optimizer step of each stage on random features and the longest captions. It writes nothing.
 
     For SCST it also checks the reward of ground-truth captions.
     """
@@ -42,15 +43,13 @@ def dry_run(folder: RunFolder) -> list[DryRunResult]:
     prepare_processor(folder.config.workers.threads_per_worker)
     train = folder.dataset.split(*folder.config.data.train_splits)
     device = device_for(folder.config.workers.gpus_per_worker)
-    results = []
     for stage in folder.config.stages:
         begin, error = time.monotonic(), None
         try:
             _one_step(folder, stage, train, device)
         except (ValueError, torch.OutOfMemoryError, MemoryError) as raised:
             error = " ".join(str(raised).split()) or type(raised).__name__
-        results.append(DryRunResult(stage.name, time.monotonic() - begin, memory_mb(device), error))
-    return results
+        yield DryRunResult(stage.name, time.monotonic() - begin, memory_mb(device), error)
 
 
 def _one_step(folder: RunFolder, stage: StageSection, train: Dataset, device: torch.device) -> None:

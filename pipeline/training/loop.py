@@ -47,6 +47,7 @@ from pipeline.training.stage_output import Progress, StageOutput
 from pipeline.training.step_metrics import StepMetrics
 
 NOTICE = "a worker will soon be ended; a checkpoint is saved now"
+REPORT_VALIDATION_EVERY_S = 30.0  # the driver must see that a long validation makes progress
 
 
 class DivergedError(RuntimeError):
@@ -244,7 +245,16 @@ class StageRun:
         """Scores the validation split, updates the progress, and saves a checkpoint."""
         begin, progress, output = time.monotonic(), self.progress, self.output
         settings = self.folder.config.evaluation
-        best = caption_images(self.captioner, self.validation, self.vocabulary, settings, self.context)
+        reported_at = begin
+
+        def report(fraction: float) -> None:
+            nonlocal reported_at
+            if time.monotonic() - reported_at > REPORT_VALIDATION_EVERY_S:
+                reported_at = time.monotonic()
+                text = f"step {progress.step}: validation, {100 * fraction:.0f} % done"
+                output.log("validating", progress.step, {"text": text})
+
+        best = caption_images(self.captioner, self.validation, self.vocabulary, settings, self.context, report)
         score = self._score(best)
         if score > progress.best_score:
             progress.best_score, progress.best_step, progress.since_best = score, progress.step, 0

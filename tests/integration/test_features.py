@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -29,6 +32,10 @@ from tests.support.features import contains, gather
 from tests.support.logs import on_message
 
 
+def not_watched() -> AbstractContextManager[Callable[[], object]]:
+    return nullcontext(lambda: None)
+
+
 @pytest.mark.ray
 def test_features_of_usable_images_and_reasons_for_others(tmp_path: Path, ray_session: None) -> None:
     root = write_karpathy(tmp_path / "set", {"train": 20, "val": 4, "test": 4})
@@ -46,7 +53,7 @@ def test_features_of_usable_images_and_reasons_for_others(tmp_path: Path, ray_se
     extractor = Extractor(config, tmp_path / "backbone.safetensors", settings, 10**6)
     lines: list[str] = []
     with on_message(lines.append):
-        folder, unusable = extract(dataset, tmp_path / "features", extractor, lambda: None)
+        folder, unusable = extract(dataset, tmp_path / "features", extractor, not_watched)
     keys = dataset.column("key")
     assert set(unusable) == {keys[3], keys[5]} and "not an image" in unusable[keys[5]]
     listed = pq.read_table((folder / "quarantine.parquet").path).to_pylist()
@@ -61,7 +68,7 @@ def test_features_of_usable_images_and_reasons_for_others(tmp_path: Path, ray_se
             expected = backbone(pixels[None])[0].numpy()
         assert np.allclose(gather(store, [keys[row]])[0], expected, atol=1e-5)
 
-    def refuse() -> None:
+    def refuse() -> NoReturn:
         pytest.fail("Ray was asked for though nothing is missing")
 
     with on_message(lines.append):

@@ -108,6 +108,16 @@ def test_a_slow_disk_loses_no_best(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert_same_weights(best_weights(folder.stage(name)), validated[name][result.steps])
 
 
+def test_a_long_validation_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.training.loop.REPORT_VALIDATION_EVERY_S", 0.0)
+    stages = small_config(tmp_path)["stages"][:1]
+    folder, store = prepare_run(tmp_path, stages=stages, evaluation__batch_size=1)
+    train_stages(LocalContext("cpu"), StageJob(folder, ("xe_frozen",), store))
+    texts = [entry["text"] for entry in read_journal(folder.journal) if entry["kind"] == "validating"]
+    last = folder.result("xe_frozen").steps
+    assert texts == [f"step {last}: validation, {done} % done" for done in (25, 50, 75, 100)]
+
+
 def test_stages_follow_each_other(undisturbed: RunFolder) -> None:
     """The loss falls, end-to-end stages change the backbone, frozen ones do not have one."""
     losses = [
@@ -364,7 +374,7 @@ def test_three_processes_with_unequal_shares_train_as_one(tmp_path: Path) -> Non
 
 
 def test_a_dry_run_covers_every_stage(undisturbed: RunFolder) -> None:
-    results = dry_run(undisturbed)
+    results = list(dry_run(undisturbed))
     assert [result.stage for result in results] == list(STAGES)
     assert all(result.error is None and result.memory_mb > 0 for result in results)
 

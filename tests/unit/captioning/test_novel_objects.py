@@ -14,7 +14,7 @@ from jobs.cli import main
 from jobs.constraints import constraints as make_constraints
 from models.base import Features
 from pipeline.captioning.bundle import load_bundle
-from pipeline.captioning.captioning import CaptionSearch, caption_split
+from pipeline.captioning.captioning import CaptionSearch, caption_batches
 from pipeline.captioning.constraints import build_automata, read_constraints, write_constraints
 from pipeline.captioning.detections import (
     EXCLUDED,
@@ -28,7 +28,7 @@ from pipeline.config.sections import EvaluationSection
 from pipeline.data.images import BadImage
 from pipeline.errors import UserError
 from pipeline.features.model_inputs import Images
-from pipeline.runs.evaluation import split_result
+from pipeline.runs.evaluation import Hypothesis, split_result
 from pipeline.runtime.context import LocalContext
 from pipeline.scoring.split_result import ConstraintCounts, SplitResult
 from tests.support.bundles import WORDS, make_bundle
@@ -204,6 +204,16 @@ class FewImages(Images):
         for row in self.unreadable.intersection(rows.tolist()):
             raise BadImage(f"row {row} is damaged")
         return Features(self.features[rows])
+
+
+def caption_split(*arguments: Any) -> tuple[dict[int, list[Hypothesis]], dict[int, str]]:
+    """The captions and unreadable images of all batches."""
+    hypotheses: dict[int, list[Hypothesis]] = {}
+    unreadable: dict[int, str] = {}
+    for captions, reasons in caption_batches(*arguments):
+        hypotheses |= captions
+        unreadable |= reasons
+    return hypotheses, unreadable
 
 
 def test_captions_satisfy_their_constraints_and_others_do_not_change(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_maps_of_image_files(tmp_path: Path) -> None:
     images = [captioned(number, *values) for number, values in captions.items()]
     model = StoredBundle(storage_path(make_bundle(tmp_path / "b")))
     dataset = dataset_of([1, 2, 3], [*names, "none.png"], ["a", "b", "c"])
-    found = compute_maps(images, {("test", 2)}, model, parse_config(small_config(tmp_path)), None, dataset)
+    found = dict(compute_maps(images, {("test", 2)}, model, parse_config(small_config(tmp_path)), None, dataset))
     assert found.keys() == {("test", 1), ("test", 2)}
     assert found["test", 1].keys() == {"attention"} and found["test", 1]["attention"].shape == (3, 16)
     assert found["test", 2]["attribution"].shape == (2, 16)
@@ -74,7 +74,7 @@ def test_maps_of_regions_are_painted_by_their_boxes(tmp_path: Path) -> None:
     attributed = {("test", 0), ("test", 1)}
     model, run = StoredBundle(storage_path(tmp_path / "bundle")), parse_config(small_config(tmp_path))
     store = storage_path(tmp_path / "store")
-    found = compute_maps(images, attributed, model, run, store, part)
+    found = dict(compute_maps(images, attributed, model, run, store, part))
     for kind in ("attention", "attribution"):
         grid = found["test", 0][kind].reshape(3, 24, 24)
         assert all(len(np.unique(half)) == 1 for word in grid for half in (word[:, :12], word[:, 12:]))
@@ -82,4 +82,4 @@ def test_maps_of_regions_are_painted_by_their_boxes(tmp_path: Path) -> None:
     assert found["test", 1]["clusters"][0].title.startswith("layer 1: ")
     Image.new("RGB", (4, 4)).save(names[1])
     Path(names[0]).unlink()
-    assert compute_maps(images, attributed, model, run, store, part).keys() == {("test", 1)}
+    assert dict(compute_maps(images, attributed, model, run, store, part)).keys() == {("test", 1)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -122,6 +123,17 @@ def test_the_time_left_counts_from_where_a_stage_resumed(tmp_path: Path, log_lin
         folder.write(step=30, time=1005.0, **TRAIN)
     assert log_lines[0] == "xe  continues from step 20", "lines of an earlier attempt are not repeated"
     assert log_lines[1].endswith("  5 s left") and len(log_lines) == 2
+
+
+def test_steps_that_are_repeated_after_a_failure_count_as_progress(tmp_path: Path, log_lines: list[str]) -> None:
+    folder, changes = Folder(tmp_path / "metrics.jsonl"), []
+    printer = JournalPrinter(cast(RunFolder, folder), lambda: changes.append(len(log_lines)))
+    with printer:
+        folder.write(step=10, time=110.0, **TRAIN)
+        while not log_lines:
+            time.sleep(0.01)
+        folder.write(step=10, time=210.0, **TRAIN)
+    assert len(log_lines) == 1 and len(changes) == 2
 
 
 def test_a_step_without_a_known_beginning_has_no_time_left(tmp_path: Path, log_lines: list[str]) -> None:

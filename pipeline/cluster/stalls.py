@@ -1,0 +1,120 @@
+"""Reports a stage on a Ray cluster that makes no progress, and ends it after a limit.
+
+Without this, a stage whose node is lost and not replaced, or whose process hangs, looks like a slow one.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+from pipeline.cluster.capacity import MESSAGE_EVERY_S, cluster_status
+from pipeline.config.sections import WorkersSection
+from pipeline.errors import JobFailedError
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 1.0
+QUIET_S = 120.0  # the time without progress before the first message; the first step and the first batch take long
+SIGNAL = signal.SIGUSR1  # SIGINT and SIGTERM have handlers of Ray and of the command line
+
+
+class StalledError(JobFailedError):
+    """A stage made no progress within the limit of the configuration."""
+
+
+class StallWatch:
+    """A context whose value is called when a stage makes progress. It must be entered in the main thread.
+
+    After two minutes without a call, a background thread logs the nodes and the pending requests every 30 s. After
+    `workers.max_stall_minutes` the context ends with StalledError. The main thread waits inside Ray meanwhile, so the
+    background thread sends it a signal.
+    """
+
+    def __init__(self, stage: str, workers: WorkersSection) -> None:
+        self.stage, self.limit_s = stage, 60 * workers.max_stall_minutes
+        self._stop = threading.Event()
+        self._error: StalledError | None = None
+        self._thread = threading.Thread(target=self._watch, name="stall-watch", daemon=True)
+
+    def __enter__(self) -> Callable[[], None]:
+        self._earlier_handler, self._main_thread = signal.signal(SIGNAL, _interrupt), threading.get_ident()
+        self.progressed()
+        self._thread.start()
+        return self.progressed
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._stop.set()
+        try:
+            self._thread.join()  # after this no signal comes
+        finally:
+            signal.signal(SIGNAL, self._earlier_handler)
+        if self._error is not None and kind is KeyboardInterrupt:
+            raise self._error
+
+    def progressed(self) -> None:
+        self._progress_at = time.monotonic()
+
+    def results(self, tasks: Sequence[Any]) -> Iterator[Any]:
+        """The values that Ray tasks with `num_returns="streaming"` yield, as they come. Each value is progress.
+
+        Ray repeats a task whose node is lost, and leaves out the values that it has delivered. Therefore a repeated
+        task must yield the same values. Raises an error of a task's function, and JobFailedError for a task whose
+        process is lost too often.
+        """
+        import ray
+        from ray.exceptions import RayError, RayTaskError
+
+        running = list(tasks)
+        while running:
+            ready: list[Any] = ray.wait(running)[0]
+            try:
+                value = ray.get(next(ready[0]))
+            except StopIteration:
+                running.remove(ready[0])
+                continue
+            except RayTaskError:
+                raise
+            except RayError as error:
+                reason = " ".join(str(error).split())
+                raise JobFailedError(f"{self.stage} lost a process several times, last with: {reason}") from error
+            self.progressed()
+            yield value
+
+    def _watch(self) -> None:
+        """Runs in the background thread."""
+        quiet_s = min(QUIET_S, self.limit_s / 2)
+        progress_at = message_after_s = 0.0
+        while not self._stop.wait(POLL_S):
+            if self._progress_at != progress_at:
+                progress_at, message_after_s = self._progress_at, quiet_s
+            idle_s = time.monotonic() - progress_at
+            if idle_s > self.limit_s:
+                self._error = StalledError(
+                    f"{self.stage} finished nothing within workers.max_stall_minutes ({self.limit_s / 60:g} min); "
+                    f"{_situation()}; the same command continues from what is finished"
+                )
+                signal.pthread_kill(self._main_thread, SIGNAL)
+                return
+            if idle_s > message_after_s:
+                logger.info(f"waiting   {self.stage} has finished nothing for {idle_s:.0f} s; {_situation()}")
+                message_after_s = idle_s + MESSAGE_EVERY_S
+
+
+def _interrupt(signal_number: int, frame: FrameType | None) -> None:
+    """The signal's handler. While the main thread waits in Ray, exceptions of other types would be ignored."""
+    raise KeyboardInterrupt
+
+
+def _situation() -> str:
+    """What a stage waits for, as a clause of a sentence."""
+    try:
+        status = cluster_status()
+    except Exception as error:  # of any type: the report must not end with the thread
+        return f"the cluster does not report its state ({' '.join(str(error).split())})"
+    return status.text if status.pending else f"{status.text}; no request is pending, so a process is slow or hangs"

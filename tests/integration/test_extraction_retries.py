@@ -1,0 +1,122 @@
+"""An extraction repeats what a dying actor or a failing storage interrupts; no image is lost or counted twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.backbone import Backbone
+from models.config import BackboneConfig
+from pipeline.config.sections import DataSection, FeatureSection
+from pipeline.data.content_keys import take_snapshot
+from pipeline.data.dataset import Dataset, read_dataset
+from pipeline.data.images import decode_batch
+from pipeline.features import extraction
+from pipeline.features.extraction import Extractor, ShardWriter, extract
+from pipeline.features.store import FeatureStore
+from pipeline.storage.path import StorageOptions, StoragePath
+from pipeline.storage.s3 import StorageError
+from pipeline.storage.weights import save_weights
+from tests.conftest import write_karpathy
+from tests.support.logs import on_message
+
+NUM_IMAGES = 12
+pytestmark = pytest.mark.ray
+
+
+def is_first(folder: Path, event: str) -> bool:
+    """Whether nobody has asked for this event before, in any process."""
+    try:
+        (folder / event).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def flaky_decode(batch: dict[str, np.ndarray], **settings: Any) -> dict[str, Any]:
+    """`decode_batch`, whose storage fails once."""
+    if is_first(Path(str(batch["uri"][0])).parent, "decode"):
+        raise StorageError("s3://images: storage failed")
+    return decode_batch(batch, **settings)
+
+
+class FlakyWriter(ShardWriter):
+    """A writer that is killed in its first start, fails in its second, and whose storage fails once."""
+
+    def __init__(self, folder: StoragePath, extractor: Extractor, dtype: str, weights: Any = None) -> None:
+        self.events = extractor.weights.parent
+        if is_first(self.events, "killed"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if is_first(self.events, "failed"):
+            raise RuntimeError("no memory")
+        super().__init__(folder, extractor, dtype, weights)
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        done = super().__call__(batch)
+        if is_first(self.events, "writing"):
+            raise StorageError("s3://features: storage failed")
+        return done
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Dataset:
+    root = write_karpathy(tmp_path / "set", {"train": NUM_IMAGES - 2, "val": 1, "test": 1})
+    dataset, _ = take_snapshot(read_dataset(DataSection(root=str(root)), root), tmp_path / "manifest.parquet")
+    return dataset
+
+
+@pytest.fixture
+def extractor(tmp_path: Path) -> Extractor:
+    config = BackboneConfig(
+        "swin_tiny_patch4_window7_224", image_size=32, embed_dim=8, depths=(2, 2), num_heads=(2, 2), window_size=4
+    )
+    (tmp_path / "events").mkdir()
+    save_weights(Backbone(config), tmp_path / "events" / "backbone.safetensors")
+    settings = FeatureSection(compute_dtype="float32", rows_per_shard=4, max_images_for_tasks=0)
+    return Extractor(config, tmp_path / "events" / "backbone.safetensors", settings, 10**6)
+
+
+def not_watched() -> AbstractContextManager[Callable[[], object]]:
+    return nullcontext(lambda: None)
+
+
+@pytest.mark.proof
+def test_actors_that_die_and_storage_that_fails_cost_only_time(
+    ray_session: None, tmp_path: Path, images: Dataset, extractor: Extractor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extraction, "decode_batch", flaky_decode)
+    monkeypatch.setattr(extraction, "ShardWriter", FlakyWriter)
+    lines: list[str] = []
+    with on_message(lines.append):
+        folder, unusable = extract(images, tmp_path / "features", extractor, not_watched)
+    assert {path.name for path in (tmp_path / "events").iterdir()} == {
+        "backbone.safetensors",
+        "killed",
+        "failed",
+        "writing",
+    }
+    assert (tmp_path / "set" / "images" / "decode").exists()
+    assert any(f"{NUM_IMAGES} images in" in line for line in lines) and not unusable
+    store = FeatureStore(folder)
+    assert len(store) == len(store.keys) == NUM_IMAGES
+
+
+def test_a_storage_that_keeps_failing_ends_the_extraction_with_its_own_message(
+    ray_session: None, tmp_path: Path, images: Dataset, extractor: Extractor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No image goes to the quarantine, because the images are not at fault."""
+    unreachable = StorageOptions("http://127.0.0.1:9", "us-east-1", max_attempts=1)
+    uris = [f"s3://data/images/{key}" for key in images.column("key")]
+    table = images.table.set_column(images.table.schema.get_field_index("uri"), "uri", [uris])
+    monkeypatch.setattr(extraction, "MAX_STORAGE_RETRIES", 0)
+    with pytest.raises(StorageError, match=r"^s3://data/images/\w+: storage failed") as raised:
+        extract(Dataset(table), tmp_path / "features", replace(extractor, options=unreachable), not_watched)
+    assert "\n" not in str(raised.value)
