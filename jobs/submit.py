@@ -65,9 +65,22 @@ def submit(job: Job, address: str, *, with_dependencies: bool = False, detach: b
 
     Raises UserError for every mistake that can be found before anything is sent.
     """
-    config, warnings = check_job(job)
+    server, job_id = start(job, address, with_dependencies=with_dependencies)
+    if detach:
+        _log_commands(job_id, server)
+        return 0
+    return follow(server, job_id)
+
+
+def start(job: Job, address: str, *, with_dependencies: bool = False) -> tuple[JobsServer, str]:
+    """Packs the code, sends it and starts the job. Returns the server and the job's id. Raises as `submit`."""
+    if not job.config.is_file():
+        raise UserError(f"configuration {job.config} does not exist; give the path of a YAML file")
+    check_texts(job.config, job.arguments, {*job.variables, *job.secrets})
+    with _placeholders(job.secrets):
+        config = _parse(job.command, job.config, job.arguments)
     server = JobsServer(address)
-    for warning in warnings:
+    for warning in check_local_paths(config):
         logger.warning(warning)
     local_ray, cluster_ray = importlib.metadata.version("ray"), server.version()["ray_version"]
     logger.info(f"cluster   {server.address}, Ray {cluster_ray}")
@@ -75,29 +88,6 @@ def submit(job: Job, address: str, *, with_dependencies: bool = False, detach: b
         logger.warning(f"this machine has Ray {local_ray}; the job uses the cluster's, which may not fit this code")
     if server.token_sent and server.is_unencrypted:
         logger.warning("the token is sent over http, where others can read it; use https or a tunnel")
-    job_id = send(job, config, server, with_dependencies=with_dependencies)
-    if job.variables:
-        logger.info(f"variables {', '.join(job.variables)} (their values can be read on the cluster)")
-    if job.secrets:
-        logger.info(f"secrets   {', '.join(job.secrets)} must be in the environment of the cluster's nodes")
-    if detach:
-        _log_commands(job_id, server)
-        return 0
-    return follow(server, job_id)
-
-
-def check_job(job: Job) -> tuple[RunConfig, list[str]]:
-    """The configuration of a job, and warnings. Raises UserError for mistakes that can be found without the cluster."""
-    if not job.config.is_file():
-        raise UserError(f"configuration {job.config} does not exist; give the path of a YAML file")
-    check_texts(job.config, job.arguments, {*job.variables, *job.secrets})
-    with _placeholders(job.secrets):
-        config = _parse(job.command, job.config, job.arguments)
-    return config, check_local_paths(config)
-
-
-def send(job: Job, config: RunConfig, server: JobsServer, *, with_dependencies: bool = False) -> str:
-    """Packs the code, sends it and starts the job. Returns the job's id. config: the job's, by `check_job`."""
     root = project_root()
     dependencies = requirements(root) if with_dependencies else ()
     with tempfile.TemporaryDirectory(prefix="raycap-submit-") as scratch:
@@ -117,7 +107,11 @@ def send(job: Job, config: RunConfig, server: JobsServer, *, with_dependencies: 
             {"raycap.command": f"{job.command} {packed_config}", "raycap.commit": commit()},
         )
     logger.info(f"job       {job_id}: raycap {job.command} {packed_config}")
-    return job_id
+    if job.variables:
+        logger.info(f"variables {', '.join(job.variables)} (their values can be read on the cluster)")
+    if job.secrets:
+        logger.info(f"secrets   {', '.join(job.secrets)} must be in the environment of the cluster's nodes")
+    return server, job_id
 
 
 @contextmanager
