@@ -18,7 +18,7 @@ import typer
 
 from jobs.cluster import connect, stage_bundles
 from jobs.options import Set
-from jobs.submit import Job, read_job, send
+from jobs.submit import Job, start
 from pipeline.cluster.capacity import Resources
 from pipeline.cluster.cluster_checks import check_cluster, jobs_server, listed_nodes
 from pipeline.cluster.cluster_facts import cluster_facts
@@ -144,11 +144,10 @@ def _run_job(subject: Subject, path: Path, address: str) -> Sequence[Finding]:
     """The findings of this command as a job on the cluster, or one finding with the reason why there are none."""
     arguments = ["--json", *(word for override in subject.overrides for word in ("--set", override))]
     job = Job("doctor", [str(path), *arguments], secrets=used_variables(path))
-    server, job_id = JobsServer(address), ""
     try:
         with unchanged_level():
             configure_logging(logging.ERROR)
-            job_id = send(job, read_job(job), server)
+            server, job_id = start(job, address)
         deadline = time.monotonic() + JOB_S
         while (info := server.job(job_id))["status"] not in FINAL_STATES:
             if time.monotonic() > deadline:

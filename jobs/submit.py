@@ -65,7 +65,16 @@ def submit(job: Job, address: str, *, with_dependencies: bool = False, detach: b
 
     Raises UserError for every mistake that can be found before anything is sent.
     """
-    content = read_job(job)
+    server, job_id = start(job, address, with_dependencies=with_dependencies)
+    if detach:
+        _log_commands(job_id, server)
+        return 0
+    return follow(server, job_id)
+
+
+def start(job: Job, address: str, *, with_dependencies: bool = False) -> tuple[JobsServer, str]:
+    """Packs the code, sends it and starts the job. Returns the server and the job's id. Raises as `submit`."""
+    content = _read(job)
     server = JobsServer(address)
     for warning in content.warnings:
         logger.warning(warning)
@@ -75,19 +84,6 @@ def submit(job: Job, address: str, *, with_dependencies: bool = False, detach: b
         logger.warning(f"this machine has Ray {local_ray}; the job uses the cluster's, which may not fit this code")
     if server.token_sent and server.is_unencrypted:
         logger.warning("the token is sent over http, where others can read it; use https or a tunnel")
-    job_id = send(job, content, server, with_dependencies=with_dependencies)
-    if job.variables:
-        logger.info(f"variables {', '.join(job.variables)} (their values can be read on the cluster)")
-    if job.secrets:
-        logger.info(f"secrets   {', '.join(job.secrets)} must be in the environment of the cluster's nodes")
-    if detach:
-        _log_commands(job_id, server)
-        return 0
-    return follow(server, job_id)
-
-
-def send(job: Job, content: JobContent, server: JobsServer, *, with_dependencies: bool = False) -> str:
-    """Packs the code, sends it and starts the job. Returns the job's id. content: the job's, from `read_job`."""
     root = project_root()
     dependencies = requirements(root) if with_dependencies else ()
     with tempfile.TemporaryDirectory(prefix="raycap-submit-") as scratch:
@@ -107,7 +103,11 @@ def send(job: Job, content: JobContent, server: JobsServer, *, with_dependencies
             {"raycap.command": f"{job.command} {arguments[0]}", "raycap.commit": commit()},
         )
     logger.info(f"job       {job_id}: raycap {job.command} {arguments[0]}")
-    return job_id
+    if job.variables:
+        logger.info(f"variables {', '.join(job.variables)} (their values can be read on the cluster)")
+    if job.secrets:
+        logger.info(f"secrets   {', '.join(job.secrets)} must be in the environment of the cluster's nodes")
+    return server, job_id
 
 
 @contextmanager
@@ -122,7 +122,7 @@ def _placeholders(names: Sequence[str]) -> Iterator[None]:
             del os.environ[name]
 
 
-class JobContent(NamedTuple):
+class _Content(NamedTuple):
     """What a job needs: a name for it, its configuration, warnings, and local folders that are not sent."""
 
     name: str
@@ -131,14 +131,14 @@ class JobContent(NamedTuple):
     left_out: Sequence[Path] = ()
 
 
-def read_job(job: Job) -> JobContent:
+def _read(job: Job) -> _Content:
     """Reads the arguments and the configuration as the job will read them. UserError for what the job would refuse."""
     available = {*job.variables, *job.secrets}
     check_texts(None, job.arguments, available)
     values = parse_arguments(job.command, job.arguments)
     if "config" not in values:
         check_remote(values)
-        return JobContent(job.command)
+        return _Content(job.command)
     path = Path(values["config"])
     if not path.is_file():
         raise UserError(f"configuration {path} does not exist; give the path of a YAML file")
@@ -146,7 +146,7 @@ def read_job(job: Job) -> JobContent:
     with _placeholders(job.secrets):
         config = _load(job.command, path, values.get("set_") or ())
     folders = [Path(uri) for uri in (config.data.root, config.storage.uri) if uri and "://" not in uri]
-    return JobContent(config.name, path, check_local_paths(config), folders)
+    return _Content(config.name, path, check_local_paths(config), folders)
 
 
 def _load(command: str, config: Path, overrides: Sequence[str]) -> RunConfig:

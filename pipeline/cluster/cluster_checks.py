@@ -217,7 +217,8 @@ def tracker(facts: ClusterFacts) -> Finding:
 
 def _different(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
     """The names whose versions differ. An unknown commit, of an installation without git, is no difference."""
-    return [name for name, version in expected.items() if "unknown" not in (version, found.get(name)) != version]
+    pairs = {name: (version, found.get(name)) for name, version in expected.items()}
+    return [name for name, (here, there) in pairs.items() if here != there and "unknown" not in (here, there)]
 
 
 def _types_text(node_types: Sequence[tuple[Resources, int]]) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.cluster.packaging import find_files
-from pipeline.config.load import referenced_files
+from pipeline.config.load import read_file, referenced_files
 from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
 from pipeline.storage.path import is_remote
@@ -119,16 +119,8 @@ def _check_name(name: str, option: str) -> None:
 
 def used_variables(config: Path) -> list[str]:
     """The names of the `${VARIABLE}`s in a configuration and the files that it references."""
-    return sorted({name for _, line in _lines(config) for name in re.findall(r"\$\{(\w+)\}", line)})
-
-
-def _lines(config: Path) -> list[tuple[str, str]]:
-    """The lines of a configuration and the files that it references, without comments, each with its file."""
-    found = []
-    for path in referenced_files(config):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        found += [(str(path), line.partition(" #")[0]) for line in lines if not line.lstrip().startswith("#")]
-    return found
+    texts = [str(read_file(path)) for path in referenced_files(config)]
+    return sorted({name for text in texts for name in re.findall(r"\$\{(\w+)\}", text)})
 
 
 def check_texts(config: Path | None, arguments: Sequence[str], available: Iterable[str]) -> None:
@@ -136,8 +128,11 @@ def check_texts(config: Path | None, arguments: Sequence[str], available: Iterab
 
     available: the names of the variables that the job has.
     """
-    lines = [] if config is None else _lines(config)
-    for source, text in [*(("an argument", argument) for argument in arguments), *lines]:
+    texts = [("an argument", argument) for argument in arguments]
+    for path in () if config is None else referenced_files(config):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        texts += [(str(path), line.partition(" #")[0]) for line in lines if not line.lstrip().startswith("#")]
+    for source, text in texts:
         if _PASSWORD_IN_URL.search(text):
             raise UserError(
                 f"{source} contains a password in an address, which others could read on the cluster; "

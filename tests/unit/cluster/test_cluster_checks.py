@@ -159,6 +159,7 @@ def test_the_facts_of_this_machine(s3: str, tmp_path: Path, monkeypatch: pytest.
     refused = Probe(StoragePath("s3://absent/probe", StorageOptions(s3)), tracker=("127.0.0.1", free_port()))
     bad = collect("me", refused, "")
     assert "no such bucket" in bad.storage_problem and "refused" in bad.tracker_problem
+    assert look("other")[1] == ["me"], "a node that shares the cache sees it"
     (tmp_path / "cache" / ".raycap-node-other").touch()
     assert look("me")[1] == ["other"] and look("other")[1] == []
 
