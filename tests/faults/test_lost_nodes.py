@@ -41,7 +41,7 @@ class World:
     def settings(self, name: str) -> dict[str, Any]:
         """One stage, trained by two workers; shards are small, so that an extraction has a middle."""
         values = small_config({"uri": f"s3://data/{name}", "endpoint_url": self.url})
-        values["stages"] = [values["stages"][0] | {"epochs": 6, "validate_every_epochs": 2}]
+        values["stages"] = [values["stages"][0] | {"epochs": 30, "validate_every_epochs": 10}]
         values["workers"] |= {"num_workers": 2, "dry_run": False}
         values["features"] |= {"max_images_for_tasks": 0, "rows_per_shard": 4, "batch_size": 2}
         values["evaluation"]["batch_size"] = 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -126,9 +127,8 @@ class Cluster:
                 program.wait(60)
             except subprocess.TimeoutExpired:  # on a machine that has just started, a driver may hang while it joins
                 self.kill(program)
-            words = log.read_text().split()
-            if "nodes" in words:
-                return int(words[-1])
+            if found := re.search(r"^nodes (\d+)$", log.read_text(), re.MULTILINE):  # Ray may add warnings
+                return int(found[1])
         raise AssertionError(log.read_text())
 
     def start(self, node: str, command: Sequence[str], log: Path, **variables: str) -> subprocess.Popen[bytes]:
