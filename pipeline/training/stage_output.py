@@ -103,7 +103,7 @@ class StageOutput:
         return progress
 
     def open_journal(self, step: int) -> None:
-        """Opens the journal. The stage's entries after `step` are removed, because these steps are trained again."""
+        """Opens the journal. The stage's entries after `step` do not count, because these steps are trained again."""
         if self.writes:
             self.check_may_write()
             self._journal = Journal(self.folder.journal, self.stage, step)
