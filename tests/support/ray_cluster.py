@@ -118,11 +118,18 @@ class Cluster:
         raise AssertionError((self.folder / f"node-{len(self.nodes) - 1}.txt").read_text())
 
     def num_alive(self) -> int:
-        """The number of nodes that the cluster has now."""
-        program = self.start(HEAD, [sys.executable, "-c", ALIVE.format(self.address)], self.folder / "alive.txt")
-        program.wait(120)
-        words = (self.folder / "alive.txt").read_text().split()
-        return int(words[-1]) if "nodes" in words else 0
+        """The number of nodes that the cluster has now. Raises AssertionError if three drivers could not join it."""
+        log = self.folder / "alive.txt"
+        for _ in range(3):
+            program = self.start(HEAD, [sys.executable, "-c", ALIVE.format(self.address)], log)
+            try:
+                program.wait(60)
+            except subprocess.TimeoutExpired:  # on a machine that has just started, a driver may hang while it joins
+                self.kill(program)
+            words = log.read_text().split()
+            if "nodes" in words:
+                return int(words[-1])
+        raise AssertionError(log.read_text())
 
     def start(self, node: str, command: Sequence[str], log: Path, **variables: str) -> subprocess.Popen[bytes]:
         """Starts a program on the disk of a node: `HEAD`, or any name for the disk of a machine outside the cluster."""
