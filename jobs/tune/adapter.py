@@ -43,7 +43,6 @@ RAY_TUNE_SETTINGS = {
     "TUNE_GLOBAL_CHECKPOINT_S": "1000000000",  # practically never, because a search resumes from its log
     "TUNE_FUNCTION_THREAD_TIMEOUT_S": "20",
     "TUNE_WARN_THRESHOLD_S": "60",
-    "TUNE_MAX_PENDING_TRIALS_PG": str(MAX_WAITING),
     "RAY_AIR_NEW_OUTPUT": "0",
 }
 
@@ -67,7 +66,7 @@ def run_trials(log: TrialLog, plan: SearchPlan, on_end: Callable[[], None], *, o
     on_cluster: Ray may get more nodes. Raises WaitedTooLongError when no node can run a trial for
     `workers.max_wait_minutes`.
     """
-    for key, value in RAY_TUNE_SETTINGS.items():
+    for key, value in (RAY_TUNE_SETTINGS | {"TUNE_MAX_PENDING_TRIALS_PG": str(MAX_WAITING)}).items():
         os.environ.setdefault(key, value)
     import ray
 

@@ -90,8 +90,6 @@ def test_a_failed_trial_leaves_nothing_to_the_next(
     """As after a CUDA error, the process of the trial that failed would fail every trial that it gets."""
     from jobs.tune import workers
 
-    train_trial = workers.train_trial
-
     def train_with_an_error_that_stays(config: dict[str, Any], **arguments: Any) -> None:
         import sys
 
@@ -106,7 +104,7 @@ def test_a_failed_trial_leaves_nothing_to_the_next(
             return TrialOutcome("finished", reports=[(1.0, 0.5)])
 
         workers.run_trial = run_trial  # type: ignore[assignment]
-        train_trial(config, **arguments)
+        workers.train_trial(config, **arguments)  # in the trial's process this is the real one
 
     monkeypatch.setattr(workers, "train_trial", train_with_an_error_that_stays)
     rows = [{LR: 1e-4}, {LR: 1e-3}, {LR: 1e-2}]

@@ -11,10 +11,11 @@ import timm
 import torch
 
 from models.backbone import Backbone
-from pipeline.config.load import parse_config
+from pipeline.config.load import dump_config, parse_config
 from pipeline.errors import JobFailedError
 from pipeline.features.extraction import Extractor, ShardWriter
 from pipeline.runs import prepare as module
+from pipeline.runs.folder import RunFolder
 from pipeline.runs.prepare import initial_backbone, prepare
 from pipeline.runs.run_bundle import bundle_run
 from pipeline.training.loop import stage_captioner
@@ -45,7 +46,9 @@ def test_weights_that_are_replaced_are_not_downloaded(tmp_path: Path, downloads:
     config = parse_config(small_config(tmp_path))
     folder = prepare(config)
     pretrained = replace(config.backbone, weights="pretrained", embed_dim=None, depths=None, num_heads=None)
-    folder.config = config.model_copy(update={"backbone": replace(config.backbone, weights="pretrained")})
+    changed = config.model_copy(update={"backbone": replace(config.backbone, weights="pretrained")})
+    (folder.path / "config.yaml").write_text(dump_config(changed))
+    folder = RunFolder(folder.path)
     (stage,) = [stage for stage in config.stages if stage.train_backbone][:1]
     stored = folder.path / "init" / "backbone.safetensors"
     captioner = stage_captioner(folder, stage, torch.device("cpu"))
