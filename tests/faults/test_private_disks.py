@@ -121,14 +121,15 @@ def most_at_a_time(output: str) -> int:
 
 
 def test_a_search_grows_with_its_cluster(s3: str, variables: dict[str, str]) -> None:
-    """It starts on no node at all, and asks for as many as it has trials."""
+    """It starts on no node at all, and asks for as many as it has trials, which read images and need no features."""
     with ray_cluster(cpus=0, variables=variables, max_workers=3) as cluster:
         write(cluster, "run.yaml", settings(s3))
         space = {"model.dynamic_expansion": [1, 2, 4, 8, 16]}
-        trial = {"stages": ["xe_frozen"], "epochs": 20}
+        trial = {"stages": ["xe_finetune"], "epochs": 20}
         trials = write(cluster, "search.yaml", search(name="grow", trial=trial, space=space))
         output = raycap(cluster, "submit", "tune", trials, "--address", cluster.dashboard, node=OUTSIDE)
     assert "succeeded" in output and output.count("finished at epoch 20") == 5
+    assert "resources 1 trials at a time on the nodes of now" in output
     assert most_at_a_time(output) == 3, output[-4000:]
 
 
