@@ -23,11 +23,16 @@ from models.config import BackboneConfig
 class Backbone(nn.Module):
     """Computes features (B, N, C), after Swin's final norm, from normalized images (B, 3, H, W)."""
 
-    def __init__(self, config: BackboneConfig) -> None:
+    def __init__(self, config: BackboneConfig, *, with_weights: bool = True) -> None:
+        """with_weights: False leaves the weights random, for a caller that loads others, and reads or downloads none.
+
+        Raises ValueError for a configuration that gives no backbone, and ConnectionError when the download of
+        pretrained weights fails.
+        """
         super().__init__()
         self.config = config
-        self.swin = swin = _create_swin(config)
-        if config.weights not in ("none", "pretrained"):
+        self.swin = swin = _create_swin(config, pretrained=with_weights and config.weights == "pretrained")
+        if with_weights and config.weights not in ("none", "pretrained"):
             load_swin(self, read_tensors(Path(config.weights)))
         swin.set_grad_checkpointing(config.gradient_checkpointing)
         self.width: int = swin.num_features
@@ -42,8 +47,8 @@ class Backbone(nn.Module):
         return features.flatten(1, 2)
 
 
-def _create_swin(config: BackboneConfig) -> Any:
-    """timm's Swin for a configuration. Raises ValueError for settings that timm cannot build."""
+def _create_swin(config: BackboneConfig, *, pretrained: bool) -> Any:
+    """timm's Swin for a configuration, whose weights are random unless `pretrained`. See `Backbone` for the errors."""
     sizes = {key: getattr(config, key) for key in ("embed_dim", "depths", "num_heads", "window_size")}
     overrides = {key: value for key, value in sizes.items() if value is not None}
     names = timm.list_models("swin_*")
@@ -51,7 +56,6 @@ def _create_swin(config: BackboneConfig) -> Any:
         raise ValueError(f"backbone.name is {config.name!r}, which timm does not know; known: {', '.join(names)}")
     if config.image_size < 1 or config.image_size % 4:
         raise ValueError(f"backbone.image_size is {config.image_size}; it must be a multiple of the patches' 4 px")
-    pretrained = config.weights == "pretrained"
     # another window size is allowed: timm resizes the pretrained position tables to it
     incompatible = sorted(overrides.keys() - {"window_size"})
     if pretrained and incompatible:
@@ -68,12 +72,13 @@ def _create_swin(config: BackboneConfig) -> Any:
             drop_path_rate=config.drop_path,
             **overrides,
         )
-    except OSError as error:
+    except (RuntimeError, ValueError, AssertionError, TypeError):  # timm refuses the settings
+        raise
+    except Exception as error:  # the libraries for downloads have exceptions of their own
         if not pretrained:
             raise
-        raise ValueError(
-            f"the pretrained weights of {config.name} could not be fetched: {error}; give backbone.weights a file"
-        ) from error
+        reason = " ".join(str(error).split())
+        raise ConnectionError(f"the pretrained weights of {config.name} could not be downloaded: {reason}") from error
 
 
 def set_drop_path(module: nn.Module, rate: float) -> None:

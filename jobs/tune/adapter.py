@@ -1,10 +1,15 @@
 """Runs the trials of a search on Ray Tune, which places them, reuses their processes and stops them early.
 
 The state of the search is in its log, not in Ray Tune: the adapter takes trials from the log and writes results to it.
+
+A trial of Ray Tune asks for a process. Only when it has one does it get a trial of the log. So the requests that wait
+make the cluster's autoscaler start nodes, while the sampler chooses every point as late as possible, with all results
+so far, and the members of a population take turns on the processes that are there.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -18,14 +23,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jobs.tune.schedulers import Population, TakeOver, make_scheduler
+from jobs.tune.schedulers import Population, Turn, make_scheduler
+from pipeline.cluster.capacity import MESSAGE_EVERY_S, WaitedTooLongError, cluster_status
 from pipeline.search.results import live_table, trial_line, trial_name
 from pipeline.search.spec import SCORE, Search
-from pipeline.search.trials import ENDED, TrialLog, TrialOutcome, TrialRecord
+from pipeline.search.trials import ENDED, SearchPlan, TrialLog, TrialOutcome, TrialRecord
 
 logger = logging.getLogger(__name__)
 
 MAX_LOST_NODES = 10  # per trial
+MAX_WAITING = 100  # requests for a process that wait at a time
+# A trial with several workers waits in a process of its own, so only this many may wait for nodes at a time.
+MAX_WAITING_FITS = 4
 TABLE_EVERY_S = 30.0  # the shortest time between two tables of the running trials
 RAY_TUNE_SETTINGS = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
@@ -39,9 +48,9 @@ RAY_TUNE_SETTINGS = {
 
 
 def concurrency(search: Search, resources: Mapping[str, float]) -> int:
-    """The number of concurrent trials: as many as the cluster can place, at most budget.concurrent, at least one.
+    """The number of trials that Ray can place at a time: at most budget.concurrent, at least one.
 
-    resources: the amounts that the cluster has, under Ray's names CPU and GPU.
+    resources: the amounts that Ray has now, under its names CPU and GPU.
     """
     per_trial, most = search.config.resources, search.config.budget.concurrent or math.inf
     for kind, per_worker in (("CPU", per_trial.cpus), ("GPU", per_trial.gpus)):
@@ -51,37 +60,38 @@ def concurrency(search: Search, resources: Mapping[str, float]) -> int:
     return max(1, int(most))
 
 
-def run_trials(log: TrialLog, on_end: Callable[[], None]) -> None:
-    """Runs Ray Tune until no trial is left or budget.hours is over. Calls `on_end` after the end of each trial."""
-    for key, value in RAY_TUNE_SETTINGS.items():
+def run_trials(log: TrialLog, plan: SearchPlan, on_end: Callable[[], None], *, on_cluster: bool) -> None:
+    """Runs Ray Tune until no trial is left or budget.hours is over. Calls `on_end` after the end of each trial.
+
+    on_cluster: Ray may get more nodes. Raises WaitedTooLongError when no node can run a trial for
+    `workers.max_wait_minutes`.
+    """
+    for key, value in (RAY_TUNE_SETTINGS | {"TUNE_MAX_PENDING_TRIALS_PG": str(MAX_WAITING)}).items():
         os.environ.setdefault(key, value)
     import ray
 
     for name in ("ray.tune", "ray.train"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     search, scratch = log.search, log.folder.path / "log" / "ray"
-    per_trial, concurrent = search.config.resources, concurrency(search, ray.cluster_resources())
+    per_trial, fitting = search.config.resources, concurrency(search, ray.cluster_resources())
     logger.info(
-        f"resources {concurrent} trials at a time, {per_trial.workers} x {per_trial.cpus:g} CPU, "
-        f"{per_trial.gpus:g} GPU each"
+        f"resources {fitting} trials at a time{' on the nodes of now' if on_cluster else ''}, "
+        f"{per_trial.workers} x {per_trial.cpus:g} CPU, {per_trial.gpus:g} GPU each"
     )
-    log.folder.handovers.delete_folder()  # a killed search may have left copies
-    adapter = TuneAdapter(log, on_end)
+    log.folder.clear_exchange()  # a killed search may have left files
+    adapter = TuneAdapter(log, on_end, on_cluster=on_cluster)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _tuner(adapter, concurrent, scratch).fit()
-            while adapter.has_lost_trials and log.unfinished and not adapter.time_is_over:
-                adapter.has_lost_trials = False  # Ray Tune asks for no trial after the last one has started
-                _tuner(adapter, concurrent, scratch).fit()
+            _tuner(adapter, plan, scratch).fit()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        log.folder.handovers.delete_folder()
+        log.folder.clear_exchange()
         if adapter.error is not None:
             raise adapter.error
 
 
-def _tuner(adapter: TuneAdapter, concurrent: int, scratch: Path) -> Any:
+def _tuner(adapter: TuneAdapter, plan: SearchPlan, scratch: Path) -> Any:
     """Ray Tune's tuner, which gets its trials from the adapter."""
     from ray import tune
 
@@ -93,13 +103,13 @@ def _tuner(adapter: TuneAdapter, concurrent: int, scratch: Path) -> Any:
     if per_trial.workers > 1:
         bundle = {"memory": 2.0**20}  # only 1 MiB, because Ray Train reserves the CPUs and GPUs for the workers
     resources = tune.PlacementGroupFactory([{key: value for key, value in bundle.items() if value}])
+    trainable = tune.with_parameters(train_trial, plan=plan, folder=adapter.log.folder)
     return tune.Tuner(
-        tune.with_resources(train_trial, resources),
+        tune.with_resources(trainable, resources),
         tune_config=tune.TuneConfig(
             search_alg=_searcher(adapter),
-            scheduler=make_scheduler(search, adapter.log.records, adapter.population),
+            scheduler=make_scheduler(search, adapter.log.records, adapter.turns, adapter.population),
             num_samples=-1,  # no limit: the adapter decides when the search ends
-            max_concurrent_trials=concurrent,
             time_budget_s=None if hours is None else 3600 * hours,
             reuse_actors=True,
         ),
@@ -119,14 +129,13 @@ class TuneAdapter:
     A population's member is one trial of the search, and each of its turns is a new trial of Ray Tune.
     """
 
-    def __init__(self, log: TrialLog, on_end: Callable[[], None]) -> None:
-        self.log, self.on_end = log, on_end
+    def __init__(self, log: TrialLog, on_end: Callable[[], None], *, on_cluster: bool) -> None:
+        self.log, self.on_end, self.on_cluster = log, on_end, on_cluster
         self.deadline = time.monotonic() + 3600 * (log.search.config.budget.hours or math.inf)
         self.error: BaseException | None = None
-        self._records: dict[str, TrialRecord] = {}  # by Ray Tune's trial id
-        self._take_overs: dict[str, TakeOver] = {}  # by Ray Tune's trial id, until its first report
-        self._last_table = time.monotonic()
-        self.has_lost_trials = False  # since the last start of Ray Tune
+        self.waiting: set[str] = set()  # Ray Tune's ids of the trials that wait for a process
+        self.turns: dict[str, Turn] = {}  # the trials that have one, by Ray Tune's id
+        self._last_table = self._last_message = self._last_running = time.monotonic()
         self.population: Population | None = None
         if log.is_population:  # the population needs all of its members from the start
             while (record := log.start_next()) is not None:
@@ -148,39 +157,96 @@ class TuneAdapter:
         return time.monotonic() >= self.deadline
 
     @property
-    def may_continue(self) -> bool:
-        """Whether a running member of a population may have another turn."""
-        return self.population is not None and self.population.running > 0 and not self.time_is_over
+    def num_left(self) -> float:
+        """The number of trials, or members of the population, that have no process."""
+        if self.time_is_over:
+            return 0
+        return self.log.num_left if self.population is None else len(self.population.waiting)
 
-    def next_trial(self, trial_id: str) -> dict[str, Any] | None:
-        """The configuration for `train_trial` of the trial that starts next; None when no trial can start now."""
+    @property
+    def limit(self) -> float:
+        """The number of trials that may have a process or wait for one, at most budget.concurrent.
+
+        On a cluster it does not depend on the nodes of now, because each request that waits makes the autoscaler start
+        a node.
+        """
+        budget, per_trial = self.log.search.config.budget, self.log.search.config.resources
+        most = budget.concurrent or math.inf
+        if self.on_cluster and per_trial.workers == 1:
+            return most
+        return min(most, self._num_fitting + (MAX_WAITING_FITS if self.on_cluster else 0))
+
+    @property
+    def _num_fitting(self) -> int:
+        """The number of trials that the nodes of now can hold."""
+        import ray
+
+        return concurrency(self.log.search, ray.cluster_resources())
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of trials that wait for nodes."""
+        if not self.on_cluster:
+            return 0
+        if self.log.search.config.resources.workers == 1:
+            return len(self.waiting)
+        return max(0, len(self.turns) - self._num_fitting)
+
+    def request(self, trial_id: str) -> bool | None:
+        """Whether Ray Tune shall ask for a process for the trial of this id; None when the search is over."""
+        if len(self.waiting) < min(self.num_left, self.limit - len(self.turns), MAX_WAITING):
+            self.waiting.add(trial_id)
+            return True
+        return False if self.waiting or self.turns else None
+
+    def on_start(self, trial_id: str) -> None:
+        """Gives a process its trial: writes the file that `train_trial` reads."""
+        self.waiting.discard(trial_id)
+        turn, content = self._next_turn(), None
+        if turn is not None:
+            self.turns[trial_id] = turn
+            handover = None if turn.take_over is None else turn.take_over.handover
+            content = {"number": turn.record.number, "point": turn.point, "seed": turn.record.seed}
+            content |= {"handover": handover}
+        (self.log.folder.assignments / trial_id).write_bytes(json.dumps(content).encode())
+
+    def _next_turn(self) -> Turn | None:
+        """The trial that starts next; None when no trial is left or the time is over."""
         if self.time_is_over:
             return None
-        changes: dict[str, Any] = {"handover": None}
         if self.population is None:
             record = self.log.start_next()
             if record is None:
                 return None
             self._log_start(record)
-        else:
-            turn = self.population.next()
-            if turn is None:
-                return None
-            number, take_over = turn
-            record = next(record for record in self.log.records if record.number == number)
-            if take_over is not None:
-                self._take_overs[trial_id] = take_over
-                changes = {"point": take_over.point, "handover": take_over.handover}
-        self._records[trial_id] = record
-        config = {"folder": self.log.folder, "number": record.number, "seed": record.seed}
-        return config | {"point": record.point} | changes
+            return Turn(record)
+        turn = self.population.next()
+        if turn is None:
+            return None
+        number, take_over = turn
+        return Turn(next(record for record in self.log.records if record.number == number), take_over)
+
+    def on_step(self) -> None:
+        """Logs that all trials wait for nodes. Raises WaitedTooLongError after `workers.max_wait_minutes`."""
+        now, limit_s = time.monotonic(), 60 * self.log.search.base.workers.max_wait_minutes
+        if self.turns or not self.waiting:
+            self._last_running = now
+            return
+        if now - max(self._last_message, self._last_running) > MESSAGE_EVERY_S:
+            self._last_message = now
+            logger.info(f"waiting   no trial runs, {len(self.waiting)} wait for nodes; {cluster_status().text}")
+        if now - self._last_running > limit_s:
+            raise WaitedTooLongError(
+                f"no node could run a trial within workers.max_wait_minutes ({limit_s / 60:g} min); "
+                f"{cluster_status().text}; the same command continues the search"
+            )
 
     def on_result(self, trial_id: str, result: Mapping[str, Any]) -> None:
         """Records a validation or the outcome of a trial."""
-        record = self._records[trial_id]
-        take_over = self._take_overs.pop(trial_id, None)
+        turn = self.turns[trial_id]
+        record, take_over = turn.record, turn.take_over
         if take_over is not None:  # the first result shows that the member has taken over the weights
-            record.point = take_over.point
+            record.point, turn.take_over = take_over.point, None
             record.took_over.append((take_over.epoch, take_over.donor))
             logger.info(f"trial {record.number}  continues with the weights of trial {take_over.donor}")
         if "outcome" in result:
@@ -191,13 +257,14 @@ class TuneAdapter:
             self._log_progress(record)
 
     def on_stop(self, trial_id: str, seconds: float) -> None:
-        """Records that Ray Tune stopped a trial after `seconds`. A trial that has already ended does not change.
+        """Records that a trial's process is free after `seconds`. A trial that has already ended does not change.
 
         When budget.hours is used up, running trials stay unfinished in the log, so that a later process resumes them.
         """
-        record = self._records[trial_id]
-        if record.state in ENDED or self.time_is_over:
+        turn = self.turns.pop(trial_id, None)
+        if turn is None or turn.record.state in ENDED or self.time_is_over:
             return
+        record = turn.record
         if self.population is None:
             self._end(record, TrialOutcome("stopped", seconds=record.seconds + seconds))
         else:
@@ -209,16 +276,23 @@ class TuneAdapter:
 
         A spot node that the cloud takes back is lost in this way. error: an exception, its text, or None.
         """
-        record = self._records[trial_id]
-        if record.state in ENDED:
+        is_node_lost = _is_node_lost(error)
+        if trial_id in self.waiting:
+            self.waiting.remove(trial_id)
+            if is_node_lost:  # with its node, a process was lost that had no trial yet
+                return
+            turn = self._next_turn()  # a process that cannot start costs a trial, so that the search ends
+        else:
+            turn = self.turns.pop(trial_id, None)
+        if turn is None or turn.record.state in ENDED:
             return
-        if record.attempts > MAX_LOST_NODES or not _is_node_lost(error):
+        record = turn.record
+        if record.attempts > MAX_LOST_NODES or not is_node_lost:
             self._end(record, TrialOutcome("failed", _failure_reason(error)))
             return
         logger.warning(f"trial {record.number}  lost its node; it resumes on another")
         if self.population is None:
             self.log.unfinished.append(record)
-            self.has_lost_trials = True
         else:
             self.population.pause(record.number)
 
@@ -239,7 +313,7 @@ class TuneAdapter:
         logger.info(trial_line(self.log.search, record, self.log.num_trials))
         if time.monotonic() - self._last_table > TABLE_EVERY_S:
             self._last_table = time.monotonic()
-            logger.info("\n" + live_table(self.log) + "\n")
+            logger.info("\n" + live_table(self.log, self.num_waiting) + "\n")
 
 
 class _NotPickled:
@@ -253,18 +327,18 @@ class _NotPickled:
 
 
 def _searcher(adapter: TuneAdapter) -> Any:
-    """The object that Ray Tune asks for the configuration of the next trial."""
+    """The object that Ray Tune asks for its next trial."""
     from ray.tune.search import Searcher
 
     class LogSearcher(_NotPickled, Searcher):
-        """Gives Ray Tune the trials of the log; the callback records their results."""
+        """Creates Ray Tune's trials; the callback gives them their trials of the log and records the results."""
 
         @adapter.keeping_errors()
         def suggest(self, trial_id: str) -> Any:
-            config = adapter.next_trial(trial_id)
-            if config is None and not adapter.may_continue:
+            is_wanted = adapter.request(trial_id)
+            if is_wanted is None:
                 return Searcher.FINISHED
-            return config  # after None Ray Tune asks again later
+            return {"assignment": trial_id} if is_wanted else None  # after None Ray Tune asks again later
 
         def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
             """Does nothing, because the callback records results."""
@@ -273,11 +347,19 @@ def _searcher(adapter: TuneAdapter) -> Any:
 
 
 def _callback(adapter: TuneAdapter) -> Any:
-    """The object that Ray Tune calls when a trial reports, ends or fails."""
+    """The object that Ray Tune calls when a trial starts, reports, ends or fails."""
     from ray.tune import Callback
 
     class LogCallback(_NotPickled, Callback):
         """Passes the events of Ray Tune's trials to the adapter."""
+
+        @adapter.keeping_errors()
+        def on_step_begin(self, iteration: int, trials: Any, **_: Any) -> None:
+            adapter.on_step()
+
+        @adapter.keeping_errors()
+        def on_trial_start(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
+            adapter.on_start(trial.trial_id)
 
         @adapter.keeping_errors()
         def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: dict[str, Any], **_: Any) -> None:

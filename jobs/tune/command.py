@@ -30,7 +30,7 @@ from pipeline.scoring.metrics import why_unavailable
 from pipeline.search.results import front, point_results, write_tables
 from pipeline.search.spec import Search, load_search
 from pipeline.search.tracking import SearchTracker
-from pipeline.search.trials import ENDED, SearchFolder, TrialLog, minutes
+from pipeline.search.trials import ENDED, SearchFolder, SearchPlan, TrialLog, minutes
 from pipeline.storage.lease import Lease, take_lease
 from pipeline.storage.path import StoragePath
 from pipeline.storage.weights import weights_file_digest
@@ -72,10 +72,10 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
         folder.pull()
         store, excluded = extract_once(search, dataset, source, start_extraction)
         weights, start = (None, None) if source is None else (source.weights, source.start)
-        folder.write_plan(search, weights, start, store, excluded)
+        plan = SearchPlan(search.without_tracker(), weights, start, store, excluded)
         if retry_failed and (count := folder.reopen_failed()):
             logger.info(f"retry     {count} trials that failed run again")
-        code = _run_search(TrialLog(folder, search), address)
+        code = _run_search(TrialLog(folder, search), plan, address)
     logger.info(f"finished in {minutes(time.monotonic() - begin)}")
     return code
 
@@ -94,7 +94,7 @@ def _lease(folder: SearchFolder) -> Iterator[None]:
         yield
 
 
-def _run_search(log: TrialLog, address: str | None) -> int:
+def _run_search(log: TrialLog, plan: SearchPlan, address: str | None) -> int:
     """Runs the trials that have not ended and writes the results; returns the exit code."""
     from jobs.tune.outcome import write_outcome
 
@@ -110,7 +110,7 @@ def _run_search(log: TrialLog, address: str | None) -> int:
     try:
         if log.unfinished or log.remaining > 0:
             _start_ray(log.search, address)
-            run_trials(log, publish_progress)
+            run_trials(log, plan, publish_progress, on_cluster=connect(address))
     except BaseException as error:
         tracker.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
         raise

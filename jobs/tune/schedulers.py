@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +14,33 @@ from pipeline.search.trials import ENDED, TrialRecord
 from pipeline.storage.path import StoragePath, storage_path
 
 
-def make_scheduler(search: Search, records: Sequence[TrialRecord], population: Population | None = None) -> Any:
-    """Ray Tune's scheduler for a search: the population's, ASHA, or first in, first out."""
-    from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
+@dataclass
+class Turn:
+    """A trial that has a process. Each turn of a population's member is another trial of Ray Tune."""
+
+    record: TrialRecord
+    take_over: TakeOver | None = None  # the member's order, until its first report
+
+    @property
+    def point(self) -> dict[str, Any]:
+        """The point that the process trains."""
+        return self.record.point if self.take_over is None else self.take_over.point
+
+
+def make_scheduler(
+    search: Search,
+    records: Sequence[TrialRecord],
+    turns: Mapping[str, Turn],
+    population: Population | None = None,
+) -> Any:
+    """Ray Tune's scheduler for a search: the population's, ASHA, or first in, first out.
+
+    turns: the trials that have a process, by Ray Tune's trial id. The caller changes this mapping as trials start.
+    """
+    from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 
     if population is not None:
-        return _population_scheduler(population)
+        return _population_scheduler(population, turns)
     settings = search.config.scheduler
     if settings is None:
         return FIFOScheduler()
@@ -28,16 +49,26 @@ def make_scheduler(search: Search, records: Sequence[TrialRecord], population: P
         """Identifies trials by their number in the log, so that a resumed trial does not count as a second one."""
 
         def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
-            super().on_trial_add(tune_controller, _with_log_number(trial))
-
-        def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-            return super().on_trial_result(tune_controller, _with_log_number(trial), result)
-
-        def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
-            super().on_trial_complete(tune_controller, _with_log_number(trial), result)
+            """Does nothing, because a trial has no number before it has a process."""
 
         def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
-            super().on_trial_remove(tune_controller, _with_log_number(trial))
+            """Does nothing, because a trial that never had a process was not added."""
+
+        def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+            if trial.trial_id not in turns:  # its process ends, because no trial was left for it
+                return TrialScheduler.CONTINUE
+            return self.report(turns[trial.trial_id].record.number, result)
+
+        def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
+            if trial.trial_id in turns:
+                self.complete(turns[trial.trial_id].record.number, result)
+
+        def report(self, number: int, result: dict[str, Any], controller: Any = None) -> str:
+            super().on_trial_add(controller, _named(number))  # adding a trial again changes nothing
+            return super().on_trial_result(controller, _named(number), result)
+
+        def complete(self, number: int, result: dict[str, Any], controller: Any = None) -> None:
+            super().on_trial_complete(controller, _named(number), result)
 
     scheduler: Any = NumberedASHA(
         time_attr="epoch",
@@ -49,18 +80,16 @@ def make_scheduler(search: Search, records: Sequence[TrialRecord], population: P
     )
     # ASHA gets all earlier reports again, so that a resumed search decides as if it had not been interrupted
     for record in records:
-        trial = SimpleNamespace(config={"number": record.number})
-        scheduler.on_trial_add(None, trial)
         for epoch, score in record.reports:
-            scheduler.on_trial_result(None, trial, {"epoch": epoch, SCORE: score})
+            scheduler.report(record.number, {"epoch": epoch, SCORE: score})
         if record.state == "finished" and record.reports:
-            scheduler.on_trial_complete(None, trial, {"epoch": record.epoch, SCORE: record.score})
+            scheduler.complete(record.number, {"epoch": record.epoch, SCORE: record.score})
     return scheduler
 
 
-def _with_log_number(trial: Any) -> Any:
-    """An object whose id is the trial's number in the log. ASHA uses nothing but the id of a trial."""
-    return SimpleNamespace(trial_id=str(trial.config["number"]))
+def _named(number: int) -> Any:
+    """An object whose id is a trial's number in the log. ASHA uses nothing but the id of a trial."""
+    return SimpleNamespace(trial_id=str(number))
 
 
 @dataclass(frozen=True)
@@ -103,11 +132,6 @@ class Population:
         }
         self.waiting = [number for number, member in self.members.items() if not member.ended]
         self._generator = random.Random(search.config.seed)
-
-    @property
-    def running(self) -> int:
-        """The number of members that are training now."""
-        return sum(not member.ended for member in self.members.values()) - len(self.waiting)
 
     def next(self) -> tuple[int, TakeOver | None] | None:
         """Starts the turn of the waiting member with the fewest epochs.
@@ -182,7 +206,7 @@ class Population:
             self.copies[number].remove(path)
 
 
-def _population_scheduler(population: Population) -> Any:
+def _population_scheduler(population: Population, turns: Mapping[str, Turn]) -> Any:
     """Ray Tune's scheduler that stops the members that the population wants to stop."""
     from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 
@@ -190,8 +214,8 @@ def _population_scheduler(population: Population) -> Any:
         def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
             if "handover" not in result:  # the outcome, which ends a member's training
                 return TrialScheduler.CONTINUE
-            number, point = trial.config["number"], trial.config["point"]
-            stop = population.report(number, point, result["epoch"], result[SCORE], result["handover"])
+            turn = turns[trial.trial_id]
+            stop = population.report(turn.record.number, turn.point, result["epoch"], result[SCORE], result["handover"])
             return TrialScheduler.STOP if stop else TrialScheduler.CONTINUE
 
     return PopulationScheduler()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
@@ -13,24 +14,28 @@ from pipeline.runs.journal import JOURNAL_EVERY_S, Follower
 from pipeline.runtime.context import Context
 from pipeline.search.spec import SCORE
 from pipeline.search.trial import TrialTask, hand_over, run_trial, train_here
-from pipeline.search.trials import SearchFolder
+from pipeline.search.trials import SearchFolder, SearchPlan
 from pipeline.storage.path import storage_path
 from pipeline.training.loop import StageJob
 
 JOURNAL_INTERVAL_S = 0.5  # the time between two reads of the journal
 
 
-def train_trial(config: dict[str, Any]) -> None:
+def train_trial(config: dict[str, Any], plan: SearchPlan, folder: SearchFolder) -> None:
     """The function that Ray Tune calls: trains a trial and reports its validations, then its outcome.
 
     With each validation a population's member also reports a copy of its state, from which other members can continue.
+    config: the file `assignment` names the trial (see `TuneAdapter.on_start`), or contains null if none is left.
+    Raises an error after it has reported a failed outcome, so that Ray Tune does not reuse this process.
     """
     from ray import tune
 
-    folder: SearchFolder = config["folder"]
-    settings = folder.plan.search
-    member = config["number"] if settings["algorithm"] == "pbt" else None
-    handover = None if config["handover"] is None else storage_path(config["handover"], folder.root.options)
+    assignment = json.loads((folder.assignments / config["assignment"]).read_bytes())
+    if assignment is None:
+        return
+    settings, options = plan.search.config, folder.root.options
+    member = assignment["number"] if settings.algorithm == "pbt" else None
+    handover = None if assignment["handover"] is None else storage_path(assignment["handover"], options)
 
     def report(metrics: dict[str, Any]) -> None:
         if member is not None:
@@ -39,11 +44,14 @@ def train_trial(config: dict[str, Any]) -> None:
             metrics |= {"handover": str(copy)}
         tune.report({key: value for key, value in metrics.items() if key != "folder"})
 
-    train = train_here if settings["resources"]["workers"] == 1 else train_on_workers
-    outcome = run_trial(TrialTask(folder, config["point"], config["seed"], member, handover), report, train)
+    train = train_here if settings.resources.workers == 1 else train_on_workers
+    outcome = run_trial(TrialTask(plan, assignment["point"], assignment["seed"], member, handover), report, train)
     # the last validation, because a scheduler ignores results without an epoch and a score
     last = dict(zip(("epoch", SCORE), outcome.reports[-1], strict=True)) if outcome.reports else {}
     tune.report({**last, "outcome": outcome})
+    if outcome.state == "failed":
+        # A CUDA error, such as a failed assertion on the device, makes every later operation of its process fail.
+        raise RuntimeError("the process of a failed trial ends")
 
 
 def train_on_workers(job: StageJob, config: RunConfig, context: Context) -> None:

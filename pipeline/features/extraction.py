@@ -274,7 +274,7 @@ class ShardWriter:
 
         from models.backbone import Backbone
 
-        backbone = Backbone(extractor.backbone)
+        backbone = Backbone(extractor.backbone, with_weights=False)
         load_weights(backbone, extractor.weights, None if weights is None else ray.get(weights))
         return backbone.eval().to(self.device)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import datetime
 import logging
 import platform
-from dataclasses import asdict, replace
+import time
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from pipeline.data.dataset import Dataset, build_vocabulary, longest_caption
 from pipeline.data.loading import find_data
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.data.word_vectors import describe_missing, read_word_vectors
-from pipeline.errors import UserError
+from pipeline.errors import JobFailedError, UserError
 from pipeline.features.regions import feature_width
 from pipeline.runs.folder import RunFolder, RunMetadata, open_folder
 from pipeline.runs.identity import code_digest, run_identity
@@ -36,6 +37,7 @@ from pipeline.version import commit
 
 logger = logging.getLogger(__name__)
 
+DOWNLOAD_PAUSES_S = (2.0, 10.0, 30.0)  # between attempts to download weights
 RECORDED_PACKAGES = ("torch", "torchvision", "timm", "ray", "mlflow", "numpy", "pyarrow", "pycocoevalcap")
 
 
@@ -80,28 +82,38 @@ def readable(dataset: Dataset, unreadable: dict[str, str], config: RunConfig) ->
     return dataset.readable()
 
 
-def initial_backbone(config: RunConfig) -> Backbone:
-    """The backbone of a configuration, with weights drawn from the seed or downloaded. UserError when that fails."""
-    torch.manual_seed(config.seed)
-    try:
-        return Backbone(config.backbone)
-    except (RuntimeError, ValueError, AssertionError, OSError) as error:  # timm raises all of these
-        raise UserError(f"backbone {config.backbone.name} cannot be made: {' '.join(str(error).split())}") from error
+def initial_backbone(config: RunConfig, *, with_weights: bool = True) -> Backbone:
+    """The backbone of a configuration, with its weights, or else with weights drawn from the seed.
+
+    Raises UserError when it cannot be made, and JobFailedError when the pretrained weights cannot be downloaded in
+    several attempts.
+    """
+    pauses = list(DOWNLOAD_PAUSES_S)
+    while True:
+        torch.manual_seed(config.seed)
+        try:
+            return Backbone(config.backbone, with_weights=with_weights)
+        except ConnectionError as error:
+            if not pauses:
+                raise JobFailedError(f"{error}; repeat the command later, or give backbone.weights a file") from error
+            logger.warning(f"{error}; the next attempt is in {pauses[0]:g} s")
+            time.sleep(pauses.pop(0))
+        except (RuntimeError, ValueError, AssertionError, OSError) as error:  # timm raises all of these
+            reason = " ".join(str(error).split())
+            raise UserError(f"backbone {config.backbone.name} cannot be made: {reason}") from error
 
 
 def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: dict[str, str]) -> None:
     """Draws the weights of the backbone and then of the model from the seed, and writes the files of a new run."""
     start = warm_start(config)
     vocabulary = build_vocabulary(dataset, config.data)
-    max_positions, backbone_config = _max_positions(config, dataset), config
+    max_positions = _max_positions(config, dataset)
     if start is not None:
         vocabulary = start.extend_vocabulary(vocabulary)
         max_positions = max(max_positions, start.bundle.captioner.model.sizes.max_positions)
-        # The bundle contains the backbone's weights, so none are downloaded.
-        backbone_config = config.model_copy(update={"backbone": replace(config.backbone, weights="none")})
     backbone = None
     if config.has_backbone:
-        backbone = initial_backbone(backbone_config)
+        backbone = initial_backbone(config, with_weights=start is None)  # the bundle contains the backbone's weights
         width, num_tokens = backbone.width, backbone.num_tokens
     else:
         width, num_tokens = feature_width(dataset, config), config.features.max_regions

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def bundle_run(folder: RunFolder, stage: StageSection | None = None, scores: Map
     scores: values by name for the bundle's info, rounded to four digits.
     """
     config = folder.config
-    backbone = Backbone(replace(config.backbone, weights="none")) if config.has_backbone else None
+    backbone = Backbone(config.backbone, with_weights=False) if config.has_backbone else None
     captioner = Captioner(build_model(config.model, folder.sizes), backbone)
     for part, module in captioner.named_children():  # "model" and, if there is one, "backbone"
         load_weights(module, folder.weights_before(None, part) if stage is None else folder.weights_after(stage, part))

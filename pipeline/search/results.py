@@ -150,14 +150,19 @@ def objectives_text(search: Search) -> str:
     return ", ".join(f"{heading(name)} ({direction})" for name, direction in search.config.objectives.items())
 
 
-def live_table(log: TrialLog) -> str:
-    """A table of the running trials, and one line with the number of trials in each state."""
+def live_table(log: TrialLog, num_waiting: int = 0) -> str:
+    """A table of the running trials, and one line with the number of trials in each state.
+
+    num_waiting: the number of trials that wait for nodes.
+    """
     rows = []
     for record in log.records:
         if record.state not in ENDED:
             label = f"trial {record.number}  {log.search.space.describe(record.point)}"
             rows.append((label, [f"{record.epoch:g}", format_cell(SCORE, record.score)]))
     line = f"of {len(log.records) if log.num_trials is None else log.num_trials} trials: {log.states_text()}"
+    if num_waiting:
+        line += f"; {num_waiting} wait for nodes"
     best = next((result for result in point_results(log) if result.state == "finished"), None)
     if best is not None:
         line += f"; best {SCORE} {best.mean(SCORE):.4f}, {best.label}"

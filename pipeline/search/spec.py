@@ -85,7 +85,7 @@ class BudgetSection(Section):
 
     trials: Positive | None = None
     hours: PositiveFloat | None = None
-    concurrent: Positive | None = None  # None: as many as the cluster can place
+    concurrent: Positive | None = None  # the most trials at a time; None: as many as the machine or cluster can place
 
 
 class SchedulerSection(Section):
@@ -268,6 +268,11 @@ class Search:
             "dry_run": False,
         }
         return parse_config(values)
+
+    def without_tracker(self) -> Search:
+        """The search for the processes of its trials, which need no tracker, whose URI may hold a password."""
+        values = {key: value for key, value in self.values.items() if key != "tracking"}
+        return Search(self.config.model_copy(update={"set": {}}), values)  # the values contain those of `set`
 
     def num_trials(self) -> int | None:
         """The number of trials; None if only budget.hours limits it."""

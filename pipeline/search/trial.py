@@ -1,11 +1,10 @@
 """Runs one trial in the current process: an ordinary run that reports its validations and costs.
 
-A failure is returned as an outcome, so that the process can run the next trial.
+A failure is returned as an outcome.
 """
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import shutil
@@ -16,7 +15,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,7 @@ from pipeline.runtime.context import Context, LocalContext, device_for
 from pipeline.scoring.metrics import score_captions
 from pipeline.scoring.result_files import read_predictions
 from pipeline.search.spec import SCORE, Search
-from pipeline.search.trials import Reports, SearchFolder, SearchPlan, TrialOutcome
+from pipeline.search.trials import Reports, SearchPlan, TrialOutcome
 from pipeline.storage.atomic import atomic_path, read_json, write_json
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.mirror import Mirror
@@ -53,7 +51,7 @@ LATENCY_REPEATS = 5  # measurements, after one that warms up the model
 class TrialTask:
     """The input of a trial's process. Only members of a population have `member` and `handover`."""
 
-    folder: SearchFolder
+    plan: SearchPlan
     point: dict[str, Any]
     seed: int
     member: int | None = None  # the trial's number
@@ -100,10 +98,6 @@ def run_trial(task: TrialTask, report: Report, train: Train = train_here) -> Tri
         outcome = _run_trial(task, report, train)
     except Exception as error:
         outcome = TrialOutcome("failed", reason_of(error))
-        del error  # its traceback refers to the model, whose memory the next trial needs
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
     return replace(outcome, seconds=time.monotonic() - begin)
 
 
@@ -117,13 +111,13 @@ def reason_of(error: BaseException) -> str:
 
 def _run_trial(task: TrialTask, report: Report, train: Train) -> TrialOutcome:
     """Like `run_trial`, but raises errors."""
-    plan, search = _read_plan(task.folder, (task.folder.root / "plan.json").stat().tag)
-    options = task.folder.root.options
+    plan, search = task.plan, task.plan.search
+    options = search.base.storage.options
     start = None if plan.start is None else str(_local_file(storage_path(plan.start, options)))
     config = search.trial_config(task.point, task.seed, start, task.member)
     prepared = prepare(config, _cached_data(config))
     if plan.weights is not None and prepared.home is None:
-        share_file(prepared.path / "init" / "backbone.safetensors", Path(plan.weights))
+        share_file(prepared.path / "init" / "backbone.safetensors", plan.weights)
     if task.handover is not None:
         take_over(prepared, task.handover)
     token = prepared.new_driver_token()
@@ -151,12 +145,6 @@ def _run_trial(task: TrialTask, report: Report, train: Train) -> TrialOutcome:
         scores=scores,
         costs=costs,
     )
-
-
-@lru_cache(maxsize=2)
-def _read_plan(folder: SearchFolder, tag: str) -> tuple[SearchPlan, Search]:
-    """plan.json and its search, cached until plan.json has another tag."""
-    return folder.plan, folder.search()
 
 
 def _local_file(file: StoragePath) -> Path:

@@ -1,7 +1,6 @@
 """The log of a search. Each trial has a file, which is rewritten at each event, so that a killed search can resume.
 
-    searches/<name>-<hash>/  plan.json              the data that all trials need
-                             trials/<number>.json   one trial; the file is created when the trial starts
+    searches/<name>-<hash>/trials/<number>.json    one trial; the file is created when the trial starts
 
 A trial is one point with one seed. A resumed search first runs the unfinished trials.
 """
@@ -9,7 +8,6 @@ A trial is one point with one seed. A resumed search first runs the unfinished t
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +17,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from pipeline.search.samplers import Proposal, make_sampler, point_key
-from pipeline.search.spec import COSTS, SCORE, Search, SearchConfig
+from pipeline.search.spec import COSTS, SCORE, Search
 from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, storage_path
@@ -79,11 +77,10 @@ class TrialRecord:
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """The content of plan.json, which the processes of all trials need."""
+    """What the processes of all trials need."""
 
-    search: dict[str, Any]  # the fields of SearchConfig
-    base: dict[str, Any]  # the base configuration without its tracker
-    weights: str | None  # the path or URI of the backbone in the form that runs store; None without a backbone
+    search: Search  # without its tracker (`Search.without_tracker`)
+    weights: Path | None  # the driver's file with the backbone in the form that runs store; None without a backbone
     start: str | None  # the path or URI of a file with the same weights under timm's names
     store: str | None  # the folder with the features; None when trials read images instead
     excluded: list[str]  # the content keys of images without features
@@ -91,7 +88,7 @@ class SearchPlan:
 
 @dataclass(frozen=True)
 class SearchFolder:
-    """The folder of one search. The driver writes it; the processes of trials read plan.json.
+    """The folder of one search. The driver writes it.
 
     path: the local folder. home: the original on S3, of which `path` is the driver's copy; None for a local storage.
     """
@@ -110,8 +107,14 @@ class SearchFolder:
         return self.root / "log/handover"
 
     @property
-    def plan(self) -> SearchPlan:
-        return SearchPlan(**json.loads((self.root / "plan.json").read_bytes()))
+    def assignments(self) -> StoragePath:
+        """The folder with a file for each process of a trial, which names the trial."""
+        return self.root / "log/assignments"
+
+    def clear_exchange(self) -> None:
+        """Deletes the files that the driver and the processes of trials exchange."""
+        self.handovers.delete_folder()
+        self.assignments.delete_folder()
 
     def pull(self) -> None:
         """Brings the driver's copy up to date. Does nothing for a local storage."""
@@ -122,22 +125,6 @@ class SearchFolder:
         """Uploads the files below `under`. Does nothing for a local storage."""
         if self.home is not None:
             Mirror(self.home, self.path).push(under)
-
-    def write_plan(
-        self, search: Search, weights: Path | None, start: Path | str | None, store: str | None, excluded: list[str]
-    ) -> None:
-        """Writes plan.json; see SearchPlan for the arguments."""
-        config = search.config.model_dump(mode="json", exclude={"set"})  # the base contains `set`
-        base = {key: value for key, value in search.values.items() if key != "tracking"}  # may hold a password
-        files = {"weights": None if weights is None else str(weights), "start": None if start is None else str(start)}
-        content = {"search": config, "base": base, **files, "store": store, "excluded": excluded}
-        write_json(self.path / "plan.json", content)
-        self.push("plan.json")
-
-    def search(self) -> Search:
-        """The search as plan.json stores it."""
-        plan = self.plan
-        return Search(SearchConfig.model_validate(plan.search), plan.base)
 
     def records(self) -> list[TrialRecord]:
         """All trials, ordered by number."""
@@ -195,6 +182,11 @@ class TrialLog:
     def remaining(self) -> float:
         """The number of trials that have not started; infinite when only budget.hours ends the search."""
         return math.inf if self.num_trials is None else max(0, self.num_trials - len(self.records))
+
+    @property
+    def num_left(self) -> float:
+        """The number of trials that `start_next` can still start, as far as the sampler is known to have points."""
+        return len(self.unfinished) + (0 if self.exhausted else self.remaining)
 
     def start_next(self) -> TrialRecord | None:
         """Records the start of a trial and returns it; None when no trial is left.

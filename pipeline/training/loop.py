@@ -87,7 +87,7 @@ def stage_captioner(folder: RunFolder, stage: StageSection, device: torch.device
     load_weights(model, folder.weights_before(stage, "model"))
     backbone = None
     if stage.train_backbone:
-        backbone = Backbone(config.backbone)
+        backbone = Backbone(config.backbone, with_weights=False)
         if stage.drop_path is not None:
             set_drop_path(backbone, stage.drop_path)
         load_weights(backbone, folder.weights_before(stage, "backbone"))

@@ -134,6 +134,48 @@ def test_a_search_survives_a_lost_node(pair: Cluster, s3: str) -> None:
     assert output.count("finished at epoch 20") == 2 and "failed" not in output
 
 
+def most_at_a_time(output: str) -> int:
+    """The largest number of trials of a search that ran at the same time, by its lines about starts and ends."""
+    running, most = set[str](), 0
+    for number, event in re.findall(r"trial (\d+)/\d+  (starts|finished)", output):
+        running = running | {number} if event == "starts" else running - {number}
+        most = max(most, len(running))
+    return most
+
+
+def test_a_search_grows_with_its_cluster(s3: str, variables: dict[str, str]) -> None:
+    """It starts on no node at all, and asks for as many as it has trials, which read images and need no features."""
+    with ray_cluster(cpus=0, variables=variables, max_workers=3) as cluster:
+        write(cluster, "run.yaml", settings(s3))
+        space = {"model.dynamic_expansion": [1, 2, 4, 8, 16]}
+        trial = {"stages": ["xe_finetune"], "epochs": 20}
+        trials = write(cluster, "search.yaml", search(name="grow", trial=trial, space=space))
+        output = raycap(cluster, "submit", "tune", trials, "--address", cluster.dashboard, node=OUTSIDE)
+    assert "succeeded" in output and output.count("finished at epoch 20") == 5
+    assert "resources 1 trials at a time on the nodes of now" in output
+    assert most_at_a_time(output) == 3, output[-4000:]
+
+
+def test_a_search_continues_on_another_machine(pair: Cluster, s3: str) -> None:
+    """Its driver is killed on one node; the same command continues it on another when the lease has expired."""
+    write(pair, "run.yaml", settings(s3))
+    trials = write(pair, "search.yaml", search(name="moved", trial={"stages": ["xe_frozen"], "epochs": 20}))
+    log, words = pair.folder / "first.txt", [sys.executable, "-m", "jobs", "tune", trials, "--address", pair.address]
+    first = pair.start("1", words, log)
+    wait_until(log, lambda text: "epoch 2:" in text)
+    pair.kill(first)
+    deadline, codes = time.monotonic() + TIMEOUT_S, list[int]()
+    while 0 not in codes:
+        again = pair.folder / "again.txt"
+        codes.append(pair.start("2", words, again).wait(TIMEOUT_S))
+        assert codes[-1] in (0, 2) and time.monotonic() < deadline, again.read_text()[-4000:]
+        assert codes[-1] == 0 or "or until its lease expires" in again.read_text(), again.read_text()[-4000:]
+    assert codes[0] == 2, "the lease of the killed driver keeps other machines out"
+    output = again.read_text()
+    assert "0 trials done and 2 unfinished" in output and "resumes from epoch" in output
+    assert output.count("finished at epoch 20") == 2 and "failed" not in output
+
+
 def replace_a_node(cluster: Cluster) -> None:
     cluster.kill(cluster.nodes[1])
     cluster.join_node(cpus=1)

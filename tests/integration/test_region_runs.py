@@ -126,7 +126,7 @@ def test_a_trial_of_a_search_over_memory_slots(tmp_path: Path) -> None:
     from pipeline.data.loading import find_data
     from pipeline.search.spec import Search, SearchConfig
     from pipeline.search.trial import TrialTask, run_trial
-    from pipeline.search.trials import SearchFolder
+    from pipeline.search.trials import SearchPlan
 
     values = small_config(tmp_path, model=SMALL_MODEL | MESHED_MEMORY)
     values["features"] = {"hdf5": "synthetic", "max_regions": 3}
@@ -139,10 +139,8 @@ def test_a_trial_of_a_search_over_memory_slots(tmp_path: Path) -> None:
     assert find_backbone(search, dataset, None) is None
     store, bad = extract_once(search, dataset, None, lambda: None)
     assert store is not None and not bad
-    folder = SearchFolder(tmp_path / "search")
-    folder.path.mkdir()
-    folder.write_plan(search, None, None, store, bad)
-    outcomes = [run_trial(TrialTask(folder, point, 0), lambda values: None) for point in search.space.points()]
+    plan = SearchPlan(search, None, None, store, bad)
+    outcomes = [run_trial(TrialTask(plan, point, 0), lambda values: None) for point in search.space.points()]
     assert [outcome.state for outcome in outcomes] == ["finished", "finished"], outcomes
     costs = [outcome.costs or {} for outcome in outcomes]
     assert "macs" not in costs[0] and costs[0]["macs_executed"] < costs[1]["macs_executed"]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jobs.tune.schedulers import Population, make_scheduler
+from jobs.tune.schedulers import Population, Turn, make_scheduler
 from pipeline.search.spec import Search
 from pipeline.search.trials import TrialRecord
 from pipeline.storage.path import storage_path
@@ -18,7 +18,7 @@ from tests.support.searches import LR, small_search
 
 
 def ray_trial(number: int) -> Any:
-    return SimpleNamespace(config={"number": number})
+    return SimpleNamespace(trial_id=f"id-{number}")
 
 
 def cutoffs_of(asha: Any) -> str:
@@ -30,9 +30,10 @@ def test_asha_follows_its_rule(tmp_path: Path) -> None:
     """At a rung (1, 2, 4 epochs; reduction 2) a trial ends when below the median of those before it."""
     scheduler_section = {"name": "asha", "grace_epochs": 1, "reduction": 2}
     search = small_search(tmp_path, trial={"epochs": 8}, scheduler=scheduler_section)
-    scheduler = make_scheduler(search, [])
     generator = random.Random(0)
     records = [TrialRecord(number, {}, 0) for number in range(40)]
+    turns = {f"id-{record.number}": Turn(record) for record in records}
+    scheduler = make_scheduler(search, [], turns)
     qualities = [generator.random() for _ in records]
     for record in records:
         scheduler.on_trial_add(None, ray_trial(record.number))
@@ -57,13 +58,17 @@ def test_asha_follows_its_rule(tmp_path: Path) -> None:
             num_stopped += epoch < 8
     assert 15 < num_stopped < 40
 
-    resumed = make_scheduler(search, records)  # after a kill
+    resumed = make_scheduler(search, records, turns)  # after a kill
     assert cutoffs_of(resumed) == cutoffs_of(scheduler)
     cutoffs = cutoffs_of(resumed)
     resumed.on_trial_add(None, ray_trial(7))
     for epoch, score in records[7].reports:
         resumed.on_trial_result(None, ray_trial(7), {"epoch": epoch, "CIDEr-D": score})
     assert cutoffs_of(resumed) == cutoffs, "a resumed trial counts once"
+    without = ray_trial(1000)  # its process got no trial
+    resumed.on_trial_add(None, without)
+    assert resumed.on_trial_result(None, without, {}) == "CONTINUE"
+    resumed.on_trial_complete(None, without, {})
 
 
 @pytest.fixture
@@ -104,7 +109,7 @@ def started(search: Search, folder: Path) -> Driver:
 def test_the_worst_member_continues_from_the_best(pbt_search: Search, tmp_path: Path) -> None:
     driver = started(pbt_search, tmp_path)
     population = driver.population
-    assert population.running == 4
+    assert not population.waiting
     assert not driver.report(2, 1.0, 0.5) and not driver.report(3, 1.0, 0.6) and not driver.report(1, 1.0, 0.9)
     assert driver.report(4, 1.0, 0.1), "it must stop"
     population.pause(4)
@@ -132,12 +137,9 @@ def test_waiting_members_take_turns(pbt_search: Search, tmp_path: Path) -> None:
     assert [population.next(), population.next()] == [(1, None), (2, None)]
     assert driver.report(1, 1.0, 0.5)
     population.pause(1)
-    assert population.next() == (3, None) and population.running == 2
+    assert population.next() == (3, None)
     population.end(2)
     assert population.next() == (4, None) and population.next() == (1, None) and population.next() is None
-    for number in (1, 3, 4):
-        population.end(number)
-    assert population.running == 0
 
 
 def test_a_population_resumes_from_its_log(pbt_search: Search, tmp_path: Path) -> None:

@@ -1,0 +1,148 @@
+"""Requests for processes: how many a search makes, which trial a process gets, and what happens when one is lost."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+from jobs.tune import adapter as module
+from jobs.tune.adapter import TuneAdapter
+from pipeline.cluster.capacity import ClusterStatus, WaitedTooLongError
+from tests.support.searches import LR, finished, open_log, small_search
+
+COUNTER = itertools.count()
+LOST = ActorUnavailableError("the node does not answer", b"0" * 16)
+
+
+def adapter_of(tmp_path: Path, *, on_cluster: bool = True, **changes: Any) -> TuneAdapter:
+    log = open_log(small_search(tmp_path, **changes), tmp_path / "search")
+    return TuneAdapter(log, lambda: None, on_cluster=on_cluster)
+
+
+def requests(adapter: TuneAdapter) -> list[str]:
+    """Requests processes for Ray Tune's trials until the adapter wants no more; returns their ids."""
+    names = []
+    while adapter.request(name := f"id-{next(COUNTER)}"):
+        names.append(name)
+    return names
+
+
+def assigned(adapter: TuneAdapter, name: str) -> Any:
+    """What a process that starts reads."""
+    adapter.on_start(name)
+    return json.loads((adapter.log.folder.assignments / name).read_bytes())
+
+
+def end(adapter: TuneAdapter, name: str) -> None:
+    adapter.on_result(name, {"outcome": finished(0.5, 1.0)})
+    adapter.on_stop(name, 1.0)
+
+
+def test_a_search_asks_a_cluster_for_a_process_per_trial(tmp_path: Path) -> None:
+    """Whatever nodes there are; a trial gets its point with its process, not before."""
+    adapter = adapter_of(tmp_path, budget={"trials": 4})
+    names = requests(adapter)
+    assert len(names) == 4 and not adapter.log.records and adapter.num_waiting == 4
+    assert [assigned(adapter, name)["number"] for name in names[:3]] == [1, 2, 3]
+    assert len(adapter.log.records) == 3 and adapter.num_waiting == 1 and not requests(adapter)
+    for name in names[:3]:
+        end(adapter, name)
+    assert assigned(adapter, names[3])["number"] == 4
+    end(adapter, names[3])
+    assert adapter.request("last") is None, "the search is over"
+
+
+def test_budget_concurrent_limits_the_requests(tmp_path: Path) -> None:
+    adapter = adapter_of(tmp_path, budget={"trials": 4, "concurrent": 2})
+    names = requests(adapter)
+    assert len(names) == 2
+    assigned(adapter, names[0])
+    assert not requests(adapter), "one runs and one waits"
+    end(adapter, names[0])
+    assert len(requests(adapter)) == 1
+
+
+def test_a_local_ray_gets_what_it_can_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 3.0})
+    assert len(requests(adapter_of(tmp_path, on_cluster=False))) == 3
+
+
+def test_trials_with_several_workers_ask_for_a_few_more_than_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait in processes of their own."""
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0})
+    resources = {"workers": 2, "cpus": 1}
+    adapter = adapter_of(tmp_path, budget={"trials": 20}, space={LR: {"low": 1e-4, "high": 1e-2}}, resources=resources)
+    names = requests(adapter)
+    assert len(names) == 2 + module.MAX_WAITING_FITS
+    for name in names:
+        assigned(adapter, name)
+    assert adapter.num_waiting == module.MAX_WAITING_FITS and not requests(adapter)
+
+
+def test_a_process_without_a_trial_ends(tmp_path: Path) -> None:
+    """The sampler has fewer points than the budget allows."""
+    adapter = adapter_of(tmp_path, budget={"trials": 4})
+    names = requests(adapter)
+    adapter.log.exhausted = True
+    assert assigned(adapter, names[0]) is None
+    adapter.on_stop(names[0], 0.0)
+    assert not adapter.log.records
+
+
+def test_a_lost_node(tmp_path: Path) -> None:
+    """A trial whose process was lost is the next to start. A process that had no trial yet is asked for again."""
+    adapter = adapter_of(tmp_path, budget={"trials": 2})
+    first, second = requests(adapter)
+    adapter.on_error(second, LOST)
+    assert not adapter.log.records and len(requests(adapter)) == 1
+    point = assigned(adapter, first)["point"]
+    adapter.on_error(first, LOST)
+    (again,) = requests(adapter)
+    assert assigned(adapter, again) == {"number": 1, "point": point, "seed": 0, "handover": None}
+
+
+def test_a_process_that_cannot_start_costs_a_trial(tmp_path: Path) -> None:
+    """So the search ends, and does not ask for ever."""
+    adapter = adapter_of(tmp_path, budget={"trials": 2})
+    for name in requests(adapter):
+        adapter.on_error(name, ActorDiedError())
+    assert [record.state for record in adapter.log.records] == ["failed", "failed"]
+    assert adapter.request("last") is None
+
+
+def test_members_that_wait_for_nodes_take_turns(tmp_path: Path) -> None:
+    """Four members on one node: after an interval the running member makes room for one that has not run."""
+    changes: dict[str, Any] = {"space": {LR: [1e-4, 1e-3, 1e-2, 1e-1]}, "algorithm": "pbt", "budget": {"trials": 4}}
+    adapter = adapter_of(tmp_path, **changes)
+    assert adapter.population is not None
+    names = requests(adapter)
+    assert len(names) == 4 and assigned(adapter, names[0])["number"] == 1
+    point = adapter.turns[names[0]].point
+    assert adapter.population.report(1, point, 1.0, 0.5, str(tmp_path / "copy")), "it makes room"
+    adapter.on_stop(names[0], 1.0)
+    assert assigned(adapter, names[1])["number"] == 2, "the member with the fewest epochs"
+    assert len(requests(adapter)) == 1, "member 1 waits again"
+
+
+def test_a_search_without_any_node_does_not_wait_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    status = ClusterStatus(nodes=[], used=0, pending=[{"CPU": 1.0}] * 4, num_starting=1, has_autoscaler=True)
+    monkeypatch.setattr(module, "cluster_status", lambda: status)
+    adapter, now = adapter_of(tmp_path), module.time.monotonic()
+    requests(adapter)
+    monkeypatch.setattr(module.time, "monotonic", lambda: now + 40)
+    adapter.on_step()
+    adapter.on_step()
+    (line,) = [line for line in log_lines if "waiting" in line]
+    assert "no trial runs, 4 wait for nodes; no node has CPUs; 1 more starting; pending: 4 x (1 CPU)" in line
+    monkeypatch.setattr(module.time, "monotonic", lambda: now + 60 * 31)
+    with pytest.raises(WaitedTooLongError, match=r"workers.max_wait_minutes \(30 min\).*the same command continues"):
+        adapter.on_step()
