@@ -88,6 +88,20 @@ def test_jobs_start_a_cluster_without_workers(growing: Cluster, s3: str) -> None
         assert command == "tune" or "waiting   " in output, "the first stage reports the nodes that are missing"
 
 
+def test_doctor_without_workers(growing: Cluster, s3: str) -> None:
+    """The head is checked, and the stages against the node types of the autoscaler, which starts no node for it."""
+    run = write(growing, "run.yaml", settings(s3))
+    output = raycap(growing, "doctor", run, "--address", growing.address)
+    assert "no worker is up, so only the head is checked; the autoscaler can start 2 x (1 CPU)" in output
+    assert "training asks for 2 x (1 CPU), and the autoscaler can start 2 x (1 CPU)" in output
+    large = write(growing, "run.yaml", settings(s3, workers__cpus_per_worker=8))
+    log = growing.folder / "command.txt"
+    program = growing.start(HEAD, [sys.executable, "-m", "jobs", "doctor", large, "--address", growing.address], log)
+    assert program.wait(TIMEOUT_S) == 1
+    assert "training asks for 2 x (8 CPU), and the autoscaler can start only 2 x (1 CPU)" in log.read_text()
+    assert growing.num_alive() == 1
+
+
 def test_a_request_that_no_node_can_serve_is_refused(growing: Cluster, s3: str) -> None:
     run = write(growing, "run.yaml", settings(s3, workers__cpus_per_worker=8))
     log = growing.folder / "command.txt"

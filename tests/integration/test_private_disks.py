@@ -83,6 +83,22 @@ def world(s3: str) -> Iterator[World]:
         yield World(cluster, s3)
 
 
+def test_doctor(world: World) -> None:
+    """A job on the cluster asks the nodes, one of which cannot make its cache; then all answer the joined driver."""
+    cache = world.cluster.folder / "disks" / "1" / "disk" / "cache"
+    cache.touch()
+    arguments = ("doctor", str(world.config), "--address")
+    output = world.raycap(*arguments, world.cluster.dashboard, node=OUTSIDE, exit_code=1)
+    assert re.search(r"fail  nodes +1 of 3 do not answer: .*FileExistsError", output)
+    cache.unlink()
+    output = world.raycap(*arguments, world.cluster.address)
+    assert re.search(r"ok    nodes +nodes: 2 x \(1 CPU\)", output)
+    assert "training asks for 2 x (1 CPU), and live nodes have it" in output
+    for name in ("versions", "drivers", "clocks", "writes", "metrics"):
+        assert re.search(rf"ok    {name} ", output), output
+    assert re.search(r"warn  objects .*: 0.1 GiB in ", output), "the object stores of these nodes are small"
+
+
 def test_extract(world: World) -> None:
     assert "job" in (output := world.submitted("extract", str(world.config))) and "succeeded" in output
     (store,) = {name.split("/")[0] for name in (world.storage / "features").list()}

@@ -155,6 +155,9 @@ def test_stopped_in_the_middle_everything_is_there_once(
     assert {"plots/train_loss.png", "plots/validation_CIDEr-D.png"} <= plots
     assert main(["sync", str(tmp_path)]) == 0, "a storage's runs; nothing is sent again"
     check_history(server, folder)
+    other = f"sqlite:///{tmp_path / 'other.db'}"
+    assert main(["sync", str(folder.path), "--set", f"tracking.uri={other}"]) == 0
+    assert [model.name for model in MlflowClient(other).search_registered_models()] == ["demo"], "a second tracker"
 
 
 def _tracking(server: MlflowServer) -> Any:
