@@ -20,6 +20,7 @@ import yaml
 
 from pipeline.storage.path import StorageOptions, StoragePath
 from tests.conftest import ROOT, small_config
+from tests.support.bundles import make_bundle, write_images
 from tests.support.ray_cluster import HEAD, Cluster, ray_cluster
 from tests.support.s3_server import CREDENTIALS
 
@@ -139,15 +140,16 @@ def test_caption(world: World, tmp_path: Path) -> None:
     assert len(rows) == 60 and all(row["caption"] for row in rows)
 
 
-def test_a_submitted_caption_reads_and_writes_s3(world: World) -> None:
+def test_a_submitted_caption_reads_and_writes_s3(world: World, tmp_path: Path) -> None:
     """Images, model and output are on S3; the machine that submits has none of them."""
-    models = world.storage / "models" / "demo"
-    run = next(name.split("/")[0] for name in models.list() if name.endswith("/model.safetensors"))
-    (images,) = {name.split("/")[0] for name in (world.storage / "data").list()}
-    pattern, out = f"{world.storage}/data/{images}/images/scene_00000*.png", world.storage / "captions"
-    output = world.submitted("caption", pattern, "--model", f"{models}/{run}", "--out", out.uri)
-    assert f"captions: {out} (10 images in" in output
-    rows = [json.loads(line) for line in (out / "part-000001.jsonl").read_bytes().splitlines()]
+    names, bundle = write_images(tmp_path / "images", 10), make_bundle(tmp_path / "bundle")
+    place = world.storage / "captioning"
+    for path in (*bundle.iterdir(), *map(Path, names)):
+        (place / path.parent.name / path.name).upload(path)
+    options = ["--model", f"{place}/bundle", "--out", f"{place}/captions"]
+    output = world.submitted("caption", f"{place}/images/*.png", *options)
+    assert f"captions: {place}/captions (10 images in" in output
+    rows = [json.loads(line) for line in (place / "captions/part-000001.jsonl").read_bytes().splitlines()]
     assert len({row["image"] for row in rows}) == len(rows) == 10 and all(row["caption"] for row in rows)
 
 
