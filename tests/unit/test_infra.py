@@ -333,7 +333,7 @@ def commands() -> list[list[str]]:
 def test_commands_parse(words: list[str]) -> None:
     context = parse(words)
     if words[0] == "submit" and context.params["command"] not in ("status", "logs", "stop"):
-        parse([context.params["command"], context.params["config"], *context.args])
+        parse([context.params["command"], context.params["argument"], *context.args])
 
 
 def locked() -> dict[str, str]:

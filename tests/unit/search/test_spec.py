@@ -156,7 +156,7 @@ def test_points_and_labels() -> None:
         ({"bse": "x"}, ["unknown key bse", "did you mean base"]),
         ({"base": "absent.yaml"}, ["absent.yaml does not exist"]),
         ({"set": {"model.d_model": 15}}, ["model.d_model = 15 does not divide"]),
-        ({"resources": {"workers": 3}}, ["batch_size = 8 does not divide by 3 workers"]),
+        ({"resources": {"workers": 16}}, ["batch_size = 8 is below 16 workers"]),
         ({"rows": [{G: [4]}], "space": None, "algorithm": "tpe"}, ["does not go with rows"]),
         ({"rows": [{G: [4]}, {G: [0]}], "space": None}, ["algorithm random does not go with rows"]),
         ({"rows": [{G: [4]}, {G: [0]}], "space": None, "algorithm": "grid"}, ["the choice G 0", "1 or more"]),
