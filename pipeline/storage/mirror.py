@@ -140,7 +140,7 @@ class Mirror:
         return self.local.with_name(f".{self.local.name}{RECORD_SUFFIX}")
 
     def _read_record(self) -> Record:
-        with suppress(FileNotFoundError, ValueError):
+        with suppress(FileNotFoundError, ValueError, KeyError):  # without a record, or with one of an older version
             record: Record = json.loads(self.record_path.read_text())["files"]
             return record
         return {}

@@ -97,8 +97,8 @@ def test_doctor(world: World) -> None:
     assert re.search(r"fail  nodes +1 of 3 do not answer: .*FileExistsError", output)
     cache.unlink()
     output = world.raycap(*arguments, world.cluster.address)
-    assert re.search(r"ok    nodes +nodes: 2 x \(1 CPU\)", output)
-    assert "training asks for 2 x (1 CPU), and live nodes have it" in output
+    assert re.search(r"ok    nodes +nodes: 2 x \(1 CPU \+ 1 GPU\)", output)
+    assert "training asks for 2 x (1 CPU + 1 GPU), and live nodes have it" in output
     for name in ("versions", "drivers", "clocks", "writes", "metrics"):
         assert re.search(rf"ok    {name} ", output), output
     assert re.search(r"warn  objects .*: 0.1 GiB in ", output), "the object stores of these nodes are small"
