@@ -1,8 +1,9 @@
 """A lease in storage lets one retraining at a time run, on any machine. Its token stops writers that have lost it.
 
-    lease.json   {"token", "nonce", "holder", "until"}
+    lease.json   {"token", "nonce", "holder", "until", "seconds"}
 
-Conditional writes take, renew and return a lease. Clocks decide only how long others wait for a dead holder. The token
+Conditional writes take, renew and return a lease. Clocks decide only how long others wait for a dead holder: the clocks
+of two machines may differ, so a lease that seems to have expired is taken only if nobody renews it meanwhile. The token
 decides who may write: it grows with every holder, so that a process that has lost the lease finds a larger token and
 stops. The file is never removed, so that no token is used twice.
 """
@@ -29,12 +30,16 @@ class LostLeaseError(RuntimeError):
 
 
 class LeaseRecord(BaseModel, frozen=True):
-    """The content of a lease's file. Unless renewed, the lease expires at `until` (Unix seconds)."""
+    """The content of a lease's file. Unless renewed, the lease expires at `until` (Unix seconds); 0: it was returned.
+
+    seconds: from a renewal to the expiry; 0 in files of older versions.
+    """
 
     token: int
     nonce: str
     holder: str
     until: float
+    seconds: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.holder} until {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(self.until))}"
@@ -101,17 +106,26 @@ class Lease:
 def take_lease(path: StoragePath, seconds: float, *, above: int = 0, by_force: bool = False) -> Lease | LeaseRecord:
     """Takes the lease, or returns the record of its present holder.
 
+    A lease that has expired by this machine's clock is taken half a lease later, unless its holder renews it meanwhile.
     The new token is larger than `above` and than every earlier token. `by_force` takes the lease from its holder, which
     then cannot write any more. Raises UserError for a file that is not a lease, and StorageError.
     """
     stored, tag = _read(path)
-    if stored is not None and stored.until > time.time() and not by_force:
-        return stored
+    if stored is not None and stored.until and not by_force:
+        if stored.until > time.time():
+            return stored
+        time.sleep(1.5 * stored.seconds / RENEWALS_PER_LEASE)
+        present, present_tag = _read(path)
+        if present_tag != tag:
+            if present is not None and present.until:
+                return present
+            return take_lease(path, seconds, above=above)
     record = LeaseRecord(
         token=max(above, stored.token if stored else 0) + 1,
         nonce=uuid.uuid4().hex,
         holder=f"process {os.getpid()} on {platform.node()}",
         until=time.time() + seconds,
+        seconds=seconds,
     )
     try:
         tag = path.write_if(record.model_dump_json().encode(), tag)

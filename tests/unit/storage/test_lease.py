@@ -126,6 +126,25 @@ def test_a_lease_is_renewed_in_the_background(folder: StoragePath) -> None:
     assert isinstance(take_lease(where, 6.0), Lease)
 
 
+def test_a_living_holder_keeps_its_lease_though_its_clock_is_behind(
+    folder: StoragePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a machine whose clock is 5 minutes ahead, the lease seems to have expired."""
+    where, clock = folder / "lease.json", time.time
+    with taken(where, 0.6) as lease:
+        monkeypatch.setattr("pipeline.storage.lease.time.time", lambda: clock() + 300 * (not is_holder(lease)))
+        held = take_lease(where, 0.6)
+        assert isinstance(held, LeaseRecord) and held.token == lease.token
+        lease.check()
+    monkeypatch.undo()
+    assert isinstance(take_lease(where, 0.6), Lease)
+
+
+def is_holder(lease: Lease) -> bool:
+    """Whether this is the thread that renews the lease."""
+    return threading.current_thread() is lease._thread
+
+
 def test_a_late_holder_finds_that_the_lease_has_passed_on(folder: StoragePath) -> None:
     where = folder / "lease.json"
     early = taken(where, 0.01)
