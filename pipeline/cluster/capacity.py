@@ -146,8 +146,8 @@ def _holds(node: Resources, bundle: Resources) -> bool:
 
 
 def readable(resources: Resources) -> str:
-    """CPUs, GPUs and named accelerators, without memory and Ray's markers of nodes."""
-    named = [f"{amount:g} {name}" for name, amount in resources.items() if name in ("CPU", "GPU") and amount]
+    """CPUs and GPUs, without memory and Ray's markers of nodes."""
+    named = [f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if resources.get(name)]
     return " + ".join(named) or "a token amount"
 
 

@@ -57,13 +57,16 @@ def check_cluster(
     requests: the resources of each process, by the name of the stage. scores_on_nodes: whether not only the driver
     computes METEOR and SPICE, as in a search.
     """
+    from pipeline.runtime.context import computes_on_cpus
+
     yield nodes(facts)
     for stage, bundles in requests.items():
         yield stage_fits(facts, stage, bundles)
     if not facts.nodes:  # none has answered
         return
     yield versions(facts)
-    yield drivers(facts, needed=any(bundle.get("GPU") for bundles in requests.values() for bundle in bundles))
+    uses_gpus = any(bundle.get("GPU") for bundles in requests.values() for bundle in bundles)
+    yield drivers(facts, needed=uses_gpus and not computes_on_cpus())
     yield disks(facts, None if config is None else config.features.cache_gib)
     yield object_stores(facts)
     yield clocks(facts)
