@@ -96,7 +96,7 @@ def check_tracker(storage: Path, run_id: str) -> None:
     ("options", "named"),
     [
         (["--set", "model.d_modle=64"], ["unknown key model.d_modle", "did you mean d_model"]),
-        (["--set", "workers.num_workers=7"], ["batch_size", "7 workers"]),
+        (["--set", "workers.num_workers=9"], ["batch_size", "9 workers"]),
         (["--set", "data.min_count=100000"], ["vocabulary is empty", "data.min_count"]),
         (["--set", "data.test_splits=[absent]"], ["data.test_splits (absent)", "train"]),
         (["--set", "backbone.name=resnet50"], ["resnet50", "swin_"]),
