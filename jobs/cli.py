@@ -70,7 +70,7 @@ BENCHMARKS = {
     "models": Entry("jobs.bench.models:bench_models", "Speed of the model's forms and cost of Table VI's rows."),
     "metrics": Entry("jobs.bench.metrics:bench_metrics", "Time of the caption metrics beside pycocoevalcap."),
     "caption": Entry("jobs.bench.caption:bench_caption", "Images captioned per second with beam 5."),
-    "ray": Entry("jobs.bench.ray:bench_ray", "Time that Ray Train adds to a training step."),
+    "ray": Entry("jobs.bench.ray:bench_ray", "Time that Ray Train and a slow storage add to a training step."),
     "tracker": Entry("jobs.bench.tracker:bench_tracker", "Time that tracking adds to a training step."),
     "reward": Entry("jobs.bench.reward:bench_reward", "CIDEr-D rewards per second beside a plain Python scorer."),
     "train": Entry("jobs.bench.train:bench_train", "Time and memory of a training step at the paper's size."),

@@ -1,4 +1,4 @@
-"""An S3 server for tests (moto's) that can answer some requests with 503, late, or with a cut connection.
+"""An S3 server for tests (moto's) that can answer some or all requests with 503, late, or with a cut connection.
 
 python -m tests.support.s3_server SHARE    SHARE of all requests fail; prints its URL and serves until it is killed
 """
@@ -12,6 +12,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.parse
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,11 +29,20 @@ CREDENTIALS = {
 }
 
 
+OUTAGE = "/.outage"  # the path of `plan_outage`
+
+
 class BadDay:
-    """A WSGI application around another: a share of requests is refused, delayed, or its answer cut in the middle."""
+    """A WSGI application around another: a share of requests is refused, delayed, or its answer cut in the middle.
+
+    During an outage, all requests are refused. `planned` holds the seconds of the next outages, and for each the text
+    in a request's path with which it begins.
+    """
 
     def __init__(self, application: Any, share: float) -> None:
         self.application, self.share, self.random = application, share, random.Random(7)
+        self.planned: list[tuple[float, str]] = []
+        self.outage_until = 0.0
         self.conditional = threading.Lock()  # S3 compares and writes atomically; moto does not
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
@@ -43,10 +54,18 @@ class BadDay:
         return self._answer(environ, start_response)
 
     def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if environ["PATH_INFO"] == OUTAGE:
+            query = urllib.parse.parse_qs(environ["QUERY_STRING"], keep_blank_values=True)
+            self.planned.append((float(query["seconds"][0]), query["at"][0]))
+            start_response("200 OK", [])
+            return []
+        if self.planned and self.planned[0][1] in environ["PATH_INFO"]:
+            self.outage_until = time.monotonic() + self.planned.pop(0)[0]
         number = self.random.random()
-        if number < self.share / 3:
+        is_outage = time.monotonic() < self.outage_until
+        if number < self.share / 3 and not is_outage:
             time.sleep(self.random.uniform(0.5, LATE_S))
-        elif number < self.share * 2 / 3:
+        elif number < self.share * 2 / 3 or is_outage:
             start_response("503 Slow Down", [("Content-Type", "application/xml")])
             return [b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"]
         elif number < self.share:
@@ -72,6 +91,15 @@ def serve(share: float) -> None:
     server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=Quiet)
     print(f"http://127.0.0.1:{server.port}", flush=True)
     server.serve_forever()
+
+
+def plan_outage(url: str, seconds: float, at: str = "") -> None:
+    """The server at `url` will refuse all requests with 503 for `seconds`.
+
+    This begins with the first request, after earlier outages, whose path contains `at`.
+    """
+    with urllib.request.urlopen(f"{url}{OUTAGE}?{urllib.parse.urlencode({'seconds': seconds, 'at': at})}"):
+        pass
 
 
 @contextmanager
