@@ -191,8 +191,8 @@ def test_seconds_of_a_trial_add_up_over_its_attempts(tmp_path: Path) -> None:
 def test_concurrency_is_what_the_cluster_can_place(tmp_path: Path) -> None:
     from jobs.tune.adapter import concurrency
 
-    search = small_search(tmp_path, resources={"workers": 2, "cpus": 1.5, "gpus": 0.5}, set={"stages.xe_frozen.lr": 1})
-    assert concurrency(search, {"CPU": 16, "GPU": 3}) == 3
+    search = small_search(tmp_path, resources={"workers": 2, "cpus": 1.5, "gpus": 1}, set={"stages.xe_frozen.lr": 1})
+    assert concurrency(search, {"CPU": 16, "GPU": 7}) == 3
     assert concurrency(search, {"CPU": 7, "GPU": 8}) == 2
     assert concurrency(small_search(tmp_path, budget={"trials": 4, "concurrent": 2}), {"CPU": 64}) == 2
 
