@@ -72,8 +72,8 @@ def run(config: RunConfig, address: str | None = None) -> RunFolder:
                 driver.durations |= summary["durations"]
             driver.evaluate()
         except BaseException as error:
-            if summary is None:
-                driver.tracker.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+            failure = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+            driver.tracker.close(failure if summary is None else "FINISHED")
             raise
         logger.info(f"finished in {format_duration(time.monotonic() - begin)}")
     return folder

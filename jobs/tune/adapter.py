@@ -355,6 +355,7 @@ def _callback(adapter: TuneAdapter) -> Any:
 
         @adapter.keeping_errors()
         def on_step_begin(self, iteration: int, trials: Any, **_: Any) -> None:
+            adapter.waiting &= {trial.trial_id for trial in trials if not trial.is_finished()}
             adapter.on_step()
 
         @adapter.keeping_errors()

@@ -99,7 +99,8 @@ class StallWatch:
                     f"{self.stage} finished nothing within workers.max_stall_minutes ({self.limit_s / 60:g} min); "
                     f"{_situation()}; the same command continues from what is finished"
                 )
-                signal.pthread_kill(self._main_thread, SIGNAL)
+                if not self._stop.is_set():  # the report of the situation takes time
+                    signal.pthread_kill(self._main_thread, SIGNAL)
                 return
             if idle_s > message_after_s:
                 logger.info(f"waiting   {self.stage} has finished nothing for {idle_s:.0f} s; {_situation()}")

@@ -48,6 +48,7 @@ def _find_remote(argument: str, options: StorageOptions) -> list[str]:
     In a pattern, * and ? do not match a /, and ** stands for any number of folders, as for local files.
     """
     prefix = storage_path(argument, options)
+    prefix.require_answer()
     if glob.has_magic(argument) and not prefix.exists():
         segments = argument.split("/")
         start = next(index for index, segment in enumerate(segments) if glob.has_magic(segment))
@@ -56,12 +57,13 @@ def _find_remote(argument: str, options: StorageOptions) -> list[str]:
         return [join(folder.uri, name) for name in names]
     if Path(argument).suffix.lower() in SUFFIXES:
         return [prefix.uri]  # a single object; whoever reads it reports a missing one
-    prefix.require_answer()
     return [join(prefix.uri, name) for name in sorted(prefix.list()) if Path(name).suffix.lower() in SUFFIXES]
 
 
 def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
     """Whether the segments of a path match the segments of a pattern."""
+    if patterns == ["**"]:
+        return True
     if not patterns or not names:
         return not patterns and not names
     if patterns[0] == "**":

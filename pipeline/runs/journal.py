@@ -5,7 +5,7 @@ Every entry has the keys stage, kind, step and time (seconds since the epoch); i
 
     train       metrics of the steps since the previous entry, and `total`, the stage's number of steps
     validation  CIDEr-D, best, seconds
-    event, reward, validating, done  text
+    event, notice, reward, validating, done  text
     resume      none; the stage's earlier entries after this step do not count, because training repeats these steps
 
 The journal is a folder of parts, 00001.jsonl and so on. Lines are only added, and only to the newest part, so that a

@@ -7,6 +7,7 @@ removed copy is downloaded again when it is needed.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,14 +22,21 @@ logger = logging.getLogger(__name__)
 COPIES_SHARE = 1 / 8  # of the space that copies can use; the two caches may take half of it each
 # Some readers of a copy, such as `raycap evaluate`, do not lock it. They have read it this long after their last pull.
 UNUSED_FOR_S = 6 * 3600.0
+PASS_S = 15.0  # other processes wait for a pass, and each copy of a server that is down takes 10 s
 COPIES = ("storage", "workers", "bundles")  # the folders of the cache that contain copies
 
 
 def prune_copies(keep: Path) -> None:
     """Removes copies until the others fit the share of the disk. keep: a copy that is needed now.
 
-    Does nothing while another process of this machine removes copies.
+    Does nothing while another process of this machine removes copies. Ends after PASS_S seconds, because S3 may not
+    answer. Files that other processes remove meanwhile end it, too.
     """
+    with suppress(FileNotFoundError):
+        _prune(keep, time.monotonic() + PASS_S)
+
+
+def _prune(keep: Path, deadline: float) -> None:
     root = cache_folder()
     with try_file_lock(_lock(root)) as is_alone:
         if not is_alone:
@@ -37,7 +45,7 @@ def prune_copies(keep: Path) -> None:
         sizes = {copy.local: copy.size() for copy in copies}
         excess = sum(sizes.values()) - int(COPIES_SHARE * usable_bytes(root, sum(sizes.values())))
         for copy in copies:
-            if excess <= 0:
+            if excess <= 0 or time.monotonic() > deadline:
                 return
             if copy.local != keep and _remove(copy):
                 excess -= sizes[copy.local]

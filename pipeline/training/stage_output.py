@@ -162,6 +162,8 @@ class StageOutput:
         self._upload()
         self.log("done", result.steps, {"text": text})
         self._upload_journal()
+        # The journal's parts were sent directly. Now the copy's record names them, so that the copy can be removed.
+        self.folder.push(JOURNAL, check_may_write=self.check_may_write)
 
     def _write_checkpoint(self, state: dict[str, Any], record: dict[str, Any]) -> None:
         """Writes and uploads a checkpoint, and removes files that only older checkpoints needed."""

@@ -113,7 +113,7 @@ def test_a_storage_that_keeps_failing_ends_the_extraction_with_its_own_message(
     ray_session: None, tmp_path: Path, images: Dataset, extractor: Extractor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No image goes to the quarantine, because the images are not at fault."""
-    unreachable = StorageOptions("http://127.0.0.1:9", "us-east-1", max_attempts=1)
+    unreachable = StorageOptions("http://127.0.0.1:9", "us-east-1", retry_minutes=0)
     uris = [f"s3://data/images/{key}" for key in images.column("key")]
     table = images.table.set_column(images.table.schema.get_field_index("uri"), "uri", [uris])
     monkeypatch.setattr(extraction, "MAX_STORAGE_RETRIES", 0)
