@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from pipeline.retrain.champion import ChampionStore
 from pipeline.storage.path import StorageOptions, StoragePath
 from tests.conftest import ROOT
 from tests.support.champion_check import decisions, errors_of
-from tests.support.ray_cluster import Cluster, ray_cluster
+from tests.support.ray_cluster import HEAD, Cluster, ray_cluster
 from tests.support.s3_server import CREDENTIALS
 
 LEASE_S = 6
@@ -49,14 +48,13 @@ class Machine:
 
 
 class Nodes(Machine):
-    """Runs raycap on a cluster. Each driver runs on another of two machines, so none finds files of the one before."""
+    """Runs raycap on a cluster. Each driver has a cache of its own, so none finds files of the one before."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.address = cluster, ("--address", cluster.address)
-        self.names = cycle(["0", "another head"])
 
     def start(self, words: list[str], log: Path) -> subprocess.Popen[bytes]:
-        return self.cluster.start(next(self.names), words, log)
+        return self.cluster.start(HEAD, words, log, RAYCAP_CACHE=str(self.cluster.disk / log.stem))
 
     def kill(self, process: subprocess.Popen[bytes]) -> None:
         self.cluster.kill(process)
