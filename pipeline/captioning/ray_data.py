@@ -19,14 +19,13 @@ import torch
 from models.transform import ImageTransform
 from pipeline.captioning.model_sources import ModelSource
 from pipeline.captioning.service import MAX_PIXELS, CaptionService
+from pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS
 from pipeline.data.images import BadImage, decode_image
 from pipeline.runtime.context import device_for
 from pipeline.runtime.cpu import prepare_processor
 from pipeline.storage.path import is_remote, storage_path
 
 BLOCK_SIZE = 64  # images
-# Ray Data would run the decoding inside the captioning processes if both asked for the same number of CPUs.
-DECODING_CPUS = 0.4
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,8 @@ class CaptionPool:
 
     @property
     def cpus(self) -> float:
-        """The CPUs of each process. On CPUs a process computes with one thread."""
-        return 0.5 if self.gpus else 1
+        """The CPUs of each process. A process on a CPU leaves room for the decoding on a node with one CPU."""
+        return ACTOR_CPUS if self.gpus else 1 - DECODING_CPUS
 
     @property
     def bundles(self) -> list[dict[str, float]]:

@@ -180,10 +180,10 @@ def test_patterns_on_s3_match_as_local_ones(tmp_path: Path, s3: str, monkeypatch
 @pytest.mark.parametrize(
     ("there", "asked", "gpus", "bundles"),
     [
-        ({}, None, 0, [{"CPU": 1, "GPU": 0}, {"CPU": 0.4}]),
+        ({}, None, 0, [{"CPU": 0.6, "GPU": 0}, {"CPU": 0.4}]),
         ({"GPU": 2.0}, None, 1, [{"CPU": 0.5, "GPU": 1}, {"CPU": 0.4}]),
         ({"GPU": 2.0}, 0.5, 0.5, [{"CPU": 0.5, "GPU": 0.5}, {"CPU": 0.4}]),
-        ({"GPU": 2.0}, 0.0, 0, [{"CPU": 1, "GPU": 0}, {"CPU": 0.4}]),
+        ({"GPU": 2.0}, 0.0, 0, [{"CPU": 0.6, "GPU": 0}, {"CPU": 0.4}]),
         ({}, 1.0, 1, [{"CPU": 0.5, "GPU": 1}, {"CPU": 0.4}]),  # of a cluster without workers yet
     ],
 )
