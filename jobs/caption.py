@@ -293,7 +293,7 @@ def _write_rows(rows: Iterator[dict[str, Any]], total: int, write: Callable[[Row
 
 
 def _printer(json_lines: bool) -> Callable[[Row], None]:
-    """The function that prints a row, as JSON or for a reader."""
+    """Returns the function that prints a row, as JSON or as text."""
     return lambda row: print(json.dumps(row, ensure_ascii=False) if json_lines else _format_row(row))
 
 

@@ -27,7 +27,7 @@ Row = Mapping[str, Any]
 
 
 def read_done(out: StoragePath, signature: Row) -> dict[str, bool]:
-    """{image: whether it has a caption} for the images that earlier calls have written to `out`.
+    """Returns {image: whether it has a caption} for the images that earlier calls have written to `out`.
 
     signature: the settings and weights that determine the captions. Every line contains them. Removes an incomplete
     last line of a local file. Raises UserError if a line has another signature or is no caption.
@@ -106,7 +106,7 @@ def _read_file(out: StoragePath, signature: Row) -> dict[str, bool]:
 
 
 def _parse(place: StoragePath, lines: Iterable[bytes], signature: Row) -> dict[str, bool]:
-    """{image: whether it has a caption} of the lines of a file. Raises UserError."""
+    """Returns {image: whether it has a caption} for the lines of a file. Raises UserError."""
     done: dict[str, bool] = {}
     for number, line in enumerate(lines, 1):
         try:

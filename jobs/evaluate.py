@@ -194,7 +194,7 @@ class Evaluation:
             Mirror(self.home, self.folder).push()
 
     def score(self, result: SplitResult, compared: Captioned | None) -> tuple[dict[str, Any], list[SplitResult]]:
-        """Scores a split's captions. Returns the split's entry in scores.json, and the results for its report.
+        """Computes the scores of a split. Returns its entry in scores.json, and the results for its report.
 
         compared: the captions of the model of `--compare`; None without it. A split without references has no report.
         """

@@ -26,7 +26,7 @@ class Context(Protocol):
         """Sends metrics to the driver. It is a barrier: every rank must call it equally often."""
 
     def has_notice(self) -> bool:
-        """Whether this worker was told that it will soon be ended. It does not wait, and ranks may differ."""
+        """Whether this worker will soon be ended. It does not wait, and ranks may differ."""
 
 
 def computes_on_cpus() -> bool:
