@@ -155,9 +155,10 @@ class StageRun:
             metrics.add(self.step(step, batches))
             progress.step = step + 1
             if has_notice() and not self.had_notice:
-                self.had_notice, saved_at = True, time.monotonic()
+                # A checkpoint is due. Before a validation of this step it would be wrong, because a resumed stage would
+                # skip this validation.
+                self.had_notice, saved_at = True, -math.inf
                 output.log("notice", progress.step, {"text": NOTICE, "total": self.total})
-                output.save_checkpoint(self.captioner, self.optimizer, progress)
             if progress.step % self.folder.config.workers.log_every_steps == 0 or progress.step == self.total:
                 values, metrics = metrics.summary(stage.batch_size), StepMetrics(self.context)
                 output.log("train", progress.step, {"total": self.total, "lr": self._rate(step), **values})
