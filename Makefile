@@ -10,7 +10,7 @@ demo: $(READY)
 	$(BIN)/raycap run configs/demo.yaml
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not proof"
+	$(BIN)/python -m pytest -m "not proof" --durations=15
 
 unit: $(READY)
 	$(BIN)/python -m pytest tests/unit tests/parity

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, redirect_stdout
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -27,8 +27,10 @@ from pipeline.config.sections import SEARCH_DEFAULTS, WorkersSection
 from pipeline.data.image_paths import find_images
 from pipeline.errors import UserError
 from pipeline.runtime.decorations import Decorations
+from pipeline.runtime.log import log_to_stderr
 from pipeline.runtime.progress import progress
 from pipeline.storage.path import storage_path
+from pipeline.storage.s3 import OutageError
 
 if TYPE_CHECKING:
     from pipeline.captioning.ray_data import CaptionPool
@@ -105,6 +107,7 @@ def caption(
     Example: raycap caption photos/ 'more/*.jpg' --model results/models/demo/RUN --json
     """
     begin = time.monotonic()
+    log_to_stderr()
     if num_results > beam_size:
         raise UserError(f"--n-best {num_results}: expected 1 to the beam's size, {beam_size}")
     names = find_images(images)
@@ -149,8 +152,7 @@ def caption(
         _print_note(
             f"heat maps: {explain}; attributions add up to the words' log-probabilities within {largest_gap:.3f} nats"
         )
-    with redirect_stdout(sys.stderr):  # stdout is for the captions
-        decorations.log_failed(f"caption the image again{' without --out' if place else ''}")
+    decorations.log_failed(f"caption the image again{' without --out' if place else ''}")
     num_failed += sum(not has_caption for has_caption in done.values())
     if num_failed:
         _print_note(f"{num_failed} of {len(names)} images could not be captioned; their lines give the reasons")
@@ -184,6 +186,8 @@ def _caption_in_process(
             return service.pixels(storage_path(name).read_bytes())
         except BadImage as error:
             return str(error)
+        except OutageError:
+            raise  # the image is not at fault
         except OSError as error:
             return f"cannot be read: {error.strerror or error}"
 
@@ -212,9 +216,8 @@ def _caption_on_ray(
     """Yields the output row of each image. Ray Data captions them on a cluster or on a local Ray."""
     from pipeline.captioning.ray_data import caption_stream
 
-    with redirect_stdout(sys.stderr):
-        has_joined_cluster = connect(cluster.address)
-        pool = start_pool(cluster, has_joined_cluster)
+    has_joined_cluster = connect(cluster.address)
+    pool = start_pool(cluster, has_joined_cluster)
     source: ModelSource = StoredBundle(model.location)
     if has_joined_cluster and not model.location.is_remote:  # other nodes cannot read this machine's disk
         source = SentBundle.of(model.folder)

@@ -21,9 +21,11 @@ from pipeline.captioning.model_sources import ModelSource
 from pipeline.captioning.service import MAX_PIXELS, CaptionService
 from pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS
 from pipeline.data.images import BadImage, decode_image
+from pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
 from pipeline.runtime.context import device_for
 from pipeline.runtime.cpu import prepare_processor
 from pipeline.storage.path import is_remote, storage_path
+from pipeline.storage.s3 import OutageError
 
 BLOCK_SIZE = 64  # images
 
@@ -60,16 +62,16 @@ def caption_stream(
     """Yields (name, captions with log-probabilities, reason for a missing caption) of each image, in order.
 
     The best caption comes first. search: the settings of a `CaptionService`. Ray must have been started, and every node
-    must be able to read local names.
+    must be able to read local names. Raises OutageError while the storage is out of order, and JobFailedError if Ray
+    loses processes too often.
     """
     import ray
     import ray.data
     from ray.data import ActorPoolStrategy, DataContext
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
-    context = DataContext.get_current()
-    context.enable_progress_bars = False
-    context.execution_options.preserve_order = True
+    repeat_interrupted_tasks()
+    DataContext.get_current().execution_options.preserve_order = True
     num_blocks = max(1, math.ceil(len(names) / BLOCK_SIZE))
     decoded = ray.data.from_items([{"name": name} for name in names], override_num_blocks=num_blocks).map_batches(
         _decode,  # type: ignore[arg-type]
@@ -90,8 +92,9 @@ def caption_stream(
         num_cpus=pool.cpus,
         num_gpus=pool.gpus,
     )
-    for row in captioned.iter_rows():
-        yield row["name"], list(zip(row["captions"], row["log_probs"], strict=True)), row["reason"]
+    with one_sentence("captioning"):
+        for row in captioned.iter_rows():
+            yield row["name"], list(zip(row["captions"], row["log_probs"], strict=True)), row["reason"]
 
 
 def _decode(batch: dict[str, np.ndarray], image_size: int) -> dict[str, Any]:
@@ -106,6 +109,8 @@ def _decode(batch: dict[str, np.ndarray], image_size: int) -> dict[str, Any]:
             pixels[index] = transform.resize(decode_image(data, MAX_PIXELS))
         except BadImage as error:
             return str(error)
+        except OutageError:
+            raise  # the image is not at fault
         except OSError as error:
             return f"cannot be read: {error.strerror or error}"
         return ""

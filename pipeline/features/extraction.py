@@ -29,6 +29,7 @@ from models.transform import ImageTransform
 from pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, FeatureSection
 from pipeline.data.dataset import Dataset
 from pipeline.data.images import UNREADABLE, decode_batch
+from pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
 from pipeline.features.store import (
     FeatureStore,
     feature_key,
@@ -40,7 +41,6 @@ from pipeline.features.store import (
 )
 from pipeline.runtime.progress import progress
 from pipeline.storage.path import StorageOptions, StoragePath, storage_path
-from pipeline.storage.s3 import StorageError
 from pipeline.storage.tables import read_table, write_table
 from pipeline.storage.weights import load_weights, weights_file_digest
 
@@ -48,8 +48,6 @@ logger = logging.getLogger(__name__)
 
 # One malloc arena per actor limits memory. It must be set before an actor starts, because Ray's threads create arenas.
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
-MAX_INIT_DEATHS = 3  # actors in a row that may die while they start, for example because memory is short
-MAX_STORAGE_RETRIES = 5  # of a task; each attempt repeats its requests for minutes, and pauses follow it
 MIN_BLOCKS = 8  # few images are divided into this many blocks of rows, which are decoded in parallel
 QUARANTINE_FILE = "quarantine.parquet"
 QUARANTINE = pa.schema([("uri", pa.string()), ("key", pa.string()), ("reason", pa.string())])
@@ -167,10 +165,11 @@ def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Ite
     """
     import ray
     import ray.data
-    from ray.data import ActorPoolStrategy, TaskPoolStrategy
+    from ray.data import ActorPoolStrategy, DataContext, TaskPoolStrategy
 
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # its errors are raised, too
-    _set_retries()
+    repeat_interrupted_tasks()
+    DataContext.get_current().execution_no_progress_timeout_s = -1  # the caller's watch ends a stall
     settings, count = extractor.settings, len(missing)
     decoding = {
         "image_size": extractor.backbone.image_size,
@@ -211,28 +210,9 @@ def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Ite
             num_gpus=settings.gpus_per_actor,
             runtime_env={"env_vars": ONE_ARENA},
         )
-    try:
+    with one_sentence("the extraction"):
         for batch in computed.iter_batches(batch_size=None):
             yield batch["key"], batch["reason"]
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, StorageError):
-            raise StorageError(str(error.cause).splitlines()[0]) from error  # Ray Data adds lines
-        raise
-
-
-def _set_retries() -> None:
-    """Repeats what a lost process or an outage of the storage has interrupted. Ray Data repeats lost nodes' tasks.
-
-    A repeated task is harmless, because its shard has the same name and content.
-    """
-    from ray.data import DataContext
-
-    context = DataContext.get_current()
-    context.enable_progress_bars = False
-    context.max_consecutive_actor_init_deaths = MAX_INIT_DEATHS
-    context.retried_map_errors, context.max_map_retries = [StorageError.__name__], MAX_STORAGE_RETRIES
-    context.raise_original_map_exception = True  # otherwise the type of the error is lost
-    context.execution_no_progress_timeout_s = -1  # the caller's watch ends an extraction without progress
 
 
 def _decode_and_compute(

@@ -27,10 +27,17 @@ def configure_logging(level: int = logging.INFO) -> None:
     A log file gets records of INFO or above even if the terminal shows warnings only.
     """
     handler = _terminal_handler() or _TerminalHandler()
+    handler.uses_stderr = False
     handler.setLevel(level)
     for name in PACKAGES:
         logging.getLogger(name).setLevel(min(level, logging.INFO))
         logging.getLogger(name).addHandler(handler)
+
+
+def log_to_stderr() -> None:
+    """Shows records on standard error from now on, in a command whose standard output another program may read."""
+    if handler := _terminal_handler():
+        handler.uses_stderr = True
 
 
 def is_shown(level: int) -> bool:
@@ -120,15 +127,16 @@ class _Formatter(logging.Formatter):
 
 
 class _TerminalHandler(logging.StreamHandler[Any]):
-    """Writes to the present `sys.stdout`, so that redirections take effect."""
+    """Writes to the present `sys.stdout` or `sys.stderr`, so that redirections take effect."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.uses_stderr = False
         self.setFormatter(_Formatter(in_file=False))
 
     def emit(self, record: logging.LogRecord) -> None:
         if not getattr(record, "has_bar", False):  # then a progress bar shows the same as the record
-            self.stream = sys.stdout
+            self.stream = sys.stderr if self.uses_stderr else sys.stdout
             super().emit(record)
 
 

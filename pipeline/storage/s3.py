@@ -35,6 +35,10 @@ class StorageError(OSError):
     """A request that storage refused, or that failed in every attempt. The message names the URI."""
 
 
+class OutageError(StorageError):
+    """A request that failed in every attempt, so that the storage and not the one object is at fault."""
+
+
 class ConflictError(OSError):
     """A conditional write that came too late: another writer has replaced the file."""
 
@@ -222,9 +226,11 @@ class S3Object:
             raise self._failure(error, isinstance(error, (ConnectionError, HTTPClientError))) from error
 
     def _failure(self, error: Exception, is_repeated: bool) -> StorageError:
-        """A StorageError with the text of `error` in one line. is_repeated: the request has failed more than once."""
-        duration = f" for {60 * self.options.retry_minutes:.0f} s" if is_repeated else ""
-        return StorageError(f"{self.uri}: storage failed{duration}: {' '.join(str(error).split())}")
+        """The error to raise, with the text of `error` in one line. is_repeated: the request failed more than once."""
+        reason = " ".join(str(error).split())
+        if is_repeated:
+            return OutageError(f"{self.uri}: storage failed for {60 * self.options.retry_minutes:.0f} s: {reason}")
+        return StorageError(f"{self.uri}: storage failed: {reason}")
 
 
 def is_remote(uri: str) -> bool:

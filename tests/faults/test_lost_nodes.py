@@ -1,10 +1,12 @@
-"""Runs that lose a node or an actor end with the scores of an undisturbed run.
+"""Runs that lose a node, an actor or their driver, or whose worker is stopped, end with undisturbed scores.
 
 All runs share one cluster of nodes without a common disk. Each has a storage of its own, so that it extracts features.
 """
 
 from __future__ import annotations
 
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -16,13 +18,18 @@ import psutil
 import pytest
 import yaml
 
+from pipeline.config.load import parse_config
+from pipeline.runs.folder import JOURNAL
 from pipeline.storage.path import StorageOptions, StoragePath
 from tests.conftest import ROOT, small_config
 from tests.support.ray_cluster import HEAD, Cluster, ray_cluster
 from tests.support.s3_server import CREDENTIALS
 
 TIMEOUT_S = 500
+STOPPED_S = 30  # how long a worker is stopped
 pytestmark = pytest.mark.proof
+# The clock of a driver that imports this runs 5 minutes ahead.
+FAST_CLOCK = "import time\n_now = time.time\ntime.time = lambda: _now() + 300\n"
 
 
 class World:
@@ -35,9 +42,10 @@ class World:
     def settings(self, name: str) -> dict[str, Any]:
         """One stage, trained by two workers; shards are small, so that an extraction has a middle."""
         values = small_config({"uri": f"s3://data/{name}", "endpoint_url": self.url})
-        values["stages"] = [values["stages"][0] | {"epochs": 6, "validate_every_epochs": 2}]
+        values["stages"] = [values["stages"][0] | {"epochs": 30, "validate_every_epochs": 10}]
         values["workers"] |= {"num_workers": 2, "dry_run": False}
         values["features"] |= {"max_images_for_tasks": 0, "rows_per_shard": 4, "batch_size": 2}
+        values["evaluation"]["batch_size"] = 1
         return values
 
     def write(self, values: dict[str, Any]) -> str:
@@ -45,10 +53,9 @@ class World:
         path.write_text(yaml.safe_dump(values))
         return str(path)
 
-    def start(self, config: str) -> subprocess.Popen[bytes]:
-        """`raycap run` with its driver on the head."""
-        words = [sys.executable, "-m", "jobs", "run", config, "--address", self.cluster.address]
-        return self.cluster.start(HEAD, words, self.log)
+    def start(self, command: str, config: str, node: str = HEAD, **variables: str) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-m", "jobs", command, config, "--address", self.cluster.address]
+        return self.cluster.start(node, words, self.log, **variables)
 
     def finish(self, program: subprocess.Popen[bytes]) -> str:
         """The output of a command that must succeed."""
@@ -107,12 +114,12 @@ def world(s3: str) -> Iterator[World]:
 
 @pytest.fixture(scope="module")
 def undisturbed(world: World) -> list[str]:
-    return scores(world.finish(world.start(world.write(world.settings("undisturbed")))))
+    return scores(world.finish(world.start("run", world.write(world.settings("undisturbed")))))
 
 
 def run(world: World, name: str, disturb: Callable[[], None]) -> list[str]:
     """The scores of a run during which `disturb` is called."""
-    program = world.start(world.write(world.settings(name)))
+    program = world.start("run", world.write(world.settings(name)))
     disturb()
     return scores(world.finish(program))
 
@@ -148,3 +155,50 @@ def test_a_node_is_lost_between_extraction_and_training(world: World, undisturbe
         world.replace_node(len(world.cluster.nodes) - 1)
 
     assert run(world, "staging", disturb) == undisturbed
+
+
+def test_a_node_is_lost_in_evaluation(world: World, undisturbed: list[str]) -> None:
+    def disturb() -> None:
+        world.wait_until(lambda: world.processes("_caption_shard"))
+        world.replace_node(world.processes("_caption_shard")[0][0])
+
+    assert run(world, "evaluation", disturb) == undisturbed
+
+
+def test_rank_0_is_stopped_for_a_while(world: World, undisturbed: list[str]) -> None:
+    def disturb() -> None:
+        world.wait_until(lambda: "xe_frozen  2/" in world.output)
+        # only rank 0 has a journal in its copy of the run
+        copies = f"disks/*/disk/cache/workers/{parse_config(world.settings('stopped')).working_path.name}"
+        journals = world.cluster.folder.glob(f"{copies}/**/{JOURNAL}/*.jsonl")
+        (number,) = {int(journal.relative_to(world.cluster.folder).parts[1]) for journal in journals}
+        (rank_0,) = [process for node, process in world.processes("RayTrainWorker") if node == number]
+        rank_0.send_signal(signal.SIGSTOP)
+        time.sleep(STOPPED_S)
+        rank_0.send_signal(signal.SIGCONT)
+
+    assert run(world, "stopped", disturb) == undisturbed
+
+
+def test_the_driver_is_killed_and_another_node_continues(world: World, undisturbed: list[str]) -> None:
+    config = world.write(world.settings("driver"))
+    program = world.start("run", config)
+    world.wait_until(lambda: "xe_frozen  2/" in world.output)
+    world.cluster.kill(program)
+    output = world.finish(world.start("run", config, node=str(len(world.cluster.nodes) - 1)))
+    assert re.search(r"xe_frozen  continues from step [1-9]", output)
+    assert scores(output) == undisturbed
+
+
+def test_the_clock_of_a_driver_is_five_minutes_ahead(world: World, undisturbed: list[str]) -> None:
+    """Of `raycap retrain`, whose lease holds a time. Ray's own clocks are right."""
+    folder = world.cluster.folder / "fast"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(FAST_CLOCK)
+    fast = {"PYTHONPATH": f"{folder}:{ROOT}"}
+    config = world.write(world.settings("clock"))
+    assert "decision  first" in (output := world.finish(world.start("retrain", config, **fast)))
+    assert [line.strip() for line in scores(output)] == [line.strip() for line in undisturbed]
+    assert "the champion stays" in world.finish(world.start("retrain", config)), (
+        "a driver with the right time finds the lease free"
+    )

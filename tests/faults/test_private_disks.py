@@ -21,7 +21,7 @@ from tests.support.ray_cluster import HEAD, Cluster, ray_cluster
 from tests.support.s3_server import CREDENTIALS
 
 OUTSIDE = "laptop"
-TIMEOUT_S = 500
+TIMEOUT_S = 900
 SPOT_NODE = """
 import ray
 ray.init('{}', log_to_driver=False)
@@ -274,7 +274,7 @@ def test_a_run_continues_with_fewer_workers_and_then_with_more(s3: str, variable
         values = settings(s3, name="elastic")
         values["workers"] |= {"num_workers": 4, "min_workers": 2, "log_every_steps": 20}
         values["stages"] = [stage | {"batch_size": 10} for stage in values["stages"]]
-        values["stages"][0] |= {"epochs": 900, "validate_every_epochs": 300, "checkpoint_every_steps": 50}
+        values["stages"][0] |= {"epochs": 400, "validate_every_epochs": 100, "checkpoint_every_steps": 50}
 
         def cause(log: Path) -> None:
             wait_until(log, lambda text: "xe_frozen  60/" in text)

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import jobs.caption
 from jobs.caption import caption
+from pipeline.captioning import ray_data
+from pipeline.captioning.model_sources import StoredBundle
+from pipeline.captioning.ray_data import caption_stream
+from pipeline.features import interruptions
+from pipeline.storage.path import StoragePath, storage_path
+from pipeline.storage.s3 import OutageError, StorageError
 from tests.support.bundles import make_bundle, write_images
 
 
@@ -29,3 +37,38 @@ def test_ray_data_gives_what_one_process_gives(
         if "log_prob" in one:
             assert other["log_prob"] == pytest.approx(one["log_prob"], abs=1e-4)
             assert [each["caption"] for each in one["n_best"]] == [each["caption"] for each in other["n_best"]]
+
+
+@pytest.mark.ray
+def test_an_outage_of_the_storage_ends_the_captioning_with_its_own_message(
+    tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No image gets an error, because the images are not at fault."""
+    names, bundle = [f"s3://data/images/{number}.png" for number in range(3)], make_bundle(tmp_path / "bundle")
+    monkeypatch.setattr(interruptions, "MAX_STORAGE_RETRIES", 0)
+    monkeypatch.setattr(ray_data, "_decode", failing_decode)
+    rows = caption_stream(names, StoredBundle(storage_path(bundle)), 32, {}, 1)
+    with pytest.raises(OutageError, match=r"^s3://data/images/0.png: storage failed for 600 s: 503$") as raised:
+        next(rows)
+    assert "\n" not in str(raised.value)
+
+
+def failing_decode(batch: dict[str, np.ndarray], image_size: int) -> dict[str, Any]:
+    raise OutageError(f"{batch['name'][0]}: storage failed for 600 s: 503")
+
+
+def test_a_task_raises_an_outage_and_records_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = {"name": np.array(["s3://data/1.png"])}
+    monkeypatch.setattr(StoragePath, "read_bytes", refused)
+    assert "storage failed: 403" in ray_data._decode(batch, image_size=8)["reason"][0]
+    monkeypatch.setattr(StoragePath, "read_bytes", out_of_order)
+    with pytest.raises(OutageError):
+        ray_data._decode(batch, image_size=8)
+
+
+def refused(path: StoragePath) -> bytes:
+    raise StorageError(f"{path}: storage failed: 403")
+
+
+def out_of_order(path: StoragePath) -> bytes:
+    raise OutageError(f"{path}: storage failed for 600 s: 503")

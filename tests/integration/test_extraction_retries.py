@@ -19,7 +19,7 @@ from pipeline.config.sections import DataSection, FeatureSection
 from pipeline.data.content_keys import take_snapshot
 from pipeline.data.dataset import Dataset, read_dataset
 from pipeline.data.images import decode_batch
-from pipeline.features import extraction
+from pipeline.features import extraction, interruptions
 from pipeline.features.extraction import Extractor, ShardWriter, extract
 from pipeline.features.store import FeatureStore
 from pipeline.storage.path import StorageOptions, StoragePath
@@ -116,7 +116,7 @@ def test_a_storage_that_keeps_failing_ends_the_extraction_with_its_own_message(
     unreachable = StorageOptions("http://127.0.0.1:9", "us-east-1", retry_minutes=0)
     uris = [f"s3://data/images/{key}" for key in images.column("key")]
     table = images.table.set_column(images.table.schema.get_field_index("uri"), "uri", [uris])
-    monkeypatch.setattr(extraction, "MAX_STORAGE_RETRIES", 0)
+    monkeypatch.setattr(interruptions, "MAX_STORAGE_RETRIES", 0)
     with pytest.raises(StorageError, match=r"^s3://data/images/\w+: storage failed") as raised:
         extract(Dataset(table), tmp_path / "features", replace(extractor, options=unreachable), not_watched)
     assert "\n" not in str(raised.value)

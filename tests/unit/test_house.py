@@ -37,7 +37,11 @@ LEVELS = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 HOMES = {
     "timm": {"models/backbone.py"},
     "ray.train": {"pipeline/runtime/context.py", "jobs/train.py"},
-    "ray.data": {"pipeline/features/extraction.py", "pipeline/captioning/ray_data.py"},
+    "ray.data": {
+        "pipeline/features/extraction.py",
+        "pipeline/features/interruptions.py",
+        "pipeline/captioning/ray_data.py",
+    },
     "ray.tune": {"jobs/tune/adapter.py", "jobs/tune/schedulers.py", "jobs/tune/workers.py"},
     "optuna": {"pipeline/search/samplers.py"},
     "matplotlib": {"pipeline/search/plots.py", "pipeline/reports/curves.py"},

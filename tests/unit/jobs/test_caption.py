@@ -33,7 +33,8 @@ from pipeline.captioning.service import CaptionService
 from pipeline.data.image_paths import find_images
 from pipeline.errors import UserError
 from pipeline.reports.heat_maps import caption_picture, heat_map, region_maps
-from pipeline.storage.path import storage_path
+from pipeline.storage.path import StoragePath, storage_path
+from pipeline.storage.s3 import OutageError
 from tests.conftest import ROOT
 from tests.support.bundles import SWIN, WORDS, make_bundle, write_images
 
@@ -148,6 +149,28 @@ def test_an_output_on_s3_is_written_in_parts_and_continued(
     assert "".join((place / name).read_bytes().decode() for name in sorted(place.list())) == local.read_text()
     with pytest.raises(UserError, match="part-000001.jsonl: line 1 was written with"):
         caption(names, str(bundle), out=place.uri, beam_size=2)
+
+
+def test_an_outage_of_the_storage_is_no_error_of_an_image(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends the command. The next call captions the remaining images, also those that the outage has met."""
+    names, out = write_images(tmp_path / "images", 4), tmp_path / "captions.jsonl"
+    read_bytes, monkeypatched = StoragePath.read_bytes, monkeypatch.context()
+
+    def failing(path: StoragePath) -> bytes:
+        if path.name == Path(names[2]).name:
+            raise OutageError(f"{path}: storage failed for 600 s: 503")
+        return read_bytes(path)
+
+    monkeypatch.setattr("jobs.caption.BATCH_SIZE", 2)
+    with monkeypatched as outage:
+        outage.setattr(StoragePath, "read_bytes", failing)
+        with pytest.raises(OutageError):
+            caption(names, str(bundle), out=str(out))
+    assert len(out.read_text().splitlines()) == 2
+    assert caption(names, str(bundle), out=str(out)) == 0
+    assert [json.loads(line)["image"] for line in out.read_text().splitlines()] == names
 
 
 def flush_twice() -> Callable[[Parts], None]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.runtime.log import PACKAGES, configure_logging, indented, log_file, set_rank
+from pipeline.runtime.log import PACKAGES, configure_logging, indented, log_file, log_to_stderr, set_rank
 from pipeline.runtime.progress import ProgressBar, progress
 from tests.conftest import ROOT
 
@@ -36,6 +36,17 @@ def own_logging() -> Iterator[None]:
     for logger, (level, handlers) in zip(loggers, before, strict=True):
         logger.setLevel(level)
         logger.handlers[:] = handlers
+
+
+def test_the_log_of_a_command_whose_output_is_read_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging()
+    log_to_stderr()
+    LOGGER.warning("S3 is slow")
+    output = capsys.readouterr()
+    assert (output.out, output.err) == ("", "warning   S3 is slow\n")
+    configure_logging()
+    LOGGER.info("of the next command")
+    assert capsys.readouterr().out == "of the next command\n"
 
 
 def test_the_terminal_shows_levels_ranks_and_indentation(capsys: pytest.CaptureFixture[str]) -> None:
