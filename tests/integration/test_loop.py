@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 from pathlib import Path
@@ -291,6 +292,7 @@ def one_rank(rank: int, world_size: int, cases: list[tuple[Path, Path, str, Path
         path, store, name, _ = cases[0]
         run_folder, job = RunFolder(path), StageJob(RunFolder(path), STAGES, store)
         run_until(StageRun(context, run_folder, run_folder.config.stage(name), job), last=4)
+    gc.collect()  # the stages' reducers, which otherwise keep the group's threads until the interpreter has ended
     dist.destroy_process_group()
 
 
