@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import psutil
 
-SILENCE_S = 60.0  # longest wait for a line; METEOR needs 5 s to load its tables, and milliseconds for each later line
+SILENCE_S = 300.0  # longest wait for a line; METEOR loads tables for 5 s, or much longer on an overloaded machine
 _CHUNK = 65536  # bytes that are written or read at once; a longer answer is not a score
 
 T = TypeVar("T")
