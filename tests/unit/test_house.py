@@ -28,6 +28,7 @@ ORDER = (
     ("data",),
     ("config", "scoring"),
     ("storage",),
+    ("untrusted",),
     ("runtime",),
     ("errors", "version"),
 )

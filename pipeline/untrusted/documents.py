@@ -1,0 +1,148 @@
+"""Parses JSON, YAML, gzip and Parquet from elsewhere.
+
+Every failure is a UserError that begins with the document's name. Depth, aliases and the size of what comes out are
+limited, because a few hundred bytes of nested lists, YAML aliases or gzip can fill the memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import UserError
+from pipeline.untrusted.names import printable
+
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
+    import yaml
+
+MAX_YAML_CHARACTERS = 2**18  # the parser takes seconds for this many
+MAX_YAML_NUMBER = 1000  # characters; base 60 would make a number of a million
+MAX_YAML_NODES = 100_000  # with each alias counted as a copy
+MAX_YAML_DEPTH = 50
+MAX_RATIO = 100  # decompressed bytes per compressed byte; annotation files have 3 to 20
+MIN_LIMIT_BYTES = 64 * 2**20  # what any file may decompress to
+YAML_TAGS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp", "merge", "value")
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def parse_json(data: bytes | str, name: str) -> Any:
+    """The value of a JSON document in UTF-8. NaN, Infinity and text with half a character are refused.
+
+    A number such as 1e999 is still read as infinity, so that code that needs an integer must expect OverflowError.
+    """
+    try:
+        value = json.loads(data, parse_constant=_refuse_constant)
+        if SURROGATE.search(data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass")):
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise UserError(f"{name} is not valid JSON for raycap: it is nested too deeply") from None
+    except ValueError as error:
+        raise UserError(f"{name} is not valid JSON: {_one_line(error)}") from error
+    return value
+
+
+def _refuse_constant(constant: str) -> None:
+    """Called by the parser for NaN and Infinity, which are no JSON."""
+    raise ValueError(f"{constant} is not a JSON number")
+
+
+def parse_yaml(text: bytes | str, name: str) -> Any:
+    """The value of a YAML document of plain values: mappings, lists, text, numbers, booleans, dates and null."""
+    import yaml
+
+    try:
+        text = text.decode() if isinstance(text, bytes) else text
+        if len(text) > MAX_YAML_CHARACTERS:
+            raise UserError(f"{name} has {len(text)} characters of YAML; the limit is {MAX_YAML_CHARACTERS}")
+        loader = yaml.SafeLoader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            _count_nodes(node, name, {}, ())
+            return loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except RecursionError:
+        raise UserError(f"{name} is nested more than {MAX_YAML_DEPTH} deep") from None
+    except UserError:
+        raise
+    except (yaml.YAMLError, ValueError, TypeError, OverflowError) as error:  # the last three: dates, keys, numbers
+        raise UserError(f"{name} is not valid YAML: {_one_line(error)}") from error
+
+
+def _count_nodes(node: yaml.Node, name: str, counted: dict[int, int], parents: tuple[int, ...]) -> int:
+    """The number of nodes of a tree in which each alias is a copy. Raises UserError above a limit.
+
+    counted: the results of the nodes that were counted, by identity, so that the time is that of the file's own nodes.
+    """
+    if id(node) in parents:
+        raise UserError(f"{name}: an alias contains itself")
+    if len(parents) >= MAX_YAML_DEPTH:
+        raise UserError(f"{name} is nested more than {MAX_YAML_DEPTH} deep")
+    if id(node) in counted:
+        return counted[id(node)]
+    if node.tag.removeprefix("tag:yaml.org,2002:") not in YAML_TAGS:
+        raise UserError(f"{name}: the tag {printable(node.tag)} is not supported; write a plain list, mapping or text")
+    children = node.value if isinstance(node.value, list) else []
+    if isinstance(node.value, str) and len(node.value) > MAX_YAML_NUMBER and not node.tag.endswith(":str"):
+        raise UserError(f"{name} has a number of {len(node.value)} characters; the limit is {MAX_YAML_NUMBER}")
+    total = 1
+    for child in children:
+        for each in child if isinstance(child, tuple) else (child,):
+            total += _count_nodes(each, name, counted, (*parents, id(node)))
+    if total > MAX_YAML_NODES:
+        raise UserError(f"{name} expands to more than {MAX_YAML_NODES} values; remove aliases")
+    counted[id(node)] = total
+    return total
+
+
+def gunzip(data: bytes, name: str) -> bytes:
+    """The content of a gzip file, which may have several members."""
+    limit = max(MIN_LIMIT_BYTES, MAX_RATIO * len(data))
+    parts, left = list[bytes](), limit
+    try:
+        while data:
+            member = zlib.decompressobj(wbits=31)
+            parts.append(member.decompress(data, left + 1))
+            left -= len(parts[-1])
+            if left < 0:
+                raise UserError(f"{name} decompresses to more than {limit} bytes; unpack it if it is what you expect")
+            if not member.eof:
+                raise EOFError("it ends too early")
+            data = member.unused_data.lstrip(b"\0")  # padding
+    except (zlib.error, EOFError) as error:
+        raise UserError(f"{name} is not a whole gzip file: {_one_line(error)}") from error
+    return b"".join(parts)
+
+
+def open_parquet(data: bytes, name: str) -> pq.ParquetFile:
+    """A Parquet file in memory, whose row groups have a bounded size. Reading it may still raise ArrowException."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    limit = max(MIN_LIMIT_BYTES, MAX_RATIO * len(data))
+    try:
+        file = pq.ParquetFile(pa.BufferReader(data))
+        sizes = [file.metadata.row_group(index).total_byte_size for index in range(file.num_row_groups)]
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{name} is not a readable Parquet file: {_one_line(error)}") from error
+    if sum(sizes) > limit:
+        raise UserError(f"{name} decompresses to more than {limit} bytes; write it again without compression")
+    return file
+
+
+def require_mapping(value: Any, name: str) -> Mapping[str, Any]:
+    """Returns `value` if it is a mapping with text as keys; else raises UserError."""
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise UserError(f"{name} must hold a mapping of keys, found {type(value).__name__}")
+    return value
+
+
+def _one_line(error: Exception) -> str:
+    """An error's text in one line of printable characters, of bounded length."""
+    return printable(" ".join(str(error).split()))[:300]

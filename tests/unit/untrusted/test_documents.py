@@ -1,0 +1,127 @@
+"""Documents that fill the memory, the stack or the time of a plain parser are refused in one sentence."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import random
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from pipeline.errors import UserError
+from pipeline.untrusted import documents
+from pipeline.untrusted.documents import gunzip, open_parquet, parse_json, parse_yaml
+
+ALIASES = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10))
+MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}\n" for i in range(1, 27))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[" * 3_000, "nested more than"),
+        ("- " * 300 + "x", "nested more than"),
+        ("a: &a {b: *a}", "an alias contains itself"),
+        (ALIASES, "expands to more than"),
+        (MERGES, "expands to more than"),
+        ("!!set {a, b}", "tag"),
+        ("!!python/object/apply:os.system [ls]", "tag"),
+        ("!!binary aGk=", "tag"),
+        ("x: " + "1:" * 2_000 + "1", "a number of"),
+        ("x" * 300_000, "characters of YAML"),
+        ("{[1]: 2}", "not valid YAML"),
+        ("x: 2026-99-99", "not valid YAML"),
+        ("a: 'b", "not valid YAML"),
+        ("a: \0", "not valid YAML"),
+        (b"\xff\xfe\xff", "not valid YAML"),
+        ("x: !!int nine", "not valid YAML"),
+    ],
+)
+def test_hostile_yaml_is_refused(text: str | bytes, reason: str) -> None:
+    with pytest.raises(UserError, match=rf"^file.yaml.*{reason}") as caught:
+        parse_yaml(text, "file.yaml")
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 500
+
+
+def test_plain_yaml_equals_the_plain_parser() -> None:
+    rng = random.Random(1)
+
+    def value(depth: int) -> Any:
+        kind = rng.randrange(7 if depth else 5)
+        plain = [
+            rng.randrange(10**6),
+            rng.random(),
+            rng.choice(["", "no", "1e3", "ä [", "a: b"]),
+            None,
+            rng.random() < 0.5,
+        ]
+        if kind < 5:
+            return plain[kind]
+        children = [value(depth - 1) for _ in range(rng.randrange(4))]
+        return children if kind == 5 else {f"k{index}": child for index, child in enumerate(children)}
+
+    for _ in range(50):
+        text = yaml.safe_dump(value(5))
+        assert parse_yaml(text, "f") == yaml.safe_load(text)
+    shared = "a: &a {x: 1}\nb: {<<: *a, y: 2}\nc: *a\nd: 2026-01-02"
+    assert parse_yaml(shared, "f") == yaml.safe_load(shared)
+    assert parse_yaml("", "f") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ("[NaN]", "NaN is not a JSON number"),
+        ("[-Infinity]", "Infinity is not a JSON number"),
+        (r'["\ud800"]', "surrogates not allowed"),
+        ("9" * 5_000, "limit"),
+        (b'["\xff"]', "utf-8"),
+        ("", "Expecting value"),
+    ],
+)
+def test_hostile_json_is_refused(text: str | bytes, reason: str) -> None:
+    with pytest.raises(UserError, match=rf"^file.json is not valid JSON.*{reason}"):
+        parse_json(text, "file.json")
+
+
+def test_pairs_of_surrogates_are_one_character() -> None:
+    assert parse_json(rb'["\ud83d\ude00 \\ud800"]', "f") == ["\U0001f600 \\ud800"]
+
+
+def test_gzip_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = random.Random(2).randbytes(10_000)
+    assert gunzip(gzip.compress(data[:5_000]) + gzip.compress(data[5_000:]) + bytes(7), "f") == data
+    monkeypatch.setattr(documents, "MIN_LIMIT_BYTES", 1_000)
+    bomb, small = gzip.compress(bytes(10**6)), gzip.compress(data)
+    with pytest.raises(UserError, match=r"^x.gz decompresses to more than"):
+        gunzip(bomb, "x.gz")
+    for damaged in (small[:-9], b"\x1f\x8b" + small[3:], b"no gzip"):
+        with pytest.raises(UserError, match="^x.gz is not a whole gzip file"):
+            gunzip(damaged, "x.gz")
+
+
+def test_every_flipped_byte_of_gzip_is_refused_or_equal() -> None:
+    whole = gzip.compress(bytes(range(256)), mtime=0)
+    for index in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[index] ^= 0x10
+        with suppress(UserError):
+            assert gunzip(bytes(damaged), "f") == bytes(range(256))  # a flag or time in the header
+
+
+def test_parquet_that_decompresses_to_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = io.BytesIO()
+    pq.write_table(pa.table({"x": np.zeros(10**5)}), buffer, use_dictionary=False, compression="zstd")
+    assert open_parquet(buffer.getvalue(), "f").read().num_rows == 10**5
+    monkeypatch.setattr(documents, "MIN_LIMIT_BYTES", 0)
+    with pytest.raises(UserError, match="^x.parquet decompresses to more than"):
+        open_parquet(buffer.getvalue(), "x.parquet")
+    with pytest.raises(UserError, match="^x.parquet is not a readable Parquet file"):
+        open_parquet(b"PAR1" + bytes(100), "x.parquet")
