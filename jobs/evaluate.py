@@ -76,22 +76,15 @@ def evaluate(
 
     Example: raycap evaluate configs/demo.yaml --stage xe_finetune --split test
     """
-    from pipeline.captioning.constraints import read_constraints
-
     begin = time.monotonic()
     if stage is not None and models:
         raise UserError("--stage names a stage of the configuration's run; leave --model out, or give its bundle there")
     if server is not None and not server.replace("-", "").replace("_", "").isalnum():
         raise UserError(f"--server {server}: letters, digits, - and _ only; it becomes part of a file's name")
     run_config = load_config(config, set_ or ())
-    names = [section.name for section in run_config.stages]
-    if stage is not None and stage not in names:
-        raise UserError(f"--stage {shown(stage)}: the configuration has the stages {', '.join(names)}")
-    check_resources(run_config, address)
-    check_storage(run_config)
     constraint_file = constraints or run_config.evaluation.constraints
-    if constraint_file is not None:
-        read_constraints(Path(constraint_file))
+    check_resources(run_config, address)
+    _check_inputs(run_config, stage, constraint_file)
     evaluation = Evaluation(run_config, models or (), features)
     compared_bundle = None if compared is None else evaluation.find_bundle("--compare", compared)
     evaluation.find_images(splits or (), stage, out)
@@ -129,6 +122,18 @@ def evaluate(
     if num_failed:
         logger.info(f"{num_failed} images could not be read; scores.json lists them with the reasons")
     return 1 if num_failed else 0
+
+
+def _check_inputs(config: RunConfig, stage: str | None, constraint_file: Path | str | None) -> None:
+    """Raises UserError for a storage, a stage or a constraint file that cannot be used, before anything is written."""
+    from pipeline.captioning.constraints import read_constraints
+
+    names = [section.name for section in config.stages]
+    if stage is not None and stage not in names:
+        raise UserError(f"--stage {shown(stage)}: the configuration has the stages {', '.join(names)}")
+    check_storage(config)
+    if constraint_file is not None:
+        read_constraints(Path(constraint_file))
 
 
 class Evaluation:

@@ -155,9 +155,9 @@ def set_value(data: dict[str, Any], key: str, value: Any, source: str) -> None:
         if parts[:depth] == ["storage"] and isinstance(node, str):  # the short form of `storage: {uri: ...}`
             node = data["storage"] = {"uri": node}
         if isinstance(node, list):
-            index = _stage_index(node, part, f"{source} {key}")
+            index = _stage_index(node, part, f"{source} {shown(key)}")
         elif not isinstance(node, dict):
-            raise UserError(f"{source} {key}: {'.'.join(parts[:depth])} is a plain value without keys")
+            raise UserError(f"{source} {shown(key)}: {shown('.'.join(parts[:depth]))} is a plain value without keys")
         elif node.get(part) is None:
             node[part] = {}
         parent, node = node, node[index]

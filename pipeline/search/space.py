@@ -179,9 +179,9 @@ class Space:
 
     @property
     def size(self) -> float:
-        """The number of points; infinite with a continuous range."""
+        """The number of points; infinite with a continuous range, and where a float cannot hold it."""
         lists = [dimension.listed() for dimension in self.dimensions]
-        return math.prod(math.inf if choices is None else len(choices) for choices in lists)
+        return math.prod(math.inf if choices is None else float(len(choices)) for choices in lists)
 
     def first(self) -> dict[str, Any]:
         """The point with the first choice of each dimension."""

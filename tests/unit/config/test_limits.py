@@ -70,7 +70,7 @@ def test_what_cannot_be_meant_is_refused(override: str, found: str) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["name={}", "stages.0.name={}", "model.name={}", "seed={}", "storage={}", "{}=1", "model={{{}: 1}}", "{}",
+    ["name={}", "stages.0.name={}", "model.name={}", "seed={}", "storage={}", "{}=1", "name.{}=1", "model={{{}: 1}}", "{}",
      "stages.{}.lr=1", "model.gates={}", "data.split_lists={{{}: {}}}", "storage.endpoint_url={}", "backbone.name={}"],
 )  # fmt: skip
 def test_a_long_value_makes_no_long_message(override: str) -> None:
