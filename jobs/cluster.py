@@ -64,8 +64,9 @@ def check_resources(config: RunConfig, address: str | None) -> None:
 
 def _require_gpus(config: RunConfig, num_gpus: float) -> None:
     """Raises UserError if training or extraction asks for more GPUs than a Ray on this machine has."""
-    for key, stage in (("workers.gpus_per_worker", "training"), ("features.gpus_per_actor", "features")):
-        count = sum(bundle.get("GPU", 0) for bundle in stage_bundles(config, stage))  # type: ignore[arg-type]
+    keys: dict[Stage, str] = {"training": "workers.gpus_per_worker", "features": "features.gpus_per_actor"}
+    for stage, key in keys.items():
+        count = sum(bundle.get("GPU", 0.0) for bundle in stage_bundles(config, stage))
         if count > num_gpus:
             raise UserError(
                 f"{key} asks for {count:g} GPUs in all and this Ray has {num_gpus:g}; set it to 0, or join a cluster "

@@ -30,8 +30,10 @@ class Before:
     function: Callable[[Any], Any]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        function = {"type": "no-info", "function": self.function}
-        return {"type": "function-before", "function": function, "schema": handler(source) | {"strict": True}}
+        schema = handler(source)
+        for each in schema.get("choices", [schema]):  # the members of a union, or the only type
+            each["strict"] = True
+        return {"type": "function-before", "function": {"type": "no-info", "function": self.function}, "schema": schema}
 
 
 def read_number(value: Any) -> Any:

@@ -293,9 +293,10 @@ def _keys_at(location: Sequence[int | str], section_type: Any) -> list[str]:
 
 def _types_of_keys(annotation: Any) -> dict[str, Any]:
     """The keys, with their types, of the section in an annotation such as `Section | None`; empty without a section."""
-    if is_dataclass(annotation):
+    is_class = isinstance(annotation, type)  # and no mark of a type
+    if is_class and is_dataclass(annotation):
         return {field.name: field.type for field in fields(annotation)}
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if is_class and issubclass(annotation, BaseModel):
         return {name: field.annotation for name, field in annotation.model_fields.items()}
     for member in get_args(annotation):
         if types := _types_of_keys(member):

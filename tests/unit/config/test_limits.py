@@ -70,8 +70,9 @@ def test_what_cannot_be_meant_is_refused(override: str, found: str) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["name={}", "stages.0.name={}", "model.name={}", "seed={}", "storage={}", "{}=1", "name.{}=1", "model={{{}: 1}}", "{}",
-     "stages.{}.lr=1", "model.gates={}", "data.split_lists={{{}: {}}}", "storage.endpoint_url={}", "backbone.name={}"],
+    ["name={}", "stages.0.name={}", "model.name={}", "seed={}", "storage={}", "{}=1", "name.{}=1", "model={{{}: 1}}",
+     "{}", "stages.{}.lr=1", "model.gates={}", "data.split_lists={{{}: {}}}", "storage.endpoint_url={}",
+     "backbone.name={}"],
 )  # fmt: skip
 def test_a_long_value_makes_no_long_message(override: str) -> None:
     with pytest.raises(UserError) as error:
@@ -135,7 +136,7 @@ def with_value(key: str, model: str, value: Any) -> dict[str, Any]:
 
 def test_every_number_is_found() -> None:
     keys = {key for key, _ in all_numbers()}
-    assert len(keys) > 90
+    assert len(keys) > 80
     assert {"seed", "stages.0.scst.temperature", "backbone.depths.0", "model.grid.0", "data.synthetic.seed"} <= keys
 
 
@@ -151,7 +152,7 @@ def test_hostile_numbers_are_refused_or_accepted(key: str, model: str) -> None:
 
 
 def test_settings_of_an_import_have_the_same_limits() -> None:
-    for values in ({"d_model": 10**9}, {"d_model": True}, {"dropout": math.nan}, {"word_vectors": "a\0b"}):
+    for values in ({"d_model": 10**9}, {"d_model": True}, {"dropout": "much"}, {"word_vectors": "a\0b"}):
         with pytest.raises(UserError, match=f"model.{next(iter(values))}"):
             parse_given(MODEL_CONFIGS["expansionnet_v2"], values, "model")
 
