@@ -242,6 +242,7 @@ class ModelSizes:
 
 PATCH_SIZE = 4  # pixels
 NUM_SWIN_STAGES = 4  # of each swin_* of timm
+MAX_BLOCKS = 200  # Swin-L has 24
 MAX_STAGES = 8  # each stage doubles the width and halves the grid's sides
 
 
@@ -277,6 +278,8 @@ class BackboneConfig:
             numbers = value if isinstance(value, tuple | list) else (value,)
             if value is not None and (not numbers or min(numbers) < 1):
                 raise ValueError(f"backbone.{key} is {value}; it must be 1 or more, or null for the named model's")
+        if sum(self.depths or ()) > MAX_BLOCKS:
+            raise ValueError(f"backbone.depths asks for {sum(self.depths or ())} blocks; the limit is {MAX_BLOCKS}")
         num_stages = NUM_SWIN_STAGES if self.depths is None else len(self.depths)
         num_heads = NUM_SWIN_STAGES if self.num_heads is None else len(self.num_heads)
         if num_stages > num_heads:

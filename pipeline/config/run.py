@@ -10,7 +10,6 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 
 from models.config import BackboneConfig, Identity
-from models.values import Text
 from pipeline.config.sections import (
     SYNTHETIC,
     DataSection,
@@ -18,6 +17,7 @@ from pipeline.config.sections import (
     FeatureSection,
     FileName,
     ModelSection,
+    Place,
     RetrainSection,
     Section,
     Seed,
@@ -43,7 +43,7 @@ class RunConfig(Section):
     model: ModelSection
     stages: Annotated[tuple[StageSection, ...], Field(min_length=1)]
     # a model bundle whose weights training starts from, with a fresh optimizer
-    init_from: Annotated[Text | None, Identity.BUNDLE] = None
+    init_from: Annotated[Place | None, Identity.BUNDLE] = None
     workers: Annotated[WorkersSection, Identity.IGNORED] = WorkersSection()
     evaluation: EvaluationSection = EvaluationSection()
     tracking: Annotated[TrackingSection, Identity.IGNORED] = TrackingSection()

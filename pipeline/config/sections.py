@@ -33,6 +33,13 @@ def _check_gpus(gpus: float) -> float:
     return gpus
 
 
+def _check_place(uri: str) -> str:
+    if re.match(r"s3:|\w+://", uri) and not re.match(r"s3://[^/]", uri):
+        raise ValueError(f"{quoted(uri)} is neither a folder nor of the form s3://BUCKET/FOLDER")
+    return uri
+
+
+Place = Annotated[Text, AfterValidator(_check_place)]  # a folder, or a prefix on S3
 FileName = Annotated[Text, AfterValidator(_check_file_name)]
 Name = Annotated[str, Field(max_length=200), TEXT]  # of a split, stage or experiment
 # Limits are far above what anyone would train (`models/values.py`). A type without a special limit has one that keeps
@@ -76,7 +83,7 @@ class Section(BaseModel):
 class StorageSection(Section):
     """The folder of all results. In a YAML, `storage: results` is short for `storage: {uri: results}`."""
 
-    uri: Text = "results"
+    uri: Place = "results"
     endpoint_url: Text | None = None  # the address of an S3-compatible server; None: AWS_ENDPOINT_URL, or AWS
     region: Name | None = None
     # how long a request to S3 that fails is repeated; a request that S3 refuses, such as 403, fails at once
@@ -129,7 +136,7 @@ class DataSection(Section):
 
     synthetic: SceneConfig | None = None
     # a folder or an s3:// prefix; a run's identity depends on the content of the data instead of this path
-    root: Annotated[Text | None, Identity.IGNORED] = None
+    root: Annotated[Place | None, Identity.IGNORED] = None
     format: Literal["auto", "karpathy", "coco", "nocaps", "table"] = "auto"
     annotations: Text = "dataset.json"
     images: Text = "."  # the folder of the annotations' filepath/filename, or an s3:// prefix

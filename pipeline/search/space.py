@@ -18,7 +18,7 @@ from pipeline.untrusted.names import shown
 MAX_CHOICES = 1000  # that a dimension lists; each is built before a search starts
 MAX_NUMBERS = 100_000  # of a range with a step
 Coefficient = Annotated[Groups, Field(gt=0)]
-Bound = Annotated[int | float, Field(ge=-1e38, le=1e38), NUMBER]  # of a range
+Bound = Annotated[int | float, NUMBER, Field(ge=-1e38, le=1e38)]  # of a range
 
 
 class GenerateSection(Section):

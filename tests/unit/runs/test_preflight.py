@@ -51,9 +51,9 @@ def test_a_good_configuration_passes_and_writes_nothing(tmp_path: Path) -> None:
         ({"data__min_count": 10**6}, "vocabulary"),
         ({"model__max_positions": 4}, "model.max_positions = 4 is less than the longest training caption's"),
         ({"backbone__name": "swin_enormous"}, "backbone.name is 'swin_enormous', which timm does not know"),
-        ({"backbone__embed_dim": 2**17, "backbone__depths": [200, 200]}, "parameters, and the limit is 100,000"),
-        ({"model__d_ff": 2**17, "model__d_model": 2**17, "model__num_encoder_layers": 9}, "would have"),
-        ({"model__static_expansion": [10**10]}, "model expansionnet_v2 would have 160,0"),
+        ({"backbone__embed_dim": 2**17}, "parameters, and the limit is 100,000"),
+        ({"model__d_ff": 2**17, "model__d_model": 2**17, "model__num_encoder_layers": 1}, "would have"),
+        ({"model__static_expansion": [10**10]}, "model expansionnet_v2 would have 320,0"),
         ({"evaluation": {"batch_size": 10**6, "beam_size": 1000, "max_length": 1000}}, "evaluation: a batch of"),
     ],
 )  # fmt: skip
@@ -112,7 +112,6 @@ def test_a_storage_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch
             "Could not connect to the endpoint URL.*check storage.endpoint_url",
         ),
         ({"endpoint_url": "nonsense"}, {}, "storage.endpoint_url: Invalid endpoint: nonsense; give a URL such as"),
-        ({"uri": "s3://"}, {}, "s3:"),
         ({"uri": "s3://a b/c"}, {}, "s3://a b/c: storage failed: .*Invalid bucket name"),
     ],
 )
