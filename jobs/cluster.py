@@ -47,7 +47,7 @@ def check_resources(config: RunConfig, address: str | None) -> None:
     check_address(address)
     import ray
 
-    if address or "RAY_ADDRESS" in os.environ or ray.is_initialized():
+    if address or os.environ.get("RAY_ADDRESS") or ray.is_initialized():
         return  # a cluster may grow, and `start_ray` looks at a Ray that runs
     import torch
 

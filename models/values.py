@@ -6,6 +6,7 @@ memory is asked for. This module does not import pydantic, which finds the metho
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,6 +56,8 @@ def check_text(value: Any) -> Any:
             raise ValueError("the text is empty; give a value, or leave the key out")
         if _NO_TEXT.search(value):
             raise ValueError("the text has control characters or is not UTF-8; remove them")
+        if value.startswith("~") and os.path.expanduser(value) == value:
+            raise ValueError("the text begins with ~ and names no user's home folder; give another path")
         if len(value.encode()) > MAX_TEXT:
             raise ValueError(f"the text has {len(value.encode())} bytes; the limit is {MAX_TEXT}")
     return value
@@ -68,6 +71,6 @@ Decimal = Annotated[float, NUMBER]
 Count = Annotated[int, Le(10_000), NUMBER]  # of heads, positions, image tokens, captions, workers and the like
 Width = Annotated[int, Le(2**17), NUMBER]  # of vectors; the widest layers of large language models have about 50,000
 Layers = Annotated[int, Le(200), NUMBER]  # captioners have 3 to 12
-Groups = Annotated[int, Le(10**10), NUMBER]  # expansion vectors; `models/macs.py` adds their parameters up
+Groups = Annotated[int, Le(10**10), NUMBER]  # expansion vectors; the number of parameters limits them further
 Words = Annotated[int, Le(10**7), NUMBER]  # of a vocabulary
 Pixels = Annotated[int, Le(4096), NUMBER]  # the side of a square image; published backbones take 224 to 384

@@ -50,7 +50,10 @@ def check_storage(config: RunConfig) -> None:
     except ValueError as error:  # boto3 refuses the address
         raise UserError(f"storage.endpoint_url: {error}; give a URL such as https://s3.example.org") from error
     folder = config.working_path
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+    except OSError as error:
+        raise UserError(f"storage: {folder} cannot be used: {error.strerror}; give another folder") from error
     if not existing.is_dir():
         raise UserError(f"storage: {existing} is a file; give a folder")
     if not os.access(existing, os.W_OK | os.X_OK):

@@ -54,6 +54,7 @@ SOMETIMES: list[Any] = [1e308, 1e30, 10**32, 10**9, -1.0, -1, 0, 0.5, None, [1]]
         ("data.max_pixels=1000", "data.synthetic.image_size = 64 gives images of more than data.max_pixels = 1000"),
         ("data.annotations=other.json", "data.annotations belongs to a data set in data.root"),
         ("storage=''", "storage.uri: the text is empty; give a value"),
+        ("storage=~nobody-has-this-name/x", "storage.uri: the text begins with ~ and names no user's home folder"),
         ("storage=s3://", "storage.uri: 's3://' is neither a folder nor of the form s3://BUCKET/FOLDER"),
         ("storage=s3:/bucket", "storage.uri: 's3:/bucket' is neither a folder nor"),
         ("init_from=https://example.org/model", "init_from: 'https://example.org/model' is neither a folder nor"),
