@@ -151,8 +151,6 @@ class Evaluation:
         if self.store is not None and next(iter(self.store.walk()), None) is None:
             raise UserError(f"--features {features}: no files are there; give the folder of a feature store")
         self.bundles = [self.find_bundle("--model", model) for model in models]
-        if not models and config.home("") is None and not any(config.working_path.glob(f"runs/{config.name}-*")):
-            raise UserError(f"{config.name} has no run in {config.storage.uri}; `raycap run` it, or give --model")
 
     def find_images(self, splits: Sequence[str], stage: str | None, out: Path | None) -> None:
         """Finds the data, the features and, without --model, the run's bundle. Raises UserError.
@@ -164,6 +162,8 @@ class Evaluation:
         config, splits = self.config, splits or self.config.data.test_splits
         if (planned := planned_data(config)) is not None:
             _images_by_split(planned, splits)  # refuses a wrong split before images are drawn
+            if not self.bundles and config.home("") is None:
+                _require_any_run(config, stage)
         # These data include images without references, which are captioned and not scored.
         dataset, _ = read_annotations(config.data, data_root(config), config.storage.options)
         _images_by_split(dataset, splits)
@@ -319,6 +319,16 @@ def _images_of(dataset: Dataset, split: str) -> Dataset:
     return images
 
 
+def _require_any_run(config: RunConfig, stage: str | None) -> None:
+    """Raises UserError if the local storage has no run of this name. Which run it is can only be told from the data."""
+    if not any(config.working_path.glob(f"runs/{config.name}-*")):
+        raise _unfinished("run" if stage is None else f"stage {stage} of run", config.name, config)
+
+
+def _unfinished(subject: str, run: str, config: RunConfig) -> UserError:
+    return UserError(f"{subject} {run} is not finished in {config.storage.uri}; `raycap run` it, or give --model")
+
+
 def _run_bundle(config: RunConfig, stage_name: str | None) -> StoragePath:
     """The bundle of the configuration's run, which is written if it does not exist yet.
 
@@ -338,9 +348,7 @@ def _run_bundle(config: RunConfig, stage_name: str | None) -> StoragePath:
         stage, subject = config.stage(stage_name), f"stage {stage_name} of run"
         is_finished = folder.result(stage_name) is not None
     if not is_finished or not (folder.path / "run.json").is_file():
-        raise UserError(
-            f"{subject} {folder.run_id} is not finished in {config.storage.uri}; `raycap run` it, or give --model"
-        )
+        raise _unfinished(subject, folder.run_id, config)
     location = bundle_place(folder, stage)
     if not (location / "config.yaml").exists():
         bundle_run(folder, stage)
