@@ -320,7 +320,7 @@ def _images_of(dataset: Dataset, split: str) -> Dataset:
 
 
 def _require_any_run(config: RunConfig, stage: str | None) -> None:
-    """Raises UserError if the local storage has no run of this name. Which run it is can only be told from the data."""
+    """Raises UserError if the local storage has no run of this name. The data decide which of several it is."""
     if not any(config.working_path.glob(f"runs/{config.name}-*")):
         raise _unfinished("run" if stage is None else f"stage {stage} of run", config.name, config)
 

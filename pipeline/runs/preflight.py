@@ -19,6 +19,7 @@ from pipeline.data.word_vectors import check_word_vectors
 from pipeline.errors import UserError
 from pipeline.storage.path import storage_path
 from pipeline.storage.s3 import StorageError
+from pipeline.untrusted.names import quoted
 
 MAX_PARAMETERS = 10**11  # 100 times the parameters of large captioners
 MAX_BATCH_BYTES = 2**44  # 16 TiB on one worker; the largest GPUs have 0.3
@@ -49,11 +50,13 @@ def check_storage(config: RunConfig) -> None:
         raise UserError(f"{error}; {remedy}") from error
     except ValueError as error:  # boto3 refuses the address
         raise UserError(f"storage.endpoint_url: {error}; give a URL such as https://s3.example.org") from error
-    folder = config.working_path
     try:
+        folder = config.working_path
         existing = next(path for path in (folder, *folder.parents) if path.exists())
-    except OSError as error:
-        raise UserError(f"storage: {folder} cannot be used: {error.strerror}; give another folder") from error
+    except (OSError, RuntimeError) as error:  # a name that is too long, a loop of links
+        raise UserError(
+            f"storage: {quoted(config.storage.uri)} cannot be used: {error}; give another folder"
+        ) from error
     if not existing.is_dir():
         raise UserError(f"storage: {existing} is a file; give a folder")
     if not os.access(existing, os.W_OK | os.X_OK):

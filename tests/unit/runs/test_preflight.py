@@ -97,6 +97,10 @@ def test_a_storage_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=f"storage: {tmp_path}/file is a file; give a folder"):
         check_storage(config_of(tmp_path / "file"))
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in ("n" * 300, "loop/x"):
+        with pytest.raises(UserError, match="storage: .* cannot be used: .*; give another folder"):
+            check_storage(config_of(tmp_path / name))
     monkeypatch.setattr(preflight.os, "access", lambda path, mode: mode == os.R_OK)  # root may write everywhere
     with pytest.raises(UserError, match=f"storage: {tmp_path} cannot be written; correct its permissions or give"):
         check_storage(config_of(tmp_path))
