@@ -6,10 +6,10 @@ memory is asked for. This module does not import pydantic, which finds the metho
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Le
@@ -56,8 +56,10 @@ def check_text(value: Any) -> Any:
             raise ValueError("the text is empty; give a value, or leave the key out")
         if _NO_TEXT.search(value):
             raise ValueError("the text has control characters or is not UTF-8; remove them")
-        if value.startswith("~") and os.path.expanduser(value) == value:
-            raise ValueError("the text begins with ~ and names no user's home folder; give another path")
+        try:
+            Path(value).expanduser()
+        except RuntimeError as error:
+            raise ValueError("the text begins with ~ and names no user's home folder; give another path") from error
         if len(value.encode()) > MAX_TEXT:
             raise ValueError(f"the text has {len(value.encode())} bytes; the limit is {MAX_TEXT}")
     return value
