@@ -24,10 +24,13 @@ def check(
 
     Example: raycap check configs/coco_subset.yaml --set data.root=/path/to/folder
     """
+    from pipeline.data.loading import planned_data
     from pipeline.runs.check import check_data
+    from pipeline.runs.preflight import check_storage
 
     run_config = load_config(config, set_ or ())
-    run_config.require_storage()
+    check_storage(run_config)
+    planned_data(run_config)
     result = check_data(run_config)
     _print_statistics(result.statistics)
     for finding in result.findings:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from typing import Literal
 
 from pipeline.cluster.capacity import wait_for
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS
-from pipeline.errors import UserError
+from pipeline.errors import JobFailedError, UserError
+from pipeline.untrusted.names import shown
 
 logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 512 * 2**20  # little is needed, because workers read features and models from the storage
+
+# A local Ray starts a process for each CPU that it is given, and processes may share a core.
+MAX_CPUS_PER_CORE = 32
 
 Stage = Literal["features", "dry run", "training", "captions"]
 
@@ -34,14 +39,49 @@ def start_ray(config: RunConfig, address: str | None, stage: Stage = "training")
     if connect(address, needed_cpus=math.ceil(needed_cpus)):
         wait_for(bundles, stage, limit_s=60 * config.workers.max_wait_minutes)
         return
-    num_gpus = ray.cluster_resources().get("GPU", 0)
-    for key, each in (("workers.gpus_per_worker", training), ("features.gpus_per_actor", extraction)):
-        count = sum(bundle.get("GPU", 0) for bundle in each)
+    _require_gpus(config, ray.cluster_resources().get("GPU", 0))
+
+
+def check_resources(config: RunConfig, address: str | None) -> None:
+    """Raises UserError before anything starts if the address is none, or this machine lacks what a run asks for."""
+    check_address(address)
+    import ray
+
+    if address or os.environ.get("RAY_ADDRESS") or ray.is_initialized():
+        return  # a cluster may grow, and `start_ray` looks at a Ray that runs
+    import torch
+
+    stages: tuple[Stage, Stage] = ("training", "features")
+    cpus = max(sum(bundle["CPU"] for bundle in stage_bundles(config, stage)) for stage in stages)
+    most = MAX_CPUS_PER_CORE * (os.cpu_count() or 1)
+    if cpus > most:
+        raise UserError(
+            f"workers and features ask for {cpus:g} CPUs at a time, and this machine has {os.cpu_count()}; lower "
+            "workers.num_workers, workers.cpus_per_worker or features.num_actors, or join a cluster with --address"
+        )
+    _require_gpus(config, torch.cuda.device_count())
+
+
+def _require_gpus(config: RunConfig, num_gpus: float) -> None:
+    """Raises UserError if training or extraction asks for more GPUs than a Ray on this machine has."""
+    keys: dict[Stage, str] = {"training": "workers.gpus_per_worker", "features": "features.gpus_per_actor"}
+    for stage, key in keys.items():
+        count = sum(bundle.get("GPU", 0.0) for bundle in stage_bundles(config, stage))
         if count > num_gpus:
             raise UserError(
                 f"{key} asks for {count:g} GPUs in all and this Ray has {num_gpus:g}; set it to 0, or join a cluster "
                 "with --address"
             )
+
+
+def check_address(address: str | None) -> None:
+    """Raises UserError unless an address, or else RAY_ADDRESS, has a form that Ray joins."""
+    address = address or os.environ.get("RAY_ADDRESS")
+    if address and not re.fullmatch(r"auto|local|(ray://)?([\w.-]+|\[[0-9a-fA-F:.%]+\]):\d{1,5}(/.*)?", address):
+        raise UserError(
+            f"--address {shown(address)} (or RAY_ADDRESS) is no address of a Ray cluster; give auto or HOST:PORT, for "
+            "example head:6379"
+        )
 
 
 def stage_bundles(config: RunConfig, stage: Stage) -> list[dict[str, float]]:
@@ -70,7 +110,10 @@ def connect(address: str | None, needed_cpus: int = 2) -> bool:
     if ray.is_initialized():
         return bool(address)
     if address:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise JobFailedError(f"no Ray cluster can be joined at {address}: {error}; check --address") from error
         logger.debug(f"ray       joined {address}: {ray.cluster_resources()}")
         return True
     ray.init(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jobs.caption_tasks import Captioned, SplitTask, caption_on_cluster
-from jobs.cluster import start_ray
+from jobs.cluster import check_resources, start_ray
 from jobs.named_files import open_bundle
 from jobs.options import Address, Config, Set
 from jobs.score import format_scores
@@ -28,6 +28,7 @@ from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
 from pipeline.features.source import features_for_bundles
 from pipeline.runs.evaluation import split_result
+from pipeline.runs.preflight import check_storage
 from pipeline.runtime.decorations import Decorations
 from pipeline.scoring.bootstrap import paired_difference
 from pipeline.scoring.metrics import COMPARED_BY_IMAGE, Scores, score_captions
@@ -37,6 +38,7 @@ from pipeline.scoring.split_result import SplitResult
 from pipeline.storage.atomic import write_json, write_text
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, storage_path
+from pipeline.untrusted.names import shown
 
 if TYPE_CHECKING:
     from models.constraints import ConstraintAutomaton
@@ -80,11 +82,13 @@ def evaluate(
     if server is not None and not server.replace("-", "").replace("_", "").isalnum():
         raise UserError(f"--server {server}: letters, digits, - and _ only; it becomes part of a file's name")
     run_config = load_config(config, set_ or ())
-    run_config.require_storage()
-    evaluation = Evaluation(run_config, splits or (), features, models or (), stage, out)
-    bundles, folder = evaluation.bundles, evaluation.folder
-    compared_bundle = None if compared is None else evaluation.find_bundle("--compare", compared)
     constraint_file = constraints or run_config.evaluation.constraints
+    check_resources(run_config, address)
+    _check_inputs(run_config, stage, constraint_file)
+    evaluation = Evaluation(run_config, models or (), features)
+    compared_bundle = None if compared is None else evaluation.find_bundle("--compare", compared)
+    evaluation.find_images(splits or (), stage, out)
+    bundles, folder = evaluation.bundles, evaluation.folder
     tasks = evaluation.tasks(constraint_file, bundles[0])
     compared_tasks = {} if compared_bundle is None else evaluation.tasks(constraint_file, compared_bundle)
     folder.mkdir(parents=True, exist_ok=True)
@@ -120,6 +124,18 @@ def evaluate(
     return 1 if num_failed else 0
 
 
+def _check_inputs(config: RunConfig, stage: str | None, constraint_file: Path | str | None) -> None:
+    """Raises UserError for a storage, a stage or a constraint file that cannot be used, before anything is written."""
+    from pipeline.captioning.constraints import read_constraints
+
+    names = [section.name for section in config.stages]
+    if stage is not None and stage not in names:
+        raise UserError(f"--stage {shown(stage)}: the configuration has the stages {', '.join(names)}")
+    check_storage(config)
+    if constraint_file is not None:
+        read_constraints(Path(constraint_file))
+
+
 class Evaluation:
     """The models and images of one call, with the steps from captions to the report.
 
@@ -128,29 +144,35 @@ class Evaluation:
     has named a folder. store: the features for models without a backbone.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        splits: Sequence[str],
-        features: str | None,
-        models: Sequence[str],
-        stage: str | None,
-        out: Path | None,
-    ) -> None:
-        """Finds data, features and models; the parameters are options of `raycap evaluate`. Raises UserError."""
-        from pipeline.data.loading import data_root, snapshot_of
-
+    def __init__(self, config: RunConfig, models: Sequence[str], features: str | None) -> None:
+        """Opens the bundles `models` (the option --model); `features` is a feature store. Raises UserError."""
         self.config = config
+        self.store = None if features is None else storage_path(features, config.storage.options)
+        if self.store is not None and next(iter(self.store.walk()), None) is None:
+            raise UserError(f"--features {features}: no files are there; give the folder of a feature store")
+        self.bundles = [self.find_bundle("--model", model) for model in models]
+
+    def find_images(self, splits: Sequence[str], stage: str | None, out: Path | None) -> None:
+        """Finds the data, the features and, without --model, the run's bundle. Raises UserError.
+
+        The parameters are options of `raycap evaluate`.
+        """
+        from pipeline.data.loading import data_root, planned_data, snapshot_of
+
+        config, splits = self.config, splits or self.config.data.test_splits
+        if (planned := planned_data(config)) is not None:
+            _images_by_split(planned, splits)  # refuses a wrong split before images are drawn
+            if not self.bundles and config.home("") is None:
+                _require_any_run(config, stage)
         # These data include images without references, which are captioned and not scored.
         dataset, _ = read_annotations(config.data, data_root(config), config.storage.options)
-        self.store: StoragePath | None
-        if features is None:
+        _images_by_split(dataset, splits)
+        if self.store is None:
             self.dataset, self.store = features_for_bundles(config, dataset)
         else:  # a feature store needs content keys, which images that cannot be read do not have
             self.dataset = snapshot_of(dataset, config)[0].readable()
-            self.store = storage_path(features, config.storage.options)
-        self.images_by_split = {split: _images_of(self.dataset, split) for split in splits or config.data.test_splits}
-        self.bundles = [self.find_bundle("--model", model) for model in models] or [_run_bundle(config, stage)]
+        self.images_by_split = _images_by_split(self.dataset, splits)
+        self.bundles = self.bundles or [_run_bundle(config, stage)]
         # The label is cut because it is also a folder's name.
         self.label = "+".join(bundle.name for bundle in self.bundles)[:120]
         self.folder = out or config.working_path / "evaluations" / self.label
@@ -160,7 +182,7 @@ class Evaluation:
     def find_bundle(self, option: str, model: str) -> StoragePath:
         """The bundle that an option names. Raises UserError if it cannot be loaded or its features are missing."""
         opened = open_bundle(option, model, self.config.storage.options)
-        if opened.bundle.transform is None and self.store is None:
+        if opened.bundle.transform is None and self.store is None and self.config.has_backbone:
             raise UserError(
                 f"{option} {model}: this bundle has no backbone; give its feature store with --features, or its "
                 "regions as features.hdf5"
@@ -279,6 +301,11 @@ class Evaluation:
         logger.info(f"report       {self.place / name}")
 
 
+def _images_by_split(dataset: Dataset, splits: Sequence[str]) -> dict[str, Dataset]:
+    """The images of each split. Raises UserError for a split without images."""
+    return {split: _images_of(dataset, split) for split in splits}
+
+
 def _images_of(dataset: Dataset, split: str) -> Dataset:
     """The images of a split. `all` selects every image, unless a split has this name. UserError if there are none."""
     images = dataset.split(split)
@@ -290,6 +317,16 @@ def _images_of(dataset: Dataset, split: str) -> Dataset:
             f"--split {split}: no image is in it; the splits are {splits}, and {ALL_IMAGES} for every image"
         )
     return images
+
+
+def _require_any_run(config: RunConfig, stage: str | None) -> None:
+    """Raises UserError if the local storage has no run of this name. The data decide which of several it is."""
+    if not any(config.working_path.glob(f"runs/{config.name}-*")):
+        raise _unfinished("run" if stage is None else f"stage {stage} of run", config.name, config)
+
+
+def _unfinished(subject: str, run: str, config: RunConfig) -> UserError:
+    return UserError(f"{subject} {run} is not finished in {config.storage.uri}; `raycap run` it, or give --model")
 
 
 def _run_bundle(config: RunConfig, stage_name: str | None) -> StoragePath:
@@ -308,15 +345,10 @@ def _run_bundle(config: RunConfig, stage_name: str | None) -> StoragePath:
         stage, subject = None, "run"
         is_finished = (folder.path / "COMPLETE.json").is_file()
     else:
-        names = [section.name for section in config.stages]
-        if stage_name not in names:
-            raise UserError(f"--stage {stage_name}: the configuration has the stages {', '.join(names)}")
         stage, subject = config.stage(stage_name), f"stage {stage_name} of run"
         is_finished = folder.result(stage_name) is not None
     if not is_finished or not (folder.path / "run.json").is_file():
-        raise UserError(
-            f"{subject} {folder.run_id} is not finished in {config.storage.uri}; `raycap run` it, or give --model"
-        )
+        raise _unfinished(subject, folder.run_id, config)
     location = bundle_place(folder, stage)
     if not (location / "config.yaml").exists():
         bundle_run(folder, stage)

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from jobs.cluster import start_ray
+from jobs.cluster import check_resources, start_ray
 from jobs.options import Address, Config, Set
 from pipeline.cluster.stalls import StallWatch
 from pipeline.config.load import load_config
@@ -23,6 +23,7 @@ from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.features.source import extract_features
 from pipeline.features.store import FeatureStore
+from pipeline.runs.preflight import check_before_writing
 from pipeline.storage.atomic import atomic_path
 from pipeline.storage.weights import save_weights
 
@@ -46,7 +47,8 @@ def extract(
 
     begin = time.monotonic()
     run_config = load_config(config, set_ or ())
-    run_config.require_storage()
+    check_resources(run_config, address)
+    check_before_writing(run_config)
     dataset = read_data(run_config)
     logger.info(f"data         {len(dataset)} images in {len(set(dataset.column('split')))} splits")
     dataset, unreadable = snapshot_of(dataset, run_config)

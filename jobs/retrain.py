@@ -9,13 +9,14 @@ from typing import Annotated
 import typer
 
 from jobs.caption_tasks import SplitTask, caption_on_cluster
-from jobs.cluster import start_ray
+from jobs.cluster import check_resources, start_ray
 from jobs.options import Address, Config, Set
 from pipeline.captioning.model_sources import StoredBundle
 from pipeline.config.load import load_config
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.retrain.retrain import Trained
+from pipeline.runs.preflight import check_before_writing, check_storage
 from pipeline.runtime.log import indented
 from pipeline.storage.path import StoragePath
 
@@ -62,5 +63,9 @@ def retrain(
     from pipeline.retrain.retrain import rollback
 
     run_config = load_config(config, set_ or ())
-    run_config.require_storage()
-    return rollback(run_config) if roll_back else retrain_once(run_config, RayWork(address))
+    if roll_back:
+        check_storage(run_config)
+        return rollback(run_config)
+    check_resources(run_config, address)
+    check_before_writing(run_config)
+    return retrain_once(run_config, RayWork(address))

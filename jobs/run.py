@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs.caption_tasks import RunModel, SplitTask, caption_on_cluster
-from jobs.cluster import Stage, start_ray
+from jobs.cluster import Stage, check_resources, start_ray
 from jobs.journal_printer import JournalPrinter, format_duration
 from jobs.options import Address, Config, Set
 from jobs.sync import register
@@ -26,6 +26,7 @@ from pipeline.features.source import describe_features, extract_features
 from pipeline.reports.text_table import format_table
 from pipeline.runs.evaluation import RunScores, score_run, split_result, stored_results
 from pipeline.runs.folder import RunFolder, try_lock
+from pipeline.runs.preflight import check_before_writing
 from pipeline.runtime.decorations import Decorations
 from pipeline.runtime.log import log_file
 from pipeline.scoring.metrics import why_unavailable
@@ -174,7 +175,6 @@ class RunDriver:
         """Runs the stages that are not finished."""
         self._log_plan()
         self._check_disk()
-        self._load_constraints(self.folder.dataset)  # refuses a word outside the vocabulary now, not after training
         if shutil.which("java") is None:
             logger.info("check     java is not on the PATH: METEOR will be reported as unavailable")
         if self.config.workers.dry_run and self._pending and not any(self.folder.path.glob("stages/*/step-*")):
@@ -429,5 +429,6 @@ def command(config: Config, set_: Set = None, address: Address = None) -> None:
     Example: raycap run configs/demo.yaml --set seed=1
     """
     run_config = load_config(config, set_ or ())
-    run_config.require_storage()
+    check_resources(run_config, address)
+    check_before_writing(run_config)
     run(run_config, address)

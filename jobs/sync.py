@@ -14,6 +14,7 @@ from pipeline.config.load import load_config, parse_config, read_values
 from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
 from pipeline.runs.folder import RunFolder, open_folder, try_lock
+from pipeline.runs.preflight import check_storage
 from pipeline.storage.atomic import read_json
 from pipeline.tracking.mlflow_client import public_uri
 from pipeline.tracking.run_sync import SentRecord, stored_records
@@ -85,7 +86,7 @@ def register(folder: RunFolder, config: RunConfig) -> bool:
 def _runs_of_config(path: Path, overrides: Sequence[str]) -> Runs:
     """The runs in a configuration's storage that have its name. They get the configuration's tracker and storage."""
     config = load_config(path, overrides)
-    config.require_storage()
+    check_storage(config)
     home = config.home("runs")
     if home is None:
         names = [path.parent.name for path in config.working_path.glob("runs/*/run.json")]

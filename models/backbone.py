@@ -54,8 +54,6 @@ def _create_swin(config: BackboneConfig, *, pretrained: bool) -> Any:
     names = timm.list_models("swin_*")
     if config.name not in names:
         raise ValueError(f"backbone.name is {config.name!r}, which timm does not know; known: {', '.join(names)}")
-    if config.image_size < 1 or config.image_size % 4:
-        raise ValueError(f"backbone.image_size is {config.image_size}; it must be a multiple of the patches' 4 px")
     # another window size is allowed: timm resizes the pretrained position tables to it
     incompatible = sorted(overrides.keys() - {"window_size"})
     if pretrained and incompatible:

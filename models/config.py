@@ -1,10 +1,17 @@
-"""Configurations of captioners and backbones. This module does not import torch, so that they are read quickly."""
+"""Configurations of captioners and backbones. This module does not import torch, so that they are read quickly.
+
+Annotations bound a number from above, for pydantic. `__post_init__` checks all that a model needs.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+from annotated_types import MaxLen
+
+from models.values import TEXT, Count, Decimal, Groups, Layers, Pixels, Text, Whole, Width, Words
 
 
 class Identity(Enum):
@@ -30,15 +37,15 @@ class ModelConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # for pydantic
 
     name: str = ""
-    d_model: int = 512
-    d_ff: int = 2048
-    num_heads: int = 8
-    num_encoder_layers: int = 3
-    num_decoder_layers: int = 3
-    max_positions: int | None = None  # None: the longest training caption with SOS and EOS
-    dropout: float = 0.1
-    word_vectors: Annotated[str | None, Identity.FILE] = None
-    word_vector_width: int | None = None
+    d_model: Width = 512
+    d_ff: Width = 2048
+    num_heads: Count = 8
+    num_encoder_layers: Layers = 3
+    num_decoder_layers: Layers = 3
+    max_positions: Count | None = None  # None: the longest training caption with SOS and EOS
+    dropout: Decimal = 0.1
+    word_vectors: Annotated[Text | None, Identity.FILE] = None
+    word_vector_width: Width | None = None
     train_word_vectors: bool = False
 
     def __post_init__(self) -> None:
@@ -92,10 +99,10 @@ class ExpansionNetConfig(ModelConfig):
     """
 
     name: Literal["expansionnet_v2", "transformer"] = "expansionnet_v2"
-    static_expansion: tuple[int, ...] | None = (32, 64, 128, 256, 512)
-    dynamic_expansion: int | None = 16
-    encoder_dynamic_expansion: int | None = None
-    dropout: float = 0.3
+    static_expansion: Annotated[tuple[Groups, ...], MaxLen(100)] | None = (32, 64, 128, 256, 512)
+    dynamic_expansion: Count | None = 16
+    encoder_dynamic_expansion: Count | None = None
+    dropout: Decimal = 0.3
     expansion_dropout: Literal["reference", "factorized"] = "reference"
 
     def __post_init__(self) -> None:
@@ -125,7 +132,7 @@ class MeshedMemoryConfig(ModelConfig):
     """
 
     name: Literal["meshed_memory"] = "meshed_memory"
-    num_memory_slots: int = 40  # learned keys and values in addition to those of the regions; 0 for none
+    num_memory_slots: Count = 40  # learned keys and values in addition to those of the regions; 0 for none
     connection: Literal["meshed", "one_to_one", "last"] = "meshed"
     gates: Literal["sigmoid", "softmax"] = "sigmoid"  # how meshed levels are weighted; softmax is over the levels
     attention: Literal["dot_product", "on_attention"] = "dot_product"  # of every attention in encoder and decoder
@@ -149,20 +156,20 @@ class ClustFormerConfig(ModelConfig):
     """
 
     name: Literal["clustformer"] = "clustformer"
-    num_encoder_layers: int = 6
-    num_decoder_layers: int = 6
+    num_encoder_layers: Layers = 6
+    num_decoder_layers: Layers = 6
     encoder_clusters: Literal["2d", "1d", "none"] = "2d"  # C of the image tokens; 1d: of their rows joined to one
     decoder_clusters: Literal["1d", "none"] = "1d"  # C of the words
-    clustered_encoder_layers: tuple[int, ...] | None = None  # numbers, from 1, of the layers that have C; None: all
-    clustered_decoder_layers: tuple[int, ...] | None = None
+    clustered_encoder_layers: tuple[Layers, ...] | None = None  # numbers, from 1, of the layers that have C; None: all
+    clustered_decoder_layers: tuple[Layers, ...] | None = None
     stacking: Literal["matrix", "conditional", "none"] = "matrix"  # what equation 6 stacks (`models/clusters.py`)
-    sampling: int = 2  # down-up sampling rate of the encoder
-    window: int | None = None  # size of a fixed window that replaces C everywhere
+    sampling: Count = 2  # down-up sampling rate of the encoder
+    window: Count | None = None  # size of a fixed window that replaces C everywhere
     attention: Literal["product", "renormalized", "literal"] = "product"
     norm: Literal["pre", "post"] = "pre"
     inputs: Literal["grid", "regions"] = "grid"
-    grid: tuple[int, int] | None = None  # [rows, columns]; None: a square
-    region_rows: int = 6  # rows of the grid into which regions are arranged by their boxes
+    grid: tuple[Count, Count] | None = None  # [rows, columns]; None: a square
+    region_rows: Count = 6  # rows of the grid into which regions are arranged by their boxes
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -214,12 +221,12 @@ class ModelSizes:
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # for pydantic
 
-    feature_width: int
-    vocabulary_size: int
-    max_positions: int
-    sos: int
-    eos: int
-    pad: int
+    feature_width: Width
+    vocabulary_size: Words
+    max_positions: Count
+    sos: Whole
+    eos: Whole
+    pad: Whole
 
     def __post_init__(self) -> None:
         for key in ("feature_width", "vocabulary_size", "max_positions"):
@@ -233,6 +240,12 @@ class ModelSizes:
                 )
 
 
+PATCH_SIZE = 4  # pixels
+NUM_SWIN_STAGES = 4  # of each swin_* of timm
+MAX_BLOCKS = 200  # Swin-L has 24
+MAX_STAGES = 8  # each stage doubles the width and halves the grid's sides
+
+
 @dataclass(frozen=True)
 class BackboneConfig:
     """A timm model `swin_*`, the source of its weights, and sizes that replace those of the named model.
@@ -243,14 +256,14 @@ class BackboneConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # for pydantic
 
-    name: str = "swin_large_patch4_window12_384"
-    weights: Annotated[str, Identity.FILE] = "none"
-    image_size: int = 384
-    embed_dim: int | None = None
-    depths: tuple[int, ...] | None = None
-    num_heads: tuple[int, ...] | None = None
-    window_size: int | None = None
-    drop_path: float = 0.0
+    name: Annotated[str, MaxLen(100), TEXT] = "swin_large_patch4_window12_384"
+    weights: Annotated[Text, Identity.FILE] = "none"
+    image_size: Pixels = 384
+    embed_dim: Width | None = None
+    depths: Annotated[tuple[Layers, ...], MaxLen(MAX_STAGES)] | None = None
+    num_heads: Annotated[tuple[Count, ...], MaxLen(MAX_STAGES)] | None = None
+    window_size: Count | None = None
+    drop_path: Decimal = 0.0
     gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
@@ -258,3 +271,19 @@ class BackboneConfig:
             raise ValueError(f"backbone.name is {self.name!r}; expected a timm name that starts with 'swin_'")
         if not 0.0 <= self.drop_path < 1.0:
             raise ValueError(f"backbone.drop_path is {self.drop_path}; it must be at least 0 and below 1")
+        if self.image_size < PATCH_SIZE or self.image_size % PATCH_SIZE:
+            raise ValueError(f"backbone.image_size is {self.image_size}; it must be a multiple of the patches' 4 px")
+        for key in ("embed_dim", "window_size", "depths", "num_heads"):
+            value = getattr(self, key)
+            numbers = value if isinstance(value, tuple | list) else (value,)
+            if value is not None and (not numbers or min(numbers) < 1):
+                raise ValueError(f"backbone.{key} is {value}; it must be 1 or more, or null for the named model's")
+        if sum(self.depths or ()) > MAX_BLOCKS:
+            raise ValueError(f"backbone.depths asks for {sum(self.depths or ())} blocks; the limit is {MAX_BLOCKS}")
+        num_stages = NUM_SWIN_STAGES if self.depths is None else len(self.depths)
+        num_heads = NUM_SWIN_STAGES if self.num_heads is None else len(self.num_heads)
+        if num_stages > num_heads:
+            raise ValueError(
+                f"backbone.depths asks for {num_stages} stages, and backbone.num_heads has {num_heads} numbers; give "
+                "one for each stage"
+            )

@@ -16,15 +16,16 @@ from typing import Annotated
 
 import typer
 
-from jobs.cluster import connect
+from jobs.cluster import check_address, connect
 from jobs.options import Address, Set
 from jobs.run import alone
 from jobs.tune.adapter import run_trials
-from jobs.tune.features import extract_once, find_backbone
+from jobs.tune.features import extract_once, find_backbone, require_backbone_file
 from pipeline.cluster.capacity import wait_for
 from pipeline.cluster.stalls import StallWatch
 from pipeline.errors import UserError
 from pipeline.runs.identity import code_digest
+from pipeline.runs.preflight import check_before_writing
 from pipeline.runtime.decorations import Decorations
 from pipeline.scoring.metrics import why_unavailable
 from pipeline.search.results import front, point_results, write_tables
@@ -44,7 +45,9 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     """Runs or resumes a search; returns the exit code, 1 when every trial failed."""
     begin = time.monotonic()
     search = load_search(path, overrides)
-    search.base.require_storage()
+    check_address(address)
+    check_before_writing(search.base)
+    require_backbone_file(search)
     if not address and "RAY_ADDRESS" not in os.environ:
         # A local Ray has at least two CPUs; its number of GPUs is known and checked after it has started.
         _check_fits(search, max(os.cpu_count() or 1, 2), math.inf, "this machine")

@@ -41,18 +41,12 @@ def find_backbone(search: Search, dataset: Dataset, address: str | None) -> Back
     from pipeline.runs.prepare import open_run
 
     section, base = search.config.backbone, search.base
+    require_backbone_file(search)
     if not base.has_backbone:
-        if section.weights != "base":
-            raise UserError(
-                f"backbone.weights is {section.weights}, but {search.config.base} reads region features from "
-                "features.hdf5 and has no backbone; remove backbone.weights"
-            )
         return None
     config = base
     if section.weights not in ("base", "run"):
         path = Path(section.weights).expanduser()
-        if not path.is_file():
-            raise UserError(f"backbone.weights: {path} is no file; give a file, base or run")
         config = base.model_copy(update={"backbone": replace(base.backbone, weights=str(path.resolve()))})
     if section.weights != "run":
         return _source(initial_weights(config, base.working_path / "backbones"), base)
@@ -74,6 +68,22 @@ def find_backbone(search: Search, dataset: Dataset, address: str | None) -> Back
             with indented():
                 run = train(config, address)
     return _source(run.weights_before(None, "backbone"), base)
+
+
+def require_backbone_file(search: Search) -> None:
+    """Raises UserError if `backbone.weights` of a search does not go with its base, or names no file."""
+    weights = search.config.backbone.weights
+    if weights == "base":
+        return
+    if not search.base.has_backbone:
+        raise UserError(
+            f"backbone.weights is {weights}, but {search.config.base} reads region features from features.hdf5 and has "
+            "no backbone; remove backbone.weights"
+        )
+    if weights == "run":
+        _stand_in(search)
+    elif not (path := Path(weights).expanduser()).is_file():
+        raise UserError(f"backbone.weights: {path} is no file; give a file, base or run")
 
 
 def _is_trained(run: RunFolder, config: RunConfig) -> bool:

@@ -22,6 +22,7 @@ from models.config import MODEL_CONFIGS, BackboneConfig
 from pipeline.config.renamed import new_key
 from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
+from pipeline.untrusted.names import MAX_QUOTED, quoted, shown
 
 SectionType = TypeVar("SectionType")
 
@@ -81,7 +82,7 @@ def _extended_file(name: Any, chain: Sequence[Path]) -> Path:
     """
     last, folder = chain[-1], chain[0].parent.resolve()
     if not isinstance(name, str):
-        raise UserError(f"{last}: extends must be the path of one YAML file, found {name!r}")
+        raise UserError(f"{last}: extends must be the path of one YAML file, found {quoted(name)}")
     file = last.parent / name
     if Path(name).is_absolute() or not file.resolve().is_relative_to(folder):
         raise UserError(
@@ -137,11 +138,11 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     """Sets one `a.b=value` of the command line in plain values. Raises UserError."""
     key, separator, text = override.partition("=")
     if not separator or not key:
-        raise UserError(f"--set {override!r} is not of the form a.b=value")
+        raise UserError(f"--set {quoted(override)} is not of the form a.b=value")
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise UserError(f"--set {override!r}: {text!r} is not a YAML value") from error
+        raise UserError(f"--set {quoted(override)}: this is not a YAML value") from error
     set_value(values, key, value, "--set")
 
 
@@ -154,9 +155,9 @@ def set_value(data: dict[str, Any], key: str, value: Any, source: str) -> None:
         if parts[:depth] == ["storage"] and isinstance(node, str):  # the short form of `storage: {uri: ...}`
             node = data["storage"] = {"uri": node}
         if isinstance(node, list):
-            index = _stage_index(node, part, f"{source} {key}")
+            index = _stage_index(node, part, f"{source} {shown(key)}")
         elif not isinstance(node, dict):
-            raise UserError(f"{source} {key}: {'.'.join(parts[:depth])} is a plain value without keys")
+            raise UserError(f"{source} {shown(key)}: {shown('.'.join(parts[:depth]))} is a plain value without keys")
         elif node.get(part) is None:
             node[part] = {}
         parent, node = node, node[index]
@@ -170,7 +171,7 @@ def _stage_index(items: list[Any], part: str, source: str) -> int:
         return names.index(part)
     if part.isascii() and part.isdigit() and int(part) < len(items):
         return int(part)
-    raise UserError(f"{source}: {part!r} is none of {', '.join(str(name) for name in names)}")
+    raise UserError(f"{source}: {quoted(part)} is none of {', '.join(map(shown, names))}")
 
 
 def expand_variables(value: Any, key: str = "") -> Any:
@@ -211,7 +212,7 @@ def parse_given(section_type: type, data: dict[str, Any], key: str) -> dict[str,
     Raises UserError for a wrong key or type, but not for missing values or for values that contradict each other. key:
     the section's key in its file.
     """
-    hints = get_type_hints(section_type)
+    hints = get_type_hints(section_type, include_extras=True)  # with the limits of numbers
     options: dict[str, Any] = {field.name: (hints[field.name], None) for field in fields(section_type)}
     partial = create_model(section_type.__name__, __config__=ConfigDict(extra="forbid"), **options)
     return parse_section(partial, data, key).model_dump(exclude_unset=True)
@@ -241,7 +242,7 @@ def _sentence(error: ValidationError, data: Any, section_type: Any, section: str
     key = _dotted(location, data)
     if first["type"] == "union_tag_invalid":
         name = first["ctx"]["tag"]
-        return f"model.name is {name!r}, which is unknown: {_hint(name, MODEL_CONFIGS, 'known')}"
+        return f"model.name is {quoted(name)}, which is unknown: {_hint(name, MODEL_CONFIGS, 'known')}"
     if first["type"] in unknown:
         valid_keys = _keys_at(first["loc"][:-1], section_type)
         return f"unknown key {key}: {_hint(str(location[-1]), valid_keys, 'known here')}"
@@ -249,30 +250,33 @@ def _sentence(error: ValidationError, data: Any, section_type: Any, section: str
         return f"key {key} is missing; add it to the configuration"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
-        return message if not key or key.split(".")[-1] in message else f"{key}: {message}"
-    return f"{key} = {first['input']!r}: {message[:1].lower()}{message[1:]}"
+        names = [part for part in key.split(".") if part and not part.isdigit()]
+        return message if not names or names[-1] in message else f"{key}: {message}"
+    return f"{key} = {quoted(first['input'])}: {message[:1].lower()}{message[1:]}"
 
 
 def _hint(name: str, valid_names: Collection[str], introduction: str) -> str:
     """Lists the valid names after the introduction, and first asks about the one that is most similar to `name`."""
-    similar = difflib.get_close_matches(name, sorted(valid_names), n=1)
+    similar = difflib.get_close_matches(name[:MAX_QUOTED], sorted(valid_names), n=1)
     question = f"did you mean {similar[0]}? " if similar else ""
     return f"{question}{introduction}: {', '.join(sorted(valid_names))}"
 
 
 def _location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Pydantic's location without the system's name, which pydantic inserts after `model` although it is not a key."""
+    """Pydantic's location without what it adds that is no key: a system's name after `model`, and a number's type."""
+    if location[-1:] in (("int",), ("float",)):  # a number that may be either
+        location = location[:-1]
     is_tagged = location[:1] == ("model",) and len(location) > 1 and location[1] in MODEL_CONFIGS
     return (location[0], *location[2:]) if is_tagged else location
 
 
 def _dotted(location: Sequence[int | str], data: Any) -> str:
     """A location as a dotted key, with a stage's name instead of its number if it has a name."""
-    parts = [str(part) for part in location]
+    parts = list(map(shown, location))
     if len(location) >= 2 and location[0] == "stages" and isinstance(location[1], int):
         stage = data["stages"][location[1]]
         if isinstance(stage, dict) and isinstance(stage.get("name"), str):
-            parts[1] = stage["name"]
+            parts[1] = shown(stage["name"])
     return ".".join(parts)
 
 
@@ -289,9 +293,10 @@ def _keys_at(location: Sequence[int | str], section_type: Any) -> list[str]:
 
 def _types_of_keys(annotation: Any) -> dict[str, Any]:
     """The keys, with their types, of the section in an annotation such as `Section | None`; empty without a section."""
-    if is_dataclass(annotation):
+    is_class = isinstance(annotation, type)  # and no mark of a type
+    if is_class and is_dataclass(annotation):
         return {field.name: field.type for field in fields(annotation)}
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if is_class and issubclass(annotation, BaseModel):
         return {name: field.annotation for name, field in annotation.model_fields.items()}
     for member in get_args(annotation):
         if types := _types_of_keys(member):

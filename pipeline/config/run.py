@@ -17,8 +17,10 @@ from pipeline.config.sections import (
     FeatureSection,
     FileName,
     ModelSection,
+    Place,
     RetrainSection,
     Section,
+    Seed,
     StageSection,
     StorageSection,
     TrackingSection,
@@ -32,7 +34,7 @@ class RunConfig(Section):
     """All keys of a run. Marks (`models.config.Identity`) show how a key enters the run's identity."""
 
     name: FileName
-    seed: Annotated[int, Field(ge=0, lt=2**62)] = 0
+    seed: Seed = 0
     storage: Annotated[StorageSection, Identity.IGNORED] = StorageSection()
     data: DataSection
     # a run's file must set either the backbone or features.hdf5
@@ -41,7 +43,7 @@ class RunConfig(Section):
     model: ModelSection
     stages: Annotated[tuple[StageSection, ...], Field(min_length=1)]
     # a model bundle whose weights training starts from, with a fresh optimizer
-    init_from: Annotated[str | None, Identity.BUNDLE] = None
+    init_from: Annotated[Place | None, Identity.BUNDLE] = None
     workers: Annotated[WorkersSection, Identity.IGNORED] = WorkersSection()
     evaluation: EvaluationSection = EvaluationSection()
     tracking: Annotated[TrackingSection, Identity.IGNORED] = TrackingSection()

@@ -9,24 +9,56 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from models.config import MODEL_CONFIGS, Identity, ModelConfig
+from models.values import NUMBER, TEXT, Count, Text
 from pipeline.config.renamed import refuse_renamed_value
 from pipeline.errors import UserError
 from pipeline.storage.path import StorageOptions
 from pipeline.storage.s3 import RETRY_MINUTES
+from pipeline.untrusted.names import quoted
 
 
 def _check_file_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-        raise ValueError(f"name {name!r} must be letters, digits, '_', '-' and '.', a letter or digit first")
+        raise ValueError(f"name {quoted(name)} must be letters, digits, '_', '-' and '.', a letter or digit first")
+    if len(name) > 100:  # it becomes a part of the names of files, which have at most 255 bytes
+        raise ValueError(f"name {quoted(name)} has {len(name)} characters; the limit is 100")
     return name
 
 
-FileName = Annotated[str, AfterValidator(_check_file_name)]
-Positive = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
+def _check_gpus(gpus: float) -> float:
+    if gpus > 1 and not gpus.is_integer():
+        raise ValueError(f"{gpus:g} GPUs are neither a whole number nor a part of one GPU, which is all that Ray gives")
+    if 0 < gpus < 0.001:
+        raise ValueError(f"{gpus:g} of a GPU is less than Ray counts; set it to 0.001 or more, or to 0")
+    return gpus
+
+
+def _check_place(uri: str) -> str:
+    if re.match(r"s3:|\w+://", uri) and not re.match(r"s3://[^/]", uri):
+        raise ValueError(f"{quoted(uri)} is neither a folder nor of the form s3://BUCKET/FOLDER")
+    return uri
+
+
+Place = Annotated[Text, AfterValidator(_check_place)]  # a folder, or a prefix on S3
+FileName = Annotated[Text, AfterValidator(_check_file_name)]
+Name = Annotated[str, Field(max_length=200), TEXT]  # of a split, stage or experiment
+# Limits are far above what anyone would train (`models/values.py`). A type without a special limit has one that keeps
+# products in 64 bits, or in the range of float32.
+Seed = Annotated[int, Field(ge=0, lt=2**62), NUMBER]
+Positive = Annotated[int, Field(gt=0, le=10**9), NUMBER]
+PositiveFloat = Annotated[float, Field(gt=0, le=1e38), NUMBER]
+NonNegative = Annotated[int, Field(ge=0, le=10**9), NUMBER]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=1e38), NUMBER]
+Fraction = Annotated[float, Field(ge=0, lt=1), NUMBER]
+BatchSize = Annotated[int, Field(gt=0, le=10**6), NUMBER]
+Tokens = Annotated[int, Field(ge=3, le=1000), NUMBER]  # of a caption, with SOS and EOS
+Beams = Annotated[int, Field(gt=0, le=1000), NUMBER]
+Processes = Annotated[int, Field(gt=0, le=10_000), NUMBER]
+Threads = Annotated[int, Field(ge=0, le=10_000), NUMBER]
+Epochs = Annotated[float, Field(gt=0, le=1e6), NUMBER]
+Minutes = Annotated[float, Field(gt=0, le=1e6), NUMBER]  # up to two years
+Cpus = Annotated[float, Field(ge=0.001, le=10_000), NUMBER]  # Ray counts in steps of 0.0001
+Gpus = Annotated[float, Field(ge=0, le=1000), NUMBER, AfterValidator(_check_gpus)]
 SYNTHETIC = "synthetic"  # this value of features.hdf5 selects the regions of the synthetic data set
 
 # The splits of 30 consecutive synthetic images; the next 30 repeat them.
@@ -51,11 +83,11 @@ class Section(BaseModel):
 class StorageSection(Section):
     """The folder of all results. In a YAML, `storage: results` is short for `storage: {uri: results}`."""
 
-    uri: str = "results"
-    endpoint_url: str | None = None  # the address of an S3-compatible server; None: AWS_ENDPOINT_URL, or AWS
-    region: str | None = None
+    uri: Place = "results"
+    endpoint_url: Text | None = None  # the address of an S3-compatible server; None: AWS_ENDPOINT_URL, or AWS
+    region: Name | None = None
     # how long a request to S3 that fails is repeated; a request that S3 refuses, such as 403, fails at once
-    retry_minutes: Annotated[float, Field(ge=0, le=60)] = RETRY_MINUTES
+    retry_minutes: Annotated[float, Field(ge=0, le=60), NUMBER] = RETRY_MINUTES
 
     def check_values(self) -> None:
         if "@" in (self.endpoint_url or ""):
@@ -72,9 +104,9 @@ class StorageSection(Section):
 class SourceSection(Section):
     """One annotation file of a data set with several annotation files."""
 
-    annotations: str
-    images: str = "."  # the folder of its images, relative to data.root, or an s3:// prefix
-    split: str | None = None  # for images that neither the file nor a split list mentions
+    annotations: Text
+    images: Text = "."  # the folder of its images, relative to data.root, or an s3:// prefix
+    split: Name | None = None  # for images that neither the file nor a split list mentions
 
 
 @dataclass(frozen=True)
@@ -82,9 +114,9 @@ class SceneConfig:
     """The synthetic data set. image_size: the width in pixels. Raises UserError for too few or too small images."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
-    num_images: int = 1500
-    image_size: int = 64
-    seed: int = 0
+    num_images: Annotated[int, Field(le=10**5), NUMBER] = 1500
+    image_size: Annotated[int, Field(le=2048), NUMBER] = 64  # drawn four times as large, which takes 200 MB at most
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         if self.num_images < len(SPLIT_CYCLE):
@@ -104,21 +136,21 @@ class DataSection(Section):
 
     synthetic: SceneConfig | None = None
     # a folder or an s3:// prefix; a run's identity depends on the content of the data instead of this path
-    root: Annotated[str | None, Identity.IGNORED] = None
+    root: Annotated[Place | None, Identity.IGNORED] = None
     format: Literal["auto", "karpathy", "coco", "nocaps", "table"] = "auto"
-    annotations: str = "dataset.json"
-    images: str = "."  # the folder of the annotations' filepath/filename, or an s3:// prefix
-    split: str | None = None  # for images without a split, as in SourceSection
+    annotations: Text = "dataset.json"
+    images: Text = "."  # the folder of the annotations' filepath/filename, or an s3:// prefix
+    split: Name | None = None  # for images without a split, as in SourceSection
     sources: tuple[SourceSection, ...] = ()  # instead of annotations, images and split
-    split_lists: dict[str, str] = {}  # {split: file with one image name per line}, relative to data.root
+    split_lists: dict[Name, Text] = {}  # {split: file with one image name per line}, relative to data.root
     tokenizer: Literal["expansionnet", "spacy"] = "expansionnet"
-    vocabulary_splits: tuple[str, ...] | None = None  # None: train_splits
-    train_splits: tuple[str, ...] = ("train", "restval")
-    val_split: str = "val"
-    test_splits: tuple[str, ...] = ("test",)
+    vocabulary_splits: tuple[Name, ...] | None = None  # None: train_splits
+    train_splits: tuple[Name, ...] = ("train", "restval")
+    val_split: Name = "val"
+    test_splits: tuple[Name, ...] = ("test",)
     min_count: Positive = 5  # rarer words are not in the vocabulary
     # a file of words for the vocabulary, in addition to those of the captions
-    extra_vocabulary: Annotated[str | None, Identity.FILE] = None
+    extra_vocabulary: Annotated[Text | None, Identity.FILE] = None
     max_bad_fraction: Fraction = 0.01  # a command fails if a larger part of the images cannot be used
     max_pixels: Positive = 100_000_000
 
@@ -128,6 +160,19 @@ class DataSection(Section):
         if (self.synthetic is None) == (self.root is None):
             raise ValueError(
                 "exactly one of data.synthetic and data.root is needed; give the data set's folder as data.root"
+            )
+        if self.synthetic is not None:
+            self._check_synthetic(self.synthetic)
+
+    def _check_synthetic(self, scenes: SceneConfig) -> None:
+        """Raises ValueError for keys that do not go with the synthetic data set."""
+        for key in ("annotations", "images", "sources", "split_lists"):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"data.{key} belongs to a data set in data.root, and data.synthetic is set; remove it")
+        if scenes.image_size**2 > self.max_pixels:
+            raise ValueError(
+                f"data.synthetic.image_size = {scenes.image_size} gives images of more than data.max_pixels = "
+                f"{self.max_pixels}; raise data.max_pixels"
             )
 
 
@@ -141,16 +186,16 @@ class FeatureSection(Section):
 
     compute_dtype: Annotated[Literal["auto", "float32", "bfloat16"], Identity.WITH_BACKBONE] = "auto"
     stored_dtype: Literal["float16", "float32"] = "float16"
-    batch_size: Annotated[Positive, Identity.IGNORED] = 16
-    rows_per_shard: Annotated[Positive, Identity.IGNORED] = 256
-    num_actors: Annotated[Positive, Identity.IGNORED] = 1
-    gpus_per_actor: Annotated[float, Identity.IGNORED] = 0
-    threads_per_actor: Annotated[Positive, Identity.IGNORED] = 1
+    batch_size: Annotated[BatchSize, Identity.IGNORED] = 16
+    rows_per_shard: Annotated[BatchSize, Identity.IGNORED] = 256
+    num_actors: Annotated[Processes, Identity.IGNORED] = 1
+    gpus_per_actor: Annotated[Gpus, Identity.IGNORED] = 0
+    threads_per_actor: Annotated[Threads, Field(gt=0), Identity.IGNORED] = 1
     # up to this many images are extracted by tasks: starting actors would take longer than they save
     max_images_for_tasks: Annotated[NonNegative, Identity.IGNORED] = 2048
     # the file of a detector's region features, which replace a backbone (`pipeline.features.regions`), or SYNTHETIC
-    hdf5: Annotated[str | None, Identity.LARGE_FILE] = None
-    max_regions: Annotated[Positive, Identity.WITH_REGIONS] = 100
+    hdf5: Annotated[Text | None, Identity.LARGE_FILE] = None
+    max_regions: Annotated[Count, Field(gt=0), Identity.WITH_REGIONS] = 100
     # true: keep the first max_regions of an image that has more; false: refuse it
     truncate_regions: Annotated[bool, Identity.WITH_REGIONS] = False
     # the largest size in GiB of the cache of shards from S3, and also of the cache of images, as far as the disk has
@@ -171,7 +216,7 @@ class ScheduleSection(Section):
 
     name: Literal["hyperbolic", "linear", "inverse_sqrt"] = "hyperbolic"
     warmup_iterations: Positive = 1
-    decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    decay: Annotated[float, Field(gt=0, le=1), NUMBER] = 1.0
     decay_every_epochs: Positive = 1
     min_lr: NonNegativeFloat = 5e-7
 
@@ -188,7 +233,7 @@ class OptimizerSection(Section):
 class PlateauSection(Section):
     """Multiplies the learning rate by `factor` after `patience` validations in a row without a new best score."""
 
-    factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    factor: Annotated[float, Field(gt=0, lt=1), NUMBER] = 0.5
     patience: Positive = 3
 
 
@@ -199,8 +244,8 @@ class ScstSection(Section):
     document_frequency: captions, sampling_dropout: true, fixed_length: 20.
     """
 
-    num_samples: Annotated[int, Field(ge=2)] = 5
-    max_length: Annotated[int, Field(ge=3)] = 20
+    num_samples: Annotated[int, Field(ge=2, le=1000), NUMBER] = 5
+    max_length: Tokens = 20
     sampler: Literal["multinomial", "beam"] = "multinomial"
     temperature: PositiveFloat = 1.0
     baseline: Literal["leave_one_out", "mean", "greedy"] = "leave_one_out"
@@ -215,12 +260,12 @@ class ScstSection(Section):
 class StageSection(Section):
     """One training stage."""
 
-    name: str
+    name: Name
     objective: Literal["cross_entropy", "scst"]
     train_backbone: bool = False
-    epochs: PositiveFloat
-    batch_size: Positive  # images of all workers; with cross_entropy and captions_per_image 1, (image, caption) pairs
-    captions_per_image: Positive = 1
+    epochs: Epochs
+    batch_size: BatchSize  # images of all workers; with cross_entropy and captions_per_image 1, (image, caption) pairs
+    captions_per_image: Beams = 1
     lr: PositiveFloat
     schedule: ScheduleSection = ScheduleSection()
     optimizer: OptimizerSection = OptimizerSection()
@@ -230,17 +275,17 @@ class StageSection(Section):
     max_grad_norm: PositiveFloat | None = None
     precision: Literal["float32", "bfloat16", "float64"] = "float32"
     scst: ScstSection | None = None
-    validate_every_epochs: PositiveFloat = 1.0
+    validate_every_epochs: Epochs = 1.0
     patience: Positive | None = None  # end the stage after this many validations in a row without a new best score
     plateau: PlateauSection | None = None
     checkpoint_every_steps: Annotated[Positive, Identity.IGNORED] = 500
-    checkpoint_every_minutes: Annotated[PositiveFloat, Identity.IGNORED] = 10
+    checkpoint_every_minutes: Annotated[Minutes, Identity.IGNORED] = 10
     gradient_accumulation_steps: Positive = 1
     keep_if_better: bool = False  # keep the weights only if validation CIDEr-D is above that of the previous stage
 
     def check_values(self) -> None:
         if not re.fullmatch(r"[a-z0-9_]+", self.name):
-            raise ValueError(f"stage name {self.name!r} must be made of a-z, 0-9 and _")
+            raise ValueError(f"stage name {quoted(self.name)} must be made of a-z, 0-9 and _")
         if self.scst is not None and self.objective != "scst":
             raise ValueError(f"stage {self.name} has a section scst but objective {self.objective}")
 
@@ -257,16 +302,16 @@ class StageSection(Section):
 class WorkersSection(Section):
     """The data-parallel training workers on the Ray cluster."""
 
-    num_workers: Positive = 1
-    min_workers: Positive | None = None  # train with at least this many while nodes are missing; None: num_workers
-    gpus_per_worker: NonNegativeFloat = 0
-    cpus_per_worker: PositiveFloat = 1
-    threads_per_worker: Positive = 1
+    num_workers: Processes = 1
+    min_workers: Processes | None = None  # train with at least this many while nodes are missing; None: num_workers
+    gpus_per_worker: Gpus = 0
+    cpus_per_worker: Cpus = 1
+    threads_per_worker: Annotated[Threads, Field(gt=0)] = 1
     dry_run: bool = True  # before training, take one step of every stage
-    num_decode_threads: NonNegative = 0
+    num_decode_threads: Threads = 0
     max_failures_per_hour: NonNegative = 6  # training ends after more failures than this within an hour
-    max_wait_minutes: PositiveFloat = 30  # how long a stage waits for the cluster's resources before it starts
-    max_stall_minutes: PositiveFloat = 60  # how long a stage may make no progress, for any reason, before it is ended
+    max_wait_minutes: Minutes = 30  # how long a stage waits for the cluster's resources before it starts
+    max_stall_minutes: Minutes = 60  # how long a stage may make no progress, for any reason, before it is ended
     log_every_steps: Positive = 20
     compile: bool = False  # torch.compile: needs a C++ compiler on CPUs, and its results differ in the last bits
 
@@ -288,13 +333,13 @@ class WorkersSection(Section):
 class EvaluationSection(Section):
     """Beam search. `raycap caption` and served models have the same defaults."""
 
-    beam_size: Positive = 5
-    max_length: Annotated[int, Field(ge=3)] = 20  # tokens with SOS and EOS
-    num_results: Positive = 1  # captions per image, at most beam_size
-    batch_size: Annotated[Positive, Identity.IGNORED] = 32
+    beam_size: Beams = 5
+    max_length: Tokens = 20
+    num_results: Beams = 1  # captions per image, at most beam_size
+    batch_size: Annotated[BatchSize, Identity.IGNORED] = 32
     precision: Literal["float32", "bfloat16"] = "float32"  # bfloat16: autocast, faster where the processor has it
     # a file of words that captions must contain (`pipeline.captioning.constraints` describes its format)
-    constraints: Annotated[str | None, Identity.FILE] = None
+    constraints: Annotated[Text | None, Identity.FILE] = None
 
     @property
     def protocol(self) -> str:
@@ -314,9 +359,9 @@ class TrackingSection(Section):
     """The MLflow server or file to which metrics and models are sent."""
 
     enabled: bool = True
-    uri: str | None = None  # None: a SQLite file in the storage
-    experiment: str = "raycap"
-    registered_name: str | None = None  # None: the run's name
+    uri: Text | None = None  # None: a SQLite file in the storage
+    experiment: Name = "raycap"
+    registered_name: Name | None = None  # None: the run's name
 
 
 class RetrainSection(Section):
@@ -325,10 +370,12 @@ class RetrainSection(Section):
     The new model is promoted if the lower end of the bootstrap interval of the difference in CIDEr-D is above `margin`.
     """
 
-    split: str | None = None  # fixed at its first use; None: the first of data.test_splits
+    split: Name | None = None  # fixed at its first use; None: the first of data.test_splits
     margin: NonNegativeFloat = 0.0  # in units of CIDEr-D; published scores are near 1.4
-    confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95  # the confidence of the two-sided interval
-    lease_seconds: PositiveFloat = 120  # the time for which a killed retraining blocks the next one
+    confidence: Annotated[float, Field(ge=0.5, lt=1), NUMBER] = 0.95  # the confidence of the two-sided interval
+    lease_seconds: Annotated[float, Field(ge=0.01, le=1e7), NUMBER] = (
+        120  # the time for which a killed retraining blocks the next one
+    )
 
 
 def _system(model: Any) -> str:

@@ -9,13 +9,16 @@ import hashlib
 import json
 import logging
 from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from pipeline.config.run import RunConfig
+from pipeline.config.sections import SceneConfig
 from pipeline.data.content_keys import take_snapshot
 from pipeline.data.dataset import Dataset, build_vocabulary, read_dataset
-from pipeline.data.synthetic import MARKER, write_dataset
+from pipeline.data.synthetic import MARKER, write_annotations, write_dataset
 from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import storage_path
+from pipeline.storage.path import StoragePath, storage_path
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +40,7 @@ def data_root(config: RunConfig) -> str:
     scenes = config.data.synthetic
     if scenes is None:
         return storage_path(str(config.data.root)).uri
-    digest = hashlib.sha256(json.dumps(asdict(scenes), sort_keys=True).encode()).hexdigest()[:10]
-    name = f"data/synthetic-{digest}"
-    root, remote = config.working_path / name, config.home(name)
+    root, remote = _synthetic_places(config, scenes)
     if remote is None or not (remote / MARKER).exists():
         if not root.is_dir():
             logger.info(f"writing the synthetic data set, {scenes.num_images} images, to {remote or root}")
@@ -47,6 +48,28 @@ def data_root(config: RunConfig) -> str:
         if remote is not None:
             Mirror(remote, root).push()
     return str(root) if remote is None else remote.uri
+
+
+def planned_data(config: RunConfig) -> Dataset | None:
+    """A synthetic data set that is not drawn yet, without its images; None for any other.
+
+    Raises UserError if it cannot be trained on with this configuration.
+    """
+    scenes = config.data.synthetic
+    if scenes is None or _synthetic_places(config, scenes)[0].is_dir():
+        return None
+    with TemporaryDirectory(prefix="raycap-") as folder:
+        write_annotations(Path(folder), scenes)
+        dataset = read_dataset(config.data, folder)
+    build_vocabulary(dataset, config.data)
+    return dataset
+
+
+def _synthetic_places(config: RunConfig, scenes: SceneConfig) -> tuple[Path, StoragePath | None]:
+    """The local folder of a synthetic data set, and its place on S3; None for a local storage."""
+    digest = hashlib.sha256(json.dumps(asdict(scenes), sort_keys=True).encode()).hexdigest()[:10]
+    name = f"data/synthetic-{digest}"
+    return config.working_path / name, config.home(name)
 
 
 def snapshot_of(dataset: Dataset, config: RunConfig) -> tuple[Dataset, dict[str, str]]:

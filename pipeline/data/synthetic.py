@@ -253,12 +253,22 @@ def write_dataset(folder: Path, config: SceneConfig) -> None:
     try:
         with atomic_folder(folder, replace=False, durable=False) as partial:
             (partial / "images").mkdir()
-            images = [_write_image(partial, config, index) for index in range(config.num_images)]
-            (partial / "dataset.json").write_text(json.dumps({"dataset": "raycap-scenes", "images": images}), "utf-8")
+            _write_annotations(partial, [_write_image(partial, config, index) for index in range(config.num_images)])
             (partial / MARKER).write_text(marker, "utf-8")
     except OSError:
         if not _is_complete(folder, marker):  # else another process has just written the same files
             raise
+
+
+def write_annotations(folder: Path, config: SceneConfig) -> None:
+    """Writes `dataset.json` and an empty folder for the images, to check a configuration before images are drawn."""
+    (folder / "images").mkdir()
+    _write_annotations(folder, [_entry(index, *make_scene(config.seed, index)) for index in range(config.num_images)])
+
+
+def _write_annotations(folder: Path, images: list[dict[str, Any]]) -> None:
+    """Writes Karpathy's file of these entries."""
+    (folder / "dataset.json").write_text(json.dumps({"dataset": "raycap-scenes", "images": images}), "utf-8")
 
 
 def _is_complete(folder: Path, marker: str) -> bool:
@@ -279,12 +289,17 @@ def _is_complete(folder: Path, marker: str) -> bool:
 def _write_image(folder: Path, config: SceneConfig, index: int) -> dict[str, Any]:
     """Draws and saves one picture; returns its entry for the Karpathy file."""
     scene, captions = make_scene(config.seed, index)
-    filename = f"scene_{index:06d}.png"
-    draw_scene(scene, config.image_size).save(folder / "images" / filename)
+    entry = _entry(index, scene, captions)
+    draw_scene(scene, config.image_size).save(folder / "images" / entry["filename"])
+    return entry
+
+
+def _entry(index: int, scene: Scene, captions: Sequence[str]) -> dict[str, Any]:
+    """The entry of one picture in the Karpathy file."""
     sentids = list(range(index * CAPTIONS_PER_IMAGE, (index + 1) * CAPTIONS_PER_IMAGE))
     return {
         "filepath": "images",
-        "filename": filename,
+        "filename": f"scene_{index:06d}.png",
         "imgid": index,
         "cocoid": index + 1,
         "split": scene.split,

@@ -11,6 +11,7 @@ from pipeline.data.vocabulary import SPECIALS
 from pipeline.errors import UserError
 from pipeline.scoring.result_files import shorten
 
+MAX_LINE = 2**22  # bytes; a vector of the largest width that can be configured
 MAX_LISTED = 8  # a message names at most this many of the words without a vector
 
 
@@ -43,6 +44,16 @@ def read_word_vectors(path: Path, words: Sequence[str], width: int) -> tuple[np.
         remedy = f"give a text file of lines with a word and {width} numbers"
         raise UserError(f"model.word_vectors {path} has none of the vocabulary's {len(words)} words; {remedy}")
     return vectors, given
+
+
+def check_word_vectors(path: Path, width: int) -> None:
+    """Raises UserError if the file's first line shows vectors of another width, or the file cannot be read."""
+    try:
+        with path.open("rb") as file:
+            line = file.readline(MAX_LINE)
+    except OSError as error:
+        raise UserError(f"model.word_vectors {path} cannot be read: {error.strerror or error}") from error
+    _is_header(path, line.split(), width)
 
 
 def _is_header(path: Path, parts: Sequence[bytes], width: int) -> bool:

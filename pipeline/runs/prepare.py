@@ -20,6 +20,7 @@ from models.base import CaptionModel
 from models.config import ModelSizes
 from models.registry import build_model
 from models.token_embeddings import fill_word_vectors
+from pipeline.captioning.constraints import load_automata
 from pipeline.config.load import dump_config
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset, build_vocabulary, longest_caption
@@ -98,7 +99,7 @@ def initial_backbone(config: RunConfig, *, with_weights: bool = True) -> Backbon
                 raise JobFailedError(f"{error}; repeat the command later, or give backbone.weights a file") from error
             logger.warning(f"{error}; the next attempt is in {pauses[0]:g} s")
             time.sleep(pauses.pop(0))
-        except (RuntimeError, ValueError, AssertionError, OSError) as error:  # timm raises all of these
+        except Exception as error:  # timm and its libraries may raise any error
             reason = " ".join(str(error).split())
             raise UserError(f"backbone {config.backbone.name} cannot be made: {reason}") from error
 
@@ -107,10 +108,10 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
     """Draws the weights of the backbone and then of the model from the seed, and writes the files of a new run."""
     start = warm_start(config)
     vocabulary = build_vocabulary(dataset, config.data)
-    max_positions = _max_positions(config, dataset)
+    num_positions = max_positions(config, dataset)
     if start is not None:
         vocabulary = start.extend_vocabulary(vocabulary)
-        max_positions = max(max_positions, start.bundle.captioner.model.sizes.max_positions)
+        num_positions = max(num_positions, start.bundle.captioner.model.sizes.max_positions)
     backbone = None
     if config.has_backbone:
         backbone = initial_backbone(config, with_weights=start is None)  # the bundle contains the backbone's weights
@@ -118,7 +119,8 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
     else:
         width, num_tokens = feature_width(dataset, config), config.features.max_regions
         torch.manual_seed(config.seed)
-    sizes = ModelSizes(width, len(vocabulary), max_positions, vocabulary.sos, vocabulary.eos, vocabulary.pad)
+    check_constraints(config, dataset, vocabulary)
+    sizes = ModelSizes(width, len(vocabulary), num_positions, vocabulary.sos, vocabulary.eos, vocabulary.pad)
     model = _initial_model(config, sizes, vocabulary)
     if start is not None:
         start.copy_weights(model, backbone)
@@ -147,7 +149,14 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
     folder.push("data.arrow", "vocabulary.json", "config.yaml", "init", "run.json")
 
 
-def _max_positions(config: RunConfig, dataset: Dataset) -> int:
+def check_constraints(config: RunConfig, dataset: Dataset, vocabulary: Vocabulary) -> None:
+    """Raises UserError if the configuration's constraint file has words for test images outside the vocabulary."""
+    if config.evaluation.constraints is not None:
+        images = dataset.split(*config.data.test_splits).column("image_id")
+        load_automata(Path(config.evaluation.constraints), images, vocabulary)
+
+
+def max_positions(config: RunConfig, dataset: Dataset) -> int:
     """The number of token positions that is enough for training captions, SCST samples and evaluation.
 
     Raises UserError if the configured number is too small for the longest training caption.

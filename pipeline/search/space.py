@@ -7,11 +7,18 @@ import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from pipeline.config.sections import Positive, Section
+from models.values import NUMBER, Groups
+from pipeline.config.sections import Name, Section
+from pipeline.untrusted.names import shown
+
+MAX_CHOICES = 1000  # that a dimension lists; each is built before a search starts
+MAX_NUMBERS = 100_000  # of a range with a step
+Coefficient = Annotated[Groups, Field(gt=0)]
+Bound = Annotated[int | float, NUMBER, Field(ge=-1e38, le=1e38)]  # of a range
 
 
 class GenerateSection(Section):
@@ -21,9 +28,9 @@ class GenerateSection(Section):
     coefficient n times: 3 groups from 16 to 64 are [16, 32, 64], or [16, 16, 16], [32, 32, 32] and [64, 64, 64].
     """
 
-    groups: tuple[Positive, ...]
-    smallest: Positive
-    largest: Positive
+    groups: Annotated[tuple[Annotated[int, Field(gt=0, le=100), NUMBER], ...], Field(max_length=50)]
+    smallest: Coefficient
+    largest: Coefficient
     spacing: Literal["doubling", "equal"] | tuple[Literal["doubling", "equal"], ...] = "doubling"
 
     @model_validator(mode="after")
@@ -56,13 +63,13 @@ class SpaceSection(Section):
     the choices are low, low + step, low + 2 * step, ... up to high.
     """
 
-    choices: tuple[Any, ...] | None = None
-    groups: dict[str, tuple[Positive, ...] | None] | None = None
+    choices: Annotated[tuple[Any, ...], Field(max_length=MAX_CHOICES)] | None = None
+    groups: Annotated[dict[Name, tuple[Coefficient, ...] | None], Field(max_length=MAX_CHOICES)] | None = None
     generate: GenerateSection | None = None
-    low: int | float | None = None
-    high: int | float | None = None
+    low: Bound | None = None
+    high: Bound | None = None
     log: bool = False
-    step: int | float | None = None
+    step: Bound | None = None
 
     @model_validator(mode="after")
     def _check_kind(self) -> SpaceSection:
@@ -78,11 +85,17 @@ class SpaceSection(Section):
                 raise ValueError("a log range needs low above 0 and no step")
             if self.step is not None and not 0 < self.step <= self.high - self.low:
                 raise ValueError(f"step = {self.step} must be above 0 and at most high - low = {self.high - self.low}")
+            step = self.step or (1 if isinstance(self.low, int) and isinstance(self.high, int) else None)
+            if step is not None and (self.high - self.low) / step >= MAX_NUMBERS:
+                raise ValueError(
+                    f"has more than {MAX_NUMBERS:,} numbers from low = {self.low} to high = {self.high}; give a larger "
+                    "step or a smaller range"
+                )
         elif not (self.choices or self.groups or self.generate):
             raise ValueError("is empty; give at least one choice")
         labels = [show_value(choice) for choice in self.choices or ()]
         if duplicates := [label for label in labels if labels.count(label) > 1]:
-            raise ValueError(f"the choice {duplicates[0]} occurs twice")
+            raise ValueError(f"the choice {shown(duplicates[0])} occurs twice")
         return self
 
 
@@ -166,9 +179,9 @@ class Space:
 
     @property
     def size(self) -> float:
-        """The number of points; infinite with a continuous range."""
+        """The number of points; infinite with a continuous range, and where a float cannot hold it."""
         lists = [dimension.listed() for dimension in self.dimensions]
-        return math.prod(math.inf if choices is None else len(choices) for choices in lists)
+        return math.prod(math.inf if choices is None else float(len(choices)) for choices in lists)
 
     def first(self) -> dict[str, Any]:
         """The point with the first choice of each dimension."""

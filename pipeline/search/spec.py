@@ -16,14 +16,16 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
-from models.config import ExpansionNetConfig, ModelSizes
+from models.config import ExpansionNetConfig
+from models.values import NUMBER, Text
 from pipeline.config.load import parse_config, parse_section, read_values, set_value
 from pipeline.config.run import RunConfig
-from pipeline.config.sections import FileName, NonNegativeFloat, Positive, PositiveFloat, Section
+from pipeline.config.sections import Cpus, Epochs, FileName, Gpus, Minutes, Name, Processes, Section, Seed
 from pipeline.errors import UserError
 from pipeline.runs.identity import config_identity
 from pipeline.scoring.metrics import METRICS
-from pipeline.search.space import Space, SpaceSection, row_space, space_of
+from pipeline.search.space import MAX_CHOICES, Space, SpaceSection, row_space, space_of
+from pipeline.untrusted.names import shown
 
 Values = dict[str, Any]  # values by configuration key; keys are dotted or nested
 MAX_CHECKED_POINTS = 1000  # in a space of at most this size, every point is checked before a search starts
@@ -63,8 +65,8 @@ WEIGHT_COMPATIBLE = {"model.dropout", "model.expansion_dropout"}
 class TrialSection(Section):
     """The stages that a trial trains; by default the first cross-entropy stage on frozen features."""
 
-    stages: tuple[str, ...] | None = None
-    epochs: PositiveFloat | None = None  # the length of each stage; None: as in the base configuration
+    stages: tuple[Name, ...] | None = None
+    epochs: Epochs | None = None  # the length of each stage; None: as in the base configuration
     set: Values = Field(default={})  # configuration values for all trials; best.yaml does not contain them
 
 
@@ -75,25 +77,25 @@ class BackboneSection(Section):
     trained; without such a run, a stand-in is trained with `stages` and `set`.
     """
 
-    weights: str = "base"
-    stages: tuple[str, ...] = ()
+    weights: Text = "base"
+    stages: tuple[Name, ...] = ()
     set: Values = Field(default={})
 
 
 class BudgetSection(Section):
     """When a search ends. `trials` counts points times seeds. A larger budget resumes a finished search."""
 
-    trials: Positive | None = None
-    hours: PositiveFloat | None = None
-    concurrent: Positive | None = None  # the most trials at a time; None: as many as the machine or cluster can place
+    trials: Annotated[int, Field(gt=0, le=10**6), NUMBER] | None = None
+    hours: Minutes | None = None
+    concurrent: Processes | None = None  # the most trials at a time; None: as many as the machine or cluster can place
 
 
 class SchedulerSection(Section):
     """ASHA: after grace_epochs * reduction**k epochs (k = 0, 1, ...) the best 1/reduction of the trials continue."""
 
     name: Literal["asha"] = "asha"
-    grace_epochs: PositiveFloat = 1
-    reduction: Annotated[float, Field(gt=1)] = 2
+    grace_epochs: Epochs = 1
+    reduction: Annotated[float, Field(ge=1.1, le=1000), NUMBER] = 2  # near 1 there would be a rung for every step
 
     def describe(self) -> str:
         return f"ASHA from epoch {self.grace_epochs:g}, the best 1/{self.reduction:g} continue"
@@ -102,16 +104,16 @@ class SchedulerSection(Section):
 class PopulationSection(Section):
     """After each `every_epochs` epochs the worst `quantile` of the members copies weights from the best `quantile`."""
 
-    every_epochs: PositiveFloat = 1
-    quantile: Annotated[float, Field(gt=0, le=0.5)] = 0.25
+    every_epochs: Epochs = 1
+    quantile: Annotated[float, Field(gt=0, le=0.5), NUMBER] = 0.25
 
 
 class ResourceSection(Section):
     """The resources of one trial. With one worker it trains in its own process, with several on Ray Train."""
 
-    workers: Positive = 1
-    cpus: PositiveFloat = 1  # per worker
-    gpus: NonNegativeFloat = 0
+    workers: Processes = 1
+    cpus: Cpus = 1  # per worker
+    gpus: Gpus = 0
 
     def check_values(self) -> None:
         if 0 < self.gpus < 1 < self.workers:
@@ -125,23 +127,23 @@ class SearchConfig(Section):
     """The configuration of `raycap tune`."""
 
     name: FileName
-    base: str  # the file of the base configuration, relative to the search's file
+    base: Text  # the file of the base configuration, relative to the search's file
     set: Values = Field(default={})  # changes of the base configuration
-    storage: str | None = None  # None: the base configuration's
-    space: dict[str, SpaceSection] = Field(default={})
-    rows: Annotated[tuple[Values, ...], Field(min_length=1)] | None = None  # explicit points
+    storage: Text | None = None  # None: the base configuration's
+    space: dict[Name, SpaceSection] = Field(default={}, max_length=100)
+    rows: Annotated[tuple[Values, ...], Field(min_length=1, max_length=MAX_CHOICES)] | None = None  # explicit points
     trial: TrialSection = TrialSection()
     backbone: BackboneSection = BackboneSection()
-    objectives: dict[str, Literal["max", "min"]] = Field(default={SCORE: "max", "macs": "min"})
-    metrics: tuple[str, ...] = ("BLEU-4", "ROUGE-L")  # more scores of a finished trial's validation captions
+    objectives: dict[Name, Literal["max", "min"]] = Field(default={SCORE: "max", "macs": "min"})
+    metrics: tuple[Name, ...] = ("BLEU-4", "ROUGE-L")  # more scores of a finished trial's validation captions
     budget: BudgetSection = BudgetSection()
     algorithm: Literal["grid", "random", "tpe", "nsga2", "pbt"] = "random"
-    population: Positive | None = None  # of NSGA-II; None: a quarter of the number of points, but 4 to 50
+    population: Processes | None = None  # of NSGA-II; None: a quarter of the number of points, but 4 to 50
     scheduler: SchedulerSection | None = None
     pbt: PopulationSection = PopulationSection()
     resources: ResourceSection = ResourceSection()
-    seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
-    seed: int = 0  # the sampler's seed
+    seeds: Annotated[tuple[Seed, ...], Field(min_length=1, max_length=1000)] = (0,)
+    seed: Seed = 0  # the sampler's seed
     compare: Literal["expansionnet_v2", "meshed_memory", "clustformer"] | None = None  # the paper to compare with
 
     @field_validator("scheduler", mode="before")
@@ -317,7 +319,7 @@ class Search:
         first = self.space.first()
         for dimension in self.space.dimensions:
             for choice in dimension.ends():
-                name = f"space.{dimension.key}: the choice {dimension.show(choice)}"
+                name = f"space.{dimension.key}: the choice {shown(dimension.show(choice))}"
                 self._check_point({**first, dimension.key: choice}, name, model=True)
         settings = self.config.scheduler
         if settings is not None and settings.grace_epochs > self.total_epochs():
@@ -327,7 +329,7 @@ class Search:
             )
         if self.space.size <= MAX_CHECKED_POINTS:
             for point in self.space.points():
-                self._check_point(point, self.space.describe(point), model=False)
+                self._check_point(point, shown(self.space.describe(point)), model=False)
 
     def _check_key(self, key: str) -> None:
         """UserError for a key that a search must not change."""
@@ -350,15 +352,13 @@ class Search:
 
     def _check_point(self, point: Mapping[str, Any], name: str, *, model: bool) -> None:
         """Builds the configurations of a point and, with `model`, its model; an error calls the point `name`."""
-        from models.macs import model_on_meta
+        from pipeline.runs.preflight import require_possible_model
 
         try:
-            section = self.trial_config(point, self.config.seeds[0]).model
+            config = self.trial_config(point, self.config.seeds[0])
             parse_config(self.run_values(point))  # best.yaml may get this configuration, which differs from a trial's
-            if model:  # only the settings are checked, so any sizes will do, and the weights need no memory
-                positions = section.max_positions or 74
-                sizes = ModelSizes(feature_width=64, vocabulary_size=100, max_positions=positions, sos=0, eos=1, pad=2)
-                model_on_meta(section, sizes)
+            if model:
+                require_possible_model(config)
         except (ValueError, RuntimeError) as error:
             raise UserError(f"{name} is refused: {error}") from error
 

@@ -6,6 +6,8 @@ from pathlib import PurePosixPath
 
 from pipeline.errors import UserError
 
+MAX_QUOTED = 200
+
 
 def relative_name(name: str, source: str) -> str:
     """Returns `name` if it is the plain relative path of a file, so that a file of this name stays in its folder.
@@ -26,3 +28,21 @@ def printable(text: str) -> str:
     Line ends are escaped as well. Right-to-left marks and overrides count as not printable.
     """
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def quoted(value: object) -> str:
+    """A value as an error message shows it: on one line, in at most MAX_QUOTED characters."""
+    try:
+        text = printable(repr(value))
+    except (ValueError, RecursionError):  # Python prints no integer of more than 4,300 digits
+        text = f"a very long {type(value).__name__}"
+    if len(text) <= MAX_QUOTED:
+        return text
+    half = MAX_QUOTED // 2 - 20
+    return f"{text[:half]} ... {text[-half:]} ({len(text)} characters)"
+
+
+def shown(name: object) -> str:
+    """A name as an error message shows it: as it is, or `quoted` if it is long or would not stay on one line."""
+    text = str(name)
+    return text if text == printable(text) and len(text) <= MAX_QUOTED else quoted(text)

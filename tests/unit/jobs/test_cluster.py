@@ -1,0 +1,54 @@
+"""What is refused before Ray starts: addresses, and more processes or GPUs than this machine has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jobs.cluster import check_address, check_resources
+from pipeline.config.load import parse_config
+from pipeline.errors import UserError
+from tests.conftest import small_config
+
+
+@pytest.mark.parametrize(
+    "address", ["nonsense", "http://head:8265", "head:port", "head:6379 x", "a\nb:1", "x" * 10**5, ":6379", "ray://"]
+)
+def test_an_address_that_ray_cannot_join_is_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="is no address of a Ray cluster; give auto or HOST:PORT") as error:
+        check_address(address)
+    assert len(str(error.value)) < 500 and "\n" not in str(error.value)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(UserError):
+        check_address(None)
+
+
+@pytest.mark.parametrize("address", ["auto", "10.0.0.1:6379", "head.svc:6379", "ray://head:10001", "[::1]:6379"])
+def test_addresses_of_ray_are_accepted(address: str) -> None:
+    check_address(address)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"workers__gpus_per_worker": 1}, "workers.gpus_per_worker asks for 1 GPUs in all and this Ray has 0"),
+        ({"features__gpus_per_actor": 0.5}, "features.gpus_per_actor asks for 0.5 GPUs in all and this Ray has 0"),
+        ({"workers__cpus_per_worker": 9000}, "ask for 9000 CPUs at a time, and this machine has 2; lower"),
+        ({"features__num_actors": 9000}, "ask for 4500.4 CPUs at a time, and this machine has 2; lower"),
+    ],
+)
+def test_a_machine_is_not_asked_for_what_it_cannot_have(
+    changes: dict[str, Any], found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    check_resources(parse_config(small_config(tmp_path)), None)
+    config = parse_config(small_config(tmp_path, **changes))
+    with pytest.raises(UserError, match=found):
+        check_resources(config, None)
+    check_resources(config, "head:6379")

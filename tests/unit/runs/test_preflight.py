@@ -1,0 +1,141 @@
+"""Checks before the first write: what is wrong is said in one sentence, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import h5py
+import pytest
+
+from pipeline.config.load import load_config, parse_config
+from pipeline.config.run import RunConfig
+from pipeline.errors import UserError
+from pipeline.runs import preflight
+from pipeline.runs.preflight import check_before_writing, check_storage, require_possible
+from tests.conftest import ROOT, small_config
+
+
+def config_of(tmp_path: Path, **changes: Any) -> RunConfig:
+    return parse_config(small_config(tmp_path / "results", **changes))
+
+
+def refusal(config: RunConfig, folder: Path) -> str:
+    """The sentence with which a configuration is refused."""
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(UserError) as error:
+        check_before_writing(config)
+    assert sorted(folder.rglob("*")) == before, "a refusal leaves nothing behind"
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_good_configuration_passes_and_writes_nothing(tmp_path: Path) -> None:
+    check_before_writing(config_of(tmp_path))
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"data__extra_vocabulary": "/nowhere/words.txt"}, "data.extra_vocabulary: /nowhere/words.txt does not exist"),
+        ({"model__word_vectors": "/nowhere.txt", "model__word_vector_width": 50}, "model.word_vectors: /nowhere.txt"),
+        ({"backbone__weights": "/nowhere.pth"}, "backbone.weights: /nowhere.pth does not exist or is not a file"),
+        ({"backbone__weights": "/"}, "backbone.weights: / does not exist or is not a file"),
+        ({"evaluation__constraints": "/nowhere.jsonl"}, "constraints /nowhere.jsonl cannot be read as text"),
+        ({"init_from": "/nowhere"}, "init_from: /nowhere is not a model bundle: it lacks config.yaml"),
+        ({"data__train_splits": ["training"]}, "data.train_splits: no image of dataset.json is in training"),
+        ({"data__test_splits": ["test", "test2"]}, "data.test_splits (test2): no image of dataset.json is in test2"),
+        ({"data__val_split": "dev"}, "data.val_split: no image of dataset.json is in dev; it has the splits novel"),
+        ({"data__min_count": 10**6}, "vocabulary"),
+        ({"model__max_positions": 4}, "model.max_positions = 4 is less than the longest training caption's"),
+        ({"backbone__name": "swin_enormous"}, "backbone.name is 'swin_enormous', which timm does not know"),
+        ({"backbone__embed_dim": 2**17}, "parameters, and the limit is 100,000"),
+        ({"model__d_ff": 2**17, "model__d_model": 2**17, "model__num_encoder_layers": 1}, "would have"),
+        ({"model__static_expansion": [10**10]}, "model expansionnet_v2 would have 320,0"),
+        ({"evaluation": {"batch_size": 10**6, "beam_size": 1000, "max_length": 1000}}, "evaluation: a batch of"),
+    ],
+)  # fmt: skip
+def test_what_would_fail_later_is_refused(tmp_path: Path, changes: dict[str, Any], found: str) -> None:
+    assert found in refusal(config_of(tmp_path, **changes), tmp_path)
+
+
+def test_a_stage_that_no_worker_can_hold_is_named(tmp_path: Path) -> None:
+    values = small_config(tmp_path)
+    values["stages"][2] |= {"batch_size": 10**6, "scst": {"num_samples": 1000, "max_length": 1000}}
+    with pytest.raises(UserError, match=r"stages.scst_frozen: a batch of .* TiB or more on one worker, .* lower the"):
+        require_possible(parse_config(values))
+
+
+def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
+    files = tmp_path / "files"
+    files.mkdir()
+    (files / "vectors.txt").write_text("the 0.1 0.2 0.3\n")
+    (files / "regions.h5").write_text("not HDF5")
+    (files / "constraints.jsonl").write_text('{"image_id": 1}\n')
+    (files / "words.jsonl").write_text('{"image_id": 25, "constraints": ["zeppelin"]}\n{"image_id": 27, "constraints": '
+                                       '["zeppelin"]}\n')  # fmt: skip
+    vectors = config_of(tmp_path, model__word_vectors=str(files / "vectors.txt"), model__word_vector_width=50)
+    assert "has vectors of 3 numbers, and model.word_vector_width is 50" in refusal(vectors, tmp_path)
+    lines = config_of(tmp_path, evaluation__constraints=str(files / "constraints.jsonl"))
+    assert "line 1 is no JSON object with image_id and a list constraints" in refusal(lines, tmp_path)
+    words = config_of(tmp_path, evaluation__constraints=str(files / "words.jsonl"), data__test_splits=["val", "test"])
+    assert "needs the word 'zeppelin', which is not among the model's" in refusal(words, tmp_path)
+    regions = load_config(
+        ROOT / "configs" / "demo_meshed_memory_regions.yaml",
+        [f"features.hdf5={files / 'regions.h5'}", f"storage={tmp_path / 'results'}"],
+    )
+    assert "regions.h5 cannot be opened as HDF5" in refusal(regions, tmp_path)
+    (files / "regions.h5").unlink()
+    with h5py.File(files / "regions.h5", "w"):
+        pass
+    check_before_writing(regions)
+
+
+def test_a_storage_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=f"storage: {tmp_path}/file is a file; give a folder"):
+        check_storage(config_of(tmp_path / "file"))
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in ("n" * 300, "loop/x"):
+        with pytest.raises(UserError, match="storage: .* cannot be used: .*; give another folder"):
+            check_storage(config_of(tmp_path / name))
+    monkeypatch.setattr(preflight.os, "access", lambda path, mode: mode == os.R_OK)  # root may write everywhere
+    with pytest.raises(UserError, match=f"storage: {tmp_path} cannot be written; correct its permissions or give"):
+        check_storage(config_of(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("storage", "variables", "found"),
+    [
+        ({"endpoint_url": "http://127.0.0.1:9", "retry_minutes": 0}, {}, "Unable to locate credentials; check"),
+        (
+            {"endpoint_url": "http://127.0.0.1:9", "retry_minutes": 0},
+            {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"},
+            "Could not connect to the endpoint URL.*check storage.endpoint_url",
+        ),
+        ({"endpoint_url": "nonsense"}, {}, "storage.endpoint_url: Invalid endpoint: nonsense; give a URL such as"),
+        ({"uri": "s3://a b/c"}, {}, "s3://a b/c: storage failed: .*Invalid bucket name"),
+    ],
+)
+def test_a_storage_on_s3_that_cannot_be_used_is_refused(
+    storage: dict[str, Any], variables: dict[str, str], found: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    # a region of its own, because clients are cached
+    section = {"uri": "s3://data/runs", "region": f"r{abs(hash((str(storage), str(variables)))) % 10**6}"} | storage
+    with pytest.raises(UserError, match=found):
+        check_storage(parse_config(small_config(section)))
+
+
+def test_a_bucket_that_does_not_exist_is_named(s3: str) -> None:
+    storage = {"uri": "s3://no-such-bucket/runs", "endpoint_url": s3}
+    with pytest.raises(UserError, match=r"s3://no-such-bucket/runs: no such bucket; create it, or correct storage"):
+        check_storage(parse_config(small_config(storage)))
