@@ -23,7 +23,7 @@ import yaml
 from jobs.constraints import constraints
 from jobs.score import score
 from pipeline.captioning.constraints import load_automata
-from pipeline.config.load import dump_config, load_config, parse_config, parse_section, referenced_files
+from pipeline.config.load import dump_config, load_config, parse_config, parse_section, read_file, referenced_files
 from pipeline.config.sections import DataSection
 from pipeline.data.dataset import build_vocabulary, read_dataset
 from pipeline.data.word_vectors import read_word_vectors
@@ -50,12 +50,13 @@ COMMANDS_OF_RUNS = ("check", "run", "extract", "evaluate", "retrain")
 
 
 class ConfigFile(NamedTuple):
-    """A shipped configuration: its path below configs/, its text and values, and the texts of the files it names."""
+    """A configuration: its path below configs/, its text and values, the texts of the files it names, and its kind."""
 
     name: str
     text: str
     values: Any
     others: dict[str, str]
+    is_search: bool
 
 
 def config_files(_: Path) -> list[ConfigFile]:
@@ -65,7 +66,8 @@ def config_files(_: Path) -> list[ConfigFile]:
         text = path.read_text()
         related = {file.resolve() for file in referenced_files(path)} - {path}
         others = {str(file.relative_to(folder)): file.read_text() for file in related}
-        files.append(ConfigFile(str(path.relative_to(folder)), text, yaml.safe_load(text), others))
+        is_search = "base" in read_file(path)
+        files.append(ConfigFile(str(path.relative_to(folder)), text, yaml.safe_load(text), others, is_search))
     return files
 
 
@@ -101,9 +103,9 @@ def hostile_override(values: Any, random: Random) -> str:
     return random.choice((f"{names}={value}", f"{names}={value}", f"{names}.extra={value}", f"{names}s={value}", names))
 
 
-def accept(path: Path, overrides: list[str]) -> None:
+def accept(path: Path, overrides: list[str], is_search: bool = False) -> None:
     """What `raycap run` and `raycap tune` do before their first write. The configuration of a run can be stored."""
-    if "base:" in path.read_text(errors="replace"):
+    if is_search:
         load_search(path, overrides)
         return
     config = load_config(path, overrides)
@@ -111,8 +113,10 @@ def accept(path: Path, overrides: list[str]) -> None:
 
 
 def configuration(files: list[ConfigFile], case: Case) -> Callable[[], object]:
-    path, overrides = mutated_config(files[case.number % len(files)], case)
-    return lambda: accept(path, overrides)
+    """A hostile configuration, or hostile options of --set, are checked as before a run or search."""
+    file = files[case.number % len(files)]
+    path, overrides = mutated_config(file, case)
+    return lambda: accept(path, overrides, file.is_search)
 
 
 class Small(NamedTuple):
@@ -128,7 +132,9 @@ def small_inputs(folder: Path) -> Small:
     values = small_config(folder / "nowhere")
     values["data"] = {"root": str(data), "min_count": 1}
     values["storage"] = "results"
-    return Small(ConfigFile("run.yaml", yaml.safe_dump(values), values, {}), make_bundle(folder / "bundle"), data)
+    return Small(
+        ConfigFile("run.yaml", yaml.safe_dump(values), values, {}, False), make_bundle(folder / "bundle"), data
+    )
 
 
 def command_line(inputs: Small, case: Case) -> Callable[[], object]:

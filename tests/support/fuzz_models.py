@@ -24,7 +24,6 @@ from jobs.import_ import import_checkpoint
 from jobs.named_files import open_bundle
 from pipeline.captioning.bundle import load_bundle
 from pipeline.captioning.service import MAX_PIXELS, CaptionService
-from pipeline.captioning.upstream import read_meshed_vocabulary
 from pipeline.config.load import parse_config
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset, read_dataset
@@ -41,7 +40,7 @@ from pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import small_config, write_karpathy
 from tests.support.bundles import WORDS, make_bundle, write_images
 from tests.support.fuzzing import Case
-from tests.support.golden import EXPANSIONNET, EXPANSIONNET_SETTINGS
+from tests.support.golden import EXPANSIONNET_SETTINGS, GOLDEN
 from tests.support.mutations import (
     RAW_YAML,
     as_yaml,
@@ -74,10 +73,11 @@ HOSTILE_PICKLES = (
 
 
 class Upstream(NamedTuple):
-    """The files of valid checkpoints: ExpansionNet v2's, and the vocabulary of the Meshed-Memory Transformer."""
+    """The valid files of ExpansionNet v2, and those of the Meshed-Memory Transformer."""
 
     checkpoint: bytes
     tokens: bytes
+    meshed_checkpoint: bytes
     meshed_tokens: bytes
 
 
@@ -86,16 +86,16 @@ def upstream(_: Path) -> Upstream:
     tables = {"itos": words, "stoi": {word: index for index, word in enumerate(words)}}
     # an object of a class that does not exist here, with the tables as its attributes
     meshed = b"\x80\x02cdata.vocab\nVocab\n)\x81" + pickle.dumps(tables, 2)[2:-1] + b"b."
-    checkpoint, tokens = ((EXPANSIONNET / name).read_bytes() for name in ("checkpoint.pth", "tokens.pickle"))
-    return Upstream(checkpoint, tokens, meshed)
+    names = ("expansionnet_v2/checkpoint.pth", "expansionnet_v2/tokens.pickle", "meshed_memory/checkpoint.pth")
+    return Upstream(*((GOLDEN / name).read_bytes() for name in names), meshed)
 
 
 def checkpoint(valid: Upstream, case: Case) -> Callable[[], object]:
-    """`raycap import` of a hostile checkpoint or vocabulary, or the other project's vocabulary."""
+    """`raycap import` of a hostile checkpoint or vocabulary."""
     random, folder = case.random, case.folder
-    name = random.choice(("checkpoint", "checkpoint", "tokens", "meshed_tokens"))
+    name = random.choice(Upstream._fields)
     files = valid._asdict()
-    mutate = mutated_zip if name == "checkpoint" and random.random() < 0.6 else mutated_bytes
+    mutate = mutated_zip if "checkpoint" in name and random.random() < 0.6 else mutated_bytes
     is_crafted = random.random() < 0.2
     if is_crafted:
         files[name], mutate = random.choice(HOSTILE_PICKLES), mutated_bytes
@@ -103,11 +103,10 @@ def checkpoint(valid: Upstream, case: Case) -> Callable[[], object]:
         key: write_hostile(folder / key, data, random, (0.3 if is_crafted else 1) if key == name else 0, mutate)
         for key, data in files.items()
     }
-    if name == "meshed_tokens":
-        return lambda: read_meshed_vocabulary(paths[name])
-    chosen = {key: paths[key] for key in ("checkpoint", "tokens")}
-    settings = list(EXPANSIONNET_SETTINGS)
-    return lambda: import_checkpoint("expansionnet_v2", **chosen, out=folder / "out", overrides=settings)
+    out, settings = folder / "out", list(EXPANSIONNET_SETTINGS)
+    if name.startswith("meshed"):
+        return lambda: import_checkpoint("meshed_memory", paths["meshed_checkpoint"], paths["meshed_tokens"], out)
+    return lambda: import_checkpoint("expansionnet_v2", paths["checkpoint"], paths["tokens"], out, overrides=settings)
 
 
 def bundle_folder(folder: Path) -> Path:

@@ -27,6 +27,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from pydantic import ValidationError
+
 from pipeline.data.images import BadImage
 from pipeline.errors import JobFailedError, UserError
 from pipeline.storage.s3 import StorageError
@@ -37,7 +39,9 @@ CASES_PER_CHILD = 250
 MAX_DEATHS = 6  # a target ends after so many cases that hung or killed their process
 MAX_MESSAGE = 2_000  # characters
 ADDRESS_SPACE = 4 * 2**30  # bytes that a child may map in addition, so that a failing test does not fill the machine
-BAIT = "bait"
+BAIT, RESULTS = "bait", "results.jsonl"
+ROOMS = ("pipeline", "models", "jobs")
+STRANGERS = (UnicodeError, json.JSONDecodeError, ValidationError)  # are ValueErrors, which some targets may raise
 PROGRAMS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty")
 FORBIDDEN = dict.fromkeys(PROGRAMS, "starts a program") | {
     "socket.connect": "opens a connection",
@@ -58,12 +62,17 @@ WRITES = (
 
 @dataclass(frozen=True)
 class Case:
-    """One case: its number, its generator, its empty working folder, and a path that no input may lead to."""
+    """One case: its number, its generator, and its empty working folder below `sandbox`."""
 
     number: int
     random: Random
     folder: Path
-    bait: Path
+    sandbox: Path
+
+    @property
+    def bait(self) -> Path:
+        """A file that no input may lead to."""
+        return self.sandbox / BAIT
 
 
 @dataclass(frozen=True)
@@ -110,14 +119,12 @@ class Report:
         return [result for result in self.results if result.problem]
 
     def __str__(self) -> str:
-        kinds = ", ".join(
-            f"{count} {kind}" for kind, count in Counter(each.kind for each in self.results).most_common()
-        )
+        counts = Counter(each.kind for each in self.results).most_common()
         slowest = max(self.results, key=lambda each: each.seconds)
         largest = max(self.results, key=lambda each: each.num_bytes)
         lines = [
-            f"\nfuzz {self.target}: {len(self.results)} cases in {self.seconds:.0f} s: {kinds}; "
-            f"{len(self.problems)} wrong; "
+            f"\nfuzz {self.target}: {len(self.results)} cases in {self.seconds:.0f} s: "
+            f"{', '.join(f'{count} {kind}' for kind, count in counts)}; {len(self.problems)} wrong; "
             f"slowest {slowest.seconds:.1f} s (case {slowest.number}), "
             f"most memory {largest.num_bytes / 2**20:.0f} MiB (case {largest.number})"
         ]
@@ -126,36 +133,31 @@ class Report:
             groups.setdefault((each.kind, each.where, each.problem.partition(": ")[0]), []).append(each)
         for (kind, where, _), group in sorted(groups.items(), key=lambda item: -len(item[1])):
             again = f"RAYCAP_FUZZ_SEED={self.seed} RAYCAP_FUZZ_CASE={group[0].number}"
-            lines.append(
-                f"  {len(group)} x {kind} at {where or 'no code of raycap'}, {again}: {group[0].problem[:300]!r}"
-            )
+            place = f" at {where}" if where else ""
+            lines.append(f"  {len(group)} x {kind}{place}, {again}: {group[0].problem[:300]!r}")
         return "\n".join(lines)
 
 
 def fuzz(name: str, folder: Path, seed: int, numbers: range) -> Report:
     """Runs cases of the target `name` in a fresh process, whose home and caches are below `folder`."""
-    words = [
-        sys.executable,
-        "-m",
-        "tests.support.fuzzing",
-        name,
-        str(folder),
-        str(seed),
-        str(numbers[0]),
-        str(numbers[-1]),
-    ]
-    threads = dict.fromkeys(
-        ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
-    )  # a fork keeps one thread
-    own = {"HOME": str(folder / "home"), "RAYCAP_CACHE": str(folder / "cache"), "TMPDIR": str(folder / "tmp")}
-    environment = {**os.environ, **threads, **own, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(ROOT)}
-    output = None if len(numbers) == 1 else subprocess.PIPE
+    sandbox, shows_output = folder / "sandbox", len(numbers) == 1
+    own = {"HOME": "home", "RAYCAP_CACHE": "cache", "TMPDIR": "tmp"}
     for path in own.values():
-        Path(path).mkdir(parents=True, exist_ok=True)
+        (sandbox / path).mkdir(parents=True)
+    variables = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # forks have one
+    variables |= {key: str(sandbox / path) for key, path in own.items()}
+    variables |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(ROOT)}
+    words = [name, str(folder), str(seed), str(numbers[0]), str(numbers[-1])]
     begin = time.monotonic()
-    done = subprocess.run(words, cwd=folder, env=environment, stderr=output, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.fuzzing", *words],
+        cwd=sandbox,
+        env=os.environ | variables,
+        stderr=None if shows_output else subprocess.PIPE,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
-    results = [Result(**json.loads(line)) for line in (folder / "results.jsonl").read_text().splitlines()]
+    results = [Result(**json.loads(line)) for line in (folder / RESULTS).read_text().splitlines()]
     return Report(name, seed, time.monotonic() - begin, results)
 
 
@@ -184,10 +186,8 @@ def run_cases(
         _, status = os.waitpid(child, 0)
         if status:
             num_deaths += 1
-            killed = (
-                f"its process died ({signal.Signals(status & 127).name if status & 127 else f'exit {status >> 8}'})"
-            )
-            yield Result(waiting.pop(0), "hang" if ending else "death", ending or killed)
+            code = os.waitstatus_to_exitcode(status)
+            yield Result(waiting.pop(0), "hang" if ending else "death", ending or f"its process ended with {code}")
 
 
 def _received(reader: int) -> Iterator[Result | None]:
@@ -220,7 +220,7 @@ def _child(target: Target, inputs: Any, sandbox: Path, name: str, numbers: Seque
         folder = sandbox / f"cases/{number}"
         folder.mkdir(parents=True)
         os.chdir(folder)
-        case = Case(number, Random(f"{name} {number}"), folder, sandbox / BAIT)
+        case = Case(number, Random(f"{name} {number}"), folder, sandbox)
         result = _run_case(target, inputs, case, watch, verbose=len(numbers) == 1)
         os.chdir(sandbox)
         shutil.rmtree(folder, ignore_errors=True)
@@ -230,8 +230,8 @@ def _child(target: Target, inputs: Any, sandbox: Path, name: str, numbers: Seque
 
 def _run_case(target: Target, inputs: Any, case: Case, watch: Watch, verbose: bool) -> Result:
     attempt = target.case(inputs, case)
-    sandbox = case.bait.parent
-    before, elsewhere = _listing(case.folder), _listing(sandbox, skip=("cases", "cache"))
+    before, elsewhere = _listing(case.folder), _listing(case.sandbox, skip=("cases", "cache"))
+    os.utime(case.bait, (0, case.bait.stat().st_mtime))
     start_bytes, begin = _start_peak(), time.monotonic()
     kind, problem, where = "success", "", ""
     with watch.on(case.folder):
@@ -242,17 +242,17 @@ def _run_case(target: Target, inputs: Any, case: Case, watch: Watch, verbose: bo
             if verbose:
                 traceback.print_exc()
     seconds, num_bytes = time.monotonic() - begin, max(0, _peak() - start_bytes)
-    new = [name for name in _listing(case.folder).keys() - before.keys() if not name.startswith(target.writes or "\0")]
-    half = [name for name in new if name.endswith(".tmp")]
-    checks = {
-        watch.seen: "touched",
-        "writes outside of its folder" if _listing(sandbox, skip=("cases", "cache")) != elsewhere else "": "touched",
-        f"needs {num_bytes / 2**20:.0f} MiB" if num_bytes > target.max_bytes else "": "memory",
-        f"leaves {sorted(half)[:3]}" if half else "": "half-written",
-        f"leaves {sorted(new)[:3]} after a refusal" if new and kind != "success" else "": "half-written",
-    }
-    for text, name in checks.items():
-        if text and not problem:
+    new = sorted(name for name in _listing(case.folder).keys() - before.keys() if not name.startswith(target.writes))
+    checks = [
+        ("touched", bool(watch.seen), watch.seen),
+        ("touched", case.bait.stat().st_atime > 0, "reads the bait"),
+        ("touched", _listing(case.sandbox, skip=("cases", "cache")) != elsewhere, "writes outside of its folder"),
+        ("memory", num_bytes > target.max_bytes, f"needs {num_bytes / 2**20:.0f} MiB"),
+        ("half-written", any(name.endswith(".tmp") for name in new), f"leaves {new[:3]}"),
+        ("half-written", bool(new) and kind != "success", f"leaves {new[:3]} after a refusal"),
+    ]
+    for name, is_wrong, text in checks:
+        if is_wrong and not problem:
             kind, problem = name, text
     return Result(case.number, kind, problem, where, round(seconds, 3), num_bytes)
 
@@ -260,7 +260,7 @@ def _run_case(target: Target, inputs: Any, case: Case, watch: Watch, verbose: bo
 def _judge(error: BaseException, target: Target, case: Case) -> tuple[str, str, str]:
     """The kind of an outcome, what is wrong with it, and where in raycap's code it was raised."""
     name, where = type(error).__name__, _place(error)
-    if not isinstance(error, target.refusals):
+    if not isinstance(error, target.refusals) or isinstance(error, STRANGERS):
         return "escaped", f"{name}: {error!s:.500}", where
     text = str(error)
     if isinstance(error, JobFailedError | OSError):
@@ -280,12 +280,9 @@ def _judge(error: BaseException, target: Target, case: Case) -> tuple[str, str, 
 
 def _place(error: BaseException) -> str:
     """The innermost place of a traceback that is in raycap's code."""
-    places = [
-        f"{Path(frame.filename).relative_to(ROOT)}:{frame.name}"
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename.startswith((f"{ROOT}/pipeline", f"{ROOT}/models", f"{ROOT}/jobs"))
-    ]
-    return places[-1] if places else ""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    ours = [code for code in codes if code.co_filename.startswith(tuple(f"{ROOT}/{room}/" for room in ROOMS))]
+    return f"{Path(ours[-1].co_filename).relative_to(ROOT)}:{ours[-1].co_name}" if ours else ""
 
 
 class Watch:
@@ -369,13 +366,14 @@ def _status(key: str) -> int:
 def main() -> int:
     from tests.support.fuzz_targets import TARGETS
 
-    name, sandbox, seed = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    name, folder, seed = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    sandbox = folder / "sandbox"
     numbers = range(int(sys.argv[4]), int(sys.argv[5]) + 1)
     target = TARGETS[name]
     (sandbox / "inputs").mkdir()
-    (sandbox / BAIT).write_text("no input leads here")
+    (sandbox / BAIT).write_text("no input leads here " * 100)
     inputs = target.inputs(sandbox / "inputs")
-    with (sandbox / "results.jsonl").open("w") as file:
+    with (folder / RESULTS).open("w") as file:
         for result in run_cases(target, inputs, sandbox, f"{name} {seed}", numbers):
             file.write(json.dumps(asdict(result)) + "\n")
             file.flush()
