@@ -214,7 +214,11 @@ def encoded(form: str, tree: Any) -> bytes:
         return "\n".join(map(as_json, rows)).encode(errors="surrogatepass")
     rows = [row if isinstance(row, dict) else {"image": row} for row in rows] or [{}]
     names = dict.fromkeys(str(key) for row in rows for key in row)
-    texts = {name: [as_json(row.get(name)) for row in rows] for name in names}
+    cells = [[row.get(name) for row in rows] for name in names]
+    texts = {
+        name: [spelled(cell, RAW_JSON) if isinstance(cell, str) else as_json(cell) for cell in column]
+        for name, column in zip(names, cells, strict=True)
+    }
     sink = io.BytesIO()
     if form == "parquet":
         try:
