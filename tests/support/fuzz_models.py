@@ -180,12 +180,12 @@ def request(served: Served, case: Case) -> Callable[[], object]:
         forms = (image, text, text[:-1], bytearray(image), memoryview(image), np.frombuffer(image, np.uint8), [*image])
         return random.choice((random.choice(forms), random.choice(uris), hostile(random)))
 
-    names = random.sample(("image", "image", "uri", "images", "Image", 0), random.choice((1, 1, 2, 3)))
+    names = random.sample(("image", "image", "uri", "uri", "images", 0), random.choice((1, 1, 2, 3)))
     rows = random.choice((0, 1, 1, 2, 20))
     table: Any = {name: [cell() for _ in range(rows)] for name in names}
     kind = random.random()
     if kind < 0.6:
-        table = pd.DataFrame(table)
+        table = pd.DataFrame({name: pd.Series(column, dtype=object) for name, column in table.items()})
     elif kind < 0.7:
         image = served.images[0]
         table = random.choice((table | {"image": image}, table | {"uri": None}, [table], hostile(random), {}))

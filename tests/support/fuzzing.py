@@ -171,7 +171,12 @@ def run_cases(
         child = os.fork()
         if child == 0:
             os.close(reader)
-            _child(target, inputs, sandbox, generator_name, waiting[:CASES_PER_CHILD], writer)
+            try:
+                _child(target, inputs, sandbox, generator_name, waiting[:CASES_PER_CHILD], writer)
+                os._exit(0)
+            except BaseException:  # the fuzzer itself failed
+                traceback.print_exc()
+                os._exit(3)
         os.close(writer)
         ending = ""
         for result in _received(reader):
@@ -206,12 +211,11 @@ def _received(reader: int) -> Iterator[Result | None]:
 
 
 def _child(target: Target, inputs: Any, sandbox: Path, name: str, numbers: Sequence[int], writer: int) -> None:
-    """Runs cases, sends their results, and ends the process."""
+    """Runs cases and sends their results."""
     os.setsid()
-    if len(numbers) > 1:  # a single case shows its output and traceback
-        null = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):
-            os.dup2(null, stream)
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1):
+        os.dup2(null, stream)
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + ADDRESS_SPACE, resource.RLIM_INFINITY))
     watch = Watch(sandbox, target)
@@ -225,7 +229,6 @@ def _child(target: Target, inputs: Any, sandbox: Path, name: str, numbers: Seque
         os.chdir(sandbox)
         shutil.rmtree(folder, ignore_errors=True)
         os.write(writer, json.dumps(asdict(result)).encode() + b"\n")
-    os._exit(0)
 
 
 def _run_case(target: Target, inputs: Any, case: Case, watch: Watch, verbose: bool) -> Result:
