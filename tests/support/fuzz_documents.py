@@ -96,7 +96,8 @@ def hostile_override(values: Any, random: Random) -> str:
     key, node = [], values
     while isinstance(node, dict | list) and node and random.random() < 0.8:
         part = random.choice(list(node) if isinstance(node, dict) else range(len(node)))
-        key.append(node[part]["name"] if isinstance(node, list) and isinstance(node[part], dict) else part)
+        has_name = isinstance(node, list) and isinstance(node[part], dict) and "name" in node[part]
+        key.append(node[part]["name"] if has_name else part)
         node = node[part]
     names = ".".join(map(str, key)) or random.choice(("", ".", "storage", "a..b", "stages.9.lr", "x" * 3_000))
     value = spelled(json.dumps(hostile(random, list(RAW_YAML)), default=str), RAW_YAML)
