@@ -10,12 +10,7 @@ from tests.support.fuzzing import Target
 TARGETS: dict[str, Target] = {
     "configurations": Target(documents.config_files, documents.configuration, 27_000),
     "command_lines": Target(
-        documents.small_inputs,
-        documents.command_line,
-        100,
-        (documents.UserError, documents.JobFailedError),
-        ("results",),
-        True,
+        documents.small_inputs, documents.command_line, 100, writes=("results",), starts_programs=True
     ),
     "annotations": Target(documents.gzip_bomb, documents.annotations, 1_800),
     "data_sets": Target(documents.small_inputs, documents.data_set, 300, writes=("storage",)),
