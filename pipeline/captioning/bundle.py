@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 FORMAT = 2  # Format 2 introduced the parameter names in_proj, out_proj, token_embedding and lm_head.
 MAX_CONFIG_BYTES = 2**20  # of config.yaml and preprocessing.json
 # Limits for what takes time or memory without a tensor of this size in model.safetensors.
-MAX_LAYERS = 100  # of the encoder, the decoder and the backbone; published models have 24 or fewer
-MAX_STAGES = 10
+MAX_LAYERS = 200  # of the encoder, the decoder and the backbone; published models have 24 or fewer
+MAX_STAGES = 8
 MAX_IMAGE_SIZE = 4096  # pixels
 MAX_POSITIONS = 10_000
 MAX_COMPUTED_BYTES = 2**30  # tensors that a model computes from its sizes, such as the masks of shifted windows

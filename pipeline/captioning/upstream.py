@@ -97,8 +97,6 @@ def read_meshed_vocabulary(path: Path) -> Vocabulary:
     if path.suffix == ".json":
         return Vocabulary.load(path)
 
-    size, num_copied = path.stat().st_size if path.is_file() else 0, 0
-
     # Each file gets new stand-ins, because a file can set attributes of these classes.
     class Table:
         """A stand-in for the vocabulary, whose attributes the file sets as plain values."""
@@ -107,10 +105,6 @@ def read_meshed_vocabulary(path: Path) -> Vocabulary:
         """A stand-in for defaultdict, whose factory it ignores, and for Counter, which copies another dict."""
 
         def __init__(self, content: Any = None) -> None:
-            nonlocal num_copied
-            num_copied += len(content) if type(content) is dict else 0
-            if num_copied > size:  # each entry of a first copy is in the file; five bytes may ask for another copy
-                raise pickle.UnpicklingError("it copies more entries than it has bytes")
             super().__init__(content if type(content) is dict else {})
 
     def tables_of(content: Any) -> dict[str, Any]:

@@ -114,9 +114,10 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: Path) -> Vocabulary:
-        """The vocabulary in a file that `save` wrote. Raises ValueError for other content."""
+        """The vocabulary in a file that `save` wrote. Raises ValueError for other content, OSError without a file."""
         data = parse_json(read_regular_file(path, MAX_BYTES), str(path))
         words = data.get("words") if isinstance(data, dict) else None
-        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        tokenizer = data.get("tokenizer", "expansionnet") if isinstance(data, dict) else None
+        if not isinstance(words, list) or not all(isinstance(text, str) for text in (tokenizer, *words)):
             raise ValueError(f"{path} is not a vocabulary: expected a JSON object with a list of text under 'words'")
-        return cls(tuple(words), str(data.get("tokenizer", "expansionnet")))
+        return cls(tuple(words), str(tokenizer))

@@ -19,7 +19,7 @@ from models.config import BackboneConfig, ExpansionNetConfig
 from models.convert import PUBLISHED_GROUPS, Inferred, backbone_config, complete_config, infer_swin
 from models.tensor_files import read_tensors
 from pipeline.captioning.bundle import load_bundle
-from pipeline.captioning.upstream import read_expansionnet_vocabulary, read_meshed_vocabulary
+from pipeline.captioning.upstream import read_expansionnet_vocabulary
 from pipeline.errors import UserError
 from tests.support.models import (
     one_thread,  # noqa: F401
@@ -188,7 +188,7 @@ def test_a_checkpoint_that_is_larger_inside_is_refused_before_it_is_read(
     place = claimed.rindex(b"PK\x01\x02") + 24  # the size of the last record in the directory
     claimed[place : place + 4] = (2**31).to_bytes(4, "little")
     (tmp_path / "claimed.pth").write_bytes(claimed)
-    os.truncate(tmp_path / "plain.pth", 2**44)
+    os.truncate(tmp_path / "plain.pth", 2**40)
     (tmp_path / "plain.safetensors").symlink_to(tmp_path / "plain.pth")
     (tmp_path / "cut.pth").write_bytes(b"PK\3\4" + bytes(1000))
     os.mkfifo(tmp_path / "pipe.pth")
@@ -196,25 +196,14 @@ def test_a_checkpoint_that_is_larger_inside_is_refused_before_it_is_read(
     for name, words in (
         ("packed.pth", r"unpack to \d{7}; save the model's state dict with torch.save"),
         ("claimed.pth", r"unpack to \d{10}"),
-        ("plain.pth", "it has 17592186044416 bytes; the memory of this machine"),
-        ("plain.safetensors", "it has 17592186044416 bytes"),
+        ("plain.pth", "it has 1099511627776 bytes; the memory of this machine"),
+        ("plain.safetensors", "it has 1099511627776 bytes"),
         ("cut.pth", "is no readable checkpoint"),
         ("pipe.pth", "it is not a regular file"),
         ("none.pth", "cannot be read"),
     ):
         with pytest.raises(ValueError, match=rf"{name} .*{words}"):
             read_tensors(tmp_path / name)
-
-
-def test_a_vocabulary_of_copies_is_refused(tmp_path: Path) -> None:
-    """A few bytes of a pickle ask for one more copy of a large table."""
-    counter, table = (5000).to_bytes(4, "little"), (5001).to_bytes(4, "little")  # places in the memo
-    content = pickle.dumps({str(number): number for number in range(1000)}, 2)[2:-1]
-    content = b"ccollections\nCounter\nr" + counter + content + b"r" + table
-    copies = (b"j" + counter + b"j" + table + b"\x85R") * 500  # Counter(table)
-    (tmp_path / "copies.pkl").write_bytes(b"\x80\x02(" + content + copies + b"l.")
-    with pytest.raises(ValueError, match="copies more entries than it has bytes"):
-        read_meshed_vocabulary(tmp_path / "copies.pkl")
 
 
 @pytest.mark.parametrize(
