@@ -185,7 +185,7 @@ def _read_parts(config: Mapping[str, Any], path: str) -> _Parts:
         "model.num_decoder_layers": (model.num_decoder_layers, MAX_LAYERS),
         "sizes.max_positions": (sizes.max_positions, MAX_POSITIONS),
     }
-    files = {"model.word_vectors": (model.word_vectors, None)}
+    files: dict[str, tuple[str | None, str | None]] = {"model.word_vectors": (model.word_vectors, None)}
     if backbone is not None:
         depths = backbone.depths or ()
         limits["the number of backbone.depths"] = (len(depths), MAX_STAGES)
