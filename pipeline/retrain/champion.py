@@ -31,9 +31,15 @@ from pipeline.untrusted.names import relative_name
 
 POINTER, LEASE = "champion.json", "lease.json"
 Verdict = Literal["first", "promoted", "kept", "rolled back"]
-# The file may have been written by others, and its names become local paths.
-Name = Annotated[str, AfterValidator(lambda name: relative_name(name, POINTER))]
 _TOKEN = re.compile(r"[/-]t(\d{6,})(?=[./])")  # in snapshots/t000003.parquet or champion-t000003/weights.safetensors
+
+
+def _check_name(name: str) -> str:
+    """Returns a name of the file. UserError unless it is a relative path: others may have written it."""
+    return relative_name(name, POINTER)
+
+
+Name = Annotated[str, AfterValidator(_check_name)]
 
 
 class FileRecord(Section):
