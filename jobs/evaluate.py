@@ -18,7 +18,7 @@ from jobs.cluster import check_resources, start_ray
 from jobs.named_files import open_bundle
 from jobs.options import Address, Config, Set
 from jobs.score import format_scores
-from pipeline.captioning.bundle import fetched
+from pipeline.captioning.bundle_files import fetched
 from pipeline.captioning.model_sources import ModelSource, bundle_source
 from pipeline.config.load import load_config
 from pipeline.config.run import RunConfig

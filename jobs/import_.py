@@ -104,8 +104,8 @@ def _read_settings(
 def _import_expansionnet(request: ImportRequest) -> Imported:
     """Reads an ExpansionNet v2 checkpoint. The backbone is its Swin, or that of --backbone, or none."""
     from models import convert
-    from models.backbone import read_tensors
     from models.captioner import Captioner
+    from models.tensor_files import read_tensors
 
     vocabulary, tensors = read_expansionnet_vocabulary(request.tokens), read_tensors(request.checkpoint)
     # the checkpoint of a whole system contains its backbone, a Swin, under names with a prefix
@@ -138,8 +138,8 @@ def _import_expansionnet(request: ImportRequest) -> Imported:
 def _import_meshed_memory(request: ImportRequest) -> Imported:
     """Reads a checkpoint of the Meshed-Memory Transformer, which has no backbone."""
     from models import convert_meshed as convert
-    from models.backbone import read_tensors
     from models.captioner import Captioner
+    from models.tensor_files import read_tensors
 
     if request.backbone_file is not None or request.backbone_overrides:
         raise UserError(

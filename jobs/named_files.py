@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.captioning.bundle import Bundle, fetched, load_bundle
+from pipeline.captioning.bundle import Bundle, load_bundle
+from pipeline.captioning.bundle_files import fetched
 from pipeline.errors import UserError
 from pipeline.storage.path import StorageOptions, StoragePath, storage_path
 

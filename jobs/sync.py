@@ -93,7 +93,8 @@ def _runs_of_config(path: Path, overrides: Sequence[str]) -> Runs:
     else:
         names = [file.removesuffix("/run.json") for file in home.list() if file.endswith("/run.json")]
     for name in sorted(names):
-        if name.rpartition("-")[0] == config.name:  # a run's id is the configuration's name and a digest
+        # A run's id is the configuration's name and a digest. Any other name could lead out of the folder of runs.
+        if name.rpartition("-")[0] == config.name and name.rpartition("-")[2].isalnum():
             folder = open_folder(config.working_path / "runs" / name, config.home(f"runs/{name}"))
             try:
                 stored = folder.config

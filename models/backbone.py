@@ -5,19 +5,17 @@ No other module imports timm. Shapes: B images, N grid tokens (rows x columns, r
 
 from __future__ import annotations
 
-import pickle
 import re
 from pathlib import Path
 from typing import Any
 
 import timm
-import torch
-from safetensors.torch import load_file
 from timm.layers import DropPath
 from torch import Tensor, nn
 
 from models.base import load_strictly
 from models.config import BackboneConfig
+from models.tensor_files import read_tensors
 
 
 class Backbone(nn.Module):
@@ -92,71 +90,6 @@ def set_drop_path(module: nn.Module, rate: float) -> None:
             block_rate = rate * index / max(len(blocks) - 1, 1)
             for name in ("drop_path1", "drop_path2"):
                 setattr(block, name, DropPath(block_rate) if block_rate else nn.Identity())
-
-
-class _Ignored:
-    """Replaces the NumPy objects of a training checkpoint (random states, scores), whose content is not read."""
-
-    def __init__(self, *arguments: Any) -> None: ...
-
-    def __setstate__(self, state: Any) -> None: ...
-
-
-# NumPy renamed its package `core` to `_core`; checkpoints contain either name
-_NUMPY_NAMES = [f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")]
-_NUMPY_NAMES += ["numpy.ndarray", "numpy.dtype"]
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint: a safetensors file, or a PyTorch file read with `weights_only` (no code in it runs).
-
-    The tensors may be in a dictionary under `model`, `state_dict` or `model_state_dict`. The rest of such a training
-    checkpoint (optimizer, scheduler, random states) is left out. Raises ValueError for any other content.
-    """
-    try:
-        if path.suffix == ".safetensors":
-            content: Any = load_file(path)
-        else:
-            with torch.serialization.safe_globals([(_Ignored, name) for name in _NUMPY_NAMES]):
-                content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, EOFError) as error:
-        # torch's message is not shown, because it advises to turn `weights_only` off
-        raise ValueError(
-            f"{path} is refused: it is no PyTorch file, or holds more than tensors, plain values and random "
-            f"states; save the model's state dict alone"
-        ) from error
-    except OSError as error:
-        raise ValueError(f"the checkpoint {path} cannot be read: {error}") from error
-    except Exception as error:  # a damaged file can raise almost any exception
-        reason = type(error).__name__
-        if str(error) and "weights_only" not in str(error):
-            reason += f": {str(error).splitlines()[0]}"
-        raise ValueError(f"{path} is no readable checkpoint ({reason})") from error
-    for key in ("model_state_dict", "state_dict", "model"):
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise ValueError(
-            f"{path} is not a checkpoint: expected a dictionary of tensors, also under 'model' or 'state_dict'"
-        )
-    _check_tensors(path, content)
-    return content
-
-
-def _check_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Raises ValueError for a tensor that is not plain, or whose shape needs more bytes than the file contains."""
-    for name, tensor in tensors.items():
-        wrong = None
-        if not isinstance(name, str):
-            wrong = "its name is no string"
-        elif tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
-            wrong = f"it is no plain tensor ({tensor.layout}, {tensor.device})"
-        elif tensor.is_complex():
-            wrong = "its numbers are complex"
-        elif tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-            wrong = f"its shape {tuple(tensor.shape)} claims more than the file holds"
-        if wrong is not None:
-            raise ValueError(f"{path}: the tensor {name!r} is refused: {wrong}")
 
 
 def load_swin(backbone: Backbone, tensors: dict[str, Tensor]) -> None:

@@ -5,37 +5,45 @@ config.yaml          format, name, model, backbone (or null), sizes, info
 vocabulary.json      the words in the order of their ids
 preprocessing.json   the image transform, or null for a model of stored features
 card.md              a summary for people
+digests.json         the SHA-256 of each file above; digests.sig may sign it (`pipeline.captioning.bundle_files`)
+
+A bundle may come from a stranger. It is read without executing anything, opening any other file or asking a server,
+and its sizes are compared with those of its tensors before memory is used.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from models.config import BackboneConfig, ModelSizes
+from models.config import BackboneConfig, ModelConfig, ModelSizes
+from pipeline.captioning.bundle_files import REQUIRED_FILES, require_intact, seal
 from pipeline.config.load import parse_section
 from pipeline.config.sections import ModelSection
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
 from pipeline.storage.atomic import atomic_folder
-from pipeline.storage.cache import cache_folder
-from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import StoragePath
+from pipeline.untrusted.documents import parse_json, parse_yaml
+from pipeline.untrusted.files import read_regular_file
+from pipeline.untrusted.names import printable
 
 if TYPE_CHECKING:
     from models.captioner import Captioner
     from models.transform import ImageTransform
 
 FORMAT = 2  # Format 2 introduced the parameter names in_proj, out_proj, token_embedding and lm_head.
-REQUIRED_FILES = ("config.yaml", "model.safetensors", "vocabulary.json")
-# The identity of a run that starts from a bundle contains the digests of these files: the weights and the words.
-CONTENT_FILES = ("model.safetensors", "vocabulary.json")
+MAX_CONFIG_BYTES = 2**20  # of config.yaml and preprocessing.json
+# Limits for what takes time or memory without a tensor of this size in model.safetensors.
+MAX_LAYERS = 200  # of the encoder, the decoder and the backbone; published models have 24 or fewer
+MAX_STAGES = 8
+MAX_IMAGE_SIZE = 4096  # pixels
+MAX_POSITIONS = 10_000
+MAX_COMPUTED_BYTES = 2**30  # tensors that a model computes from its sizes, such as the masks of shifted windows
 
 
 @dataclass
@@ -85,74 +93,156 @@ def save_bundle(
         transform = None if backbone is None else ImageTransform(backbone.config.image_size).describe()
         (temporary / "preprocessing.json").write_text(json.dumps(transform, indent=2), encoding="utf-8")
         (temporary / "card.md").write_text(_card(name, captioner, info), encoding="utf-8")
+        seal(temporary)
 
 
 def load_bundle(folder: Path) -> Bundle:
     """Reads a bundle. The captioner is on the CPU and in evaluation mode.
 
-    Raises ValueError for a folder that is not a bundle, for a newer format, and for parts that do not fit together.
+    Raises UserError for a folder that is not a bundle, for files that differ from its digests, for a signature that is
+    required and missing, for another format, and for parts that do not fit together.
     """
     from safetensors.torch import load_file
 
-    from models.backbone import Backbone
     from models.base import load_strictly
-    from models.captioner import Captioner
-    from models.registry import build_model
     from models.transform import ImageTransform
 
     if missing := [name for name in REQUIRED_FILES if not (folder / name).is_file()]:
-        raise ValueError(f"{folder} is not a model bundle: it lacks {', '.join(missing)}")
+        raise UserError(f"{folder} is not a model bundle: it lacks {', '.join(missing)}")
+    require_intact(folder)
     config = _read_config(folder)
     vocabulary = _read(folder / "vocabulary.json", Vocabulary.load)
-    try:
-        model_config = parse_section(ModelSection, config.get("model"), "model")
-        sizes = parse_section(ModelSizes, config.get("sizes"), "sizes")
-        settings = config.get("backbone")
-        backbone_config = None if settings is None else parse_section(BackboneConfig, settings, "backbone")
-    except UserError as error:
-        raise ValueError(f"{folder / 'config.yaml'}: {error}") from error
-    if len(vocabulary) != sizes.vocabulary_size:
-        raise ValueError(
-            f"{folder}: vocabulary.json has {len(vocabulary)} words, config.yaml says {sizes.vocabulary_size}"
+    parts = _read_parts(config, str(folder / "config.yaml"))
+    if len(vocabulary) != parts.sizes.vocabulary_size:
+        raise UserError(
+            f"{folder}: vocabulary.json has {len(vocabulary)} words, config.yaml says {parts.sizes.vocabulary_size}"
         )
-    backbone = transform = None
-    if backbone_config is not None:
-        backbone, transform = Backbone(backbone_config), ImageTransform(backbone_config.image_size)
-        recorded = _read(folder / "preprocessing.json", lambda path: json.loads(path.read_text(encoding="utf-8")))
+    transform = None
+    if parts.backbone is not None:
+        transform = ImageTransform(parts.backbone.image_size)
+        recorded = _read(folder / "preprocessing.json", lambda path: parse_json(_content(path), str(path)))
         if recorded != transform.describe():
-            raise ValueError(f"{folder / 'preprocessing.json'} describes a transform that this version does not have")
-    captioner = Captioner(build_model(model_config, sizes), backbone)
-    weights = _read(folder / "model.safetensors", load_file)
-    load_strictly(captioner, weights, str(folder / "model.safetensors"))
+            raise UserError(f"{folder / 'preprocessing.json'} describes a transform that this version does not have")
+    path = folder / "model.safetensors"
+    _read(path, lambda file: _require_room(parts, file))
+    captioner = parts.build()
+    _read(path, lambda file: load_strictly(captioner, load_file(file), str(file)))
     return Bundle(captioner.eval(), vocabulary, transform, config)
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """The sections of config.yaml that describe a captioner."""
+
+    model: ModelConfig
+    sizes: ModelSizes
+    backbone: BackboneConfig | None
+
+    def build(self) -> Captioner:
+        """The captioner with random weights."""
+        from models.backbone import Backbone
+        from models.captioner import Captioner
+        from models.registry import build_model
+
+        # The backbone first: with a seed, the random weights depend on the order.
+        backbone = None if self.backbone is None else Backbone(self.backbone, with_weights=False)
+        return Captioner(build_model(self.model, self.sizes), backbone)
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
-    """The content of config.yaml. ValueError if it does not have the format that this version reads."""
+    """The content of config.yaml. Raises UserError if it does not have the format that this version reads."""
     path = folder / "config.yaml"
-    config = _read(path, lambda file: yaml.safe_load(file.read_text(encoding="utf-8")))
+    config = _read(path, lambda file: parse_yaml(_content(file), str(file)))
     version = config.get("format") if isinstance(config, dict) else None
     if not isinstance(version, int) or version < 1:
-        raise ValueError(f"{path} does not belong to a bundle: it has no format number")
+        raise UserError(f"{path} does not belong to a bundle: it has no format number")
     if version != FORMAT:
         newer = f"; this version of raycap reads up to {FORMAT}: update raycap"
         older = (
             f", whose parameters have other names; this version of raycap reads format {FORMAT}: import or train the "
             "model again"
         )
-        raise ValueError(f"{folder} is a bundle of format {version}{newer if version > FORMAT else older}")
-    return dict(config)
+        raise UserError(f"{folder} is a bundle of format {version}{newer if version > FORMAT else older}")
+    if not isinstance(config.get("name"), str):
+        raise UserError(f"{path}: name must be the model's name, found {type(config.get('name')).__name__}")
+    return config | {"name": printable(config["name"])}
+
+
+def _read_parts(config: Mapping[str, Any], path: str) -> _Parts:
+    """The captioner's description in config.yaml. Raises UserError for values that no bundle of raycap has.
+
+    path: the file, for messages.
+    """
+    try:
+        model = parse_section(ModelSection, config.get("model"), "model")
+        sizes = parse_section(ModelSizes, config.get("sizes"), "sizes")
+        settings = config.get("backbone")
+        backbone = None if settings is None else parse_section(BackboneConfig, settings, "backbone")
+    except UserError as error:
+        raise UserError(f"{path}: {_one_line(error)}") from error
+    limits = {
+        "model.num_encoder_layers": (model.num_encoder_layers, MAX_LAYERS),
+        "model.num_decoder_layers": (model.num_decoder_layers, MAX_LAYERS),
+        "sizes.max_positions": (sizes.max_positions, MAX_POSITIONS),
+    }
+    files: dict[str, tuple[str | None, str | None]] = {"model.word_vectors": (model.word_vectors, None)}
+    if backbone is not None:
+        depths = backbone.depths or ()
+        limits["the number of backbone.depths"] = (len(depths), MAX_STAGES)
+        limits["the sum of backbone.depths"] = (sum(map(abs, depths)), MAX_LAYERS)
+        limits["backbone.image_size"] = (backbone.image_size, MAX_IMAGE_SIZE)
+        files["backbone.weights"] = (backbone.weights, "none")
+    for key, (value, most) in limits.items():
+        if value > most:
+            raise UserError(f"{path}: {key} is {value}; a bundle may have at most {most}")
+    for key, (name, expected) in files.items():
+        if name != expected:
+            raise UserError(f"{path}: {key} is {name!r}; a bundle contains its weights and opens no other file")
+    return _Parts(model, sizes, backbone)
+
+
+def _require_room(parts: _Parts, path: Path) -> None:
+    """Raises ValueError unless the file has the tensors of the captioner, and the captioner needs little more memory.
+
+    Neither the tensors nor the captioner take memory here, and the state of the random generator does not change.
+    """
+    import torch
+
+    from models.base import check_fits
+    from models.tensor_files import read_header
+
+    header = read_header(path)
+    try:
+        with torch.device("meta"):
+            plan = parts.build()
+    except Exception as error:  # torch and timm refuse sizes with errors of many kinds
+        raise ValueError(f"a captioner with the sizes of config.yaml cannot be built: {_one_line(error)}") from error
+    check_fits(plan, header, str(path))
+    stored = {id(tensor) for tensor in plan.state_dict(keep_vars=True).values()}
+    computed = sum(tensor.nbytes for tensor in plan.buffers() if id(tensor) not in stored)
+    if computed > MAX_COMPUTED_BYTES:
+        raise ValueError(
+            f"the sizes of config.yaml need {computed} bytes of masks and tables; {MAX_COMPUTED_BYTES} is the limit"
+        )
+
+
+def _content(path: Path) -> bytes:
+    return read_regular_file(path, MAX_CONFIG_BYTES)
 
 
 def _read(path: Path, parse: Callable[[Path], Any]) -> Any:
-    """The content of a file of a bundle. Raises ValueError with the file's path if `parse` fails."""
+    """The content of a file of a bundle. Raises UserError with the file's path if `parse` fails."""
     from safetensors import SafetensorError
 
     try:
         return parse(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError, SafetensorError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{path} cannot be read: {reason}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read: {_one_line(error).replace(str(path), 'it', 1)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    """An error's text in one line of bounded length."""
+    return printable(" ".join(str(error).split()))[:500] or type(error).__name__
 
 
 def _card(name: str, captioner: Captioner, info: Mapping[str, Any]) -> str:
@@ -171,26 +261,3 @@ def _card(name: str, captioner: Captioner, info: Mapping[str, Any]) -> str:
         f"{sizes.vocabulary_size:,} words, captions up to {sizes.max_positions} tokens.\n\n{inputs}\n"
         + (f"\n| | |\n|---|---|\n{table}" if info else "")
     )
-
-
-def fetched(bundle: StoragePath) -> Path:
-    """The local folder of a bundle. For a bundle on S3 it is a local copy, which is brought up to date first."""
-    if not bundle.is_remote:
-        return bundle.path
-    copy = cache_folder() / "bundles" / hashlib.sha256(bundle.uri.encode()).hexdigest()[:20]
-    Mirror(bundle, copy).pull()
-    return copy
-
-
-def bundle_digests(folder: Path, names: Sequence[str] = ()) -> dict[str, str]:
-    """{file: sha256} of the named files of a bundle, by default of all. UserError when one of them is missing."""
-    # For an empty folder, the error below names a file that every bundle needs.
-    names = names or sorted(path.name for path in folder.glob("[!.]*") if path.is_file()) or CONTENT_FILES
-    digests = {}
-    for name in names:
-        try:
-            with (folder / name).open("rb") as file:
-                digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
-        except FileNotFoundError as error:
-            raise UserError(f"{folder} is not a model bundle: it lacks {name}; give the folder of a bundle") from error
-    return digests

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipeline.captioning.bundle import Bundle, bundle_digests, fetched, load_bundle
+from pipeline.captioning.bundle import Bundle, load_bundle
+from pipeline.captioning.bundle_files import BUNDLE_FILES, bundle_digests, fetched
 from pipeline.config.run import RunConfig
 from pipeline.storage.path import StoragePath
 
@@ -50,7 +51,7 @@ class SentBundle:
         """Copies the whole bundle to Ray's object store. Ray must have been started."""
         import ray
 
-        return cls(ray.put({path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}))
+        return cls(ray.put({name: (folder / name).read_bytes() for name in BUNDLE_FILES if (folder / name).is_file()}))
 
     def load(self) -> Bundle:
         """The model from Ray's object store, by way of a temporary folder."""

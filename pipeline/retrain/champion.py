@@ -17,9 +17,9 @@ import hashlib
 import re
 import uuid
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import AfterValidator, ValidationError
 
 from pipeline.config.sections import Section
 from pipeline.errors import UserError
@@ -27,24 +27,33 @@ from pipeline.retrain.data_listing import Change
 from pipeline.scoring.bootstrap import Difference
 from pipeline.storage.lease import Lease, LostLeaseError
 from pipeline.storage.path import ConflictError, StoragePath
+from pipeline.untrusted.names import relative_name
 
 POINTER, LEASE = "champion.json", "lease.json"
 Verdict = Literal["first", "promoted", "kept", "rolled back"]
 _TOKEN = re.compile(r"[/-]t(\d{6,})(?=[./])")  # in snapshots/t000003.parquet or champion-t000003/weights.safetensors
 
 
+def _check_name(name: str) -> str:
+    """Returns a name of the file. UserError unless it is a relative path: others may have written it."""
+    return relative_name(name, POINTER)
+
+
+Name = Annotated[str, AfterValidator(_check_name)]
+
+
 class FileRecord(Section):
     """A file below retrain/NAME and its digest."""
 
-    name: str
+    name: Name
     sha256: str
 
 
 class BundleRecord(Section):
     """A model bundle: its folder in the storage, the sha256 of each file, and the run that produced it."""
 
-    bundle: str
-    files: dict[str, str]
+    bundle: Name
+    files: dict[Name, str]
     run_id: str
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
 
-from pipeline.captioning.bundle import bundle_digests
+from pipeline.captioning.bundle_files import bundle_digests
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.data.loading import data_root, find_data

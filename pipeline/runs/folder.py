@@ -27,11 +27,13 @@ from pipeline.config.run import RunConfig
 from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
 from pipeline.data.vocabulary import Vocabulary
+from pipeline.errors import UserError
 from pipeline.storage.atomic import read_json, try_file_lock
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.copies import no_pruning, prune_copies
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, storage_path
+from pipeline.untrusted.names import printable
 
 JOURNAL = "log/journal"
 
@@ -113,6 +115,8 @@ class RunFolder:
         storage_folder = self.path.parent.parent  # `path` is <storage>/runs/<run_id>
         copies = cache_folder() / "workers" / storage_folder.name / self.run_id
         token = driver_token or self.token("driver_token") or "first"  # "first": no driver has worked on the run yet
+        if not token.isalnum():  # it becomes a folder's name
+            raise UserError(f"{self.root}/log/driver_token is {printable(token)[:80]!r}, not a token; remove this file")
         folder = RunFolder(copies / token / self.run_id, self.home)
         prune_copies(keep=folder.path)
         folder.pull()

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 from pydantic import BaseModel
 
 from models.config import Identity
-from pipeline.captioning.bundle import CONTENT_FILES, bundle_digests, fetched
+from pipeline.captioning.bundle_files import CONTENT_FILES, bundle_digests, fetched
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import SYNTHETIC
 from pipeline.features.regions import ends_digest

@@ -10,6 +10,7 @@ from models.backbone import Backbone
 from models.captioner import Captioner
 from models.registry import build_model
 from pipeline.captioning.bundle import save_bundle
+from pipeline.captioning.bundle_files import BUNDLE_FILES
 from pipeline.config.sections import StageSection
 from pipeline.runs.folder import RunFolder
 from pipeline.storage.mirror import Mirror
@@ -33,7 +34,7 @@ def local_bundle(folder: RunFolder) -> Path:
     """The bundle of a finished run as a local folder, downloaded when the run's storage is on S3."""
     path, location = _bundle_path(folder), bundle_place(folder)
     if location.is_remote:
-        Mirror(location, path).pull()
+        Mirror(location, path).pull(only=BUNDLE_FILES)
     return path
 
 

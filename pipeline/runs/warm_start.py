@@ -9,7 +9,8 @@ from torch import nn
 
 from models.backbone import Backbone
 from models.base import CaptionModel
-from pipeline.captioning.bundle import Bundle, fetched, load_bundle
+from pipeline.captioning.bundle import Bundle, load_bundle
+from pipeline.captioning.bundle_files import fetched
 from pipeline.config.run import RunConfig
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError

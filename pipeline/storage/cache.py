@@ -13,17 +13,21 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
+import stat
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from pipeline.storage.atomic import file_lock, write_bytes
 from pipeline.storage.path import StorageError, StoragePath
+from pipeline.untrusted.names import printable
 
 CACHE_VARIABLE = "RAYCAP_CACHE"
 # The size in GiB of the cache's volume, for an emptyDir of Kubernetes: the system reports the size of the whole disk.
 SIZE_VARIABLE = "RAYCAP_CACHE_GIB"
+PRIVATE = stat.S_IRWXU  # the rights of the cache's folder
 CACHE_SHARE = 0.5  # of the space that a cache can use
 RESERVE_SHARE, RESERVE_BYTES = 0.1, 10 * 2**30  # the smaller one of a tenth of the disk and this number stays free
 NUM_FILE_LOCKS = 16  # the hash of a file's name selects its lock
@@ -32,8 +36,17 @@ NUM_IMAGE_FOLDERS = 256  # the first two hexadecimal digits of an image's digest
 
 
 def cache_folder() -> Path:
-    """$RAYCAP_CACHE, or ~/.cache/raycap."""
-    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "raycap").expanduser()
+    """$RAYCAP_CACHE, or ~/.cache/raycap. Others cannot read it, because its copies of private data may be readable.
+
+    A folder that exists at $RAYCAP_CACHE keeps its rights, which somebody has chosen.
+    """
+    chosen = os.environ.get(CACHE_VARIABLE)
+    folder = Path(chosen or Path.home() / ".cache" / "raycap").expanduser()
+    with suppress(OSError):  # a later write names the problem
+        folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        if not chosen and stat.S_IMODE(folder.stat().st_mode) & ~PRIVATE:  # of an older version
+            folder.chmod(PRIVATE)
+    return folder
 
 
 def free_bytes(folder: Path) -> int:
@@ -70,7 +83,7 @@ class ShardCache:
 
         Raises StorageError when even a second download does not have the digest.
         """
-        path = self.folder / f"{sha256}{Path(source.name).suffix}"
+        path = self.folder / f"{_require_digest(sha256, source)}{Path(source.name).suffix}"
         if _touch(path):
             return path
         name_hash = int(hashlib.sha256(path.name.encode()).hexdigest()[:8], 16)
@@ -83,7 +96,7 @@ class ShardCache:
 
     def read(self, source: StoragePath, sha256: str) -> bytes:
         """The content of a small file, which is cached if there is room for it. Raises StorageError as `get`."""
-        path = self.folder / sha256
+        path = self.folder / _require_digest(sha256, source)
         if _touch(path):
             with suppress(FileNotFoundError):  # another process has removed it to free space
                 return path.read_bytes()
@@ -128,7 +141,7 @@ class ImageCache:
 
     def read(self, source: StoragePath, sha256: str) -> bytes:
         """The content of an image file. Raises StorageError when it no longer has the digest."""
-        return ShardCache(self.folder / sha256[:2], self.limit).read(source, sha256)
+        return ShardCache(self.folder / _require_digest(sha256, source)[:2], self.limit).read(source, sha256)
 
 
 def shard_cache(most: int | None, folder: Path | None = None) -> ShardCache:
@@ -157,6 +170,13 @@ def _files(folder: Path) -> list[tuple[os.stat_result, Path]]:
             if path.suffix != ".lock":
                 found.append((path.stat(), path))
     return found
+
+
+def _require_digest(text: str, source: StoragePath) -> str:
+    """Returns the digest of a file, which becomes a local file's name. Raises StorageError for any other text."""
+    if not re.fullmatch("[0-9a-f]{64}", text):
+        raise StorageError(f"{source}: the digest recorded for it is {printable(text)[:80]!r}, not a SHA-256")
+    return text
 
 
 def _touch(path: Path) -> bool:

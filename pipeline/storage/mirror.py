@@ -12,15 +12,17 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from pipeline.errors import UserError
 from pipeline.storage.atomic import atomic_path, file_lock, try_file_lock, write_text
 from pipeline.storage.path import Entry, StorageOptions, StoragePath
+from pipeline.untrusted.names import relative_name
 
 MARKERS = ("progress.json", "run.json", "DONE.json", "COMPLETE.json", "COMPLETE")
 RECORD_SUFFIX = ".mirror.json"
@@ -37,13 +39,19 @@ class Mirror:
     home: StoragePath
     local: Path
 
-    def pull(self, under: str = "") -> None:
+    def pull(self, under: str = "", only: Collection[str] | None = None) -> None:
         """Makes the copy below `under` equal to S3. `under` is a folder, a file with a suffix, or "" for everything.
 
-        Checkpoints without their marker are skipped. Raises StorageError like `StoragePath`.
+        only: the names of the files to copy; None for all. Checkpoints without their marker and hidden files are
+        skipped. Raises StorageError like `StoragePath`, and UserError for an object whose name leads out of the copy.
         """
         with self._record() as record:
             remote = _without_unfinished(self._listed(under))
+            remote = {name: entry for name, entry in remote.items() if (name in only if only else _is_visible(name))}
+            for name in remote:
+                relative_name(name, self.home.uri)
+            start = self.local / under
+            self._require_inside(start if start.is_dir() else start.parent)
             files = self._local_files(under)
             outdated = [name for name, entry in remote.items() if record.get(name) != [entry.tag, files.get(name)]]
             with ThreadPoolExecutor(NUM_TRANSFERS) as pool:
@@ -99,9 +107,15 @@ class Mirror:
     def _fetch(self, name: str) -> list[Any]:
         """Downloads a file. Returns its entry for the record."""
         path = self.local / name
+        self._require_inside(path.parent)
         with atomic_path(path, durable=False) as temporary:
             entry = (self.home / name).download(temporary)
         return [entry.tag, _state(path)]
+
+    def _require_inside(self, folder: Path) -> None:
+        """Raises UserError if a link leads from a folder of the copy to another place."""
+        if not folder.resolve().is_relative_to(self.local.resolve()):
+            raise UserError(f"{folder} is a link, or below one, that leads out of {self.local}; remove the link")
 
     def _send(self, name: str) -> list[Any] | None:
         """Uploads a file. Returns its entry for the record; None if the file was removed meanwhile."""
@@ -184,6 +198,12 @@ def _visible_files(start: Path) -> Iterator[Path]:
     for folder, folders, names in os.walk(start):
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (Path(folder) / name for name in names if not name.startswith("."))
+
+
+def _is_visible(name: str) -> bool:
+    """Whether an object is a file that copies have: not hidden, and no mark of a folder, as S3's console makes it."""
+    is_hidden = any(part.startswith(".") and part not in (".", "..") for part in name.split("/"))
+    return bool(name) and not name.endswith("/") and not is_hidden
 
 
 def _state(path: Path) -> list[int]:

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.backbone import Backbone, load_swin, read_tensors
+from models.backbone import Backbone, load_swin
 from models.base import CaptionModel, Features
 from models.config import BackboneConfig
 from models.convert import upstream_names
 from models.decoding import Captions, beam_search
+from models.tensor_files import read_tensors
 from pipeline.captioning.upstream import read_expansionnet_vocabulary
 from pipeline.training.objectives import smoothed_cross_entropy
 from tests.support.golden import EXPANSIONNET as GOLDEN

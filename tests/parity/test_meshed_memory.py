@@ -18,9 +18,9 @@ from torch import Tensor
 
 from jobs.cli import main
 from jobs.import_ import import_checkpoint
-from models.backbone import read_tensors
 from models.base import CaptionModel, Features
 from models.decoding import beam_search
+from models.tensor_files import read_tensors
 from pipeline.captioning.bundle import load_bundle
 from pipeline.captioning.upstream import read_meshed_vocabulary, read_plain_pickle
 from pipeline.data.vocabulary import Vocabulary

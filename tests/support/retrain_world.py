@@ -22,7 +22,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from pipeline.captioning.bundle import bundle_digests, fetched
+from pipeline.captioning.bundle_files import bundle_digests, fetched
 from pipeline.config.load import load_config, parse_config
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset

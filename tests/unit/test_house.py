@@ -48,6 +48,7 @@ HOMES = {
     "matplotlib": {"pipeline/search/plots.py", "pipeline/reports/curves.py"},
     "mlflow": {f"pipeline/tracking/{name}.py" for name in ("mlflow_client", "run_sync", "registry")},
     "boto3": {"pipeline/storage/s3.py"},
+    "cryptography": {"pipeline/captioning/bundle_files.py"},
     "h5py": {"pipeline/features/regions.py"},
     "pyarrow.fs": {"pipeline/storage/s3.py"},
     # Java; git's commit; MLflow's server
@@ -61,9 +62,9 @@ FORBIDDEN = {
 # Packages that take long to import. Only these, and modules of raycap that import one of them at their top, may be
 # imported inside a function.
 HEAVY = {
-    "PIL", "aiohttp", "boto3", "botocore", "h5py", "jinja2", "matplotlib", "mlflow", "numpy", "optuna", "pandas",
-    "psutil", "pyarrow", "pycocoevalcap", "ray", "rich", "s3transfer", "safetensors", "scipy", "sklearn", "timm",
-    "torch", "torchvision", "urllib3", "yaml",
+    "PIL", "aiohttp", "boto3", "botocore", "cryptography", "h5py", "jinja2", "matplotlib", "mlflow", "numpy",
+    "optuna", "pandas", "psutil", "pyarrow", "pycocoevalcap", "ray", "rich", "s3transfer", "safetensors", "scipy",
+    "sklearn", "timm", "torch", "torchvision", "urllib3", "yaml",
 }  # fmt: skip
 # Calls that may appear in a constant's value: they build a value and do nothing else.
 PURE_CALLS = {

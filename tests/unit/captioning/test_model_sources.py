@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.captioning.bundle import bundle_digests
+from pipeline.captioning.bundle_files import bundle_digests
 from pipeline.captioning.model_sources import StoredBundle, bundle_source
 from pipeline.config.load import parse_config
 from pipeline.storage.path import StorageOptions, StoragePath, storage_path

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ from safetensors.torch import save_file
 
 from jobs.cli import main
 from jobs.import_ import import_checkpoint
-from models.backbone import Backbone, read_tensors
+from models.backbone import Backbone
 from models.config import BackboneConfig, ExpansionNetConfig
 from models.convert import PUBLISHED_GROUPS, Inferred, backbone_config, complete_config, infer_swin
+from models.tensor_files import read_tensors
 from pipeline.captioning.bundle import load_bundle
 from pipeline.captioning.upstream import read_expansionnet_vocabulary
 from pipeline.errors import UserError
@@ -164,6 +167,43 @@ def test_tensors_that_are_not_what_they_seem_are_refused(
     with pytest.raises(UserError, match=words):
         importing(tmp_path, checkpoint=tmp_path / "crafted.pth")
     assert not (tmp_path / "out").exists()
+
+
+def repacked(source: Path, target: Path, method: int, **changes: bytes) -> Path:
+    """A checkpoint with each record compressed by `method`; changes: new contents by the last part of the name."""
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", method) as new:
+        for name in old.namelist():
+            new.writestr(name, changes.get(name.rsplit("/", 1)[-1], old.read(name)))
+    return target
+
+
+def test_a_checkpoint_that_is_larger_inside_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"x": torch.zeros(2**20)}, tmp_path / "plain.pth")
+    assert read_tensors(repacked(tmp_path / "plain.pth", tmp_path / "stored.pth", zipfile.ZIP_STORED))["x"].sum() == 0
+    packed = repacked(tmp_path / "plain.pth", tmp_path / "packed.pth", zipfile.ZIP_DEFLATED)
+    assert packed.stat().st_size < 2**15
+    claimed = bytearray((tmp_path / "plain.pth").read_bytes())
+    place = claimed.rindex(b"PK\x01\x02") + 24  # the size of the last record in the directory
+    claimed[place : place + 4] = (2**31).to_bytes(4, "little")
+    (tmp_path / "claimed.pth").write_bytes(claimed)
+    os.truncate(tmp_path / "plain.pth", 2**40)
+    (tmp_path / "plain.safetensors").symlink_to(tmp_path / "plain.pth")
+    (tmp_path / "cut.pth").write_bytes(b"PK\3\4" + bytes(1000))
+    os.mkfifo(tmp_path / "pipe.pth")
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("the file was read"))
+    for name, words in (
+        ("packed.pth", r"unpack to \d{7}; save the model's state dict with torch.save"),
+        ("claimed.pth", r"unpack to \d{10}"),
+        ("plain.pth", "it has 1099511627776 bytes; the memory of this machine"),
+        ("plain.safetensors", "it has 1099511627776 bytes"),
+        ("cut.pth", "is no readable checkpoint"),
+        ("pipe.pth", "it is not a regular file"),
+        ("none.pth", "cannot be read"),
+    ):
+        with pytest.raises(ValueError, match=rf"{name} .*{words}"):
+            read_tensors(tmp_path / name)
 
 
 @pytest.mark.parametrize(

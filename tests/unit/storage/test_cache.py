@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.storage import cache
 from pipeline.storage.cache import ShardCache, image_cache, shard_cache
-from pipeline.storage.path import StoragePath
+from pipeline.storage.path import StorageError, StoragePath
 
 DISK = 10_000  # bytes; a tenth is the reserve
 Disk = Callable[[int], None]
@@ -106,3 +106,35 @@ def test_images_are_counted_in_a_part_of_their_folders(disk: Disk, tmp_path: Pat
         folder.mkdir(parents=True)
         (folder / "image").write_bytes(bytes(10))
     assert image_cache(None).limit == 4500 // 256
+
+
+def test_a_digest_cannot_choose_another_file(tmp_path: Path, sources: list[tuple[StoragePath, int, str]]) -> None:
+    (tmp_path / "victim.npy").write_bytes(b"mine")
+    (tmp_path / "cache").mkdir()
+    source, size, digest = sources[0]
+    for text in ("../victim", str(tmp_path / "victim"), "", digest.upper(), digest[1:], f"{digest}\n"):
+        for read in (
+            lambda text=text: ShardCache(tmp_path / "cache", 10**6).get(source, size, text),
+            lambda text=text: ShardCache(tmp_path / "cache", 10**6).read(source, text),
+            lambda text=text: image_cache(10**6).read(source, text),
+        ):
+            with pytest.raises(StorageError, match="not a SHA-256"):
+                read()
+    assert (tmp_path / "victim.npy").read_bytes() == b"mine"
+
+
+def test_others_cannot_read_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rights(folder: Path) -> int:
+        return folder.stat().st_mode & 0o777
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RAYCAP_CACHE")
+    assert cache.cache_folder() == tmp_path / ".cache" / "raycap" and rights(cache.cache_folder()) == 0o700
+    (tmp_path / ".cache" / "raycap").chmod(0o755)  # an older version made it
+    assert rights(cache.cache_folder()) == 0o700
+    monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "new"))
+    assert rights(cache.cache_folder()) == 0o700
+    (tmp_path / "new").chmod(0o770)  # shared with a group on purpose
+    assert rights(cache.cache_folder()) == 0o770
+    monkeypatch.setenv("RAYCAP_CACHE", "/proc/nowhere")
+    assert cache.cache_folder() == Path("/proc/nowhere")

@@ -1,0 +1,141 @@
+"""Files of tensors from elsewhere. What a file claims is compared with its size before it takes memory."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import stat
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+MAX_HEADER_BYTES = 2**20  # of a safetensors file; Swin-L with ExpansionNet v2 has 0.05 MB
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+class _Ignored:
+    """Replaces the NumPy objects of a training checkpoint (random states, scores), whose content is not read."""
+
+    def __init__(self, *arguments: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None: ...
+
+
+# NumPy renamed its package `core` to `_core`; checkpoints contain either name
+_NUMPY_NAMES = [f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")]
+_NUMPY_NAMES += ["numpy.ndarray", "numpy.dtype"]
+
+
+def read_header(path: Path) -> dict[str, Tensor]:
+    """The names, shapes and dtypes in a safetensors file, as tensors on the device "meta", which have no content.
+
+    Raises ValueError for any other file, and for one that this machine could not load.
+    """
+    try:
+        _require_memory(path)
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+        if length > MAX_HEADER_BYTES:
+            raise ValueError(f"its header has {length} bytes; the limit is {MAX_HEADER_BYTES}")
+        # Without a tensor's content, NumPy serves as well as torch, which would map the file as private memory.
+        with safe_open(path, "numpy") as content:
+            parts = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118 - it is no dictionary
+        return {
+            name: torch.empty(part.get_shape(), dtype=_DTYPES[part.get_dtype()], device="meta")
+            for name, part in parts.items()
+        }
+    except Exception as error:  # a damaged file can raise almost any exception
+        raise ValueError(f"{path} is no readable safetensors file ({_reason(error)})") from error
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint: a safetensors file, or a PyTorch file read with `weights_only` (no code in it runs).
+
+    The tensors may be in a dictionary under `model`, `state_dict` or `model_state_dict`. The rest of such a training
+    checkpoint (optimizer, scheduler, random states) is left out. Raises ValueError for any other content, for a file
+    that this machine could not load, and for one that contains more than its size.
+    """
+    try:
+        _require_memory(path)
+        if path.suffix == ".safetensors":
+            content: Any = load_file(path)
+        else:
+            _require_plain_records(path)
+            with torch.serialization.safe_globals([(_Ignored, name) for name in _NUMPY_NAMES]):
+                content = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, EOFError) as error:
+        # torch's message is not shown, because it advises to turn `weights_only` off
+        raise ValueError(
+            f"{path} is refused: it is no PyTorch file, or holds more than tensors, plain values and random "
+            f"states; save the model's state dict alone"
+        ) from error
+    except OSError as error:
+        raise ValueError(f"the checkpoint {path} cannot be read: {error}") from error
+    except Exception as error:  # a damaged file can raise almost any exception
+        raise ValueError(f"{path} is no readable checkpoint ({_reason(error)})") from error
+    for key in ("model_state_dict", "state_dict", "model"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise ValueError(
+            f"{path} is not a checkpoint: expected a dictionary of tensors, also under 'model' or 'state_dict'"
+        )
+    _check_tensors(path, content)
+    return content
+
+
+def _require_memory(path: Path) -> None:
+    """Raises ValueError for a file that cannot be loaded twice, into the tensors and from them into the model.
+
+    Such a file need not take space on the disk, because a sparse file has a size without content.
+    """
+    status, memory = path.stat(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its writer
+        raise ValueError("it is not a regular file")
+    if 2 * status.st_size > memory:
+        raise ValueError(
+            f"it has {status.st_size} bytes; the memory of this machine, {memory} bytes, must hold twice that"
+        )
+
+
+def _require_plain_records(path: Path) -> None:
+    """Raises ValueError for a zip file whose records unpack to more than the file. torch never compresses records."""
+    with path.open("rb") as file:
+        if file.read(2) != b"PK":
+            return  # torch's older format, which has no compression
+    with zipfile.ZipFile(path) as archive:
+        unpacked, size = sum(record.file_size for record in archive.infolist()), path.stat().st_size
+    if unpacked > size:
+        raise ValueError(f"its {size} bytes unpack to {unpacked}; save the model's state dict with torch.save")
+
+
+def _reason(error: Exception) -> str:
+    """The kind and the first line of an error, without torch's advice to turn `weights_only` off."""
+    text = str(error).splitlines()[0] if str(error) else ""
+    if type(error) is ValueError:
+        return text
+    return type(error).__name__ + (f": {text}" if text and "weights_only" not in str(error) else "")
+
+
+def _check_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Raises ValueError for a tensor that is not plain, or whose shape needs more bytes than the file contains."""
+    for name, tensor in tensors.items():
+        wrong = None
+        if not isinstance(name, str):
+            wrong = "its name is no string"
+        elif tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+            wrong = f"it is no plain tensor ({tensor.layout}, {tensor.device})"
+        elif tensor.is_complex():
+            wrong = "its numbers are complex"
+        elif tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            wrong = f"its shape {tuple(tensor.shape)} claims more than the file holds"
+        if wrong is not None:
+            raise ValueError(f"{path}: the tensor {name!r} is refused: {wrong}")

@@ -1,0 +1,161 @@
+"""The files of a model bundle: copies from S3, digests, and signatures.
+
+digests.json contains the SHA-256 of every other file, so that a damaged file is found when the bundle is loaded.
+digests.sig is an Ed25519 signature of digests.json, as `openssl pkeyutl -sign -rawin` makes it. It shows that the
+owner of a key wrote the bundle, which digests alone cannot show.
+
+RAYCAP_BUNDLE_KEYS names a PEM file with public keys. Where it is set, only bundles with a signature of one of them are
+loaded. RAYCAP_BUNDLE_SIGNING_KEY names a PEM file with the private key by which new bundles are signed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.errors import UserError
+from pipeline.storage.atomic import write_json
+from pipeline.storage.cache import cache_folder
+from pipeline.storage.mirror import Mirror
+from pipeline.storage.path import StoragePath
+from pipeline.untrusted.documents import parse_json
+from pipeline.untrusted.files import read_regular_file
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+# The identity of a run that starts from a bundle contains the digests of these files: the weights and the words.
+CONTENT_FILES = ("model.safetensors", "vocabulary.json")
+REQUIRED_FILES = ("config.yaml", *CONTENT_FILES)
+DIGESTED_FILES = (*REQUIRED_FILES, "preprocessing.json", "card.md")
+DIGESTS, SIGNATURE = "digests.json", "digests.sig"
+BUNDLE_FILES = (*DIGESTED_FILES, DIGESTS, SIGNATURE)
+
+KEYS_VARIABLE, SIGNING_VARIABLE = "RAYCAP_BUNDLE_KEYS", "RAYCAP_BUNDLE_SIGNING_KEY"
+MAX_BYTES = 2**16  # of digests.json and of files of keys
+_PUBLIC_KEY = re.compile(rb"-----BEGIN PUBLIC KEY-----.+?-----END PUBLIC KEY-----", re.DOTALL)
+
+
+def fetched(bundle: StoragePath) -> Path:
+    """The local folder of a bundle. For a bundle on S3 it is a local copy, which is brought up to date first."""
+    if not bundle.is_remote:
+        return bundle.path
+    copy = cache_folder() / "bundles" / hashlib.sha256(bundle.uri.encode()).hexdigest()[:20]
+    Mirror(bundle, copy).pull(only=BUNDLE_FILES)
+    return copy
+
+
+def bundle_digests(folder: Path, names: Sequence[str] = ()) -> dict[str, str]:
+    """{file: sha256} of the named files of a bundle, by default of all. UserError when one of them is missing."""
+    # For an empty folder, the error below names a file that every bundle needs.
+    names = names or [name for name in BUNDLE_FILES if (folder / name).is_file()] or CONTENT_FILES
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise UserError(f"{folder} is not a model bundle: it lacks {missing[0]}; give the folder of a bundle")
+    return {name: _sha256(folder / name) for name in names}
+
+
+def seal(folder: Path) -> None:
+    """Writes digests.json for the other files of a bundle, and the signature if there is a key for it."""
+    (folder / SIGNATURE).unlink(missing_ok=True)
+    digests = bundle_digests(folder, [name for name in DIGESTED_FILES if (folder / name).is_file()])
+    write_json(folder / DIGESTS, {"format": 1, "files": digests})
+    if file := os.environ.get(SIGNING_VARIABLE):
+        (folder / SIGNATURE).write_bytes(_sign((folder / DIGESTS).read_bytes(), Path(file)))
+
+
+def require_intact(folder: Path) -> None:
+    """Raises UserError if a file differs from digests.json. A bundle of an older version has no digests.json.
+
+    If RAYCAP_BUNDLE_KEYS is set, the bundle must have one, with a signature by one of these keys.
+    """
+    if keys := os.environ.get(KEYS_VARIABLE):
+        _require_signature(folder, Path(keys))
+    elif not (folder / DIGESTS).exists():
+        return
+    recorded = _recorded(folder / DIGESTS)
+    remedy = f"restore the bundle, or remove {DIGESTS} if the change is yours"
+    for name in DIGESTED_FILES:
+        file = folder / name
+        if name in recorded and not file.is_file():
+            raise UserError(f"{folder} lacks {name}, which is in its {DIGESTS}; {remedy}")
+        if file.is_file() and recorded.get(name) != _sha256(file):
+            raise UserError(f"{file} does not have the digest in {DIGESTS}: it is damaged or changed; {remedy}")
+
+
+def _recorded(path: Path) -> dict[str, str]:
+    """The digests in digests.json. Raises UserError for other content."""
+    content = parse_json(_read(path), str(path))
+    files = content.get("files") if isinstance(content, dict) and content.get("format") == 1 else None
+    if (
+        not isinstance(files, dict)
+        or not files.keys() <= set(DIGESTED_FILES)
+        or not set(REQUIRED_FILES) <= files.keys()
+    ):
+        raise UserError(f"{path} is damaged: it must have format 1 and the digests of a bundle's files; restore it")
+    return files
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read(path: Path) -> bytes:
+    """The content of a small file. Raises UserError if it cannot be read."""
+    try:
+        return read_regular_file(path, MAX_BYTES)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _sign(data: bytes, file: Path) -> bytes:
+    """The signature of `data` by the private key in a file. Raises UserError if the file has none."""
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    text = _read(file)
+    with suppress(ValueError, TypeError, UnsupportedAlgorithm):  # no key, a key with a password, an unknown kind
+        key = load_pem_private_key(text, password=None)
+        if isinstance(key, Ed25519PrivateKey):
+            return key.sign(data)
+    raise UserError(f"{SIGNING_VARIABLE}={file} must be a PEM file with an Ed25519 private key without a password")
+
+
+def _require_signature(folder: Path, file: Path) -> None:
+    """Raises UserError unless digests.json has a signature by one of the keys in a file."""
+    from cryptography.exceptions import InvalidSignature
+
+    keys = _public_keys(file)
+    if missing := [name for name in (DIGESTS, SIGNATURE) if not (folder / name).is_file()]:
+        raise UserError(f"{folder} lacks {missing[0]}; {KEYS_VARIABLE} is set, so that a bundle needs a signature")
+    data, signature = _read(folder / DIGESTS), _read(folder / SIGNATURE)
+    for key in keys:
+        with suppress(InvalidSignature):
+            key.verify(signature, data)
+            return
+    raise UserError(f"{folder / SIGNATURE} is no signature of {DIGESTS} by a key of {KEYS_VARIABLE}={file}")
+
+
+def _public_keys(file: Path) -> list[Ed25519PublicKey]:
+    """The keys in a PEM file. Raises UserError unless there is one or more, and all are Ed25519 public keys."""
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    text, keys = _read(file), list[Ed25519PublicKey]()
+    with suppress(ValueError, UnsupportedAlgorithm):
+        for block in _PUBLIC_KEY.findall(text):
+            key = load_pem_public_key(block)
+            if not isinstance(key, Ed25519PublicKey):
+                break
+            keys.append(key)
+        else:
+            if keys:
+                return keys
+    raise UserError(f"{KEYS_VARIABLE}={file} must be a PEM file with Ed25519 public keys")

@@ -1,0 +1,154 @@
+"""Digests and signatures of bundles, their rights, and what is copied from S3."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    KeySerializationEncryption,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
+
+from pipeline.captioning.bundle import load_bundle
+from pipeline.captioning.bundle_files import bundle_digests, fetched, require_intact, seal
+from pipeline.errors import UserError
+from pipeline.storage.path import StorageOptions, StoragePath
+from tests.support.bundles import make_bundle, without_digests
+
+
+def private_pem(key: Ed25519PrivateKey, encryption: KeySerializationEncryption = NoEncryption()) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption)
+
+
+def public_pem(key: Ed25519PrivateKey) -> bytes:
+    return key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_bundle(tmp_path_factory.mktemp("bundle") / "small", backbone=False)
+
+
+@pytest.fixture
+def copy(bundle: Path, tmp_path: Path) -> Path:
+    shutil.copytree(bundle, tmp_path / "bundle")
+    return tmp_path / "bundle"
+
+
+def test_a_file_that_is_missing_or_unknown_to_the_digests_is_named(copy: Path) -> None:
+    (copy / "notes.txt").write_text("a file of the user's")
+    require_intact(copy)
+    card = (copy / "card.md").read_bytes()
+    (copy / "card.md").unlink()
+    with pytest.raises(UserError, match=r"lacks card.md, which is in its digests.json"):
+        require_intact(copy)
+    seal(copy)
+    (copy / "card.md").write_bytes(card)
+    with pytest.raises(UserError, match=r"card.md does not have the digest in digests.json"):
+        require_intact(copy)
+    (copy / "card.md").unlink()
+    os.mkfifo(copy / "card.md")
+    require_intact(copy)  # nobody reads it
+    assert "card.md" not in bundle_digests(copy)
+    with pytest.raises(UserError, match="lacks card.md"):
+        bundle_digests(copy, ["card.md"])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"{}", b'{"format": 2, "files": {}}', b'{"format": 1, "files": {}}', b'{"format": 1, "files": []}',
+     b'{"format": 1, "files": {"../x": "0"}}', b"[" * 60_000, b" " * 2**17],
+)  # fmt: skip
+def test_digests_that_are_none_are_refused(copy: Path, content: bytes) -> None:
+    (copy / "digests.json").write_bytes(content)
+    with pytest.raises(UserError, match="digests.json (is damaged|cannot be read|is not valid JSON)"):
+        load_bundle(copy)
+
+
+def test_a_bundle_of_an_older_version_is_loaded(copy: Path) -> None:
+    without_digests(copy)
+    (copy / "card.md").write_text("# changed")
+    assert load_bundle(copy).config["name"] == "small"
+
+
+def test_with_keys_only_signed_bundles_are_loaded(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
+    (tmp_path / "keys.pem").write_bytes(public_pem(theirs) + public_pem(ours))
+    (tmp_path / "private.pem").write_bytes(private_pem(ours))
+    monkeypatch.setenv("RAYCAP_BUNDLE_SIGNING_KEY", str(tmp_path / "private.pem"))
+    signed = make_bundle(tmp_path / "signed", backbone=False)
+    monkeypatch.setenv("RAYCAP_BUNDLE_KEYS", str(tmp_path / "keys.pem"))
+    load_bundle(signed)
+    with pytest.raises(UserError, match="lacks digests.sig; RAYCAP_BUNDLE_KEYS is set"):
+        load_bundle(copy)
+    shutil.copy(signed / "digests.sig", copy)  # a signature of other files
+    (copy / "card.md").write_text("changed")
+    seal_without_signing(copy, monkeypatch)
+    shutil.copy(signed / "digests.sig", copy)
+    with pytest.raises(UserError, match="digests.sig is no signature of digests.json by a key of"):
+        load_bundle(copy)
+    with pytest.raises(UserError, match="lacks digests.json"):
+        load_bundle(without_digests(copy))
+    (signed / "vocabulary.json").write_bytes((signed / "vocabulary.json").read_bytes() + b" ")
+    with pytest.raises(UserError, match="vocabulary.json does not have the digest"):
+        load_bundle(signed)
+    (tmp_path / "keys.pem").write_bytes(public_pem(theirs))
+    with pytest.raises(UserError, match="no signature"):
+        load_bundle(signed)
+
+
+def seal_without_signing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as context:
+        context.delenv("RAYCAP_BUNDLE_SIGNING_KEY")
+        seal(folder)
+
+
+def test_files_that_hold_no_keys_are_refused(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, other, file = Ed25519PrivateKey.generate(), generate_private_key(SECP256R1()), tmp_path / "keys.pem"
+    foreign = other.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    monkeypatch.setenv("RAYCAP_BUNDLE_KEYS", str(file))
+    with pytest.raises(UserError, match="keys.pem cannot be read"):
+        load_bundle(copy)
+    for content in (b"", b"no key", private_pem(key), foreign, public_pem(key) + foreign, public_pem(key)[:60]):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match="must be a PEM file with Ed25519 public keys"):
+            load_bundle(copy)
+    monkeypatch.setenv("RAYCAP_BUNDLE_SIGNING_KEY", str(file))
+    for content in (b"", public_pem(key), private_pem(key, BestAvailableEncryption(b"secret"))):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match="must be a PEM file with an Ed25519 private key without a password"):
+            seal(copy)
+
+
+def test_a_bundle_has_the_rights_of_the_umask(tmp_path: Path) -> None:
+    for mask, folder_rights in ((0o077, 0o700), (0o027, 0o750)):
+        before = os.umask(mask)
+        try:
+            folder = make_bundle(tmp_path / f"bundle-{mask}", backbone=False)
+        finally:
+            os.umask(before)
+        assert folder.stat().st_mode & 0o777 == folder_rights
+        for path in folder.iterdir():
+            assert path.stat().st_mode & mask == 0, path.name
+
+
+def test_only_the_files_of_a_bundle_are_copied_from_s3(s3: str, bundle: Path, tmp_path: Path) -> None:
+    """An object's name cannot choose another place, and a bundle can be loaded in spite of such objects."""
+    home = StoragePath("s3://data/offered/model", StorageOptions(s3))
+    for path in bundle.iterdir():
+        (home / path.name).write_bytes(path.read_bytes())
+    victim = tmp_path / "victim"
+    for name in (f"/{victim}", "../victim", "a/../../victim", "deep/config.yaml", "extra.py", ".hidden", "", "folder/"):
+        StoragePath(f"{home.uri}/{name}", home.options).write_bytes(b"planted")
+    folder = fetched(home)
+    assert {path.name for path in folder.iterdir()} == {path.name for path in bundle.iterdir()}
+    assert load_bundle(folder).config["name"] == "small" and not victim.exists()

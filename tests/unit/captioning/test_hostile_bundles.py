@@ -1,0 +1,323 @@
+"""Bundles from strangers: each is refused in one sentence, in bounded memory, and without opening anything else."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from models.transform import ImageTransform
+from pipeline.captioning.bundle import load_bundle
+from pipeline.captioning.bundle_files import seal
+from pipeline.errors import UserError
+from tests.support.bundles import make_bundle
+from tests.support.models import (
+    one_thread,  # noqa: F401
+)
+
+Craft = Callable[[Path], None]
+GIB = 2**30
+DEEP = 20_000
+
+
+class TooLongError(BaseException):
+    """Raised by the clock; code that catches every Exception does not catch it."""
+
+
+@pytest.fixture
+def bounded() -> Iterator[None]:
+    """Limits what the test may allocate to 2 GiB, and its time to a minute."""
+
+    def ring(*_: Any) -> None:
+        raise TooLongError
+
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    previous = signal.signal(signal.SIGALRM, ring)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2 * GIB, before[1]))
+    signal.alarm(60)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_bundle(tmp_path_factory.mktemp("bundle") / "small")
+
+
+def setting(key: str, value: Any) -> Craft:
+    """Sets a dotted key of config.yaml."""
+
+    def craft(folder: Path) -> None:
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        node, parts = config, key.split(".")
+        for part in parts[:-1]:
+            node = node[part]
+        node[parts[-1]] = value
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+
+    return craft
+
+
+def without(key: str) -> Craft:
+    """Removes a key of config.yaml."""
+
+    def craft(folder: Path) -> None:
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        del config[key]
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+
+    return craft
+
+
+def text(name: str, content: str | bytes) -> Craft:
+    """Replaces the content of a file."""
+
+    def craft(folder: Path) -> None:
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+    return craft
+
+
+def both(*crafts: Craft) -> Craft:
+    def craft(folder: Path) -> None:
+        for each in crafts:
+            each(folder)
+
+    return craft
+
+
+def words(content: list[Any]) -> Craft:
+    return text("vocabulary.json", json.dumps({"words": content}))
+
+
+def pipe(name: str) -> Craft:
+    def craft(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return craft
+
+
+def link(name: str, target: str) -> Craft:
+    def craft(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).symlink_to(target)
+
+    return craft
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Craft:
+    """Changes the tensors of model.safetensors."""
+
+    def craft(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors")
+
+    return craft
+
+
+def sparse(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 2**40)
+
+
+def header(content: bytes, size: int = 64, length: int | None = None) -> Craft:
+    """A safetensors file with this header and `size` bytes of data. length: what it claims as the header's length."""
+    claimed = len(content) if length is None else length
+    return text("model.safetensors", claimed.to_bytes(8, "little") + content + bytes(size))
+
+
+def entry(offsets: list[int], shape: list[int], dtype: str = "F32", name: str = "model.x") -> bytes:
+    return json.dumps({name: {"dtype": dtype, "shape": shape, "data_offsets": offsets}}).encode()
+
+
+def remove_first(weights: dict[str, torch.Tensor]) -> None:
+    del weights[min(weights)]
+
+
+def enlarge_windows(weights: dict[str, torch.Tensor]) -> None:
+    """The tables of position biases for windows of 200 x 200 tokens."""
+    for name, tensor in weights.items():
+        if name.endswith("bias_table"):
+            weights[name] = torch.zeros(399**2, tensor.shape[1])
+
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40)) + "format: 2\n"
+TWICE = (
+    b'{"a":{"dtype":"F32","shape":[8],"data_offsets":[0,32]},"b":{"dtype":"F32","shape":[8],"data_offsets":[16,48]}}'
+)
+LARGE = 10**9
+LIMIT = "at most|less than or equal"  # of a bundle, or of the configuration's key
+UNFIT = "cannot be built|this configuration|must be|less than or equal"
+
+CASES: dict[str, tuple[Craft, str]] = {
+    # what the configuration may open or fetch
+    "pretrained weights": (setting("backbone.weights", "pretrained"), "backbone.weights is 'pretrained'; a bundle"),
+    "weights of a path": (setting("backbone.weights", "/etc/passwd"), "opens no other file"),
+    "word vectors": (
+        both(setting("model.word_vectors", "/dev/zero"), setting("model.word_vector_width", 5)),
+        "model.word_vectors is '/dev/zero'",
+    ),
+    # sizes that decide memory or time
+    "vocabulary_size": (setting("sizes.vocabulary_size", LARGE), f"config.yaml says 1000000000|{LIMIT}"),
+    "max_positions": (setting("sizes.max_positions", LARGE), LIMIT),
+    "feature_width": (setting("sizes.feature_width", LARGE), UNFIT),
+    "d_model": (setting("model.d_model", LARGE), UNFIT),
+    "d_ff": (setting("model.d_ff", 10**30), UNFIT),
+    "static_expansion": (setting("model.static_expansion", [10**12]), UNFIT),
+    "dynamic_expansion": (setting("model.dynamic_expansion", LARGE), UNFIT),
+    "encoder layers": (setting("model.num_encoder_layers", LARGE), LIMIT),
+    "decoder layers": (setting("model.num_decoder_layers", LARGE), LIMIT),
+    "depths": (setting("backbone.depths", [10**7, 2]), LIMIT),
+    "depths that cancel": (setting("backbone.depths", [10**7, -(10**7)]), LIMIT),
+    "many stages": (setting("backbone.depths", [0] * 10_000), LIMIT),
+    "image_size": (setting("backbone.image_size", 10**6), LIMIT),
+    "embed_dim": (setting("backbone.embed_dim", 10**12), UNFIT),
+    # the index of a window has window^4 numbers, which no tensor of the file shows
+    "masks": (
+        both(
+            setting("backbone.window_size", 200), setting("backbone.image_size", 1600), tensors(enlarge_windows),
+            text("preprocessing.json", json.dumps(ImageTransform(1600).describe())),
+        ),
+        "bytes of masks and tables",
+    ),
+    # sizes that no backbone has
+    "no depths": (setting("backbone.depths", []), UNFIT),
+    "window_size 0": (setting("backbone.window_size", 0), UNFIT),
+    "num_heads 0": (setting("backbone.num_heads", [0, 0]), UNFIT),
+    "embed_dim -5": (setting("backbone.embed_dim", -5), UNFIT),
+    "image_size -4": (setting("backbone.image_size", -4), f"{UNFIT}|transform"),
+    "unknown backbone": (setting("backbone.name", "swin_of_nobody"), "timm does not know"),
+    # structure of config.yaml
+    "no name": (without("name"), "name must be the model's name, found NoneType"),
+    "name a list": (setting("name", ["x"]), "found list"),
+    "model.name a list": (setting("model.name", ["x"]), "model.name"),
+    "model a list": (setting("model", [1]), "model"),
+    "no model": (without("model"), "config.yaml: "),
+    "no sizes": (without("sizes"), "config.yaml: "),
+    "backbone a list": (setting("backbone", [1]), "config.yaml: backbone"),
+    "format a text": (setting("format", "2"), "it has no format number"),
+    "a long value": (setting("model.d_model", "x" * 100_000), "model.d_model"),
+    "a list": (text("config.yaml", "[1, 2]"), "it has no format number"),
+    "empty": (text("config.yaml", ""), "it has no format number"),
+    "no text": (text("config.yaml", b"\xff\xfe\0"), "config.yaml cannot be read"),
+    "a tag": (text("config.yaml", "!!python/object/apply:os.system [touch x]"), "config.yaml cannot be read"),
+    "an alias bomb": (text("config.yaml", BOMB), "more than 100000 values"),
+    "deep YAML": (text("config.yaml", "[" * DEEP), "nested more than 50 deep"),
+    "long YAML": (text("config.yaml", "#" * 2**20), "characters of YAML"),
+    "longer YAML": (text("config.yaml", "#" * 2**21), "larger than 1048576 bytes"),
+    # vocabulary.json and preprocessing.json
+    "deep vocabulary": (text("vocabulary.json", "[" * DEEP), "nested too deeply"),
+    "words are numbers": (words([1, 2, 3]), "list of text under 'words'"),
+    "words are lists": (words([[["a"]]]), "list of text under 'words'"),
+    "no words": (words([]), "lacks PAD, SOS, EOS, UNK"),
+    "a word twice": (words(["PAD", "SOS", "EOS", "UNK", "a", "a"]), "more than once"),
+    "half a character": (text("vocabulary.json", '{"words": ["\\ud800"]}'), "vocabulary.json cannot be read"),
+    "a large vocabulary": (text("vocabulary.json", " " * (16 * 2**20 + 1)), "larger than 16777216 bytes"),
+    "deep preprocessing": (text("preprocessing.json", '{"a":' * DEEP), "nested too deeply"),
+    "another transform": (text("preprocessing.json", "{}"), "a transform that this version does not have"),
+    # files that are none
+    "a pipe of weights": (pipe("model.safetensors"), "lacks model.safetensors"),
+    "a pipe of a configuration": (pipe("config.yaml"), "lacks config.yaml"),
+    "a pipe of preprocessing": (pipe("preprocessing.json"), "not a regular file"),
+    "endless weights": (link("model.safetensors", "/dev/zero"), "lacks model.safetensors"),
+    "an endless vocabulary": (link("vocabulary.json", "/dev/zero"), "lacks vocabulary.json"),
+    # model.safetensors
+    "no content": (text("model.safetensors", b""), "no readable safetensors file"),
+    "a tebibyte": (sparse, "no readable safetensors file .it has 1099511627776 bytes; the memory"),
+    "a header of 2^63": (header(b"{}", length=2**63), "its header has 9223372036854775808 bytes"),
+    "a large header": (header(b"{}" + b" " * 2**20), "its header has 1048578 bytes"),
+    "a header past the end": (header(b"{}", length=2**16), "no readable safetensors file"),
+    "a deep header": (header(b'{"a":' * 10_000), "no readable safetensors file"),
+    "a shape that lies": (header(entry([0, 64], [2**40])), "no readable safetensors file"),
+    "a shape that overflows": (header(entry([0, 64], [2**62, 2**62])), "no readable safetensors file"),
+    "a negative shape": (header(entry([0, 64], [-16])), "no readable safetensors file"),
+    "offsets past the end": (header(entry([0, 2**40], [2**38])), "no readable safetensors file"),
+    "offsets that overlap": (header(TWICE, 48), "no readable safetensors file"),
+    "an unknown type": (header(entry([0, 64], [16], "F4_OF_NOBODY")), "no readable safetensors file"),
+    "a type without numbers of torch": (header(entry([0, 64], [8], "C64")), "no readable safetensors file"),
+    "cut short": (
+        lambda folder: os.truncate(folder / "model.safetensors", 5_000),
+        "no readable safetensors file",
+    ),
+    "one tensor": (header(entry([0, 64], [16])), "lacks 'backbone.swin.*has 'model.x'"),
+    "a name of the terminal": (header(entry([0, 64], [16], name="\x1b[2J")), "lacks 'backbone.swin"),
+    "a tensor too many": (tensors(lambda weights: weights.update(x=torch.zeros(1))), "has 'x' .1 unknown"),
+    "a tensor too few": (tensors(remove_first), "lacks 'backbone.swin"),
+    "integers": (
+        tensors(lambda weights: weights.update({"model.lm_head.weight": weights["model.lm_head.weight"].int()})),
+        "as torch.int32; expected torch.float32",
+    ),
+    "not finite": (tensors(lambda weights: weights["model.lm_head.weight"].fill_(torch.inf)), "not finite"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("digests", [True, False], ids=["sealed", "old"])
+@pytest.mark.usefixtures("bounded")
+def test_a_crafted_bundle_is_refused_in_one_sentence(bundle: Path, tmp_path: Path, case: str, digests: bool) -> None:
+    """sealed: with digests that fit, which a stranger can compute. old: as before there were digests."""
+    craft, expected = CASES[case]
+    folder = tmp_path / "bundle"
+    shutil.copytree(bundle, folder)
+    (folder / "digests.json").unlink()
+    craft(folder)
+    if digests:
+        if any(not path.is_file() for path in folder.iterdir()) or case == "a tebibyte":
+            pytest.skip("there is no digest of it")
+        seal(folder)
+    generator = torch.get_rng_state()
+    with pytest.raises(UserError, match=expected) as refused:
+        load_bundle(folder)
+    message = str(refused.value)
+    assert message.isprintable() and str(folder) in message and len(message) < 1000
+    if case != "not finite":  # this is seen only after the captioner is built
+        assert torch.equal(torch.get_rng_state(), generator), "nothing was built"
+
+
+def test_the_bundle_itself_is_loaded(bundle: Path) -> None:
+    assert load_bundle(bundle).config["name"] == "small"
+
+
+def test_a_name_cannot_control_a_terminal(bundle: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(bundle, folder)
+    setting("name", "a\x1b[2Jb")(folder)
+    seal(folder)
+    assert load_bundle(folder).config["name"] == r"a\x1b[2Jb"
+
+
+def test_each_flipped_bit_is_found_and_its_file_named(bundle: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(bundle, folder)
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [
+        "card.md", "config.yaml", "digests.json", "model.safetensors", "preprocessing.json", "vocabulary.json",
+    ]  # fmt: skip
+    for name in names:
+        data = (folder / name).read_bytes()
+        places = range(0, 8 * len(data), max(8 * len(data) // 300, 1) | 1)  # an odd step meets every bit of a byte
+        for place in places:
+            changed = bytearray(data)
+            changed[place // 8] ^= 1 << place % 8
+            (folder / name).write_bytes(changed)
+            with pytest.raises(UserError, match=re.escape(name)):
+                load_bundle(folder)
+        (folder / name).write_bytes(data)
+    load_bundle(folder)

@@ -1,0 +1,64 @@
+"""Copies of folders on S3 in which others may write: no object and no link leads out of a copy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.storage.mirror import Mirror
+from pipeline.storage.path import StorageOptions, StoragePath
+
+
+@pytest.fixture
+def copy(s3: str, tmp_path: Path) -> Mirror:
+    home = StoragePath(f"s3://data/mirror/{tmp_path.name}", StorageOptions(s3))
+    (home / "a/b.txt").write_bytes(b"good")
+    return Mirror(home, tmp_path / "deep" / "copy")
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("[!.]*") if path.is_file())
+
+
+@pytest.mark.parametrize("name", ["{tmp}/victim", "../../victim", "a/../../../victim", "a\\b", "a\x07b", "a//b", "./x"])
+def test_an_object_with_another_place_in_its_name_is_refused(copy: Mirror, tmp_path: Path, name: str) -> None:
+    StoragePath(f"{copy.home.uri}/{name.format(tmp=tmp_path)}", copy.home.options).write_bytes(b"planted")
+    with pytest.raises(UserError, match="is not a plain relative path"):
+        copy.pull()
+    assert files(tmp_path) == [], "not even the good file was written"
+
+
+def test_hidden_objects_and_marks_of_folders_are_left_out(copy: Mirror) -> None:
+    for name in (".lock", "a/.b.txt.tmp", ".c/d", "", "a/", "empty/"):
+        StoragePath(f"{copy.home.uri}/{name}", copy.home.options).write_bytes(b"other")
+    for _ in range(2):
+        copy.pull()
+        assert files(copy.local) == ["a/b.txt"]
+        assert {path.name for path in copy.local.rglob("*")} == {"a", "b.txt"}
+
+
+def test_a_link_in_a_copy_leads_no_write_and_no_removal_out_of_it(copy: Mirror, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "b.txt").write_text("mine")
+    (outside / "c.txt").write_text("mine too")
+    copy.local.mkdir(parents=True)
+    (copy.local / "a").symlink_to(outside)
+    for under in ("", "a", "a/b.txt"):
+        with pytest.raises(UserError, match="leads out of"):
+            copy.pull(under)
+    assert {path.name: path.read_text() for path in outside.iterdir()} == {"b.txt": "mine", "c.txt": "mine too"}
+    (copy.local / "a").unlink()
+    (copy.local / "a").mkdir()
+    (copy.local / "a" / "b.txt").symlink_to(outside / "b.txt")
+    copy.pull()  # replaces the link, not the file behind it
+    assert (copy.local / "a" / "b.txt").read_text() == "good" and (outside / "b.txt").read_text() == "mine"
+
+
+def test_a_copy_may_be_behind_a_link_itself(copy: Mirror, tmp_path: Path) -> None:
+    (tmp_path / "other disk").mkdir()
+    (tmp_path / "deep").symlink_to(tmp_path / "other disk")
+    copy.pull()
+    assert files(tmp_path / "other disk") == ["copy/a/b.txt"]
