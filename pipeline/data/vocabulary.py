@@ -10,6 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pipeline.untrusted.documents import parse_json
+from pipeline.untrusted.files import read_document
+from pipeline.untrusted.names import excerpt
+
 PAD, SOS, EOS, UNK = "PAD", "SOS", "EOS", "UNK"
 SPECIALS = (PAD, SOS, EOS, UNK)
 
@@ -64,9 +68,9 @@ class Vocabulary:
         ids = {word: index for index, word in enumerate(self.words)}
         if len(ids) != len(self.words):
             repeated = [word for word, count in Counter(self.words).items() if count > 1]
-            raise ValueError(f"the vocabulary holds {repeated[0]!r} more than once; every word must occur once")
+            raise ValueError(f"the vocabulary holds {excerpt(repeated[0])} more than once; every word must occur once")
         if self.tokenizer not in TOKENIZERS:
-            raise ValueError(f"the vocabulary's tokenizer is {self.tokenizer!r}; known: {', '.join(TOKENIZERS)}")
+            raise ValueError(f"the vocabulary's tokenizer is {excerpt(self.tokenizer)}; known: {', '.join(TOKENIZERS)}")
         if missing := [special for special in SPECIALS if special not in ids]:
             raise ValueError(f"the vocabulary lacks {', '.join(missing)}; it must hold {', '.join(SPECIALS)}")
         for name, value in {"ids": ids, "pad": ids[PAD], "sos": ids[SOS], "eos": ids[EOS]}.items():
@@ -110,8 +114,10 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: Path) -> Vocabulary:
-        """The vocabulary in a file that `save` wrote. Raises ValueError for other content."""
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(data, dict) or not isinstance(data.get("words"), list):
-            raise ValueError(f"{path} is not a vocabulary: expected a JSON object with a list under 'words'")
-        return cls(tuple(str(word) for word in data["words"]), str(data.get("tokenizer", "expansionnet")))
+        """The vocabulary in a file that `save` wrote. Raises ValueError for other content, OSError without a file."""
+        data = parse_json(read_document(path), str(path))
+        words = data.get("words") if isinstance(data, dict) else None
+        tokenizer = data.get("tokenizer", "expansionnet") if isinstance(data, dict) else None
+        if not isinstance(words, list) or not all(isinstance(text, str) for text in (tokenizer, *words)):
+            raise ValueError(f"{path} is not a vocabulary: expected a JSON object with a list of text under 'words'")
+        return cls(tuple(words), str(tokenizer))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 from pathlib import PurePosixPath
+from typing import Any
 
 from pipeline.errors import UserError
 
@@ -26,3 +28,11 @@ def printable(text: str) -> str:
     Line ends are escaped as well. Right-to-left marks and overrides count as not printable.
     """
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def excerpt(value: Any) -> str:
+    """A value from elsewhere for a message: at most some levels and a hundred printable characters of each text."""
+    limits = reprlib.Repr()
+    limits.maxstring = limits.maxother = 100
+    limits.maxdict = limits.maxlist = 10
+    return printable(limits.repr(value))
