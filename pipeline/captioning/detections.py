@@ -131,8 +131,8 @@ def read_hierarchy(path: Path, names: Path | None = None) -> dict[str, int]:
         ) from error
     if names is None and heights and all(label.startswith("/") for label in heights):
         raise UserError(
-            f"hierarchy {path} has codes such as {excerpt(next(iter(heights)))} in place of names; give Open Images' CSV of "
-            "class descriptions with --class-names"
+            f"hierarchy {path} has codes such as {excerpt(next(iter(heights)))} in place of names; give Open Images' "
+            "CSV of class descriptions with --class-names"
         )
     return heights
 

@@ -123,8 +123,8 @@ def read_meshed_vocabulary(path: Path) -> Vocabulary:
     if path.suffix == ".json":
         return Vocabulary.load(path)
 
-    # Each file gets new stand-ins, because a file can set attributes of these. They copy nothing: 164 KiB with a copy of
-    # a large Counter in each of its objects would need gigabytes.
+    # Each file gets new stand-ins, because a file can set attributes of these. They copy nothing, because a small file
+    # with many copies of one large Counter would need gigabytes.
     class Table:
         """A stand-in for the vocabulary, whose attributes the file gives as plain values."""
 

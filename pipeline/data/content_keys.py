@@ -1,8 +1,8 @@
 """Content keys: the sha256 of every image file. A file that has not changed is not read again.
 
 A manifest holds the URI, size, tag and content key of each image; the tag is the modification time, or the ETag on S3.
-A file with the same size and tag as in the manifest counts as unchanged. The cost is one stat per image (on S3 one
-listing request per thousand objects, or one request per image among many others), and one read per new or changed image.
+A file with the same size and tag as in the manifest counts as unchanged. The cost is one stat per image and one read
+per new or changed image. On S3 the sizes and tags of a thousand images come from one listing request.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_BYTES = 256 * 2**20  # a larger file is refused, because a file is read into
 _URIS_PER_TASK = 8192  # files whose sizes a thread looks up in one task
 _UNREADABLE_SIZE = -1  # replaces the size of a file that cannot be read
 _NUM_THREADS = 8
-# A listing ends after this many objects plus ten per image, because one image may be in a bucket of a billion objects.
+# A listing ends after this many objects plus ten per image: one image may be in a bucket of a billion objects.
 _LISTED_OBJECTS = 1000
 
 
@@ -98,8 +98,8 @@ def _read_sizes(uris: pa.Array, options: StorageOptions) -> tuple[pa.Array, pa.A
 def _list_remote(uris: Sequence[str], options: StorageOptions) -> dict[str, Entry]:
     """The size and tag of those objects that exist, by URI: from one listing per folder, not one request per image.
 
-    The cost for n images of a folder is at most 1 + n / 100 requests of 1000 objects each. Where the listing of a folder
-    ends after these, because most of its objects are no images of the data set, each missing image is one more request.
+    The listing of a folder with n images ends after 1 + n / 100 requests, of 1000 objects each. If more than nine of
+    ten objects are no images of the data set, some images are not found by then; each of these is one more request.
     """
     wanted, found = set(uris), dict[str, Entry]()
     images_in: dict[str, int] = {}

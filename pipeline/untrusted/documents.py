@@ -157,8 +157,8 @@ def open_parquet(data: bytes, name: str) -> pq.ParquetFile:
 def parquet_rows(data: bytes, name: str) -> Iterator[dict[str, Any]]:
     """The rows of a Parquet file in memory, with bounded memory for each of its batches.
 
-    A repeated text is stored once and would be decoded for each row. Columns of text are therefore read as dictionaries,
-    and the size of their text is added up before it is decoded.
+    A repeated text is stored once and would be decoded for each row. Columns of text are therefore read as
+    dictionaries, and the size of their text is added up before it is decoded.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
