@@ -19,7 +19,7 @@ from pipeline.errors import UserError
 from pipeline.storage.atomic import write_bytes
 from pipeline.storage.path import StoragePath
 from pipeline.untrusted.documents import parse_json
-from pipeline.untrusted.names import excerpt
+from pipeline.untrusted.names import quoted
 
 PART_ROWS, PART_S = 10_000, 60.0  # a part has this many lines, or those of this many seconds
 NUM_READERS = 8
@@ -121,7 +121,7 @@ def _parse(place: StoragePath, lines: Iterable[bytes], signature: Row) -> dict[s
             ) from error
         if written_with != signature:
             raise UserError(
-                f"--out {place}: line {number} was written with {excerpt(written_with)}, not {signature}; "
+                f"--out {place}: line {number} was written with {quoted(written_with)}, not {signature}; "
                 "give another name"
             )
     return done

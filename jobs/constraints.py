@@ -14,7 +14,7 @@ from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
 from pipeline.scoring.result_files import shorten
 from pipeline.untrusted.files import read_document
-from pipeline.untrusted.names import excerpt
+from pipeline.untrusted.names import quoted
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def constraints(
     )
     if heights and (missing := labels.keys() - heights.keys()):
         logger.info(
-            f"{len(missing)} classes are not in the hierarchy and count as leaves, such as {excerpt(min(missing))}"
+            f"{len(missing)} classes are not in the hierarchy and count as leaves, such as {quoted(min(missing))}"
         )
     if outside_vocabulary:
         by_frequency = [label for label, _ in labels.most_common() if label in outside_vocabulary]

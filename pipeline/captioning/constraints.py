@@ -17,7 +17,7 @@ from pipeline.errors import UserError
 from pipeline.storage.atomic import write_text
 from pipeline.untrusted.documents import parse_json
 from pipeline.untrusted.files import read_document
-from pipeline.untrusted.names import excerpt
+from pipeline.untrusted.names import quoted
 
 Alternatives = tuple[str, ...]
 Constraints = dict[int, tuple[Alternatives, ...]]
@@ -48,7 +48,7 @@ def read_constraints(path: Path) -> Constraints:
                 f'expected for example {{"image_id": 17, "constraints": ["horse", ["cart", "wagon"]]}}'
             ) from error
         if image in constraints:
-            shown = excerpt(image)
+            shown = quoted(image)
             raise UserError(f"constraints {path}: line {number} names image {shown} again; give each image one line")
         constraints[image] = image_constraints
     return constraints
@@ -58,7 +58,7 @@ def _alternatives(value: object) -> Alternatives:
     """One constraint of a file as a tuple of alternatives. ValueError for other JSON."""
     words = [value] if isinstance(value, str) else value
     if not isinstance(words, list) or not words or not all(isinstance(word, str) and word.strip() for word in words):
-        raise ValueError(f"{excerpt(value)} is neither a word nor a list of words")
+        raise ValueError(f"{quoted(value)} is neither a word nor a list of words")
     return tuple(words)
 
 

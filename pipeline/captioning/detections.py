@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from pipeline.errors import UserError
 from pipeline.untrusted.documents import parse_json
 from pipeline.untrusted.files import read_document
-from pipeline.untrusted.names import excerpt, printable
+from pipeline.untrusted.names import printable, quoted
 
 MIN_OVERLAP = 0.85  # two boxes with at least this intersection over union are taken to show the same object
 MAX_CONSTRAINTS = 3  # per image
@@ -58,7 +58,7 @@ def read_detections(path: Path) -> dict[int, list[Detection]]:
         for image, detection in _rows(read_document(path).decode(), f"detections {path}"):
             detections.setdefault(image, []).append(detection)
             if len(detections[image]) > MAX_BOXES:
-                raise UserError(f"detections {path}: image {excerpt(image)} has more than {MAX_BOXES} boxes")
+                raise UserError(f"detections {path}: image {quoted(image)} has more than {MAX_BOXES} boxes")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"detections {path} cannot be read as text: {error}") from error
     except UserError:
@@ -108,7 +108,7 @@ def _row(image: Any, label: str, score: Any, box: tuple[float, float, float, flo
 def _text(value: Any) -> str:
     """A class name. Numbers are allowed as well. Raises TypeError for a list or an object."""
     if not isinstance(value, str | int | float):
-        raise TypeError(f"{excerpt(value)} is not the name of a class")
+        raise TypeError(f"{quoted(value)} is not the name of a class")
     return str(value)
 
 
@@ -131,7 +131,7 @@ def read_hierarchy(path: Path, names: Path | None = None) -> dict[str, int]:
         ) from error
     if names is None and heights and all(label.startswith("/") for label in heights):
         raise UserError(
-            f"hierarchy {path} has codes such as {excerpt(next(iter(heights)))} in place of names; give Open Images' "
+            f"hierarchy {path} has codes such as {quoted(next(iter(heights)))} in place of names; give Open Images' "
             "CSV of class descriptions with --class-names"
         )
     return heights

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.untrusted.files import read_regular_file
-from pipeline.untrusted.names import excerpt, printable
+from pipeline.untrusted.names import printable, quoted
 
 ALLOWED = "a vocabulary holds dict, list, str and int only"
 # Larger files are refused. The published vocabulary has 10,000 words, 0.24 MB and 60,000 operations.
@@ -99,7 +99,7 @@ def _check_plain(content: Any, path: Path) -> None:
         value = pending.pop()
         if type(value) in (str, int) or id(value) in visited:
             if type(value) is str and not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
-                raise ValueError(f"{path} is refused: {excerpt(value)} is no text (half of a surrogate pair)")
+                raise ValueError(f"{path} is refused: {quoted(value)} is no text (half of a surrogate pair)")
             continue
         visited.add(id(value))
         if type(value) is dict:
@@ -165,7 +165,7 @@ def read_expansionnet_vocabulary(path: Path) -> Vocabulary:
     vocabulary = Vocabulary(tuple(words))
     start, end = content.get("sos_str"), content.get("eos_str")
     if (start, end) != ("SOS", "EOS"):
-        found = f"start with {excerpt(start)} and end with {excerpt(end)}"
+        found = f"start with {quoted(start)} and end with {quoted(end)}"
         raise ValueError(f"{path}: captions {found}; expected 'SOS' and 'EOS'")
     return vocabulary
 
@@ -181,6 +181,6 @@ def _checked_words(content: Any, words_key: str, ids_key: str, path: Path, label
         raise ValueError(f"{path} is no {label}: expected {words_key!r} and {ids_key!r}")
     different = [index for index, word in enumerate(words) if ids.get(word) != index]
     if different:
-        shown = excerpt(words[different[0]])
+        shown = quoted(words[different[0]])
         raise ValueError(f"{path}: its two tables contradict each other: word {different[0]} is {shown} in one only")
     return words

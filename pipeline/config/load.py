@@ -24,7 +24,7 @@ from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
 from pipeline.untrusted.documents import MAX_YAML_CHARACTERS, parse_yaml, require_mapping
 from pipeline.untrusted.files import read_regular_file
-from pipeline.untrusted.names import excerpt
+from pipeline.untrusted.names import quoted
 
 SectionType = TypeVar("SectionType")
 MAX_EXTENDED = 20  # files in a chain of `extends`
@@ -86,7 +86,7 @@ def _extended_file(name: Any, chain: Sequence[Path]) -> Path:
     """
     last, folder = chain[-1], chain[0].parent.resolve()
     if not isinstance(name, str):
-        raise UserError(f"{last}: extends must be the path of one YAML file, found {excerpt(name)}")
+        raise UserError(f"{last}: extends must be the path of one YAML file, found {quoted(name)}")
     if len(chain) >= MAX_EXTENDED:
         raise UserError(f"{chain[0]} extends more than {MAX_EXTENDED} files, one after the other; merge some of them")
     file = last.parent / name
@@ -94,7 +94,7 @@ def _extended_file(name: Any, chain: Sequence[Path]) -> Path:
         is_outside = Path(name).is_absolute() or not file.resolve().is_relative_to(folder)
         is_file = file.is_file()
     except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, or a link to itself
-        raise UserError(f"{last}: extends names {excerpt(name)}, which cannot be a file: {error}") from error
+        raise UserError(f"{last}: extends names {quoted(name)}, which cannot be a file: {error}") from error
     if is_outside:
         raise UserError(
             f"{last}: extends names {name}, which is outside of {folder}; give a relative path to a file in this "
@@ -157,7 +157,7 @@ def set_value(data: dict[str, Any], key: str, value: Any, source: str) -> None:
     """Sets a dotted key of plain values, with stages by name or number. A UserError begins with `source`."""
     parts = key.split(".")
     if len(parts) > MAX_KEY_PARTS:
-        raise UserError(f"{source} {excerpt(key)}: the key has more than {MAX_KEY_PARTS} parts")
+        raise UserError(f"{source} {quoted(key)}: the key has more than {MAX_KEY_PARTS} parts")
     node: Any = data
     for depth, part in enumerate(parts):
         index: int | str = part

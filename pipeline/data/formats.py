@@ -22,7 +22,7 @@ from pipeline.scoring.result_files import MAX_CAPTION, shorten
 from pipeline.storage.path import StoragePath, is_remote, join
 from pipeline.untrusted.documents import gunzip, parquet_rows, parse_json
 from pipeline.untrusted.files import MAX_DOCUMENT_BYTES, read_document
-from pipeline.untrusted.names import excerpt
+from pipeline.untrusted.names import quoted
 
 TABLE_ENDINGS = (".jsonl", ".ndjson", ".csv", ".parquet")
 MAX_COLUMNS = 1000  # of a CSV file, because every row is filled up to this number
@@ -43,7 +43,7 @@ class Rows:
     def add(self, image_id: int, split: str, uri: str, captions: list[str], location: str) -> None:
         """Adds an image. Raises UserError for values that a table or file system cannot hold."""
         if not -(2**63) <= image_id < 2**63:
-            raise UserError(f"{location} is malformed: the image id {excerpt(image_id)} has more than 64 bits")
+            raise UserError(f"{location} is malformed: the image id {quoted(image_id)} has more than 64 bits")
         if "\0" in uri or _SURROGATE.search(uri + split):
             raise UserError(f"{location} is malformed: its file name or split is not text")
         self.image_id.append(image_id)
@@ -137,7 +137,7 @@ def _add_coco(source: Source, data: Any, rows: Rows) -> None:
     _add_images(source, images, parse, rows)
     if captions_of:
         count, first = len(captions_of), min(captions_of)
-        raise UserError(f"{path}: {count} image ids of 'annotations' are not in 'images', first {excerpt(first)}")
+        raise UserError(f"{path}: {count} image ids of 'annotations' are not in 'images', first {quoted(first)}")
 
 
 def _add_images(source: Source, entries: list[Any], parse: Callable[[dict[str, Any]], _Image], rows: Rows) -> None:
@@ -180,13 +180,13 @@ def _add_table(source: Source, entries: Iterator[dict[str, Any]], rows: Rows) ->
         try:
             image_id = int(identifier)
         except (TypeError, ValueError, OverflowError) as error:
-            shown = excerpt(identifier)
+            shown = quoted(identifier)
             message = f"{location}: id {shown} is not a whole number; without a column id, rows are numbered"
             raise UserError(message) from error
         split = source.split_lists.get(image) or source.split_lists.get(str(identifier))
         split = split or entry.get("split") or source.split or "train"
         if not isinstance(split, str | int):
-            raise UserError(f"{location}: split {excerpt(split)} is not text")
+            raise UserError(f"{location}: split {quoted(split)} is not text")
         uri = image if is_remote(image) else _inside(source.images, image, location)
         row_of[image] = len(rows.uri)
         rows.add(image_id, str(split), uri, captions, location)
@@ -258,7 +258,7 @@ def read_split_lists(root: StoragePath, lists: dict[str, str]) -> dict[str, str]
         for words in filter(None, map(str.split, lines)):
             filename = words[0].rsplit("/", 1)[-1]
             if split_of.setdefault(filename, split) != split:
-                raise UserError(f"data.split_lists: {excerpt(filename)} is in {split_of[filename]} and again in {path}")
+                raise UserError(f"data.split_lists: {quoted(filename)} is in {split_of[filename]} and again in {path}")
             if len(words) > 1:
                 split_of.setdefault(words[1], split)
             elif filename.isdecimal() and len(filename) < 20:  # a longer number is no id
@@ -284,7 +284,7 @@ def _inside(folder: StoragePath, name: str, location: str) -> str:
         uri = os.path.normpath(os.path.join(base, name))  # noqa: PTH118 (a Path would keep the '..')
         is_inside = uri == base or uri.startswith(base.rstrip("/") + "/")
     if not is_inside:
-        raise UserError(f"{location}: {excerpt(name)} is outside of {folder}; give a path below it")
+        raise UserError(f"{location}: {quoted(name)} is outside of {folder}; give a path below it")
     return uri
 
 

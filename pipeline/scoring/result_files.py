@@ -12,7 +12,7 @@ from pipeline.errors import UserError
 from pipeline.storage.path import storage_path
 from pipeline.untrusted.documents import gunzip, parse_json
 from pipeline.untrusted.files import read_document
-from pipeline.untrusted.names import excerpt, printable
+from pipeline.untrusted.names import printable, quoted
 
 ImageId = int | str
 MAX_CAPTION = 10_000  # characters; metrics compare each word of a caption with each of another
@@ -46,7 +46,7 @@ def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[
     elif isinstance(images, list) and images and isinstance(images[0], dict) and "sentences" in images[0]:
         references = _read_karpathy(path, images, split)
     else:
-        content_name = f"an object with {shorten(map(excerpt, content))}" if content else type(data).__name__
+        content_name = f"an object with {shorten(map(quoted, content))}" if content else type(data).__name__
         expected = "COCO's 'annotations' or Karpathy's 'images' with 'sentences'"
         raise UserError(f"{path} holds no reference captions: expected {expected}, found {content_name}")
     if not any(references.values()):
@@ -78,7 +78,7 @@ def _read_karpathy(path: Path, images: list[Any], split: str | None) -> dict[Ima
         location = f"{path}: images[{number}]"
         image_id = _value(image, id_key, int, str, location=location)
         if image_id in references:
-            raise UserError(f"{location} repeats {id_key} {excerpt(image_id)}; every image must occur once")
+            raise UserError(f"{location} repeats {id_key} {quoted(image_id)}; every image must occur once")
         if split is not None and image.get("split") != split:
             continue
         sentences = image.get("sentences")
@@ -125,7 +125,7 @@ def _value(row: Any, key: str, *types: type, location: str) -> Any:
     value = row.get(key) if isinstance(row, dict) else None
     if isinstance(value, bool) or not isinstance(value, types):  # for isinstance, true and false are ints
         kind = "a number or text" if int in types else "text"
-        raise UserError(f"{location} has no {key} that is {kind}: found {excerpt(row)}")
+        raise UserError(f"{location} has no {key} that is {kind}: found {quoted(row)}")
     return value
 
 

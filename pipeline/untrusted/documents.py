@@ -14,7 +14,7 @@ from json import JSONDecoder
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import UserError
-from pipeline.untrusted.names import excerpt, printable
+from pipeline.untrusted.names import printable, quoted
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -44,7 +44,7 @@ def parse_json(data: bytes | str, name: str, *, strict: bool = True) -> Any:
     """The value of a JSON document in UTF-8. NaN, Infinity and text with half a character are refused.
 
     A number such as 1e999 is still read as infinity, so that code that needs an integer must expect OverflowError. A
-    value may be nested some hundred levels deep, so that messages need `excerpt` in place of `repr`.
+    value may be nested some hundred levels deep, so that messages need `quoted` in place of `repr`.
     strict: False allows NaN, Infinity and escapes of half characters, for a reader that checks every value it uses and
     can name the place.
     """
@@ -198,7 +198,7 @@ def require_mapping(value: Any, name: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{name} must hold a mapping of keys, found {type(value).__name__}")
     if strange := [key for key in value if not isinstance(key, str)]:
-        raise UserError(f"{name} has the key {excerpt(strange[0])}, which is not text")
+        raise UserError(f"{name} has the key {quoted(strange[0])}, which is not text")
     return value
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import reprlib
 from pathlib import PurePosixPath
-from typing import Any
 
 from pipeline.errors import UserError
+
+MAX_QUOTED = 200
 
 
 def relative_name(name: str, source: str) -> str:
@@ -27,12 +27,24 @@ def printable(text: str) -> str:
 
     Line ends are escaped as well. Right-to-left marks and overrides count as not printable.
     """
+    if text.isprintable():  # the usual case, in which a text of a gigabyte is not taken apart
+        return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def excerpt(value: Any) -> str:
-    """A value from elsewhere for a message: at most some levels and a hundred printable characters of each text."""
-    limits = reprlib.Repr()
-    limits.maxstring = limits.maxother = 100
-    limits.maxdict = limits.maxlist = 10
-    return printable(limits.repr(value))
+def quoted(value: object) -> str:
+    """A value as an error message shows it: on one line, in at most MAX_QUOTED characters."""
+    try:
+        text = printable(repr(value))
+    except (ValueError, RecursionError):  # Python prints no integer of more than 4,300 digits
+        text = f"a very long {type(value).__name__}"
+    if len(text) <= MAX_QUOTED:
+        return text
+    half = MAX_QUOTED // 2 - 20
+    return f"{text[:half]} ... {text[-half:]} ({len(text)} characters)"
+
+
+def shown(name: object) -> str:
+    """A name as an error message shows it: as it is, or `quoted` if it is long or would not stay on one line."""
+    text = str(name)
+    return text if text == printable(text) and len(text) <= MAX_QUOTED else quoted(text)
