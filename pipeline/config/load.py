@@ -24,7 +24,7 @@ from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
 from pipeline.untrusted.documents import MAX_YAML_CHARACTERS, parse_yaml, require_mapping
 from pipeline.untrusted.files import read_regular_file
-from pipeline.untrusted.names import quoted
+from pipeline.untrusted.names import quoted, shown
 
 SectionType = TypeVar("SectionType")
 MAX_EXTENDED = 20  # files in a chain of `extends`
@@ -149,8 +149,8 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     """Sets one `a.b=value` of the command line in plain values. Raises UserError."""
     key, separator, text = override.partition("=")
     if not separator or not key:
-        raise UserError(f"--set {override!r} is not of the form a.b=value")
-    set_value(values, key, parse_yaml(text, f"--set {key}"), "--set")
+        raise UserError(f"--set {quoted(override)} is not of the form a.b=value")
+    set_value(values, key, parse_yaml(text, f"--set {shown(key)}"), "--set")
 
 
 def set_value(data: dict[str, Any], key: str, value: Any, source: str) -> None:
@@ -180,7 +180,7 @@ def _stage_index(items: list[Any], part: str, source: str) -> int:
         return names.index(part)
     if part.isascii() and part.isdigit() and len(part) < 10 and int(part) < len(items):
         return int(part)
-    raise UserError(f"{source}: {part!r} is none of {', '.join(str(name) for name in names)}")
+    raise UserError(f"{source}: {quoted(part)} is none of {', '.join(map(shown, names))}")
 
 
 def expand_variables(value: Any, key: str = "") -> Any:

@@ -12,7 +12,7 @@ from pipeline.errors import UserError
 from pipeline.storage.path import storage_path
 from pipeline.untrusted.documents import gunzip, parse_json
 from pipeline.untrusted.files import read_document
-from pipeline.untrusted.names import printable, quoted
+from pipeline.untrusted.names import quoted, shown
 
 ImageId = int | str
 MAX_CAPTION = 10_000  # characters; metrics compare each word of a caption with each of another
@@ -113,7 +113,7 @@ def read_predictions(path: Path) -> dict[ImageId, str]:
 
 def shorten(ids: Iterable[ImageId], limit: int = 10) -> str:
     """The first `limit` ids and the number of the others, for a message."""
-    names = [printable(str(image)[:100]) for image in ids]
+    names = [shown(image) for image in ids]
     return ", ".join(names) if len(names) <= limit else f"{', '.join(names[:limit])} and {len(names) - limit:,} more"
 
 
