@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from pipeline.errors import UserError
 from pipeline.untrusted.documents import parse_json
 from pipeline.untrusted.files import read_document
-from pipeline.untrusted.names import printable, quoted
+from pipeline.untrusted.names import quoted, shown
 
 MIN_OVERLAP = 0.85  # two boxes with at least this intersection over union are taken to show the same object
 MAX_CONSTRAINTS = 3  # per image
@@ -67,7 +67,7 @@ def read_detections(path: Path) -> dict[int, list[Detection]]:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise UserError(
             f"detections {path} are neither COCO's JSON (categories, annotations with image_id, category_id, score, "
-            f"bbox) nor JSON lines with image_id, label, score, box: {printable(reason[:300])}"
+            f"bbox) nor JSON lines with image_id, label, score, box: {shown(reason)}"
         ) from error
     return detections
 
@@ -127,7 +127,7 @@ def read_hierarchy(path: Path, names: Path | None = None) -> dict[str, int]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, csv.Error) as error:
         raise UserError(
             f'hierarchy {path}: not Open Images\' JSON of {{"LabelName": ..., "Subcategory": [...]}} '
-            f"({type(error).__name__}: {printable(str(error)[:300])})"
+            f"({type(error).__name__}: {shown(error)})"
         ) from error
     if names is None and heights and all(label.startswith("/") for label in heights):
         raise UserError(

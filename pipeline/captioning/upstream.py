@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.untrusted.files import read_regular_file
-from pipeline.untrusted.names import printable, quoted
+from pipeline.untrusted.names import quoted, shown
 
 ALLOWED = "a vocabulary holds dict, list, str and int only"
 # Larger files are refused. The published vocabulary has 10,000 words, 0.24 MB and 60,000 operations.
@@ -68,10 +68,9 @@ def read_plain_pickle(
         content = _Unpickler(io.BytesIO(data), stand_ins or {}).load()
         content = content if convert is None else convert(content)
     except pickle.UnpicklingError as error:
-        raise ValueError(f"{path} is refused: {printable(str(error)[:300])}; {ALLOWED}") from error
+        raise ValueError(f"{path} is refused: {shown(error)}; {ALLOWED}") from error
     except Exception as error:  # a damaged pickle raises nearly anything
-        reason = f"{type(error).__name__}: {printable(str(error)[:300])}"
-        raise ValueError(f"{path} is no readable pickle: {reason}") from error
+        raise ValueError(f"{path} is no readable pickle: {type(error).__name__}: {shown(error)}") from error
     _check_plain(content, path)
     return content
 
@@ -181,6 +180,6 @@ def _checked_words(content: Any, words_key: str, ids_key: str, path: Path, label
         raise ValueError(f"{path} is no {label}: expected {words_key!r} and {ids_key!r}")
     different = [index for index, word in enumerate(words) if ids.get(word) != index]
     if different:
-        shown = quoted(words[different[0]])
-        raise ValueError(f"{path}: its two tables contradict each other: word {different[0]} is {shown} in one only")
+        word = quoted(words[different[0]])
+        raise ValueError(f"{path}: its two tables contradict each other: word {different[0]} is {word} in one only")
     return words

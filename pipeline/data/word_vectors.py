@@ -11,7 +11,7 @@ from pipeline.data.vocabulary import SPECIALS
 from pipeline.errors import UserError
 from pipeline.scoring.result_files import shorten
 from pipeline.untrusted.files import open_regular_file
-from pipeline.untrusted.names import printable
+from pipeline.untrusted.names import shown
 
 MAX_LISTED = 8  # a message names at most this many of the words without a vector
 MAX_LINE_BYTES = 2**20  # a line with 300 numbers has 3 kB
@@ -66,7 +66,7 @@ def _parse(path: Path, line: int, numbers: Sequence[bytes], width: int) -> np.nd
     try:
         values = np.array([float(number) for number in numbers], np.float32)
     except ValueError as error:
-        reason = printable(str(error)[:100])
+        reason = shown(error)
         raise UserError(f"model.word_vectors {path}: line {line} holds a text that is no number ({reason})") from error
     num_finite = int(np.isfinite(values).sum())
     if not len(values) == num_finite == width:

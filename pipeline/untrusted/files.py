@@ -23,9 +23,11 @@ def read_regular_file(path: Path, max_bytes: int | None = None) -> bytes:
     `max_bytes` bytes, of which no more than that is read.
     """
     with open_regular_file(path) as file:
-        is_large = max_bytes is not None and os.fstat(file.fileno()).st_size > max_bytes
-        data = b"" if is_large else file.read(-1 if max_bytes is None else max_bytes + 1)
-    if is_large or (max_bytes is not None and len(data) > max_bytes):
+        if max_bytes is None:
+            return file.read()
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(min(size or max_bytes, max_bytes) + 1)  # memory for all of it is taken at once
+    if max(size, len(data)) > max_bytes:
         raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", str(path))
     return data
 
