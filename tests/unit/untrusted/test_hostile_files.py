@@ -113,6 +113,7 @@ def test_a_missing_or_special_file_is_no_damaged_file(tmp_path: Path) -> None:
         ("a.json.gz", gzip.compress(COCO.encode(), mtime=0)),
         ("a.parquet", parquet(image=["a.png"] * 9, caption=["b"] * 9)),
     ],
+    ids=["gzip", "parquet"],
 )
 def test_flipped_bits_are_refused_by_the_files_name_or_change_values(tmp_path: Path, name: str, content: bytes) -> None:
     rng, refused = random.Random(7), 0
