@@ -18,6 +18,8 @@ from jobs.named_files import check_output_file
 from pipeline.errors import UserError
 from pipeline.storage.atomic import write_bytes
 from pipeline.storage.path import StoragePath
+from pipeline.untrusted.documents import parse_json
+from pipeline.untrusted.names import quoted
 
 PART_ROWS, PART_S = 10_000, 60.0  # a part has this many lines, or those of this many seconds
 NUM_READERS = 8
@@ -110,7 +112,7 @@ def _parse(place: StoragePath, lines: Iterable[bytes], signature: Row) -> dict[s
     done: dict[str, bool] = {}
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
+            row = parse_json(line, "it", strict=False)  # file names may not be UTF-8
             done[row["image"]] = "error" not in row
             written_with = {key: row.get(key) for key in signature}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -119,6 +121,7 @@ def _parse(place: StoragePath, lines: Iterable[bytes], signature: Row) -> dict[s
             ) from error
         if written_with != signature:
             raise UserError(
-                f"--out {place}: line {number} was written with {written_with}, not {signature}; give another name"
+                f"--out {place}: line {number} was written with {quoted(written_with)}, not {signature}; "
+                "give another name"
             )
     return done

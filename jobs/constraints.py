@@ -12,6 +12,9 @@ import typer
 from pipeline.captioning.detections import EXCLUDED, choose_constraints, read_detections, read_hierarchy
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
+from pipeline.scoring.result_files import shorten
+from pipeline.untrusted.files import read_document
+from pipeline.untrusted.names import quoted
 
 logger = logging.getLogger(__name__)
 
@@ -66,11 +69,12 @@ def constraints(
         f"{sum(map(bool, chosen.values()))} images, {len(set(all_words))} different classes"
     )
     if heights and (missing := labels.keys() - heights.keys()):
-        logger.info(f"{len(missing)} classes are not in the hierarchy and count as leaves, such as {min(missing)!r}")
+        logger.info(
+            f"{len(missing)} classes are not in the hierarchy and count as leaves, such as {quoted(min(missing))}"
+        )
     if outside_vocabulary:
         by_frequency = [label for label, _ in labels.most_common() if label in outside_vocabulary]
-        listed = ", ".join(by_frequency[:NUM_LISTED_CLASSES])
-        listed += ", ..." if len(outside_vocabulary) > NUM_LISTED_CLASSES else ""
+        listed = shorten(by_frequency, NUM_LISTED_CLASSES)
         logger.info(f"classes left out because the model lacks their words: {len(outside_vocabulary)} ({listed})")
     logger.info(f"constraints  {out}")
     return 0
@@ -79,7 +83,7 @@ def constraints(
 def _read_classes(path: Path) -> list[str]:
     """The class names in a file with one per line, in lower case."""
     try:
-        return [line.strip().lower() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return [line.strip().lower() for line in read_document(path).decode().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--exclude {path} cannot be read as text: {error}") from error
 

@@ -100,8 +100,9 @@ def _write_per_image(path: Path, scores: Scores, captions: Sequence[str]) -> Non
     import pyarrow.parquet
 
     columns = {name: score.per_image for name, score in scores.by_name.items() if score.per_image is not None}
-    # a column has one type, so that ids of several types become strings
-    ids = scores.image_ids if len({type(image) for image in scores.image_ids}) == 1 else map(str, scores.image_ids)
+    # a column has one type of at most 64 bits, so that all other ids become strings
+    are_numbers = all(isinstance(image, int) and -(2**63) <= image < 2**63 for image in scores.image_ids)
+    ids = scores.image_ids if are_numbers else map(str, scores.image_ids)
     table = pa.table({"image_id": list(ids), "caption": list(captions), **columns})
     with atomic_path(path) as temporary:
         if path.suffix == ".csv":

@@ -15,6 +15,9 @@ from models.constraints import ConstraintAutomaton, build_automaton
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
 from pipeline.storage.atomic import write_text
+from pipeline.untrusted.documents import parse_json
+from pipeline.untrusted.files import read_document
+from pipeline.untrusted.names import quoted
 
 Alternatives = tuple[str, ...]
 Constraints = dict[int, tuple[Alternatives, ...]]
@@ -24,15 +27,17 @@ def read_constraints(path: Path) -> Constraints:
     """Constraints by image id. Raises UserError naming a malformed line."""
     constraints: Constraints = {}
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_document(path).decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"constraints {path} cannot be read as text: {error}") from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line, "it")
             image = row["image_id"]
+            if not isinstance(row["constraints"], list):
+                raise ValueError("constraints must be a list")
             image_constraints = tuple(_alternatives(constraint) for constraint in row["constraints"])
             if type(image) is not int:  # isinstance would accept true and false
                 raise ValueError("image_id must be a whole number")
@@ -43,7 +48,8 @@ def read_constraints(path: Path) -> Constraints:
                 f'expected for example {{"image_id": 17, "constraints": ["horse", ["cart", "wagon"]]}}'
             ) from error
         if image in constraints:
-            raise UserError(f"constraints {path}: line {number} names image {image} again; give each image one line")
+            shown = quoted(image)
+            raise UserError(f"constraints {path}: line {number} names image {shown} again; give each image one line")
         constraints[image] = image_constraints
     return constraints
 
@@ -52,7 +58,7 @@ def _alternatives(value: object) -> Alternatives:
     """One constraint of a file as a tuple of alternatives. ValueError for other JSON."""
     words = [value] if isinstance(value, str) else value
     if not isinstance(words, list) or not words or not all(isinstance(word, str) and word.strip() for word in words):
-        raise ValueError(f"{value!r} is neither a word nor a list of words")
+        raise ValueError(f"{quoted(value)} is neither a word nor a list of words")
     return tuple(words)
 
 

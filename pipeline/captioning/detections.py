@@ -16,15 +16,20 @@ of the detections, or with codes ("/m/0bt9lr") and a CSV file of code and name.
 from __future__ import annotations
 
 import csv
-import json
+import io
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.errors import UserError
+from pipeline.untrusted.documents import parse_json
+from pipeline.untrusted.files import read_document
+from pipeline.untrusted.names import quoted, shown
 
 MIN_OVERLAP = 0.85  # two boxes with at least this intersection over union are taken to show the same object
 MAX_CONSTRAINTS = 3  # per image
+MAX_BOXES = 1000  # per image, because each box is compared with each other; detectors give at most some hundreds
 
 # The 39 classes of Open Images that the nocaps paper excludes: parts, classes seldom named, classes that COCO covers.
 EXCLUDED = frozenset(
@@ -50,40 +55,61 @@ def read_detections(path: Path) -> dict[int, list[Detection]]:
     """Detections by image id, in the order of the file. Raises UserError for a file in neither of the two formats."""
     detections: dict[int, list[Detection]] = {}
     try:
-        for image, detection in _rows(path.read_text(encoding="utf-8")):
+        for image, detection in _rows(read_document(path).decode(), f"detections {path}"):
             detections.setdefault(image, []).append(detection)
+            if len(detections[image]) > MAX_BOXES:
+                raise UserError(f"detections {path}: image {quoted(image)} has more than {MAX_BOXES} boxes")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"detections {path} cannot be read as text: {error}") from error
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise UserError(
             f"detections {path} are neither COCO's JSON (categories, annotations with image_id, category_id, score, "
-            f"bbox) nor JSON lines with image_id, label, score, box: {reason}"
+            f"bbox) nor JSON lines with image_id, label, score, box: {shown(reason)}"
         ) from error
     return detections
 
 
-def _rows(text: str) -> Iterator[tuple[int, Detection]]:
-    """(image id, detection) of each row, in either format."""
+def _rows(text: str, name: str) -> Iterator[tuple[int, Detection]]:
+    """(image id, detection) of each row, in either format. A UserError begins with `name`."""
+    lines = text.strip().split("\n")
+    if lines == [""]:
+        return
     try:
-        whole = json.loads(text)
-    except ValueError:
-        whole = None
+        whole = parse_json(lines[0], name)  # the first of JSON lines, or a whole file in one line
+    except UserError:
+        whole = parse_json(text, name)
     if isinstance(whole, dict) and "annotations" in whole:
-        names = {category["id"]: str(category["name"]) for category in whole["categories"]}
+        names = {category["id"]: _text(category["name"]) for category in whole["categories"]}
         for row in whole["annotations"]:
             x, y, width, height = map(float, row["bbox"])
-            box = (x, y, x + width, y + height)
-            yield int(row["image_id"]), Detection(names[row["category_id"]].lower(), float(row["score"]), box)
+            yield _row(row["image_id"], names[row["category_id"]], row["score"], (x, y, x + width, y + height))
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                row = json.loads(line)
+                row = parse_json(line, "it")
                 x0, y0, x1, y1 = map(float, row["box"])
-                yield int(row["image_id"]), Detection(str(row["label"]).lower(), float(row["score"]), (x0, y0, x1, y1))
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"line {number}: {type(error).__name__} {error}") from error
+                yield _row(row["image_id"], _text(row["label"]), row["score"], (x0, y0, x1, y1))
+            except (ValueError, KeyError, TypeError, OverflowError) as error:
+                kind = "" if isinstance(error, UserError) else f"{type(error).__name__} "
+                raise ValueError(f"line {number}: {kind}{error}") from error
+
+
+def _row(image: Any, label: str, score: Any, box: tuple[float, float, float, float]) -> tuple[int, Detection]:
+    """The image id and the detection of one row. Raises ValueError for numbers that are not finite."""
+    if not all(map(math.isfinite, (float(score), *box))):
+        raise ValueError("its score and box must be finite numbers")
+    return int(image), Detection(label.lower(), float(score), box)
+
+
+def _text(value: Any) -> str:
+    """A class name. Numbers are allowed as well. Raises TypeError for a list or an object."""
+    if not isinstance(value, str | int | float):
+        raise TypeError(f"{quoted(value)} is not the name of a class")
+    return str(value)
 
 
 def read_hierarchy(path: Path, names: Path | None = None) -> dict[str, int]:
@@ -92,21 +118,21 @@ def read_hierarchy(path: Path, names: Path | None = None) -> dict[str, int]:
     names: a CSV file of code and name, for a hierarchy that contains codes. Raises UserError for a malformed file.
     """
     try:
-        tree, name_of = json.loads(path.read_text(encoding="utf-8")), {}
+        tree, name_of = parse_json(read_document(path), "it"), {}
         if names is not None:
-            with names.open(encoding="utf-8", newline="") as file:
-                name_of = {row[0]: row[1] for row in csv.reader(file) if len(row) >= 2}
+            rows = csv.reader(io.StringIO(read_document(names).decode(), newline=""))
+            name_of = {row[0]: row[1] for row in rows if len(row) >= 2}
         heights: dict[str, int] = {}
         _add_heights(tree, name_of, heights)
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, csv.Error) as error:
         raise UserError(
             f'hierarchy {path}: not Open Images\' JSON of {{"LabelName": ..., "Subcategory": [...]}} '
-            f"({type(error).__name__}: {error})"
+            f"({type(error).__name__}: {shown(error)})"
         ) from error
     if names is None and heights and all(label.startswith("/") for label in heights):
         raise UserError(
-            f"hierarchy {path} has codes such as {next(iter(heights))!r} in place of names; give Open Images' CSV of "
-            "class descriptions with --class-names"
+            f"hierarchy {path} has codes such as {quoted(next(iter(heights)))} in place of names; give Open Images' "
+            "CSV of class descriptions with --class-names"
         )
     return heights
 
@@ -157,4 +183,5 @@ def intersection_over_union(one: Sequence[float], other: Sequence[float]) -> flo
     if width <= 0 or height <= 0:
         return 0.0
     areas = sum((box[2] - box[0]) * (box[3] - box[1]) for box in (one, other))
-    return width * height / (areas - width * height)
+    union = areas - width * height
+    return width * height / union if union > 0 else 0.0  # products of extreme numbers are 0 or infinite

@@ -10,9 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.data.vocabulary import Vocabulary
+from pipeline.untrusted.files import read_regular_file
+from pipeline.untrusted.names import quoted, shown
 
 ALLOWED = "a vocabulary holds dict, list, str and int only"
-MAX_BYTES = 64 * 2**20  # Larger files are refused: the published vocabulary has only 0.24 MB.
+# Larger files are refused. The published vocabulary has 10,000 words, 0.24 MB and 60,000 operations.
+MAX_BYTES = 64 * 2**20
+MAX_OPERATIONS = 1_000_000  # a few seconds of work, and at most about 100 bytes for each
+MAX_INTEGER = 2**60  # Python gives larger integers equal hashes, which makes a dictionary slow
+# The operations that make dict, list, str, int and float, and store them in the memo and take them from it
+PLAIN_OPERATIONS = frozenset(
+    [
+        *("MARK", "EMPTY_DICT", "DICT", "SETITEM", "SETITEMS", "EMPTY_LIST", "LIST", "APPEND", "APPENDS"),
+        *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "NONE"),
+        *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+        *("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "GET", "BINGET", "LONG_BINGET", "FRAME"),
+    ]
+)
+MAX_OTHER_OPERATIONS = 1000  # calls, classes, tuples and sets, which could use up time and memory
 
 
 class _Unpickler(pickle.Unpickler):
@@ -47,23 +62,33 @@ def read_plain_pickle(
     """
     if not path.is_file():
         raise ValueError(f"the vocabulary file {path} does not exist; give the path of a pickle")
-    size = path.stat().st_size
-    if size > MAX_BYTES:
-        raise ValueError(f"{path} has {size} bytes; a vocabulary of more than {MAX_BYTES} is refused")
     try:
-        data = path.read_bytes()
-        for code, argument, _ in pickletools.genops(data):  # only parses the pickle
-            # A huge memo index would make the unpickler allocate a table of that size.
-            if "PUT" in code.name and isinstance(argument, int) and argument > len(data):
-                raise pickle.UnpicklingError(f"it asks for place {argument} in a memo, with {len(data)} bytes in all")
+        data = read_regular_file(path, MAX_BYTES)
+        _check_operations(data)
         content = _Unpickler(io.BytesIO(data), stand_ins or {}).load()
         content = content if convert is None else convert(content)
     except pickle.UnpicklingError as error:
-        raise ValueError(f"{path} is refused: {error}; {ALLOWED}") from error
+        raise ValueError(f"{path} is refused: {shown(error)}; {ALLOWED}") from error
     except Exception as error:  # a damaged pickle raises nearly anything
-        raise ValueError(f"{path} is no readable pickle: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{path} is no readable pickle: {type(error).__name__}: {shown(error)}") from error
     _check_plain(content, path)
     return content
+
+
+def _check_operations(data: bytes) -> None:
+    """Raises UnpicklingError for a pickle whose execution could take long or need much memory. Only parses it."""
+    num_others = 0
+    for number, (code, argument, _) in enumerate(pickletools.genops(data)):
+        if number >= MAX_OPERATIONS:
+            raise pickle.UnpicklingError(f"it has more than {MAX_OPERATIONS} operations")
+        num_others += code.name not in PLAIN_OPERATIONS
+        if num_others > MAX_OTHER_OPERATIONS:
+            raise pickle.UnpicklingError(f"it has more than {MAX_OTHER_OPERATIONS} objects of other types")
+        if isinstance(argument, int) and abs(argument) > MAX_INTEGER:
+            raise pickle.UnpicklingError("it holds an integer of more than 60 bits")
+        # A huge index would make the unpickler allocate a table of that size.
+        if "PUT" in code.name and isinstance(argument, int) and argument > MAX_OPERATIONS:
+            raise pickle.UnpicklingError(f"it asks for place {argument} in a memo; the limit is {MAX_OPERATIONS}")
 
 
 def _check_plain(content: Any, path: Path) -> None:
@@ -73,7 +98,7 @@ def _check_plain(content: Any, path: Path) -> None:
         value = pending.pop()
         if type(value) in (str, int) or id(value) in visited:
             if type(value) is str and not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
-                raise ValueError(f"{path} is refused: {value!r} is no text (half of a surrogate pair)")
+                raise ValueError(f"{path} is refused: {quoted(value)} is no text (half of a surrogate pair)")
             continue
         visited.add(id(value))
         if type(value) is dict:
@@ -97,24 +122,27 @@ def read_meshed_vocabulary(path: Path) -> Vocabulary:
     if path.suffix == ".json":
         return Vocabulary.load(path)
 
-    # Each file gets new stand-ins, because a file can set attributes of these classes.
+    # Each file gets new stand-ins, because a file can set attributes of these. They copy nothing, because a small file
+    # with many copies of one large Counter would need gigabytes.
     class Table:
-        """A stand-in for the vocabulary, whose attributes the file sets as plain values."""
+        """A stand-in for the vocabulary, whose attributes the file gives as plain values."""
 
-    class Lookup(dict):
-        """A stand-in for defaultdict, whose factory it ignores, and for Counter, which copies another dict."""
+        attributes: Any = None
 
-        def __init__(self, content: Any = None) -> None:
-            super().__init__(content if type(content) is dict else {})
+        def __setstate__(self, state: Any) -> None:
+            self.attributes = state
+
+    def lookup(content: Any = None) -> dict[Any, Any]:
+        """A stand-in for defaultdict, whose factory it ignores, and for Counter, which contains another dict."""
+        return content if type(content) is dict else {}
 
     def tables_of(content: Any) -> dict[str, Any]:
         """The attributes itos and stoi of the vocabulary object as plain values."""
-        if type(content) is not Table:
+        if type(content) is not Table or type(content.attributes) is not dict:
             raise pickle.UnpicklingError(f"it holds a {type(content).__name__} and no vocabulary object")
-        values = {name: value for name, value in vars(content).items() if name in ("itos", "stoi")}
-        return {name: dict(value) if isinstance(value, dict) else value for name, value in values.items()}
+        return {name: value for name, value in content.attributes.items() if name in ("itos", "stoi")}
 
-    stand_ins = {"collections.Counter": Lookup, "collections.defaultdict": Lookup, "vocab.Vocab": Table}
+    stand_ins = {"collections.Counter": lookup, "collections.defaultdict": lookup, "vocab.Vocab": Table}
     tables = read_plain_pickle(path, stand_ins | {"vocab._default_unk_index": None}, tables_of)
     words = _checked_words(tables, "itos", "stoi", path, "vocabulary of a Meshed-Memory Transformer")
     missing = [special for special in _MESHED_SPECIALS if special not in words]
@@ -136,7 +164,8 @@ def read_expansionnet_vocabulary(path: Path) -> Vocabulary:
     vocabulary = Vocabulary(tuple(words))
     start, end = content.get("sos_str"), content.get("eos_str")
     if (start, end) != ("SOS", "EOS"):
-        raise ValueError(f"{path}: captions start with {start!r} and end with {end!r}; expected 'SOS' and 'EOS'")
+        found = f"start with {quoted(start)} and end with {quoted(end)}"
+        raise ValueError(f"{path}: captions {found}; expected 'SOS' and 'EOS'")
     return vocabulary
 
 
@@ -151,7 +180,6 @@ def _checked_words(content: Any, words_key: str, ids_key: str, path: Path, label
         raise ValueError(f"{path} is no {label}: expected {words_key!r} and {ids_key!r}")
     different = [index for index, word in enumerate(words) if ids.get(word) != index]
     if different:
-        raise ValueError(
-            f"{path}: its two tables contradict each other: word {different[0]} is {words[different[0]]!r} in one only"
-        )
+        word = quoted(words[different[0]])
+        raise ValueError(f"{path}: its two tables contradict each other: word {different[0]} is {word} in one only")
     return words

@@ -22,9 +22,13 @@ from models.config import MODEL_CONFIGS, BackboneConfig
 from pipeline.config.renamed import new_key
 from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
+from pipeline.untrusted.documents import MAX_YAML_CHARACTERS, parse_yaml, require_mapping
+from pipeline.untrusted.files import read_regular_file
 from pipeline.untrusted.names import MAX_QUOTED, quoted, shown
 
 SectionType = TypeVar("SectionType")
+MAX_EXTENDED = 20  # files in a chain of `extends`
+MAX_KEY_PARTS = 20  # of a dotted key
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -56,7 +60,7 @@ def referenced_files(path: Path) -> list[Path]:
     """The configuration and the files that it extends. For a search, also its base and the base's extended files."""
     files = [file for file, _ in _chain(path)]
     base = read_file(path).get("base")
-    return files + (referenced_files(path.parent / base) if isinstance(base, str) else [])
+    return files + ([file for file, _ in _chain(path.parent / base)] if isinstance(base, str) else [])
 
 
 def _chain(path: Path) -> list[tuple[Path, dict[str, Any]]]:
@@ -83,13 +87,20 @@ def _extended_file(name: Any, chain: Sequence[Path]) -> Path:
     last, folder = chain[-1], chain[0].parent.resolve()
     if not isinstance(name, str):
         raise UserError(f"{last}: extends must be the path of one YAML file, found {quoted(name)}")
+    if len(chain) >= MAX_EXTENDED:
+        raise UserError(f"{chain[0]} extends more than {MAX_EXTENDED} files, one after the other; merge some of them")
     file = last.parent / name
-    if Path(name).is_absolute() or not file.resolve().is_relative_to(folder):
+    try:
+        is_outside = Path(name).is_absolute() or not file.resolve().is_relative_to(folder)
+        is_file = file.is_file()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, or a link to itself
+        raise UserError(f"{last}: extends names {quoted(name)}, which cannot be a file: {error}") from error
+    if is_outside:
         raise UserError(
             f"{last}: extends names {name}, which is outside of {folder}; give a relative path to a file in this "
             "folder or below it"
         )
-    if not file.is_file():
+    if not is_file:
         raise UserError(f"{last}: extends names {name}, and {file} does not exist; give the path of a YAML file")
     if file.resolve() in [earlier.resolve() for earlier in chain]:
         circle = " -> ".join(map(str, (*chain, file)))
@@ -104,12 +115,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             f"configuration {path} does not exist; give the path of a YAML file, for example configs/demo.yaml"
         )
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(data, dict):
-        raise UserError(f"{path} must hold a mapping of keys, found {type(data).__name__}")
-    return data
+        text = read_regular_file(path, max_bytes=4 * MAX_YAML_CHARACTERS)
+    except OSError as error:
+        raise UserError(f"configuration {path} cannot be read: {error}") from error
+    return dict(require_mapping(parse_yaml(text, str(path)), str(path)))
 
 
 def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -130,8 +139,10 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _has_names(value: Any) -> bool:
-    """Whether a value is a list of mappings that all have a key `name`."""
-    return isinstance(value, list) and all(isinstance(item, dict) and "name" in item for item in value)
+    """Whether a value is a list of mappings that all have a text as `name`."""
+    return isinstance(value, list) and all(
+        isinstance(item, dict) and isinstance(item.get("name"), str) for item in value
+    )
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:
@@ -139,16 +150,14 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise UserError(f"--set {quoted(override)} is not of the form a.b=value")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"--set {quoted(override)}: this is not a YAML value") from error
-    set_value(values, key, value, "--set")
+    set_value(values, key, parse_yaml(text, f"--set {shown(key)}"), "--set")
 
 
 def set_value(data: dict[str, Any], key: str, value: Any, source: str) -> None:
     """Sets a dotted key of plain values, with stages by name or number. A UserError begins with `source`."""
     parts = key.split(".")
+    if len(parts) > MAX_KEY_PARTS:
+        raise UserError(f"{source} {quoted(key)}: the key has more than {MAX_KEY_PARTS} parts")
     node: Any = data
     for depth, part in enumerate(parts):
         index: int | str = part
@@ -169,7 +178,7 @@ def _stage_index(items: list[Any], part: str, source: str) -> int:
     names = [item.get("name") if isinstance(item, dict) else None for item in items]
     if part in names:
         return names.index(part)
-    if part.isascii() and part.isdigit() and int(part) < len(items):
+    if part.isascii() and part.isdigit() and len(part) < 10 and int(part) < len(items):
         return int(part)
     raise UserError(f"{source}: {quoted(part)} is none of {', '.join(map(shown, names))}")
 

@@ -1,14 +1,16 @@
 """Content keys: the sha256 of every image file. A file that has not changed is not read again.
 
 A manifest holds the URI, size, tag and content key of each image; the tag is the modification time, or the ETag on S3.
-A file with the same size and tag as in the manifest counts as unchanged. The cost is one stat per image (on S3 one
-listing request per thousand images), and one read per new or changed image.
+A file with the same size and tag as in the manifest counts as unchanged. The cost is one stat per image and one read
+per new or changed image. On S3 the sizes and tags of a thousand images come from one listing request.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +28,9 @@ MANIFEST = pa.schema([("uri", pa.string()), ("size", pa.int64()), ("tag", pa.str
 MAX_BYTES = 256 * 2**20  # a larger file is refused, because a file is read into memory as a whole
 _URIS_PER_TASK = 8192  # files whose sizes a thread looks up in one task
 _UNREADABLE_SIZE = -1  # replaces the size of a file that cannot be read
+_NUM_THREADS = 8
+# A listing ends after this many objects plus ten per image: one image may be in a bucket of a billion objects.
+_LISTED_OBJECTS = 1000
 
 
 def take_snapshot(
@@ -83,7 +88,7 @@ def _read_sizes(uris: pa.Array, options: StorageOptions) -> tuple[pa.Array, pa.A
         return pa.array(sizes, pa.int64()), pa.array(tags, pa.string())
 
     chunks = [uris.slice(start, _URIS_PER_TASK) for start in range(0, len(uris), _URIS_PER_TASK)]
-    with ThreadPoolExecutor(max_workers=8) as pool:  # threads, because a stat on a network file system mostly waits
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:  # threads, because a stat on a network file system mostly waits
         parts = list(pool.map(read_chunk, chunks))
     sizes = pa.chunked_array([chunk_sizes for chunk_sizes, _ in parts], pa.int64()).combine_chunks()
     tags = pa.chunked_array([chunk_tags for _, chunk_tags in parts], pa.string()).combine_chunks()
@@ -91,14 +96,39 @@ def _read_sizes(uris: pa.Array, options: StorageOptions) -> tuple[pa.Array, pa.A
 
 
 def _list_remote(uris: Sequence[str], options: StorageOptions) -> dict[str, Entry]:
-    """The size and tag of those objects that exist, by URI: from one listing per folder, not one request per image."""
-    wanted = set(uris)
-    folders: list[str] = []
-    for folder in sorted({uri.rsplit("/", 1)[0] for uri in uris}):
-        if not folders or not folder.startswith(f"{folders[-1]}/"):  # a listing includes the folders below
-            folders.append(folder)
-    objects = ((f"{folder}/{name}", entry) for folder in folders for name, entry in StoragePath(folder, options).walk())
-    return {uri: entry for uri, entry in objects if uri in wanted}
+    """The size and tag of those objects that exist, by URI: from one listing per folder, not one request per image.
+
+    The listing of a folder with n images ends after 1 + n / 100 requests, of 1000 objects each. If more than nine of
+    ten objects are no images of the data set, some images are not found by then; each of these is one more request.
+    """
+    wanted, found = set(uris), dict[str, Entry]()
+    images_in: dict[str, int] = {}
+    folder = ""
+    for own_folder, count in sorted(Counter(uri.rsplit("/", 1)[0] for uri in uris).items()):
+        if not folder or not own_folder.startswith(f"{folder}/"):  # a listing includes the folders below
+            folder = own_folder
+        images_in[folder] = images_in.get(folder, 0) + count
+    unfinished: list[str] = []
+    for folder, count in images_in.items():
+        left = _LISTED_OBJECTS + 10 * count
+        for name, entry in itertools.islice(StoragePath(folder, options).walk(), left):
+            left -= 1
+            if (uri := f"{folder}/{name}") in wanted:
+                found[uri] = entry
+        if not left:
+            unfinished.append(f"{folder}/")
+    single = [uri for uri in wanted - found.keys() if uri.startswith(tuple(unfinished))]
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        entries = pool.map(lambda uri: _stat(StoragePath(uri, options)), single)
+        return found | {uri: entry for uri, entry in zip(single, entries, strict=True) if entry is not None}
+
+
+def _stat(path: StoragePath) -> Entry | None:
+    """The size and tag of an object; None if it does not exist."""
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
 
 
 def _hash_files(uris: Sequence[str], options: StorageOptions, unreadable: dict[str, str]) -> list[str | None]:
@@ -111,5 +141,5 @@ def _hash_files(uris: Sequence[str], options: StorageOptions, unreadable: dict[s
             unreadable[uri] = error.strerror or str(error)
             return None
 
-    with ThreadPoolExecutor(max_workers=8) as pool:  # reading and hashing release the interpreter's lock
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:  # reading and hashing release the interpreter's lock
         return list(pool.map(content_key, uris))

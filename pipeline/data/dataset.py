@@ -20,8 +20,10 @@ from pipeline.config.sections import DataSection, SourceSection
 from pipeline.data.formats import Rows, Source, images_folder, read_source, read_split_lists
 from pipeline.data.vocabulary import TOKENIZERS, Vocabulary, tokenize
 from pipeline.errors import UserError
+from pipeline.scoring.result_files import shorten
 from pipeline.storage.atomic import atomic_path
 from pipeline.storage.path import StorageOptions, storage_path
+from pipeline.untrusted.files import read_document
 
 SCHEMA = pa.schema(
     [
@@ -126,7 +128,7 @@ def require_splits(dataset: Dataset, config: DataSection) -> None:
     needed["data.vocabulary_splits"] = config.vocabulary_splits or config.train_splits
     for key, names in needed.items():
         if not len(dataset.split(*names)):
-            splits = ", ".join(pc.unique(dataset.table["split"]).sort().to_pylist()) or "none at all"
+            splits = shorten(pc.unique(dataset.table["split"]).sort().to_pylist()) or "none at all"
             missing = f"no image of {config.annotations} is in {' or '.join(names)}"
             raise UserError(f"{key}: {missing}; it has the splits {splits}")
 
@@ -172,7 +174,7 @@ def build_vocabulary(dataset: Dataset, config: DataSection) -> Vocabulary:
     if config.extra_vocabulary is None:
         return vocabulary
     try:
-        lines = Path(config.extra_vocabulary).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = read_document(Path(config.extra_vocabulary).expanduser()).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data.extra_vocabulary {config.extra_vocabulary} cannot be read as text: {error}") from error
     extra = {word for line in lines for word in vocabulary.tokenize(line)}

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import gzip
 import io
-import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from pipeline.errors import UserError
+from pipeline.scoring.result_files import MAX_CAPTION, shorten
 from pipeline.storage.path import StoragePath, is_remote, join
+from pipeline.untrusted.documents import gunzip, parquet_rows, parse_json
+from pipeline.untrusted.files import MAX_DOCUMENT_BYTES, read_document
+from pipeline.untrusted.names import quoted
 
 TABLE_ENDINGS = (".jsonl", ".ndjson", ".csv", ".parquet")
-MAX_CAPTION = 10_000  # characters; a longer text is reported as a problem and cut, which bounds the memory
+MAX_COLUMNS = 1000  # of a CSV file, because every row is filled up to this number
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair: JSON can contain it, but no encoding can
 _Image = tuple[int, str, tuple[str, ...], list[Any]]  # its id, its split, the parts of its path, its captions
 
@@ -43,7 +43,7 @@ class Rows:
     def add(self, image_id: int, split: str, uri: str, captions: list[str], location: str) -> None:
         """Adds an image. Raises UserError for values that a table or file system cannot hold."""
         if not -(2**63) <= image_id < 2**63:
-            raise UserError(f"{location} is malformed: the image id {image_id} has more than 64 bits")
+            raise UserError(f"{location} is malformed: the image id {quoted(image_id)} has more than 64 bits")
         if "\0" in uri or _SURROGATE.search(uri + split):
             raise UserError(f"{location} is malformed: its file name or split is not text")
         self.image_id.append(image_id)
@@ -82,21 +82,19 @@ def read_source(source: Source, name: str, rows: Rows) -> None:
 def _read(path: StoragePath) -> bytes:
     """The content of an annotation file, decompressed if its name ends in .gz. Raises UserError."""
     try:
-        data = path.read_bytes()
-        return gzip.decompress(data) if path.name.endswith(".gz") else data
+        if path.is_remote and path.stat().size > MAX_DOCUMENT_BYTES:
+            raise OSError(f"larger than {MAX_DOCUMENT_BYTES} bytes")
+        data = path.read_bytes() if path.is_remote else read_document(path.path)
     except (FileNotFoundError, IsADirectoryError) as error:
         raise UserError(f"annotation file {path} does not exist; data.annotations is relative to data.root") from error
-    except (OSError, EOFError) as error:
+    except OSError as error:
         raise UserError(f"annotation file {path} cannot be read: {error}") from error
+    return gunzip(data, f"annotation file {path}") if path.name.endswith(".gz") else data
 
 
 def _read_json(path: StoragePath) -> Any:
     """The content of an annotation file in JSON. Raises UserError."""
-    data = _read(path)
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
+    return parse_json(_read(path), f"annotation file {path}", strict=False)  # `_texts` reports their place
 
 
 def _add_karpathy(source: Source, data: Any, rows: Rows) -> None:
@@ -125,7 +123,7 @@ def _add_coco(source: Source, data: Any, rows: Rows) -> None:
     for number, entry in enumerate(annotations):
         try:
             captions_of.setdefault(int(entry["image_id"]), []).append(entry["caption"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise _malformed(f"{path}: annotations[{number}]", error) from error
     # A name like COCO's, for example captions_val2014.json, contains the split.
     split_of_name = next((split for split in ("train", "val", "test") if split in path.name), "train")
@@ -139,7 +137,7 @@ def _add_coco(source: Source, data: Any, rows: Rows) -> None:
     _add_images(source, images, parse, rows)
     if captions_of:
         count, first = len(captions_of), min(captions_of)
-        raise UserError(f"{path}: {count} image ids of 'annotations' are not in 'images', first {first}")
+        raise UserError(f"{path}: {count} image ids of 'annotations' are not in 'images', first {quoted(first)}")
 
 
 def _add_images(source: Source, entries: list[Any], parse: Callable[[dict[str, Any]], _Image], rows: Rows) -> None:
@@ -150,7 +148,7 @@ def _add_images(source: Source, entries: list[Any], parse: Callable[[dict[str, A
             image_id, split, names, captions = parse(entry)
             if not all(isinstance(text, str) for text in (split, *names)):
                 raise TypeError("its split, domain or file name is not text")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise _malformed(location, error) from error
         texts = _texts(captions, location, rows)
         rows.add(image_id, split, _inside(source.images, "/".join(names), location), texts, location)
@@ -172,7 +170,7 @@ def _add_table(source: Source, entries: Iterator[dict[str, Any]], rows: Rows) ->
         location = f"{path}: row {number + 1}"
         image = entry.get("image")
         if not isinstance(image, str) or not image:
-            raise UserError(f"{location} has no text in the column image; the columns are {', '.join(map(str, entry))}")
+            raise UserError(f"{location} has no text in the column image; the columns are {shorten(entry)}")
         captions = _texts(_as_list(entry.get("captions", entry.get("caption"))), location, rows)
         if image in row_of:  # the table has one row per caption
             rows.captions[row_of[image]].extend(captions)
@@ -181,11 +179,14 @@ def _add_table(source: Source, entries: Iterator[dict[str, Any]], rows: Rows) ->
         identifier = len(rows.uri) if identifier in (None, "") else identifier
         try:
             image_id = int(identifier)
-        except (TypeError, ValueError) as error:
-            message = f"{location}: id {identifier!r} is not a whole number; without a column id, rows are numbered"
+        except (TypeError, ValueError, OverflowError) as error:
+            shown = quoted(identifier)
+            message = f"{location}: id {shown} is not a whole number; without a column id, rows are numbered"
             raise UserError(message) from error
         split = source.split_lists.get(image) or source.split_lists.get(str(identifier))
         split = split or entry.get("split") or source.split or "train"
+        if not isinstance(split, str | int):
+            raise UserError(f"{location}: split {quoted(split)} is not text")
         uri = image if is_remote(image) else _inside(source.images, image, location)
         row_of[image] = len(rows.uri)
         rows.add(image_id, str(split), uri, captions, location)
@@ -198,26 +199,30 @@ def _entries(path: StoragePath) -> Iterator[dict[str, Any]]:
     name, data = path.name.removesuffix(".gz"), _read(path)
     try:
         if name.endswith(".parquet"):
-            for batch in pq.ParquetFile(pa.BufferReader(data)).iter_batches(8192):
-                yield from batch.to_pylist()
+            yield from parquet_rows(data, f"annotation file {path}")
         elif name.endswith(".csv"):
-            yield from csv.DictReader(io.StringIO(data.decode("utf-8-sig"), newline=""))
+            rows = csv.DictReader(io.StringIO(data.decode("utf-8-sig"), newline=""))
+            if len(rows.fieldnames or ()) > MAX_COLUMNS:
+                raise ValueError(f"its first line has more than {MAX_COLUMNS} columns")
+            yield from rows
         else:
             for number, line in enumerate(io.BytesIO(data), 1):
                 if line.strip():
-                    entry = json.loads(line)
+                    entry = parse_json(line, f"annotation file {path}: line {number}", strict=False)
                     if not isinstance(entry, dict):
                         raise ValueError(f"line {number} is not an object")
                     yield entry
-    except (ValueError, csv.Error, pa.ArrowException) as error:
-        raise UserError(f"{path} cannot be read as a table: {error}") from error
+    except UserError:
+        raise
+    except (ValueError, csv.Error) as error:
+        raise UserError(f"annotation file {path} cannot be read as a table: {error}") from error
 
 
 def _as_list(value: Any) -> list[Any]:
     """The captions of a cell that holds a list, a JSON list as text (in a CSV file), one caption, or nothing."""
     if isinstance(value, str) and value.startswith("["):
         with contextlib.suppress(ValueError):
-            value = json.loads(value)
+            value = parse_json(value, "cell", strict=False)
     if value is None:
         return []
     return value if isinstance(value, list) else [value]
@@ -228,7 +233,10 @@ def _texts(values: list[Any], location: str, rows: Rows) -> list[str]:
     texts = []
     for value in values:
         if not isinstance(value, str):
-            rows.problems.append(f"{location} is malformed: a caption is not text but {type(value).__name__}")
+            # a million equal sentences about one image share their memory
+            rows.problems.append(
+                sys.intern(f"{location} is malformed: a caption is not text but {type(value).__name__}")
+            )
         elif _SURROGATE.search(value):
             rows.problems.append(f"{location} is malformed: a caption is not text in any encoding")
         else:
@@ -250,10 +258,10 @@ def read_split_lists(root: StoragePath, lists: dict[str, str]) -> dict[str, str]
         for words in filter(None, map(str.split, lines)):
             filename = words[0].rsplit("/", 1)[-1]
             if split_of.setdefault(filename, split) != split:
-                raise UserError(f"data.split_lists: {filename} is in {split_of[filename]} and again in {path}")
+                raise UserError(f"data.split_lists: {quoted(filename)} is in {split_of[filename]} and again in {path}")
             if len(words) > 1:
                 split_of.setdefault(words[1], split)
-            elif filename.isdigit():
+            elif filename.isdecimal() and len(filename) < 20:  # a longer number is no id
                 split_of[str(int(filename))] = split
     return split_of
 
@@ -276,7 +284,7 @@ def _inside(folder: StoragePath, name: str, location: str) -> str:
         uri = os.path.normpath(os.path.join(base, name))  # noqa: PTH118 (a Path would keep the '..')
         is_inside = uri == base or uri.startswith(base.rstrip("/") + "/")
     if not is_inside:
-        raise UserError(f"{location}: {name} is outside of {folder}; give a path below it")
+        raise UserError(f"{location}: {quoted(name)} is outside of {folder}; give a path below it")
     return uri
 
 

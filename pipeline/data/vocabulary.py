@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pipeline.untrusted.documents import parse_json
 from pipeline.untrusted.files import read_regular_file
+from pipeline.untrusted.names import quoted
 
 MAX_BYTES = 16 * 2**20  # of a file; the published vocabulary of 10,000 words has 0.14 MB
 PAD, SOS, EOS, UNK = "PAD", "SOS", "EOS", "UNK"
@@ -68,9 +69,9 @@ class Vocabulary:
         ids = {word: index for index, word in enumerate(self.words)}
         if len(ids) != len(self.words):
             repeated = [word for word, count in Counter(self.words).items() if count > 1]
-            raise ValueError(f"the vocabulary holds {repeated[0]!r} more than once; every word must occur once")
+            raise ValueError(f"the vocabulary holds {quoted(repeated[0])} more than once; every word must occur once")
         if self.tokenizer not in TOKENIZERS:
-            raise ValueError(f"the vocabulary's tokenizer is {self.tokenizer!r}; known: {', '.join(TOKENIZERS)}")
+            raise ValueError(f"the vocabulary's tokenizer is {quoted(self.tokenizer)}; known: {', '.join(TOKENIZERS)}")
         if missing := [special for special in SPECIALS if special not in ids]:
             raise ValueError(f"the vocabulary lacks {', '.join(missing)}; it must hold {', '.join(SPECIALS)}")
         for name, value in {"ids": ids, "pad": ids[PAD], "sos": ids[SOS], "eos": ids[EOS]}.items():

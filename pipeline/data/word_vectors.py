@@ -10,9 +10,13 @@ import numpy as np
 from pipeline.data.vocabulary import SPECIALS
 from pipeline.errors import UserError
 from pipeline.scoring.result_files import shorten
+from pipeline.untrusted.files import open_regular_file
+from pipeline.untrusted.names import shown
 
 MAX_LINE = 2**22  # bytes; a vector of the largest width that can be configured
 MAX_LISTED = 8  # a message names at most this many of the words without a vector
+MAX_LINE_BYTES = 2**20  # a line with 300 numbers has 3 kB
+MAX_DIGITS = 18  # of the whole numbers in word2vec's first line
 
 
 def read_word_vectors(path: Path, words: Sequence[str], width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -26,8 +30,10 @@ def read_word_vectors(path: Path, words: Sequence[str], width: int) -> tuple[np.
     vectors = np.zeros((len(words), width), np.float32)
     given = np.zeros(len(words), bool)
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+        with open_regular_file(path) as file:
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
+                if len(line) == MAX_LINE_BYTES:
+                    raise UserError(f"model.word_vectors {path}: line {number} has {MAX_LINE_BYTES} bytes or more")
                 if number == 1 and _is_header(path, line.split(), width):
                     continue
                 word, _, rest = line.partition(b" ")
@@ -58,7 +64,7 @@ def check_word_vectors(path: Path, width: int) -> None:
 
 def _is_header(path: Path, parts: Sequence[bytes], width: int) -> bool:
     """Whether the first line is word2vec's. Raises UserError when the line shows another width."""
-    is_header = len(parts) == 2 and all(part.isdigit() for part in parts)
+    is_header = len(parts) == 2 and all(part.isdigit() and len(part) <= MAX_DIGITS for part in parts)
     actual = int(parts[1]) if is_header else len(parts) - 1
     if actual != width:
         problem = f"has vectors of {actual} numbers, and model.word_vector_width is {width}"
@@ -71,7 +77,8 @@ def _parse(path: Path, line: int, numbers: Sequence[bytes], width: int) -> np.nd
     try:
         values = np.array([float(number) for number in numbers], np.float32)
     except ValueError as error:
-        raise UserError(f"model.word_vectors {path}: line {line} holds a text that is no number ({error})") from error
+        reason = shown(error)
+        raise UserError(f"model.word_vectors {path}: line {line} holds a text that is no number ({reason})") from error
     num_finite = int(np.isfinite(values).sum())
     if not len(values) == num_finite == width:
         counts = f"{len(values)} numbers, of which {num_finite} are finite; expected {width}"

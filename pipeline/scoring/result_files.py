@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,8 +10,12 @@ from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.storage.path import storage_path
+from pipeline.untrusted.documents import gunzip, parse_json
+from pipeline.untrusted.files import read_document
+from pipeline.untrusted.names import quoted, shown
 
 ImageId = int | str
+MAX_CAPTION = 10_000  # characters; metrics compare each word of a caption with each of another
 _GZIP_START = b"\x1f\x8b"  # the first two bytes of every gzip file
 
 
@@ -21,16 +23,11 @@ def read_json(path: Path) -> Any:
     """The content of a JSON file, which may be gzipped under any name. Raises UserError."""
     if not path.is_file():
         raise UserError(f"file {path} does not exist; give a JSON file, gzipped or not")
-    data = path.read_bytes()
-    if data.startswith(_GZIP_START):
-        try:
-            data = gzip.decompress(data)
-        except (OSError, EOFError, zlib.error) as error:
-            raise UserError(f"{path} is a damaged gzip file ({error}); copy or download it again") from error
     try:
-        return json.loads(data)
-    except ValueError as error:  # includes UnicodeDecodeError
-        raise UserError(f"{path} is not JSON ({error}); give a COCO or Karpathy file") from error
+        data = read_document(path)
+    except OSError as error:
+        raise UserError(f"file {path} cannot be read: {error}") from error
+    return parse_json(gunzip(data, str(path)) if data.startswith(_GZIP_START) else data, str(path))
 
 
 def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[str]]:
@@ -49,7 +46,7 @@ def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[
     elif isinstance(images, list) and images and isinstance(images[0], dict) and "sentences" in images[0]:
         references = _read_karpathy(path, images, split)
     else:
-        content_name = f"an object with {', '.join(map(repr, content))}" if content else type(data).__name__
+        content_name = f"an object with {shorten(map(quoted, content))}" if content else type(data).__name__
         expected = "COCO's 'annotations' or Karpathy's 'images' with 'sentences'"
         raise UserError(f"{path} holds no reference captions: expected {expected}, found {content_name}")
     if not any(references.values()):
@@ -64,15 +61,16 @@ def _read_coco(path: Path, images: list[Any], annotations: list[Any]) -> dict[Im
     for number, annotation in enumerate(annotations):
         location = f"{path}: annotations[{number}]"
         captions = references.setdefault(_value(annotation, "image_id", int, str, location=location), [])
-        captions.append(_value(annotation, "caption", str, location=location))
+        captions.append(_caption(annotation, "caption", location))
     return references
 
 
 def _read_karpathy(path: Path, images: list[Any], split: str | None) -> dict[ImageId, list[str]]:
     """Raw captions by image id from the list of a Karpathy file, of one split or (None) of all."""
-    splits = Counter(image.get("split") for image in images if isinstance(image, dict))
+    names = [image.get("split") for image in images if isinstance(image, dict)]
+    splits = Counter(name for name in names if isinstance(name, str))
     if split is not None and split not in splits:
-        available = ", ".join(f"{name} ({count} images)" for name, count in splits.items())
+        available = shorten(f"{name} ({count} images)" for name, count in splits.items())
         raise UserError(f"{path} has no images in split {split!r}; it has {available}")
     id_key = "cocoid" if all(isinstance(image, dict) and "cocoid" in image for image in images) else "imgid"
     references: dict[ImageId, list[str]] = {}
@@ -80,13 +78,13 @@ def _read_karpathy(path: Path, images: list[Any], split: str | None) -> dict[Ima
         location = f"{path}: images[{number}]"
         image_id = _value(image, id_key, int, str, location=location)
         if image_id in references:
-            raise UserError(f"{location} repeats {id_key} {image_id}; every image must occur once")
+            raise UserError(f"{location} repeats {id_key} {quoted(image_id)}; every image must occur once")
         if split is not None and image.get("split") != split:
             continue
         sentences = image.get("sentences")
         if not isinstance(sentences, list):
             raise UserError(f"{location} has no list 'sentences'; give a file in Karpathy's layout")
-        references[image_id] = [_value(sentence, "raw", str, location=location) for sentence in sentences]
+        references[image_id] = [_caption(sentence, "raw", location) for sentence in sentences]
     return references
 
 
@@ -106,9 +104,7 @@ def read_predictions(path: Path) -> dict[ImageId, str]:
     rows = []
     for number, row in enumerate(data):
         location = f"{path}: entry {number}"
-        rows.append(
-            (_value(row, "image_id", int, str, location=location), _value(row, "caption", str, location=location))
-        )
+        rows.append((_value(row, "image_id", int, str, location=location), _caption(row, "caption", location)))
     if repeated := [image for image, count in Counter(image for image, _ in rows).items() if count > 1]:
         count = f"{len(repeated)} images (ids {shorten(repeated)})"
         raise UserError(f"{path} holds more than one caption for {count}; keep one per image")
@@ -117,7 +113,7 @@ def read_predictions(path: Path) -> dict[ImageId, str]:
 
 def shorten(ids: Iterable[ImageId], limit: int = 10) -> str:
     """The first `limit` ids and the number of the others, for a message."""
-    names = [str(image) for image in ids]
+    names = [shown(image) for image in ids]
     return ", ".join(names) if len(names) <= limit else f"{', '.join(names[:limit])} and {len(names) - limit:,} more"
 
 
@@ -128,8 +124,14 @@ def _value(row: Any, key: str, *types: type, location: str) -> Any:
     """
     value = row.get(key) if isinstance(row, dict) else None
     if isinstance(value, bool) or not isinstance(value, types):  # for isinstance, true and false are ints
-        text = json.dumps(row)
-        excerpt = text if len(text) <= 100 else f"{text[:100]}..."
         kind = "a number or text" if int in types else "text"
-        raise UserError(f"{location} has no {key} that is {kind}: found {excerpt}")
+        raise UserError(f"{location} has no {key} that is {kind}: found {quoted(row)}")
     return value
+
+
+def _caption(row: Any, key: str, location: str) -> str:
+    """row[key], which must be a text of at most MAX_CAPTION characters. UserError as `_value`."""
+    caption: str = _value(row, key, str, location=location)
+    if len(caption) > MAX_CAPTION:
+        raise UserError(f"{location} has a {key} of {len(caption)} characters; the limit is {MAX_CAPTION}")
+    return caption

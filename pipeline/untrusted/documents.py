@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from json import JSONDecoder
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import UserError
-from pipeline.untrusted.names import printable
+from pipeline.untrusted.names import printable, quoted
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     import pyarrow.parquet as pq
     import yaml
 
@@ -25,29 +27,39 @@ MAX_YAML_NODES = 100_000  # with each alias counted as a copy
 MAX_YAML_DEPTH = 50
 MAX_RATIO = 100  # decompressed bytes per compressed byte; annotation files have 3 to 20
 MIN_LIMIT_BYTES = 64 * 2**20  # what any file may decompress to
+MIN_LIMIT_VALUES = 1_000_000  # what any column of a Parquet file may hold; a larger file may hold one value per byte
 YAML_TAGS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp", "merge", "value")
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-
-
-def parse_json(data: bytes | str, name: str) -> Any:
-    """The value of a JSON document in UTF-8. NaN, Infinity and text with half a character are refused.
-
-    A number such as 1e999 is still read as infinity, so that code that needs an integer must expect OverflowError.
-    """
-    try:
-        value = json.loads(data, parse_constant=_refuse_constant)
-        if SURROGATE.search(data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass")):
-            json.dumps(value, ensure_ascii=False).encode()
-    except RecursionError:
-        raise UserError(f"{name} is not valid JSON for raycap: it is nested too deeply") from None
-    except ValueError as error:
-        raise UserError(f"{name} is not valid JSON: {_one_line(error)}") from error
-    return value
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def _refuse_constant(constant: str) -> None:
     """Called by the parser for NaN and Infinity, which are no JSON."""
     raise ValueError(f"{constant} is not a JSON number")
+
+
+_STRICT = JSONDecoder(parse_constant=_refuse_constant)  # made once, because a file may have a million lines
+
+
+def parse_json(data: bytes | str, name: str, *, strict: bool = True) -> Any:
+    """The value of a JSON document in UTF-8. NaN, Infinity and text with half a character are refused.
+
+    A number such as 1e999 is still read as infinity, so that code that needs an integer must expect OverflowError. A
+    value may be nested some hundred levels deep, so that messages need `quoted` in place of `repr`.
+    strict: False allows NaN, Infinity and escapes of half characters, for a reader that checks every value it uses and
+    can name the place.
+    """
+    try:
+        text = data if isinstance(data, str) else data.decode(json.detect_encoding(data))
+        value = _STRICT.decode(text) if strict else json.loads(text)
+        if strict and SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise UserError(f"{name} is not valid JSON for raycap: it is nested too deeply") from None
+    except MemoryError:
+        raise UserError(f"{name} needs more memory than there is; divide it into smaller files") from None
+    except ValueError as error:
+        raise UserError(f"{name} is not valid JSON: {_one_line(error)}") from error
+    return value
 
 
 def parse_yaml(text: bytes | str, name: str) -> Any:
@@ -121,25 +133,72 @@ def gunzip(data: bytes, name: str) -> bytes:
 
 
 def open_parquet(data: bytes, name: str) -> pq.ParquetFile:
-    """A Parquet file in memory, whose row groups have a bounded size. Reading it may still raise ArrowException."""
+    """A Parquet file in memory, whose columns have a bounded size. Reading it may still raise ArrowException."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     limit = max(MIN_LIMIT_BYTES, MAX_RATIO * len(data))
+    max_values = max(MIN_LIMIT_VALUES, len(data))
     try:
         file = pq.ParquetFile(pa.BufferReader(data))
-        sizes = [file.metadata.row_group(index).total_byte_size for index in range(file.num_row_groups)]
+        groups = [file.metadata.row_group(index) for index in range(file.num_row_groups)]
+        sizes = [group.total_byte_size for group in groups]
+        columns = range(file.metadata.num_columns)
+        values = [sum(group.column(index).num_values for group in groups) for index in columns]
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{name} is not a readable Parquet file: {_one_line(error)}") from error
     if sum(sizes) > limit:
         raise UserError(f"{name} decompresses to more than {limit} bytes; write it again without compression")
+    if max(values, default=0) > max_values:
+        raise UserError(f"{name} has a column of {max(values)} values in {len(data)} bytes; the limit is {max_values}")
     return file
+
+
+def parquet_rows(data: bytes, name: str) -> Iterator[dict[str, Any]]:
+    """The rows of a Parquet file in memory, with bounded memory for each of its batches.
+
+    A repeated text is stored once and would be decoded for each row. Columns of text are therefore read as
+    dictionaries, and the size of their text is added up before it is decoded.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = open_parquet(data, name).schema
+    leaves = [schema.column(index) for index in range(len(schema))]
+    texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+    limit = left = max(MIN_LIMIT_BYTES, MAX_RATIO * len(data))
+    try:
+        file = pq.ParquetFile(pa.BufferReader(data), read_dictionary=texts)
+        for batch in file.iter_batches(8192):
+            left -= sum(map(_decoded_bytes, batch.columns))
+            if left < 0:
+                raise UserError(f"{name} has more than {limit} bytes of text in {len(data)} bytes")
+            yield from batch.to_pylist()
+    except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
+        raise UserError(f"{name} is not a readable Parquet file: {_one_line(error)}") from error
+
+
+def _decoded_bytes(array: pa.Array) -> int:
+    """The size of an array in which each text is stored where it is used."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if isinstance(array, pa.DictionaryArray):
+        lengths = pc.binary_length(array.dictionary).take(array.indices)
+        return int(pc.sum(pc.cast(lengths, pa.int64())).as_py() or 0)
+    if isinstance(array, pa.StructArray):
+        return sum(map(_decoded_bytes, array.flatten()))
+    if isinstance(array, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
+        return _decoded_bytes(array.flatten())
+    return int(array.nbytes)
 
 
 def require_mapping(value: Any, name: str) -> Mapping[str, Any]:
     """Returns `value` if it is a mapping with text as keys; else raises UserError."""
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+    if not isinstance(value, dict):
         raise UserError(f"{name} must hold a mapping of keys, found {type(value).__name__}")
+    if strange := [key for key in value if not isinstance(key, str)]:
+        raise UserError(f"{name} has the key {quoted(strange[0])}, which is not text")
     return value
 
 

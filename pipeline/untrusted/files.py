@@ -6,6 +6,14 @@ import errno
 import os
 import stat
 from pathlib import Path
+from typing import BinaryIO
+
+MAX_DOCUMENT_BYTES = 2 * 2**30  # annotation files have up to 1 GB
+
+
+def read_document(path: Path) -> bytes:
+    """The content of a file of text, JSON or a table. Raises OSError as `read_regular_file`."""
+    return read_regular_file(path, MAX_DOCUMENT_BYTES)
 
 
 def read_regular_file(path: Path, max_bytes: int | None = None) -> bytes:
@@ -14,14 +22,26 @@ def read_regular_file(path: Path, max_bytes: int | None = None) -> bytes:
     Raises OSError for a folder, pipe, socket or device, without waiting for a writer; and for a file of more than
     `max_bytes` bytes, of which no more than that is read.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe would wait for a writer
-    with os.fdopen(descriptor, "rb") as file:
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        data = file.read(-1 if max_bytes is None else max_bytes + 1)
-    if max_bytes is not None and len(data) > max_bytes:
+    with open_regular_file(path) as file:
+        if max_bytes is None:
+            return file.read()
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(min(size or max_bytes, max_bytes) + 1)  # memory for all of it is taken at once
+    if max(size, len(data)) > max_bytes:
         raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", str(path))
     return data
+
+
+def open_regular_file(path: Path) -> BinaryIO:
+    """Opens a regular file, which a link may lead to, for reading. Raises OSError for a folder, pipe or device."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe would wait for a writer
+    except ValueError as error:  # a NUL, or half a character
+        raise OSError(errno.EINVAL, "not the name of a file", str(path)) from error
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "not a regular file", str(path))

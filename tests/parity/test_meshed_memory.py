@@ -214,7 +214,7 @@ def test_vocabularies_that_are_none_are_refused(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(ValueError, match=words):
             read_meshed_vocabulary(path)
     (tmp_path / "v.pkl").write_bytes(pickle.dumps(Counter(WORDS), 3))
-    with pytest.raises(ValueError, match="it holds a Lookup and no vocabulary object"):
+    with pytest.raises(ValueError, match="it holds a dict and no vocabulary object"):
         read_meshed_vocabulary(tmp_path / "v.pkl")
 
 

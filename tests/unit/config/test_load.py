@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,66 @@ def test_a_base_is_relative_to_the_file_that_names_it(tmp_path: Path) -> None:
     names = ["search.yaml", "recipes/search.yaml", "run.yaml", "recipes/run.yaml"]
     assert referenced_files(search) == [tmp_path / name for name in names]
     assert run.is_file()
+
+
+ALIASES = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (ALIASES, "expands to more than"),
+        ("data: &d {root: *d}", "an alias contains itself"),
+        ("x: " + "[" * 1_100, "nested more than"),
+        ("stages: !!set {a, b}", "tag:yaml.org,2002:set is not supported"),
+        ("x: [1, 2", "not valid YAML"),
+        ("1: 2", "has the key 1, which is not text"),
+        ("x: " + "y" * 10**6, "characters of YAML|larger than"),
+        ('extends: "a\\0b"', "which cannot be a file"),
+        ("extends: loop.yaml", "which cannot be a file"),
+        ("extends: chain/30.yaml", "extends more than 20 files"),
+        ("extends: " + "x" * 5_000, "which cannot be a file"),
+    ],
+)
+def test_hostile_files_are_answered_in_one_sentence(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    for number in range(30, 0, -1):
+        write(tmp_path / "chain" / f"{number}.yaml", f"extends: {number - 1}.yaml")
+    for name, content in (("run.yaml", text), ("search.yaml", f"{text}\nname: s\nbase: run.yaml")):
+        with pytest.raises(UserError, match=message) as error:
+            read_values(write(tmp_path / name, content))
+        assert "\n" not in str(error.value) and str(error.value).startswith(str(tmp_path))
+        assert len(str(error.value)) < 11_000
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.heads=&a [*a]", "--set model.heads: an alias contains itself"),
+        ("seed=" + "[" * 1_100, "--set seed is nested more than"),
+        ("stages=!!set {a, b}", "--set stages: the tag"),
+        ("seed=[1", "--set seed is not valid YAML"),
+        (".".join("a" * 5_000) + "=1", "the key has more than 20 parts"),
+        ("stages." + "9" * 5_000 + ".lr=1", "is none of"),
+    ],
+)
+def test_hostile_overrides_are_answered_in_one_sentence(tmp_path: Path, override: str, message: str) -> None:
+    config = write(tmp_path / "run.yaml", "stages: [{name: a}]")
+    with pytest.raises(UserError, match=message) as error:
+        read_values(config, [override])
+    assert "\n" not in str(error.value)
+
+
+def test_a_pipe_is_no_configuration_and_a_base_may_name_itself(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(UserError, match="does not exist"):
+        read_values(tmp_path / "pipe.yaml")
+    search = write(tmp_path / "search.yaml", "base: search.yaml")
+    assert referenced_files(search) == [search, search]
+
+
+def test_stages_whose_names_are_no_text_are_not_merged_by_name() -> None:
+    assert merge({"stages": [{"name": ["a"]}]}, {"stages": [{"name": ["b"]}]}) == {"stages": [{"name": ["b"]}]}
 
 
 def test_keys_of_a_storage_in_its_short_form_can_be_set(tmp_path: Path) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from pipeline.config.sections import DataSection
 from pipeline.data.content_keys import take_snapshot
-from pipeline.data.dataset import Dataset, build_vocabulary, longest_caption, read_dataset
+from pipeline.data.dataset import SCHEMA, Dataset, build_vocabulary, longest_caption, read_dataset
 from pipeline.data.vocabulary import Vocabulary, tokenize
 from pipeline.errors import UserError
+from pipeline.storage.path import StoragePath
+from pipeline.storage.s3 import Entry
 from tests.conftest import write_karpathy
 
 
@@ -116,6 +120,62 @@ def test_a_snapshot_reads_only_what_is_new(tmp_path: Path, monkeypatch: pytest.M
     assert keys[0] == keys[1] == first.column("key")[0] and keys[2] is None
     assert len(second.readable()) == 5
     assert second.readable().fingerprint() != first.fingerprint()
+
+
+class Bucket:
+    """Objects on S3, and the names of those that were listed or asked for."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.objects = {f"s3://bucket/{name}": Entry(1, name) for name in names}
+        self.listed: list[str] = []
+        self.asked: list[str] = []
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        original = StoragePath.stat, StoragePath.read_bytes
+
+        def walk(path: StoragePath) -> Iterator[tuple[str, Entry]]:
+            prefix = f"{path.uri}/"
+            for uri, entry in self.objects.items():
+                if uri.startswith(prefix):
+                    self.listed.append(uri)
+                    yield uri.removeprefix(prefix), entry
+
+        def stat(path: StoragePath) -> Entry:
+            if not path.is_remote:
+                return original[0](path)
+            self.asked.append(path.uri)
+            if path.uri not in self.objects:
+                raise FileNotFoundError(path.uri)
+            return self.objects[path.uri]
+
+        def read_bytes(path: StoragePath) -> bytes:
+            return path.uri.encode() if path.is_remote else original[1](path)
+
+        for name, method in (("walk", walk), ("stat", stat), ("read_bytes", read_bytes)):
+            monkeypatch.setattr(StoragePath, name, method)
+
+
+def test_few_images_of_a_large_bucket_are_not_found_by_listing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = Bucket([f"other/{number:06d}" for number in range(5_000)] + ["x.png", "y.png"])
+    bucket.install(monkeypatch)
+    uris = ["s3://bucket/x.png", "s3://bucket/y.png", "s3://bucket/z.png", "s3://bucket/other/000001"]
+    dataset = Dataset(pa.table([range(4), ["train"] * 4, uris, [["a"]] * 4, pa.nulls(4, pa.string())], schema=SCHEMA))
+    found, unreadable = take_snapshot(dataset, tmp_path / "manifest.parquet")
+    assert list(unreadable) == ["s3://bucket/z.png"] and found.table["key"].null_count == 1
+    assert len(bucket.listed) == 1000 + 10 * 4, "the listing ends early"
+    assert sorted(bucket.asked) == uris[:3], "and what it has not found is asked for"
+
+
+def test_the_images_of_a_folder_are_found_by_one_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = Bucket([f"a/{number}.png" for number in range(300)] + [f"a/b/{number}.png" for number in range(300)])
+    bucket.install(monkeypatch)
+    uris = [*bucket.objects, "s3://bucket/a/none.png"]
+    columns = [range(601), ["train"] * 601, uris, [["a"]] * 601, pa.nulls(601, pa.string())]
+    _, unreadable = take_snapshot(Dataset(pa.table(columns, schema=SCHEMA)), tmp_path / "manifest.parquet")
+    assert list(unreadable) == ["s3://bucket/a/none.png"]
+    assert len(bucket.listed) == 600 and not bucket.asked
 
 
 def test_the_fingerprint_depends_on_content_not_on_location(tmp_path: Path) -> None:

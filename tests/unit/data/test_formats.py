@@ -120,7 +120,11 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.json.gz").write_bytes(gzip.compress(b"{}" * 100)[:20])
     (tmp_path / "b.json").write_text('{"annotations": 3}')
     (tmp_path / "c.csv").write_bytes(b"\xff\xfe\x00")
-    for name, message in [("a.json.gz", "cannot be read"), ("b.json", "unknown format"), ("c.csv", "as a table")]:
+    for name, message in [
+        ("a.json.gz", "is not a whole gzip file"),
+        ("b.json", "unknown format"),
+        ("c.csv", "as a table"),
+    ]:
         with pytest.raises(UserError, match=message):
             read_annotations(DataSection(root=str(tmp_path), annotations=name), tmp_path)
 

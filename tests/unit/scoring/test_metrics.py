@@ -218,9 +218,9 @@ def test_split_of_a_karpathy_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"{", "is not JSON"),
-        (b"\xff\xfe", "is not JSON"),
-        (b"\x1f\x8b\x08broken", "damaged gzip"),
+        (b"{", "is not valid JSON"),
+        (b"\xff\xfe", "is not valid JSON"),
+        (b"\x1f\x8b\x08broken", "is not a whole gzip file"),
         ({"image": 1}, "an object with 'image'"),
         ([], "found list"),
         ({"images": [], "annotations": []}, "lists are empty"),

@@ -1,0 +1,331 @@
+"""Annotation, result, detection and word files from elsewhere that a plain reader would not survive."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import os
+import random
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jobs.cli import main
+from pipeline.captioning.constraints import read_constraints
+from pipeline.captioning.detections import read_detections, read_hierarchy
+from pipeline.config.sections import DataSection
+from pipeline.data.dataset import Dataset, read_annotations
+from pipeline.data.vocabulary import Vocabulary
+from pipeline.data.word_vectors import read_word_vectors
+from pipeline.errors import UserError
+from pipeline.untrusted import documents
+
+DEEP = "[" * 100_000
+NESTED = "[" * 700 + "]" * 700  # the parser accepts this, and `repr` may fail at it
+KARPATHY = '{"images": [{"filename": "a.png", "split": "train", "cocoid": 1, "sentences": [{"raw": "a cat"}]}]}'
+COCO = '{"images": [{"id": 1, "file_name": "a.png"}], "annotations": [{"image_id": 1, "caption": "a cat"}]}'
+LINE = '{"image": "a.png", "id": 1, "captions": ["a cat"], "split": "train"}\n'
+
+
+def annotations(folder: Path, name: str, content: bytes | str, **config: Any) -> tuple[Dataset, list[str]]:
+    (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    return read_annotations(DataSection(root=str(folder), annotations=name, **config), folder)
+
+
+def parquet(**columns: Any) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.table(columns), buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.json", KARPATHY.replace('"cocoid": 1', '"cocoid": 1e999'), r"images\[0\] is malformed"),
+        ("a.json", KARPATHY.replace('"cocoid": 1', '"cocoid": Infinity'), r"images\[0\] is malformed"),
+        ("a.json", KARPATHY.replace('"cocoid": 1', f'"cocoid": {"9" * 4000}'), r"images\[0\] .* more than 64 bits"),
+        ("a.json", COCO.replace('"id": 1', '"id": -1e999'), r"images\[0\] is malformed"),
+        ("a.json", COCO.replace('"image_id": 1', '"image_id": 1e999'), r"annotations\[0\] is malformed"),
+        ("a.json", COCO.replace('"image_id": 1', f'"image_id": {"9" * 4000}'), "not in 'images', first"),
+        ("a.json", COCO.replace('"a.png"', DEEP), "is not valid JSON.*nested too deeply"),
+        ("a.json", COCO.replace('"a.png"', NESTED), r"images\[0\] is malformed"),
+        ("a.json", DEEP, "is not valid JSON.*nested too deeply"),
+        ("a.json", COCO.replace('"a.png"', '"' + "../" * 9_000 + '"'), "is outside of"),
+        ("a.jsonl", LINE.replace('"id": 1', '"id": 1e999'), "row 1: id inf is not a whole number"),
+        ("a.jsonl", LINE.replace('"id": 1', '"id": ' + NESTED), "row 1: id .* is not a whole number"),
+        ("a.jsonl", LINE.replace('"train"', NESTED), "row 1: split .* is not text"),
+        ("a.jsonl", LINE.replace('"train"', "NaN"), "row 1: split nan is not text"),
+        ("a.jsonl", LINE + DEEP, "line 2 is not valid JSON.*nested too deeply"),
+        ("a.jsonl", '{"x": "\\ud800"}', "no text in the column image"),
+        ("a.csv", "image,captions\n" + "a" * 200_000, "as a table: field larger than"),
+        ("a.csv", ",".join(map(str, range(2000))) + "\n1\n", "more than 1000 columns"),
+        ("a.parquet", parquet(image=["a.png"], id=[float("inf")]), "row 1: id inf is not a whole number"),
+        ("a.parquet", b"PAR1" + bytes(200), "is not a readable Parquet file"),
+        ("a.csv.gz", b"a,b\n", "is not a whole gzip file"),
+    ],
+)
+def test_hostile_annotations_are_named(tmp_path: Path, name: str, content: bytes | str, reason: str) -> None:
+    with pytest.raises(UserError, match=rf"(^|^annotation file ){tmp_path}/{name}.*{reason}") as caught:
+        annotations(tmp_path, name, content)
+    assert len(str(caught.value)) < 1000 and str(caught.value).isprintable()
+
+
+def test_captions_that_are_not_text_are_reported_with_their_place(tmp_path: Path) -> None:
+    """One bad caption does not hide the others from `raycap check`."""
+    sentences = '"sentences": [{"raw": "\\ud800"}, {"raw": NaN}, {"raw": "a cat"}, {"raw": ' + NESTED + "}]"
+    dataset, problems = annotations(tmp_path, "a.json", KARPATHY.replace('"sentences": [{"raw": "a cat"}]', sentences))
+    assert dataset.column("captions") == [["a cat"]]
+    assert [problem.split("a caption is ")[1] for problem in problems] == [
+        "not text in any encoding",
+        "not text but float",
+        "not text but list",
+    ]
+    buffer = io.StringIO(newline="")
+    csv.writer(buffer).writerows([["image", "captions"], ["a.png", "[" * 100_000], ["b.png", '["a cat"]']])
+    dataset, problems = annotations(tmp_path, "a.csv", buffer.getvalue())
+    assert dataset.column("captions")[1] == ["a cat"]
+    assert len(problems) == 1 and "a caption has 100000 characters" in problems[0]
+
+
+def test_a_missing_or_special_file_is_no_damaged_file(tmp_path: Path) -> None:
+    config = DataSection(root=str(tmp_path), annotations="a.json")
+    with pytest.raises(UserError, match=rf"^annotation file {tmp_path}/a.json does not exist"):
+        read_annotations(config, tmp_path)
+    os.mkfifo(tmp_path / "a.json")
+    with pytest.raises(UserError, match=rf"^annotation file {tmp_path}/a.json cannot be read"):
+        read_annotations(config, tmp_path)
+    with (tmp_path / "large.json").open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(UserError, match="larger than"):
+        read_annotations(config.model_copy(update={"annotations": "large.json"}), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json.gz", gzip.compress(COCO.encode(), mtime=0)),
+        ("a.parquet", parquet(image=["a.png"] * 9, caption=["b"] * 9)),
+    ],
+    ids=["gzip", "parquet"],
+)
+def test_flipped_bits_are_refused_by_the_files_name_or_change_values(tmp_path: Path, name: str, content: bytes) -> None:
+    rng, refused = random.Random(7), 0
+    for _ in range(150):
+        damaged = bytearray(content)
+        damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+        try:
+            annotations(tmp_path, name, bytes(damaged))
+        except UserError as error:
+            assert f"{tmp_path}/{name}" in str(error)
+            refused += 1
+    assert refused > 20
+
+
+def test_small_files_that_become_large_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    big = pa.DictionaryArray.from_arrays(pa.array(np.zeros(20_000, np.int32)), pa.array(["x" * 2**16]))
+    nested = pa.ListArray.from_arrays(pa.array([0, 20_000], pa.int32()), big)
+    for columns in ({"image": big}, {"image": ["a.png"], "captions": nested}):
+        content = parquet(**columns)
+        assert len(content) < 10**5
+        with pytest.raises(UserError, match=r"a.parquet has more than \d+ bytes of text"):
+            annotations(tmp_path, "a.parquet", content)
+    monkeypatch.setattr(documents, "MIN_LIMIT_VALUES", 1000)
+    with pytest.raises(UserError, match="a column of 100000 values"):
+        annotations(tmp_path, "a.parquet", parquet(image=pa.nulls(100_000, pa.string())))
+    monkeypatch.setattr(documents, "MIN_LIMIT_BYTES", 1000)
+    with pytest.raises(UserError, match="a.json.gz decompresses to more than"):
+        annotations(tmp_path, "a.json.gz", gzip.compress(b"[" + b" " * 10**6 + b"]"))
+
+
+@pytest.mark.parametrize("word", ["²", "9" * 5_000, "٣"])
+def test_split_lists_with_strange_numbers(tmp_path: Path, word: str) -> None:
+    (tmp_path / "val.txt").write_text(word)
+    assert len(annotations(tmp_path, "a.json", COCO, split_lists={"val": "val.txt"})[0]) == 1
+
+
+# raycap score -----------------------------------------------------------------------------------------------------
+
+REFERENCES = '{"images": [], "annotations": [{"image_id": 1, "caption": "a b c"}, {"image_id": 2, "caption": "d e"}]}'
+RESULTS = '[{"image_id": 1, "caption": "a b c"}, {"image_id": 2, "caption": "d e"}]'
+
+
+def score(folder: Path, references: str | bytes, results: str | bytes, *more: str) -> int:
+    for name, content in (("references", references), ("results", results)):
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    files = ["--references", str(folder / "references"), "--predictions", str(folder / "results")]
+    return main(["score", *files, "--metric", "BLEU-4", *more])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("2", DEEP, "nested too deeply"),
+        ("2", NESTED, "that is a number or text"),
+        ("2", "1e999", "that is a number or text"),
+        ("2", "9" * 5_000, "is not valid JSON"),
+        ('"d e"', r'"\ud800"', "surrogates not allowed"),
+        ('"d e"', "NaN", "NaN is not a JSON number"),
+        ('"d e"', NESTED, "that is text"),
+        ('"d e"', '"' + "a " * 10_000 + '"', "the limit is 10000"),
+    ],
+)
+def test_hostile_captions_end_raycap_score_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, reason: str
+) -> None:
+    hostile = (REFERENCES.replace(old, new), RESULTS), (REFERENCES, RESULTS.replace(old, new))
+    for (references, results), name in zip(hostile, ("references", "results"), strict=True):
+        assert score(tmp_path, references, results) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"raycap: {tmp_path / name}") and reason in said
+        assert said.count("\n") == 1 and len(said) < 1000
+
+
+def test_other_hostile_files_end_raycap_score_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    splits = KARPATHY.replace('"train"', NESTED)
+    many = json.dumps({f"key {k}\n" * 30: k for k in range(1000)})
+    damaged = bytearray(gzip.compress(RESULTS.encode(), mtime=0))
+    damaged[20] ^= 4
+    monkeypatch.setattr(documents, "MIN_LIMIT_BYTES", 1000)
+    bomb = gzip.compress(bytes(10**6))
+    for references, results, more in (
+        (splits, RESULTS, ("--split", "test")),
+        (many, RESULTS, ()),
+        (REFERENCES, damaged, ()),
+        (REFERENCES, bomb, ()),
+    ):
+        assert score(tmp_path, references, results, *more) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and len(said) < 5000 and str(tmp_path) in said
+
+
+def test_ids_of_any_size_are_written_per_image(tmp_path: Path) -> None:
+    large = str(10**30)
+    out = tmp_path / "rows.csv"
+    assert score(tmp_path, REFERENCES.replace("2", large), RESULTS.replace("2", large), "--per-image", str(out)) == 0
+    with out.open() as file:
+        assert [row["image_id"] for row in csv.DictReader(file)] == ["1", large]
+
+
+# raycap constraints -----------------------------------------------------------------------------------------------
+
+BOX = '{"image_id": 1, "label": "dog", "score": 0.5, "box": [0, 0, 4, 6]}'
+BOXES = (
+    '{"categories": [{"id": 4, "name": "dog"}],\n'
+    ' "annotations": [{"image_id": 1, "category_id": 4, "score": 0.5, "bbox": [0, 0, 4, 6]}]}'
+)
+
+
+@pytest.mark.parametrize("whole", [BOX, BOXES, f"{BOX}\n{BOX}"])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"image_id": 1', '"image_id": 1e999'),
+        ('"image_id": 1', f'"image_id": {NESTED}'),
+        ("0.5", '"nan"'),
+        ("0.5", "1e999"),
+        ("0.5", "NaN"),
+        ('"dog"', NESTED),
+        ('"dog"', DEEP),
+        ('"dog"', r'"\ud800"'),
+        ("[0, 0, 4, 6]", "[1e308, 0, 1e999, 0]"),
+        ("[0, 0, 4, 6]", "[]"),
+        ("[0, 0, 4, 6]", DEEP),
+    ],
+)
+def test_hostile_detections_end_raycap_constraints_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], whole: str, old: str, new: str
+) -> None:
+    boxes, out = tmp_path / "boxes", tmp_path / "out.jsonl"
+    boxes.write_text(whole.replace(old, new))
+    assert main(["constraints", "--detections", str(boxes), "--out", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"raycap: detections {boxes}") and said.count("\n") == 1 and len(said) < 1000
+    assert not out.exists()
+
+
+def test_boxes_of_any_number_and_size(tmp_path: Path) -> None:
+    boxes, tree, out = tmp_path / "boxes", tmp_path / "tree", tmp_path / "out.jsonl"
+    tree.write_text('{"LabelName": "animal", "Subcategory": [{"LabelName": "dog"}]}')
+    for box in ("[0, 0, 1e-300, 1e-300]", "[-1e308, -1e308, 7e307, 7e307]"):
+        boxes.write_text("\n".join(BOX.replace("[0, 0, 4, 6]", box).replace("dog", name) for name in ("dog", "animal")))
+        command = ["constraints", "--detections", str(boxes), "--hierarchy", str(tree), "--out", str(out)]
+        assert main(command) == 0
+        assert read_constraints(out) == {1: (("dog",), ("animal",))}
+    boxes.write_text(f"{BOX}\n" * 1001)
+    with pytest.raises(UserError, match="image 1 has more than 1000 boxes"):
+        read_detections(boxes)
+
+
+def test_hostile_hierarchies_and_constraints_are_named(tmp_path: Path) -> None:
+    path, names = tmp_path / "file", tmp_path / "names.csv"
+    for text in (DEEP, NESTED, '{"LabelName": ' + NESTED + "}", '{"Subcategory":[' * 600, '{"LabelName": "\\ud800"}'):
+        path.write_text(text)
+        with pytest.raises(UserError, match=f"^hierarchy {path}"):
+            read_hierarchy(path)
+    path.write_text('{"LabelName": "/m/1"}')
+    names.write_text("a" * 200_000)
+    with pytest.raises(UserError, match=f"^hierarchy {path}.*field larger"):
+        read_hierarchy(path, names)
+    line = '{"image_id": 1, "constraints": ["cat"]}'
+    for old, new in (("1", "1e999"), ('["cat"]', DEEP), ('"cat"', NESTED), ('["cat"]', '"cat"'), ("cat", "\\ud800")):
+        path.write_text(line.replace(old, new))
+        with pytest.raises(UserError, match=f"^constraints {path}: line 1") as caught:
+            read_constraints(path)
+        assert len(str(caught.value)) < 1000
+
+
+# vocabularies and word vectors ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [DEEP, NESTED, f'{{"words": [{NESTED}]}}', '{"words": ["\\ud800"]}', '{"words": ["a", "a"]}', '{"words": [1]}',
+     f'{{"words": [], "tokenizer": {NESTED}}}', '{"words": "PAD"}'],
+)  # fmt: skip
+def test_hostile_vocabularies_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "vocabulary.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="vocabulary") as caught:
+        Vocabulary.load(path)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"1 " + b"9" * 5_000 + b"\ncat 1 2 3\n", "has vectors of 1 numbers"),
+        (b"1 " + b"9" * 17 + b"\ncat 1 2 3\n", "has vectors of 9+ numbers"),
+        ("² ²\ncat 1 2 3\n".encode(), "has vectors of 1 numbers"),
+        (b"cat nan inf 1e999\n", "of which 0 are finite"),
+        (b"cat 1e39 1 1\n", "of which 2 are finite"),
+        (b"cat 1 2 " + b"\x1b" * 5_000 + b"\n", "holds a text that is no number"),
+        (b"cat 1 2 3" + b" " * 2**20, "line 1 has 1048576 bytes or more"),
+        (b"\0" * 3_000_000, "line 1 has 1048576 bytes or more"),
+    ],
+)
+def test_hostile_word_vectors_are_named(tmp_path: Path, content: bytes, reason: str) -> None:
+    path = tmp_path / "glove.txt"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=rf"^model.word_vectors {path}.*{reason}") as caught:
+        read_word_vectors(path, ["cat"], 3)
+    assert len(str(caught.value)) < 1000 and str(caught.value).isprintable()
+
+
+def test_no_reader_waits_for_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    readers = (read_detections, read_hierarchy, read_constraints, lambda path: read_word_vectors(path, ["cat"], 3))
+    for read in readers:
+        with pytest.raises(UserError, match="not a regular file"):
+            read(pipe)
+    with suppress(UserError), pytest.raises(OSError, match="not a regular file"):
+        Vocabulary.load(pipe)
