@@ -28,6 +28,7 @@ from pipeline.runs.evaluation import RunScores, score_run, split_result, stored_
 from pipeline.runs.folder import RunFolder, try_lock
 from pipeline.runtime.decorations import Decorations
 from pipeline.runtime.log import log_file
+from pipeline.runtime.secrets import without_secrets
 from pipeline.scoring.metrics import why_unavailable
 from pipeline.scoring.result_files import write_predictions
 from pipeline.scoring.split_result import SplitResult
@@ -390,7 +391,7 @@ class RunDriver:
             f"times        {', '.join(f'{name} {seconds:.0f} s' for name, seconds in self.durations.items())}",
         ]
         summary = {
-            "table": "\n".join(lines),
+            "table": without_secrets("\n".join(lines)),
             "durations": self.durations,
             "bundle": str(bundle),
             "scores": scores.flat(),
