@@ -393,7 +393,7 @@ class RunDriver:
         summary = {
             "table": without_secrets("\n".join(lines)),
             "durations": self.durations,
-            "bundle": str(bundle),
+            "bundle": without_secrets(str(bundle)),
             "scores": scores.flat(),
             "tracked": registered is not None,
             "missing": scores.unavailable | decorations.failed,

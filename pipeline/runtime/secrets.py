@@ -36,7 +36,7 @@ _variables: dict[str, str] = {}  # the values of the configuration's `${VARIABLE
 def is_secret_name(name: str) -> bool:
     """Whether the name of a variable or option suggests a secret, such as GITHUB_PAT, DB_PWD or accessToken."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+", "_", name).upper()
-    return words not in _NO_SECRETS and _SECRET_WORD.search(words) is not None
+    return name not in _NO_SECRETS and _SECRET_WORD.search(words) is not None
 
 
 def holds_secret(text: str) -> bool:
@@ -71,7 +71,7 @@ def remember_address(address: str) -> None:
     user, _, password = split_userinfo(address)[0].partition(":")
     secret = password or user
     parts = re.split(r"[@/?#:]", secret)  # a library that reads the address otherwise may take a part for the host
-    for text in (secret, unquote(secret), quote(unquote(secret), safe=""), *parts):
+    for text in (secret, unquote(secret), quote(secret, safe=""), quote(unquote(secret), safe=""), *parts):
         if len(text) >= MIN_SECRET:
             _masks.setdefault(text, MASK)
 
@@ -96,8 +96,14 @@ def forget_all() -> None:
 
 def without_secrets(text: str) -> str:
     """A text without users and passwords of addresses, values of secret options, and what was remembered."""
-    if _masks:
-        longest_first = "|".join(re.escape(value) for value in sorted(_masks, key=len, reverse=True))
-        text = re.sub(rf"(?<!\w)(?:{longest_first})(?!\w)", lambda found: _masks[found[0]], text)
+    if masks := _masks.copy():  # another thread may read a configuration meanwhile
+        longest_first = "|".join(map(_whole_words, sorted(masks, key=len, reverse=True)))
+        text = re.sub(longest_first, lambda found: masks[found[0]], text)
     text = _USERINFO_IN_TEXT.sub("", text)
     return _OPTION_OF_ADDRESS.sub(lambda found: f"{found[1]}={MASK}" if is_secret_name(found[1]) else found[0], text)
+
+
+def _whole_words(value: str) -> str:
+    """A pattern that finds a value, but not within a longer word."""
+    begin, end = (r"\b" if re.match(r"\w", char) else "" for char in (value[0], value[-1]))
+    return f"{begin}{re.escape(value)}{end}"

@@ -135,7 +135,7 @@ def test_a_stored_configuration_can_be_read_without_the_variables(
         ("tracking=${T_TRACKER}", "tracking = '${T_TRACKER}'"),
         ("tracking=postgresql://u:marked word@h", "tracking = 'postgresql://h'"),
         ("seed=${T_PW}", "seed = '${T_PW}'"),
-        ("data={root: 1, tokenizer: '${T_PW}'}", "${T_PW}"),
+        ("data={synthetic: {}, tokenizer: '${T_PW}'}", "data.tokenizer = '${T_PW}'"),
         ("name=${T_STORE}", "name '${T_STORE}' must be letters"),
         ("name=${T_PW}?", "name '${T_PW}?' must be letters"),
     ],
