@@ -28,6 +28,7 @@ VALUES = {
     "T_SEED": "7",
     "T_TRACKER": "http://me:marked/pass word@host:1",
     "T_PW": "pw-5",
+    "T_SHORT": "qz",
 }
 
 
@@ -135,6 +136,7 @@ def test_a_stored_configuration_can_be_read_without_the_variables(
         ("tracking=${T_TRACKER}", "tracking = '${T_TRACKER}'"),
         ("tracking=postgresql://u:marked word@h", "tracking = 'postgresql://h'"),
         ("seed=${T_PW}", "seed = '${T_PW}'"),
+        ("seed=${T_SHORT}", "seed = '${T_SHORT}'"),
         ("data={synthetic: {}, tokenizer: '${T_PW}'}", "data.tokenizer = '${T_PW}'"),
         ("name=${T_STORE}", "name '${T_STORE}' must be letters"),
         ("name=${T_PW}?", "name '${T_PW}?' must be letters"),

@@ -48,7 +48,7 @@ def test_every_password_that_sqlalchemy_or_urllib_reads_is_removed(tail: str) ->
 
 
 def test_what_libraries_make_of_a_password_is_masked_in_messages() -> None:
-    for password in random_passwords(200):
+    for password in random_passwords(100):
         address = f"http://user:{password}@host:5000"
         remember_address(address)
         for form in (password, quote(password, safe="")):
