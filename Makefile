@@ -1,5 +1,6 @@
 # Every target sets itself up: a virtual environment in .venv, made once, made again when the lock changes.
 PYTHON ?= python3
+UV := 0.13.9
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -37,8 +38,9 @@ proof: $(READY)
 $(READY): requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "raycap needs Python 3.11 or newer; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -r requirements.lock || $(BIN)/python -m pip install --quiet -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV) \
+	  && $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -r requirements.lock \
+	  || { echo "uv failed (see above); installing the same versions with pip"; $(BIN)/python -m pip install --quiet -r requirements.lock; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 

@@ -11,6 +11,7 @@ import typer
 
 from jobs.options import Config, Set
 from pipeline.config.load import load_config
+from pipeline.runtime.secrets import without_secrets
 
 
 def check(
@@ -34,7 +35,7 @@ def check(
     result = check_data(run_config)
     _print_statistics(result.statistics)
     for finding in result.findings:
-        print(f"{finding.kind:<8} {finding.text}")
+        print(f"{finding.kind:<8} {without_secrets(finding.text)}")
     print("fit to train on" if result.ok else "NOT fit to train on: see the errors above")
     if json_file is not None:
         body = {"ok": result.ok, **result.statistics, "findings": [asdict(finding) for finding in result.findings]}

@@ -12,9 +12,11 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from types import TracebackType
 from typing import Annotated, Any
 
 import typer
@@ -24,6 +26,7 @@ from typer.main import get_command
 
 from pipeline.errors import JobFailedError, UserError
 from pipeline.runtime.log import configure_logging
+from pipeline.runtime.secrets import forget_all, without_secrets
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,8 @@ def main(argv: list[str] | None = None) -> int:
             # Each line reaches a log file as soon as it is printed. File names that are not UTF-8 are printed escaped.
             stream.reconfigure(line_buffering=True, errors="backslashreplace")
     configure_logging()
+    forget_all()
+    sys.excepthook = _print_traceback
     root = root_command()
     try:
         with root.make_context("raycap", list(sys.argv[1:] if argv is None else argv)) as context:
@@ -124,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
         error.show()  # type: ignore[attr-defined]
         return error.exit_code
     except UserError as error:
-        print(f"raycap: {error}", file=sys.stderr)
+        print(without_secrets(f"raycap: {error}"), file=sys.stderr)
         return 2
     except (KeyboardInterrupt, typer.Abort):
         print("raycap: stopped; run the same command again to continue", file=sys.stderr)
@@ -133,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (JobFailedError, OSError) as error:
-        print(f"raycap: {' '.join(str(error).split())}", file=sys.stderr)
+        print(without_secrets(f"raycap: {' '.join(str(error).split())}"), file=sys.stderr)
         return 1
     return result if isinstance(result, int) else 0
 
@@ -160,6 +165,11 @@ def _log_levels(
     ] = False,
 ) -> None:
     """Declares the options that every command and every group accepts. Only their callbacks are called."""
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Prints an unexpected error as Python does, without secrets."""
+    print(without_secrets("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
 def _interrupt(*_: object) -> None:

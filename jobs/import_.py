@@ -13,7 +13,8 @@ from jobs.options import Set
 from models.config import BackboneConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig
 from pipeline.captioning.bundle import save_bundle
 from pipeline.captioning.upstream import read_expansionnet_vocabulary, read_meshed_vocabulary
-from pipeline.config.load import apply_override, expand_variables, parse_given, read_file
+from pipeline.config.load import apply_override, parse_given, read_file
+from pipeline.config.variables import expand_variables
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:

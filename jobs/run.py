@@ -29,6 +29,7 @@ from pipeline.runs.folder import RunFolder, try_lock
 from pipeline.runs.preflight import check_before_writing
 from pipeline.runtime.decorations import Decorations
 from pipeline.runtime.log import log_file
+from pipeline.runtime.secrets import without_secrets
 from pipeline.scoring.metrics import why_unavailable
 from pipeline.scoring.result_files import write_predictions
 from pipeline.scoring.split_result import SplitResult
@@ -390,9 +391,9 @@ class RunDriver:
             f"times        {', '.join(f'{name} {seconds:.0f} s' for name, seconds in self.durations.items())}",
         ]
         summary = {
-            "table": "\n".join(lines),
+            "table": without_secrets("\n".join(lines)),
             "durations": self.durations,
-            "bundle": str(bundle),
+            "bundle": without_secrets(str(bundle)),
             "scores": scores.flat(),
             "tracked": registered is not None,
             "missing": scores.unavailable | decorations.failed,

@@ -82,8 +82,6 @@ def start(job: Job, address: str, *, with_dependencies: bool = False) -> tuple[J
     logger.info(f"cluster   {server.address}, Ray {cluster_ray}")
     if local_ray != cluster_ray:
         logger.warning(f"this machine has Ray {local_ray}; the job uses the cluster's, which may not fit this code")
-    if server.token_sent and server.is_unencrypted:
-        logger.warning("the token is sent over http, where others can read it; use https or a tunnel")
     root = project_root()
     dependencies = requirements(root) if with_dependencies else ()
     with tempfile.TemporaryDirectory(prefix="raycap-submit-") as scratch:

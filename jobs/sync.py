@@ -111,7 +111,7 @@ def _runs_in_folder(path: Path, overrides: Sequence[str]) -> Runs:
     folders = [path] if is_run else sorted(file.parent for file in path.glob("runs/*/run.json"))
     for folder in folders:
         try:
-            values = read_values(folder / "config.yaml", overrides)
+            values = read_values(folder / "config.yaml", overrides, is_stored=True)
             config = parse_config(values)
         except UserError as error:
             if is_run:

@@ -12,6 +12,7 @@ from typing import Any
 
 from pipeline.config.run import RunConfig
 from pipeline.errors import JobFailedError
+from pipeline.runtime.secrets import without_secrets
 from pipeline.storage.path import StoragePath
 from pipeline.training.loop import DivergedError, StageJob, train_stages
 from pipeline.training.stage_output import AbandonedError
@@ -161,5 +162,5 @@ def _run_worker(settings: dict[str, Any]) -> None:
     try:
         train_stages(RayContext(), job)
     except (AbandonedError, DivergedError, ValueError) as error:
-        failure_file(job).write_bytes(" ".join(str(error).split()).encode())
+        failure_file(job).write_bytes(without_secrets(" ".join(str(error).split())).encode())
         raise

@@ -13,6 +13,7 @@ from typing import Any
 from pipeline.cluster.capacity import ClusterStatus, Resources, cluster_status
 from pipeline.cluster.node_facts import NodeFacts, Probe, collect, look, versions
 from pipeline.config.run import RunConfig
+from pipeline.runtime.secrets import split_userinfo
 
 PROBE_S = 60.0  # the deadline for the answer of a node, whose process must start first
 
@@ -95,7 +96,7 @@ def _probe(config: RunConfig | None) -> Iterator[Probe]:
     if config is None:
         yield Probe()
         return
-    storage, parts = config.storage_place, urllib.parse.urlsplit(config.tracking.uri or "")
+    storage, parts = config.storage_place, urllib.parse.urlsplit(split_userinfo(config.tracking.uri or "")[1])
     tracker = None
     if config.tracking.enabled and parts.scheme in ("http", "https") and parts.hostname:
         tracker = (parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))

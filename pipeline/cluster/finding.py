@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from pipeline.runtime.secrets import without_secrets
+
 Level = Literal["ok", "warn", "fail"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check.
+    """The result of one check, whose text may quote an error: secrets are removed from it.
 
     level: `fail` means that a configuration cannot run, `warn` that a part of it will be missing, slower or delayed.
     """
@@ -19,6 +21,9 @@ class Finding:
     level: Level
     text: str
     remedy: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", without_secrets(self.text))
 
     @property
     def line(self) -> str:

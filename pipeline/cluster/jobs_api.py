@@ -11,6 +11,7 @@ import asyncio
 import errno
 import http.client
 import json
+import logging
 import os
 import urllib.error
 import urllib.parse
@@ -28,8 +29,25 @@ SILENCE_S = 20.0  # after this long without output of a job, the server is check
 FINAL_STATES = ("SUCCEEDED", "FAILED", "STOPPED")
 
 
+logger = logging.getLogger(__name__)
+
+
 class UnreachableError(OSError):
     """The server could not be reached, or failed in a way that may be temporary."""
+
+
+class _OwnRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows redirects within one server, or to the same host's https. Others would hand over the request's token."""
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        old, new = urllib.parse.urlsplit(req.full_url), urllib.parse.urlsplit(newurl)
+        is_upgrade = old.hostname == new.hostname and (old.scheme, new.scheme) == ("http", "https")
+        if not is_upgrade and (old.scheme, old.netloc) != (new.scheme, new.netloc):
+            raise UserError(
+                f"{old.scheme}://{old.netloc} redirects to {new.scheme}://{new.netloc}, which would receive the token; "
+                "if this is the dashboard, give its address"
+            )
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
 class JobsServer:
@@ -44,13 +62,16 @@ class JobsServer:
                 f"--address {address} is not a dashboard's address; give the address that Ray's head prints, "
                 "for example http://head:8265"
             )
-        if parts.password:
-            raise UserError("--address contains a password; set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to its file")
+        if parts.username or parts.password:
+            raise UserError(
+                "--address contains a user or password; set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to its file"
+            )
         self.address = address.rstrip("/")
         is_local = parts.hostname in ("localhost", "::1") or parts.hostname.startswith("127.")
         self.is_unencrypted = parts.scheme == "http" and not is_local
         self.token, self.token_from = find_token()
         self.token_sent = False
+        self._opener = urllib.request.build_opener(_OwnRedirects)
         self.headers: dict[str, str] = {}  # the token is sent only to a server that asks for one
 
     def version(self) -> dict[str, Any]:
@@ -134,10 +155,12 @@ class JobsServer:
         headers = self.headers | ({"Content-Type": "application/json"} if path == "/api/jobs/" else {})
         request = urllib.request.Request(self.address + path, data=body, headers=headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=deadline_s) as response:
+            with self._opener.open(request, timeout=deadline_s) as response:
                 data = response.read()
         except urllib.error.HTTPError as error:
             if error.code == 401 and self.token and not self.token_sent:
+                if self.is_unencrypted:
+                    logger.warning("the token is sent over http, where others can read it; use https or a tunnel")
                 self.token_sent, self.headers = True, {"Authorization": f"Bearer {self.token}"}
                 return self._request(method, path, body, deadline_s)
             raise self._refusal(error.code, error.read().decode("utf-8", "replace")) from None

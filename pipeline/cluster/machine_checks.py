@@ -16,6 +16,7 @@ from pipeline.cluster.finding import Finding
 from pipeline.cluster.jobs_api import find_token
 from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
+from pipeline.runtime.secrets import split_userinfo
 from pipeline.scoring.java import JavaError, free_memory_mb, java_version
 from pipeline.scoring.java_metrics import spice_models
 from pipeline.storage.cache import cache_folder
@@ -167,7 +168,7 @@ def tracker(config: RunConfig) -> Finding:
     address = public_uri(config)
     if is_only_here(config):
         return Finding("tracker", "warn", f"{address} is lost with this machine, the storage is not", SERVER_REMEDY)
-    parts = urllib.parse.urlsplit(config.tracking.uri or "")
+    parts = urllib.parse.urlsplit(split_userinfo(config.tracking.uri or "")[1])
     if parts.scheme not in ("http", "https"):
         return Finding("tracker", "ok", address + ("" if parts.hostname else ": a file, created when it is first used"))
     try:

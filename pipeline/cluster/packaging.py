@@ -1,14 +1,16 @@
 """The code of this checkout as one archive for a job on a cluster.
 
 The archive leaves out what `.gitignore` and `.rayignore` name, and also data, results, environments, caches, and files
-whose names suggest secrets. Equal files give an archive of equal bytes, so that a cluster receives it only once. Ray's
-own packaging (`working_dir` of a runtime environment) has no such list, and its parts are not public.
+whose names suggest secrets, which a message lists. Equal files give an archive of equal bytes, so that a cluster
+receives it only once. Ray's own packaging (`working_dir` of a runtime environment) has no such list, and its parts are
+not public.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import logging
 import os
 import shutil
 import zipfile
@@ -18,27 +20,50 @@ from pathlib import Path
 from pathspec import GitIgnoreSpec
 
 from pipeline.errors import UserError
+from pipeline.untrusted.names import printable
 
 LIMIT_BYTES = 100 * 2**20  # the largest request of Ray's jobs server (ray 2.60, DASHBOARD_CLIENT_MAX_SIZE)
 NUM_NAMED_FILES = 5  # messages name this many of the largest files
 IGNORE_FILES = (".gitignore", ".rayignore")
-ALWAYS_LEFT_OUT = (  # patterns of .gitignore: files of tools, data and results, and files that may hold secrets
+ALWAYS_LEFT_OUT = (  # patterns of .gitignore: files of tools, data and results
     *(".git", ".hg", ".venv", "venv/", "__pycache__", "*.py[co]", "*.egg-info", "node_modules", ".ipynb_checkpoints"),
     *(".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", ".cache", ".DS_Store"),
     *("/data/", "/results/", "/mlruns/", "/build/", "/dist/", "mlflow.db"),
-    *(".env", ".env.*", "*.pem", "*.key", ".netrc", ".pgpass", ".aws/", ".ssh/", "auth_token"),
 )
+MAY_BE_SECRET = (  # patterns of .gitignore, for lower-case paths
+    *("id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "*.pem", "*.key", "*.p8", "*.p12", "*.pfx", "*.ppk", "*.jks"),
+    *("*.keystore", "*.kdbx", "*.asc", "*.gpg", "*.age", ".ssh/", ".gnupg/", ".password-store/", ".vault*"),
+    *(".env", ".env.*", "*.env", ".envrc", ".netrc", "_netrc", ".pgpass", ".my.cnf", ".htpasswd", ".git-credentials"),
+    *(".npmrc", ".yarnrc*", ".pypirc", "pip.conf", "**/.gem/credentials", "**/.cargo/credentials*", ".databrickscfg"),
+    *(".aws/", ".s3cfg", ".boto", ".azure/", "**/.config/gcloud/", ".kube/", "kubeconfig", "kubeconfig.y*ml"),
+    *("*.kubeconfig", ".docker/", ".dockercfg", "auth_token", "credentials", "credentials.ini", "credentials.csv"),
+    *("*credentials*.json", "client_secret*.json", "service-account*.json", "service_account*.json", ".secrets/"),
+    *("secret*.json", "secret*.y*ml", "secret*.toml", "secret*.txt", "*.tfstate", "*.tfstate.*", "*.tfvars"),
+)
+logger = logging.getLogger(__name__)
 
 
 def find_files(root: Path, left_out: Iterable[Path] = ()) -> dict[str, Path]:
     """Files below `root` that belong into a package, by their path in it, without the folders and files `left_out`.
 
-    Links are followed only to files inside `root`, so that a package holds nothing from outside.
+    Links are followed only to files inside `root`, so that a package holds nothing from outside. Logs which files were
+    left out because they may hold secrets.
     """
     root = root.resolve()
     skipped = {path.resolve() for path in left_out}
     paths = _walk(root, root, [(root, GitIgnoreSpec.from_lines(ALWAYS_LEFT_OUT))], skipped)
-    return {path.relative_to(root).as_posix(): path for path in sorted(paths)}
+    found = {path.relative_to(root).as_posix(): path for path in sorted(paths)}
+    secrets = GitIgnoreSpec.from_lines(MAY_BE_SECRET)
+    may_be_secret = [name for name, path in found.items() if _matches(secrets, name, path, root)]
+    if may_be_secret:
+        logger.info(f"left out  {', '.join(map(printable, may_be_secret))}: the names suggest secrets")
+    return {name: path for name, path in found.items() if name not in may_be_secret}
+
+
+def _matches(spec: GitIgnoreSpec, name: str, path: Path, root: Path) -> bool:
+    """Whether the lower-case name of a file matches, or that of the file that it links to."""
+    target = path.resolve().relative_to(root).as_posix()
+    return spec.match_file(name.lower()) or spec.match_file(target.lower())
 
 
 def _walk(folder: Path, root: Path, specs: list[tuple[Path, GitIgnoreSpec]], skipped: set[Path]) -> Iterator[Path]:

@@ -17,16 +17,14 @@ from typing import Any
 from pipeline.cluster.packaging import find_files
 from pipeline.config.load import read_file, referenced_files
 from pipeline.config.run import RunConfig
+from pipeline.config.variables import texts_in, variable_names
 from pipeline.errors import UserError
+from pipeline.runtime.secrets import holds_secret, is_secret_name
 from pipeline.storage.path import is_remote
 from pipeline.version import COMMIT_FILE, commit
 
 SOURCE_FOLDERS = ("models", "pipeline", "jobs")
 OUTSIDE_FOLDER = "submitted"  # the package's folder for files that are outside the code
-# names of variables that probably contain a secret, such as WANDB_API_KEY
-_SECRET_NAME = re.compile(r"(?i)(PASS(WORD|WD)?|SECRET|TOKEN|CREDENTIALS?|API_?KEY|ACCESS_KEY|PRIVATE_KEY)(_|$)")
-# scheme://user:password@host, unless the password is a ${VARIABLE}
-_PASSWORD_IN_URL = re.compile(r"://[^/\s:@]*:(?!\$\{)[^/\s@]+@")
 _PROVIDED_BY_CLUSTER = ("ray",)  # packages of the lock file that a job does not install, because its cluster has them
 
 
@@ -93,7 +91,7 @@ def variables(given: Sequence[str]) -> dict[str, str]:
             if name not in os.environ:
                 raise UserError(f"--env {name}: this variable is not set here; export it or give --env {name}=VALUE")
             value = os.environ[name]
-        if _SECRET_NAME.search(name) or _PASSWORD_IN_URL.search(value):
+        if is_secret_name(name) or holds_secret(value):
             raise UserError(
                 f"--env {name} looks like a secret, and everyone who sees the dashboard can read its value; "
                 f"set the variable on the cluster's nodes and name it with --secret {name}"
@@ -120,25 +118,25 @@ def _check_name(name: str, option: str) -> None:
 def used_variables(config: Path) -> list[str]:
     """The names of the `${VARIABLE}`s in a configuration and the files that it references."""
     texts = [str(read_file(path)) for path in referenced_files(config)]
-    return sorted({name for text in texts for name in re.findall(r"\$\{(\w+)\}", text)})
+    return variable_names(" ".join(texts))
 
 
 def check_texts(config: Path | None, arguments: Sequence[str], available: Iterable[str]) -> None:
-    """Raises UserError for a password in what is sent, and for a `${VARIABLE}` that the job would not have.
+    """Raises UserError for a secret in what is sent, and for a `${VARIABLE}` that the job would not have.
 
     available: the names of the variables that the job has.
     """
-    texts = [("an argument", argument) for argument in arguments]
-    for path in () if config is None else referenced_files(config):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        texts += [(str(path), line.partition(" #")[0]) for line in lines if not line.lstrip().startswith("#")]
+    # an argument may be KEY=VALUE, whose value is examined as a whole, since a password may contain blanks
+    texts = [("an argument", text) for argument in arguments for text in (argument, argument.partition("=")[2])]
+    for path in () if config is None else reversed(referenced_files(config)):
+        texts += [(str(path), text) for _, text in texts_in(read_file(path))]
     for source, text in texts:
-        if _PASSWORD_IN_URL.search(text):
+        if holds_secret(text):
             raise UserError(
-                f"{source} contains a password in an address, which others could read on the cluster; "
+                f"{source} contains a password or token, which others could read on the cluster; "
                 "write it as ${NAME} and give --secret NAME"
             )
-        for name in re.findall(r"\$\{(\w+)\}", text):
+        for name in variable_names(text):
             if name not in available:
                 raise UserError(
                     f"{source} needs the environment variable {name} on the cluster; give --secret {name}, "

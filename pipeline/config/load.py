@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -21,7 +20,9 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create
 from models.config import MODEL_CONFIGS, BackboneConfig
 from pipeline.config.renamed import new_key
 from pipeline.config.run import RunConfig
+from pipeline.config.variables import expand_variables, remember_secrets
 from pipeline.errors import UserError
+from pipeline.runtime.secrets import remember_address
 from pipeline.untrusted.documents import MAX_YAML_CHARACTERS, parse_yaml, require_mapping
 from pipeline.untrusted.files import read_regular_file
 from pipeline.untrusted.names import MAX_QUOTED, quoted, shown
@@ -39,12 +40,15 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return parse_config(read_values(path, overrides))
 
 
-def read_values(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The plain values of a YAML file after `extends`, overrides and `${VARIABLE}`. Raises UserError."""
+def read_values(path: Path, overrides: Sequence[str] = (), *, is_stored: bool = False) -> dict[str, Any]:
+    """The plain values of a YAML file after `extends`, overrides and `${VARIABLE}`. Raises UserError.
+
+    is_stored: as in `expand_variables`.
+    """
     values = read_file(path)
     for override in overrides:
         apply_override(values, override)
-    expanded: dict[str, Any] = expand_variables(values)
+    expanded: dict[str, Any] = expand_variables(values, is_stored=is_stored)
     return expanded
 
 
@@ -148,6 +152,7 @@ def _has_names(value: Any) -> bool:
 def apply_override(values: dict[str, Any], override: str) -> None:
     """Sets one `a.b=value` of the command line in plain values. Raises UserError."""
     key, separator, text = override.partition("=")
+    remember_address(text)  # an error may quote it
     if not separator or not key:
         raise UserError(f"--set {quoted(override)} is not of the form a.b=value")
     set_value(values, key, parse_yaml(text, f"--set {shown(key)}"), "--set")
@@ -183,25 +188,14 @@ def _stage_index(items: list[Any], part: str, source: str) -> int:
     raise UserError(f"{source}: {quoted(part)} is none of {', '.join(map(shown, names))}")
 
 
-def expand_variables(value: Any, key: str = "") -> Any:
-    """Replaces each `${VARIABLE}` in the plain values of `key`. Raises UserError for a variable that is not set."""
-    if isinstance(value, dict):
-        return {name: expand_variables(item, f"{key}.{name}".lstrip(".")) for name, item in value.items()}
-    if isinstance(value, list):
-        return [expand_variables(item, f"{key}.{index}") for index, item in enumerate(value)]
-    if not isinstance(value, str):
-        return value
-    for name in re.findall(r"\$\{(\w+)\}", value):
-        if name not in os.environ:
-            raise UserError(
-                f"{key} needs the environment variable {name}, which is not set; export {name}=... or --set {key}=..."
-            )
-    return re.sub(r"\$\{(\w+)\}", lambda match: os.environ[match[1]], value)
-
-
 def parse_config(data: dict[str, Any]) -> RunConfig:
     """A checked configuration from plain values. Raises UserError as `load_config`."""
-    return parse_section(RunConfig, data)
+    return parse_section(RunConfig, data).with_references(data)
+
+
+def parse_stored_config(text: str) -> RunConfig:
+    """A configuration as `dump_config` wrote it. A `${VARIABLE}` that is not set remains. Raises as `load_config`."""
+    return parse_config(expand_variables(parse_yaml(text, "the stored configuration"), is_stored=True))
 
 
 def parse_section(section_type: type[SectionType], data: Any, key: str = "") -> SectionType:
@@ -209,6 +203,7 @@ def parse_section(section_type: type[SectionType], data: Any, key: str = "") -> 
 
     `key` is the section's key in its file, for the error's sentence.
     """
+    remember_secrets(data)  # an error may quote any of them
     try:
         return TypeAdapter(section_type).validate_python(data)
     except ValidationError as error:
@@ -228,11 +223,11 @@ def parse_given(section_type: type, data: dict[str, Any], key: str) -> dict[str,
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved configuration as YAML, without the tracker's address, which may contain a password.
+    """The resolved configuration as YAML (`RunConfig.stored_values`).
 
     A run on region features has no backbone, so that the default section `backbone` is also left out.
     """
-    values = config.model_dump(mode="json", exclude={"tracking": {"uri"}})
+    values = config.stored_values()
     if not config.has_backbone and config.backbone == BackboneConfig():
         del values["backbone"]
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, PrivateAttr, field_validator
 
 from models.config import BackboneConfig, Identity
 from pipeline.config.sections import (
@@ -26,6 +26,7 @@ from pipeline.config.sections import (
     TrackingSection,
     WorkersSection,
 )
+from pipeline.config.variables import Expanded, Location, remember_secrets, restore_references
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.path import StoragePath, is_remote, storage_path
 
@@ -48,12 +49,29 @@ class RunConfig(Section):
     evaluation: EvaluationSection = EvaluationSection()
     tracking: Annotated[TrackingSection, Identity.IGNORED] = TrackingSection()
     retrain: Annotated[RetrainSection, Identity.IGNORED] = RetrainSection()
+    _expanded: dict[Location, Expanded] = PrivateAttr(default_factory=dict)
 
     @field_validator("storage", mode="before")
     @classmethod
     def _short_storage(cls, value: Any) -> Any:
         """Accepts `storage: results` for `storage: {uri: results}`."""
         return {"uri": value} if isinstance(value, str) else value
+
+    def with_references(self, data: dict[str, Any]) -> Self:
+        """Keeps the references to variables of the plain values from which this configuration was made."""
+        storage = data.get("storage")
+        short = {"storage": {"uri": storage}} if isinstance(storage, str) else {}
+        self._expanded = remember_secrets(data | short)
+        return self
+
+    def stored_values(self) -> dict[str, Any]:
+        """Plain values for what is stored or sent to the tracker. Texts contain `${VARIABLE}` as they were written.
+
+        Numbers and switches have their values. The tracker's address is left out, because it may contain a password.
+        """
+        values = self.model_dump(mode="json", exclude={"tracking": {"uri"}})
+        restore_references(values, self._expanded)
+        return values
 
     def check_values(self) -> None:
         if "backbone" not in self.model_fields_set and self.has_backbone:

@@ -19,15 +19,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from models.config import ModelSizes
-from pipeline.config.load import parse_config
+from pipeline.config.load import parse_stored_config
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import StageSection
+from pipeline.config.variables import variable_names
 from pipeline.data.dataset import Dataset
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
+from pipeline.runtime.secrets import remember_variable, remembered_variables
 from pipeline.storage.atomic import read_json, try_file_lock
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.copies import no_pruning, prune_copies
@@ -101,7 +101,10 @@ class RunFolder:
     home: StoragePath | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RunFolder, (self.path, self.home)  # leaves the cached properties out of the pickle
+        """Leaves the cached properties out of the pickle, and adds the variables that config.yaml refers to."""
+        config, known = self.path / "config.yaml", remembered_variables()
+        names = variable_names(config.read_text(encoding="utf-8")) if known and config.is_file() else ()
+        return _received, (self.path, self.home, {name: known[name] for name in names if name in known})
 
     def on_worker(self, driver_token: str | None = None) -> RunFolder:
         """The folder for a worker on this machine. For a run on S3 it is a copy for the workers of one driver.
@@ -151,7 +154,7 @@ class RunFolder:
 
     @cached_property
     def config(self) -> RunConfig:
-        return parse_config(yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8")))
+        return parse_stored_config((self.path / "config.yaml").read_text(encoding="utf-8"))
 
     @cached_property
     def dataset(self) -> Dataset:
@@ -238,3 +241,10 @@ class RunFolder:
                 if (best / f"{part}.safetensors").is_file():
                     return best / f"{part}.safetensors"
         return self.path / "init" / f"{part}.safetensors"
+
+
+def _received(path: Path, home: StoragePath | None, variables: dict[str, str]) -> RunFolder:
+    """A folder that another process has sent, with the values of its configuration's variables there."""
+    for name, value in variables.items():
+        remember_variable(name, value)
+    return RunFolder(path, home)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pipeline.errors import UserError
+from pipeline.runtime.secrets import without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,8 @@ class Decorations:
             raise
         except Exception as error:
             cause = getattr(error, "cause", None) or error  # Ray wraps the error of a task
-            self.failed[name] = " ".join(f"{type(cause).__name__}: {cause}".split())[:MAX_REASON]
+            reason = without_secrets(f"{type(cause).__name__}: {cause}")  # it is stored
+            self.failed[name] = " ".join(reason.split())[:MAX_REASON]
             logger.debug(f"{name} failed", exc_info=True)
 
     def log_failed(self, remedy: str = "the same command makes it again") -> None:

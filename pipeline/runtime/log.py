@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import JobFailedError, UserError
+from pipeline.runtime.secrets import without_secrets
 
 PACKAGES = ("jobs", "pipeline", "models")
 _indent: ContextVar[str] = ContextVar("indent", default="")
@@ -108,7 +109,7 @@ def log_file(path: Path) -> Iterator[None]:
 
 
 class _Formatter(logging.Formatter):
-    """Begins every line of a record with its indentation and rank.
+    """Begins every line of a record with its indentation and rank, and removes secrets.
 
     In a file a line also has its date, time and level. On the terminal it has its level unless that is INFO.
     """
@@ -123,7 +124,8 @@ class _Formatter(logging.Formatter):
             prefix = f"{self.formatTime(record)} {record.levelname:<7} {prefix}"
         elif record.levelno != logging.INFO:
             prefix += f"{record.levelname.lower():<9} "
-        return "\n".join(f"{prefix}{line}" if line else "" for line in super().format(record).split("\n"))
+        text = without_secrets(super().format(record))
+        return "\n".join(f"{prefix}{line}" if line else "" for line in text.split("\n"))
 
 
 class _TerminalHandler(logging.StreamHandler[Any]):

@@ -382,11 +382,12 @@ def set_values(values: dict[str, Any], changes: Mapping[str, Any], source: str) 
 
 def load_search(path: Path, overrides: Sequence[str] = ()) -> Search:
     """Reads a search and its base configuration, and checks every choice; UserError for what is wrong in them."""
-    config = parse_section(SearchConfig, read_values(path, overrides))
+    values = read_values(path, overrides)
+    config = parse_section(SearchConfig, values)
     base = read_values(path.parent / config.base)
     set_values(base, config.set, "set")
     if config.storage is not None:
-        base["storage"] = config.storage
+        base["storage"] = values["storage"]  # with its references to variables
     search = Search(config, base)
     search.check()
     return search

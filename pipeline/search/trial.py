@@ -31,6 +31,7 @@ from pipeline.runs.folder import JOURNAL, RunFolder
 from pipeline.runs.journal import read_journal
 from pipeline.runs.prepare import prepare
 from pipeline.runtime.context import Context, LocalContext, device_for
+from pipeline.runtime.secrets import without_secrets
 from pipeline.scoring.metrics import score_captions
 from pipeline.scoring.result_files import read_predictions
 from pipeline.search.spec import SCORE, Search
@@ -103,7 +104,7 @@ def run_trial(task: TrialTask, report: Report, train: Train = train_here) -> Tri
 
 def reason_of(error: BaseException) -> str:
     """The error as one line, which starts with `out of memory` if that was the cause."""
-    text = " ".join(str(error).split())[:500] or type(error).__name__
+    text = " ".join(without_secrets(str(error)).split())[:500] or type(error).__name__
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
         return f"out of memory: {text}"
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"

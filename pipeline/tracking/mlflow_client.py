@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.run import RunConfig
+from pipeline.runtime.secrets import split_userinfo, without_secrets
 from pipeline.storage.path import is_remote
 
 logger = logging.getLogger(__name__)
@@ -70,12 +70,7 @@ def is_only_here(config: RunConfig) -> bool:
 
 def public_uri(config: RunConfig) -> str:
     """The tracker's address without user, password and options."""
-    return without_secrets(tracking_uri(config)).partition("?")[0]
-
-
-def without_secrets(text: str) -> str:
-    """The text with user and password removed from every address in it."""
-    return re.sub(r"(?<=://)[^/\s]*@", "", text)
+    return split_userinfo(tracking_uri(config))[1].partition("?")[0]
 
 
 def reason_of(error: Exception) -> str:

@@ -72,7 +72,7 @@ def sync(folder: RunFolder, config: RunConfig, client: Any, *, status: str | Non
     if values["parent"] is None:
         record.set("parent", _get_or_create_parent(client, folder, config))
     if not values.get("described"):
-        log_params(client, values["parent"], config.model_dump(mode="json", exclude={"tracking": {"uri"}}))
+        log_params(client, values["parent"], config.stored_values())
         client.log_artifact(values["parent"], str(folder.path / "config.yaml"))
         record.set("described", True)
     for stage, entries in stages.items():
@@ -131,7 +131,7 @@ def _get_or_create_child(client: Any, folder: RunFolder, config: RunConfig, firs
         tags["raycap.signature"] = scst_signature(section.sampling)
     match = {"mlflow.parentRunId": parent, "mlflow.runName": section.name}
     run_id = get_or_create_run(client, experiment_of(client, config), match, tags, int(first_entry["time"] * 1000))
-    log_params(client, run_id, section.model_dump(mode="json"))
+    log_params(client, run_id, config.stored_values()["stages"][config.stages.index(section)])
     return run_id
 
 

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import base64
+import importlib.metadata
+import io
+import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 import tempfile
+import threading
+import zipfile
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from jobs.cli import main
+from pipeline.runtime.secrets import without_secrets
 from pipeline.storage.path import StorageOptions, StoragePath
-from pipeline.tracking.mlflow_client import without_secrets
 from tests.conftest import ROOT, small_config
 from tests.support.mlflow_server import MlflowServer
 from tests.support.s3_server import s3_server
@@ -26,10 +34,12 @@ MARKS = {
     "AWS_SECRET_ACCESS_KEY": "marked-secret-key-0002",
     "AWS_SESSION_TOKEN": "marked-session-token-0003",
     "RAY_AUTH_TOKEN": "marked-ray-token-0004-marked-ray-token-0004",
+    "MLFLOW_TRACKING_TOKEN": "marked-mlflow-token-0008",
 }
+EXPERIMENT, WORDS = "marked-experiment-0009", "marked-words-0010"  # the first is a name in the tracker's database
 USER, PASSWORD = "marked-user-0005", "marked-password-0006"
 LOGIN = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
-SECRETS = [*MARKS.values(), USER, PASSWORD, LOGIN, "marked-query-0007"]
+SECRETS = [*MARKS.values(), USER, PASSWORD, LOGIN, "marked-query-0007", WORDS]
 
 
 @pytest.fixture
@@ -49,18 +59,28 @@ def search_folder(folder: Path) -> list[str]:
     return [found for path in files for found in search(str(path), path.read_bytes())]
 
 
+def tracked_parameters(folder: Path) -> dict[str, str]:
+    """The parameters in the database of a tracker's folder."""
+    with sqlite3.connect(folder / "server.db") as database:
+        return dict(database.execute("SELECT key, value FROM params"))
+
+
 @pytest.mark.proof
 @pytest.mark.ray
 def test_marked_credentials_are_found_nowhere(tmp_path: Path, ray_folder: Path) -> None:
     """A run on S3 while the tracker is down, whose errors are printed; then `raycap sync` to the tracker."""
+    words = tmp_path / f"{WORDS}.txt"
+    words.write_text("zebra\n")
     server = MlflowServer(tmp_path / "mlflow")
     address = server.url.replace("http://", f"http://{USER}:{PASSWORD}@")
     with s3_server() as s3:
-        settings = small_config({"uri": "s3://data/secret", "endpoint_url": s3})
-        settings["tracking"] = {"enabled": True, "uri": "${TRACKER}"}
+        settings = small_config({"uri": "s3://data/secret", "endpoint_url": "${ENDPOINT}"})
+        settings["tracking"] = {"enabled": True, "uri": "${TRACKER}", "experiment": "${EXPERIMENT}"}
+        settings["data"]["extra_vocabulary"] = "${WORDS}"
         config = tmp_path / "run.yaml"
         config.write_text(yaml.safe_dump(settings))
         environment = {**os.environ, **MARKS, "TRACKER": address, "PYTHONPATH": str(ROOT)}
+        environment |= {"EXPERIMENT": EXPERIMENT, "WORDS": str(words), "ENDPOINT": s3}
         environment |= {"RAYCAP_CACHE": str(tmp_path / "cache"), "RAY_TMPDIR": str(ray_folder)}
         environment |= {"RAY_AUTH_MODE": "token", "AWS_DEFAULT_REGION": "us-east-1"}
 
@@ -76,6 +96,8 @@ def test_marked_credentials_are_found_nowhere(tmp_path: Path, ray_folder: Path) 
             )
             return done.returncode, done.stdout
 
+        _, checked = raycap("doctor")
+        assert "does not answer" in checked, checked
         code, output = raycap("run")
         assert code == 0 and "raycap sync CONFIG" in output, output
         try:
@@ -84,15 +106,22 @@ def test_marked_credentials_are_found_nowhere(tmp_path: Path, ray_folder: Path) 
             assert code == 0 and "FINISHED, model demo/1" in sent, sent
         finally:
             server.kill()
-        found = search("the output", (output + sent).encode())
+        said = checked + output + sent
+        found = search("the output", said.encode())
+        assert EXPERIMENT not in said
         for folder in (tmp_path / "cache", tmp_path / "mlflow", ray_folder):
             found += search_folder(folder)
         storage = StoragePath("s3://data/secret", StorageOptions(s3))
         names = storage.list()
         assert any(name.endswith("report.html") for name in names)
         for name in names:
-            found += search(name, (storage / name).read_bytes())
+            data = (storage / name).read_bytes()
+            found += search(name, data)
+            assert EXPERIMENT.encode() not in data, name
+        parameters = tracked_parameters(tmp_path / "mlflow")
     assert not found, "\n".join(found)
+    assert parameters["tracking.experiment"] == "${EXPERIMENT}"
+    assert parameters["data.extra_vocabulary"] == "${WORDS}" and parameters["storage.endpoint_url"] == "${ENDPOINT}"
     assert server.url.removeprefix("http://") in sent, "the address itself is said"
 
 
@@ -122,3 +151,95 @@ def test_keys_do_not_belong_in_a_configuration(tmp_path: Path, capsys: pytest.Ca
     message = capsys.readouterr().err
     assert "unknown key storage.secret_access_key" in message
     assert not search("the message", message.encode())
+
+
+class FakeJobs(BaseHTTPRequestHandler):
+    """A jobs server that asks for a token and keeps what it receives in `server.received`."""
+
+    def answer(self) -> None:
+        server: Any = self.server
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        token = self.headers.get("Authorization")
+        server.received.append((f"{self.command} {self.path}", token, body))
+        status = 401 if token is None else 404 if (self.command, self.path[:9]) == ("GET", "/api/pack") else 200
+        data = json.dumps({"ray_version": importlib.metadata.version("ray")}).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_GET = do_PUT = do_POST = answer
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def fake_jobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    for name, value in MARKS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), FakeJobs)
+    server.received = []
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join(10)
+
+
+def submit(server: Any, config: Path, *words: str) -> int:
+    address = f"http://127.0.0.1:{server.server_port}"
+    return main(["submit", "run", str(config), "--address", address, "--detach", *words])
+
+
+def test_a_submission_sends_no_secret(
+    tmp_path: Path, fake_jobs: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The code, the configuration, the job's metadata, its command and its environment contain references only."""
+    settings = small_config("s3://data/x")
+    settings["tracking"] = {"uri": "${TRACKER}", "experiment": "${EXPERIMENT}"}
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    for name in ("id_rsa", ".env"):
+        (tmp_path / name).write_text(PASSWORD)
+    monkeypatch.setenv("TRACKER", f"http://{USER}:{PASSWORD}@host")
+    monkeypatch.setenv("EXPERIMENT", WORDS)
+    code = submit(fake_jobs, config, "--secret", "TRACKER", "--secret", "EXPERIMENT", "--env", "NCCL_DEBUG=INFO")
+    output = capsys.readouterr()
+    assert code == 0, output.err
+    paths, tokens, bodies = zip(*fake_jobs.received, strict=True)
+    assert tokens[0] is None and set(tokens[1:]) == {f"Bearer {MARKS['RAY_AUTH_TOKEN']}"}
+    (package,) = [body for body in bodies if body[:2] == b"PK"]
+    (job,) = [json.loads(body) for path, body in zip(paths, bodies, strict=True) if path == "POST /api/jobs/"]
+    assert job["runtime_env"]["env_vars"] == {"NCCL_DEBUG": "INFO"} and "TRACKER:?" in job["entrypoint"]
+    found = search("the output", (output.out + output.err).encode())
+    for path, body in zip(paths, bodies, strict=True):
+        found += search(path, path.encode() + body)
+    with zipfile.ZipFile(io.BytesIO(package)) as archive:
+        assert "submitted/run.yaml" in archive.namelist()
+        for name in archive.namelist():
+            found += search(name, archive.read(name))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--env", "MLFLOW_TRACKING_TOKEN"],
+        ["--env", f"SERVER=http://{USER}:{PASSWORD}@host"],
+        ["--env", f"SERVER=https://host/?password={PASSWORD}"],
+        ["--set", f"tracking.uri=http://{USER}:{PASSWORD}/x y@host"],
+        ["--set", f"tracking.uri=https://{PASSWORD}@host"],
+    ],
+)
+def test_a_submission_with_a_secret_is_refused_before_anything_is_sent(
+    words: list[str], tmp_path: Path, fake_jobs: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(small_config("s3://data/x")))
+    assert submit(fake_jobs, config, *words) == 2
+    output = capsys.readouterr()
+    assert not fake_jobs.received and "--secret" in output.err
+    assert not search("the message", (output.out + output.err).encode())

@@ -15,7 +15,7 @@ from tests.support.command_line import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(path for room in ("models", "pipeline", "jobs") for path in (ROOT / room).rglob("*.py"))
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # A room imports only rooms of later lines. CONTRIBUTING.md shows the same list.
 ORDER = (

@@ -285,6 +285,26 @@ def test_the_network_policy_lets_ray_fetch_the_nodes_credentials() -> None:
     assert {"169.254.169.254/32", "169.254.170.23/32"} <= metadata_servers
 
 
+def test_the_jobs_server_admits_pods_of_the_operators_namespace_only() -> None:
+    policies = documents(INFRA / "kubernetes" / "namespace.yaml")
+    sources = [
+        source
+        for policy in policies
+        if policy["kind"] == "NetworkPolicy"
+        for rule in policy["spec"].get("ingress", ())
+        for source in rule["from"]
+        if "namespaceSelector" in source
+    ]
+    assert sources, "the operator asks the jobs server"
+    for source in sources:
+        assert source["namespaceSelector"]["matchLabels"].keys() == {"kubernetes.io/metadata.name"}
+
+
+def test_one_pinned_uv_installs_everything() -> None:
+    (version,) = re.findall(r"^UV := (\d+\.\d+\.\d+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert f"uv=={version}\n" in (INFRA / "Dockerfile").read_text()
+
+
 def test_nobody_follows_a_job_twice() -> None:
     """A second submitter would exit 0 whatever the job does."""
     for document in ray_manifests():

@@ -137,6 +137,15 @@ def test_missing_data(tmp_path: Path) -> None:
     assert checks.data(config).level == "ok"
 
 
+@pytest.mark.parametrize("password", ["SECRETPW", "SECR/ETPW", "SECR ETPW", "SECR@ETPW", "SECR%2FETPW", "SECR:ETPW?"])
+def test_the_trackers_password_is_not_shown(password: str, tmp_path: Path, answers: dict[str, Any]) -> None:
+    for address in (answers["address"], f"http://127.0.0.1:{free_port()}"):
+        with_password = address.replace("http://", f"http://user:{password}@")
+        found = checks.tracker(config_of(tmp_path, tracking={"uri": with_password}))
+        assert found.level == "warn" and found.text.startswith(address), found.line
+        assert "SECR" not in found.line and "ETPW" not in found.line
+
+
 def test_a_dead_tracker_is_a_warning(tmp_path: Path, answers: dict[str, Any]) -> None:
     dead = f"http://user:marked-password@127.0.0.1:{free_port()}"
     found = checks.tracker(config_of(tmp_path, tracking={"uri": dead}))

@@ -178,6 +178,84 @@ def test_secrets_go_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert SECRET not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(
+            "GITHUB_PAT=x",
+            "MYSQL_PWD=x",
+            "AZURE_STORAGE_KEY=x",
+            "PASSPHRASE=x",
+            "DB_PWD=x",
+            "SIGNING_KEY=x",
+            "SECRETS=x",
+        ),
+        *("TOKENS=x", "ORIGIN=https://ghp_x@host", "ORIGIN=https://h/?password=x", "ORIGIN=https://h/a?b=c&token=x"),
+        *("DB=postgresql://u:a/b@host", "DB=postgresql://u:a b@host", "STORE=AccountName=a;AccountKey=x"),
+    ],
+)
+def test_variables_that_look_like_secrets_are_refused(given: str) -> None:
+    with pytest.raises(UserError, match="looks like a secret"):
+        variables([given])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("tracking.uri=https://TOKEN@h", "tracking.uri=postgresql://u:a/b@h", "tracking.uri=postgresql://u:a b@h"),
+        *("tracking.uri=https://h/?token=x", "tracking={uri: 'https://u:${PW}x@h'}"),
+    ],
+)
+def test_overrides_and_files_that_hold_secrets_are_refused(override: str, tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("name: a\n")
+    with pytest.raises(UserError, match=r"an argument contains a password or token.*write it as \$\{NAME\}"):
+        check_texts(config, ["--set", override], ["PW"])
+    if not override.startswith("tracking="):
+        config.write_text(yaml.safe_dump({"name": "a", "set": dict([override.split("=", 1)])}))
+        with pytest.raises(UserError, match="run.yaml contains a password or token"):
+            check_texts(config, [], [])
+    check_texts(tmp_path / "run.yaml", [], []) if override.startswith("tracking=") else None
+    check_texts(None, ["--set", "tracking.uri=https://u:${PW}@h"], ["PW"])
+
+
+def test_files_that_may_hold_secrets_stay_here(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    secret = {
+        *("id_rsa", "id_ed25519", ".git-credentials", ".npmrc", ".pypirc", ".netrc", ".htpasswd", "credentials.json"),
+        *(
+            "service-account.json",
+            "kubeconfig",
+            "terraform.tfstate",
+            "x.p12",
+            "prod.env",
+            ".env",
+            "SECRET.PEM",
+            "a.Key",
+        ),
+        *(".aws/credentials", "sub/.ssh/config", ".kube/config", "sub/.docker/config.json", "sub/ID_RSA"),
+        *(".config/gcloud/a.json", "sub/my_credentials.json", "secrets.yaml", "prod.tfvars", "linked.txt"),
+    }
+    code = {
+        "pipeline/runtime/secrets.py",
+        "configs/run.yaml",
+        "models/tokens.py",
+        "environment.yaml",
+        "key.py",
+        "docker/a",
+    }
+    for name in (secret | code) - {"linked.txt"}:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "linked.txt").symlink_to(tmp_path / "id_rsa")
+    assert set(find_files(tmp_path)) == code
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert all(name in message for name in secret)
+    caplog.clear()
+    find_files(tmp_path / "models")
+    assert not caplog.records, "nothing was left out"
+
+
 def test_texts_that_travel_hold_no_password_and_name_every_variable(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text("name: a  # ${COMMENT}\ntracking: {uri: 'https://u:${MLFLOW_PASSWORD}@host'}\n")

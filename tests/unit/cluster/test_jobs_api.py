@@ -1,0 +1,130 @@
+"""The jobs server's token reaches the server that was named and no other."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from pipeline.cluster.jobs_api import JobsServer
+from pipeline.errors import UserError
+
+TOKEN = "marked-token-8c1d"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Asks for a token. With it, answers, or redirects to `server.location`."""
+
+    def do_GET(self) -> None:
+        server: Any = self.server
+        token = self.headers.get("Authorization")
+        server.seen.append((self.path, token))
+        body = b'{"ray_version": "1"}'
+        if token is None:
+            self.send_response(401)
+        elif server.location and not self.path.startswith("/moved"):
+            self.send_response(302)
+            self.send_header("Location", server.location)
+            body = b""
+        else:
+            self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@contextmanager
+def http_server() -> Iterator[Any]:
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.seen, server.location = [], ""
+    server.address = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+
+
+@pytest.fixture
+def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    with http_server() as server:
+        yield server
+
+
+def test_a_redirect_to_another_server_is_not_followed(head: Any) -> None:
+    with http_server() as other:
+        head.location = f"{other.address}/api/version"
+        with pytest.raises(UserError, match=f"redirects to {other.address}, which would receive the token"):
+            JobsServer(head.address).version()
+        assert not other.seen
+    assert head.seen[-1][1] == f"Bearer {TOKEN}"
+
+
+def test_a_redirect_within_the_server_is_followed(head: Any) -> None:
+    head.location = "/moved/version"
+    assert JobsServer(head.address).version() == {"ray_version": "1"}
+    assert head.seen[-1] == ("/moved/version", f"Bearer {TOKEN}")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "followed"),
+    [
+        ("http://head:8265/a", "https://head/a", True),
+        ("https://head/a", "http://head/a", False),
+        ("https://head/a", "https://head:444/a", False),
+        ("https://head/a", "https://head.evil/a", False),
+        ("https://head/a", "https://head@evil/a", False),
+    ],
+)
+def test_which_redirects_are_followed(old: str, new: str, followed: bool) -> None:
+    import urllib.request
+
+    (handler,) = [
+        each
+        for each in JobsServer("http://head")._opener.handlers
+        if isinstance(each, urllib.request.HTTPRedirectHandler)
+    ]
+    request = urllib.request.Request(old, headers={"Authorization": TOKEN})
+    if followed:
+        assert handler.redirect_request(request, None, 302, "", {}, new) is not None
+    else:
+        with pytest.raises(UserError, match="redirects to"):
+            handler.redirect_request(request, None, 302, "", {}, new)
+
+
+def test_the_warning_precedes_the_token(head: Any, caplog: pytest.LogCaptureFixture) -> None:
+    server = JobsServer(head.address)
+    server.is_unencrypted = True  # as if the head were another machine
+    warnings: list[list[Any]] = []
+
+    class Note(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            warnings.append(list(head.seen))
+
+    note = Note()
+    logging.getLogger("pipeline.cluster.jobs_api").addHandler(note)
+    try:
+        server.version()
+    finally:
+        logging.getLogger("pipeline.cluster.jobs_api").removeHandler(note)
+    assert warnings == [[("/api/version", None)]] and head.seen[-1][1] == f"Bearer {TOKEN}"
+    assert "the token is sent over http" in caplog.text
+
+
+@pytest.mark.parametrize("address", ["http://me:word@head:8265", "http://ghp_x@head:8265"])
+def test_an_address_with_a_user_is_refused(address: str) -> None:
+    with pytest.raises(UserError, match="contains a user or password"):
+        JobsServer(address)

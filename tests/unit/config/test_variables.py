@@ -1,0 +1,152 @@
+"""`${VARIABLE}`: its value is used, and what is stored, sent or said contains the reference."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jobs.cli import main
+from pipeline.config.load import dump_config, load_config, parse_stored_config, read_values
+from pipeline.config.run import RunConfig
+from pipeline.errors import UserError
+from pipeline.runs.folder import RunFolder
+from pipeline.runs.identity import config_identity
+from pipeline.runtime.secrets import forget_all
+from pipeline.search.spec import load_search
+from tests.conftest import ROOT, small_config
+
+VALUES = {
+    "T_STORE": "/marked/storage-1",
+    "T_EXPERIMENT": "marked-experiment-2",
+    "T_SPLIT": "val",
+    "T_SEED": "7",
+    "T_TRACKER": "http://me:marked/pass word@host:1",
+    "T_PW": "pw-5",
+    "T_SHORT": "qz",
+}
+
+
+def write_config(folder: Path) -> Path:
+    settings = small_config("${T_STORE}/results")
+    settings["seed"] = "${T_SEED}"
+    settings["data"]["val_split"] = "${T_SPLIT}"
+    settings["tracking"] = {"uri": "${T_TRACKER}", "experiment": "a ${T_EXPERIMENT}"}
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, value in VALUES.items():
+        monkeypatch.setenv(name, value)
+    return write_config(tmp_path)
+
+
+def expect(config: RunConfig) -> None:
+    assert config.storage.uri == "/marked/storage-1/results" and config.seed == 7 and config.data.val_split == "val"
+    assert config.tracking.experiment == "a marked-experiment-2"
+
+
+def test_the_values_are_used_and_the_references_stored(path: Path) -> None:
+    config = load_config(path)
+    expect(config)
+    text = dump_config(config)
+    assert "marked" not in text
+    stored = yaml.safe_load(text)
+    assert stored["storage"]["uri"] == "${T_STORE}/results" and stored["data"]["val_split"] == "${T_SPLIT}"
+    assert stored["tracking"] == {"enabled": True, "experiment": "a ${T_EXPERIMENT}", "registered_name": None}
+    assert stored["seed"] == 7, "a number is no secret, and a run's record needs it"
+    expect(parse_stored_config(text))
+    assert dump_config(parse_stored_config(text)) == text
+    assert dump_config(pickle.loads(pickle.dumps(config))) == text  # noqa: S301 - it was written here
+
+
+def test_a_section_that_was_replaced_has_its_own_values(path: Path) -> None:
+    config = load_config(path)
+    other = config.tracking.model_copy(update={"experiment": "other"})
+    assert config.model_copy(update={"tracking": other}).stored_values()["tracking"]["experiment"] == "other"
+
+
+def test_references_do_not_change_the_identity(path: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain.yaml"
+    values = yaml.safe_load(path.read_text())
+    values |= {"seed": 7, "storage": "elsewhere", "data": values["data"] | {"val_split": "val"}, "tracking": {}}
+    plain.write_text(yaml.safe_dump(values))
+    assert config_identity(load_config(path)) == config_identity(load_config(plain))
+
+
+def test_a_search_keeps_the_references(path: Path, tmp_path: Path) -> None:
+    search = tmp_path / "search.yaml"
+    search.write_text(
+        "name: s\nbase: run.yaml\nstorage: '${T_STORE}/s'\nspace: {model.d_model: [16]}\nalgorithm: grid\n"
+    )
+    sent = pickle.dumps(load_search(search).without_tracker())
+    assert b"pass word" not in sent
+    received = pickle.loads(sent)  # noqa: S301 - it was written here
+    config = received.trial_config(received.space.first(), seed=0)
+    assert config.storage.uri == "/marked/storage-1/s"
+    assert yaml.safe_load(dump_config(config))["storage"]["uri"] == "${T_STORE}/s"
+
+
+def test_a_process_without_the_variables_receives_them_with_the_runs_folder(path: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(dump_config(load_config(path)))
+    (tmp_path / "sent").write_bytes(pickle.dumps(RunFolder(folder)))
+    assert b"pass word" not in (tmp_path / "sent").read_bytes(), "a worker needs no tracker"
+    program = (
+        "import pickle, sys; from pathlib import Path\n"
+        "config = pickle.loads(Path(sys.argv[1]).read_bytes()).config\n"
+        "print(config.storage.uri, config.data.val_split, config.tracking.experiment)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in VALUES}
+    environment |= {"PYTHONPATH": str(ROOT), "T_SPLIT": "of-this-node"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "sent")], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "/marked/storage-1/results val a marked-experiment-2", done.stderr
+
+
+def test_a_stored_configuration_can_be_read_without_the_variables(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Except for the storage's place: a wrong one would create folders of that name."""
+    stored = tmp_path / "config.yaml"
+    stored.write_text(dump_config(load_config(path)))
+    forget_all()
+    monkeypatch.delenv("T_EXPERIMENT")
+    assert read_values(stored, is_stored=True)["tracking"]["experiment"] == "a ${T_EXPERIMENT}"
+    with pytest.raises(UserError, match="T_EXPERIMENT, which is not set"):
+        read_values(stored)
+    monkeypatch.delenv("T_STORE")
+    with pytest.raises(UserError, match=r"storage.uri needs the environment variable T_STORE"):
+        parse_stored_config(stored.read_text())
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("tracking=${T_TRACKER}", "tracking = '${T_TRACKER}'"),
+        ("tracking=postgresql://u:marked word@h", "tracking = 'postgresql://h'"),
+        ("seed=${T_PW}", "seed = '${T_PW}'"),
+        ("seed=${T_SHORT}", "seed = '${T_SHORT}'"),
+        ("data={synthetic: {}, tokenizer: '${T_PW}'}", "data.tokenizer = '${T_PW}'"),
+        ("name=${T_STORE}", "name '${T_STORE}' must be letters"),
+        ("name=${T_PW}?", "name '${T_PW}?' must be letters"),
+    ],
+)
+def test_messages_show_references_and_no_passwords(
+    path: Path, override: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(path), "--set", override]) == 2
+    message = capsys.readouterr().err
+    assert said in message
+    assert not [value for name, value in VALUES.items() if name not in ("T_SEED", "T_SPLIT") and value in message]
+    assert "marked" not in message

@@ -1,0 +1,151 @@
+"""Secrets are recognized in addresses as SQLAlchemy and urllib read them, by names, and where an error quotes them."""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Iterator
+from urllib.parse import quote, unquote, urlsplit
+
+import pytest
+from sqlalchemy.engine import make_url
+
+from pipeline.runtime.secrets import (
+    forget_all,
+    holds_secret,
+    is_secret_name,
+    remember_address,
+    remember_variable,
+    split_userinfo,
+    without_secrets,
+)
+
+ALPHABET = string.ascii_letters + string.digits + " /@%:?#&=+;,$!'\"\\()[]{}~^|<>é"
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered() -> Iterator[None]:
+    forget_all()
+    yield
+    forget_all()
+
+
+def random_passwords(count: int) -> list[str]:
+    source = random.Random(0)
+    return ["".join(source.choices(ALPHABET, k=source.randint(4, 24))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("tail", ["@host/db", "@host:5432/db?sslmode=require", "@host"])
+def test_every_password_that_sqlalchemy_or_urllib_reads_is_removed(tail: str) -> None:
+    for password in random_passwords(500):
+        address = f"postgresql://user:{password}{tail}"
+        userinfo, public = split_userinfo(address)
+        assert (userinfo, public) == (f"user:{password}", f"postgresql://{tail[1:]}")
+        if "@" not in password:
+            assert make_url(address).password == unquote(password), "SQLAlchemy reads it"
+        if not set("@/?#[]") & set(password):
+            assert urlsplit(address).password == password, "urllib reads it"
+
+
+def test_what_libraries_make_of_a_password_is_masked_in_messages() -> None:
+    for password in random_passwords(100):
+        address = f"http://user:{password}@host:5000"
+        remember_address(address)
+        for form in (password, quote(password, safe="")):
+            message = without_secrets(f"request to http://user:{form}@host:5000/api failed; password '{form}'")
+            assert form not in message, (password, message)
+        forget_all()
+    remember_address("http://user:SEC/RET@host")  # urllib takes SEC for a port
+    remember_address("postgresql://user:part@rest@host")
+    message = without_secrets("Port could not be cast to integer: 'SEC/RET'; could not translate host name rest@host")
+    assert message == "Port could not be cast to integer: '***'; could not translate host name ***@host"
+    assert without_secrets("tokens; partly restful") == "tokens; partly restful", "only whole words"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("see http://u:pw@host:5000/api and sqlite:////a@b/c.db", "see http://host:5000/api and sqlite:////a@b/c.db"),
+        ("'https://ghp_token@host/x' refused", "'https://host/x' refused"),
+        ("postgresql://u:a/b@c@host/db", "postgresql://host/db"),
+        ("s3://bucket/photo@2x.png", "s3://bucket/photo@2x.png"),
+        ("http://127.0.0.1:9000/bucket/photo@2x.png", "http://127.0.0.1:9000/bucket/photo@2x.png"),
+        ("http://h:80 is down; mail a@b", "http://h:80 is down; mail a@b"),
+        ("https://h/x?user=a&access_token=b&c=d", "https://h/x?user=a&access_token=***&c=d"),
+        ("--set model.key=value", "--set model.key=value"),
+    ],
+)
+def test_addresses_in_messages(text: str, shown: str) -> None:
+    assert without_secrets(text) == shown
+
+
+def test_values_of_variables_are_shown_by_name() -> None:
+    remember_variable("DATA", "/data/coco")
+    remember_variable("DB_PASSWORD", "abcd")
+    remember_variable("SEED", "7")
+    text = "/data/coco/a.jpg and /data/coco2, abcd, seed 7"
+    assert without_secrets(text) == "${DATA}/a.jpg and /data/coco2, ${DB_PASSWORD}, seed 7"
+
+
+SECRET_NAMES = (
+    "GITHUB_PAT MYSQL_PWD AZURE_STORAGE_KEY PASSPHRASE DB_PWD SIGNING_KEY SECRETS TOKENS AWS_SESSION_TOKEN PGPASSWORD "
+    "MLFLOW_TRACKING_PASSWORD HF_TOKEN AWS_ACCESS_KEY_ID DB_PASS OPENAI_APIKEY SSH_KEY_PASSPHRASE JWT TLS_PASSWD "
+    "accessToken CLIENT_SECRET GOOGLE_APPLICATION_CREDENTIALS SESSION_COOKIE NPM_CONFIG__AUTHTOKEN SAS_SIGNATURE"
+)
+
+
+@pytest.mark.parametrize("name", SECRET_NAMES.split())
+def test_names_of_secrets(name: str) -> None:
+    assert is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "TOKENIZERS_PARALLELISM",
+        "NCCL_DEBUG",
+        "OMP_NUM_THREADS",
+        "PATH",
+        "PWD",
+        "HOME",
+        "KEYBOARD",
+        "COMPASS",
+        "BYPASS_CACHE",
+    ],
+)
+def test_names_of_no_secrets(name: str) -> None:
+    assert not is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("https://ghp_x@host", "https://h/?password=x", "https://h/?a=b&token=x", "postgresql://u:p w/x@h/db"),
+        *(
+            "https://u:${PW}x@h",
+            "Server=h;AccountKey=abc==",
+            "-----BEGIN RSA PRIVATE KEY-----\nabc",
+            "x://u:${A}@h?pwd=b",
+        ),
+    ],
+)
+def test_values_that_hold_secrets(value: str) -> None:
+    assert holds_secret(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(
+            "https://u:${PW}@h",
+            "https://${TOKEN}@h",
+            "s3://b/a@b.jpg",
+            "https://h/?token=${T}",
+            "http://h:5000",
+            "a@b.org",
+        ),
+        *("results", "sqlite:////a@b/mlflow.db", "data.tokenizer=spacy", ""),
+    ],
+)
+def test_values_that_hold_no_secrets(value: str) -> None:
+    assert not holds_secret(value)
