@@ -111,7 +111,7 @@ class Cluster:
         before = self.num_alive()
         for _ in range(4):
             node = self.add_node(cpus, options)
-            until = time.monotonic() + 40
+            until = time.monotonic() + 120
             while time.monotonic() < until and node.poll() is None:
                 if self.num_alive() > before:
                     return node
