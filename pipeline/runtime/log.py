@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import JobFailedError, UserError
+from pipeline.untrusted.names import printable
 
 PACKAGES = ("jobs", "pipeline", "models")
 _indent: ContextVar[str] = ContextVar("indent", default="")
@@ -103,7 +104,8 @@ def log_file(path: Path) -> Iterator[None]:
 class _Formatter(logging.Formatter):
     """Begins every line of a record with its indentation and rank.
 
-    In a file a line also has its date, time and level. On the terminal it has its level unless that is INFO.
+    In a file a line also has its date, time and level. On the terminal it has its level unless that is INFO. Control
+    characters are escaped, because a record may contain names and texts from elsewhere.
     """
 
     def __init__(self, *, in_file: bool) -> None:
@@ -116,7 +118,8 @@ class _Formatter(logging.Formatter):
             prefix = f"{self.formatTime(record)} {record.levelname:<7} {prefix}"
         elif record.levelno != logging.INFO:
             prefix += f"{record.levelname.lower():<9} "
-        return "\n".join(f"{prefix}{line}" if line else "" for line in super().format(record).split("\n"))
+        lines = map(printable, super().format(record).split("\n"))
+        return "\n".join(f"{prefix}{line}" if line else "" for line in lines)
 
 
 class _TerminalHandler(logging.StreamHandler[Any]):
