@@ -201,7 +201,8 @@ def ends_digest(path: Path) -> str:
 
 def changed_images(dataset: Dataset, config: RunConfig, store: FeatureStore) -> list[int]:
     """The ids of those images of the store whose features in the file are other ones. Reads the store and the file."""
-    settings, changed = config.features, []
+    settings = config.features
+    changed: list[int] = []
     rows = dataset.table.filter(pa.array(store.contains(dataset.table["key"]))).select(["key", "image_id"])
     with open_regions(region_file(config)) as file:
         for start in range(0, len(rows), settings.rows_per_shard):
