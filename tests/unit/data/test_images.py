@@ -140,8 +140,8 @@ def test_a_strip_has_the_colors_of_the_whole_image(monkeypatch: pytest.MonkeyPat
         assert one.size == other.size and one.tobytes() == other.tobytes()
 
 
-@pytest.mark.parametrize(("mode", "name"), [("I;16", "PNG"), ("RGBA", "PNG"), ("F", "TIFF"), ("CMYK", "TIFF")])
-def test_a_large_image_needs_a_small_multiple_of_its_size(mode: str, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["I;16", "RGBA"])
+def test_a_large_image_needs_a_small_multiple_of_its_size(mode: str, tmp_path: Path) -> None:
     side = 4000
     code = (
         "import resource, sys; from pathlib import Path; from pipeline.data.images import decode_image\n"
@@ -151,9 +151,8 @@ def test_a_large_image_needs_a_small_multiple_of_its_size(mode: str, name: str, 
         "print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))\n"
     )
     large, small = tmp_path / "large", tmp_path / "small"
-    options = {"compress_level": 1} if name == "PNG" else {"compression": "tiff_adobe_deflate"}
     for path, size in ((large, (side, side)), (small, (10, 10))):
-        Image.new(mode, size).save(path, name, **options)
+        Image.new(mode, size).save(path, "PNG", compress_level=1)
     done = subprocess.run(
         [sys.executable, "-c", code, large, small], capture_output=True, text=True, cwd=ROOT, timeout=120
     )
