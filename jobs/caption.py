@@ -31,6 +31,7 @@ from pipeline.runtime.log import log_to_stderr
 from pipeline.runtime.progress import progress
 from pipeline.storage.path import storage_path
 from pipeline.storage.s3 import OutageError
+from pipeline.untrusted.names import printable
 
 if TYPE_CHECKING:
     from pipeline.captioning.ray_data import CaptionPool
@@ -174,7 +175,7 @@ def _caption_in_process(
     import torch
 
     from pipeline.captioning.service import CaptionService
-    from pipeline.data.images import BadImage
+    from pipeline.data.images import BadImage, read_image_file
     from pipeline.runtime.cpu import prepare_processor
 
     prepare_processor()
@@ -183,7 +184,7 @@ def _caption_in_process(
     def load_pixels(name: str) -> Any:
         """The image's pixels, or a text with the reason why it cannot be read."""
         try:
-            return service.pixels(storage_path(name).read_bytes())
+            return service.pixels(read_image_file(storage_path(name)))
         except BadImage as error:
             return str(error)
         except OutageError:
@@ -265,11 +266,11 @@ def _draw_words(path: Path, name: str, service: Any, pixels: Any, caption: str) 
     largest difference, in nats, between a word's log-probability and the sum of its attributions.
     """
     from pipeline.captioning.service import MAX_PIXELS
-    from pipeline.data.images import decode_image
+    from pipeline.data.images import decode_image, read_image_file
     from pipeline.reports.cluster_pictures import cluster_picture
     from pipeline.reports.heat_maps import caption_picture
 
-    image, words = decode_image(storage_path(name).read_bytes(), MAX_PIXELS), caption.split()
+    image, words = decode_image(read_image_file(storage_path(name)), MAX_PIXELS), caption.split()
     attention = service.attention(pixels, caption).float().cpu().numpy()
     attribution = service.attribution(pixels, caption)
     caption_picture(image, words, attention, attribution.shares().cpu().numpy()).save(path)
@@ -302,13 +303,11 @@ def _printer(json_lines: bool) -> Callable[[Row], None]:
 
 def _format_row(row: Row) -> str:
     """An output row as text for the terminal."""
-    if "error" in row:
-        return f"{row['image']}: error: {row['error']}"
-    lines = [f"{row['image']}: {row['caption']}"]
+    lines = [f"{row['image']}: {row['caption'] if 'caption' in row else 'error: ' + row['error']}"]
     lines += [f"    {entry['log_prob']:8.3f}  {entry['caption']}" for entry in row.get("n_best", ())]
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _print_note(text: str) -> None:
     """Prints to stderr, because another program may read the captions from stdout."""
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)

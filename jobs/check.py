@@ -12,6 +12,7 @@ import typer
 from jobs.options import Config, Set
 from pipeline.config.load import load_config
 from pipeline.runtime.secrets import without_secrets
+from pipeline.untrusted.names import printable
 
 
 def check(
@@ -35,11 +36,11 @@ def check(
     result = check_data(run_config)
     _print_statistics(result.statistics)
     for finding in result.findings:
-        print(f"{finding.kind:<8} {without_secrets(finding.text)}")
+        _print(f"{finding.kind:<8} {without_secrets(finding.text)}")
     print("fit to train on" if result.ok else "NOT fit to train on: see the errors above")
     if json_file is not None:
         body = {"ok": result.ok, **result.statistics, "findings": [asdict(finding) for finding in result.findings]}
-        json_file.write_text(json.dumps(body, indent=1, ensure_ascii=False), encoding="utf-8")
+        json_file.write_text(json.dumps(body, indent=1, ensure_ascii=False), "utf-8", "backslashreplace")
         print(f"written to {json_file}")
     return 0 if result.ok else 1
 
@@ -47,14 +48,23 @@ def check(
 def _print_statistics(statistics: dict[str, Any]) -> None:
     """Prints counts of captions, words and images. `statistics` is that of `pipeline.runs.check.check_data`."""
     captions, duplicates = statistics["captions"], statistics["duplicates"]
-    print("splits       " + ", ".join(f"{split} {count}" for split, count in statistics["splits"].items()))
-    print(f"captions     {captions['total']}: {captions['empty']} empty, {captions['huge']} huge, ", end="")
-    print(f"{captions['repeated']} images with a repeated one, {captions['not_text']} not text")
+    _print("splits       " + ", ".join(f"{split} {count}" for split, count in statistics["splits"].items()))
+    _print(
+        f"captions     {captions['total']}: {captions['empty']} empty, {captions['huge']} huge, "
+        f"{captions['repeated']} images with a repeated one, {captions['not_text']} not text"
+    )
     for split, counts in captions["per_image"].items():
-        print(f"  {split:<10} " + ", ".join(f"{images} images with {count}" for count, images in counts.items()))
-    print(f"vocabulary   {statistics.get('vocabulary', 'empty')} words, specials included")
-    print(f"images       {len(statistics['unreadable'])} missing or unreadable; ", end="")
-    print(f"{duplicates['across_splits']} in training and held out, {duplicates['elsewhere']} repeated otherwise")
+        _print(f"  {split:<10} " + ", ".join(f"{images} images with {count}" for count, images in counts.items()))
+    _print(f"vocabulary   {statistics.get('vocabulary', 'empty')} words, specials included")
+    _print(
+        f"images       {len(statistics['unreadable'])} missing or unreadable; "
+        f"{duplicates['across_splits']} in training and held out, {duplicates['elsewhere']} repeated otherwise"
+    )
     short_sides = statistics.get("short_side", {})
-    print("short side   " + ", ".join(f"{name} px: {count}" for name, count in short_sides.items()))
-    print(f"fingerprint  {statistics['fingerprint']}")
+    _print("short side   " + ", ".join(f"{name} px: {count}" for name, count in short_sides.items()))
+    _print(f"fingerprint  {statistics['fingerprint']}")
+
+
+def _print(line: str) -> None:
+    """Prints a line in which names from the data set cannot control the terminal."""
+    print(printable(line))

@@ -27,6 +27,7 @@ from typer.main import get_command
 from pipeline.errors import JobFailedError, UserError
 from pipeline.runtime.log import configure_logging
 from pipeline.runtime.secrets import forget_all, without_secrets
+from pipeline.untrusted.names import printable
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
         error.show()  # type: ignore[attr-defined]
         return error.exit_code
     except UserError as error:
-        print(without_secrets(f"raycap: {error}"), file=sys.stderr)
+        _print_error(error)
         return 2
     except (KeyboardInterrupt, typer.Abort):
         print("raycap: stopped; run the same command again to continue", file=sys.stderr)
@@ -138,9 +139,14 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (JobFailedError, OSError) as error:
-        print(without_secrets(f"raycap: {' '.join(str(error).split())}"), file=sys.stderr)
+        _print_error(error)
         return 1
     return result if isinstance(result, int) else 0
+
+
+def _print_error(error: Exception) -> None:
+    """Prints an error in one line, in which names from elsewhere cannot control the terminal."""
+    print(f"raycap: {printable(without_secrets(' '.join(str(error).split())))}", file=sys.stderr)
 
 
 def _as_command(function: Any, name: str, settings: dict[str, Any] | None = None) -> Any:

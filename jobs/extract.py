@@ -21,6 +21,7 @@ from pipeline.config.load import load_config
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
+from pipeline.features.regions import changed_images
 from pipeline.features.source import extract_features
 from pipeline.features.store import FeatureStore
 from pipeline.runs.preflight import check_before_writing
@@ -75,14 +76,17 @@ def extract(
     if num_bad > run_config.data.max_bad_fraction * len(dataset):
         logger.info(f"failed       that is more than data.max_bad_fraction = {run_config.data.max_bad_fraction}")
         exit_code = 1
-    if verify and not _verify(store, with_features):
+    if verify and not _verify(store, with_features, run_config):
         exit_code = 1
     logger.info(f"finished in {time.monotonic() - begin:.1f} s")
     return exit_code
 
 
-def _verify(store: FeatureStore, dataset: Dataset) -> bool:
-    """Reads the whole store. Returns False when a shard is damaged or an image of the data set is missing."""
+def _verify(store: FeatureStore, dataset: Dataset, config: RunConfig) -> bool:
+    """Reads the whole store. Returns False when a shard is damaged or an image of the data set is missing.
+
+    Imported region features are also compared with those in their file.
+    """
     damages = store.verify()
     num_missing = int((~store.contains(dataset.table["key"])).sum())
     for damage in damages:
@@ -91,7 +95,13 @@ def _verify(store: FeatureStore, dataset: Dataset) -> bool:
         f"verify       {len(store.shards) - len(damages)} of {len(store.shards)} shards are whole, "
         f"{num_missing} images are missing"
     )
-    return not damages and not num_missing
+    changed = [] if config.has_backbone or damages else changed_images(dataset, config, store)
+    if changed:
+        logger.info(
+            f"changed      {len(changed)} images, for example {changed[0]}, have other features in "
+            f"{config.features.hdf5} than in the store; remove the store's folder and import them again"
+        )
+    return not damages and not num_missing and not changed
 
 
 def initial_weights(config: RunConfig, scratch: Path) -> Path:

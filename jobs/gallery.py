@@ -133,7 +133,7 @@ def _load_inputs(
     import torch
 
     from models.base import Features
-    from pipeline.data.images import BadImage, decode_image
+    from pipeline.data.images import BadImage, decode_image, read_image_file
     from pipeline.features.model_inputs import Images
 
     max_pixels, options = config.data.max_pixels, config.storage.options
@@ -146,7 +146,7 @@ def _load_inputs(
         try:
             features = inputs.load(np.array([row]))
             if features.lengths is not None and features.boxes is not None:
-                size = decode_image(StoragePath(inputs.uris[row], options).read_bytes(), max_pixels).size
+                size = decode_image(read_image_file(StoragePath(inputs.uris[row], options)), max_pixels).size
         except (BadImage, OSError):
             continue
         if bundle.transform is not None:

@@ -107,9 +107,9 @@ class SlowFolder(StoragePath):
     def __truediv__(self, name: str) -> SlowFolder:
         return SlowFolder(join(self.uri, name))
 
-    def read_bytes(self) -> bytes:
+    def read_bytes(self, max_bytes: int | None = None) -> bytes:
         time.sleep(REQUEST_S)
-        return super().read_bytes()
+        return super().read_bytes(max_bytes)
 
     def write_bytes(self, data: bytes | memoryview) -> str:
         time.sleep(REQUEST_S)

@@ -20,7 +20,7 @@ from models.transform import ImageTransform
 from pipeline.captioning.model_sources import ModelSource
 from pipeline.captioning.service import MAX_PIXELS, CaptionService
 from pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS
-from pipeline.data.images import BadImage, decode_image
+from pipeline.data.images import BadImage, decode_image, read_image_file
 from pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
 from pipeline.runtime.context import device_for
 from pipeline.runtime.cpu import prepare_processor
@@ -105,7 +105,7 @@ def _decode(batch: dict[str, np.ndarray], image_size: int) -> dict[str, Any]:
     def decode(index: int) -> str:
         """Writes the pixels of one image of the batch, and returns its reason."""
         try:
-            data = storage_path(str(batch["name"][index])).read_bytes()
+            data = read_image_file(storage_path(str(batch["name"][index])))
             pixels[index] = transform.resize(decode_image(data, MAX_PIXELS))
         except BadImage as error:
             return str(error)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ast
 import base64
-from collections.abc import Iterable
+import logging
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,18 @@ from models.cluster_groups import Clusters, find_clusters
 from models.decoding import beam_search
 from pipeline.captioning.bundle import Bundle, load_bundle
 from pipeline.config.sections import SEARCH_DEFAULTS
-from pipeline.data.images import BadImage, decode_image
-from pipeline.storage.path import storage_path
+from pipeline.data.images import MAX_BYTES, BadImage, decode_image, read_image_file
+from pipeline.errors import UserError
+from pipeline.storage.path import StorageOptions, StoragePath, join, storage_path
+from pipeline.untrusted.names import printable, relative_name
 from pipeline.version import project_root
 
 MAX_PIXELS = 100_000_000  # Larger images are refused.
+MAX_ROWS = 10_000  # of one call of `predict`; Spark sends this many at a time
 BATCH_SIZE = 16  # images
 PRECISIONS = ("float32", "bfloat16")
+NOT_READABLE = "uri is not a readable image below uri_roots"  # one text for every reason, which may be a secret
+logger = logging.getLogger(__name__)
 
 
 class CaptionService:
@@ -36,6 +43,7 @@ class CaptionService:
 
     precision: float32, or bfloat16 for autocast in `caption`; all other methods compute in float32. device: cpu or
     cuda; None for a GPU if torch sees one. The bundle is moved there, and the methods take pixels on any device.
+    uri_roots: the local folders and s3:// prefixes below which `predict` may read images for its callers.
     """
 
     def __init__(
@@ -46,6 +54,7 @@ class CaptionService:
         max_length: int = SEARCH_DEFAULTS.max_length,
         precision: str = SEARCH_DEFAULTS.precision,
         device: str | None = None,
+        uri_roots: Sequence[str] = (),
     ) -> None:
         if precision not in PRECISIONS:
             raise ValueError(f"precision is {precision!r}; expected {' or '.join(PRECISIONS)}")
@@ -53,6 +62,7 @@ class CaptionService:
             raise ValueError("this bundle has no backbone: it captions stored features, not images")
         self.bundle, self.beam_size, self.max_length = bundle, beam_size, max_length
         self.transform, self.precision = bundle.transform, precision
+        self.uri_roots = _roots(uri_roots)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         bundle.captioner.to(self.device)
 
@@ -104,53 +114,107 @@ class CaptionService:
     def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         """The pyfunc interface: a caption and log_prob (natural logarithm, summed over the tokens) for each row.
 
-        Column `image` holds the bytes of image files or base64 of them; column `uri` holds local paths or s3:// URIs,
-        which are read for rows without `image`. Raises ValueError naming a row with neither, or with an invalid image.
+        Column `image` holds the bytes of image files or base64 of them. Column `uri` holds paths and s3:// URIs below
+        `uri_roots`, which are read for rows without `image`. Raises ValueError naming a row with neither, with another
+        type, or with an invalid image.
         """
-        files = list(_files(model_input))
         captions: list[list[tuple[str, float]]] = []
-        for start in range(0, len(files), BATCH_SIZE):
-            pixels = [self._row_pixels(*row) for row in enumerate(files[start : start + BATCH_SIZE], start)]
-            captions += self.caption(torch.stack(pixels))
+        batch: list[Tensor] = []
+        rows = _rows(model_input)
+        for number, (image, uri) in enumerate(rows):
+            batch.append(self._row_pixels(number, image, uri))
+            if len(batch) == BATCH_SIZE or number == len(rows) - 1:
+                captions += self.caption(torch.stack(batch))
+                batch.clear()
         best = [ranked[0] for ranked in captions]
         return [{"caption": caption, "log_prob": log_prob} for caption, log_prob in best]
 
-    def _row_pixels(self, number: int, source: bytes | str) -> Tensor:
-        """The pixels of a row from file bytes or a URI. ValueError naming the row when that fails."""
+    def _row_pixels(self, number: int, image: Any, uri: Any) -> Tensor:
+        """The pixels of a row from file bytes, base64 or a URI. ValueError naming the row when that fails."""
         try:
-            return self.pixels(source if isinstance(source, bytes) else storage_path(_path(source)).read_bytes())
-        except (BadImage, OSError, ImportError) as error:
-            origin = "" if isinstance(source, bytes) else f" ({source})"
-            raise ValueError(f"row {number}{origin}: {error}") from error
+            return self._read_uri(uri) if image is None else self.pixels(_file_bytes(image))
+        except BadImage as error:
+            reason = str(error)
+        raise ValueError(f"row {number}: {reason}")  # without the cause, because MLflow's answers contain all of it
+
+    def _read_uri(self, uri: Any) -> Tensor:
+        """The pixels of the image at a URI. Raises BadImage; only the log has the reason why it cannot be read."""
+        if uri is None:
+            raise BadImage("neither image (file bytes, in JSON as base64) nor uri (a path or s3://)")
+        if not isinstance(uri, str):
+            raise BadImage(f"uri is a {type(uri).__name__}; expected text")
+        if not self.uri_roots:
+            raise BadImage(
+                "column uri is not enabled on this server; send the file's bytes in column image, or load the model "
+                "with uri_roots in its model_config"
+            )
+        try:
+            return self.pixels(read_image_file(_below_roots(uri, self.uri_roots)))
+        except Exception as error:
+            logger.warning(f"{printable(uri[:1000])}: {printable(str(error)[:1000])}")
+            raise BadImage(NOT_READABLE) from error
 
 
-def _files(table: Any) -> Iterable[bytes | str]:
-    """Each row's file bytes, or its URI."""
-    columns = [list(table[name]) if name in table else None for name in ("image", "uri")]
-    if columns == [None, None]:
+def _rows(table: Any) -> list[tuple[Any, Any]]:
+    """Each row's values in the columns image and uri; None for a missing value."""
+    try:
+        columns = {name: list(table[name]) for name in ("image", "uri") if name in table}
+    except (TypeError, ValueError, KeyError, IndexError):
+        columns = {}
+    if not columns:
         raise ValueError("the input needs a column image (file bytes, in JSON as base64) or uri (a path or s3://)")
-    num_rows = max(len(column) for column in columns if column is not None)
-    images, uris = (column or [None] * num_rows for column in columns)
-    for number, (image, uri) in enumerate(zip(images, uris, strict=True)):
-        if isinstance(image, (bytes, bytearray, memoryview)) and len(image):
-            yield bytes(image)
-        elif isinstance(image, str) and image:
-            try:
-                yield base64.b64decode(image, validate=True)
-            except ValueError as error:
-                raise ValueError(f"row {number}: image is text but no base64; a path belongs to column uri") from error
-        elif isinstance(uri, str) and uri:
-            yield uri
-        else:
-            raise ValueError(f"row {number}: neither image (file bytes, in JSON as base64) nor uri (a path or s3://)")
+    num_rows = max(len(column) for column in columns.values())
+    if num_rows > MAX_ROWS:
+        raise ValueError(f"the input has {num_rows} rows; send at most {MAX_ROWS} at a time")
+    if any(len(column) != num_rows for column in columns.values()):
+        raise ValueError("the columns image and uri have different lengths")
+    images, uris = ([_value(each) for each in columns.get(name, [None] * num_rows)] for name in ("image", "uri"))
+    return list(zip(images, uris, strict=True))
 
 
-def _path(uri: str) -> str:
-    """Returns a local path or s3:// URI. Other schemes are refused, so that clients cannot make a server fetch URLs."""
-    scheme, separator, rest = uri.partition("://")
-    if separator and scheme not in ("file", "s3"):
-        raise BadImage(f"{scheme}:// is not read here; send the file's bytes in column image, or a path or s3:// URI")
-    return rest if scheme == "file" and separator else uri
+def _value(value: Any) -> Any:
+    """None for a value that is missing: pandas has NaN for it."""
+    is_missing = isinstance(value, float) and math.isnan(value)
+    return None if is_missing or (isinstance(value, (str, bytes, bytearray)) and not value) else value
+
+
+def _file_bytes(image: Any) -> bytes:
+    """The bytes of a value of column image. Raises BadImage for other types, and for too many bytes."""
+    if not isinstance(image, (str, bytes, bytearray, memoryview)):
+        raise BadImage(f"image is a {type(image).__name__}; expected file bytes, in JSON as base64")
+    if len(image) > (4 * MAX_BYTES / 3 + 4 if isinstance(image, str) else MAX_BYTES):
+        raise BadImage(f"image is larger than {MAX_BYTES} bytes")
+    if not isinstance(image, str):
+        return bytes(image)
+    try:
+        return base64.b64decode(image, validate=True)
+    except ValueError as error:
+        raise BadImage("image is text but no base64; a path belongs to column uri") from error
+
+
+def _roots(roots: Any) -> tuple[StoragePath, ...]:
+    """The folders and prefixes of `uri_roots`. Raises ValueError for anything else."""
+    if not isinstance(roots, (list, tuple)) or not all(isinstance(root, str) for root in roots):
+        raise ValueError(f"uri_roots is {roots!r}; expected a list of folders and s3:// prefixes")
+    return tuple(storage_path(root, StorageOptions().hasty) for root in roots)
+
+
+def _below_roots(uri: str, roots: Sequence[StoragePath]) -> StoragePath:
+    """The place of a URI below one of the roots. Raises UserError or OSError if it is elsewhere, also through a link.
+
+    Nothing is opened for a URI that does not begin with a root.
+    """
+    place = uri.removeprefix("file://")
+    for root in roots:
+        prefix = join(root.uri, "")
+        if place.startswith(prefix):
+            path = root / relative_name(place.removeprefix(prefix), "uri")
+            if path.is_remote:
+                return path
+            resolved = path.path.resolve(strict=True)
+            if resolved.is_relative_to(root.path.resolve()):
+                return StoragePath(str(resolved))
+    raise UserError("it is not below uri_roots")
 
 
 def serving_sources() -> list[Path]:

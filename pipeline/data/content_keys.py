@@ -20,12 +20,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.data.dataset import Dataset
+from pipeline.data.images import MAX_BYTES, read_image_file
 from pipeline.storage.path import StorageOptions, StoragePath, is_remote, storage_path
 from pipeline.storage.s3 import REMOTE, Entry
 from pipeline.storage.tables import read_table, write_table
 
 MANIFEST = pa.schema([("uri", pa.string()), ("size", pa.int64()), ("tag", pa.string()), ("key", pa.string())])
-MAX_BYTES = 256 * 2**20  # a larger file is refused, because a file is read into memory as a whole
 _URIS_PER_TASK = 8192  # files whose sizes a thread looks up in one task
 _UNREADABLE_SIZE = -1  # replaces the size of a file that cannot be read
 _NUM_THREADS = 8
@@ -136,7 +136,7 @@ def _hash_files(uris: Sequence[str], options: StorageOptions, unreadable: dict[s
 
     def content_key(uri: str) -> str | None:
         try:
-            return hashlib.sha256(StoragePath(uri, options).read_bytes()).hexdigest()
+            return hashlib.sha256(read_image_file(StoragePath(uri, options))).hexdigest()
         except OSError as error:
             unreadable[uri] = error.strerror or str(error)
             return None

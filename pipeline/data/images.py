@@ -1,4 +1,7 @@
-"""Decodes image files to RGB pixels. This module does not import torch, so that Ray's decoding tasks start fast."""
+"""Reads image files and decodes them to RGB pixels, in bounded memory and whatever the files contain.
+
+No other module opens images from elsewhere. This module does not import torch, so that Ray's decoding tasks start fast.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,34 @@ from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.TiffImagePlugin import TiffImageFile
 
 from models.transform import ImageTransform
 from pipeline.storage.path import StorageOptions, StoragePath, is_remote
 from pipeline.storage.s3 import StorageError
+from pipeline.untrusted.names import printable
 
+# Raster formats that Pillow decodes itself; for EPS it starts a program that interprets the file. Multi-picture files
+# (MPO) count as JPEG. The common formats come first, because Pillow imports all its plugins for the others.
+FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000", "AVIF")
+MAX_BYTES = 256 * 2**20  # a larger file is refused, because a file is read into memory as a whole
+DEEP_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")  # Pillow's modes of one channel with more than 8 bits
+STRIP_PIXELS = 2**20  # pixels that are converted at a time
+TILE_WIDTH, TILE_LENGTH = 322, 323  # tags of a TIFF file
+# A JPEG file is decoded once per scan, and 200 bytes can be a scan of all pixels. Photographs have at most 10 or so. By
+# chance, one in 65,536 places of other data in the file looks like the begin of a scan.
+SCAN, MAX_SCANS, BYTES_PER_FURTHER_SCAN = b"\xff\xda", 100, 10_000
 UNREADABLE = "cannot be read"  # a reason that starts with this is temporary: the next extraction tries the image again
 
 
 class BadImage(Exception):
     """An image that cannot be used; the message is the reason listed in the quarantine."""
+
+
+def read_image_file(path: StoragePath) -> bytes:
+    """The content of an image file. Raises OSError if it is larger than MAX_BYTES, and for pipes and devices."""
+    return path.read_bytes(MAX_BYTES)
 
 
 def decode_image(data: bytes, max_pixels: int) -> Image.Image:
@@ -32,29 +53,63 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # max_pixels is checked below instead
-            image = Image.open(io.BytesIO(data))
-        if image.width * image.height > max_pixels:
-            raise BadImage(f"{image.width} x {image.height} pixels, more than {max_pixels}")
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+        _require_size(image, max_pixels)
+        if isinstance(image, JpegImageFile) and data.count(SCAN) > MAX_SCANS + len(data) // BYTES_PER_FURTHER_SCAN:
+            raise BadImage(f"a JPEG file of {data.count(SCAN)} scans, which would take long to decode")
         image.load()
-        return _to_rgb(ImageOps.exif_transpose(image))
+        ImageOps.exif_transpose(image, in_place=True)
+        return _to_rgb(image)
+    except BadImage:
+        raise
     except Image.UnidentifiedImageError as error:
         raise BadImage("not an image in a known format") from error
-    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError, IndexError, TypeError) as error:
-        raise BadImage(f"cannot be decoded: {error}") from error
+    except MemoryError as error:
+        raise BadImage("cannot be decoded: it needs too much memory") from error
+    except Exception as error:  # a damaged file can raise nearly any type
+        reason = printable(" ".join(str(error).split()))[:200] or type(error).__name__
+        raise BadImage(f"cannot be decoded: {reason}") from error
+
+
+def _require_size(image: Image.Image, max_pixels: int) -> None:
+    """Raises BadImage for an image, or a tile of a TIFF file, of more than `max_pixels`."""
+    sizes = [image.size]
+    if isinstance(image, TiffImageFile):  # a tile, which may be larger than the image, is decoded as a whole
+        sizes.append((int(image.tag_v2.get(TILE_WIDTH, 1)), int(image.tag_v2.get(TILE_LENGTH, 1))))
+    for width, height in sizes:
+        if width * height > max_pixels:
+            raise BadImage(f"{width} x {height} pixels, more than {max_pixels}")
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """An image of any Pillow mode as RGB."""
-    if image.mode in ("I;16", "I;16L", "I;16B", "I;16N", "I", "F"):
+    """An image of any Pillow mode as RGB.
+
+    It is converted in strips: a conversion makes several copies, and 16-bit values need 8 bytes per pixel meanwhile.
+    """
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image.convert("RGB")
+    height = max(1, STRIP_PIXELS // image.width)
+    boxes = [(0, top, image.width, min(top + height, image.height)) for top in range(0, image.height, height)]
+    white = 255.0
+    if image.mode in DEEP_MODES and np.max([np.asarray(image.crop(box)).max() for box in boxes]) > 255:
+        white = 65535.0
+    rgb = Image.new("RGB", image.size)
+    for box in boxes:
+        rgb.paste(_strip_to_rgb(image.crop(box), white), box)
+    return rgb
+
+
+def _strip_to_rgb(strip: Image.Image, white: float) -> Image.Image:
+    """A part of an image as RGB. white: the value of a white pixel, if one has more than 8 bits."""
+    if strip.mode in DEEP_MODES:
         # More than 8 bits are scaled to 8 bits, as viewers do; Pillow's conversion would clip them at 255.
-        values = np.asarray(image).astype(np.float64)
-        white = 65535.0 if values.max(initial=0) > 255 else 255.0
-        image = Image.fromarray(np.clip(values * (255.0 / white) + 0.5, 0, 255).astype(np.uint8))
-    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
-        layer = image.convert("RGBA")
+        values = np.asarray(strip).astype(np.float64)
+        strip = Image.fromarray(np.clip(values * (255.0 / white) + 0.5, 0, 255).astype(np.uint8))
+    if strip.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in strip.info:
+        layer = strip.convert("RGBA")
         background = Image.new("RGBA", layer.size, (255, 255, 255, 255))
         return Image.alpha_composite(background, layer).convert("RGB")
-    return image.convert("RGB")
+    return strip.convert("RGB")
 
 
 def decode_batch(
@@ -72,7 +127,7 @@ def decode_batch(
     def decode(index: int) -> str:
         """Writes the pixels of one image of the batch, and returns its reason."""
         try:
-            data = StoragePath(str(batch["uri"][index]), options).read_bytes()
+            data = read_image_file(StoragePath(str(batch["uri"][index]), options))
             if hashlib.sha256(data).hexdigest() != batch["key"][index]:
                 return f"{UNREADABLE}: it changed while it was being extracted"
             pixels[index] = transform.resize(decode_image(data, max_pixels))

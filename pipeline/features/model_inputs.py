@@ -11,7 +11,7 @@ from torch import Tensor
 from models.base import Features
 from models.transform import ImageTransform
 from pipeline.data.dataset import Dataset
-from pipeline.data.images import decode_image
+from pipeline.data.images import MAX_BYTES, decode_image, read_image_file
 from pipeline.features.store import FeatureStore
 from pipeline.storage.cache import ImageCache
 from pipeline.storage.path import StorageOptions, StoragePath, is_remote
@@ -65,5 +65,5 @@ class Images:
         """The normalized pixels (3, H, W) of one image."""
         assert self.transform is not None
         path, key = StoragePath(self.uris[row], self.options), self.keys[row]
-        data = self.cache.read(path, key) if self.cache and path.is_remote and key else path.read_bytes()
+        data = self.cache.read(path, key, MAX_BYTES) if self.cache and path.is_remote and key else read_image_file(path)
         return self.transform(decode_image(data, self.max_pixels))

@@ -3,14 +3,18 @@
 The HDF5 layout is that of bottom-up attention and the Meshed-Memory Transformer: `<image_id>_features` (regions, C) and
 `<image_id>_boxes` (regions, 4). Rows are padded with zeros to `features.max_regions`; the store has the length and the
 boxes of each row. An image's content key contains its id instead of a hash, because the image files need not exist.
+
+The file must be self-contained: data sets that are virtual, or whose values are in another file, are refused, because
+they would read any file of the user. An image whose data sets are damaged or too large is quarantined.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +29,11 @@ from pipeline.features.extraction import write_quarantine
 from pipeline.features.store import FeatureStore, feature_key, mark_complete, remove_orphans, write_index, write_shard
 from pipeline.storage.atomic import atomic_path
 from pipeline.storage.path import StoragePath
+from pipeline.untrusted.names import printable
 
 _DIGEST_BYTES = 16 * 2**20  # the digest covers this many bytes at the start and at the end of a file
+_MAX_IMAGE_BYTES = 64 * 2**20  # of one data set; 100 regions of width 2,048 in float32 have 0.8 MB
+_MAX_WIDTH = 2**16  # values per region
 logger = logging.getLogger(__name__)
 
 
@@ -35,27 +42,39 @@ def feature_width(dataset: Dataset, config: RunConfig) -> int:
 
     Raises UserError when the file has no image of the data set, or lacks boxes that the model needs.
     """
+    reason = ""
     with open_regions(region_file(config)) as file:
         for image_id in dataset.column("image_id"):
-            features = file.get(f"{image_id}_features")
-            if features is not None and features.ndim == 2:
-                _require_boxes(file, [image_id], config)
-                return int(features.shape[1])
+            try:
+                width = int(_features_of(file, image_id).shape[1])
+            except ValueError as error:  # this image is missing or quarantined
+                reason = reason or str(error)
+                continue
+            _require_boxes(file, [image_id], config)
+            return width
     first = dataset.column("image_id")[0]
     raise UserError(
         f"features.hdf5: {config.features.hdf5} has none of the {len(dataset)} images; expected <image id>_features, "
-        f"for example {first}_features, of shape (regions, width)"
+        f"for example {first}_features, of shape (regions, width); found: {reason}"
     )
 
 
 def missing_regions(dataset: Dataset, config: RunConfig) -> dict[str, str]:
-    """{content key: reason} of images that the file lacks. UserError for missing boxes or too many regions."""
+    """{content key: reason} of images without features. UserError for missing boxes or too many regions.
+
+    The values are not read.
+    """
     image_ids = dataset.column("image_id")
+    missing = {}
     with open_regions(region_file(config)) as file:
         _require_boxes(file, image_ids, config)
         _require_max_regions(file, image_ids, config)
-        rows = zip(dataset.column("key"), image_ids, strict=True)
-        return {key: f"the file has no {image}_features" for key, image in rows if f"{image}_features" not in file}
+        for key, image_id in zip(dataset.column("key"), image_ids, strict=True):
+            try:
+                _features_of(file, image_id)
+            except ValueError as error:
+                missing[key] = str(error)
+    return missing
 
 
 def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, dict[str, str]]:
@@ -110,7 +129,7 @@ def _require_boxes(file: Any, image_ids: Sequence[int], config: RunConfig) -> No
     if not config.model.needs_boxes:
         return
     for image_id in image_ids:
-        if f"{image_id}_boxes" not in file and f"{image_id}_features" in file:
+        if _link(file, f"{image_id}_boxes") is None and _link(file, f"{image_id}_features") is not None:
             raise UserError(
                 f"features.hdf5: {config.features.hdf5} has no {image_id}_boxes, and {config.model.name} arranges "
                 "regions by their boxes; give a file with boxes, or set model.encoder_clusters to none"
@@ -123,11 +142,13 @@ def _require_max_regions(file: Any, image_ids: Sequence[int], config: RunConfig)
     if config.features.truncate_regions:
         return
     for image_id in image_ids:
-        features = file.get(f"{image_id}_features")
-        if features is not None and features.ndim and features.shape[0] > limit:
+        count = 0
+        with suppress(ValueError):  # an image that is missing or quarantined
+            count = _features_of(file, image_id).shape[0]
+        if count > limit:
             raise UserError(
-                f"features.hdf5: image {image_id} has {features.shape[0]} regions, and features.max_regions is {limit}"
-                f"; raise it, or set features.truncate_regions to true to keep the first {limit} (sorted by confidence)"
+                f"features.hdf5: image {image_id} has {count} regions, and features.max_regions is {limit}; raise it, "
+                f"or set features.truncate_regions to true to keep the first {limit} (sorted by confidence)"
             )
 
 
@@ -164,7 +185,10 @@ def _import_shard(file: Any, rows: pa.Table, width: int, folder: StoragePath, co
 
 
 def ends_digest(path: Path) -> str:
-    """A digest of a file's size and of its first and last bytes. Reading hundreds of gigabytes would take too long."""
+    """A digest of a file's size and of its first and last bytes. Reading hundreds of gigabytes would take too long.
+
+    A change of values in the middle of a large file is not seen; `changed_images` finds it.
+    """
     _require_file(path)
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
@@ -173,6 +197,31 @@ def ends_digest(path: Path) -> str:
         file.seek(max(0, size - _DIGEST_BYTES))
         digest.update(file.read(_DIGEST_BYTES))
     return digest.hexdigest()
+
+
+def changed_images(dataset: Dataset, config: RunConfig, store: FeatureStore) -> list[int]:
+    """The ids of those images of the store whose features in the file are other ones. Reads the store and the file."""
+    settings = config.features
+    changed: list[int] = []
+    rows = dataset.table.filter(pa.array(store.contains(dataset.table["key"]))).select(["key", "image_id"])
+    with open_regions(region_file(config)) as file:
+        for start in range(0, len(rows), settings.rows_per_shard):
+            part = rows.slice(start, settings.rows_per_shard)
+            positions = store.locate(part["key"])
+            stored, (lengths, boxes) = store.gather_at(positions), store.regions_at(positions)
+            assert lengths is not None
+            for row, image_id in enumerate(part["image_id"].to_pylist()):
+                try:
+                    features, corners = read_image(file, image_id, settings.max_regions, settings.stored_dtype)
+                except ValueError:
+                    changed.append(image_id)
+                    continue
+                same = np.array_equal(stored[row, : lengths[row]], features)
+                if same and corners is not None:
+                    same = boxes is not None and np.array_equal(boxes[row, : lengths[row]], corners)
+                if not same:
+                    changed.append(image_id)
+    return changed
 
 
 def write_regions(path: Path, images: Iterator[tuple[int, np.ndarray, np.ndarray]]) -> None:
@@ -192,8 +241,8 @@ def open_regions(path: Path) -> Iterator[Any]:
     _require_file(path)
     try:
         file = h5py.File(path, "r")
-    except OSError as error:
-        raise UserError(f"features.hdf5: {path} cannot be opened as HDF5: {error}") from error
+    except Exception as error:  # damaged files raise OSError, RuntimeError, KeyError and others
+        raise UserError(f"features.hdf5: {path} cannot be opened as HDF5: {_one_line(error)}") from error
     with file:
         yield file
 
@@ -203,24 +252,86 @@ def read_image(file: Any, image_id: int, max_regions: int, dtype: str) -> tuple[
 
     Raises ValueError with the reason when the image has no usable features, or boxes of another shape.
     """
-    stored = file.get(f"{image_id}_features")
-    if stored is None:
-        raise ValueError(f"the file has no {image_id}_features")
-    if stored.ndim != 2 or not stored.shape[0] or stored.dtype.kind != "f":
-        raise ValueError(f"{image_id}_features has shape {stored.shape} and dtype {stored.dtype}, not (regions, width)")
-    with np.errstate(over="ignore"):
-        features = stored[:max_regions].astype(dtype)
-    if not np.isfinite(features).all():
-        raise ValueError(f"{image_id}_features is not finite in {dtype}")
-    boxes = file.get(f"{image_id}_boxes")
+    stored = _features_of(file, image_id)
+    features = _values(stored, f"{image_id}_features", max_regions, dtype)
+    boxes = _find(file, f"{image_id}_boxes")
     if boxes is None:
         return features, None
-    if boxes.shape != (stored.shape[0], 4):
-        raise ValueError(f"{image_id}_boxes has shape {boxes.shape}, not ({stored.shape[0]}, 4)")
-    boxes = boxes[:max_regions].astype(np.float32)
-    if not np.isfinite(boxes).all():
-        raise ValueError(f"{image_id}_boxes is not finite")
-    return features, boxes
+    if boxes.shape != (stored.shape[0], 4) or boxes.dtype.kind not in "fiu":
+        raise ValueError(
+            f"{image_id}_boxes has shape {boxes.shape} and dtype {boxes.dtype}, not ({stored.shape[0]}, 4) numbers"
+        )
+    return features, _values(boxes, f"{image_id}_boxes", max_regions, "float32")
+
+
+def _features_of(file: Any, image_id: int) -> Any:
+    """The data set with the features (regions, width) of an image. Raises ValueError if it has none that is usable."""
+    name = f"{image_id}_features"
+    stored = _find(file, name)
+    if stored is None:
+        raise ValueError(f"the file has no {name}")
+    if len(stored.shape) != 2 or not all(stored.shape) or stored.dtype.kind != "f":
+        raise ValueError(f"{name} has shape {stored.shape} and dtype {stored.dtype}, not (regions, width) floats")
+    if stored.shape[1] > _MAX_WIDTH:
+        raise ValueError(f"{name} has {stored.shape[1]} values per region, more than {_MAX_WIDTH}")
+    return stored
+
+
+def _find(file: Any, name: str) -> Any:
+    """The data set of this name; None if there is none. Raises ValueError unless it is sound and in this file."""
+    import h5py
+
+    link = _link(file, name)
+    if isinstance(link, h5py.SoftLink) and "/" not in link.path.removeprefix("/"):  # another data set beside it
+        link = _link(file, link.path.removeprefix("/"))
+    if link is None:
+        return None
+    if not isinstance(link, h5py.HardLink):
+        raise ValueError(f"{name} is a link to {printable(link.path)}; the file must contain the values itself")
+    try:
+        stored = file[name]
+        is_data_set = isinstance(stored, h5py.Dataset) and stored.shape is not None
+        if is_data_set:
+            is_elsewhere = stored.is_virtual or stored.external
+            sides = zip(stored.shape, stored.chunks or [1] * len(stored.shape), strict=True)
+            num_bytes = math.prod(math.ceil(side / chunk) * chunk for side, chunk in sides) * stored.dtype.itemsize
+            num_stored = stored.id.get_storage_size()  # compressed
+    except Exception as error:  # damaged files raise OSError, RuntimeError, KeyError, TypeError and others
+        raise ValueError(f"{name} cannot be read: {_one_line(error)}") from error
+    if not is_data_set:
+        raise ValueError(f"{name} is no data set with values")
+    if is_elsewhere:
+        raise ValueError(f"{name} has its values in another file; the file must contain them itself")
+    if num_bytes > _MAX_IMAGE_BYTES or num_stored > 2 * num_bytes + 2**16:
+        raise ValueError(f"{name} has {max(num_bytes, num_stored)} bytes, more than an image's features need")
+    if num_bytes and not num_stored:
+        raise ValueError(f"{name} has shape {stored.shape} and no stored values")
+    return stored
+
+
+def _link(file: Any, name: str) -> Any:
+    """The link of this name, which is not followed; None if there is none. Raises UserError for a damaged file."""
+    try:
+        return file.get(name, getlink=True)
+    except Exception as error:
+        raise UserError(f"features.hdf5: {file.filename} is damaged at {name}: {_one_line(error)}") from error
+
+
+def _values(stored: Any, name: str, max_regions: int, dtype: str) -> np.ndarray:
+    """The first rows of a data set. Raises ValueError when they cannot be read or are not finite in this dtype."""
+    try:
+        with np.errstate(over="ignore"):
+            values: np.ndarray = stored[:max_regions].astype(dtype)
+    except Exception as error:  # a damaged chunk
+        raise ValueError(f"{name} cannot be read: {_one_line(error)}") from error
+    if not np.isfinite(values).all():
+        raise ValueError(f"{name} is not finite in {dtype}")
+    return values
+
+
+def _one_line(error: Exception) -> str:
+    """An error's text in one line of printable characters, of bounded length."""
+    return printable(" ".join(str(error).split()))[:300] or type(error).__name__
 
 
 def _require_file(path: Path) -> None:

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from pipeline.data.images import BadImage, decode_image
+from pipeline.data.images import BadImage, decode_image, read_image_file
 from pipeline.data.vocabulary import tokenize
 from pipeline.reports.charts import Histogram, Plot, make_histogram, make_plot
 from pipeline.reports.cluster_pictures import COLORS, LayerColors, text_color
 from pipeline.reports.text_table import UNAVAILABLE
 from pipeline.storage.atomic import write_text
-from pipeline.storage.path import StoragePath
+from pipeline.storage.path import StoragePath, storage_path
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 MAX_PIXELS = 200_000_000  # a larger picture gets a placeholder
@@ -235,7 +235,8 @@ def _aspect_ratio(cards: Sequence[dict[str, Any]]) -> float:
 def _thumbnail(path: StoragePath | Path | bytes) -> dict[str, Any]:
     """A picture as a small JPEG: {"uri": a data URI, "width", "height", "is_small"}; or {"problem": why it fails}."""
     try:
-        picture = decode_image(path if isinstance(path, bytes) else path.read_bytes(), MAX_PIXELS)
+        data = path if isinstance(path, bytes) else read_image_file(storage_path(path))
+        picture = decode_image(data, MAX_PIXELS)
     except BadImage as error:
         return {"problem": str(error)}
     except OSError as error:

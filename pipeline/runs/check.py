@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset, build_vocabulary, read_annotations, require_splits
-from pipeline.data.images import BadImage, decode_image
+from pipeline.data.images import BadImage, decode_image, read_image_file
 from pipeline.data.loading import data_root, snapshot_of
 from pipeline.data.vocabulary import tokenize
 from pipeline.errors import UserError
@@ -155,7 +155,8 @@ def _decode_all(dataset: Dataset, config: RunConfig) -> tuple[dict[str, str], np
     def decode(uri: str) -> tuple[int, int] | str:
         """The size (width, height) of an image, or the reason why it cannot be decoded."""
         try:
-            return decode_image(StoragePath(uri, config.storage.options).read_bytes(), config.data.max_pixels).size
+            data = read_image_file(StoragePath(uri, config.storage.options))
+            return decode_image(data, config.data.max_pixels).size
         except (BadImage, OSError) as error:
             return str(error)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from pipeline.errors import JobFailedError, UserError
 from pipeline.runtime.secrets import without_secrets
+from pipeline.untrusted.names import printable
 
 PACKAGES = ("jobs", "pipeline", "models")
 _indent: ContextVar[str] = ContextVar("indent", default="")
@@ -111,7 +112,8 @@ def log_file(path: Path) -> Iterator[None]:
 class _Formatter(logging.Formatter):
     """Begins every line of a record with its indentation and rank, and removes secrets.
 
-    In a file a line also has its date, time and level. On the terminal it has its level unless that is INFO.
+    In a file a line also has its date, time and level. On the terminal it has its level unless that is INFO. Control
+    characters are escaped, because a record may contain names and texts from elsewhere.
     """
 
     def __init__(self, *, in_file: bool) -> None:
@@ -124,8 +126,8 @@ class _Formatter(logging.Formatter):
             prefix = f"{self.formatTime(record)} {record.levelname:<7} {prefix}"
         elif record.levelno != logging.INFO:
             prefix += f"{record.levelname.lower():<9} "
-        text = without_secrets(super().format(record))
-        return "\n".join(f"{prefix}{line}" if line else "" for line in text.split("\n"))
+        lines = map(printable, without_secrets(super().format(record)).split("\n"))
+        return "\n".join(f"{prefix}{line}" if line else "" for line in lines)
 
 
 class _TerminalHandler(logging.StreamHandler[Any]):

@@ -94,13 +94,13 @@ class ShardCache:
                 return path if self._add(path, _fetch(source, sha256)) else None
         return path
 
-    def read(self, source: StoragePath, sha256: str) -> bytes:
+    def read(self, source: StoragePath, sha256: str, max_bytes: int) -> bytes:
         """The content of a small file, which is cached if there is room for it. Raises StorageError as `get`."""
         path = self.folder / _require_digest(sha256, source)
         if _touch(path):
             with suppress(FileNotFoundError):  # another process has removed it to free space
                 return path.read_bytes()
-        data = _fetch(source, sha256)
+        data = _fetch(source, sha256, max_bytes)
         self._add(path, data)
         return data
 
@@ -139,9 +139,12 @@ class ImageCache:
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit // NUM_IMAGE_FOLDERS
 
-    def read(self, source: StoragePath, sha256: str) -> bytes:
-        """The content of an image file. Raises StorageError when it no longer has the digest."""
-        return ShardCache(self.folder / _require_digest(sha256, source)[:2], self.limit).read(source, sha256)
+    def read(self, source: StoragePath, sha256: str, max_bytes: int) -> bytes:
+        """The content of an image file. Raises StorageError when it no longer has the digest.
+
+        Raises OSError when it has more than `max_bytes` bytes.
+        """
+        return ShardCache(self.folder / _require_digest(sha256, source)[:2], self.limit).read(source, sha256, max_bytes)
 
 
 def shard_cache(most: int | None, folder: Path | None = None) -> ShardCache:
@@ -188,10 +191,10 @@ def _touch(path: Path) -> bool:
     return True
 
 
-def _fetch(source: StoragePath, sha256: str) -> bytes:
+def _fetch(source: StoragePath, sha256: str, max_bytes: int | None = None) -> bytes:
     """Downloads a file, and a second time if its digest is wrong. Raises StorageError if it is wrong again."""
     for _ in range(2):
-        data = source.read_bytes()
+        data = source.read_bytes(max_bytes)
         if hashlib.sha256(data).hexdigest() == sha256:
             return data
     raise StorageError(f"{source}: its content does not have the recorded digest; was it replaced meanwhile?")

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline.errors import UserError
 from pipeline.storage.path import ConflictError, StoragePath
+from pipeline.untrusted.names import printable
 
 RENEWALS_PER_LEASE = 3  # a lease of s seconds is renewed every s / 3 seconds
 
@@ -42,7 +43,7 @@ class LeaseRecord(BaseModel, frozen=True):
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.holder} until {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(self.until))}"
+        return f"{printable(self.holder)} until {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(self.until))}"
 
 
 class Lease:
@@ -64,7 +65,7 @@ class Lease:
         with self._lock:
             stored, tag = _read(self.path)
             if stored is None or tag is None or stored.nonce != self._record.nonce:
-                holder = "nobody" if stored is None else f"{stored.holder} (token {stored.token})"
+                holder = "nobody" if stored is None else f"{printable(stored.holder)} (token {stored.token})"
                 raise LostLeaseError(f"the lease {self.path} has passed to {holder}; token {self.token} is too late")
             self._record, self._tag = stored, tag
             now, renewal_interval = time.time(), self.seconds / RENEWALS_PER_LEASE

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pipeline.storage.atomic import file_lock, write_bytes
 from pipeline.storage.s3 import ConflictError, Entry, S3Object, StorageError, StorageOptions, is_remote
+from pipeline.untrusted.files import read_regular_file
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,9 @@ class StoragePath:
         if self.is_remote:
             self._object.require_answer()
 
-    def read_bytes(self) -> bytes:
-        return self._object.get()[0] if self.is_remote else self.path.read_bytes()
+    def read_bytes(self, max_bytes: int | None = None) -> bytes:
+        """The content of a file. Raises OSError for pipes and devices, and for more than `max_bytes` bytes."""
+        return self._object.get(max_bytes)[0] if self.is_remote else read_regular_file(self.path, max_bytes)
 
     def read_range(self, start: int, length: int) -> bytes:
         """`length` bytes from offset `start`, or fewer at the end of the file."""

@@ -84,14 +84,20 @@ class S3Object:
             if not isinstance(error.__cause__, ClientError):  # a server that refuses a request has answered
                 raise
 
-    def get(self, **extra: str) -> tuple[bytes, str]:
-        """The content and the tag. extra: more parameters of GetObject, such as Range."""
+    def get(self, max_bytes: int | None = None, **extra: str) -> tuple[bytes, str]:
+        """The content and the tag. extra: more parameters of GetObject, such as Range.
+
+        Raises OSError without reading the content if it has more than `max_bytes` bytes.
+        """
         from botocore.exceptions import IncompleteReadError, ReadTimeoutError, ResponseStreamingError
 
         with self._errors_translated():
             deadline = self._deadline()
             while True:
                 response = self._client.get_object(**self._location, **extra)
+                if max_bytes is not None and response["ContentLength"] > max_bytes:
+                    response["Body"].close()
+                    raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", self.uri)
                 try:
                     return response["Body"].read(), str(response["ETag"])
                 except (IncompleteReadError, ReadTimeoutError, ResponseStreamingError):

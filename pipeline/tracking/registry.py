@@ -53,7 +53,7 @@ def register_model(folder: RunFolder, config: RunConfig, bundle: Path, scores: d
             pip_requirements=[f"{package}=={version.partition('+')[0]}" for package, version in versions.items()],
             signature=_signature(),
             input_example=_example(),
-            model_config={key: getattr(config.evaluation, key) for key in ("beam_size", "max_length", "precision")},
+            model_config=_settings(config),
         )
         tags = {metric: f"{score:.4f}" for metric, score in scores.items()}
         version = mlflow.register_model(logged.model_uri, name, tags=tags)
@@ -85,6 +85,12 @@ def _serving_code() -> Iterator[list[str]]:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, target)
         yield [str(folder) for folder in sorted(Path(temporary).iterdir())]
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """The settings of a `CaptionService`. MLflow lets a server change those that are named here."""
+    search = {key: getattr(config.evaluation, key) for key in ("beam_size", "max_length", "precision")}
+    return search | {"uri_roots": []}
 
 
 def _signature() -> Any:

@@ -21,7 +21,7 @@ def test_without_new_data_nothing_is_done_and_no_image_is_read(world: World, mon
     first(world)
     before, reads, work = world.files(), [], Colors()
     original = StoragePath.read_bytes
-    monkeypatch.setattr(StoragePath, "read_bytes", lambda self: (reads.append(self.name), original(self))[1])
+    monkeypatch.setattr(StoragePath, "read_bytes", lambda self, *limit: (reads.append(self.name), original(self))[1])
     code, said = world.call(work)
     assert code == 0 and "nothing new since decision 1 (files: 0 new, 0 changed, 0 gone)" in said
     assert not work.trained and not [name for name in reads if name.endswith((".png", "dataset.json"))]

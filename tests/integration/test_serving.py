@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -20,8 +21,9 @@ import pandas
 import pytest
 
 from pipeline.captioning.bundle import load_bundle
-from pipeline.captioning.service import CaptionService
+from pipeline.captioning.service import MAX_ROWS, NOT_READABLE, CaptionService
 from pipeline.runs.run_bundle import bundle_run
+from pipeline.storage.path import StoragePath
 from pipeline.tracking.mlflow_client import tracking_client, tracking_uri
 from pipeline.tracking.registry import register_model
 from pipeline.tracking.run_sync import sync
@@ -46,8 +48,9 @@ def registered(tmp_path_factory: pytest.TempPathFactory) -> Registered:
     sync(folder, folder.config, tracking_client(folder.config))
     assert register_model(folder, folder.config, bundle, {"test_CIDEr-D": 0.5}) == "demo/1"
     assert register_model(folder, folder.config, bundle, {"test_CIDEr-D": 0.5}) == "demo/1", "once a run"
-    service = CaptionService(load_bundle(bundle), beam_size=2, max_length=12)
     images = [Path(uri) for uri in folder.dataset.column("uri")[:2]]
+    roots = [str(images[0].parent), "s3://data/photos"]
+    service = CaptionService(load_bundle(bundle), beam_size=2, max_length=12, uri_roots=roots)
     expected = service.predict({"image": [path.read_bytes() for path in images]})
     return Registered(tracking_uri(folder.config), images, expected, service)
 
@@ -70,9 +73,9 @@ BLOCKED = json.loads(sys.argv[3])
 sys.meta_path.insert(0, Blocked())
 import mlflow, pandas
 mlflow.set_tracking_uri(sys.argv[1])
-model = mlflow.pyfunc.load_model("models:/demo/1")
-import pipeline.captioning.service
 images = json.loads(sys.argv[2])
+model = mlflow.pyfunc.load_model("models:/demo/1", model_config={"uri_roots": [images[0].rpartition("/")[0]]})
+import pipeline.captioning.service
 files = [open(path, "rb").read() for path in images]
 print(json.dumps({
     "code": pipeline.captioning.service.__file__,
@@ -103,16 +106,25 @@ def test_the_model_captions_in_a_process_without_raycap(registered: Registered, 
     assert names == {"mlflow", "numpy", "pillow", "pydantic", "pyyaml", "safetensors", "timm", "torch", "torchvision"}
 
 
-def test_scoring_requests_give_the_captions_of_the_service(registered: Registered) -> None:
-    """The JSON of a scoring request: base64 in `image`, paths in `uri`, and the model's input example."""
+def loaded(registered: Registered, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
+    """The registered model as `mlflow models serve` loads it, with settings from the server's environment."""
     import mlflow
-    from mlflow.pyfunc.scoring_server import invocations
 
+    monkeypatch.setenv("MLFLOW_PYFUNC_INFERENCE_CONFIG", json.dumps(settings))
     mlflow.set_tracking_uri(registered.uri)
     try:
-        model = mlflow.pyfunc.load_model("models:/demo/1")
+        return mlflow.pyfunc.load_model("models:/demo/1")
     finally:
         mlflow.set_tracking_uri(None)  # type: ignore[arg-type]
+
+
+def test_scoring_requests_give_the_captions_of_the_service(
+    registered: Registered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The JSON of a scoring request: base64 in `image`, paths in `uri`, and the model's input example."""
+    from mlflow.pyfunc.scoring_server import invocations
+
+    model = loaded(registered, monkeypatch, uri_roots=[str(registered.images[0].parent)])
     coded = [base64.b64encode(path.read_bytes()).decode() for path in registered.images]
     paths = [str(path) for path in registered.images]
     schema = model.metadata.get_input_schema()
@@ -134,15 +146,113 @@ def test_scoring_requests_give_the_captions_of_the_service(registered: Registere
     [
         ({"image": [b"no image"]}, "row 0: not an image in a known format"),
         ({"image": ["no base64!"]}, "row 0: image is text but no base64; a path belongs to column uri"),
-        ({"uri": ["https://somewhere/picture.png"]}, "row 0 .*https:// is not read here"),
-        ({"uri": ["/nowhere.png"]}, "row 0 .*No such file"),
+        ({"image": [7]}, "row 0: image is a int; expected file bytes"),
+        ({"image": [["a"]]}, "row 0: image is a list; expected file bytes"),
+        ({"uri": [{"a": 1}]}, "row 0: uri is a dict; expected text"),
+        ({"uri": ["https://somewhere/picture.png"]}, f"row 0: {NOT_READABLE}"),
         ({"uri": [None]}, "row 0: neither image"),
+        ({"uri": [float("nan")]}, "row 0: neither image"),
         ({"picture": [b""]}, "needs a column image"),
+        ({"image": [b""] * (MAX_ROWS + 1)}, f"has {MAX_ROWS + 1} rows; send at most {MAX_ROWS} at a time"),
     ],
 )
 def test_an_invalid_row_is_named(registered: Registered, table: dict[str, Any], named: str) -> None:
+    for request in (table, pandas.DataFrame(table)):
+        with pytest.raises(ValueError, match=f"^.*{re.escape(named)}") as caught:
+            registered.service.predict(request)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("request_", "named"),
+    [
+        (7, "needs a column image"),
+        ("image", "needs a column image"),
+        ([{"image": b""}], "needs a column image"),
+        ({"image": None}, "needs a column image"),
+        ({"image": [b"1"], "uri": ["2", "3"]}, "the columns image and uri have different lengths"),
+    ],
+)
+def test_a_request_that_is_no_table_is_refused(registered: Registered, request_: Any, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        registered.service.predict(pandas.DataFrame(table))
+        registered.service.predict(request_)
+
+
+def test_images_above_the_limit_are_refused(registered: Registered, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = registered.images[0].stat().st_size
+    for module in ("pipeline.captioning.service", "pipeline.data.images"):
+        monkeypatch.setattr(f"{module}.MAX_BYTES", size - 1)
+    data = registered.images[0].read_bytes()
+    for image in (data, base64.b64encode(data + bytes(4)).decode()):
+        with pytest.raises(ValueError, match=f"row 0: image is larger than {size - 1} bytes"):
+            registered.service.predict({"image": [image]})
+    with pytest.raises(ValueError, match=NOT_READABLE):
+        registered.service.predict({"uri": [str(registered.images[0])]})
+
+
+def test_without_roots_no_file_of_the_server_is_read(registered: Registered, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.exceptions import MlflowException
+    from mlflow.pyfunc.scoring_server import invocations
+
+    model = loaded(registered, monkeypatch)
+    answers, schema = [], model.metadata.get_input_schema()
+    for uri in (str(registered.images[0]), "/etc/shadow", "/nowhere", "s3://bucket/x.png"):
+        with pytest.raises(MlflowException) as caught:
+            invocations(json.dumps({"inputs": {"uri": [uri]}}), "application/json", model, schema)
+        answers.append(json.dumps(caught.value.serialize_as_json()))
+    assert len(set(answers)) == 1 and "column uri is not enabled on this server" in answers[0]
+
+
+def test_a_uri_leads_nowhere_outside_the_roots(
+    registered: Registered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One answer for what is not there, not allowed and no image; MLflow's answers contain the whole stack trace."""
+    from mlflow.exceptions import MlflowException
+    from mlflow.pyfunc.scoring_server import invocations
+
+    picture, root, private = registered.images[0], tmp_path / "root", tmp_path / "root-private"
+    for folder in (root, private):
+        folder.mkdir()
+        shutil.copyfile(picture, folder / "a.png")
+    (root / "link.png").symlink_to(private / "a.png")
+    (root / "folder").symlink_to(private)
+    (root / "loop").symlink_to(root / "loop")
+    (root / "inside.png").symlink_to(root / "a.png")
+    (root / "text.png").write_text("a secret")
+    (root / "zero.png").symlink_to("/dev/zero")
+    os.mkfifo(root / "pipe.png")
+    monkeypatch.setenv("HOME", str(root))
+    monkeypatch.chdir(root)
+    model = loaded(registered, monkeypatch, uri_roots=[str(root), "s3://data/photos"])
+    good = [str(root / "a.png"), str(root / "inside.png"), f"file://{root}/a.png"]
+    same(model.predict(pandas.DataFrame({"uri": good})), registered.expected[:1] * 3)
+    bad = ["link.png", "folder/a.png", "loop", "text.png", "zero.png", "pipe.png", "missing.png", "", "../root/a.png"]
+    bad = [f"{root}/{name}" for name in bad] + [f"{root}/../root-private/a.png", str(root), str(private / "a.png")]
+    bad += ["~/a.png", "a.png", "/etc/passwd", f"{root}/a\0b.png", f"{root}/\udc00.png", "s3://other/x.png"]
+    bad += ["s3://data/photos-private/x.png", "s3://data/photos/../x.png", f"http://{root}/a.png", "file:///etc/passwd"]
+    answers, schema = set(), model.metadata.get_input_schema()
+    for uri in bad:
+        with pytest.raises(ValueError, match=NOT_READABLE):
+            model.predict(pandas.DataFrame({"uri": [uri]}))
+        with pytest.raises(MlflowException) as caught:
+            invocations(json.dumps({"inputs": {"uri": [uri]}}), "application/json", model, schema)
+        answers.add(json.dumps(caught.value.serialize_as_json()))
+    assert len(answers) == 1, answers
+
+
+def test_images_on_s3_are_read_below_the_roots_only(registered: Registered, s3: str) -> None:
+    for folder in ("photos", "private"):
+        StoragePath(f"s3://data/{folder}/a.png").write_bytes(registered.images[0].read_bytes())
+    same(registered.service.predict({"uri": ["s3://data/photos/a.png"]}), registered.expected[:1])
+    for uri in ("s3://data/private/a.png", "s3://data/photos/missing.png", "s3://data/photos/../private/a.png"):
+        with pytest.raises(ValueError, match=NOT_READABLE):
+            registered.service.predict({"uri": [uri]})
+
+
+@pytest.mark.parametrize("roots", ["/data", [7], 7])
+def test_other_roots_than_folders_are_refused(registered: Registered, roots: Any) -> None:
+    with pytest.raises(ValueError, match="expected a list of folders and s3:// prefixes"):
+        CaptionService(registered.service.bundle, uri_roots=roots)
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +277,9 @@ def fresh(registered: Registered, tmp_path_factory: pytest.TempPathFactory) -> P
 def environment_of(fresh: Path, registered: Registered) -> dict[str, str]:
     """Variables without a path to this checkout or its environment; with the tracker's address."""
     kept = {key: os.environ[key] for key in ("HOME", "TMPDIR", "LANG") if key in os.environ}
-    return kept | {"PATH": f"{fresh}:/usr/bin:/bin", "MLFLOW_TRACKING_URI": registered.uri}
+    roots = json.dumps({"uri_roots": [str(registered.images[0].parent)]})
+    own = {"PATH": f"{fresh}:/usr/bin:/bin", "MLFLOW_TRACKING_URI": registered.uri}
+    return kept | own | {"MLFLOW_PYFUNC_INFERENCE_CONFIG": roots}
 
 
 @pytest.mark.proof

@@ -28,8 +28,8 @@ ORDER = (
     ("data",),
     ("config", "scoring"),
     ("storage",),
-    ("untrusted",),
     ("runtime",),
+    ("untrusted",),
     ("errors", "version"),
 )
 LEVELS = {room: level for level, rooms in enumerate(ORDER) for room in rooms}

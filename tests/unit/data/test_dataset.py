@@ -109,9 +109,9 @@ def test_a_snapshot_reads_only_what_is_new(tmp_path: Path, monkeypatch: pytest.M
     assert not unreadable and len(set(first.column("key"))) == 6
 
     reads: list[str] = []
-    original = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda self: (reads.append(self.name), original(self))[1])
-    (root / "images" / "1.png").write_bytes(original(root / "images" / "0.png"))  # now the same picture twice
+    original = StoragePath.read_bytes
+    monkeypatch.setattr(StoragePath, "read_bytes", lambda self, *limit: (reads.append(self.name), original(self))[1])
+    (root / "images" / "1.png").write_bytes((root / "images" / "0.png").read_bytes())  # now the same picture twice
     (root / "images" / "2.png").unlink()
     second, unreadable = take_snapshot(dataset, manifest)
     assert [name for name in reads if name.endswith(".png")] == ["1.png"]

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
 from jobs.cli import main
 from pipeline.config.load import load_config
+from pipeline.errors import UserError
+from pipeline.features.regions import open_regions, read_image
 from pipeline.features.store import FeatureStore
 from pipeline.runs.identity import config_identity
-from tests.conftest import small_config
+from tests.conftest import ROOT, small_config
 from tests.support.features import positions
 
 
@@ -169,3 +176,180 @@ def test_check_looks_at_the_file_and_not_for_photographs(tmp_path: Path, capsys:
     main(["check", str(config)])
     output = capsys.readouterr().out
     assert "1 of 12 images cannot be used" in output and "the file has no 12_features" in output
+
+
+FEATURES = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+def group(file: h5py.File) -> None:
+    file.create_group("1_features")
+
+
+def named_type(file: h5py.File) -> None:
+    file["1_features"] = np.dtype("f4")
+
+
+def loop(file: h5py.File) -> None:
+    file["1_features"] = h5py.SoftLink("/2_features")
+    file["2_features"] = h5py.SoftLink("/1_features")
+
+
+def external_link(file: h5py.File) -> None:
+    file["1_features"] = h5py.ExternalLink(Path(file.filename).with_name("pipe"), "x")
+
+
+def hidden_external_link(file: h5py.File) -> None:
+    file["g"] = h5py.ExternalLink(Path(file.filename).with_name("pipe"), "/")
+    file["1_features"] = h5py.SoftLink("/g/x")
+
+
+def external_storage(file: h5py.File) -> None:
+    secret = Path(file.filename).with_name("secret")
+    secret.write_bytes(bytes(24))
+    file.create_dataset("1_features", (2, 3), "f4", external=[(secret, 0, 24)])
+
+
+def virtual(file: h5py.File) -> None:
+    layout = h5py.VirtualLayout((2, 3), "f4")
+    layout[:] = h5py.VirtualSource(Path(file.filename).with_name("missing.hdf5"), "x", (2, 3))
+    file.create_virtual_dataset("1_features", layout)
+
+
+def declared(file: h5py.File) -> None:
+    file.create_dataset("1_features", (5, 10**9), "f4")
+
+
+def wide(file: h5py.File) -> None:
+    file["1_features"] = np.ones((1, 2**16 + 1), np.float32)
+
+
+def large_chunks(file: h5py.File) -> None:
+    file.create_dataset("1_features", (2, 3), "f4", chunks=(4096, 4097), maxshape=(None, None), compression=1)[:] = 1
+
+
+def not_stored(file: h5py.File) -> None:
+    file.create_dataset("1_features", (5, 3), "f4")
+
+
+def no_width(file: h5py.File) -> None:
+    file["1_features"] = np.ones((2, 0), np.float32)
+
+
+def no_values(file: h5py.File) -> None:
+    file["1_features"] = h5py.Empty("f4")
+
+
+def text_boxes(file: h5py.File) -> None:
+    file["1_features"], file["1_boxes"] = FEATURES, np.full((2, 4), b"x")
+
+
+def group_of_boxes(file: h5py.File) -> None:
+    file["1_features"] = FEATURES
+    file.create_group("1_boxes")
+
+
+READ = """
+import sys
+from pathlib import Path
+from pipeline.features.regions import open_regions, read_image
+for path in sys.argv[1:]:
+    with open_regions(Path(path)) as file:
+        try:
+            read_image(file, 1, 10, "float16")
+        except ValueError as error:
+            print(error)
+"""
+
+
+def test_the_features_must_be_whole_and_in_the_file_itself(tmp_path: Path) -> None:
+    """In a process with a time limit, because opening a pipe through a link waits for a writer."""
+    os.mkfifo(tmp_path / "pipe")
+    cases = {
+        group: "1_features is no data set",
+        named_type: "1_features is no data set",
+        loop: "1_features is a link to /1_features",
+        external_link: "1_features is a link to x; the file must contain the values itself",
+        hidden_external_link: "1_features is a link to /g/x",
+        external_storage: "1_features has its values in another file",
+        virtual: "1_features has its values in another file",
+        declared: "1_features has 20000000000 bytes, more than",
+        wide: "1_features has 65537 values per region",
+        large_chunks: "1_features has 67125248 bytes, more than",
+        not_stored: r"1_features has shape (5, 3) and no stored values",
+        no_width: r"1_features has shape (2, 0)",
+        no_values: "1_features is no data set",
+        text_boxes: "1_boxes has shape (2, 4) and dtype |S1",
+        group_of_boxes: "1_boxes is no data set",
+    }
+    for make_file in cases:
+        with h5py.File(tmp_path / f"{make_file.__name__}.hdf5", "w") as file:
+            make_file(file)
+    command = [sys.executable, "-c", READ, *(str(tmp_path / f"{make_file.__name__}.hdf5") for make_file in cases)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(cases), done.stdout + done.stderr
+    for line, reason in zip(lines, cases.values(), strict=True):
+        assert line.startswith(reason), line
+
+
+def test_a_link_to_another_image_of_the_file_is_followed(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "f", "w") as file:
+        file["2_features"], file["1_features"] = FEATURES, h5py.SoftLink("/2_features")
+    with open_regions(tmp_path / "f") as file:
+        assert np.array_equal(read_image(file, 1, 10, "float32")[0], FEATURES)
+
+
+def test_a_damaged_image_is_quarantined_and_the_others_are_imported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One flipped bit in a compressed chunk, the first image a group, and its link to nowhere."""
+    _, config = make(tmp_path)
+    values = np.random.default_rng(0).normal(size=(5, 7)).astype(np.float32)
+    with h5py.File(tmp_path / "regions.hdf5", "a") as file:
+        del file["3_features"], file["1_features"]
+        file.create_group("1_features")
+        stored = file.create_dataset("3_features", data=values, chunks=(5, 7), compression="gzip")
+        offset = stored.id.get_chunk_info(0).byte_offset
+    data = bytearray((tmp_path / "regions.hdf5").read_bytes())
+    data[offset + 20] ^= 1
+    (tmp_path / "regions.hdf5").write_bytes(data)
+    assert main(["extract", str(config), "--set", "data.max_bad_fraction=0.4"]) == 0
+    assert "4 of 12 images gave no features" in capsys.readouterr().out
+    (folder,) = (tmp_path / "storage" / "features").iterdir()
+    table = pq.read_table(folder / "quarantine.parquet").to_pylist()
+    reasons = {row["key"]: row["reason"] for row in table}
+    assert reasons["id-3"].startswith("3_features cannot be read: ") and reasons["id-1"].startswith("1_features is no")
+    assert len(FeatureStore(folder)) == 8
+    assert main(["check", str(config), "--set", "data.max_bad_fraction=0.4"]) in (0, 1)
+    assert "1_features is no data set" in capsys.readouterr().out
+
+
+def test_a_flipped_bit_anywhere_ends_in_a_sentence(tmp_path: Path) -> None:
+    make(tmp_path)
+    whole, random_source = (tmp_path / "regions.hdf5").read_bytes(), np.random.default_rng(0)
+    for _ in range(40):
+        data = bytearray(whole)
+        data[random_source.integers(len(data))] ^= 1 << int(random_source.integers(8))
+        (tmp_path / "flipped.hdf5").write_bytes(data)
+        try:
+            with open_regions(tmp_path / "flipped.hdf5") as file:
+                for image_id in range(1, 13):
+                    with suppress(ValueError):
+                        read_image(file, image_id, 9, "float16")
+        except UserError as error:
+            assert str(error).startswith("features.hdf5: ") and "\n" not in str(error)
+
+
+def test_verify_compares_the_store_with_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A change in the middle of a large file is not part of its digest."""
+    _, config = make(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipeline.features.regions._DIGEST_BYTES", 8)
+        assert main(["extract", str(config), "--verify"]) == 0
+        with h5py.File(tmp_path / "regions.hdf5", "a") as file:
+            file["5_features"][0, 0] = 9.0
+            file["6_boxes"][0, 0] = 9.0
+        assert main(["extract", str(config)]) == 0
+        assert "10 of 12 images there" in capsys.readouterr().out
+        assert main(["extract", str(config), "--verify"]) == 1
+        assert "changed      2 images, for example 5, have other features" in capsys.readouterr().out

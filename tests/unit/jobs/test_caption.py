@@ -100,6 +100,36 @@ def test_lines_say_captions_and_errors_and_the_exit_code_is_one(
     assert capsys.readouterr().out == f"{names[0]}: {rows[0]['caption']}\n"
 
 
+def test_names_of_files_cannot_control_the_terminal(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither clear the screen nor forge a line; the JSON lines have the exact names."""
+    names = ["a\x1b[2J\x1b]0;owned\x07.png", "forged.png: a caption\nc.png: text.png", "b\x9b2J.png"]
+    (source,) = write_images(tmp_path / "source", 1)
+    paths = [shutil.copyfile(source, tmp_path / name) for name in names[:2]]
+    paths.append(tmp_path / names[2])
+    paths[2].write_bytes(b"no image")
+    assert main(["caption", *map(str, paths), "--model", str(bundle)]) == 1
+    printed = capsys.readouterr()
+    assert len(printed.out.splitlines()) == 3 and printed.out.replace("\n", "").isprintable()
+    assert r"a\x1b[2J\x1b]0;owned\x07.png: " in printed.out and r"caption\nc.png: text.png: " in printed.out
+    assert main(["caption", *map(str, paths), "--model", str(bundle), "--json"]) == 1
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["image"] for row in rows] == list(map(str, paths))
+
+
+def test_a_file_above_the_limit_has_a_reason(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small, large = write_images(tmp_path, 2)
+    with Path(large).open("ab") as file:
+        file.truncate(100_000)
+    monkeypatch.setattr("pipeline.data.images.MAX_BYTES", 99_999)
+    assert main(["caption", small, large, "--model", str(bundle), "--json"]) == 1
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert "caption" in rows[0] and rows[1]["error"] == "cannot be read: larger than 99999 bytes"
+
+
 def test_a_killed_job_continues_and_another_model_is_refused(
     bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,6 +86,18 @@ def test_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         ending_with(ZeroDivisionError("a bug keeps its traceback"))
 
 
+@pytest.mark.parametrize("error", [UserError, JobFailedError])
+def test_a_name_in_an_error_cannot_control_the_terminal(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise error("stage \x1b[2J\nraycap: finished")
+
+    monkeypatch.setattr(Entry, "load", fail)
+    assert main(["score"]) in (1, 2)
+    assert capsys.readouterr().err == "raycap: stage \\x1b[2J raycap: finished\n"
+
+
 @pytest.mark.parametrize(
     ("option", "shown"), [((), "IW"), (("--quiet",), "W"), (("-v",), "DIW"), (("-q", "-v"), "DIW")]
 )

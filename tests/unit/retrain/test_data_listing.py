@@ -30,7 +30,7 @@ def write(root: Path, names: list[str]) -> None:
 def test_changes_are_counted_without_reading_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "set"
     write(root, ["dataset.json", *(f"images/{number}.png" for number in range(9_000))])
-    monkeypatch.setattr(StoragePath, "read_bytes", lambda self: pytest.fail(f"{self} was read"))
+    monkeypatch.setattr(StoragePath, "read_bytes", lambda self, *limit: pytest.fail(f"{self} was read"))
     before = listed(root, tmp_path / "results")
     assert before.num_rows == 9_001 and before.schema == LISTING
     assert compare(before, None) == Change(added=9_001, changed=0, gone=0)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 import yaml
 
 from jobs.cli import main
-from tests.conftest import small_config, write_karpathy
+from tests.conftest import ROOT, small_config, write_karpathy
 
 
 def check(tmp_path: Path, root: Path, **data: Any) -> tuple[int, dict[str, Any]]:
@@ -56,6 +59,32 @@ def test_missing_and_broken_images_count_against_the_tolerance(tmp_path: Path) -
     assert code == 0 and len(found["unreadable"]) == 2 and "2 of 20 images" in texts(found, "warning")
     code, found = check(tmp_path, root, max_bad_fraction=0.05)
     assert code == 1 and "2 of 20 images" in texts(found, "error")
+
+
+def test_special_files_and_strange_names_are_reported(tmp_path: Path) -> None:
+    """A pipe without a writer, an endless device, and a name that would clear the screen. Nothing hangs."""
+    root = write_karpathy(tmp_path / "set", {"train": 5, "val": 2, "test": 2})
+    for name in ("0.png", "1.png", "2.png"):
+        (root / "images" / name).unlink()
+    os.mkfifo(root / "images" / "0.png")
+    (root / "images" / "1.png").symlink_to("/dev/zero")
+    change(root, 2, filename="\x1b[2J\x1b]0;owned\x07.png", split="train")
+    config = small_config(tmp_path / "storage", data={"root": str(root), "train_splits": ["train"], "min_count": 1})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    code = (
+        "import resource, sys; from jobs.cli import main\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30))\n"
+        "sys.exit(main(['check', *sys.argv[1:]]))\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "run.yaml"), "--json", str(tmp_path / "found.json")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 1 and not done.stderr, done.stderr
+    assert "3 of 9 images cannot be used" in done.stdout and r"\x1b[2J\x1b]0;owned\x07.png" in done.stdout
+    assert done.stdout.replace("\n", "").isprintable()
+    unreadable = json.loads((tmp_path / "found.json").read_text())["unreadable"]
+    reasons = {Path(uri).name: reason for uri, reason in unreadable.items()}
+    assert reasons["0.png"] == reasons["1.png"] == "not a regular file"
+    assert reasons["\x1b[2J\x1b]0;owned\x07.png"] == "No such file or directory"
 
 
 @pytest.mark.parametrize(

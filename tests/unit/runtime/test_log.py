@@ -69,6 +69,15 @@ def test_the_terminal_shows_levels_ranks_and_indentation(capsys: pytest.CaptureF
     ]
 
 
+def test_names_in_records_cannot_control_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging()
+    with log_file(tmp_path / "run.log"):
+        LOGGER.info("a\x1b[2J\x1b]0;owned\x07.png\rb\u202e ü 猫")
+    expected = r"a\x1b[2J\x1b]0;owned\x07.png\rb\u202e ü 猫"
+    assert capsys.readouterr().out == f"{expected}\n"
+    assert (tmp_path / "run.log").read_text(encoding="utf-8").endswith(f"{expected}\n")
+
+
 def test_configuring_twice_changes_the_level_and_prints_once(capsys: pytest.CaptureFixture[str]) -> None:
     for level, shown in ((logging.INFO, "i\n"), (logging.WARNING, ""), (logging.DEBUG, "debug     d\ni\n")):
         configure_logging(level)

@@ -39,9 +39,9 @@ class Home(StoragePath):
         if self.fails.is_set():
             raise StorageError("503")
 
-    def read_bytes(self) -> bytes:
+    def read_bytes(self, max_bytes: int | None = None) -> bytes:
         self._request()
-        return super().read_bytes()
+        return super().read_bytes(max_bytes)
 
     def write_bytes(self, data: bytes | memoryview) -> str:
         self._request()

@@ -1,0 +1,202 @@
+"""The reader of images: which formats it opens, and that damaged, hostile and special files give a reason in words."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import EpsImagePlugin, Image, ImageFile, features
+
+from pipeline.data import images
+from pipeline.data.images import FORMATS, UNREADABLE, BadImage, decode_batch, decode_image, read_image_file
+from pipeline.storage.path import StoragePath
+from tests.conftest import ROOT
+
+CODECS = {"WEBP": "webp", "JPEG2000": "jpg_2000", "AVIF": "avif", "TIFF": "libtiff"}
+MODES = {
+    "PNG": ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"),
+    "TIFF": ("1", "L", "RGB", "RGBA", "CMYK", "I;16", "F"),
+    "JPEG": ("L", "RGB", "CMYK"),
+}
+
+
+def encoded(image: Image.Image, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, **({"format": "PNG"} | options))  # type: ignore[arg-type]
+    return buffer.getvalue()
+
+
+def example(mode: str = "RGB", size: tuple[int, int] = (24, 18)) -> Image.Image:
+    """A picture with all kinds of values of this mode."""
+    noise = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 4), np.uint8)
+    if mode in ("I;16", "I;16B"):
+        return Image.frombytes(mode, size, noise[..., :2].tobytes())
+    if mode in ("I", "F"):
+        return Image.fromarray(noise[..., 0].astype({"I": np.int32, "F": np.float32}[mode]) * 200 - 100)
+    return Image.fromarray(noise).convert(mode)
+
+
+def files() -> list[tuple[str, bytes]]:
+    """A small file of each format and mode that this Pillow can write, and a multi-picture file."""
+    found = []
+    for name in FORMATS:
+        if name not in CODECS or features.check(CODECS[name]):
+            found += [(name, encoded(example(mode), format=name)) for mode in MODES.get(name, ("RGB",))]
+    found.append(("MPO", encoded(example(), format="MPO", save_all=True, append_images=[example()])))
+    found.append(("TIFF", encoded(example(), format="TIFF", compression="tiff_lzw")))
+    return [*found, ("JPEG", encoded(example(size=(64, 64)), format="JPEG", progressive=True))]
+
+
+def test_the_formats_are_read() -> None:
+    names = set()
+    for name, data in files():
+        image = decode_image(data, 10_000)
+        assert image.mode == "RGB" and image.size in ((24, 18), (64, 64)), name
+        names.add(name)
+    assert {"JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "MPO"} <= names
+
+
+def test_an_image_in_postscript_starts_no_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for Ghostscript on the PATH, which Pillow starts for an EPS file, whatever its name."""
+    called, tool = tmp_path / "called", tmp_path / "gs"
+    tool.write_text(f'#!/bin/sh\necho "$@" >> {called}\nexit 1\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    data = encoded(example(), format="EPS")
+    with pytest.raises(BadImage, match="not an image in a known format"):
+        decode_image(data, 10_000)
+    assert not called.exists()
+    with pytest.raises(Exception, match="gs"):
+        Image.open(io.BytesIO(data)).load()
+    assert called.exists(), "the stand-in was not on the PATH"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Failed to decode"),
+        NotImplementedError("kind 7"),
+        AttributeError("no\x1b[2J"),
+        MemoryError(),
+        KeyError(),
+    ],
+)
+def test_every_failure_of_a_decoder_has_a_reason(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise error
+
+    data = encoded(example())
+    monkeypatch.setattr(ImageFile.ImageFile, "load", fail)
+    with pytest.raises(BadImage, match=r"cannot be decoded: \S") as caught:
+        decode_image(data, 10_000)
+    assert str(caught.value).isprintable()
+
+
+def test_damaged_files_give_an_image_or_a_reason() -> None:
+    """Seeded changes of single bits, bytes, runs of bytes and the length of small files of each format."""
+    random_source, num_bad = random.Random(0), 0
+    for name, whole in files():
+        for _ in range(25):
+            data = bytearray(whole)
+            for _ in range(random_source.choice((1, 1, 3, 20))):
+                start = random_source.randrange(min(len(data), random_source.choice((64, len(data)))))
+                match random_source.randrange(4):
+                    case 0:
+                        data[start] ^= 1 << random_source.randrange(8)
+                    case 1:
+                        data[start] = random_source.choice((0, 1, 127, 128, 255))
+                    case 2:
+                        data[start : start + 4] = random_source.randbytes(random_source.randrange(8))
+                    case 3 if start:
+                        del data[start + random_source.randrange(40) :]
+            try:
+                image = decode_image(bytes(data), 10_000)
+            except BadImage as error:
+                num_bad += 1
+                assert str(error).isprintable() and len(str(error)) < 300, name
+                continue
+            assert image.mode == "RGB" and image.width * image.height <= 10_000, name
+    assert num_bad > 100
+
+
+def test_a_strip_has_the_colors_of_the_whole_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures = [encoded(example(mode)) for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")]
+    pictures += [encoded(example(mode), format="TIFF") for mode in ("CMYK", "F", "I;16B", "I", "RGBA")]
+    pictures += [encoded(example(mode), transparency=index) for mode, index in (("P", 3), ("L", 9), ("RGB", (1, 2, 3)))]
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees clockwise to show
+    pictures.append(encoded(example("RGBA"), exif=exif))
+    whole = [decode_image(data, 10_000) for data in pictures]
+    monkeypatch.setattr(images, "STRIP_PIXELS", 100)
+    for one, other in zip(whole, [decode_image(data, 10_000) for data in pictures], strict=True):
+        assert one.size == other.size and one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("mode", ["I;16", "RGBA"])
+def test_a_large_image_needs_a_small_multiple_of_its_size(mode: str, tmp_path: Path) -> None:
+    side = 4000
+    code = (
+        "import resource, sys; from pathlib import Path; from pipeline.data.images import decode_image\n"
+        "data = Path(sys.argv[1]).read_bytes(); decode_image(Path(sys.argv[2]).read_bytes(), 100)\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        f"decode_image(data, {side * side})\n"
+        "print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))\n"
+    )
+    large, small = tmp_path / "large", tmp_path / "small"
+    for path, size in ((large, (side, side)), (small, (10, 10))):
+        Image.new(mode, size).save(path, "PNG", compress_level=1)
+    done = subprocess.run(
+        [sys.executable, "-c", code, large, small], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 3 * 4 * side * side, "three times an image of 4 bytes per pixel"
+
+
+def test_a_tile_larger_than_the_limit_is_refused() -> None:
+    """A tile is decoded as a whole, although the image has only some of its pixels."""
+    entries = [(256, 4, 8), (257, 4, 8), (258, 3, 8), (259, 3, 8), (262, 3, 1), (277, 3, 1), (322, 4, 40_000)]
+    entries += [(323, 4, 40_000), (324, 4, 0), (325, 4, 64)]
+    body = b"".join(struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in entries)
+    data = b"II*\0" + struct.pack("<IH", 8, len(entries)) + body + bytes(4) + bytes(64)
+    with pytest.raises(BadImage, match="40000 x 40000 pixels, more than 1000"):
+        decode_image(data, 1000)
+
+
+def test_a_jpeg_of_very_many_scans_is_refused() -> None:
+    """The last scan of a progressive file, repeated: each one is a pass over all pixels."""
+    data = encoded(example(size=(64, 64)), format="JPEG", progressive=True)
+    decode_image(data, 10_000)
+    start, end = data.rindex(b"\xff\xda"), data.rindex(b"\xff\xd9")
+    with pytest.raises(BadImage, match="scans, which would take long"):
+        decode_image(data[:start] + 300 * data[start:end] + data[end:], 10_000)
+
+
+def test_pipes_devices_and_large_files_are_no_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is read anyway would wait for a writer, or fill the memory; hence the process and its limit."""
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "zero.png").symlink_to("/dev/zero")
+    (tmp_path / "folder.png").mkdir()
+    code = (
+        "import resource, sys; from pathlib import Path; from pipeline.data.images import decode_batch\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (4 * 2**30, 4 * 2**30))\n"
+        "print(*decode_batch({'uri': sys.argv[1:], 'key': sys.argv[1:]}, 8, 100)['reason'], sep='\\n')\n"
+    )
+    names = [str(tmp_path / f"{name}.png") for name in ("pipe", "zero", "folder")]
+    done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    reasons = [f"{UNREADABLE}: {reason}" for reason in ("not a regular file", "not a regular file", "Is a directory")]
+    assert done.stdout.splitlines() == reasons, done.stderr
+
+    (tmp_path / "large.png").write_bytes(bytes(101))
+    monkeypatch.setattr(images, "MAX_BYTES", 100)
+    with pytest.raises(OSError, match="larger than 100 bytes"):
+        read_image_file(StoragePath(str(tmp_path / "large.png")))
+    batch = {"uri": np.array([str(tmp_path / "large.png")]), "key": np.array(["key"])}
+    assert decode_batch(batch, 8, 100)["reason"].tolist() == [f"{UNREADABLE}: larger than 100 bytes"]
