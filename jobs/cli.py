@@ -133,7 +133,8 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (JobFailedError, OSError) as error:
-        print(f"raycap: {' '.join(str(error).split())}", file=sys.stderr)
+        cause = getattr(error, "cause", None) or error  # Ray adds the traceback of a task to its error
+        print(f"raycap: {' '.join(str(cause).split())}", file=sys.stderr)
         return 1
     return result if isinstance(result, int) else 0
 
