@@ -150,7 +150,7 @@ class RunFolder:
     def config(self) -> RunConfig:
         path = self.path / "config.yaml"
         with self._reading(path):
-            values = require_mapping(parse_yaml(path.read_bytes(), str(path)), str(path))
+            values = dict(require_mapping(parse_yaml(path.read_bytes(), str(path)), str(path)))
         try:
             return parse_config(values)
         except UserError as error:

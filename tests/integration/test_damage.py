@@ -172,8 +172,9 @@ def flip_caption(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [empty, cut, replace_by_garbage, flip_caption, Path.unlink])
 def test_damaged_data_are_written_again(world: World, damage: Damage, log_lines: list[str]) -> None:
-    before = world.folder.dataset.table.to_pylist()
-    damage(world.folder.path / "data.arrow")
+    before, path = world.folder.dataset.table.to_pylist(), world.folder.path / "data.arrow"
+    Path(shutil.copy(path, path.with_suffix(".new"))).replace(path)  # other tests have mapped the file
+    damage(path)
     folder = prepare(world.folder.config)
     assert folder.path == world.folder.path and folder.dataset.table.to_pylist() == before
 

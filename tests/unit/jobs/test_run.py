@@ -20,6 +20,7 @@ from pipeline.errors import JobFailedError
 from pipeline.runs.evaluation import stored_results
 from pipeline.runs.folder import RunFolder
 from pipeline.storage.s3 import StorageError
+from pipeline.tracking.run_sync import stored_records
 from tests.conftest import small_config
 
 TRAIN = {"kind": "train", "total": 40, "loss": 2.5, "gradient_norm": 1.2, "lr": 1e-4, "images_per_s": 99.6}
@@ -84,6 +85,15 @@ def test_damaged_scores_are_computed_again(tmp_path: Path, content: str, log_lin
     assert stored_results(RunFolder(tmp_path), dataset, ["test"]) == []
     (line,) = log_lines
     assert f"{tmp_path}/" in line and line.endswith("; the images are captioned again")
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"http://tracker": 3}'])
+def test_a_damaged_record_of_the_tracker_counts_as_empty(tmp_path: Path, content: str, log_lines: list[str]) -> None:
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "tracked.json").write_text(content)
+    assert stored_records(RunFolder(tmp_path)) == {}
+    (line,) = log_lines
+    assert line.startswith(f"damaged   {tmp_path}/log/tracked.json is damaged: ")
 
 
 @pytest.mark.parametrize(

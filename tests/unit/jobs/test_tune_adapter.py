@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +134,12 @@ class Gadget:
 
 def failed_trial(folder: Path, error: Exception) -> Any:
     """A trial of Ray Tune that failed in this way. Somebody has replaced its pickled error."""
-    storage = StorageContext(str(folder), experiment_dir_name="search", trial_dir_name="trial")
-    trial = Trial("none", stub=True, storage=storage)
-    Path(trial.local_path).mkdir(parents=True)
+    trial = Trial("none", stub=True, storage=StorageContext(str(folder), experiment_dir_name="s", trial_dir_name="t"))
     trial.handle_error(error)
-    Path(trial.pickled_error_file or folder / "none").write_bytes(pickle.dumps(Gadget(folder / "ran")))
+    if trial.pickled_error_file:
+        Path(trial.pickled_error_file).write_bytes(pickle.dumps(Gadget(folder / "ran")))
+        Path(trial.storage.trial_fs_path).mkdir(parents=True)
+        shutil.copy(trial.pickled_error_file, trial.storage.trial_fs_path)
     return trial
 
 
@@ -163,8 +165,11 @@ OOM = "Task failed. 1 worker(s) were killed due to the node running low on memor
         ),
     ],
 )
-def test_an_error_is_read_as_text(tmp_path: Path, error: Exception, is_lost: bool, reason: str) -> None:
+def test_an_error_is_read_as_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, is_lost: bool, reason: str
+) -> None:
     """Nothing is unpickled, also not by Ray Tune at the end of the search."""
+    monkeypatch.setattr(Trial, "local_path", str(tmp_path))
     trial = failed_trial(tmp_path, error)
     text = module._error_of(trial)
     assert module._is_node_lost(text) is is_lost and module._failure_reason(text).startswith(reason)
