@@ -6,6 +6,7 @@ import random
 import resource
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,17 +18,18 @@ from pipeline.config.load import dump_config
 from pipeline.errors import DamagedError
 from pipeline.features.store import FeatureStore
 from pipeline.runs.damage import find_damaged_files
-from pipeline.runs.folder import RunFolder
+from pipeline.runs.folder import RunFolder, StageResult
 from pipeline.runs.journal import read_journal
 from pipeline.runs.prepare import prepare
 from pipeline.runtime.context import LocalContext
+from pipeline.storage.atomic import write_json
 from pipeline.storage.cache import REWARD_INDEXES, cache_folder
 from pipeline.storage.path import StoragePath, storage_path
 from pipeline.training.batches import Batch
-from pipeline.training.loop import StageJob, StageRun, train_stages
+from pipeline.training.loop import StageJob, StageRun, stage_captioner, train_stages
 from pipeline.training.objectives import make_objective
 from pipeline.training.optimizer import make_optimizer
-from pipeline.training.stage_output import StageOutput
+from pipeline.training.stage_output import Progress, StageOutput
 from tests.conftest import small_config
 from tests.support.damage import cut, empty, flip, flip_any, replace_by_garbage
 from tests.support.runs import Killed, assert_same_weights, best_weights, prepare_run
@@ -106,32 +108,38 @@ Damage = Callable[[Path], Any]
 def test_a_damaged_checkpoint_is_stepped_over(tmp_path: Path, world: World, name: str, damage: Damage) -> None:
     folder = copied(world.folder, tmp_path)
     stage, (prefix, file) = folder.stage(STAGE), name.split("/")
-    older = min(int(path.name.split("-")[1]) for path in stage.glob("step-*"))
+    older, _ = sorted(int(path.name.split("-")[1]) for path in stage.glob("step-*"))
     path = newest(stage, prefix) / file
     damage(path)
-    texts = train(folder, world)
-    (notice,) = [text for text in texts if "resumes from an earlier state" in text]
-    assert notice.startswith(str(path))
-    assert any(text.startswith(f"continues from step {older} of") for text in texts)
+    progress, (notice,) = resumed(folder)
+    assert progress.step == progress.best_step == older
+    assert notice.startswith(str(path)) and notice.endswith("; the stage resumes from an earlier state")
 
 
-def test_without_a_whole_checkpoint_the_stage_begins_again(tmp_path: Path, world: World) -> None:
+def resumed(folder: RunFolder) -> tuple[Progress, list[str]]:
+    """The progress of the stage with which a worker begins, and the damages that it has found."""
+    output, section = StageOutput(folder, STAGE, writes=False), folder.config.stages[0]
+    captioner = stage_captioner(folder, section, torch.device("cpu"))
+    return output.resume(captioner, make_optimizer(captioner, section.optimizer, section.lr)), output.damages
+
+
+@pytest.mark.parametrize("num_damaged", [1, 2])
+def test_a_stage_with_damaged_checkpoints_ends_with_the_same_weights(
+    tmp_path: Path, world: World, num_damaged: int
+) -> None:
+    """From the older checkpoint, or from the beginning. Folders of others remain."""
     folder = copied(world.folder, tmp_path)
-    for path in folder.stage(STAGE).glob("step-*/state.pt"):
-        cut(path)
+    stage, others = folder.stage(STAGE), {"step-backup", "step-", "step-9x", "step-999"}
+    older, last = sorted(int(path.name.split("-")[1]) for path in stage.glob("step-*"))
+    for name in others:
+        (stage / name).write_text("a file") if name == "step-999" else (stage / name).mkdir()
+    for step in (last, older)[:num_damaged]:
+        cut(stage / f"step-{step}" / "state.pt")
     texts = train(folder, world)
-    assert sum("resumes from an earlier state" in text for text in texts) == 2
-    assert any(text.startswith("starts at step 0 of") for text in texts)
-
-
-def test_other_folders_are_left_alone(tmp_path: Path, world: World) -> None:
-    folder = copied(world.folder, tmp_path)
-    for name in ("step-backup", "best-backup", "step-", "step-9x"):
-        (folder.stage(STAGE) / name).mkdir()
-    (folder.stage(STAGE) / "step-999").write_text("a file")
-    train(folder, world)
-    left = {path.name for path in folder.stage(STAGE).glob("step-*")}
-    assert left == {"step-backup", "step-", "step-9x", "step-999"}
+    assert sum("resumes from an earlier state" in text for text in texts) == num_damaged
+    begin = "starts at step 0 of" if num_damaged == 2 else f"continues from step {older} of"
+    assert any(text.startswith(begin) for text in texts)
+    assert {path.name for path in stage.glob("step-*")} == others
 
 
 @pytest.mark.parametrize("damage", [empty, cut, replace_by_garbage])
@@ -145,18 +153,18 @@ def test_a_damaged_document_is_named_with_a_remedy(tmp_path: Path, world: World,
     with pytest.raises(DamagedError) as raised:
         _ = (folder.config, folder.metadata, folder.vocabulary, folder.result(STAGE))
     assert str(raised.value).startswith(str(path)) and "restore it from a copy, or remove " in str(raised.value)
-    if name.endswith("DONE.json"):
-        shutil.rmtree(path.parent)
-        train(folder, world)
 
 
 @pytest.mark.parametrize("damage", [cut, flip_any, Path.unlink])
 @pytest.mark.parametrize("part", ["best", "init"])
 def test_damaged_weights_are_named_with_a_remedy(tmp_path: Path, world: World, part: str, damage: Damage) -> None:
     folder = copied(world.folder, tmp_path)
+    path = folder.path / "init" / "model.safetensors"
     if part == "best":
-        train(folder, world)
-    (path,) = folder.path.rglob(f"{part}*/model.safetensors")
+        path = newest(folder.stage(STAGE), "best") / "model.safetensors"
+        step = int(path.parent.name.split("-")[1])
+        result = StageResult(steps=step, best_step=step, best_score=1.0, kept=True, ended_early="")
+        write_json(folder.stage(STAGE) / "DONE.json", asdict(result))
     damage(path)
     with pytest.raises(DamagedError) as raised:
         folder.weights_before(None, "model")
@@ -170,7 +178,7 @@ def flip_caption(path: Path) -> None:
     path.write_bytes(data[: place + 1] + b"b" + data[place + 2 :])
 
 
-@pytest.mark.parametrize("damage", [empty, cut, replace_by_garbage, flip_caption, Path.unlink])
+@pytest.mark.parametrize("damage", [empty, cut, replace_by_garbage, flip_caption])
 def test_damaged_data_are_written_again(world: World, damage: Damage, log_lines: list[str]) -> None:
     before, path = world.folder.dataset.table.to_pylist(), world.folder.path / "data.arrow"
     Path(shutil.copy(path, path.with_suffix(".new"))).replace(path)  # other tests have mapped the file
@@ -179,7 +187,7 @@ def test_damaged_data_are_written_again(world: World, damage: Damage, log_lines:
     assert folder.path == world.folder.path and folder.dataset.table.to_pylist() == before
 
 
-@pytest.mark.parametrize("damage", [empty, cut, replace_by_garbage, flip_any])
+@pytest.mark.parametrize("damage", [empty, replace_by_garbage])
 def test_damaged_manifests_of_images_are_made_again(world: World, damage: Damage, log_lines: list[str]) -> None:
     prepare(world.folder.config)
     (path,) = world.folder.config.storage_place.path.glob("manifests/*.parquet")
@@ -222,13 +230,10 @@ def test_every_flipped_bit_is_found(tmp_path: Path, world: World, count: int, lo
     stage, config, device = folder.stage(STAGE), folder.config, torch.device("cpu")
     data = folder.dataset.split(*config.data.train_splits)
     section = config.stages[0].model_copy(update={"objective": "scst"})
-    run = StageRun(LocalContext("cpu"), folder, config.stages[0], StageJob(folder, (STAGE,), world.store))
     make_objective(section, data, folder.vocabulary, device)
 
     def stage_damage() -> str:
-        output = StageOutput(folder, STAGE, writes=False)
-        output.resume(run.captioner, make_optimizer(run.captioner, run.stage.optimizer, 1.0))
-        return " ".join(output.damages)
+        return " ".join(resumed(folder)[1])
 
     def store_damage() -> str:
         return " ".join(FeatureStore(world.store).damaged(data.table["key"]).values())
@@ -247,12 +252,13 @@ def test_every_flipped_bit_is_found(tmp_path: Path, world: World, count: int, lo
         shard: (store_damage, config.storage_place.path),
         index: (index_damage, indexes),
     }
+    for first_use, storage in checks.values():
+        assert not first_use() and not list(find_damaged_files(storage_path(storage)))
     rng = random.Random(0)
     for number in range(count):
         path = list(checks)[number % len(checks)]
         first_use, storage = checks[path]
         whole = path.read_bytes()
-        assert not first_use() and not list(find_damaged_files(storage_path(storage)))
         flip(path, rng)
         (damage,) = [text for text, remedy in find_damaged_files(storage_path(storage)) if remedy]
         assert damage.startswith(str(path)) and str(path) in first_use()

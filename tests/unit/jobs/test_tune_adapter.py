@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
 from ray.train._internal.storage import StorageContext
 from ray.tune.experiment import Trial
@@ -143,7 +142,8 @@ def failed_trial(folder: Path, error: Exception) -> Any:
     return trial
 
 
-NODE_DIED = ActorDiedErrorContext(error_message="The actor died because its node has died.", actor_id=b"0" * 16)
+NODE_DIED = ActorDiedError()
+NODE_DIED.error_msg += "\n\tclass_name: T\nThe actor died because its node has died."
 OOM = "Task failed. 1 worker(s) were killed due to the node running low on memory. See the log"
 
 
@@ -155,7 +155,7 @@ OOM = "Task failed. 1 worker(s) were killed due to the node running low on memor
             True,
             "its process died (killed, or out of memory): The actor ",
         ),
-        (ActorDiedError(NODE_DIED), True, "its process died (killed, or out of memory): The actor died unexpectedly "),
+        (NODE_DIED, True, "its process died (killed, or out of memory): The actor died unexpectedly "),
         (ActorDiedError(), False, "its process died (killed, or out of memory): The actor died unexpectedly "),
         (OutOfMemoryError(OOM), False, "out of memory: Ray ended its process because the node's memory was full"),
         (
