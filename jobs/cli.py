@@ -139,7 +139,8 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (JobFailedError, OSError) as error:
-        _print_error(error)
+        cause = getattr(error, "cause", None) or error  # Ray adds the traceback of a task to its error
+        _print_error(cause)
         return 1
     return result if isinstance(result, int) else 0
 

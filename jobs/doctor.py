@@ -29,7 +29,10 @@ from pipeline.cluster.submission import used_variables
 from pipeline.config.load import parse_config, read_values
 from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
+from pipeline.runs.damage import find_damaged_files
 from pipeline.runtime.log import configure_logging, unchanged_level
+from pipeline.storage.cache import REWARD_INDEXES, cache_folder
+from pipeline.storage.path import storage_path
 
 JOB_S, POLL_S = 240.0, 1.0  # the deadline of the job that asks the nodes
 
@@ -51,17 +54,23 @@ def doctor(
     address: Annotated[
         str | None, typer.Option(help="A cluster's dashboard (http://head:8265), or what `run --address` takes.")
     ] = None,
+    storage: Annotated[
+        bool, typer.Option("--storage", help="Read all files of CONFIG's storage and find damaged ones.")
+    ] = False,
     print_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of lines.")] = False,
 ) -> int:
     """Check what this machine or a cluster can run.
 
     Each line names a capability and, where it is missing, the remedy. The exit code is 1 when CONFIG cannot run. With
-    an address, every node of the cluster is asked, too.
+    an address, every node of the cluster is asked, too. With --storage, the files are read instead, and the exit code
+    is 1 when one is damaged.
 
     Example: raycap doctor configs/demo.yaml
     """
     findings: list[Finding] = []
-    for finding in _examine(_read_subject(config, set_ or ()), address or os.environ.get("RAY_ADDRESS")):
+    subject = _read_subject(config, set_ or ())
+    address = address or os.environ.get("RAY_ADDRESS")
+    for finding in _examine_files(subject) if storage else _examine(subject, address):
         findings.append(finding)
         if not print_json:
             print(finding.line)
@@ -69,10 +78,25 @@ def doctor(
     if print_json:
         report = {"ok": not failed, "findings": [asdict(finding) for finding in findings]}
         print(json.dumps(report, indent=1, ensure_ascii=False))
-    else:
-        subject = str(config) if config is not None else "raycap"
-        print(f"{subject} cannot run here: {', '.join(failed)}" if failed else f"{subject} can run here")
+    elif not storage:
+        name = str(config) if config is not None else "raycap"
+        print(f"{name} cannot run here: {', '.join(failed)}" if failed else f"{name} can run here")
     return 1 if failed else 0
+
+
+def _examine_files(subject: Subject) -> Iterator[Finding]:
+    """A finding for each damaged file of a storage and of the rewards' indexes of this machine, or that there is none.
+
+    Raises UserError without a configuration.
+    """
+    if subject.config is None:
+        raise UserError("--storage reads the storage of a configuration; give its file")
+    place, indexes = subject.config.storage_place, storage_path(cache_folder() / REWARD_INDEXES)
+    damages = list(find_damaged_files(place))
+    damages += [(damage, "it is built again when it is used") for damage, _ in find_damaged_files(indexes)]
+    yield from (Finding("files", "fail", damage, remedy) for damage, remedy in damages)
+    if not damages:
+        yield Finding("files", "ok", f"no file of {place} is damaged")
 
 
 def _read_subject(path: Path | None, overrides: Sequence[str]) -> Subject:

@@ -21,7 +21,7 @@ from pipeline.config.load import dump_config, load_config
 from pipeline.config.run import RunConfig, total_steps
 from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
-from pipeline.errors import UserError
+from pipeline.errors import DamagedError, UserError
 from pipeline.features.source import describe_features, extract_features
 from pipeline.reports.text_table import format_table
 from pipeline.runs.evaluation import RunScores, score_run, split_result, stored_results
@@ -33,7 +33,7 @@ from pipeline.runtime.secrets import without_secrets
 from pipeline.scoring.metrics import why_unavailable
 from pipeline.scoring.result_files import write_predictions
 from pipeline.scoring.split_result import SplitResult
-from pipeline.storage.atomic import read_json, write_json, write_text
+from pipeline.storage.atomic import write_json, write_text
 from pipeline.storage.path import StoragePath
 from pipeline.storage.s3 import StorageError
 from pipeline.tracking.mlflow_client import public_uri
@@ -56,8 +56,11 @@ def run(config: RunConfig, address: str | None = None) -> RunFolder:
 
     begin = time.monotonic()
     folder = prepare(config)
-    complete = folder.path / "COMPLETE.json"
-    summary = read_json(complete) if complete.is_file() else None
+    try:
+        summary = folder.summary
+    except DamagedError as error:
+        logger.warning(f"damaged   {str(error).partition(';')[0]}; the captions are scored again")
+        summary = None
     missing = [] if summary is None else _repairable(summary)
     if summary is not None and not missing:
         _finish_registration(folder, config, summary)
@@ -156,12 +159,21 @@ def shares_text(config: RunConfig, stage: StageSection) -> str:
     return f"{span(counts[0], counts[-1])} workers x {span(*config.micro_batch_sizes(stage))}{accumulated}"
 
 
+def _has_config(folder: RunFolder, config: RunConfig) -> bool:
+    """Whether config.yaml of a run's folder is not damaged and has these values."""
+    try:
+        return folder.config == config
+    except (DamagedError, UserError) as error:  # a UserError for keys that were renamed since
+        logger.warning(f"damaged   {str(error).partition(';')[0]}; it is written again")
+        return False
+
+
 class RunDriver:
     """One attempt at a run. It starts with the prepared folder and ends with the summary."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, address: str | None) -> None:
         # An earlier attempt may have had other values of keys that do not decide the result, such as workers.
-        if folder.config != config:
+        if not _has_config(folder, config):
             write_text(folder.path / "config.yaml", dump_config(config))
             folder.push("config.yaml")
         self.folder = RunFolder(folder.path, folder.home)  # `folder` has cached the earlier configuration

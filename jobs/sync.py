@@ -15,7 +15,6 @@ from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
 from pipeline.runs.folder import RunFolder, open_folder, try_lock
 from pipeline.runs.preflight import check_storage
-from pipeline.storage.atomic import read_json
 from pipeline.tracking.mlflow_client import public_uri
 from pipeline.tracking.run_sync import SentRecord, stored_records
 from pipeline.tracking.run_tracker import Tracker, register_run
@@ -73,7 +72,8 @@ def send(folder: RunFolder, config: RunConfig) -> bool:
 
 def register(folder: RunFolder, config: RunConfig) -> bool:
     """Sends what the tracker lacks of a complete run and its model. Returns False if it does not accept all of it."""
-    if read_json(folder.path / "COMPLETE.json")["tracked"] and public_uri(config) in stored_records(folder):
+    summary = folder.summary
+    if summary is not None and summary["tracked"] and public_uri(config) in stored_records(folder):
         logger.info(f"{folder.run_id}: {public_uri(config)} has everything")
         return True
     registered = register_run(folder, config)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from pipeline.training.stage_output import AbandonedError
 
 logger = logging.getLogger(__name__)
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors that another attempt would meet again
 HOUR_S = 3600.0
 NUM_STARTS = 5  # how often Ray Train tries in one attempt to start workers again that did not start within a minute
 
@@ -161,6 +164,18 @@ def _run_worker(settings: dict[str, Any]) -> None:
         return  # When Ray Train restarts the workers, all of them end here, which ends the fit.
     try:
         train_stages(RayContext(), job)
-    except (AbandonedError, DivergedError, ValueError) as error:
-        failure_file(job).write_bytes(without_secrets(" ".join(str(error).split())).encode())
+    except (AbandonedError, DivergedError, JobFailedError, ValueError) as error:
+        _end_attempts(job, " ".join(str(error).split()))
         raise
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        remedy = "free space, and the same command continues from the last checkpoint"
+        _end_attempts(job, f"{job.folder.path} cannot be written ({error.strerror}); {remedy}")
+        raise
+
+
+def _end_attempts(job: StageJob, reason: str) -> None:
+    """Writes the reason for which another attempt would fail. A disk may be too full for it."""
+    with suppress(OSError):
+        failure_file(job).write_bytes(without_secrets(reason).encode())

@@ -1,4 +1,4 @@
-"""The two errors that end a command with one sentence in place of a traceback."""
+"""The errors that end a command with one sentence in place of a traceback."""
 
 from __future__ import annotations
 
@@ -9,3 +9,7 @@ class UserError(ValueError):
 
 class JobFailedError(RuntimeError):
     """The failure of a job, for a reason that the message names. Exit code 1."""
+
+
+class DamagedError(JobFailedError):
+    """A file of raycap is not what was written: it is missing, cut or changed. The message begins with its name."""

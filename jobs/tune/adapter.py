@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import time
 import uuid
@@ -28,6 +29,7 @@ from pipeline.cluster.capacity import MESSAGE_EVERY_S, WaitedTooLongError, clust
 from pipeline.search.results import live_table, trial_line, trial_name
 from pipeline.search.spec import SCORE, Search
 from pipeline.search.trials import ENDED, SearchPlan, TrialLog, TrialOutcome, TrialRecord
+from pipeline.untrusted.names import printable
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,10 @@ MAX_LOST_NODES = 10  # per trial
 MAX_WAITING = 100  # requests for a process that wait at a time
 # A trial with several workers waits in a process of its own, so only this many may wait for nodes at a time.
 MAX_WAITING_FITS = 4
+# Parts of Ray's error texts (ray.exceptions), and the line above each of them in Ray Tune's error file.
+FAILURE_HEADER = re.compile(r"^Failure # \d+ \(occurred at [^)\n]*\)$", re.MULTILINE)
+ACTOR_DIED, OUT_OF_MEMORY = "The actor died", "killed due to the node running low on memory"
+ACTOR_UNAVAILABLE = re.compile(r"The actor \w+ is unavailable: ")
 TABLE_EVERY_S = 30.0  # the shortest time between two tables of the running trials
 RAY_TUNE_SETTINGS = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
@@ -271,10 +277,10 @@ class TuneAdapter:
             record.seconds += seconds
             self.population.pause(record.number)
 
-    def on_error(self, trial_id: str, error: Any) -> None:
+    def on_error(self, trial_id: str, error: str) -> None:
         """Records a failed trial. A trial that has lost its node has not failed: it is queued again and resumes.
 
-        A spot node that the cloud takes back is lost in this way. error: an exception, its text, or None.
+        A spot node that the cloud takes back is lost in this way. error: the text of `_error_of`.
         """
         is_node_lost = _is_node_lost(error)
         if trial_id in self.waiting:
@@ -377,38 +383,32 @@ def _callback(adapter: TuneAdapter) -> Any:
     return LogCallback()
 
 
-def _error_of(trial: Any) -> Any:
-    """The error, or its text, for which Ray Tune counts a trial as failed; None if it gives none.
+def _error_of(trial: Any) -> str:
+    """The text of the error for which Ray Tune counts a trial as failed; "" if it gives none.
 
-    It reads the error files that the driver writes, because the files that Ray's getters read arrive later.
+    It reads the file that the driver writes, because the file that Ray's getter reads arrives later. The pickled error
+    beside it is not read, because unpickling runs code and others may write to the storage. At the end of the search
+    Ray Tune would read it, unless it forgets the name.
     """
-    import ray
-
-    if trial.pickled_error_file and Path(trial.pickled_error_file).is_file():
-        return ray.cloudpickle.loads(Path(trial.pickled_error_file).read_bytes())
-    if trial.error_file and Path(trial.error_file).is_file():
-        return Path(trial.error_file).read_text()
-    return None
+    trial.run_metadata.pickled_error_filename = None
+    if not trial.error_file or not Path(trial.error_file).is_file():
+        return ""
+    text = Path(trial.error_file).read_text(errors="replace")
+    return FAILURE_HEADER.split(text)[-1].strip()
 
 
-def _is_node_lost(error: Any) -> bool:
+def _is_node_lost(error: str) -> bool:
     """Whether a trial ended because its node was lost, not because its own process died."""
-    import ray
-
     # Ray reports the end of a process on a live node as ActorDiedError. ActorUnavailableError means that the node does
     # not answer, which Ray has not declared dead yet.
-    if isinstance(error, ray.exceptions.ActorUnavailableError):
-        return True
-    return isinstance(error, ray.exceptions.ActorDiedError) and "node has died" in str(error)
+    return ACTOR_UNAVAILABLE.match(error) is not None or (error.startswith(ACTOR_DIED) and "node has died" in error)
 
 
-def _failure_reason(error: Any) -> str:
+def _failure_reason(error: str) -> str:
     """The reason in one line."""
-    import ray
-
-    if isinstance(error, ray.exceptions.OutOfMemoryError):
+    text = printable(" ".join((error or "Ray Tune gives no reason").split()))
+    if OUT_OF_MEMORY in error:
         return "out of memory: Ray ended its process because the node's memory was full"
-    if isinstance(error, ray.exceptions.RayActorError):
-        return "its process died (killed, or out of memory): " + " ".join(str(error).split())[:300]
-    text = " ".join(str(error or "Ray Tune gives no reason").split())
+    if error.startswith(ACTOR_DIED) or ACTOR_UNAVAILABLE.match(error):
+        return "its process died (killed, or out of memory): " + text[:300]
     return text[-500:]  # a traceback ends with the error

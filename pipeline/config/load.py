@@ -193,9 +193,9 @@ def parse_config(data: dict[str, Any]) -> RunConfig:
     return parse_section(RunConfig, data).with_references(data)
 
 
-def parse_stored_config(text: str) -> RunConfig:
+def parse_stored_config(values: dict[str, Any]) -> RunConfig:
     """A configuration as `dump_config` wrote it. A `${VARIABLE}` that is not set remains. Raises as `load_config`."""
-    return parse_config(expand_variables(parse_yaml(text, "the stored configuration"), is_stored=True))
+    return parse_config(expand_variables(values, is_stored=True))
 
 
 def parse_section(section_type: type[SectionType], data: Any, key: str = "") -> SectionType:

@@ -23,7 +23,7 @@ from pipeline.data.dataset import Dataset
 from pipeline.data.images import MAX_BYTES, read_image_file
 from pipeline.storage.path import StorageOptions, StoragePath, is_remote, storage_path
 from pipeline.storage.s3 import REMOTE, Entry
-from pipeline.storage.tables import read_table, write_table
+from pipeline.storage.tables import read_cache, write_table
 
 MANIFEST = pa.schema([("uri", pa.string()), ("size", pa.int64()), ("tag", pa.string()), ("key", pa.string())])
 _URIS_PER_TASK = 8192  # files whose sizes a thread looks up in one task
@@ -41,7 +41,7 @@ def take_snapshot(
     manifest: a Parquet file, used when it exists and rewritten when a file is new or has changed.
     """
     manifest_path = storage_path(manifest)
-    stored = read_table(manifest_path, MANIFEST, missing_ok=True)
+    stored = read_cache(manifest_path, MANIFEST)
     uris: pa.Array = pc.unique(dataset.table["uri"])
     sizes, tags, unreadable = _read_sizes(uris, options)
     previous = stored.take(pc.index_in(uris, value_set=stored["uri"]))  # rows of nulls for new URIs

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from pipeline.config.sections import DataSection, SourceSection
 from pipeline.data.formats import Rows, Source, images_folder, read_source, read_split_lists
 from pipeline.data.vocabulary import TOKENIZERS, Vocabulary, tokenize
-from pipeline.errors import UserError
+from pipeline.errors import DamagedError, UserError
 from pipeline.scoring.result_files import shorten
 from pipeline.storage.atomic import atomic_path
 from pipeline.storage.path import StorageOptions, storage_path
@@ -103,8 +103,15 @@ class Dataset:
 
     @classmethod
     def load(cls, path: Path) -> Dataset:
-        """Memory-maps an Arrow file."""
-        return cls(pa.ipc.open_file(pa.memory_map(str(path))).read_all())
+        """Memory-maps an Arrow file. Raises DamagedError for a file that is not a table of SCHEMA."""
+        try:
+            table = pa.ipc.open_file(pa.memory_map(str(path))).read_all().cast(SCHEMA)
+            table.validate(full=True)
+        except (pa.ArrowException, ValueError, OSError) as error:
+            if isinstance(error, FileNotFoundError):
+                raise
+            raise DamagedError(f"{path} is damaged: {' '.join(str(error).split())}") from error
+        return cls(table)
 
 
 def read_dataset(config: DataSection, root: Path | str, options: StorageOptions = StorageOptions()) -> Dataset:

@@ -35,13 +35,14 @@ from pipeline.features.store import (
     feature_key,
     has_shard,
     mark_complete,
+    remove_damaged,
     remove_orphans,
     write_index,
     write_shard,
 )
 from pipeline.runtime.progress import progress
 from pipeline.storage.path import StorageOptions, StoragePath, storage_path
-from pipeline.storage.tables import read_table, write_table
+from pipeline.storage.tables import read_cache, write_table
 from pipeline.storage.weights import load_weights, weights_file_digest
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ def plan_extraction(dataset: Dataset, folder: StoragePath, max_pixels: int) -> P
     unique = table.take(pc.index_in(keys, value_set=table["key"])) if len(keys) < len(table) else table
     quarantined = {
         row["key"]: row["reason"]
-        for row in read_table(folder / QUARANTINE_FILE, QUARANTINE, missing_ok=True).to_pylist()
+        for row in read_cache(folder / QUARANTINE_FILE, QUARANTINE).to_pylist()
         if row["key"]
         and not row["reason"].startswith(UNREADABLE)
         # An image that was too large for another limit may be within `max_pixels`, so only this limit counts.
@@ -128,14 +129,15 @@ def extract(
 ) -> tuple[StoragePath, dict[str, str]]:
     """Computes the features that the store lacks, for every image of the data set.
 
-    Identical images are computed once. Returns the store's folder and {content key: reason} of images that cannot be
-    decoded. `quarantine.parquet` lists these images and those in `unreadable` ({URI: reason}). `start_ray` is called
-    only when an image is missing. Its context is entered while Ray computes. The driver needs memory for the keys and
-    URIs of the data set.
+    Identical images are computed once, and those in damaged shards again. Returns the store's folder and {content key:
+    reason} of images that cannot be decoded. `quarantine.parquet` lists these images and those in `unreadable` ({URI:
+    reason}). `start_ray` is called only when an image is missing. Its context is entered while Ray computes. The driver
+    needs memory for the keys and URIs of the data set.
     """
     description = extractor.describe()
     folder = storage_path(features) / feature_key(description)
     remove_orphans(folder)
+    remove_damaged(folder, dataset.table["key"])
     total, missing, unusable = plan_extraction(dataset, folder, extractor.max_pixels)
     count = len(missing)
     logger.info(f"features  {folder.name}: {total - count} of {total} images there, {count} to compute")
@@ -304,7 +306,7 @@ def write_quarantine(
 
     unreadable: {URI: reason}. The rows of other data sets remain.
     """
-    before = read_table(folder / QUARANTINE_FILE, QUARANTINE, missing_ok=True)
+    before = read_cache(folder / QUARANTINE_FILE, QUARANTINE)
     of_others = before.filter(pc.invert(pc.is_in(before["uri"], value_set=dataset.table["uri"])))
     rows = {row["uri"]: row for row in of_others.to_pylist()}
     table = dataset.table.filter(pc.is_in(dataset.table["key"], value_set=pa.array(list(unusable), pa.string())))

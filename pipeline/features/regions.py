@@ -26,7 +26,15 @@ from pipeline.config.sections import SYNTHETIC
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.features.extraction import write_quarantine
-from pipeline.features.store import FeatureStore, feature_key, mark_complete, remove_orphans, write_index, write_shard
+from pipeline.features.store import (
+    FeatureStore,
+    feature_key,
+    mark_complete,
+    remove_damaged,
+    remove_orphans,
+    write_index,
+    write_shard,
+)
 from pipeline.storage.atomic import atomic_path
 from pipeline.storage.path import StoragePath
 from pipeline.untrusted.names import printable
@@ -90,6 +98,7 @@ def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, di
     folder = config.storage_place / "features" / feature_key(description)
     remove_orphans(folder)
     keys = dataset.table["key"]
+    remove_damaged(folder, keys)
     missing = dataset.table.filter(pa.array(~FeatureStore(folder).contains(keys))).select(["key", "image_id"])
     logger.info(
         f"features  {folder.name}: {len(dataset) - len(missing)} of {len(dataset)} images there, "

@@ -6,17 +6,21 @@ order on disk. So the kernel reads ahead instead of one row at a time.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import mmap
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from pipeline.storage.cache import ShardCache
+from pipeline.errors import DamagedError
+from pipeline.storage.cache import ChangedError, ShardCache
+from pipeline.storage.digests import has_digest
 from pipeline.storage.path import StoragePath
 
 MAX_OPEN = 400  # open shards; each needs a file descriptor, and a process usually may have 1,024
@@ -90,6 +94,39 @@ class ShardMaps:
             self._fits = np.cumsum([info.bytes for info in infos]) <= cache.limit
         self._open: OrderedDict[int, _Shard] = OrderedDict()  # the least recently used shard comes first
         self._boxes: dict[int, np.ndarray] = {}
+        self._whole: set[int] = set()  # the local shards that were compared with their digests
+
+    def damages(self, numbers: Sequence[int]) -> dict[int, str]:
+        """{number: a sentence} for the damaged ones of these shards.
+
+        Local files are compared with their digests (`pipeline.storage.digests`). Of remote shards the existence and
+        the size are compared, because their digests are checked when they are downloaded.
+        """
+        sizes = {name: entry.size for name, entry in self.folder.list().items()} if self.folder.is_remote else {}
+
+        def find(number: int) -> str:
+            info = self.infos[number]
+            if not self.folder.is_remote:
+                return self._local_damage(info)
+            name = f"{info.shard}.npy"
+            found = sizes.get(name)
+            return "" if found == info.bytes else f"{self.folder / name} has {found or 0} bytes of {info.bytes}"
+
+        with ThreadPoolExecutor(NUM_COPIES) as pool:  # reading and hashing release the interpreter's lock
+            return {number: text for number, text in zip(numbers, pool.map(find, numbers), strict=True) if text}
+
+    def _local_damage(self, info: ShardInfo) -> str:
+        """A sentence about the damage of a local shard; "" for a whole one."""
+        digests = {f"{info.shard}.npy": info.sha256}
+        if info.boxes_sha256:
+            digests[f"{info.shard}.boxes.npy"] = info.boxes_sha256
+        for name, digest in digests.items():
+            try:
+                if not has_digest((self.folder / name).path, digest):
+                    return f"{self.folder / name} does not have the digest in its manifest"
+            except FileNotFoundError:
+                return f"{self.folder / name} is missing"
+        return ""
 
     def read(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """The rows (len(rows), N, C): item i is row `rows[i]` of shard number `shards[i]`."""
@@ -98,7 +135,7 @@ class ShardMaps:
             return np.empty((0, 0, 0), np.float16)
         shard_numbers, row_numbers = shards.tolist(), rows.tolist()
         new = sorted(set(shard_numbers) - self._open.keys())
-        if self.cache is not None and len(new) > 1:  # several shards are copied to the cache at a time
+        if len(new) > 1 and (self.cache is not None or not self._whole.issuperset(new)):  # copies or checks several
             with ThreadPoolExecutor(NUM_COPIES) as pool:
                 list(pool.map(self._local_file, new))
         first = self.shard(shard_numbers[order[0]])
@@ -139,9 +176,23 @@ class ShardMaps:
         """The local file of a shard; None for a remote one that does not fit the cache."""
         info = self.infos[number]
         path = self.folder / f"{info.shard}.npy"
-        if self.cache is None:
-            return path.path
-        return self.cache.get(path, info.bytes, info.sha256) if self._fits[number] else None
+        try:
+            if self.cache is not None:
+                return self.cache.get(path, info.bytes, info.sha256) if self._fits[number] else None
+        except (FileNotFoundError, ChangedError) as error:
+            raise self._reject(info, str(error)) from error
+        if number not in self._whole:
+            if damage := self._local_damage(info):
+                raise self._reject(info, damage)
+            self._whole.add(number)
+        return path.path
+
+    def _reject(self, info: ShardInfo, damage: str) -> DamagedError:
+        """The error about a damaged shard. Removes its manifest, so that the next extraction computes its features."""
+        with suppress(OSError):  # a storage that cannot be written
+            manifest = StoragePath(self.folder.uri.removesuffix("shards"), self.folder.options) / "manifest"
+            (manifest / f"{info.shard}.parquet").delete()
+        return DamagedError(f"{damage}; the same command computes its features again")
 
     def _boxes_of(self, number: int) -> np.ndarray:
         """The boxes of a shard; zeros where it has none, because a detector's file may lack those of some images."""
@@ -149,6 +200,8 @@ class ShardMaps:
             info = self.infos[number]
             if info.boxes_sha256:
                 data = (self.folder / f"{info.shard}.boxes.npy").read_bytes()
+                if hashlib.sha256(data).hexdigest() != info.boxes_sha256:
+                    raise self._reject(info, f"{self.folder / info.shard}.boxes.npy does not have its digest")
                 self._boxes[number] = np.load(io.BytesIO(data), allow_pickle=False)
             else:
                 num_rows, num_regions = self.shard(number).shape[:2]

@@ -9,7 +9,9 @@
 
 Readers ignore a shard without a manifest, because its writer died. A later extraction removes the shard.
 A shard's name is a hash of its content keys, so that a repeated task or a concurrent extraction writes the same file.
-The folder is local or on S3. Remote shards are copied to a local cache of limited size.
+The folder is local or on S3. Remote shards are copied to a local cache of limited size. A shard is compared with its
+digest at its first use on a machine. The manifest of a damaged shard is removed, so that an extraction computes its
+features again.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +34,9 @@ from pipeline.config.sections import FeatureSection
 from pipeline.features.shards import ShardInfo, ShardMaps
 from pipeline.storage.cache import shard_cache
 from pipeline.storage.path import StoragePath, storage_path
-from pipeline.storage.tables import read_table, write_table
+from pipeline.storage.tables import read_cache, write_table
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = pa.schema(
     [
@@ -162,6 +167,14 @@ class FeatureStore:
             return lengths, None
         return lengths, self._maps.read_boxes(self._shard[positions], self._row[positions])
 
+    def damaged(self, content_keys: pa.Array | pa.ChunkedArray) -> dict[str, str]:
+        """{shard: a sentence about its damage} for the shards with features of these images. See `ShardMaps.damages`.
+
+        Unlike `verify` it reads a local shard only once per machine.
+        """
+        numbers = np.unique(self._shard[pc.is_in(self.keys, value_set=content_keys).to_numpy(zero_copy_only=False)])
+        return {self.shards[number].shard: text for number, text in self._maps.damages(numbers.tolist()).items()}
+
     def verify(self) -> list[str]:
         """Reads the whole store; returns one sentence for each damaged shard."""
         rows = np.bincount(self._shard, minlength=len(self.shards))
@@ -197,29 +210,25 @@ def _shards_with_manifest(folder: StoragePath) -> set[str]:
     return {name.removesuffix(".parquet") for name in (folder / "manifest").list() if name.endswith(".parquet")}
 
 
-def _read_manifest(folder: StoragePath, attempts: int = 3) -> pa.Table:
+def _read_manifest(folder: StoragePath) -> pa.Table:
     """The manifest rows of all images in the store.
 
-    They come from the index, without shards whose manifest was removed, and from manifests that the index lacks.
+    They come from the index, without shards whose manifest was removed, and from manifests that the index lacks. A
+    manifest that is damaged, or that another process removes meanwhile, counts as missing.
     """
     shards = _shards_with_manifest(folder)
-    index = read_table(folder / INDEX, MANIFEST, missing_ok=True)
+    index = read_cache(folder / INDEX, MANIFEST)
     index = index.filter(pc.is_in(index["shard"], value_set=pa.array(sorted(shards), pa.string())))
     not_indexed = sorted(shards - set(pc.unique(index["shard"]).to_pylist()))
-    try:
-        with ThreadPoolExecutor(8) as pool:
-            tables = pool.map(lambda name: read_table(folder / f"manifest/{name}.parquet", MANIFEST), not_indexed)
-            return pa.concat_tables([index, *tables])
-    except FileNotFoundError:  # another process may remove a manifest between its listing and its reading
-        if attempts == 1:
-            raise
-        return _read_manifest(folder, attempts - 1)
+    with ThreadPoolExecutor(8) as pool:
+        tables = pool.map(lambda name: read_cache(folder / f"manifest/{name}.parquet", MANIFEST), not_indexed)
+        return pa.concat_tables([index, *tables])
 
 
 def write_index(folder: StoragePath | Path) -> None:
     """Rewrites the index if it has become old. A store works without an index, but takes longer to open."""
     root = storage_path(folder)
-    num_indexed = len(pc.unique(read_table(root / INDEX, MANIFEST, missing_ok=True)["shard"]))
+    num_indexed = len(pc.unique(read_cache(root / INDEX, MANIFEST)["shard"]))
     if abs(len(_shards_with_manifest(root)) - num_indexed) > MAX_LOOSE_PARTS:
         write_table(root / INDEX, _read_manifest(root))
 
@@ -241,6 +250,14 @@ def remove_orphans(folder: StoragePath | Path, min_age_s: float = 3600) -> int:
     for path in old:
         path.unlink(missing_ok=True)
     return len(old)
+
+
+def remove_damaged(folder: StoragePath | Path, content_keys: pa.Array | pa.ChunkedArray) -> None:
+    """Removes the manifests of damaged shards with features of these images, so that they are computed again."""
+    root = storage_path(folder)
+    for shard, damage in FeatureStore(root).damaged(content_keys).items():
+        logger.warning(f"damaged   {damage}; its features are computed again")
+        (root / f"manifest/{shard}.parquet").delete()
 
 
 def mark_complete(folder: StoragePath | Path, description: dict[str, Any], rows: int) -> None:

@@ -48,7 +48,7 @@ def choose(dataset: Dataset, config: RunConfig) -> bytes:
 
 def locate(file: bytes, dataset: Dataset, config: RunConfig) -> HeldOut:
     """The fixed split in `file` with the current locations of its images; ids and references do not change."""
-    fixed, current, data = from_bytes(file, SCHEMA), dataset.readable(), config.data
+    fixed, current, data = from_bytes(file, SCHEMA, "the held-out split"), dataset.readable(), config.data
     rows = pc.index_in(fixed["key"], value_set=current.table["key"])  # null for an image that is gone
     uris = current.table["uri"].take(rows)
     part = Dataset(fixed.set_column(SCHEMA.get_field_index("uri"), "uri", uris).filter(pc.is_valid(rows)))

@@ -30,7 +30,7 @@ from pipeline.runtime.decorations import Decorations
 from pipeline.scoring.bootstrap import RESAMPLES, Difference, paired_difference
 from pipeline.scoring.metrics import score_captions
 from pipeline.storage.lease import Lease, LeaseRecord, LostLeaseError, take_lease
-from pipeline.storage.path import StoragePath
+from pipeline.storage.path import StoragePath, try_rights
 from pipeline.storage.tables import from_bytes, to_bytes
 
 logger = logging.getLogger(__name__)
@@ -89,10 +89,13 @@ def rollback(config: RunConfig) -> int:
 def _act_under_lease(config: RunConfig, act: Callable[[_Retraining], int], *, by_force: bool = False) -> int:
     """Takes the lease, calls `act` and returns its exit code.
 
-    Returns 0 without a call when another process has the lease, and 1 when the lease is lost during the call.
+    Returns 0 without a call when another process has the lease, and 1 when the lease is lost during the call. Raises
+    StorageError if the storage has no conditional writes.
     """
     store = ChampionStore(config.storage_place, config.name)
     path, seconds = store.folder / LEASE, config.retrain.lease_seconds
+    if path.is_remote:  # a server that ignores conditions would give the lease to two processes
+        try_rights(store.folder)
     # a new token must be larger than champion.json's, even after the lease's file was deleted
     lease = take_lease(path, seconds, above=store.read().token, by_force=by_force)
     if isinstance(lease, LeaseRecord):
@@ -172,7 +175,8 @@ class _Retraining:
         """
         config, root = self.config, data_root(self.config)
         listing = list_data(config, root)
-        before = from_bytes(self.store.read_file(self.state.snapshot), LISTING) if self.state.snapshot else None
+        stored = self.state.snapshot
+        before = from_bytes(self.store.read_file(stored), LISTING, stored.name) if stored else None
         change = compare(listing, before)
         logger.info(f"step 2/5  data: {listing.num_rows} files in {root}: {change}")
         record = DataRecord(root=root, files=change, new_images=0, images=0, fingerprint=self.state.fingerprint)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.data.dataset import Dataset
 from pipeline.data.synthetic import main_object_accuracy
+from pipeline.errors import DamagedError, UserError
 from pipeline.runs.folder import RunFolder
 from pipeline.scoring.metrics import JAVA_METRICS, RUN_METRICS, score_captions
 from pipeline.scoring.result_files import read_predictions
@@ -68,7 +69,20 @@ def split_result(
 
 
 def stored_results(folder: RunFolder, dataset: Dataset, splits: Sequence[str]) -> list[SplitResult]:
-    """The captions that an earlier attempt has scored, without the scores; [] unless it captioned the same images."""
+    """The captions that an earlier attempt has scored, without the scores; [] unless it captioned the same images.
+
+    Damaged files are named in the log, and the result is [].
+    """
+    try:
+        return _read_results(folder, dataset, splits)
+    except (DamagedError, UserError, KeyError, TypeError, ValueError) as error:
+        reason = error if isinstance(error, DamagedError | UserError) else f"{folder.path / 'scores.json'} is damaged"
+        logger.warning(f"damaged   {reason}; the images are captioned again")
+        return []
+
+
+def _read_results(folder: RunFolder, dataset: Dataset, splits: Sequence[str]) -> list[SplitResult]:
+    """As `stored_results`, but raises various errors for damaged files."""
     path = folder.path / "scores.json"
     entries = read_json(path)["splits"] if path.is_file() else {}
     results = []

@@ -13,7 +13,7 @@ from __future__ import annotations
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,13 +26,15 @@ from pipeline.config.sections import StageSection
 from pipeline.config.variables import variable_names
 from pipeline.data.dataset import Dataset
 from pipeline.data.vocabulary import Vocabulary
-from pipeline.errors import UserError
+from pipeline.errors import DamagedError, UserError
 from pipeline.runtime.secrets import remember_variable, remembered_variables
 from pipeline.storage.atomic import read_json, try_file_lock
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.copies import no_pruning, prune_copies
+from pipeline.storage.digests import is_recorded, require_whole
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, storage_path
+from pipeline.untrusted.documents import parse_yaml, require_mapping
 from pipeline.untrusted.names import printable
 
 JOURNAL = "log/journal"
@@ -154,20 +156,45 @@ class RunFolder:
 
     @cached_property
     def config(self) -> RunConfig:
-        return parse_stored_config((self.path / "config.yaml").read_text(encoding="utf-8"))
+        path = self.path / "config.yaml"
+        with self._reading(path):
+            values = dict(require_mapping(parse_yaml(path.read_bytes(), str(path)), str(path)))
+        try:
+            return parse_stored_config(values)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from error
 
     @cached_property
     def dataset(self) -> Dataset:
-        return Dataset.load(self.path / "data.arrow")
+        with self._reading(self.path / "data.arrow"):
+            return Dataset.load(self.path / "data.arrow")
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        return Vocabulary.load(self.path / "vocabulary.json")
+        with self._reading(self.path / "vocabulary.json"):
+            return Vocabulary.load(self.path / "vocabulary.json")
 
     @cached_property
     def metadata(self) -> RunMetadata:
-        values = read_json(self.path / "run.json")
-        return RunMetadata(**values | {"sizes": ModelSizes(**values["sizes"])})
+        with self._reading(self.path / "run.json"):
+            values = read_json(self.path / "run.json")
+            return RunMetadata(**values | {"sizes": ModelSizes(**values["sizes"])})
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """The content of COMPLETE.json; None while the run is not complete."""
+        path = self.path / "COMPLETE.json"
+        if not path.is_file():
+            return None
+        with _reading(path, "remove it, and `raycap run` scores the captions again"):
+            summary: dict[str, Any] = read_json(path)
+            if missing := {"table", "durations", "scores", "tracked"} - summary.keys():
+                raise DamagedError(f"{path} is damaged: it lacks {', '.join(sorted(missing))}")
+        return summary
+
+    def _reading(self, path: Path) -> AbstractContextManager[None]:
+        """Names a file without which the run cannot continue, if reading it fails in the context."""
+        return _reading(path, f"restore it from a copy, or remove {self.path} to start the run over")
 
     def token(self, name: str) -> str:
         """The current "driver_token" or "worker_group_token"; "" if none was written yet.
@@ -206,7 +233,15 @@ class RunFolder:
     def result(self, name: str) -> StageResult | None:
         """The result of a stage; None while it is not finished."""
         path = self.stage(name) / "DONE.json"
-        return StageResult(**read_json(path)) if path.is_file() else None
+        if not path.is_file():
+            return None
+        with self._reading_stage(name, path):
+            return StageResult(**read_json(path))
+
+    def _reading_stage(self, name: str, path: Path) -> AbstractContextManager[None]:
+        """As `_reading`, for a file that the stage has written."""
+        folder = self.stage(name)
+        return _reading(path, f"restore it from a copy, or remove {folder}, and the same command repeats stage {name}")
 
     def before(self, stage: StageSection) -> list[StageSection]:
         """The stages before this one."""
@@ -216,31 +251,54 @@ class RunFolder:
     def weights_after(self, stage: StageSection, part: str) -> Path:
         """The file with the weights of `part` (model or backbone) after a finished stage, even if it was not kept.
 
-        These are the stage's best weights, or for a part that it did not train the weights it started from.
+        These are the stage's best weights, or for a part that it did not train the weights it started from. Raises
+        DamagedError for a damaged file.
         """
         result = self.result(stage.name)
         if result is None:
             raise FileNotFoundError(f"stage {stage.name} of {self.run_id} is not finished")
         best = self.stage(stage.name) / f"best-{result.best_step}" / f"{part}.safetensors"
-        return best if best.is_file() else self.weights_before(stage, part)
+        with self._reading_stage(stage.name, best):
+            if best.is_file() or is_recorded(best):
+                require_whole(best)
+                return best
+        return self.weights_before(stage, part)
 
     def weights_before(self, stage: StageSection | None, part: str) -> Path:
         """The file with the weights of `part` (model or backbone) that a stage starts from.
 
         These are the best weights of the last earlier stage that trained the part and was kept, or else the run's
-        initial weights. With stage None every stage counts as earlier, which gives the run's final weights.
+        initial weights. With stage None every stage counts as earlier, which gives the run's final weights. Raises
+        DamagedError for a damaged file.
         """
         for earlier in reversed(self.config.stages if stage is None else self.before(stage)):
             result = self.result(earlier.name)
             if result is not None and result.kept:
                 best = self.stage(earlier.name) / f"best-{result.best_step}"
-                if not best.is_dir():
-                    raise FileNotFoundError(
-                        f"{best}, the best weights of stage {earlier.name}, does not exist any more"
-                    )
-                if (best / f"{part}.safetensors").is_file():
-                    return best / f"{part}.safetensors"
-        return self.path / "init" / f"{part}.safetensors"
+                weights = best / f"{part}.safetensors"
+                with self._reading_stage(earlier.name, weights):
+                    best.stat()
+                    if weights.is_file() or is_recorded(weights):
+                        require_whole(weights)
+                        return weights
+        initial = self.path / "init" / f"{part}.safetensors"
+        with self._reading(initial):
+            require_whole(initial)
+        return initial
+
+
+@contextmanager
+def _reading(path: Path, remedy: str) -> Iterator[None]:
+    """Raises DamagedError with the file's name and the remedy if the context cannot read the file."""
+    try:
+        yield
+    except DamagedError as error:
+        raise DamagedError(f"{error}; {remedy}") from error
+    except FileNotFoundError as error:
+        raise DamagedError(f"{path} is missing; {remedy}") from error
+    except (KeyError, TypeError, AttributeError, ValueError) as error:  # it holds other values than were written
+        reason = " ".join(str(error).split()).removeprefix(f"{path} ")
+        raise DamagedError(f"{path} is damaged: {reason}; {remedy}") from error
 
 
 def _received(path: Path, home: StoragePath | None, variables: dict[str, str]) -> RunFolder:

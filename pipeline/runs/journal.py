@@ -61,7 +61,7 @@ class Journal:
                 self._unsent.remove(part)
 
     def _begin_part(self) -> None:
-        numbers = [int(part.stem) for part in self.folder.glob("*.jsonl")]
+        numbers = [int(part.stem) for part in self.folder.glob("*.jsonl") if part.stem.isdecimal()]
         part = self.folder / f"{max(numbers, default=0) + 1:05}.jsonl"
         part.touch()
         self._unsent.append(part)
@@ -125,11 +125,13 @@ def _parts(folder: Path) -> list[Path]:
 
 
 def _parse(lines: bytes) -> list[Entry]:
-    """The entries in complete lines."""
+    """The entries in complete lines. A line that is not an entry is skipped."""
     entries = []
     for line in lines.splitlines():
-        with suppress(ValueError):
-            entries.append(json.loads(line))
+        with suppress(ValueError, RecursionError):
+            entry = json.loads(line)
+            if isinstance(entry, dict) and entry.keys() >= {"stage", "kind", "step", "time"}:
+                entries.append(entry)
     return entries
 
 

@@ -27,12 +27,13 @@ from pipeline.data.dataset import Dataset, build_vocabulary, longest_caption
 from pipeline.data.loading import find_data
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.data.word_vectors import describe_missing, read_word_vectors
-from pipeline.errors import JobFailedError, UserError
+from pipeline.errors import DamagedError, JobFailedError, UserError
 from pipeline.features.regions import feature_width
 from pipeline.runs.folder import RunFolder, RunMetadata, open_folder
 from pipeline.runs.identity import code_digest, run_identity
 from pipeline.runs.warm_start import warm_start
 from pipeline.storage.atomic import write_json, write_text
+from pipeline.storage.digests import write_digests
 from pipeline.storage.weights import save_weights
 from pipeline.version import commit
 
@@ -56,11 +57,24 @@ def prepare(config: RunConfig, data: tuple[Dataset, dict[str, str]] | None = Non
     if not (folder.path / "run.json").is_file():
         _create(folder, config, dataset, unreadable)
         return folder
-    is_complete = (folder.path / "COMPLETE.json").is_file()
-    if not is_complete and folder.dataset.column("uri") != dataset.column("uri"):
-        dataset.save(folder.path / "data.arrow")  # the same images have moved to another location
+    if not _has_data(folder, dataset):
+        dataset.save(folder.path / "data.arrow")
         folder.push("data.arrow")
     return RunFolder(folder.path, folder.home)  # a new object, which has not cached the old data set
+
+
+def _has_data(folder: RunFolder, dataset: Dataset) -> bool:
+    """Whether data.arrow of an existing run holds the data set that the run was found by.
+
+    It does not if the file is damaged, or if the same images have moved to another location before the run is complete.
+    """
+    is_complete = (folder.path / "COMPLETE.json").is_file()
+    columns = [name for name in dataset.table.column_names if not (is_complete and name == "uri")]
+    try:
+        return bool(folder.dataset.table.select(columns).equals(dataset.table.select(columns)))
+    except DamagedError as error:
+        logger.warning(f"damaged   {str(error).partition(';')[0]}; it is written again")
+        return False
 
 
 def open_run(config: RunConfig, fingerprint: str) -> RunFolder:
@@ -131,6 +145,7 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
     write_text(folder.path / "config.yaml", dump_config(config))
     for part, module in parts.items():
         save_weights(module, folder.path / "init" / f"{part}.safetensors")
+    write_digests(folder.path / "init")
     counts = {part: sum(parameter.numel() for parameter in module.parameters()) for part, module in parts.items()}
     metadata = RunMetadata(
         run_id=folder.run_id,

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from models.values import NUMBER, Groups
 from pipeline.config.sections import Name, Section
-from pipeline.untrusted.names import shown
+from pipeline.untrusted.names import printable, shown
 
 MAX_CHOICES = 1000  # that a dimension lists; each is built before a search starts
 MAX_NUMBERS = 100_000  # of a range with a step
@@ -248,13 +248,17 @@ def short(key: str) -> str:
 
 
 def show_value(value: Any) -> str:
-    """A value as a label: [32, 64] becomes `32 64`, and five equal groups become `128 x 5`."""
+    """A value as a label: [32, 64] becomes `32 64`, and five equal groups become `128 x 5`.
+
+    Control characters are escaped, because plots cannot show them.
+    """
     if value is None:
         return "attention"  # which a model without expansion groups uses
     if isinstance(value, list | tuple):
         is_repeated = len(value) > 1 and len(set(map(str, value))) == 1
-        return f"{value[0]} x {len(value)}" if is_repeated else " ".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
+        text = f"{value[0]} x {len(value)}" if is_repeated else " ".join(map(str, value))
+        return printable(text)
+    return f"{value:g}" if isinstance(value, float) else printable(str(value))
 
 
 def space_of(sections: Mapping[str, SpaceSection]) -> Space:

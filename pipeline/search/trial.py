@@ -38,6 +38,7 @@ from pipeline.search.spec import SCORE, Search
 from pipeline.search.trials import Reports, SearchPlan, TrialOutcome
 from pipeline.storage.atomic import atomic_path, read_json, write_json
 from pipeline.storage.cache import cache_folder
+from pipeline.storage.digests import write_digests
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, storage_path
 from pipeline.storage.weights import load_weights, weights_file_digest
@@ -224,6 +225,7 @@ def take_over(run: RunFolder, handover: StoragePath) -> None:
         # a run refuses a checkpoint with another identity, so the copy gets this run's
         for path in stage.glob("step-*/progress.json"):
             write_json(path, read_json(path) | {"identity": f"{run.run_id}/{origin['stage']}"})
+            write_digests(path.parent, [path.name])
         shutil.copyfile(copy / "predictions-val.json", stage / "predictions-val.json")
         shutil.rmtree(run.journal, ignore_errors=True)
         shutil.copytree(copy / run.journal.name, run.journal)

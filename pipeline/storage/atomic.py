@@ -1,8 +1,8 @@
 """Local files and folders that appear whole or not at all (written under a temporary name, then renamed), and locks.
 
-Content is flushed to the disk (fsync) before the rename, so that after a power cut a file has the old or the new
-content, never a part. `durable=False` skips the flush, for content that can be made again. The rename is not flushed:
-a power cut may undo the last write, but not half of it.
+Content is flushed to the disk (fsync) before the rename, and the folder after it. So a power cut leaves the old or the
+new content, never a part, and what is done after a write does not outlast the write: a stage's result is on the disk
+before its checkpoints are removed. `durable=False` skips both flushes, for content that can be made again.
 
 Temporary names begin with a dot, end in `.tmp` and are unique, so that several processes may write the same file. A
 killed writer leaves its temporary file behind, so that code that lists a folder must skip hidden names.
@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pipeline.errors import DamagedError
+
 
 @contextmanager
 def atomic_path(path: Path, *, durable: bool = True) -> Iterator[Path]:
@@ -34,6 +36,8 @@ def atomic_path(path: Path, *, durable: bool = True) -> Iterator[Path]:
         if durable:
             _flush(temporary)
         temporary.replace(path)
+        if durable:
+            _flush(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -57,6 +61,8 @@ def atomic_folder(folder: Path, *, replace: bool = True, durable: bool = True) -
             _exchange(temporary, folder)
         else:
             temporary.rename(folder)
+        if durable:
+            _flush(folder.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -77,7 +83,16 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+    """The value in a file that `write_json` wrote. Raises DamagedError for a file that is empty, cut or changed."""
+    return decode_json(path.read_bytes(), str(path))
+
+
+def decode_json(data: bytes, name: str) -> Any:
+    """The value in the content of such a file `name`. Raises DamagedError."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{name} is damaged: {error if data else 'it is empty'}") from error
 
 
 @contextmanager

@@ -28,11 +28,16 @@ CACHE_VARIABLE = "RAYCAP_CACHE"
 # The size in GiB of the cache's volume, for an emptyDir of Kubernetes: the system reports the size of the whole disk.
 SIZE_VARIABLE = "RAYCAP_CACHE_GIB"
 PRIVATE = stat.S_IRWXU  # the rights of the cache's folder
+REWARD_INDEXES = "ciderd"  # the folder of the rewards' indexes, which `pipeline.training.reward` makes
 CACHE_SHARE = 0.5  # of the space that a cache can use
 RESERVE_SHARE, RESERVE_BYTES = 0.1, 10 * 2**30  # the smaller one of a tenth of the disk and this number stays free
 NUM_FILE_LOCKS = 16  # the hash of a file's name selects its lock
 COUNT_EVERY = 16  # one in so many folders of images is counted for the size of the cache
 NUM_IMAGE_FOLDERS = 256  # the first two hexadecimal digits of an image's digest select its folder
+
+
+class ChangedError(StorageError):
+    """A stored file does not have its digest: it is damaged, or was replaced."""
 
 
 def cache_folder() -> Path:
@@ -81,7 +86,7 @@ class ShardCache:
     def get(self, source: StoragePath, size: int, sha256: str) -> Path | None:
         """The local copy of `source`, fetched if it is not cached; None if the limit or the disk has no room for it.
 
-        Raises StorageError when even a second download does not have the digest.
+        Raises ChangedError when even a second download does not have the digest.
         """
         path = self.folder / f"{_require_digest(sha256, source)}{Path(source.name).suffix}"
         if _touch(path):
@@ -192,9 +197,9 @@ def _touch(path: Path) -> bool:
 
 
 def _fetch(source: StoragePath, sha256: str, max_bytes: int | None = None) -> bytes:
-    """Downloads a file, and a second time if its digest is wrong. Raises StorageError if it is wrong again."""
+    """Downloads a file, and a second time if its digest is wrong. Raises ChangedError if it is wrong again."""
     for _ in range(2):
         data = source.read_bytes(max_bytes)
         if hashlib.sha256(data).hexdigest() == sha256:
             return data
-    raise StorageError(f"{source}: its content does not have the recorded digest; was it replaced meanwhile?")
+    raise ChangedError(f"{source}: its content does not have the recorded digest; was it replaced meanwhile?")

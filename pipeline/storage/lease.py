@@ -16,13 +16,15 @@ import threading
 import time
 import uuid
 from contextlib import suppress
+from typing import Annotated
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from pipeline.errors import UserError
 from pipeline.storage.path import ConflictError, StoragePath
 from pipeline.untrusted.names import printable
 
+MAX_TIME = 2.0**36  # Unix seconds: the year 4147, within the range of the system's calendar
 RENEWALS_PER_LEASE = 3  # a lease of s seconds is renewed every s / 3 seconds
 
 
@@ -36,11 +38,11 @@ class LeaseRecord(BaseModel, frozen=True):
     seconds: from a renewal to the expiry; 0 in files of older versions.
     """
 
-    token: int
+    token: NonNegativeInt
     nonce: str
     holder: str
-    until: float
-    seconds: float = 0.0
+    until: Annotated[float, Field(ge=0, le=MAX_TIME)]
+    seconds: Annotated[float, Field(ge=0, le=MAX_TIME)] = 0.0
 
     def __str__(self) -> str:
         return f"{printable(self.holder)} until {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(self.until))}"
@@ -142,5 +144,5 @@ def _read(path: StoragePath) -> tuple[LeaseRecord | None, str | None]:
         return LeaseRecord.model_validate_json(data), tag
     except FileNotFoundError:
         return None, None
-    except ValidationError as error:
+    except (ValidationError, RecursionError) as error:
         raise UserError(f"{path} is not a lease of raycap; remove it when no retraining is running") from error

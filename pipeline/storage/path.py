@@ -202,7 +202,8 @@ def try_rights(folder: StoragePath) -> None:
             if not folder.is_remote:
                 _lock_of(probe.path).unlink(missing_ok=True)
             if is_new_folder:
-                folder.path.rmdir()
+                with suppress(OSError):  # another process has begun to use it
+                    folder.path.rmdir()
     except StorageError:
         raise
     except OSError as error:

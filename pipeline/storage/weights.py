@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.errors import DamagedError
 from pipeline.storage.atomic import atomic_path
 
 if TYPE_CHECKING:  # a digest needs no torch, whose import takes seconds
@@ -15,19 +18,31 @@ if TYPE_CHECKING:  # a digest needs no torch, whose import takes seconds
 
 
 def save_weights(module: nn.Module, path: Path) -> None:
-    """Writes the state of a module as a safetensors file."""
+    """Writes the state of a module as a safetensors file. Raises OSError, for example when the disk is full."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
     with atomic_path(path) as temporary:
-        save_file(tensors, temporary)
+        try:
+            save_file(tensors, temporary)
+        except SafetensorError as error:
+            number = re.search(r"os error (\d+)", str(error))
+            raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from error
 
 
 def load_weights(module: nn.Module, path: Path, data: bytes | None = None) -> None:
-    """Loads a file (or its content `data`) into `module`. Raises ValueError naming keys or shapes that do not match."""
+    """Loads a file (or its content `data`) into `module`.
+
+    Raises ValueError naming keys or shapes that do not match, and DamagedError for a file that cannot be read.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import load, load_file
 
-    tensors: dict[str, torch.Tensor] = load_file(path) if data is None else load(data)
+    try:
+        tensors: dict[str, torch.Tensor] = load_file(path) if data is None else load(data)
+    except SafetensorError as error:
+        raise DamagedError(f"{path} is damaged: {error}") from error
     expected = module.state_dict()
     missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     if missing or unknown:

@@ -8,16 +8,20 @@ reads from the tracker which steps it has.
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.run import RunConfig
+from pipeline.errors import DamagedError
 from pipeline.reports.curves import write_curves
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import Entry, read_journal
 from pipeline.storage.atomic import read_json, write_json
 from pipeline.tracking.mlflow_client import experiment_of, get_or_create_run, log_params, public_uri
+
+logger = logging.getLogger(__name__)
 
 METRICS_PER_REQUEST = 500  # the server accepts 1000
 SENT_FILE = "log/tracked.json"
@@ -53,9 +57,19 @@ class SentRecord:
 
 
 def stored_records(folder: RunFolder) -> dict[str, Any]:
-    """The stored records of a run: {address of a tracker, without user and password: values of SentRecord}."""
+    """The stored records of a run: {address of a tracker, without user and password: values of SentRecord}.
+
+    A damaged file is named in the log and counts as empty, so that the tracker gets the run again under a new id.
+    """
     path = folder.path / SENT_FILE
-    return read_json(path) if path.is_file() else {}
+    try:
+        records = read_json(path) if path.is_file() else {}
+        if not isinstance(records, dict) or not all(isinstance(record, dict) for record in records.values()):
+            raise DamagedError(f"{path} is damaged: it holds no records")
+        return records
+    except DamagedError as error:
+        logger.warning(f"damaged   {error}; the tracker gets the run again")
+        return {}
 
 
 def sync(folder: RunFolder, config: RunConfig, client: Any, *, status: str | None = None, unsure: bool = False) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from pipeline.config.run import RunConfig
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import journal_bytes
-from pipeline.storage.atomic import read_json, write_json
+from pipeline.storage.atomic import write_json
 from pipeline.tracking.mlflow_client import (
     BoundedClient,
     ClientStopped,
@@ -141,10 +141,11 @@ def register_run(folder: RunFolder, config: RunConfig) -> str | None:
     """
     from pipeline.runs.run_bundle import local_bundle
 
-    complete = folder.path / "COMPLETE.json"
-    summary = read_json(complete)
+    summary = folder.summary
+    if summary is None:
+        return None
     registered = Tracker(folder, config).finish(summary["scores"], local_bundle(folder))
     if summary["tracked"] != (registered is not None):
-        write_json(complete, summary | {"tracked": registered is not None})
-        folder.push(complete.name)
+        write_json(folder.path / "COMPLETE.json", summary | {"tracked": registered is not None})
+        folder.push("COMPLETE.json")
     return registered

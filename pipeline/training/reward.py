@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -13,9 +15,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.data.vocabulary import EOS, Vocabulary
+from pipeline.errors import DamagedError
 from pipeline.runs.identity import code_digest
 from pipeline.scoring.cider import CiderD
-from pipeline.storage.atomic import atomic_path, file_lock
+from pipeline.storage.atomic import atomic_folder, file_lock
+from pipeline.storage.cache import REWARD_INDEXES
+from pipeline.storage.digests import require_whole, write_digests
+
+logger = logging.getLogger(__name__)
 
 MAX_CACHED = 8  # indexes per machine; those that were not used for the longest time are removed
 
@@ -107,21 +114,28 @@ def _build(
 
 
 def _cached(folder: Path, digest: str, build: Callable[[], CiderD]) -> CiderD:
-    """Loads the index from its file. The first process builds and writes it while other processes wait."""
-    path, built = folder / f"ciderd-{digest}.safetensors", None
+    """Loads the index from its file. The first process builds and writes it while other processes wait.
+
+    So does the first process that finds the file damaged.
+    """
+    indexes = folder / REWARD_INDEXES
+    path, built = indexes / digest / "index.safetensors", None
     try:
-        with file_lock(path.with_suffix(".lock")):
+        with file_lock(indexes / f"{digest}.lock"):
             try:
-                index = CiderD.load(path)
-                os.utime(path)  # marks the index as used now
-                return index
-            except (FileNotFoundError, ValueError):
+                require_whole(path)
+                os.utime(path.parent)  # marks the index as used now
+                return CiderD.load(path)
+            except (DamagedError, ValueError) as error:
+                if path.parent.exists():
+                    logger.warning(f"damaged   {error}; it is built again")
                 built = build()
-            with atomic_path(path) as temporary:
-                built.save(temporary)
-            by_last_use = sorted(folder.glob("ciderd-*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
+            with atomic_folder(path.parent) as temporary:
+                built.save(temporary / path.name)
+                write_digests(temporary)
+            by_last_use = sorted(indexes.glob("[!.]*/"), key=lambda each: each.stat().st_mtime_ns)
             for old in by_last_use[:-MAX_CACHED]:
-                old.unlink(missing_ok=True)  # processes that have it memory-mapped can still read it
+                shutil.rmtree(old, ignore_errors=True)  # processes that have it memory-mapped can still read it
                 old.with_suffix(".lock").unlink(missing_ok=True)
             return CiderD.load(path)
     except OSError:  # the folder cannot be written

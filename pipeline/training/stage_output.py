@@ -4,8 +4,11 @@
                    best-<n>/   model.safetensors, backbone.safetensors          the next stage starts from these weights
                    DONE.json   the stage's result; it is written last and marks the stage as finished
 
-Each checkpoint is written atomically. It holds no random state: every random draw is seeded by (seed, stage, step,
-rank), so repeating a step gives identical numbers.
+Each checkpoint is written atomically, with the digests of its files. A damaged one is stepped over: the stage resumes
+from the older one, whose best weights are therefore kept, or from the beginning.
+
+A checkpoint holds no random state: every random draw is seeded by (seed, stage, step, rank), so repeating a step gives
+identical numbers.
 """
 
 from __future__ import annotations
@@ -24,9 +27,11 @@ from typing import Any
 import torch
 
 from models.captioner import Captioner
+from pipeline.errors import DamagedError
 from pipeline.runs.folder import JOURNAL, RunFolder, StageResult
 from pipeline.runs.journal import JOURNAL_EVERY_S, Journal
 from pipeline.storage.atomic import atomic_folder, read_json, write_json
+from pipeline.storage.digests import DIGESTS, require_whole, write_digests
 from pipeline.storage.weights import save_weights
 
 NUM_CHECKPOINTS = 2  # per stage
@@ -70,6 +75,8 @@ class StageOutput:
         self._journal_pool = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._journal_pending: Future[None] | None = None
         self._journal_uploaded_at = -math.inf
+        self.damages: list[str] = []  # one sentence for each checkpoint that `resume` has stepped over
+        self._best_steps: list[int] = []  # those to which the newest checkpoints refer
 
     def check_may_write(self) -> None:
         """Raises an error if this worker must stop writing.
@@ -84,29 +91,51 @@ class StageOutput:
             raise RuntimeError(f"other workers train {run_id} now; this one stops")
 
     def resume(self, captioner: Captioner, optimizer: torch.optim.Optimizer) -> Progress:
-        """Restores the newest checkpoint, if any, and returns the stage's progress.
+        """Restores the newest whole checkpoint, if any, and returns the stage's progress.
 
-        Raises ValueError for a checkpoint of another run.
+        A checkpoint is whole if its files and the best weights that it refers to are. Raises ValueError for a
+        checkpoint of another run.
         """
-        progress = Progress()
-        if checkpoints := self._numbered("step-"):
-            _, newest = checkpoints[-1]
-            record = read_json(newest / "progress.json")
-            if record.pop("identity") != self.identity:
-                raise ValueError(
-                    f"checkpoint {newest} belongs to another run; remove the folder or give the run another name"
-                )
-            state = torch.load(newest / "state.pt", map_location="cpu", weights_only=True)
-            captioner.load_state_dict(state["captioner"])
-            optimizer.load_state_dict(state["optimizer"])
-            progress = Progress(**record)
+        for _, checkpoint in reversed(self._numbered("step-")):
+            try:
+                return self._restore(checkpoint, captioner, optimizer)
+            except DamagedError as error:
+                self.damages.append(f"{error}; the stage resumes from an earlier state")
+        return Progress()
+
+    def _restore(self, checkpoint: Path, captioner: Captioner, optimizer: torch.optim.Optimizer) -> Progress:
+        """Restores a checkpoint and returns its progress. Raises DamagedError before anything has changed."""
+        if not (checkpoint / DIGESTS).is_file():
+            raise DamagedError(f"{checkpoint / DIGESTS} is missing")
+        for name in ("progress.json", "state.pt"):
+            require_whole(checkpoint / name)
+        record = read_json(checkpoint / "progress.json")
+        if record.pop("identity") != self.identity:
+            raise ValueError(
+                f"checkpoint {checkpoint} belongs to another run; remove the folder or give the run another name"
+            )
+        progress = Progress(**record)
+        if progress.best_step >= 0:
+            for part, _ in captioner.named_children():
+                require_whole(self.path / f"best-{progress.best_step}" / f"{part}.safetensors")
+        state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
+        captioner.load_state_dict(state["captioner"])
+        optimizer.load_state_dict(state["optimizer"])
         return progress
 
     def open_journal(self, step: int) -> None:
-        """Opens the journal. The stage's entries after `step` do not count, because these steps are trained again."""
+        """Opens the journal. The stage's entries after `step` do not count, because these steps are trained again.
+
+        Checkpoints and best weights after `step`, which are damaged or belong to no checkpoint, are removed.
+        """
         if self.writes:
             self.check_may_write()
+            for number, later in (*self._numbered("step-"), *self._numbered("best-")):
+                if number > step:
+                    shutil.rmtree(later, ignore_errors=True)
             self._journal = Journal(self.folder.journal, self.stage, step)
+            for damage in self.damages:
+                self.log("notice", step, {"text": damage})
 
     def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Appends an entry to the journal."""
@@ -147,6 +176,7 @@ class StageOutput:
             save_weights(captioner.model, temporary / "model.safetensors")
             if captioner.backbone is not None:
                 save_weights(captioner.backbone, temporary / "backbone.safetensors")
+            write_digests(temporary)
         results = [{"image_id": image, "caption": caption} for image, caption in captions.items()]
         write_json(self.path / "predictions-val.json", results)
 
@@ -157,7 +187,7 @@ class StageOutput:
         self.check_may_write()
         self._remove_best_before(result.best_step)
         write_json(self.path / "DONE.json", asdict(result))
-        for old in (*self.path.glob("step-*"), *self.path.glob(".*.tmp")):
+        for old in (*(path for _, path in self._numbered("step-")), *self.path.glob(".*.tmp")):
             shutil.rmtree(old, ignore_errors=True)
         self._upload()
         self.log("done", result.steps, {"text": text})
@@ -168,13 +198,15 @@ class StageOutput:
     def _write_checkpoint(self, state: dict[str, Any], record: dict[str, Any]) -> None:
         """Writes and uploads a checkpoint, and removes files that only older checkpoints needed."""
         with atomic_folder(self.path / f"step-{record['step']}") as temporary:
-            torch.save(state, temporary / "state.pt")
+            _save_state(state, temporary / "state.pt")
             (temporary / "progress.json").write_text(json.dumps(record))
+            write_digests(temporary)
             self.check_may_write()  # the checkpoint becomes visible at the end of this block
         for _, old in self._numbered("step-")[:-NUM_CHECKPOINTS]:
             shutil.rmtree(old, ignore_errors=True)
-        # Until now the newest checkpoint on disk referred to older best weights, which therefore had to be kept.
-        self._remove_best_before(record["best_step"])
+        self._best_steps = [*self._best_steps, record["best_step"]][-NUM_CHECKPOINTS:]
+        if len(self._best_steps) == NUM_CHECKPOINTS:  # otherwise a checkpoint of an earlier process may be in use
+            self._remove_best_before(min(self._best_steps))
         self._upload()
 
     def _remove_best_before(self, step: int) -> None:
@@ -185,7 +217,8 @@ class StageOutput:
 
     def _numbered(self, prefix: str) -> list[tuple[int, Path]]:
         """(number, folder) of those folders of the stage whose name is the prefix and a number, in ascending order."""
-        return sorted((int(path.name.removeprefix(prefix)), path) for path in self.path.glob(f"{prefix}*"))
+        numbered = [(path.name.removeprefix(prefix), path) for path in self.path.glob(f"{prefix}[0-9]*")]
+        return sorted((int(number), path) for number, path in numbered if number.isdecimal() and path.is_dir())
 
     def _raise_journal_error(self) -> None:
         """Raises the error of the last background upload, unless the storage failed: a later upload repeats it."""
@@ -214,6 +247,17 @@ class StageOutput:
         """Uploads the journal and the stage's folder."""
         self._upload_journal()
         self.folder.push(f"stages/{self.stage}", check_may_write=self.check_may_write)
+
+
+def _save_state(state: dict[str, Any], path: Path) -> None:
+    """Writes a file for `torch.load`. Raises OSError, for example when the disk is full."""
+    with path.open("wb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # raised while torch handles the error of the file, which it does not name
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def _copied_to_cpu(value: Any) -> Any:

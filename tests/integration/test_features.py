@@ -28,6 +28,7 @@ from pipeline.features.extraction import Extractor, extract
 from pipeline.features.store import FeatureStore
 from pipeline.storage.weights import save_weights
 from tests.conftest import small_config, write_karpathy
+from tests.support.damage import flip_any
 from tests.support.features import contains, gather
 from tests.support.logs import on_message
 
@@ -75,6 +76,14 @@ def test_features_of_usable_images_and_reasons_for_others(tmp_path: Path, ray_se
         again, unusable_again = extract(dataset, tmp_path / "features", extractor, refuse)
     assert again == folder and unusable_again == unusable
     assert "0 to compute" in lines[-1]
+
+    (path, *_) = sorted((folder / "shards").path.glob("*.npy"))
+    whole = path.read_bytes()
+    flip_any(path)
+    with on_message(lines.append):
+        extract(dataset, tmp_path / "features", extractor, not_watched)
+    assert any(line.startswith(f"damaged   {path} ") for line in lines)
+    assert path.read_bytes() == whole and FeatureStore(folder).verify() == []
 
 
 def write_unusual_images(folder: Path) -> dict[str, str]:

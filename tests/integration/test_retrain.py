@@ -12,6 +12,7 @@ import pytest
 from jobs.cli import main
 from pipeline.errors import UserError
 from pipeline.storage.path import StoragePath
+from pipeline.storage.s3 import S3Object, StorageError
 from tests.support.champion_check import errors_of
 from tests.support.retrain_world import ON_DISK_AND_S3, Colors, World, first, sound
 
@@ -31,6 +32,19 @@ def test_without_new_data_nothing_is_done_and_no_image_is_read(world: World, mon
         "only the lease and its token were written"
     )
     sound(world, 1)
+
+
+def test_a_storage_without_conditional_writes_is_refused(
+    tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes would both get the lease."""
+    world = World(tmp_path, s3)
+    world.begin()
+    monkeypatch.setattr(S3Object, "put_if", lambda self, data, tag: self.put(data))
+    work = Colors()
+    with pytest.raises(StorageError, match="conditional writes are ignored"):
+        world.call(work)
+    assert not work.trained and not world.files()
 
 
 def test_files_without_annotations_are_not_new_data(world: World) -> None:

@@ -63,8 +63,8 @@ def test_the_values_are_used_and_the_references_stored(path: Path) -> None:
     assert stored["storage"]["uri"] == "${T_STORE}/results" and stored["data"]["val_split"] == "${T_SPLIT}"
     assert stored["tracking"] == {"enabled": True, "experiment": "a ${T_EXPERIMENT}", "registered_name": None}
     assert stored["seed"] == 7, "a number is no secret, and a run's record needs it"
-    expect(parse_stored_config(text))
-    assert dump_config(parse_stored_config(text)) == text
+    expect(parse_stored_config(yaml.safe_load(text)))
+    assert dump_config(parse_stored_config(yaml.safe_load(text))) == text
     assert dump_config(pickle.loads(pickle.dumps(config))) == text  # noqa: S301 - it was written here
 
 
@@ -127,7 +127,7 @@ def test_a_stored_configuration_can_be_read_without_the_variables(
         read_values(stored)
     monkeypatch.delenv("T_STORE")
     with pytest.raises(UserError, match=r"storage.uri needs the environment variable T_STORE"):
-        parse_stored_config(stored.read_text())
+        parse_stored_config(yaml.safe_load(stored.read_text()))
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from pipeline.features.regions import open_regions, read_image
 from pipeline.features.store import FeatureStore
 from pipeline.runs.identity import config_identity
 from tests.conftest import ROOT, small_config
+from tests.support.damage import flip_any, replace_by_garbage
 from tests.support.features import positions
 
 
@@ -68,6 +69,22 @@ def test_import_with_lengths_and_boxes(tmp_path: Path, capsys: pytest.CaptureFix
     capsys.readouterr()
     assert main(["extract", str(config)]) == 0
     assert "10 of 12 images there, 2 to import" in capsys.readouterr().out
+
+
+def test_a_damaged_store_is_repaired(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the next extraction, which names every file."""
+    _, config = make(tmp_path)
+    assert main(["extract", str(config)]) == 0
+    (folder,) = (tmp_path / "storage" / "features").iterdir()
+    whole = {path: path.read_bytes() for path in folder.glob("shards/*")}
+    for pattern, damage in (("shards/*", flip_any), ("manifest/*", replace_by_garbage), ("shards/*", Path.unlink)):
+        path = sorted(folder.glob(pattern))[0]
+        capsys.readouterr()
+        damage(path)
+        assert main(["extract", str(config), "--verify"]) == 0
+        output = capsys.readouterr().out
+        assert f"damaged   {path} " in output and "0 images are missing" in output
+        assert {path: path.read_bytes() for path in folder.glob("shards/*")} == whole
 
 
 def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import io
+import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from PIL import Image
 
 from pipeline.data.images import BadImage, decode_image
+from pipeline.errors import DamagedError
 from pipeline.features.store import (
     FeatureStore,
     feature_key,
     has_shard,
+    remove_damaged,
     remove_orphans,
     shard_name,
     write_index,
     write_shard,
 )
+from tests.support.damage import cut, empty, flip, flip_any, replace_by_garbage
 from tests.support.features import contains, gather, positions
 
 
@@ -164,3 +170,69 @@ def test_many_shards_need_few_open_files(tmp_path: Path, monkeypatch: pytest.Mon
     store = FeatureStore(tmp_path)
     assert np.array_equal(gather(store, [keys[row] for row in order]), features[order])
     assert len(store._maps._open) <= 2
+
+
+@pytest.mark.parametrize("damage", [cut, empty, flip_any, Path.unlink])
+def test_a_damaged_shard_is_named_and_computed_again(tmp_path: Path, damage: Any, log_lines: list[str]) -> None:
+    """The driver finds it before it is read; a worker that finds it later stops with a sentence."""
+    for act in (remove_damaged, None):
+        folder = tmp_path / str(act is None)
+        keys, features = filled(folder)
+        assert np.array_equal(gather(FeatureStore(folder), keys), features)
+        path, store = sorted((folder / "shards").iterdir())[0], FeatureStore(folder)
+        damage(path)
+        if act is not None:
+            act(folder, pa.array(keys))
+            (line,) = log_lines
+            assert line.startswith(f"damaged   {path} ") and line.endswith("; its features are computed again")
+        else:
+            with pytest.raises(DamagedError, match=f"^{path} .*; the same command computes its features again$"):
+                gather(store, keys)
+        assert len(FeatureStore(folder)) == 8 and not has_shard(folder, keys) and len(log_lines) == 1
+        filled(folder)
+        assert np.array_equal(gather(FeatureStore(folder), keys), features)
+
+
+def test_damaged_boxes_are_named_and_computed_again(tmp_path: Path) -> None:
+    boxes = np.random.default_rng(0).random((2, 5, 4)).astype(np.float32)
+    write_shard(tmp_path, ["a", "b"], np.zeros((2, 5, 3), np.float32), lengths=[3, 5], boxes=boxes)
+    (path,) = tmp_path.glob("shards/*.boxes.npy")
+    store = FeatureStore(tmp_path)
+    flip_any(path)
+    assert str(path) in " ".join(store.damaged(pa.array(["b"])).values()) and not store.damaged(pa.array(["c"]))
+    with pytest.raises(DamagedError, match=str(path)):
+        store.regions_at(positions(store, ["a"]))
+    assert len(FeatureStore(tmp_path)) == 0
+
+
+@pytest.mark.parametrize("damage", [cut, empty, replace_by_garbage])
+def test_damaged_manifests_and_indexes_are_removed(
+    tmp_path: Path, damage: Any, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.features.store.MAX_LOOSE_PARTS", 1)
+    filled(tmp_path)
+    write_index(tmp_path)
+    damage(tmp_path / "index.parquet")
+    assert len(FeatureStore(tmp_path)) == 12
+    (line,) = log_lines
+    assert str(tmp_path / "index.parquet") in line
+    (path, *_) = sorted((tmp_path / "manifest").iterdir())
+    damage(path)
+    assert len(FeatureStore(tmp_path)) == 8 and str(path) in log_lines[1]
+    filled(tmp_path)
+    assert len(FeatureStore(tmp_path)) == 12 and len(log_lines) == 2
+
+
+def test_every_flipped_bit_of_a_manifest_is_found_or_harmless(tmp_path: Path) -> None:
+    keys, features = filled(tmp_path, shards=1, rows=12)
+    (path,) = (tmp_path / "manifest").iterdir()
+    whole, rng, num_found = path.read_bytes(), random.Random(0), 0
+    for _ in range(50):
+        flip(path, rng)
+        store = FeatureStore(tmp_path)
+        if not path.exists():
+            num_found += 1
+        elif contains(store, keys[0]):
+            assert np.array_equal(gather(store, keys), features)
+        path.write_bytes(whole)
+    assert num_found > 10

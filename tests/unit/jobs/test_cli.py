@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from jobs.cli import BENCHMARKS, COMMANDS, Entry, main
 from pipeline.errors import JobFailedError, UserError
@@ -82,6 +83,10 @@ def test_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         capsys.readouterr()
         assert ending_with(error) == code
         assert capsys.readouterr().err == sentence
+    capsys.readouterr()
+    of_task = RayTaskError("task", "Traceback ...", JobFailedError("x is damaged")).as_instanceof_cause()
+    assert ending_with(of_task) == 1
+    assert capsys.readouterr().err == "raycap: x is damaged\n", "without the traceback that Ray adds"
     with pytest.raises(ZeroDivisionError):
         ending_with(ZeroDivisionError("a bug keeps its traceback"))
 

@@ -11,12 +11,16 @@ from typing import Any, cast
 import pytest
 
 from jobs.journal_printer import JournalPrinter
-from jobs.run import run_log, shares_text, stage_groups
+from jobs.run import run, run_log, shares_text, stage_groups
 from pipeline.config.load import parse_config
+from pipeline.config.run import RunConfig
 from pipeline.config.sections import StageSection
+from pipeline.data.dataset import SCHEMA, Dataset
 from pipeline.errors import JobFailedError
+from pipeline.runs.evaluation import stored_results
 from pipeline.runs.folder import RunFolder
 from pipeline.storage.s3 import StorageError
+from pipeline.tracking.run_sync import stored_records
 from tests.conftest import small_config
 
 TRAIN = {"kind": "train", "total": 40, "loss": 2.5, "gradient_norm": 1.2, "lr": 1e-4, "images_per_s": 99.6}
@@ -56,6 +60,40 @@ def test_a_frozen_stage_after_a_trained_backbone_begins_a_group(pattern: str, gr
     formed = stage_groups(stages(pattern))
     assert ["".join(stage.name[0] for stage in group) for group in formed] == groups
     assert [stage for group in formed for stage in group] == list(stages(pattern)), "each stage once, in order"
+
+
+@pytest.mark.parametrize("content", ["", "{", "null", "[]", '{"table": ""}'])
+def test_a_damaged_summary_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, log_lines: list[str]
+) -> None:
+    calls: list[str] = []
+    driver = SimpleNamespace(train=lambda: calls.append("train"), evaluate=lambda: calls.append("evaluate"))
+    monkeypatch.setattr("pipeline.runs.prepare.prepare", lambda _: RunFolder(tmp_path))
+    monkeypatch.setattr("jobs.run.RunDriver", lambda *_: driver)
+    (tmp_path / "COMPLETE.json").write_text(content)
+    run(cast(RunConfig, None))
+    assert calls == ["train", "evaluate"], "the driver repeats only what is not finished"
+    assert log_lines[0].startswith(f"damaged   {tmp_path}/COMPLETE.json is damaged: ")
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"splits": {"test": 3}}'])
+def test_damaged_scores_are_computed_again(tmp_path: Path, content: str, log_lines: list[str]) -> None:
+    (tmp_path / "scores.json").write_text(content)
+    (tmp_path / "predictions").mkdir()
+    (tmp_path / "predictions" / "test.json").write_text("[]")
+    dataset = Dataset(SCHEMA.empty_table())
+    assert stored_results(RunFolder(tmp_path), dataset, ["test"]) == []
+    (line,) = log_lines
+    assert f"{tmp_path}/" in line and line.endswith("; the images are captioned again")
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"http://tracker": 3}'])
+def test_a_damaged_record_of_the_tracker_counts_as_empty(tmp_path: Path, content: str, log_lines: list[str]) -> None:
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "tracked.json").write_text(content)
+    assert stored_records(RunFolder(tmp_path)) == {}
+    (line,) = log_lines
+    assert line.startswith(f"damaged   {tmp_path}/log/tracked.json is damaged: ")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -13,7 +16,8 @@ from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 from jobs import train
 from jobs.train import FailureBudget, StageFailedError, fit
 from pipeline.config.run import RunConfig
-from pipeline.errors import JobFailedError
+from pipeline.errors import DamagedError, JobFailedError
+from pipeline.runs.folder import RunFolder
 from pipeline.training.loop import StageJob
 
 MINUTE, DAY = 60, 24 * 3600
@@ -95,6 +99,40 @@ def test_workers_that_never_start_do_not_start_for_ever(monkeypatch: pytest.Monk
 def test_a_failure_that_would_repeat_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StageFailedError, match="the loss is nan"):
         fit_with(monkeypatch, [StageFailedError("the loss is nan"), None])
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_full_disk_ends_training_with_a_sentence(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another attempt would fill it again. Other errors of the disk may pass, so that they are followed by one."""
+
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number), "state.pt")
+
+    monkeypatch.setattr(train, "train_stages", fail)
+    monkeypatch.setattr("pipeline.runtime.context.RayContext", lambda: None)
+    job = StageJob(RunFolder(tmp_path), ("xe",), None, driver_token="t")
+    with pytest.raises(OSError):
+        train._run_worker({"job": job})
+    file = train.failure_file(job)
+    if number == errno.EIO:
+        assert not file.exists()
+    else:
+        reason = f"{tmp_path} cannot be written ({os.strerror(number)}); free space, and the same command continues"
+        assert file.read_bytes().decode().startswith(reason)
+
+
+def test_damage_ends_training_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise DamagedError("a.npy is missing; the same command computes its features again")
+
+    monkeypatch.setattr(train, "train_stages", fail)
+    monkeypatch.setattr("pipeline.runtime.context.RayContext", lambda: None)
+    job = StageJob(RunFolder(tmp_path), ("xe",), None, driver_token="t")
+    with pytest.raises(DamagedError):
+        train._run_worker({"job": job})
+    assert train.failure_file(job).read_bytes().startswith(b"a.npy is missing")
 
 
 def test_in_a_trial_a_dead_controller_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

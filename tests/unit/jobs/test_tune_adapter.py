@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
+from ray.train._internal.storage import StorageContext
+from ray.tune.experiment import Trial
 
 from jobs.tune import adapter as module
 from jobs.tune.adapter import TuneAdapter
@@ -16,7 +20,7 @@ from pipeline.cluster.capacity import ClusterStatus, WaitedTooLongError
 from tests.support.searches import LR, finished, open_log, small_search
 
 COUNTER = itertools.count()
-LOST = ActorUnavailableError("the node does not answer", b"0" * 16)
+LOST = str(ActorUnavailableError("the node does not answer", b"0" * 16))
 
 
 def adapter_of(tmp_path: Path, *, on_cluster: bool = True, **changes: Any) -> TuneAdapter:
@@ -112,9 +116,64 @@ def test_a_process_that_cannot_start_costs_a_trial(tmp_path: Path) -> None:
     """So the search ends, and does not ask for ever."""
     adapter = adapter_of(tmp_path, budget={"trials": 2})
     for name in requests(adapter):
-        adapter.on_error(name, ActorDiedError())
+        adapter.on_error(name, str(ActorDiedError()))
     assert [record.state for record in adapter.log.records] == ["failed", "failed"]
     assert adapter.request("last") is None
+
+
+class Gadget:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def failed_trial(folder: Path, error: Exception) -> Any:
+    """A trial of Ray Tune that failed in this way. Somebody has replaced its pickled error."""
+    trial = Trial("none", stub=True, storage=StorageContext(str(folder), experiment_dir_name="s", trial_dir_name="t"))
+    trial.handle_error(error)
+    if trial.pickled_error_file:
+        Path(trial.pickled_error_file).write_bytes(pickle.dumps(Gadget(folder / "ran")))
+        Path(trial.storage.trial_fs_path).mkdir(parents=True)
+        shutil.copy(trial.pickled_error_file, trial.storage.trial_fs_path)
+    return trial
+
+
+NODE_DIED = ActorDiedError()
+NODE_DIED.error_msg += "\n\tclass_name: T\nThe actor died because its node has died."
+OOM = "Task failed. 1 worker(s) were killed due to the node running low on memory. See the log"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost", "reason"),
+    [
+        (
+            ActorUnavailableError("no answer", b"0" * 16),
+            True,
+            "its process died (killed, or out of memory): The actor ",
+        ),
+        (NODE_DIED, True, "its process died (killed, or out of memory): The actor died unexpectedly "),
+        (ActorDiedError(), False, "its process died (killed, or out of memory): The actor died unexpectedly "),
+        (OutOfMemoryError(OOM), False, "out of memory: Ray ended its process because the node's memory was full"),
+        (
+            RayTaskError("f", "Traceback\nKeyError: the node has died", KeyError()),
+            False,
+            "Traceback KeyError: the node",
+        ),
+    ],
+)
+def test_an_error_is_read_as_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, is_lost: bool, reason: str
+) -> None:
+    """Nothing is unpickled, also not by Ray Tune at the end of the search."""
+    monkeypatch.setattr(Trial, "local_path", str(tmp_path))
+    trial = failed_trial(tmp_path, error)
+    text = module._error_of(trial)
+    assert module._is_node_lost(text) is is_lost and module._failure_reason(text).startswith(reason)
+    assert trial.get_pickled_error() is None and not (tmp_path / "ran").exists()
 
 
 def test_members_that_wait_for_nodes_take_turns(tmp_path: Path) -> None:

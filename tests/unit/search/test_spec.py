@@ -104,6 +104,11 @@ def test_groups_by_rule() -> None:
     assert GenerateSection(groups=(2,), smallest=3, largest=12).generated() == [[3, 6], [6, 12]]
 
 
+def test_labels_have_no_control_characters() -> None:
+    """matplotlib raises TypeError for a NUL."""
+    assert show_value("a\0b") == "a\\x00b" and show_value(["\x1b", "c"]) == "\\x1b c"
+
+
 def test_points_and_labels() -> None:
     space = space_of(
         {

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.errors import DamagedError
 from pipeline.storage.atomic import atomic_folder, atomic_path, read_json, write_json, write_text
 
 
@@ -38,19 +39,35 @@ def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_content_is_flushed_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool) -> None:
+def test_content_is_flushed_before_the_rename_and_its_folder_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
     flushed: list[Path] = []
-    monkeypatch.setattr(os, "fsync", lambda number: flushed.append(Path(f"/proc/self/fd/{number}").readlink()))
+
+    def flush(number: int) -> None:
+        flushed.append(Path(f"/proc/self/fd/{number}").readlink())
+        if flushed[-1] == tmp_path:
+            assert any(path.name in ("file", "folder") for path in tmp_path.iterdir()), "it was renamed"
+
+    monkeypatch.setattr(os, "fsync", flush)
     with atomic_path(tmp_path / "file", durable=durable) as temporary:
         temporary.write_text("x")
-    assert flushed == ([temporary] if durable else [])
+    assert flushed == ([temporary, tmp_path] if durable else [])
+    (tmp_path / "file").unlink()
     flushed.clear()
     with atomic_folder(tmp_path / "folder", durable=durable) as temporary:
         (temporary / "a").write_text("x")
         (temporary / "b").mkdir()
         (temporary / "b" / "c").write_text("x")
     expected = {temporary, temporary / "a", temporary / "b", temporary / "b" / "c"} if durable else set()
-    assert set(flushed) == expected
+    assert set(flushed[:-1]) == expected and flushed[-1:] == ([tmp_path] if durable else [])
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000])
+def test_damaged_json_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "DONE.json").write_bytes(content)
+    with pytest.raises(DamagedError, match=f"{tmp_path}/DONE.json is damaged: ."):
+        read_json(tmp_path / "DONE.json")
 
 
 def test_threads_that_write_one_name_do_not_mix(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -175,7 +176,18 @@ def test_a_lease_can_be_taken_by_force(folder: StoragePath) -> None:
 
 
 def test_a_file_that_is_not_a_lease_is_refused(folder: StoragePath) -> None:
-    for text in (b"", b"[]", b"{}", b'{"token": "x", "nonce": "", "holder": "", "until": 0}'):
+    deep = b"[" * 100_000
+    record = {"token": 1, "nonce": "n", "holder": "h", "until": 0, "seconds": 0}
+    wrong = [{key: value} for key in record for value in (None, [], {}, "x" if key in ("token", "until") else 1e308)]
+    wrong += [{"until": math.inf}, {"until": math.nan}, {"until": -1}, {"seconds": math.inf}, {"token": -1}]
+    texts = [json.dumps(record | change).encode() for change in wrong if change != {"token": None}]
+    for text in (b"", b"[]", b"{}", deep, b'{"token": 1, "until": ' + deep, *texts):
         (folder / "lease.json").write_bytes(text)
         with pytest.raises(UserError, match="is not a lease"):
             take_lease(folder / "lease.json", 30)
+
+
+def test_a_holder_cannot_control_the_terminal(folder: StoragePath) -> None:
+    record = {"token": 1, "nonce": "n", "holder": "\x1b[2Jh\n until 2255", "until": 2.0**35}
+    (folder / "lease.json").write_bytes(json.dumps(record).encode())
+    assert str(take_lease(folder / "lease.json", 30)).startswith("\\x1b[2Jh\\n until 2255 until 3058-")

@@ -17,6 +17,7 @@ from pipeline.scoring import ngram_keys
 from pipeline.scoring.cider import CiderD
 from pipeline.training import reward as rewards
 from pipeline.training.reward import CaptionReward
+from tests.support.damage import cut, empty, flip_any
 
 GOLDEN = Path(__file__).resolve().parents[2] / "parity" / "golden"
 
@@ -91,7 +92,9 @@ def test_ground_truth_scores_high_and_its_end_counts() -> None:
     assert CaptionReward({1: ["a"], 2: ["b"]}, vocabulary, eos=True).ground_truth is None
 
 
-def test_the_index_is_built_once_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_is_built_once_a_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
     vocabulary = Vocabulary(tuple(sorted({*"abcdefgh", *SPECIALS})))
     references = {n: [f"a {x} b", f"a {x} b c"] for n, x in enumerate("cdefgh")}
     tokens = torch.tensor([vocabulary.encode(list("acb"))])
@@ -103,16 +106,20 @@ def test_the_index_is_built_once_a_machine(tmp_path: Path, monkeypatch: pytest.M
 
     first = score()
     assert first == score(cache=None) and first > 0
-    (file,) = (tmp_path / "c").glob("*.safetensors")
+    (file,) = (tmp_path / "c").rglob("*.safetensors")
     with monkeypatch.context() as patch:
         patch.setattr(rewards, "_build", None)  # whoever builds now fails
         assert score() == first
-    file.write_bytes(file.read_bytes()[:100])  # cut off: made again
-    assert score() == first
+    for damage in (cut, empty, flip_any, Path.unlink):
+        log_lines.clear()
+        damage(file)
+        assert score() == first
+        (line,) = log_lines
+        assert line.startswith(f"damaged   {file} is ") and line.endswith("; it is built again")
     assert score(eos=False) != first and score({**references, 9: ["c h", "c h a"]}) != first
-    assert len(list((tmp_path / "c").glob("*.safetensors"))) == 3
+    assert len(list((tmp_path / "c").rglob("*.safetensors"))) == 3
     monkeypatch.setattr(rewards, "MAX_CACHED", 2)
     score({**references, 9: ["g h", "g h a"]})
-    assert len(list((tmp_path / "c").glob("*.safetensors"))) == 2
+    assert len(list((tmp_path / "c").rglob("*.safetensors"))) == 2
     (tmp_path / "file").write_text("")
     assert score(cache=tmp_path / "file") == first  # no folder can be there

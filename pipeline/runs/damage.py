@@ -1,0 +1,110 @@
+"""Finds the damaged files of a storage by reading all of them: runs, bundles, features and tables.
+
+It uses no marks of earlier checks and changes nothing. Files without a digest are only parsed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pyarrow as pa
+
+from pipeline.errors import DamagedError, JobFailedError, UserError
+from pipeline.features.store import MANIFEST
+from pipeline.storage.atomic import decode_json
+from pipeline.storage.digests import DIGESTS, find_damage, stored_digest
+from pipeline.storage.path import StoragePath
+from pipeline.storage.tables import from_bytes, read_table
+from pipeline.untrusted.documents import parse_yaml
+
+NUM_READS = 4  # files read at the same time
+
+
+def find_damaged_files(storage: StoragePath) -> Iterator[tuple[str, str]]:
+    """Yields (sentence, remedy) for each damaged file below a storage or a folder with digests."""
+    names = sorted(name for name in storage.list() if "/." not in f"/{name}")
+
+    def check(name: str) -> list[tuple[str, str]]:
+        _, find, remedy = next((rule for rule in RULES if re.fullmatch(rule[0], name)), ("", _nothing, ""))
+        try:
+            return [(damage, remedy) for damage in find(storage / name)]
+        except FileNotFoundError:  # removed since it was listed
+            return []
+        except (JobFailedError, UserError) as error:
+            return [(str(error), remedy)]
+
+    with ThreadPoolExecutor(NUM_READS) as pool:  # reading and hashing release the interpreter's lock
+        for found in pool.map(check, names):
+            yield from found
+
+
+def _nothing(path: StoragePath) -> list[str]:
+    """Finds no damage, in a file of any other kind."""
+    return []
+
+
+def _in_folder(digests: StoragePath) -> list[str]:
+    """The damages of the files of a folder with digests."""
+    return find_damage(StoragePath(digests.uri.removesuffix(f"/{DIGESTS}"), digests.options))
+
+
+def _in_shard(manifest: StoragePath) -> Iterator[str]:
+    """The damages of the shard with this manifest. Raises DamagedError for a damaged manifest."""
+    store = manifest.uri.rsplit("/manifest/", 1)[0]
+    for row in read_table(manifest, MANIFEST).slice(0, 1).to_pylist():
+        for suffix, digest in (("npy", row["sha256"]), ("boxes.npy", row["boxes_sha256"])):
+            path = StoragePath(f"{store}/shards/{row['shard']}.{suffix}", manifest.options)
+            try:
+                if digest and stored_digest(path) != digest:
+                    yield f"{path} does not have the digest in its manifest"
+            except FileNotFoundError:
+                yield f"{path} is missing"
+
+
+def _in_table(path: StoragePath) -> list[str]:
+    """Raises DamagedError for a damaged Parquet file."""
+    from_bytes(path.read_bytes(), None, str(path))
+    return []
+
+
+def _in_document(path: StoragePath) -> list[str]:
+    """Raises UserError or DamagedError for a file that is neither JSON nor YAML, according to its name."""
+    if path.name.endswith(".json"):
+        decode_json(path.read_bytes(), str(path))
+    else:
+        parse_yaml(path.read_bytes(), str(path))
+    return []
+
+
+def _in_data(path: StoragePath) -> list[str]:
+    """Raises DamagedError for a damaged Arrow file."""
+    try:
+        pa.ipc.open_file(pa.BufferReader(path.read_bytes())).read_all().validate(full=True)
+    except (pa.ArrowException, ValueError, OSError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise DamagedError(f"{path} is damaged: {' '.join(str(error).split())}") from error
+    return []
+
+
+Check = Callable[[StoragePath], "list[str] | Iterator[str]"]
+REPEATED = "restore it from a copy, or remove the folder of its stage, and `raycap run` repeats the stage"
+AGAIN = "remove it, and the next command that needs it makes it again"
+# The name of each kind of file in the storage, the check and the remedy. The first row that matches a name counts.
+RULES: tuple[tuple[str, Check, str], ...] = (
+    (
+        r"features/\w+/manifest/\w+\.parquet",
+        _in_shard,
+        "remove the shard's file in manifest/, and the next extraction computes its features again",
+    ),
+    (r"(features/\w+/\w+|manifests/\w+)\.parquet", _in_table, AGAIN),
+    (rf"runs/.+/step-\d+/{DIGESTS}", _in_folder, "the stage resumes from an earlier state"),
+    (rf"runs/.+/best-\d+/{DIGESTS}", _in_folder, REPEATED),
+    (rf".+/{DIGESTS}", _in_folder, "restore it from a copy"),
+    (r"runs/[^/]+/data\.arrow", _in_data, AGAIN),
+    (r"runs/[^/]+/(COMPLETE|scores)\.json|runs/[^/]+/predictions/.+\.json", _in_document, AGAIN),
+    (r"runs/.+/DONE\.json", _in_document, REPEATED),
+    (r"(runs|models|retrain)/.+(\.json|/config\.yaml)", _in_document, "restore it from a copy"),
+)

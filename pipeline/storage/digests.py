@@ -1,0 +1,109 @@
+"""SHA-256 digests by which damaged files are found. A folder's `digests.json` maps the names of its files to them.
+
+A file is read as a whole when it is first used on a machine. One core hashes 1 to 2 GB/s with SHA instructions, so a
+checkpoint takes less time than its loading, and a feature store about as long as reading it once. A mark in the cache
+folder remembers the size and the time of a file that was whole; the marks may be deleted at any time. Damage that
+changes neither size nor time after the first use is found by `raycap doctor --storage`, which uses no marks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import DamagedError
+from pipeline.storage.atomic import decode_json, write_bytes, write_json
+from pipeline.storage.cache import cache_folder
+from pipeline.storage.path import StoragePath
+
+DIGESTS = "digests.json"
+BLOCK_BYTES = 2**26  # of a remote file that is read at a time
+
+
+def write_digests(folder: Path, names: Iterable[str] = ()) -> None:
+    """Writes the digests of these files of a folder; by default those of all its visible files.
+
+    The digests of other files remain.
+    """
+    path = folder / DIGESTS
+    digests = _read_digests(path) or {}
+    names = names or [file.name for file in folder.glob("[!.]*") if file != path]
+    write_json(path, digests | {name: file_digest(folder / name) for name in sorted(names)})
+
+
+def is_recorded(path: Path) -> bool:
+    """Whether the `digests.json` beside a file, which may be missing, has its digest."""
+    return path.name in (_read_digests(path.with_name(DIGESTS)) or {})
+
+
+def require_whole(path: Path) -> None:
+    """Raises DamagedError unless a file exists and has the digest in the `digests.json` beside it.
+
+    A folder of an older version has no digests, and its files only have to exist.
+    """
+    if not path.is_file():
+        raise DamagedError(f"{path} is missing")
+    digests = _read_digests(path.with_name(DIGESTS))
+    if digests is not None and not has_digest(path, str(digests.get(path.name))):
+        raise DamagedError(f"{path} is damaged: it does not have the digest in {DIGESTS}")
+
+
+def _read_digests(path: Path) -> dict[str, Any] | None:
+    """The content of a `digests.json`; None if there is none. Raises DamagedError."""
+    return _digests_in(path.read_bytes(), str(path)) if path.is_file() else None
+
+
+def _digests_in(data: bytes, name: str) -> dict[str, Any]:
+    digests = decode_json(data, name)
+    if not isinstance(digests, dict):
+        raise DamagedError(f"{name} is damaged: it maps no names to digests")
+    return digests
+
+
+def has_digest(path: Path, sha256: str) -> bool:
+    """Whether a local file has a digest. Reads the file unless this machine has found it whole before."""
+    status = path.stat()
+    state = f"{path.absolute()} {status.st_ino} {status.st_size} {status.st_mtime_ns} {sha256}"
+    name = hashlib.sha256(state.encode()).hexdigest()
+    mark = cache_folder() / "checked" / name[:2] / name
+    if mark.exists():
+        return True
+    if file_digest(path) != sha256:
+        return False
+    with suppress(OSError):  # without a cache the file is read again
+        write_bytes(mark, b"", durable=False)
+    return True
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a local file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def find_damage(folder: StoragePath) -> list[str]:
+    """One sentence for each damaged file among those in a folder's `digests.json`. Reads all of them.
+
+    Raises DamagedError when `digests.json` itself is damaged.
+    """
+    digests, damages = _digests_in((folder / DIGESTS).read_bytes(), str(folder / DIGESTS)), []
+    for name, digest in digests.items():
+        try:
+            if stored_digest(folder / name) != digest:
+                damages.append(f"{folder / name} is damaged: it does not have the digest in {DIGESTS}")
+        except FileNotFoundError:
+            damages.append(f"{folder / name} is missing")
+    return damages
+
+
+def stored_digest(path: StoragePath) -> str:
+    """The SHA-256 of a file, local or on S3, in bounded memory."""
+    if not path.is_remote:
+        return file_digest(path.path)
+    digest, size = hashlib.sha256(), path.stat().size
+    for start in range(0, size, BLOCK_BYTES):
+        digest.update(path.read_range(start, BLOCK_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,78 @@
+"""Digests: each file is read once per machine, and any change of it is found."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from pipeline.errors import DamagedError
+from pipeline.storage import digests
+from pipeline.storage.atomic import read_json
+from pipeline.storage.digests import DIGESTS, find_damage, require_whole, write_digests
+from pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from tests.support.damage import flip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("a.bin", "b.bin"):
+        (tmp_path / name).write_bytes(name.encode() * 1000)
+    (tmp_path / ".hidden").write_text("")
+    write_digests(tmp_path)
+    return tmp_path
+
+
+def test_a_flipped_bit_is_found_and_named(folder: Path) -> None:
+    assert set(read_json(folder / DIGESTS)) == {"a.bin", "b.bin"} and not find_damage(storage_path(folder))
+    require_whole(folder / "a.bin")
+    flip(folder / "a.bin", random.Random(0))
+    with pytest.raises(DamagedError, match=f"{folder}/a.bin is damaged"):
+        require_whole(folder / "a.bin")
+    require_whole(folder / "b.bin")
+    (folder / "b.bin").unlink()
+    with pytest.raises(DamagedError, match="b.bin is missing"):
+        require_whole(folder / "b.bin")
+    first, second = find_damage(storage_path(folder))
+    assert "a.bin is damaged" in first and "b.bin is missing" in second
+
+
+def test_a_file_is_read_once_per_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> NoReturn:
+        raise AssertionError("it is read")
+
+    require_whole(folder / "a.bin")
+    monkeypatch.setattr(digests, "file_digest", refuse)
+    require_whole(folder / "a.bin")
+    for name in ("a.bin", "b.bin"):  # changed since, and not read before
+        (folder / name).write_bytes((folder / name).read_bytes())
+        with pytest.raises(AssertionError, match="it is read"):
+            require_whole(folder / name)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"a.bin": 1}'])
+def test_damaged_digests_are_damage(folder: Path, content: bytes) -> None:
+    (folder / DIGESTS).write_bytes(content)
+    with pytest.raises(DamagedError, match=str(folder)):
+        require_whole(folder / "a.bin")
+
+
+def test_one_digest_is_replaced(folder: Path) -> None:
+    before = read_json(folder / DIGESTS)
+    (folder / "a.bin").write_bytes(b"new")
+    write_digests(folder, ["a.bin"])
+    require_whole(folder / "a.bin")
+    after = read_json(folder / DIGESTS)
+    assert after["b.bin"] == before["b.bin"] and after["a.bin"] != before["a.bin"]
+
+
+def test_files_on_s3_are_read_in_blocks(folder: Path, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "BLOCK_BYTES", 999)
+    place = StoragePath("s3://data/digests", StorageOptions(s3))
+    for name in ("a.bin", "b.bin", DIGESTS):
+        (place / name).write_bytes((folder / name).read_bytes())
+    assert find_damage(place) == []
+    (place / "a.bin").write_bytes(b"a.bim" + b"a.bin" * 999)
+    assert find_damage(place) == [f"s3://data/digests/a.bin is damaged: it does not have the digest in {DIGESTS}"]
