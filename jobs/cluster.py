@@ -1,4 +1,4 @@
-"""Starts Ray on this machine or joins a cluster. A local Ray listens on the loopback interface only."""
+"""Starts Ray on this machine or joins a cluster."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import re
 from typing import Literal
 
 from pipeline.cluster.capacity import wait_for
+from pipeline.cluster.local_ray import start_local_ray
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS
 from pipeline.errors import JobFailedError, UserError
+from pipeline.runtime.stopping import keeping_handlers
 from pipeline.untrusted.names import shown
 
 logger = logging.getLogger(__name__)
@@ -109,19 +111,19 @@ def connect(address: str | None, needed_cpus: int = 2) -> bool:
     address = address or os.environ.get("RAY_ADDRESS")
     if ray.is_initialized():
         return bool(address)
-    if address:
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise JobFailedError(f"no Ray cluster can be joined at {address}: {error}; check --address") from error
-        logger.debug(f"ray       joined {address}: {ray.cluster_resources()}")
-        return True
-    ray.init(
-        num_cpus=max(os.cpu_count() or 1, needed_cpus, 2),
-        object_store_memory=OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-    logger.debug(f"ray       started on this machine: {ray.cluster_resources()}")
-    return False
+    with keeping_handlers():
+        if address:
+            try:
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise JobFailedError(f"no Ray cluster can be joined at {address}: {error}; check --address") from error
+        else:
+            start_local_ray(
+                num_cpus=max(os.cpu_count() or 1, needed_cpus, 2),
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+    place = f"joined {address}" if address else "started on this machine"
+    logger.debug(f"ray       {place}: {ray.cluster_resources()}")
+    return bool(address)

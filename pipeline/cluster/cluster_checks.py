@@ -34,6 +34,9 @@ def jobs_server(address: str) -> Finding:
         return Finding("cluster", "fail", f"{text}; here Ray {local}", f"give the cluster an image with Ray {local}")
     if remote != local:
         return Finding("cluster", "warn", f"{text}; here Ray {local}", "use the same version on both")
+    if not server.token_sent:
+        text += ": everybody who can reach the cluster can run code in it"
+        return Finding("cluster", "warn", text, "start Ray on its nodes with RAY_AUTH_MODE=token")
     return Finding("cluster", "ok", text)
 
 

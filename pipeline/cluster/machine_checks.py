@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import platform
 import shutil
 import socket
@@ -192,7 +193,10 @@ def local_ray() -> Finding:
 
 
 def auth_token() -> Finding:
-    """The token for clusters that ask for one; a warning when other users can read its file."""
+    """The token for clusters that ask for one; a warning when other users can read its file, or when none is used."""
+    if (mode := os.environ.get("RAY_AUTH_MODE", "token")).lower() != "token":
+        text = f"RAY_AUTH_MODE={mode}: everybody who can reach a Ray of this machine can run code in it"
+        return Finding("token", "warn", text, "unset RAY_AUTH_MODE")
     try:
         token, origin = find_token()
     except UserError as error:

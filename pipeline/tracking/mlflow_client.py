@@ -12,6 +12,7 @@ from typing import Any
 from pipeline.config.run import RunConfig
 from pipeline.runtime.secrets import split_userinfo, without_secrets
 from pipeline.storage.path import is_remote
+from pipeline.tracking.local_database import ensure_database
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ def reason_of(error: Exception) -> str:
 
 
 def tracking_client(config: RunConfig) -> Any:
-    """An MLflow client for the configured tracker; does not connect yet."""
+    """An MLflow client for the configured tracker. It creates a missing SQLite file, and does not connect otherwise."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(CALL_TIMEOUT_S))
@@ -89,6 +90,8 @@ def tracking_client(config: RunConfig) -> Any:
 
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    if (file := _sqlite_file(config)) is not None:
+        ensure_database(file)
     return MlflowClient(tracking_uri(config))
 
 
@@ -106,12 +109,17 @@ def artifact_location(config: RunConfig) -> str | None:
     For a database that is opened without a server MLflow's default is `./mlruns` in the current directory. A SQLite
     file gets a folder beside it instead (`mlflow` for mlflow.db), another database one in the run's storage.
     """
-    scheme, _, path = tracking_uri(config).partition(":///")
-    if scheme.startswith("sqlite") and path:
-        file = Path(path.partition("?")[0]).absolute()
+    if (file := _sqlite_file(config)) is not None:
         return file.with_name(file.stem if file.suffix else f"{file.name}-artifacts").as_uri()
-    is_database = scheme.startswith(("postgresql", "mysql", "mssql"))
+    is_database = tracking_uri(config).startswith(("postgresql", "mysql", "mssql"))
     return (config.working_path / "mlflow").as_uri() if is_database else None
+
+
+def _sqlite_file(config: RunConfig) -> Path | None:
+    """The file of a tracker that is a SQLite database; None for other trackers."""
+    scheme, _, path = tracking_uri(config).partition(":///")
+    file = path.partition("?")[0]
+    return Path(file).absolute() if scheme.startswith("sqlite") and file not in ("", ":memory:") else None
 
 
 def get_or_create_run(

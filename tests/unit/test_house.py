@@ -46,7 +46,7 @@ HOMES = {
     "ray.tune": {"jobs/tune/adapter.py", "jobs/tune/schedulers.py", "jobs/tune/workers.py"},
     "optuna": {"pipeline/search/samplers.py"},
     "matplotlib": {"pipeline/search/plots.py", "pipeline/reports/curves.py"},
-    "mlflow": {f"pipeline/tracking/{name}.py" for name in ("mlflow_client", "run_sync", "registry")},
+    "mlflow": {f"pipeline/tracking/{name}.py" for name in ("mlflow_client", "local_database", "run_sync", "registry")},
     "boto3": {"pipeline/storage/s3.py"},
     "cryptography": {"pipeline/captioning/bundle_files.py"},
     "h5py": {"pipeline/features/regions.py"},

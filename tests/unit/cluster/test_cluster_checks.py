@@ -186,11 +186,14 @@ def test_the_clusters_ray_version_and_token(answers: dict[str, Any], monkeypatch
     address = answers["address"]
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "right")
-    for version, level in ((ray.__version__, "ok"), (f"{ray.__version__}1", "warn"), ("2.9.3", "fail")):
+    for version, level in ((ray.__version__, "warn"), (f"{ray.__version__}1", "warn"), ("2.9.3", "fail")):
         answers["/api/version"] = 200, {"ray_version": version}
         found = cluster_checks.jobs_server(address)
         assert found.level == level and version in found.text
     assert set(answers["tokens"]) == {None}, "a token goes only to a server that asks for one"
+    answers["/api/version"] = 200, {"ray_version": ray.__version__}
+    found = cluster_checks.jobs_server(address)
+    assert "no token needed: everybody" in found.text and "RAY_AUTH_MODE=token" in found.remedy
     answers["/api/version"] = 200, {"ray_version": ray.__version__, "token": "Bearer right"}
     found = cluster_checks.jobs_server(address)
     assert found.level == "ok" and "token accepted" in found.text

@@ -171,6 +171,9 @@ def test_a_token_others_can_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert checks.auth_token().level == "ok"
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "absent"))
     assert checks.auth_token().level == "fail"
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    found = checks.auth_token()
+    assert found.level == "warn" and "everybody" in found.text and "RAY_AUTH_MODE" in found.remedy
 
 
 def test_the_exit_code_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,74 @@
+"""Starts Ray on this machine for this user alone.
+
+Ray's processes listen on the loopback interface, and ask for a token (RAY_AUTH_MODE) that only this user can read. Logs
+and sockets are in a folder that only this user can open. docs/cluster.md names what Ray leaves open.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from pipeline.errors import UserError
+
+
+def start_local_ray(**options: Any) -> None:
+    """`ray.init` for a new Ray. Raises UserError if another user owns the folder for its files."""
+    # Where torch's workers exchange gradients; by default the address of the machine's name.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    import ray
+    from ray._private import ray_constants, services
+
+    protect_token()
+    # A signal to the command's process group does not end Ray, so that training can still save a checkpoint. Elsewhere
+    # than on Linux, Ray needs the group to end its processes with the command.
+    group = 0 if sys.platform == "linux" else None
+    with (
+        patch.object(services, "ConsolePopen", partial(services.ConsolePopen, process_group=group)),
+        # Ray replaces a loopback address that is given to `ray.init` by the machine's own, except with this constant.
+        patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False),
+    ):
+        ray.init(include_dashboard=False, _temp_dir=str(private_folder() / "ray"), **options)
+
+
+def private_folder() -> Path:
+    """The folder for Ray's files, which only this user can open, below RAY_TMPDIR or /tmp.
+
+    Ray lets everybody into its own folder, /tmp/ray, and the paths of its sockets must be short.
+    """
+    folder = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / f"raycap-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.lstat()
+    if status.st_uid != os.getuid() or folder.is_symlink():
+        raise UserError(f"{folder}, where Ray keeps its files, belongs to another user; remove it or set RAY_TMPDIR")
+    folder.chmod(0o700)
+    return folder
+
+
+def protect_token() -> None:
+    """Makes ~/.ray/auth_token if Ray would make it, because Ray lets others read it. Takes their right to read it.
+
+    A home that cannot be written is left to Ray, which reports it.
+    """
+    if any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
+        return
+    path = Path.home() / ".ray" / "auth_token"
+    with suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.exists():
+            if path.stat().st_mode & 0o077:
+                path.chmod(0o600)
+            return
+        new = path.with_name(f".{path.name}.{os.getpid()}")
+        new.touch(mode=0o600)
+        new.write_text(secrets.token_hex(32))
+        try:
+            os.link(new, path)  # unlike a rename, it does not replace the token of another process
+        finally:
+            new.unlink()

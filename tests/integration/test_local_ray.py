@@ -1,0 +1,55 @@
+"""A Ray that raycap starts: it listens on the loopback, asks for a token, and others cannot read its files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+# Starts Ray, runs a task, and prints the addresses on which this process and those below it listen, by process.
+SCRIPT = """
+import json, os, sys, time
+import psutil, ray
+from jobs.cluster import connect
+
+connect(None)
+sockets = {}
+
+@ray.remote
+def pid():
+    return os.getpid()
+
+ray.get(pid.remote())
+time.sleep(3)  # the agents have begun to listen
+for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+    for each in process.net_connections("inet"):
+        if each.status == psutil.CONN_LISTEN:
+            sockets.setdefault(" ".join(process.cmdline())[:200], []).append(each.laddr.ip)
+from ray._private.worker import _global_node as node
+print(json.dumps({"sockets": sockets, "folder": node.get_session_dir_path(), "mode": os.environ["RAY_AUTH_MODE"]}))
+"""
+
+
+@pytest.mark.ray
+def test_a_local_ray_is_for_this_user_alone(tmp_path: Path) -> None:
+    left_out = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    environment |= {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    names = " ".join(found["sockets"])
+    assert "gcs_server" in names and "raylet" in names and len(found["sockets"]) > 3
+    for name, addresses in found["sockets"].items():
+        assert {each.removeprefix("::ffff:") for each in addresses} <= {"127.0.0.1", "::1"}, (name, addresses)
+    assert found["mode"] == "token"
+    token = tmp_path / ".ray" / "auth_token"
+    assert token.stat().st_mode & 0o777 == 0o600
+    private = Path(found["folder"]).parents[1]
+    assert private.name == f"raycap-{os.getuid()}" and private.stat().st_mode & 0o777 == 0o700
