@@ -99,7 +99,7 @@ class ShardCache:
                 return path if self._add(path, _fetch(source, sha256)) else None
         return path
 
-    def read(self, source: StoragePath, sha256: str, max_bytes: int) -> bytes:
+    def read(self, source: StoragePath, sha256: str, max_bytes: int | None = None) -> bytes:
         """The content of a small file, which is cached if there is room for it. Raises StorageError as `get`."""
         path = self.folder / _require_digest(sha256, source)
         if _touch(path):
@@ -144,7 +144,7 @@ class ImageCache:
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit // NUM_IMAGE_FOLDERS
 
-    def read(self, source: StoragePath, sha256: str, max_bytes: int) -> bytes:
+    def read(self, source: StoragePath, sha256: str, max_bytes: int | None = None) -> bytes:
         """The content of an image file. Raises StorageError when it no longer has the digest.
 
         Raises OSError when it has more than `max_bytes` bytes.

@@ -228,7 +228,7 @@ def test_a_uri_leads_nowhere_outside_the_roots(
     same(model.predict(pandas.DataFrame({"uri": good})), registered.expected[:1] * 3)
     bad = ["link.png", "folder/a.png", "loop", "text.png", "zero.png", "pipe.png", "missing.png", "", "../root/a.png"]
     bad = [f"{root}/{name}" for name in bad] + [f"{root}/../root-private/a.png", str(root), str(private / "a.png")]
-    bad += ["~/a.png", "a.png", "/etc/passwd", f"{root}/a\0b.png", f"{root}/\udc00.png", "s3://other/x.png"]
+    bad += ["~/a.png", "a.png", "/etc/passwd", f"{root}/a\0b.png", "s3://other/x.png"]
     bad += ["s3://data/photos-private/x.png", "s3://data/photos/../x.png", f"http://{root}/a.png", "file:///etc/passwd"]
     answers, schema = set(), model.metadata.get_input_schema()
     for uri in bad:
@@ -240,7 +240,10 @@ def test_a_uri_leads_nowhere_outside_the_roots(
     assert len(answers) == 1, answers
 
 
-def test_images_on_s3_are_read_below_the_roots_only(registered: Registered, s3: str) -> None:
+def test_images_on_s3_are_read_below_the_roots_only(
+    registered: Registered, s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3)
     for folder in ("photos", "private"):
         StoragePath(f"s3://data/{folder}/a.png").write_bytes(registered.images[0].read_bytes())
     same(registered.service.predict({"uri": ["s3://data/photos/a.png"]}), registered.expected[:1])
