@@ -26,7 +26,7 @@ ALLOWED = {
     ("jobs/evaluate.py", "zipfile.ZipFile"): "writes an archive",
     ("jobs/tune/workers.py", "json.loads"): OWN,
     ("models/tensor_files.py", "load_file"): "a checkpoint: safetensors holds numbers only",
-    ("models/tensor_files.py", "safe_open"): "the header of safetensors, whose sizes are checked before anything is read",
+    ("models/tensor_files.py", "safe_open"): "the header of safetensors, checked before anything is read",
     ("models/tensor_files.py", "torch.load"): "a checkpoint, with weights_only, after its records were measured",
     ("models/tensor_files.py", "zipfile.ZipFile"): "measures the records of a checkpoint",
     ("pipeline/captioning/bundle.py", "json.loads"): "a copy of a configuration, or a bundle's file",
