@@ -66,9 +66,9 @@ def test_a_task_raises_an_outage_and_records_a_refusal(monkeypatch: pytest.Monke
         ray_data._decode(batch, image_size=8)
 
 
-def refused(path: StoragePath) -> bytes:
+def refused(path: StoragePath, max_bytes: int | None = None) -> bytes:
     raise StorageError(f"{path}: storage failed: 403")
 
 
-def out_of_order(path: StoragePath) -> bytes:
+def out_of_order(path: StoragePath, max_bytes: int | None = None) -> bytes:
     raise OutageError(f"{path}: storage failed for 600 s: 503")

@@ -148,8 +148,8 @@ class Bucket:
                 raise FileNotFoundError(path.uri)
             return self.objects[path.uri]
 
-        def read_bytes(path: StoragePath) -> bytes:
-            return path.uri.encode() if path.is_remote else original[1](path)
+        def read_bytes(path: StoragePath, max_bytes: int | None = None) -> bytes:
+            return path.uri.encode() if path.is_remote else original[1](path, max_bytes)
 
         for name, method in (("walk", walk), ("stat", stat), ("read_bytes", read_bytes)):
             monkeypatch.setattr(StoragePath, name, method)

@@ -188,10 +188,10 @@ def test_an_outage_of_the_storage_is_no_error_of_an_image(
     names, out = write_images(tmp_path / "images", 4), tmp_path / "captions.jsonl"
     read_bytes, monkeypatched = StoragePath.read_bytes, monkeypatch.context()
 
-    def failing(path: StoragePath) -> bytes:
+    def failing(path: StoragePath, max_bytes: int | None = None) -> bytes:
         if path.name == Path(names[2]).name:
             raise OutageError(f"{path}: storage failed for 600 s: 503")
-        return read_bytes(path)
+        return read_bytes(path, max_bytes)
 
     monkeypatch.setattr("jobs.caption.BATCH_SIZE", 2)
     with monkeypatched as outage:
