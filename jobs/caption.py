@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from jobs.caption_output import Row, open_output, read_done
-from jobs.cluster import connect
+from jobs.cluster import cluster_address, connect
 from jobs.named_files import OpenedBundle, open_bundle
 from jobs.options import Address
 from pipeline.captioning.bundle import Bundle
@@ -132,7 +131,7 @@ def caption(
     pending = [name for name in names if name not in done]
     if done:
         _print_note(f"{len(names) - len(pending)} of {len(names)} images are in {place} already")
-    joins_cluster = bool(address or os.environ.get("RAY_ADDRESS"))  # Ray sets the variable for a submitted job
+    joins_cluster = bool(cluster_address(address))  # Ray sets the variable for a submitted job
     uses_ray = bool(pending) and (joins_cluster or len(pending) >= MIN_IMAGES_FOR_RAY)
     if explain is not None:
         if uses_ray:

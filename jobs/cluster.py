@@ -49,7 +49,7 @@ def check_resources(config: RunConfig, address: str | None) -> None:
     check_address(address)
     import ray
 
-    if address or os.environ.get("RAY_ADDRESS") or ray.is_initialized():
+    if cluster_address(address) or ray.is_initialized():
         return  # a cluster may grow, and `start_ray` looks at a Ray that runs
     import torch
 
@@ -76,10 +76,16 @@ def _require_gpus(config: RunConfig, num_gpus: float) -> None:
             )
 
 
+def cluster_address(address: str | None) -> str | None:
+    """The address of the cluster to join: `address`, else RAY_ADDRESS; None for a Ray on this machine."""
+    address = address or os.environ.get("RAY_ADDRESS")
+    return None if address == "local" else address
+
+
 def check_address(address: str | None) -> None:
     """Raises UserError unless an address, or else RAY_ADDRESS, has a form that Ray joins."""
-    address = address or os.environ.get("RAY_ADDRESS")
-    if address and not re.fullmatch(r"auto|local|(ray://)?([\w.-]+|\[[0-9a-fA-F:.%]+\]):\d{1,5}(/.*)?", address):
+    address = cluster_address(address)
+    if address and not re.fullmatch(r"auto|(ray://)?([\w.-]+|\[[0-9a-fA-F:.%]+\]):\d{1,5}(/.*)?", address):
         raise UserError(
             f"--address {shown(address)} (or RAY_ADDRESS) is no address of a Ray cluster; give auto or HOST:PORT, for "
             "example head:6379"
@@ -108,7 +114,7 @@ def connect(address: str | None, needed_cpus: int = 2) -> bool:
         os.environ.setdefault(name, "0")
     import ray
 
-    address = address or os.environ.get("RAY_ADDRESS")
+    address = cluster_address(address)
     if ray.is_initialized():
         return bool(address)
     with keeping_handlers():

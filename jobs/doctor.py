@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from jobs.cluster import connect, stage_bundles
+from jobs.cluster import cluster_address, connect, stage_bundles
 from jobs.options import Set
 from jobs.submit import Job, start
 from pipeline.cluster.capacity import Resources
@@ -69,7 +68,7 @@ def doctor(
     """
     findings: list[Finding] = []
     subject = _read_subject(config, set_ or ())
-    address = address or os.environ.get("RAY_ADDRESS")
+    address = cluster_address(address)
     for finding in _examine_files(subject) if storage else _examine(subject, address):
         findings.append(finding)
         if not print_json:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from jobs.caption_tasks import SplitTask, caption_on_cluster
-from jobs.cluster import check_resources, start_ray
+from jobs.cluster import check_address, start_ray
 from jobs.options import Address, Config, Set
 from pipeline.captioning.model_sources import StoredBundle
 from pipeline.config.load import load_config
@@ -66,6 +66,6 @@ def retrain(
     if roll_back:
         check_storage(run_config)
         return rollback(run_config)
-    check_resources(run_config, address)
+    check_address(address)  # `start_ray` looks at the resources, if there is something to train
     check_before_writing(run_config)
     return retrain_once(run_config, RayWork(address))

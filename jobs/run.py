@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs.caption_tasks import RunModel, SplitTask, caption_on_cluster
-from jobs.cluster import Stage, check_resources, start_ray
+from jobs.cluster import Stage, check_address, check_resources, start_ray
 from jobs.journal_printer import JournalPrinter, format_duration
 from jobs.options import Address, Config, Set
 from jobs.sync import register
@@ -434,6 +434,12 @@ class RunDriver:
             self.durations[name] = self.durations.get(name, 0.0) + time.monotonic() - begin
 
 
+def _may_be_complete(config: RunConfig) -> bool:
+    """Whether the run may need no resources, because one of its name is complete. S3 is not asked."""
+    place = config.storage_place
+    return place.is_remote or any(place.path.glob(f"runs/{config.name}-*/COMPLETE.json"))
+
+
 def command(config: Config, set_: Set = None, address: Address = None) -> None:
     """Train, evaluate and register a model.
 
@@ -442,6 +448,9 @@ def command(config: Config, set_: Set = None, address: Address = None) -> None:
     Example: raycap run configs/demo.yaml --set seed=1
     """
     run_config = load_config(config, set_ or ())
-    check_resources(run_config, address)
+    if _may_be_complete(run_config):
+        check_address(address)
+    else:
+        check_resources(run_config, address)
     check_before_writing(run_config)
     run(run_config, address)

@@ -108,8 +108,8 @@ class Dataset:
             table = pa.ipc.open_file(pa.memory_map(str(path))).read_all().cast(SCHEMA)
             table.validate(full=True)
         except (pa.ArrowException, ValueError, OSError) as error:
-            if isinstance(error, FileNotFoundError):
-                raise
+            if isinstance(error, MemoryError | pa.ArrowCancelled) or getattr(error, "errno", None):
+                raise  # the machine is at fault, and not the file
             raise DamagedError(f"{path} is damaged: {' '.join(str(error).split())}") from error
         return cls(table)
 

@@ -23,6 +23,7 @@ from pipeline.storage.cache import ChangedError, ShardCache
 from pipeline.storage.digests import has_digest
 from pipeline.storage.path import StoragePath
 
+MAX_READ_BYTES = 2**36  # of a store that one process reads before training; a minute at 1 GB/s
 MAX_OPEN = 400  # open shards; each needs a file descriptor, and a process usually may have 1,024
 NUM_COPIES, NUM_READS = 4, 8  # shards copied to the cache, and remote rows read, at the same time
 _HEADER_BYTES = 256  # longer than numpy's header of an array of few dimensions
@@ -99,14 +100,16 @@ class ShardMaps:
     def damages(self, numbers: Sequence[int]) -> dict[int, str]:
         """{number: a sentence} for the damaged ones of these shards.
 
-        Local files are compared with their digests (`pipeline.storage.digests`). Of remote shards the existence and
-        the size are compared, because their digests are checked when they are downloaded.
+        Local files are compared with their digests (`pipeline.storage.digests`), if they have at most MAX_READ_BYTES
+        together. Otherwise only the existence and the size are compared: a process that uses a shard compares the
+        digest of a local one at its first use, and of a remote one when it downloads it.
         """
-        sizes = {name: entry.size for name, entry in self.folder.list().items()} if self.folder.is_remote else {}
+        is_read = not self.folder.is_remote and sum(self.infos[number].bytes for number in numbers) <= MAX_READ_BYTES
+        sizes = {} if is_read else {name: entry.size for name, entry in self.folder.list().items()}
 
         def find(number: int) -> str:
             info = self.infos[number]
-            if not self.folder.is_remote:
+            if is_read:
                 return self._local_damage(info)
             name = f"{info.shard}.npy"
             found = sizes.get(name)

@@ -60,6 +60,7 @@ def _in_shard(manifest: StoragePath) -> Iterator[str]:
                 if digest and stored_digest(path) != digest:
                     yield f"{path} does not have the digest in its manifest"
             except FileNotFoundError:
+                manifest.stat()  # raises FileNotFoundError if an extraction has removed the shard
                 yield f"{path} is missing"
 
 

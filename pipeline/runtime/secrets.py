@@ -23,9 +23,11 @@ _NO_SECRETS = ("PWD", "OLDPWD")  # the shell's folders
 _SCHEME = re.compile(r"[\w+.-]+")
 _REFERENCE = re.compile(r"\$\{\w+\}")
 _USERINFO = re.compile(r"[^:/]*(?::[^@]*)?@")  # at the begin of what follows ://, as SQLAlchemy reads an address
+_USERINFO_OF_WEB = re.compile(r"[^:/]*(?::(?!\d{1,5}/)[^@]*)?@")  # the same, but digits before a slash are a port
 # The same inside a text, where a password ends at a blank or a quote, and digits before a slash are a port
 _USERINFO_IN_TEXT = re.compile(r"""(?<=://)(?:[^\s/:@"']*:(?!\d{1,5}/)(?:(?!://)[^\s"'])*|[^\s/"']*)@""")
-_OPTION = re.compile(r"""(?<![^\s?&;,"'])([\w.-]+)=[^\s&;,"']""")
+_OPTION = re.compile(r"""(?<![^\s?&;,"'])([\w.-]+)=([^\s&;,"']+)""")
+_COUNT = re.compile(r"\d{1,7}|true|false", re.IGNORECASE)  # the value of an option such as max_tokens
 _OPTION_OF_ADDRESS = re.compile(r"""(?<=[?&;])([\w.-]+)=[^\s&;"']+""")  # ?password=..., ;AccountKey=...
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----")
 
@@ -44,7 +46,7 @@ def holds_secret(text: str) -> bool:
 
     A user beside a password that is a `${VARIABLE}` is no secret; a user alone may be a token.
     """
-    if _PRIVATE_KEY.search(text) or any(map(is_secret_name, _OPTION.findall(_REFERENCE.sub("", text)))):
+    if _PRIVATE_KEY.search(text) or any(map(_is_secret_option, _OPTION.finditer(_REFERENCE.sub("", text)))):
         return True
     found = [split_userinfo(text)[0], *(match[0][:-1] for match in _USERINFO_IN_TEXT.finditer(text))]
     for userinfo in found:
@@ -54,13 +56,21 @@ def holds_secret(text: str) -> bool:
     return False
 
 
+def _is_secret_option(option: re.Match[str]) -> bool:
+    """Whether NAME=VALUE is a secret by its name. A small number is one only as a password."""
+    name, value = option.groups()
+    is_count = _COUNT.fullmatch(value) and re.search(r"(token|key)s?$", name, re.IGNORECASE)
+    return is_secret_name(name) and not is_count
+
+
 def split_userinfo(address: str) -> tuple[str, str]:
     """The user and password of an address, "" without them, and the address without them.
 
     The password ends at the last @, so that no part of one with /, @, ? or blanks remains.
     """
     scheme, separator, rest = address.partition("://")
-    if not separator or not _SCHEME.fullmatch(scheme) or not _USERINFO.match(rest):
+    pattern = _USERINFO_OF_WEB if scheme.lower() in ("http", "https") else _USERINFO
+    if not separator or not _SCHEME.fullmatch(scheme) or not pattern.match(rest):
         return "", address
     userinfo, _, place = rest.rpartition("@")
     return userinfo, f"{scheme}://{place}"

@@ -10,6 +10,7 @@ killed writer leaves its temporary file behind, so that code that lists a folder
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -37,7 +38,7 @@ def atomic_path(path: Path, *, durable: bool = True) -> Iterator[Path]:
             _flush(temporary)
         temporary.replace(path)
         if durable:
-            _flush(path.parent)
+            _flush_names(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -62,7 +63,7 @@ def atomic_folder(folder: Path, *, replace: bool = True, durable: bool = True) -
         else:
             temporary.rename(folder)
         if durable:
-            _flush(folder.parent)
+            _flush_names(folder.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -132,6 +133,15 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _flush_names(folder: Path) -> None:
+    """Waits until the names in a folder are on the disk, where its file system can do this; network ones may not."""
+    try:
+        _flush(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES):
+            raise
 
 
 def _exchange(temporary: Path, folder: Path) -> None:

@@ -87,16 +87,20 @@ def file_digest(path: Path) -> str:
 def find_damage(folder: StoragePath) -> list[str]:
     """One sentence for each damaged file among those in a folder's `digests.json`. Reads all of them.
 
-    Raises DamagedError when `digests.json` itself is damaged.
+    Finds none in a folder whose `digests.json` has changed meanwhile, because its files are being replaced or removed.
+    The `digests.json` of a bundle has the digests below `files`. Raises DamagedError when `digests.json` itself is
+    damaged, and FileNotFoundError when it is removed.
     """
-    digests, damages = _digests_in((folder / DIGESTS).read_bytes(), str(folder / DIGESTS)), []
-    for name, digest in digests.items():
+    content, damages = (folder / DIGESTS).read_bytes(), []
+    digests = _digests_in(content, str(folder / DIGESTS))
+    files = digests["files"] if isinstance(digests.get("files"), dict) else digests
+    for name, digest in files.items():
         try:
             if stored_digest(folder / name) != digest:
                 damages.append(f"{folder / name} is damaged: it does not have the digest in {DIGESTS}")
         except FileNotFoundError:
             damages.append(f"{folder / name} is missing")
-    return damages
+    return damages if not damages or (folder / DIGESTS).read_bytes() == content else []
 
 
 def stored_digest(path: StoragePath) -> str:

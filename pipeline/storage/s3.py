@@ -97,7 +97,7 @@ class S3Object:
                 response = self._client.get_object(**self._location, **extra)
                 if max_bytes is not None and response["ContentLength"] > max_bytes:
                     response["Body"].close()
-                    raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", self.uri)
+                    raise OSError(errno.EMSGSIZE, f"larger than {max_bytes} bytes", self.uri)
                 try:
                     return response["Body"].read(), str(response["ETag"])
                 except (IncompleteReadError, ReadTimeoutError, ResponseStreamingError):

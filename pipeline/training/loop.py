@@ -231,11 +231,21 @@ class StageRun:
         return Images(part, store, transform, config.data.max_pixels, threads, options, cache)
 
     def _resume(self) -> Progress:
-        """Restores the newest checkpoint, if any. RuntimeError when the workers find different ones."""
-        output, progress = self.output, self.output.resume(self.captioner, self.optimizer)
-        steps = gather_objects(self.context, progress.step)
-        if len(set(steps)) > 1:
-            raise RuntimeError(f"workers see different checkpoints of {output.path} (steps {steps}); it must be shared")
+        """Restores the newest checkpoint that is whole in the copies of all workers, if any.
+
+        Raises RuntimeError when the workers find different ones and none is damaged.
+        """
+        output, step = self.output, self.output.newest_whole(self.captioner)
+        found = gather_objects(self.context, (step, output.damages))
+        while len(steps := {step for step, _ in found}) > 1:
+            if not any(damages for _, damages in found):
+                raise RuntimeError(
+                    f"workers see different checkpoints of {output.path} (steps {sorted(steps)}); it must be shared"
+                )
+            step = output.newest_whole(self.captioner, last_step=min(steps))
+            found = gather_objects(self.context, (step, output.damages))
+        progress = output.restore(step, self.captioner, self.optimizer)
+        output.damages = list(dict.fromkeys(text for _, damages in found for text in damages))
         output.open_journal(progress.step)
         return progress
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -90,38 +91,47 @@ class StageOutput:
         if self.worker_group_token and self.folder.token("worker_group_token") != self.worker_group_token:
             raise RuntimeError(f"other workers train {run_id} now; this one stops")
 
-    def resume(self, captioner: Captioner, optimizer: torch.optim.Optimizer) -> Progress:
-        """Restores the newest whole checkpoint, if any, and returns the stage's progress.
+    def newest_whole(self, captioner: Captioner, last_step: float = math.inf) -> int:
+        """The step of the newest whole checkpoint up to `last_step`; 0 without one.
 
-        A checkpoint is whole if its files and the best weights that it refers to are. Raises ValueError for a
-        checkpoint of another run.
+        A checkpoint is whole if its files and the best weights that it refers to are. Damaged ones are recorded in
+        `damages`. Raises ValueError for a checkpoint of another run.
         """
-        for _, checkpoint in reversed(self._numbered("step-")):
-            try:
-                return self._restore(checkpoint, captioner, optimizer)
-            except DamagedError as error:
-                self.damages.append(f"{error}; the stage resumes from an earlier state")
-        return Progress()
+        for step, checkpoint in reversed(self._numbered("step-")):
+            if step <= last_step:
+                try:
+                    self._require_whole(checkpoint, captioner)
+                    return step
+                except DamagedError as error:
+                    self.damages.append(f"{error}; the stage resumes from an earlier state")
+        return 0
 
-    def _restore(self, checkpoint: Path, captioner: Captioner, optimizer: torch.optim.Optimizer) -> Progress:
-        """Restores a checkpoint and returns its progress. Raises DamagedError before anything has changed."""
+    def _require_whole(self, checkpoint: Path, captioner: Captioner) -> None:
+        """Raises DamagedError for a damaged checkpoint, and ValueError for one of another run."""
         if not (checkpoint / DIGESTS).is_file():
             raise DamagedError(f"{checkpoint / DIGESTS} is missing")
         for name in ("progress.json", "state.pt"):
             require_whole(checkpoint / name)
         record = read_json(checkpoint / "progress.json")
-        if record.pop("identity") != self.identity:
+        if record["identity"] != self.identity:
             raise ValueError(
                 f"checkpoint {checkpoint} belongs to another run; remove the folder or give the run another name"
             )
-        progress = Progress(**record)
-        if progress.best_step >= 0:
+        if record["best_step"] >= 0:
             for part, _ in captioner.named_children():
-                require_whole(self.path / f"best-{progress.best_step}" / f"{part}.safetensors")
+                require_whole(self.path / f"best-{record['best_step']}" / f"{part}.safetensors")
+
+    def restore(self, step: int, captioner: Captioner, optimizer: torch.optim.Optimizer) -> Progress:
+        """Restores the checkpoint of `newest_whole` and returns the stage's progress; that of the start for step 0."""
+        if step == 0:
+            return Progress()
+        checkpoint = self.path / f"step-{step}"
+        record = read_json(checkpoint / "progress.json")
+        del record["identity"]
         state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
         captioner.load_state_dict(state["captioner"])
         optimizer.load_state_dict(state["optimizer"])
-        return progress
+        return Progress(**record)
 
     def open_journal(self, step: int) -> None:
         """Opens the journal. The stage's entries after `step` do not count, because these steps are trained again.
@@ -218,7 +228,9 @@ class StageOutput:
     def _numbered(self, prefix: str) -> list[tuple[int, Path]]:
         """(number, folder) of those folders of the stage whose name is the prefix and a number, in ascending order."""
         numbered = [(path.name.removeprefix(prefix), path) for path in self.path.glob(f"{prefix}[0-9]*")]
-        return sorted((int(number), path) for number, path in numbered if number.isdecimal() and path.is_dir())
+        return sorted(
+            (int(number), path) for number, path in numbered if re.fullmatch(r"0|[1-9][0-9]*", number) and path.is_dir()
+        )
 
     def _raise_journal_error(self) -> None:
         """Raises the error of the last background upload, unless the storage failed: a later upload repeats it."""

@@ -28,7 +28,7 @@ def read_regular_file(path: Path, max_bytes: int | None = None) -> bytes:
         size = os.fstat(file.fileno()).st_size
         data = file.read(min(size or max_bytes, max_bytes) + 1)  # memory for all of it is taken at once
     if max(size, len(data)) > max_bytes:
-        raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", str(path))
+        raise OSError(errno.EMSGSIZE, f"larger than {max_bytes} bytes", str(path))
     return data
 
 

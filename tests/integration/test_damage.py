@@ -120,7 +120,8 @@ def resumed(folder: RunFolder) -> tuple[Progress, list[str]]:
     """The progress of the stage with which a worker begins, and the damages that it has found."""
     output, section = StageOutput(folder, STAGE, writes=False), folder.config.stages[0]
     captioner = stage_captioner(folder, section, torch.device("cpu"))
-    return output.resume(captioner, make_optimizer(captioner, section.optimizer, section.lr)), output.damages
+    optimizer = make_optimizer(captioner, section.optimizer, section.lr)
+    return output.restore(output.newest_whole(captioner), captioner, optimizer), output.damages
 
 
 @pytest.mark.parametrize("num_damaged", [1, 2])
@@ -140,6 +141,29 @@ def test_a_stage_with_damaged_checkpoints_ends_with_the_same_weights(
     begin = "starts at step 0 of" if num_damaged == 2 else f"continues from step {older} of"
     assert any(text.startswith(begin) for text in texts)
     assert {path.name for path in stage.glob("step-*")} == others
+
+
+@pytest.mark.parametrize("num_damaged", [1, 2])
+def test_workers_resume_from_a_checkpoint_that_is_whole_on_every_machine(
+    tmp_path: Path, world: World, num_damaged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies of this worker are whole. Those of the other, on another machine, are damaged."""
+    folder = copied(world.folder, tmp_path)
+    older, last = sorted(int(path.name.split("-")[1]) for path in folder.stage(STAGE).glob("step-*"))
+    other, damage = (older, "there/step-9 is damaged") if num_damaged == 1 else (0, "there/step-9 is damaged")
+    found: list[int] = []
+
+    def gather(_: LocalContext, own: tuple[int, list[str]]) -> list[tuple[int, list[str]]]:
+        found.append(own[0])
+        return [own, (other, [damage])]
+
+    run = StageRun(LocalContext("cpu"), folder, folder.config.stage(STAGE), StageJob(folder, (STAGE,), world.store))
+    before = {name: tensor.clone() for name, tensor in run.captioner.state_dict().items()}
+    monkeypatch.setattr("pipeline.training.loop.gather_objects", gather)
+    assert run._resume().step == other and found == [last, other]
+    after = run.captioner.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before) == (other == 0), "nothing else is restored"
+    assert damage in [entry.get("text") for entry in read_journal(folder.journal)]
 
 
 @pytest.mark.parametrize("damage", [empty, cut, replace_by_garbage])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from jobs.cluster import check_address, check_resources
+from jobs.cluster import check_address, check_resources, cluster_address
 from pipeline.config.load import parse_config
 from pipeline.errors import UserError
 from tests.conftest import small_config
@@ -24,6 +24,14 @@ def test_an_address_that_ray_cannot_join_is_refused(address: str, monkeypatch: p
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(UserError):
         check_address(None)
+
+
+def test_local_is_a_ray_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own start for this address listens on all interfaces."""
+    check_address("local")
+    assert cluster_address("local") is None and cluster_address("head:6379") == "head:6379"
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert cluster_address(None) is None
 
 
 @pytest.mark.parametrize("address", ["auto", "10.0.0.1:6379", "head.svc:6379", "ray://head:10001", "[::1]:6379"])

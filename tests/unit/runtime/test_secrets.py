@@ -144,7 +144,8 @@ def test_values_that_hold_secrets(value: str) -> None:
             "http://h:5000",
             "a@b.org",
         ),
-        *("results", "sqlite:////a@b/mlflow.db", "data.tokenizer=spacy", ""),
+        *("results", "sqlite:////a@b/mlflow.db", "data.tokenizer=spacy", "", "model.max_tokens=5", "sort_key=true"),
+        "https://host:8443/a@b",
     ],
 )
 def test_values_that_hold_no_secrets(value: str) -> None:

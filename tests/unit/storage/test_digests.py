@@ -10,8 +10,8 @@ import pytest
 
 from pipeline.errors import DamagedError
 from pipeline.storage import digests
-from pipeline.storage.atomic import read_json
-from pipeline.storage.digests import DIGESTS, find_damage, require_whole, write_digests
+from pipeline.storage.atomic import read_json, write_json
+from pipeline.storage.digests import DIGESTS, file_digest, find_damage, require_whole, write_digests
 from pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from tests.support.damage import flip
 
@@ -37,6 +37,25 @@ def test_a_flipped_bit_is_found_and_named(folder: Path) -> None:
         require_whole(folder / "b.bin")
     first, second = find_damage(storage_path(folder))
     assert "a.bin is damaged" in first and "b.bin is missing" in second
+
+
+def test_a_bundle_has_its_digests_below_files(folder: Path) -> None:
+    (folder / DIGESTS).unlink()
+    write_json(folder / DIGESTS, {"format": 1, "files": {"a.bin": file_digest(folder / "a.bin")}})
+    assert not find_damage(storage_path(folder))
+    flip(folder / "a.bin", random.Random(0))
+    (damage,) = find_damage(storage_path(folder))
+    assert "a.bin is damaged" in damage
+
+
+def test_a_folder_that_is_removed_meanwhile_is_not_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def removed(path: StoragePath) -> NoReturn:
+        (folder / DIGESTS).unlink(missing_ok=True)
+        raise FileNotFoundError(str(path))
+
+    monkeypatch.setattr(digests, "stored_digest", removed)
+    with pytest.raises(FileNotFoundError):
+        find_damage(storage_path(folder))
 
 
 def test_a_file_is_read_once_per_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
