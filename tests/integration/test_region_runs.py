@@ -115,6 +115,7 @@ def test_a_batch_carries_the_regions_of_its_images(tmp_path: Path) -> None:
 def test_a_bundle_of_regions_captions_no_image_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = prepare_region_run(tmp_path, MESHED_MEMORY)
     picture = folder.dataset.column("uri")[0]
+    capsys.readouterr()
     assert main(["caption", picture, "--model", str(bundle_run(folder))]) == 2
     message = capsys.readouterr().err.strip()
     assert "region features" in message and "raycap evaluate" in message and "\n" not in message

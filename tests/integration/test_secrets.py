@@ -213,7 +213,10 @@ def test_a_submission_sends_no_secret(
     assert tokens[0] is None and set(tokens[1:]) == {f"Bearer {MARKS['RAY_AUTH_TOKEN']}"}
     (package,) = [body for body in bodies if body[:2] == b"PK"]
     (job,) = [json.loads(body) for path, body in zip(paths, bodies, strict=True) if path == "POST /api/jobs/"]
-    assert job["runtime_env"]["env_vars"] == {"NCCL_DEBUG": "INFO", "RAY_JOB_STOP_WAIT_TIME_S": "90"} and "TRACKER:?" in job["entrypoint"]
+    assert (
+        job["runtime_env"]["env_vars"] == {"NCCL_DEBUG": "INFO", "RAY_JOB_STOP_WAIT_TIME_S": "90"}
+        and "TRACKER:?" in job["entrypoint"]
+    )
     found = search("the output", (output.out + output.err).encode())
     for path, body in zip(paths, bodies, strict=True):
         found += search(path, path.encode() + body)

@@ -118,7 +118,9 @@ def test_a_champion_s_run_that_the_tracker_lacks_is_sent(tmp_path: Path) -> None
     store, said = ChampionStore(config.storage_place, config.name), []
     assert _followed(config, store, state, said), said
     assert not tracking_client(config).search_registered_models(), "an incomplete run was sent"
-    write_json(folder.path / "COMPLETE.json", {"scores": {"test_CIDEr-D": 0.5}, "tracked": False})
+    write_json(
+        folder.path / "COMPLETE.json", {"scores": {"test_CIDEr-D": 0.5}, "table": "", "durations": {}, "tracked": False}
+    )
     assert _followed(config, store, state, said), said
     assert tracking_client(config).get_model_version_by_alias(config.name, "champion").tags["test_CIDEr-D"] == "0.5000"
     assert read_json(folder.path / "COMPLETE.json")["tracked"] is True

@@ -104,7 +104,8 @@ def complete(folder: RunFolder, tracker: Tracker) -> str | None:
     write_json(folder.path / "predictions" / "test.json", [])
     (folder.path / "report.html").write_text("<p>report</p>")
     registered = tracker.finish(scores, bundle_run(folder, scores=scores))
-    write_json(folder.path / "COMPLETE.json", {"scores": scores, "table": "", "tracked": registered is not None})
+    summary = {"scores": scores, "table": "", "durations": {}, "tracked": registered is not None}
+    write_json(folder.path / "COMPLETE.json", summary)
     return registered
 
 
