@@ -1,4 +1,6 @@
-"""`raycap`: the command line. Exit codes: 0 success, 2 a mistake of the caller (one sentence), 1 a failure.
+"""`raycap`: the command line.
+
+Exit codes: 0 success, 2 a mistake of the caller (one sentence), 1 a failure, 130 and 143 stopped by Ctrl-C and SIGTERM.
 
 Each command is a function in the module that does its work. This file contains only the commands' names and summaries,
 so that `raycap --help` imports none of these modules.
@@ -9,9 +11,7 @@ from __future__ import annotations
 import io
 import logging
 import os
-import signal
 import sys
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -24,6 +24,7 @@ from typer.main import get_command
 
 from pipeline.errors import JobFailedError, UserError
 from pipeline.runtime.log import configure_logging
+from pipeline.runtime.stopping import STOPPED, exit_code, handle_signals
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,7 @@ def root_command() -> LazyGroup:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _interrupt)
+    handle_signals()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # Each line reaches a log file as soon as it is printed. File names that are not UTF-8 are printed escaped.
@@ -127,8 +127,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"raycap: {error}", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, typer.Abort):
-        print("raycap: stopped; run the same command again to continue", file=sys.stderr)
-        return 130
+        print(STOPPED, file=sys.stderr)
+        return exit_code()
     except BrokenPipeError:  # The reader of a pipe, such as `head`, has ended. Python must not write to it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -160,8 +160,3 @@ def _log_levels(
     ] = False,
 ) -> None:
     """Declares the options that every command and every group accepts. Only their callbacks are called."""
-
-
-def _interrupt(*_: object) -> None:
-    """Handles SIGTERM, which schedulers send, in the same way as Ctrl-C, so that the tracker records the run's end."""
-    raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Starts Ray on this machine or joins a cluster. A local Ray listens on the loopback interface only."""
+"""Starts Ray on this machine or joins a cluster."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import os
 from typing import Literal
 
 from pipeline.cluster.capacity import wait_for
+from pipeline.cluster.local_ray import start_local_ray
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS
 from pipeline.errors import UserError
+from pipeline.runtime.stopping import keeping_handlers
 
 logger = logging.getLogger(__name__)
 
@@ -69,16 +71,16 @@ def connect(address: str | None, needed_cpus: int = 2) -> bool:
     address = address or os.environ.get("RAY_ADDRESS")
     if ray.is_initialized():
         return bool(address)
-    if address:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        logger.debug(f"ray       joined {address}: {ray.cluster_resources()}")
-        return True
-    ray.init(
-        num_cpus=max(os.cpu_count() or 1, needed_cpus, 2),
-        object_store_memory=OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-    logger.debug(f"ray       started on this machine: {ray.cluster_resources()}")
-    return False
+    with keeping_handlers():
+        if address:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        else:
+            start_local_ray(
+                num_cpus=max(os.cpu_count() or 1, needed_cpus, 2),
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+    place = f"joined {address}" if address else "started on this machine"
+    logger.debug(f"ray       {place}: {ray.cluster_resources()}")
+    return bool(address)

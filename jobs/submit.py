@@ -39,6 +39,7 @@ from pipeline.config.load import load_config
 from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
 from pipeline.runtime.log import unchanged_level
+from pipeline.runtime.stopping import handle_signals
 from pipeline.version import commit, project_root
 
 logger = logging.getLogger(__name__)
@@ -189,6 +190,7 @@ def follow(server: JobsServer, job_id: str, write: Callable[[str], None] | None 
     try:
         info = asyncio.run(_Follower(server, job_id, write or _print_text).run())
     except KeyboardInterrupt:
+        handle_signals()  # the command goes on with a question, which another Ctrl-C answers
         return _ask_to_stop(server, job_id)
     return _log_end(job_id, info)
 
@@ -303,8 +305,8 @@ def _print_status(server: JobsServer, job_id: str) -> int:
     return _log_end(job_id, info) if info["status"] in ("FAILED", "STOPPED") else 0
 
 
-def _stop(server: JobsServer, job_id: str, timeout_s: float = 60.0) -> int:
-    """Stops a job and waits for its end. Ray kills a job that does not end by itself within some seconds."""
+def _stop(server: JobsServer, job_id: str, timeout_s: float = 120.0) -> int:
+    """Stops a job and waits for its end. Ray kills a job that does not end by itself within STOP_WAIT_S."""
     info = server.job(job_id)
     if info["status"] in FINAL_STATES:
         logger.info(f"job       {job_id} had ended already: {info['status']}")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.run import RunConfig
 from pipeline.errors import JobFailedError
+from pipeline.runtime.stopping import SAVE_LIMIT_S, keeping_handlers, saving_first
 from pipeline.storage.path import StoragePath
 from pipeline.training.loop import DivergedError, StageJob, train_stages
 from pipeline.training.stage_output import AbandonedError
@@ -19,6 +22,7 @@ from pipeline.training.stage_output import AbandonedError
 logger = logging.getLogger(__name__)
 
 HOUR_S = 3600.0
+STOP = "stop"  # the file in a run's log folder that names the driver whose workers must stop
 NUM_STARTS = 5  # how often Ray Train tries in one attempt to start workers again that did not start within a minute
 
 
@@ -76,9 +80,13 @@ def fit(job: StageJob, config: RunConfig, start_ray: Callable[[], None] | None =
 
 
 def _attempt(job: StageJob, config: RunConfig) -> None:
-    """Runs the job's stages until they are finished or a worker fails."""
+    """Runs the job's stages until they are finished or a worker fails.
+
+    After Ctrl-C or SIGTERM the workers save a checkpoint and end, and KeyboardInterrupt is raised.
+    """
     try:
-        _trainer(job, config).fit()
+        with saving_first(lambda: _ask_to_stop(job)), keeping_handlers():
+            _trainer(job, config).fit()
     finally:
         shutil.rmtree(_scratch(job), ignore_errors=True)
         if failure_file(job).exists():
@@ -151,6 +159,17 @@ def failure_file(job: StageJob) -> StoragePath:
     return job.folder.root / f"log/failure-{job.driver_token}"
 
 
+def _ask_to_stop(job: StageJob) -> None:
+    """Asks the job's workers to save a checkpoint and to end. A background thread writes the request."""
+
+    def write() -> None:
+        logger.info(f"stopping  a checkpoint is saved first (within {SAVE_LIMIT_S} s); a second signal skips it")
+        with suppress(OSError):  # without the request, the last checkpoint remains
+            (job.folder.root / "log" / STOP).write_bytes(job.driver_token.encode())
+
+    threading.Thread(target=write, name="stop-request", daemon=True).start()
+
+
 def _run_worker(settings: dict[str, Any]) -> None:
     """The function that Ray Train runs on every worker."""
     from pipeline.runtime.context import RayContext
@@ -159,7 +178,7 @@ def _run_worker(settings: dict[str, Any]) -> None:
     if failure_file(job).exists():
         return  # When Ray Train restarts the workers, all of them end here, which ends the fit.
     try:
-        train_stages(RayContext(), job)
+        train_stages(RayContext(lambda: job.folder.token(STOP) == job.driver_token), job)
     except (AbandonedError, DivergedError, ValueError) as error:
         failure_file(job).write_bytes(" ".join(str(error).split()).encode())
         raise

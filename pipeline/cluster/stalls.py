@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
 QUIET_S = 120.0  # the time without progress before the first message; the first step and the first batch take long
-SIGNAL = signal.SIGUSR1  # SIGINT and SIGTERM have handlers of Ray and of the command line
+SIGNAL = signal.SIGUSR1  # SIGINT and SIGTERM stop the command
 
 
 class StalledError(JobFailedError):

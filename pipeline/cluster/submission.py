@@ -22,6 +22,7 @@ from pipeline.storage.path import is_remote
 from pipeline.version import COMMIT_FILE, commit
 
 SOURCE_FOLDERS = ("models", "pipeline", "jobs")
+STOP_WAIT_S = "90"  # Ray waits so long for a stopped job to save a checkpoint; its default is 3 s
 OUTSIDE_FOLDER = "submitted"  # the package's folder for files that are outside the code
 # names of variables that probably contain a secret, such as WANDB_API_KEY
 _SECRET_NAME = re.compile(r"(?i)(PASS(WORD|WD)?|SECRET|TOKEN|CREDENTIALS?|API_?KEY|ACCESS_KEY|PRIVATE_KEY)(_|$)")
@@ -44,9 +45,8 @@ def entrypoint(command: str, arguments: Sequence[str], secrets: Sequence[str] = 
 
 def runtime_env(package_uri: str, env_vars: Mapping[str, str], packages: Sequence[str]) -> dict[str, Any]:
     """Ray's description of the job's environment, without secrets. packages: lines for pip."""
-    environment: dict[str, Any] = {"working_dir": package_uri}
-    if env_vars:
-        environment["env_vars"] = dict(env_vars)
+    variables = {"RAY_JOB_STOP_WAIT_TIME_S": STOP_WAIT_S} | dict(env_vars)
+    environment: dict[str, Any] = {"working_dir": package_uri, "env_vars": variables}
     if packages:
         # pip rather than uv, because pip reuses packages that the cluster's Python has already
         environment["pip"] = {"packages": list(packages), "pip_check": False}

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from pipeline.runtime.log import set_rank
+
+STOP_POLL_S = 1.0
 
 _got_sigterm = False
 
@@ -27,6 +32,9 @@ class Context(Protocol):
 
     def has_notice(self) -> bool:
         """Whether this worker will soon be ended. It does not wait, and ranks may differ."""
+
+    def must_stop(self) -> bool:
+        """Whether training must save its state and end. It does not wait, and ranks may differ."""
 
 
 def computes_on_cpus() -> bool:
@@ -62,15 +70,21 @@ class LocalContext:
     def has_notice(self) -> bool:
         return False
 
+    def must_stop(self) -> bool:
+        return False
+
 
 class RayContext:
     """A worker of Ray Train. Ray has already set up the process group.
 
     It has a notice when Ray drains the node of any worker, which providers of spot nodes ask for before they take a
     node, or when this process got SIGTERM. From then on SIGTERM does not end the process.
+
+    It must stop when `asked_to_stop` returns True. Rank 0 calls it every STOP_POLL_S in a background thread, and takes
+    an OSError as no.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, asked_to_stop: Callable[[], bool]) -> None:
         import ray.train
         from ray.train.torch import get_device
 
@@ -80,6 +94,9 @@ class RayContext:
         set_rank(self.world_rank)
         # Signal handlers are set in the main thread, which runs the actor's methods. This is the training thread.
         ray.get(ray.get_runtime_context().current_actor.__ray_call__.remote(_note_sigterm))
+        self._must_stop, self._asked_to_stop = False, asked_to_stop
+        if self.world_rank == 0:
+            threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
 
     def report(self, metrics: dict[str, Any]) -> None:
         import ray.train
@@ -91,6 +108,16 @@ class RayContext:
         from ray.train.v2._internal.execution.context import get_train_context
 
         return _got_sigterm or get_train_context().preemption_context.preemption_info is not None
+
+    def must_stop(self) -> bool:
+        return self._must_stop
+
+    def _watch(self) -> None:
+        """Runs in the background thread."""
+        while not self._must_stop:
+            time.sleep(STOP_POLL_S)
+            with suppress(OSError):
+                self._must_stop = self._asked_to_stop()
 
 
 def _note_sigterm(actor: object) -> None:
@@ -111,19 +138,19 @@ def gather_objects(context: Context, value: Any) -> list[Any]:
     return values
 
 
-def any_rank(context: Context, answer: bool) -> Callable[[], bool]:
-    """Starts to ask whether `answer` is True on any rank, and returns a function that waits for the result.
+def any_rank(context: Context, *answers: bool) -> Callable[[], list[bool]]:
+    """Starts to ask for each answer whether it is True on any rank. Returns a function that waits for the results.
 
     All ranks must call this together. The ranks exchange their answers in the background.
     """
     if context.world_size == 1:
-        return lambda: answer
-    count = torch.tensor(int(answer), device=context.device)
-    exchange = dist.all_reduce(count, async_op=True)
+        return lambda: list(answers)
+    counts = torch.tensor(answers, dtype=torch.int64, device=context.device)
+    exchange = dist.all_reduce(counts, async_op=True)
 
-    def result() -> bool:
+    def result() -> list[bool]:
         exchange.wait()
-        return bool(count)
+        return [count > 0 for count in counts.tolist()]
 
     return result
 

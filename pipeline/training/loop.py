@@ -47,6 +47,7 @@ from pipeline.training.stage_output import Progress, StageOutput
 from pipeline.training.step_metrics import StepMetrics
 
 NOTICE = "a worker will soon be ended; a checkpoint is saved now"
+STOPPING = "the command is being stopped; a checkpoint is saved now"
 REPORT_VALIDATION_EVERY_S = 30.0  # the driver must see that a long validation makes progress
 
 
@@ -66,14 +67,14 @@ class StageJob:
 
 
 def train_stages(context: Context, job: StageJob) -> None:
-    """Runs the stages of a job that are not finished yet, one after the other."""
+    """Runs the stages of a job that are not finished yet, one after the other. Ends early if the context must stop."""
     folder = job.folder.on_worker(job.driver_token)
     token = ""
     if job.driver_token and context.world_rank == 0:
         token = folder.new_token("worker_group_token")  # from now on, an earlier group of workers cannot write
     for name in job.stages:
-        if folder.result(name) is None:
-            StageRun(context, folder, folder.config.stage(name), job, token).run()
+        if folder.result(name) is None and not StageRun(context, folder, folder.config.stage(name), job, token).run():
+            return
         if context.world_rank:
             # The next stage starts from these files, and rank 0 may be on another machine.
             folder.pull(f"stages/{name}")
@@ -136,8 +137,8 @@ class StageRun:
         self.output = StageOutput(folder, stage.name, rank == 0, job.driver_token, worker_group_token)
         self.progress, self.had_notice = Progress(), False
 
-    def run(self) -> None:
-        """Trains to the end of the stage and marks it as finished."""
+    def run(self) -> bool:
+        """Trains to the end of the stage and marks it as finished. Returns False if it had to stop before the end."""
         stage, output = self.stage, self.output
         progress = self.progress = self._resume()
         text = f"{'continues from' if progress.step else 'starts at'} step {progress.step} of {self.total}"
@@ -151,14 +152,17 @@ class StageRun:
         stop = progress.step if progress.ended_early else self.total
         for step, batches in enumerate(self.batches.stream(progress.step, stop), progress.step):
             metrics.batch_arrived()
-            has_notice = any_rank(self.context, self.context.has_notice())  # exchanged while the step is computed
+            # exchanged while the step is computed
+            notices = any_rank(self.context, self.context.has_notice(), self.context.must_stop())
             metrics.add(self.step(step, batches))
             progress.step = step + 1
-            if has_notice() and not self.had_notice:
+            has_notice, must_stop = notices()
+            if must_stop or (has_notice and not self.had_notice):
                 # A checkpoint is due. Before a validation of this step it would be wrong, because a resumed stage would
                 # skip this validation.
                 self.had_notice, saved_at = True, -math.inf
-                output.log("notice", progress.step, {"text": NOTICE, "total": self.total})
+                text = STOPPING if must_stop else NOTICE
+                output.log("notice", progress.step, {"text": text, "total": self.total})
             if progress.step % self.folder.config.workers.log_every_steps == 0 or progress.step == self.total:
                 values, metrics = metrics.summary(stage.batch_size), StepMetrics(self.context)
                 output.log("train", progress.step, {"total": self.total, "lr": self._rate(step), **values})
@@ -173,10 +177,14 @@ class StageRun:
             ):
                 output.save_checkpoint(self.captioner, self.optimizer, progress)
                 saved_at = time.monotonic()
+            if must_stop and progress.step < stop:
+                output.wait()
+                return False
         output.wait()
         self._finish()
         # A barrier: no rank starts the next stage before rank 0 has written the result of this one.
         gather_objects(self.context, value=None)
+        return True
 
     def step(self, step: int, batches: list[Batch]) -> dict[str, float]:
         """Makes one optimizer step over this worker's micro-batches and returns its share of the metrics."""

@@ -16,7 +16,7 @@ from pipeline.runs.journal import Follower, Journal, read_journal
 from pipeline.runtime.context import LocalContext
 from pipeline.training.batches import Batch
 from pipeline.training.dry_run import dry_run
-from pipeline.training.loop import NOTICE, DivergedError, StageJob, StageRun, train_stages
+from pipeline.training.loop import NOTICE, STOPPING, DivergedError, StageJob, StageRun, train_stages
 from pipeline.training.stage_output import StageOutput
 from tests.conftest import small_config
 from tests.support.runs import FROZEN_STAGES, STAGES, Killed, assert_same_weights, best_weights, prepare_run
@@ -273,6 +273,34 @@ def test_after_a_notice_the_next_step_is_saved(tmp_path: Path, undisturbed: RunF
     assert noticed_steps(folder) == [2], "one event and one checkpoint for a notice that stays"
     train_stages(LocalContext("cpu"), job)
     assert_same_weights(best_weights(folder.stage(STAGES[0])), best_weights(undisturbed.stage(STAGES[0])))
+
+
+class StoppedContext(LocalContext):
+    """A worker that must stop from the step with the number `stop_at` on."""
+
+    def __init__(self, stop_at: int) -> None:
+        super().__init__("cpu")
+        self.stop_at, self.num_asked = stop_at, 0  # the loop asks once per step
+
+    def must_stop(self) -> bool:
+        self.num_asked += 1
+        return self.num_asked > self.stop_at
+
+
+def test_a_stop_saves_the_step_and_ends(tmp_path: Path, undisturbed: RunFolder) -> None:
+    """In the middle of a stage; at its last step, which is validated, so that the next stage stops; then to the end."""
+    stages = [stage | {"checkpoint_every_steps": 500} for stage in small_config(tmp_path)["stages"]]
+    folder, store = prepare_run(tmp_path, stages=stages)
+    job = StageJob(folder, STAGES[:2], store)
+    train_stages(StoppedContext(1), job)
+    assert [path.name for path in folder.stage(STAGES[0]).glob("step-*")] == ["step-2"]
+    assert [entry["step"] for entry in read_journal(folder.journal) if entry.get("text") == STOPPING] == [2]
+    train_stages(StoppedContext(undisturbed.result(STAGES[0]).steps - 3), job)
+    assert folder.result(STAGES[0]) is not None and folder.result(STAGES[1]) is None
+    assert [path.name for path in folder.stage(STAGES[1]).glob("step-*")] == ["step-1"]
+    train_stages(LocalContext("cpu"), job)
+    for name in STAGES[:2]:
+        assert_same_weights(best_weights(folder.stage(name)), best_weights(undisturbed.stage(name)))
 
 
 def one_rank(rank: int, world_size: int, cases: list[tuple[Path, Path, str, Path]], out: Path) -> None:

@@ -1,7 +1,9 @@
-"""What ends or slows a stage: patience, the switch to the next stage, a plateau, and the decay between epochs."""
+"""What ends or slows a stage: patience, the switch to the next stage, a plateau, the decay between epochs; signals."""
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from jobs.cli import main
+from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import read_journal
 from pipeline.runtime.context import LocalContext
+from pipeline.tracking.run_tracker import Tracker
 from pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import small_config
-from tests.support.runs import FROZEN_STAGES, MESHED_MEMORY, prepare_region_run
+from tests.support.logs import on_message
+from tests.support.runs import (
+    FROZEN_STAGES,
+    MESHED_MEMORY,
+    assert_same_weights,
+    best_weights,
+    prepare_region_run,
+    prepare_run,
+    write_config,
+)
 
 
 def trained(
@@ -68,3 +82,48 @@ def test_a_plateau_lowers_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             rates.setdefault(entry["stage"], []).append(entry["lr"] / 1e-3)
     assert rates["xe_frozen"] == pytest.approx([1.0] * 5 + [0.8] * 3)
     assert rates["scst_frozen"] == pytest.approx([1, 1, 1, 0.5, 0.5, 0.5, 0.5, 0.25])
+
+
+@pytest.mark.ray
+def test_a_signal_during_training_saves_a_checkpoint(
+    tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SIGTERM, then Ctrl-C in the resumed run, then the rest: the weights are those of an undisturbed run."""
+    statuses: list[str | None] = []
+    monkeypatch.setattr(Tracker, "close", lambda self, status: statuses.append(status))
+    stage = small_config(tmp_path)["stages"][1] | {"epochs": 100, "validate_every_epochs": 50}
+    stage |= {"checkpoint_every_steps": 10**6}
+    settings = {"stages": [stage], "workers__dry_run": False}
+    config = write_config(tmp_path / "run.yaml", small_config(tmp_path / "stopped", **settings))
+    steps = []
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        assert run_and_signal(config, number, after=len(steps) + 3) == code
+        error = capsys.readouterr().err
+        assert error == "raycap: stopped; run the same command again to continue\n"
+        checkpoints = tmp_path.glob("stopped/runs/*/stages/xe_finetune/step-*")
+        steps.append(max(int(path.name.removeprefix("step-")) for path in checkpoints))
+    assert statuses == ["KILLED", "KILLED"] and 0 < steps[0] < steps[1]
+    (run,) = tmp_path.glob("stopped/runs/*")
+    whole, _ = prepare_run(tmp_path / "whole", **settings)
+    for folder in (RunFolder(run), whole):
+        train_stages(LocalContext("cpu"), StageJob(folder, ("xe_finetune",), None))
+    assert f"continues from step {steps[1]} " in str(read_journal(RunFolder(run).journal))
+    assert_same_weights(best_weights(run / "stages/xe_finetune"), best_weights(whole.stage("xe_finetune")))
+
+
+def run_and_signal(config: Path, number: signal.Signals, after: int) -> int:
+    """`raycap run` in this process, which gets the signal when training has logged some steps; its exit code."""
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+
+    def send(message: str) -> None:
+        nonlocal after
+        after -= "loss" in message
+        if after == 0:
+            os.kill(os.getpid(), number)
+
+    try:
+        with on_message(send):
+            return main(["run", str(config)])
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)

@@ -189,7 +189,7 @@ def test_a_submission_whose_answer_is_lost_starts_one_job(
     out = capsys.readouterr().out
     assert {body["submission_id"] for body in stub.submitted} == {stub.submitted[0]["submission_id"]}
     assert stub.submitted[0]["entrypoint"] == "exec python -m jobs run submitted/run.yaml --set seed=5"
-    assert stub.submitted[0]["runtime_env"]["env_vars"] == {"NCCL_DEBUG": "INFO"}
+    assert stub.submitted[0]["runtime_env"]["env_vars"] == {"NCCL_DEBUG": "INFO", "RAY_JOB_STOP_WAIT_TIME_S": "90"}
     assert "line 39" in out and "packed; the largest: " in out and "succeeded" in out
 
 

@@ -14,7 +14,9 @@ import jsonschema
 import pytest
 import yaml
 
+from pipeline.cluster.submission import STOP_WAIT_S
 from pipeline.config.load import load_config
+from pipeline.runtime.stopping import SAVE_LIMIT_S
 from pipeline.storage.cache import CACHE_SHARE, SIZE_VARIABLE
 from pipeline.storage.copies import COPIES_SHARE
 from tests.conftest import ROOT
@@ -23,6 +25,7 @@ from tests.support.command_line import parse
 INFRA = ROOT / "infra"
 KUBERNETES = sorted((INFRA / "kubernetes").glob("*.yaml"))
 KUBERNETES_VERSION = "1.33"
+NO_SECRETS = (SIZE_VARIABLE, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "RAY_JOB_STOP_WAIT_TIME_S")
 DEFINITIONS = {"RayCluster": "rayclusters", "RayJob": "rayjobs", "RayCronJob": "raycronjobs"}
 
 
@@ -151,6 +154,17 @@ def test_the_three_ray_manifests_describe_one_cluster_of_rays_version() -> None:
     assert first["rayVersion"] == importlib.metadata.version("ray") and first["authOptions"]["mode"] == "token"
 
 
+def test_a_pod_may_save_a_checkpoint_before_it_is_killed() -> None:
+    """Ray drains a node for some time after SIGTERM, and Kubernetes sends SIGKILL later than that."""
+    for document in ray_manifests():
+        for group in groups(document):
+            pod = group["template"]["spec"]
+            values = {each["name"]: each.get("value") for each in pod["containers"][0]["env"]}
+            drain, stop = values["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"], values["RAY_JOB_STOP_WAIT_TIME_S"]
+            assert SAVE_LIMIT_S + 20 < float(drain) < pod["terminationGracePeriodSeconds"] - 10
+            assert stop == STOP_WAIT_S
+
+
 def test_jobs_end_and_clean_up() -> None:
     jobs = [document["spec"].get("jobTemplate", document["spec"]) for document in ray_manifests()]
     jobs = [job for job in jobs if "entrypoint" in job]
@@ -193,7 +207,7 @@ def test_pods_are_not_root_read_only_and_bounded(document: dict[str, Any]) -> No
             mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
             assert "emptyDir" in volumes[mounts["/tmp"]]
             for variable in container.get("env", ()):
-                if variable["name"] != SIZE_VARIABLE:  # the only one that is no secret
+                if variable["name"] not in NO_SECRETS:
                     assert "secretKeyRef" in variable["valueFrom"] and "value" not in variable
 
 

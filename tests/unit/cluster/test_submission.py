@@ -146,8 +146,11 @@ def test_the_entry_point_is_the_same_command_and_names_missing_secrets() -> None
     assert command.endswith("exec python -m jobs run 'configs/a b.yaml' --set 'name=x y'")
     assert "S3_KEY:?is not set on the cluster" in command
     environment = runtime_env("gcs://_ray_pkg_x.zip", {"A": "1"}, ["six==1.17.0"])
-    assert environment["env_vars"] == {"A": "1"} and environment["pip"]["packages"] == ["six==1.17.0"]
-    assert runtime_env("gcs://p.zip", {}, []) == {"working_dir": "gcs://p.zip"}
+    waits = {"RAY_JOB_STOP_WAIT_TIME_S": "90"}
+    assert environment["env_vars"] == {"A": "1"} | waits and environment["pip"]["packages"] == ["six==1.17.0"]
+    assert runtime_env("gcs://p.zip", {}, []) == {"working_dir": "gcs://p.zip", "env_vars": waits}
+    (own,) = runtime_env("gcs://p.zip", {name: "5" for name in waits}, [])["env_vars"].values()
+    assert own == "5"
 
 
 def test_the_entry_point_stops_without_its_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

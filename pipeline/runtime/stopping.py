@@ -1,0 +1,98 @@
+"""What Ctrl-C (SIGINT) and SIGTERM do to a command.
+
+The first signal raises KeyboardInterrupt in the main thread, where a command may clean up. In a `saving_first` block
+the work is first asked to save its state, and the exception follows when the block ends, or after SAVE_LIMIT_S. A
+second signal ends the process at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+STOPPED = "raycap: stopped; run the same command again to continue"
+SAVE_LIMIT_S = 30
+REPEAT_S = 1.0  # a process group and a wrapper may both pass the same signal on; within this time it counts once
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class _Received:
+    """The first signal that the process got, and what a `saving_first` block wants called for it."""
+
+    number: int | None = None
+    time_s = 0.0
+    save: Callable[[], None] | None = None
+
+
+def handle_signals() -> None:
+    """Installs the handlers, and forgets a signal that was received. Does nothing outside the main thread."""
+    _Received.number = _Received.save = None
+    if threading.current_thread() is threading.main_thread():
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # a shell's background jobs ignore Ctrl-C
+                signal.signal(number, _stop)
+        signal.signal(signal.SIGALRM, _interrupt)
+
+
+def exit_code() -> int:
+    """The exit code of a stopped command: 143 after SIGTERM, 130 after Ctrl-C."""
+    return 128 + (_Received.number or signal.SIGINT)
+
+
+@contextmanager
+def saving_first(ask: Callable[[], None]) -> Iterator[None]:
+    """In this block the first signal calls `ask`, which must return at once, and lets the block continue.
+
+    The work of the block should then save its state and end. KeyboardInterrupt is raised after the block, whatever its
+    outcome, or in the block after SAVE_LIMIT_S. Outside the main thread this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _Received.save = ask
+    try:
+        yield
+    finally:
+        _Received.save = None
+        if _Received.number is not None:
+            signal.alarm(0)
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def keeping_handlers() -> Iterator[None]:
+    """Ignores handlers that a library sets for these signals in the block, as Ray does when it starts and trains."""
+    original = signal.signal
+
+    def set_handler(number: int, handler: Any) -> Any:
+        return signal.getsignal(number) if number in _SIGNALS else original(number, handler)
+
+    signal.signal = set_handler  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        signal.signal = original
+
+
+def _stop(number: int, _: object) -> None:
+    """The handler of Ctrl-C and SIGTERM."""
+    if _Received.number is None:
+        _Received.number, _Received.time_s = number, time.monotonic()
+        if _Received.save is None:
+            raise KeyboardInterrupt
+        signal.alarm(SAVE_LIMIT_S)
+        _Received.save()
+    elif time.monotonic() - _Received.time_s > REPEAT_S:
+        os.write(2, f"{STOPPED}\n".encode())  # `print` cannot be interrupted by itself
+        os._exit(exit_code())
+
+
+def _interrupt(*_: object) -> None:
+    """The handler of the alarm after SAVE_LIMIT_S. While the main thread waits in Ray, other exceptions are ignored."""
+    raise KeyboardInterrupt
