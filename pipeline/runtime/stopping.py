@@ -67,7 +67,11 @@ def saving_first(ask: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def keeping_handlers() -> Iterator[None]:
-    """Ignores handlers that a library sets for these signals in the block, as Ray does when it starts and trains."""
+    """Ignores handlers that a library sets for these signals in the block, as Ray does when it starts and trains.
+
+    After the block they are installed once more: Ray's native code sets a handler for SIGTERM that prints a dump and
+    ends the process three seconds later.
+    """
     original = signal.signal
 
     def set_handler(number: int, handler: Any) -> Any:
@@ -78,6 +82,9 @@ def keeping_handlers() -> Iterator[None]:
         yield
     finally:
         signal.signal = original
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                signal.signal(number, signal.getsignal(number))
 
 
 def _stop(number: int, _: object) -> None:

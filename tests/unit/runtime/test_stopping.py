@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import threading
 import time
@@ -98,6 +99,15 @@ def test_a_library_cannot_replace_the_handlers() -> None:
         signal.signal(signal.SIGUSR1, other)
     assert signal.getsignal(signal.SIGTERM) is ours
     assert signal.signal(signal.SIGUSR1, earlier) is other, "other signals are the library's"
+
+
+def test_native_code_cannot_replace_the_handlers() -> None:
+    """A handler that Python does not see, as Ray's, which dumps the stack."""
+    libc = ctypes.CDLL(None)
+    with keeping_handlers():
+        libc.signal(signal.SIGTERM, ctypes.c_void_p(1))  # SIG_IGN
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
 
 
 def test_ray_does_not_replace_the_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
