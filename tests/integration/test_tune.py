@@ -26,7 +26,7 @@ def test_failed_trials_are_recorded_and_the_others_finish(
     tmp_path: Path, ray_session: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One trial diverges, one has groups too large for any memory, two are fine."""
-    rows = [{G: [4]}, {LR: 1e30}, {G: [4_000_000_000]}, {G: [8]}]
+    rows = [{G: [4]}, {LR: 1e30}, {G: [3_000_000_000]}, {G: [8]}]
     base_set = {"tracking.enabled": True}
     path = write_search(tmp_path, space=None, rows=rows, algorithm="grid", budget={}, trial=TRIAL, set=base_set)
     storage = tmp_path / "storage"
