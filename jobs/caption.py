@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import time
@@ -28,6 +27,7 @@ from pipeline.errors import UserError
 from pipeline.runtime.decorations import Decorations
 from pipeline.runtime.log import log_to_stderr
 from pipeline.runtime.progress import progress
+from pipeline.storage.digests import file_digest
 from pipeline.storage.path import storage_path
 from pipeline.storage.s3 import OutageError
 from pipeline.untrusted.names import printable
@@ -123,8 +123,8 @@ def caption(
     done: dict[str, bool] = {}
     place = None if out is None else storage_path(out)
     if place is not None:
-        with (opened.folder / "model.safetensors").open("rb") as file:  # bundles of one name can have other weights
-            weights = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+        # bundles of one name can have other weights
+        weights = file_digest(opened.folder / "model.safetensors")[:16]
         name = opened.bundle.config["name"]
         signature = options.search | {"num_results": num_results, "model": name, "weights": weights}
         done = read_done(place, signature)

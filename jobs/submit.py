@@ -188,7 +188,7 @@ def follow(server: JobsServer, job_id: str, write: Callable[[str], None] | None 
     try:
         info = asyncio.run(_Follower(server, job_id, write or _print_text).run())
     except KeyboardInterrupt:
-        handle_signals()  # the command goes on with a question, which another Ctrl-C answers
+        handle_signals()  # the command asks a question now, which another Ctrl-C answers
         return _ask_to_stop(server, job_id)
     return _log_end(job_id, info)
 

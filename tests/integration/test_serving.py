@@ -210,7 +210,7 @@ def test_a_uri_leads_nowhere_outside_the_roots(
     from mlflow.exceptions import MlflowException
     from mlflow.pyfunc.scoring_server import invocations
 
-    picture, root, private = registered.images[0], tmp_path / "root", tmp_path / "root-private"
+    picture, root, private = registered.images[0], tmp_path / "open", tmp_path / "open-private"
     for folder in (root, private):
         folder.mkdir()
         shutil.copyfile(picture, folder / "a.png")
@@ -226,8 +226,8 @@ def test_a_uri_leads_nowhere_outside_the_roots(
     model = loaded(registered, monkeypatch, uri_roots=[str(root), "s3://data/photos"])
     good = [str(root / "a.png"), str(root / "inside.png"), f"file://{root}/a.png"]
     same(model.predict(pandas.DataFrame({"uri": good})), registered.expected[:1] * 3)
-    bad = ["link.png", "folder/a.png", "loop", "text.png", "zero.png", "pipe.png", "missing.png", "", "../root/a.png"]
-    bad = [f"{root}/{name}" for name in bad] + [f"{root}/../root-private/a.png", str(root), str(private / "a.png")]
+    bad = ["link.png", "folder/a.png", "loop", "text.png", "zero.png", "pipe.png", "missing.png", "", "../open/a.png"]
+    bad = [f"{root}/{name}" for name in bad] + [f"{root}/../open-private/a.png", str(root), str(private / "a.png")]
     bad += ["~/a.png", "a.png", "/etc/passwd", f"{root}/a\0b.png", "s3://other/x.png"]
     bad += ["s3://data/photos-private/x.png", "s3://data/photos/../x.png", f"http://{root}/a.png", "file:///etc/passwd"]
     answers, schema = set(), model.metadata.get_input_schema()

@@ -164,7 +164,7 @@ def fuzz(name: str, folder: Path, seed: int, numbers: range) -> Report:
 def run_cases(
     target: Target, inputs: Any, sandbox: Path, generator_name: str, numbers: Sequence[int]
 ) -> Iterator[Result]:
-    """The results of the cases. After a case that hung or killed its process, a new child goes on with the next one."""
+    """The results of the cases. After a case that hung or killed its process, a new child runs the next one."""
     waiting, num_deaths = list(numbers), 0
     while waiting and num_deaths < MAX_DEATHS:
         reader, writer = os.pipe()

@@ -53,7 +53,7 @@ class Samples:
         self.events: list[tuple[float, str]] = []
 
     def take(self) -> None:
-        """Adds a row. A number that cannot be had now is NaN."""
+        """Adds a row. A number that cannot be read is NaN."""
         row = {"seconds": time.monotonic() - self.begin}
         for name, source in self.sources.items():
             try:
