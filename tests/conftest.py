@@ -20,7 +20,13 @@ CACHES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycac
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked cuda run wherever there is a GPU and are skipped elsewhere."""
+    """Tests marked cuda run wherever there is a GPU and are skipped elsewhere.
+
+    When several processes run the tests, one of them runs a whole file, and one all files that use the local Ray.
+    """
+    sharing = {item.path for item in items if "ray_session" in getattr(item, "fixturenames", ())}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("ray" if item.path in sharing else str(item.path.relative_to(ROOT))))
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if not marked:
         return

@@ -14,7 +14,7 @@ from pipeline.untrusted.documents import parse_json
 from pipeline.untrusted.files import read_regular_file
 from pipeline.untrusted.names import quoted
 
-MAX_BYTES = 2**29  # of a file; the published vocabulary of 10,000 words has 0.14 MB
+MAX_BYTES = 2**24  # of a file; the published vocabulary of 10,000 words has 0.14 MB
 PAD, SOS, EOS, UNK = "PAD", "SOS", "EOS", "UNK"
 SPECIALS = (PAD, SOS, EOS, UNK)
 
