@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.errors import UserError
-from pipeline.storage.atomic import write_json
 from pipeline.storage.cache import cache_folder
+from pipeline.storage.digests import DIGESTS, file_digest, write_digests
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath
 from pipeline.untrusted.documents import parse_json
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 CONTENT_FILES = ("model.safetensors", "vocabulary.json")
 REQUIRED_FILES = ("config.yaml", *CONTENT_FILES)
 DIGESTED_FILES = (*REQUIRED_FILES, "preprocessing.json", "card.md")
-DIGESTS, SIGNATURE = "digests.json", "digests.sig"
+SIGNATURE = "digests.sig"
 BUNDLE_FILES = (*DIGESTED_FILES, DIGESTS, SIGNATURE)
 
 KEYS_VARIABLE, SIGNING_VARIABLE = "RAYCAP_BUNDLE_KEYS", "RAYCAP_BUNDLE_SIGNING_KEY"
@@ -56,14 +56,14 @@ def bundle_digests(folder: Path, names: Sequence[str] = ()) -> dict[str, str]:
     names = names or [name for name in BUNDLE_FILES if (folder / name).is_file()] or CONTENT_FILES
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise UserError(f"{folder} is not a model bundle: it lacks {missing[0]}; give the folder of a bundle")
-    return {name: _sha256(folder / name) for name in names}
+    return {name: file_digest(folder / name) for name in names}
 
 
 def seal(folder: Path) -> None:
     """Writes digests.json for the other files of a bundle, and the signature if there is a key for it."""
-    (folder / SIGNATURE).unlink(missing_ok=True)
-    digests = bundle_digests(folder, [name for name in DIGESTED_FILES if (folder / name).is_file()])
-    write_json(folder / DIGESTS, {"format": 1, "files": digests})
+    for name in (SIGNATURE, DIGESTS):
+        (folder / name).unlink(missing_ok=True)
+    write_digests(folder, [name for name in DIGESTED_FILES if (folder / name).is_file()])
     if file := os.environ.get(SIGNING_VARIABLE):
         (folder / SIGNATURE).write_bytes(_sign((folder / DIGESTS).read_bytes(), Path(file)))
 
@@ -83,7 +83,7 @@ def require_intact(folder: Path) -> None:
         file = folder / name
         if name in recorded and not file.is_file():
             raise UserError(f"{folder} lacks {name}, which is in its {DIGESTS}; {remedy}")
-        if file.is_file() and recorded.get(name) != _sha256(file):
+        if file.is_file() and recorded.get(name) != file_digest(file):
             raise UserError(f"{file} does not have the digest in {DIGESTS}: it is damaged or changed; {remedy}")
 
 
@@ -98,11 +98,6 @@ def _recorded(path: Path) -> dict[str, str]:
     ):
         raise UserError(f"{path} is damaged: it must have format 1 and the digests of a bundle's files; restore it")
     return files
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read(path: Path) -> bytes:

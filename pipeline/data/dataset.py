@@ -104,13 +104,18 @@ class Dataset:
     @classmethod
     def load(cls, path: Path) -> Dataset:
         """Memory-maps an Arrow file. Raises DamagedError for a file that is not a table of SCHEMA."""
+        return cls.parse(pa.memory_map(str(path)), str(path))
+
+    @classmethod
+    def parse(cls, content: pa.NativeFile, name: str) -> Dataset:
+        """The data set in the content of the Arrow file `name`. Raises DamagedError as `load`."""
         try:
-            table = pa.ipc.open_file(pa.memory_map(str(path))).read_all().cast(SCHEMA)
+            table = pa.ipc.open_file(content).read_all().cast(SCHEMA)
             table.validate(full=True)
         except (pa.ArrowException, ValueError, OSError) as error:
             if isinstance(error, MemoryError | pa.ArrowCancelled) or getattr(error, "errno", None):
                 raise  # the machine is at fault, and not the file
-            raise DamagedError(f"{path} is damaged: {' '.join(str(error).split())}") from error
+            raise DamagedError(f"{name} is damaged: {' '.join(str(error).split())}") from error
         return cls(table)
 
 

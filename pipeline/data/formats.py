@@ -21,10 +21,10 @@ from pipeline.errors import UserError
 from pipeline.scoring.result_files import MAX_CAPTION, shorten
 from pipeline.storage.path import StoragePath, is_remote, join
 from pipeline.untrusted.documents import gunzip, parquet_rows, parse_json
-from pipeline.untrusted.files import MAX_DOCUMENT_BYTES, read_document
 from pipeline.untrusted.names import quoted
 
 TABLE_ENDINGS = (".jsonl", ".ndjson", ".csv", ".parquet")
+MAX_ANNOTATION_BYTES = 2 * 2**30  # of a file; annotation files have up to 1 GB
 MAX_COLUMNS = 1000  # of a CSV file, because every row is filled up to this number
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair: JSON can contain it, but no encoding can
 _Image = tuple[int, str, tuple[str, ...], list[Any]]  # its id, its split, the parts of its path, its captions
@@ -82,9 +82,7 @@ def read_source(source: Source, name: str, rows: Rows) -> None:
 def _read(path: StoragePath) -> bytes:
     """The content of an annotation file, decompressed if its name ends in .gz. Raises UserError."""
     try:
-        if path.is_remote and path.stat().size > MAX_DOCUMENT_BYTES:
-            raise OSError(f"larger than {MAX_DOCUMENT_BYTES} bytes")
-        data = path.read_bytes() if path.is_remote else read_document(path.path)
+        data = path.read_bytes(MAX_ANNOTATION_BYTES)
     except (FileNotFoundError, IsADirectoryError) as error:
         raise UserError(f"annotation file {path} does not exist; data.annotations is relative to data.root") from error
     except OSError as error:

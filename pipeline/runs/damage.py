@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 
-from pipeline.errors import DamagedError, JobFailedError, UserError
+from pipeline.data.dataset import Dataset
+from pipeline.errors import JobFailedError, UserError
 from pipeline.features.store import MANIFEST
 from pipeline.storage.atomic import decode_json
 from pipeline.storage.digests import DIGESTS, find_damage, stored_digest
@@ -80,13 +81,8 @@ def _in_document(path: StoragePath) -> list[str]:
 
 
 def _in_data(path: StoragePath) -> list[str]:
-    """Raises DamagedError for a damaged Arrow file."""
-    try:
-        pa.ipc.open_file(pa.BufferReader(path.read_bytes())).read_all().validate(full=True)
-    except (pa.ArrowException, ValueError, OSError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
-        raise DamagedError(f"{path} is damaged: {' '.join(str(error).split())}") from error
+    """Raises DamagedError for a damaged data set."""
+    Dataset.parse(pa.BufferReader(path.read_bytes()), str(path))
     return []
 
 

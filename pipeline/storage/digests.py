@@ -1,4 +1,6 @@
-"""SHA-256 digests by which damaged files are found. A folder's `digests.json` maps the names of its files to them.
+"""SHA-256 digests by which damaged files are found.
+
+    digests.json   {"format": 1, "files": {name: digest}}   of the files of its folder
 
 A file is read as a whole when it is first used on a machine. One core hashes 1 to 2 GB/s with SHA instructions, so a
 checkpoint takes less time than its loading, and a feature store about as long as reading it once. A mark in the cache
@@ -9,17 +11,20 @@ changes neither size nor time after the first use is found by `raycap doctor --s
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import DamagedError
-from pipeline.storage.atomic import decode_json, write_bytes, write_json
+from pipeline.storage.atomic import decode_json, file_lock, write_bytes, write_json
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.path import StoragePath
 
 DIGESTS = "digests.json"
+FORMAT = 1
+MAX_MARK_AGE_S = 90 * 86400.0
 BLOCK_BYTES = 2**26  # of a remote file that is read at a time
 
 
@@ -31,7 +36,8 @@ def write_digests(folder: Path, names: Iterable[str] = ()) -> None:
     path = folder / DIGESTS
     digests = _read_digests(path) or {}
     names = names or [file.name for file in folder.glob("[!.]*") if file != path]
-    write_json(path, digests | {name: file_digest(folder / name) for name in sorted(names)})
+    digests |= {name: file_digest(folder / name) for name in sorted(names)}
+    write_json(path, {"format": FORMAT, "files": digests})
 
 
 def is_recorded(path: Path) -> bool:
@@ -52,30 +58,50 @@ def require_whole(path: Path) -> None:
 
 
 def _read_digests(path: Path) -> dict[str, Any] | None:
-    """The content of a `digests.json`; None if there is none. Raises DamagedError."""
-    return _digests_in(path.read_bytes(), str(path)) if path.is_file() else None
+    """The digests in a `digests.json`; None if there is no such file. Raises DamagedError."""
+    return digests_in(path.read_bytes(), str(path)) if path.is_file() else None
 
 
-def _digests_in(data: bytes, name: str) -> dict[str, Any]:
-    digests = decode_json(data, name)
-    if not isinstance(digests, dict):
-        raise DamagedError(f"{name} is damaged: it maps no names to digests")
-    return digests
+def digests_in(data: bytes, name: str) -> dict[str, Any]:
+    """{file: SHA-256} in the content of the `digests.json` with this name. Raises DamagedError."""
+    content = decode_json(data, name)
+    files = content.get("files") if isinstance(content, dict) and content.get("format") == FORMAT else None
+    if not isinstance(files, dict):
+        raise DamagedError(f"{name} is damaged: it must have format {FORMAT} and the digests of files")
+    return files
 
 
 def has_digest(path: Path, sha256: str) -> bool:
-    """Whether a local file has a digest. Reads the file unless this machine has found it whole before."""
+    """Whether a local file has a digest. Reads the file unless this machine has found it whole before.
+
+    When several processes of a machine ask for the same file at the same time, one of them reads it.
+    """
     status = path.stat()
     state = f"{path.absolute()} {status.st_ino} {status.st_size} {status.st_mtime_ns} {sha256}"
     name = hashlib.sha256(state.encode()).hexdigest()
     mark = cache_folder() / "checked" / name[:2] / name
     if mark.exists():
         return True
-    if file_digest(path) != sha256:
-        return False
-    with suppress(OSError):  # without a cache the file is read again
-        write_bytes(mark, b"", durable=False)
+    with ExitStack() as stack:
+        with suppress(OSError):  # without a cache every process reads the file
+            stack.enter_context(file_lock(mark.with_name(".lock")))
+        if mark.exists():
+            return True
+        if file_digest(path) != sha256:
+            return False
+        with suppress(OSError):
+            write_bytes(mark, b"", durable=False)
+            if name[2:4] == "00":  # one time in 256
+                _remove_old_marks(mark.parent)
     return True
+
+
+def _remove_old_marks(folder: Path) -> None:
+    """Removes the marks of a folder that are older than MAX_MARK_AGE_S. Their files are read once more."""
+    for mark in folder.glob("[!.]*"):
+        with suppress(FileNotFoundError):
+            if mark.stat().st_mtime < time.time() - MAX_MARK_AGE_S:
+                mark.unlink()
 
 
 def file_digest(path: Path) -> str:
@@ -88,13 +114,10 @@ def find_damage(folder: StoragePath) -> list[str]:
     """One sentence for each damaged file among those in a folder's `digests.json`. Reads all of them.
 
     Finds none in a folder whose `digests.json` has changed meanwhile, because its files are being replaced or removed.
-    The `digests.json` of a bundle has the digests below `files`. Raises DamagedError when `digests.json` itself is
-    damaged, and FileNotFoundError when it is removed.
+    Raises DamagedError when `digests.json` itself is damaged, and FileNotFoundError when it is removed.
     """
     content, damages = (folder / DIGESTS).read_bytes(), []
-    digests = _digests_in(content, str(folder / DIGESTS))
-    files = digests["files"] if isinstance(digests.get("files"), dict) else digests
-    for name, digest in files.items():
+    for name, digest in digests_in(content, str(folder / DIGESTS)).items():
         try:
             if stored_digest(folder / name) != digest:
                 damages.append(f"{folder / name} is damaged: it does not have the digest in {DIGESTS}")

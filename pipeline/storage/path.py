@@ -6,6 +6,7 @@ at all: by a rename on disk, by one put or a completed multi-part upload on S3.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -15,9 +16,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pipeline.errors import UserError
 from pipeline.storage.atomic import file_lock, write_bytes
 from pipeline.storage.s3 import ConflictError, Entry, S3Object, StorageError, StorageOptions, is_remote
 from pipeline.untrusted.files import read_regular_file
+
+MAX_TAGGED_BYTES = 2**24  # of a file that is replaced on condition of its tag: a lease, or the record of a champion
 
 
 @dataclass(frozen=True)
@@ -70,10 +74,18 @@ class StoragePath:
             return file.read(length)
 
     def read_tagged(self) -> tuple[bytes, str]:
-        """The content of a file and the tag of this content, for `write_if`."""
-        if self.is_remote:
-            return self._object.get()
-        data = self.path.read_bytes()
+        """The content of a small file and the tag of this content, for `write_if`.
+
+        Raises UserError for a folder, pipe or device, and for more than MAX_TAGGED_BYTES.
+        """
+        try:
+            if self.is_remote:
+                return self._object.get(MAX_TAGGED_BYTES)
+            data = read_regular_file(self.path, MAX_TAGGED_BYTES)
+        except OSError as error:
+            if error.errno not in (errno.EMSGSIZE, errno.EINVAL, errno.EISDIR):
+                raise
+            raise UserError(f"{self} cannot be read: {error.strerror}; restore it from a copy, or remove it") from error
         return data, _content_tag(data)
 
     def write_bytes(self, data: bytes | memoryview) -> str:

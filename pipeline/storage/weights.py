@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import re
 from functools import lru_cache
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import DamagedError
 from pipeline.storage.atomic import atomic_path
+from pipeline.storage.digests import file_digest
 
 if TYPE_CHECKING:  # a digest needs no torch, whose import takes seconds
     import torch
@@ -73,5 +73,4 @@ def weights_file_digest(path: Path) -> str:
 @lru_cache(maxsize=64)
 def _digest(path: str, size: int, mtime_ns: int) -> str:
     """The SHA-256 of a file. Size and time are parameters so that the cache forgets a file that has changed."""
-    with Path(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return file_digest(Path(path))

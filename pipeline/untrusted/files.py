@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-MAX_DOCUMENT_BYTES = 2 * 2**30  # annotation files have up to 1 GB
+MAX_DOCUMENT_BYTES = 2**30
 
 
 def read_document(path: Path) -> bytes:
@@ -20,16 +20,17 @@ def read_regular_file(path: Path, max_bytes: int | None = None) -> bytes:
     """The content of a regular file, which a link may lead to.
 
     Raises OSError for a folder, pipe, socket or device, without waiting for a writer; and for a file of more than
-    `max_bytes` bytes, of which no more than that is read.
+    `max_bytes` bytes, whose content takes no memory.
     """
     with open_regular_file(path) as file:
         if max_bytes is None:
             return file.read()
         size = os.fstat(file.fileno()).st_size
-        data = file.read(min(size or max_bytes, max_bytes) + 1)  # memory for all of it is taken at once
-    if max(size, len(data)) > max_bytes:
-        raise OSError(errno.EMSGSIZE, f"larger than {max_bytes} bytes", str(path))
-    return data
+        if size <= max_bytes:
+            data = file.read((size or max_bytes) + 1)  # memory for all of it is taken at once; /proc gives no sizes
+            if len(data) <= max_bytes:
+                return data
+    raise OSError(errno.EMSGSIZE, f"larger than {max_bytes} bytes", str(path))
 
 
 def open_regular_file(path: Path) -> BinaryIO:

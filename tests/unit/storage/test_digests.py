@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
 
@@ -10,7 +13,7 @@ import pytest
 
 from pipeline.errors import DamagedError
 from pipeline.storage import digests
-from pipeline.storage.atomic import read_json, write_json
+from pipeline.storage.atomic import read_json
 from pipeline.storage.digests import DIGESTS, file_digest, find_damage, require_whole, write_digests
 from pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from tests.support.damage import flip
@@ -26,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_flipped_bit_is_found_and_named(folder: Path) -> None:
-    assert set(read_json(folder / DIGESTS)) == {"a.bin", "b.bin"} and not find_damage(storage_path(folder))
+    assert set(read_json(folder / DIGESTS)["files"]) == {"a.bin", "b.bin"} and not find_damage(storage_path(folder))
     require_whole(folder / "a.bin")
     flip(folder / "a.bin", random.Random(0))
     with pytest.raises(DamagedError, match=f"{folder}/a.bin is damaged"):
@@ -37,15 +40,6 @@ def test_a_flipped_bit_is_found_and_named(folder: Path) -> None:
         require_whole(folder / "b.bin")
     first, second = find_damage(storage_path(folder))
     assert "a.bin is damaged" in first and "b.bin is missing" in second
-
-
-def test_a_bundle_has_its_digests_below_files(folder: Path) -> None:
-    (folder / DIGESTS).unlink()
-    write_json(folder / DIGESTS, {"format": 1, "files": {"a.bin": file_digest(folder / "a.bin")}})
-    assert not find_damage(storage_path(folder))
-    flip(folder / "a.bin", random.Random(0))
-    (damage,) = find_damage(storage_path(folder))
-    assert "a.bin is damaged" in damage
 
 
 def test_a_folder_that_is_removed_meanwhile_is_not_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +65,34 @@ def test_a_file_is_read_once_per_machine(folder: Path, monkeypatch: pytest.Monke
             require_whole(folder / name)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"a.bin": 1}'])
+def test_processes_that_ask_together_read_a_file_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[Path] = []
+
+    def slow(path: Path) -> str:
+        reads.append(path)
+        time.sleep(0.3)
+        return file_digest(path)
+
+    digest = file_digest(folder / "b.bin")
+    monkeypatch.setattr(digests, "file_digest", slow)
+    with ThreadPoolExecutor(4) as pool:  # the lock belongs to an open file, so that threads are as good as processes
+        assert all(pool.map(lambda _: digests.has_digest(folder / "b.bin", digest), range(4)))
+    assert reads == [folder / "b.bin"]
+
+
+def test_old_marks_are_removed(tmp_path: Path) -> None:
+    for name in (".lock", "old", "new"):
+        (tmp_path / name).write_bytes(b"")
+        age = digests.MAX_MARK_AGE_S * (0.9 if name == "new" else 1.1)
+        os.utime(tmp_path / name, (0, time.time() - age))
+    digests._remove_old_marks(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "new"}
+
+
+NEWER, NO_TEXT = b'{"format": 2, "files": {}}', b'{"format": 1, "files": {"a.bin": 1}}'
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"a.bin": "1"}', NEWER, NO_TEXT])
 def test_damaged_digests_are_damage(folder: Path, content: bytes) -> None:
     (folder / DIGESTS).write_bytes(content)
     with pytest.raises(DamagedError, match=str(folder)):
@@ -79,11 +100,11 @@ def test_damaged_digests_are_damage(folder: Path, content: bytes) -> None:
 
 
 def test_one_digest_is_replaced(folder: Path) -> None:
-    before = read_json(folder / DIGESTS)
+    before = read_json(folder / DIGESTS)["files"]
     (folder / "a.bin").write_bytes(b"new")
     write_digests(folder, ["a.bin"])
     require_whole(folder / "a.bin")
-    after = read_json(folder / DIGESTS)
+    after = read_json(folder / DIGESTS)["files"]
     assert after["b.bin"] == before["b.bin"] and after["a.bin"] != before["a.bin"]
 
 

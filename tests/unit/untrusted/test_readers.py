@@ -40,7 +40,6 @@ ALLOWED = {
     ("pipeline/features/regions.py", "h5py.File"): "the one place that reads HDF5",
     ("pipeline/features/shards.py", "np.load"): OWN,
     ("pipeline/features/store.py", "np.load"): OWN,
-    ("pipeline/runs/damage.py", "pa.ipc.open_file"): OWN,
     ("pipeline/runs/journal.py", "json.loads"): OWN,
     ("pipeline/scoring/cider.py", "json.loads"): OWN,
     ("pipeline/scoring/cider.py", "safe_open"): OWN,
