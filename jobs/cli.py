@@ -175,5 +175,6 @@ def _log_levels(
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Prints an unexpected error as Python does, without secrets."""
-    print(without_secrets("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+    """Prints an unexpected error as Python does, without secrets and control characters."""
+    text = without_secrets("".join(traceback.format_exception(kind, error, trace)))
+    print("\n".join(map(printable, text.rstrip("\n").split("\n"))), file=sys.stderr)

@@ -32,6 +32,7 @@ from pipeline.runs.damage import find_damaged_files
 from pipeline.runtime.log import configure_logging, unchanged_level
 from pipeline.storage.cache import REWARD_INDEXES, cache_folder
 from pipeline.storage.path import storage_path
+from pipeline.untrusted.names import printable
 
 JOB_S, POLL_S = 240.0, 1.0  # the deadline of the job that asks the nodes
 
@@ -72,7 +73,7 @@ def doctor(
     for finding in _examine_files(subject) if storage else _examine(subject, address):
         findings.append(finding)
         if not print_json:
-            print(finding.line)
+            print(printable(finding.line))
     failed = list(dict.fromkeys(finding.name for finding in findings if finding.level == "fail"))
     if print_json:
         report = {"ok": not failed, "findings": [asdict(finding) for finding in findings]}

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 import stat
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+# What loading a PyTorch file may take in addition to 4 times its size. A pickle of 100 kB can copy a dictionary a
+# thousand times, with the classes that `weights_only` allows.
+LOADING_BYTES = 4 * 2**30
 MAX_HEADER_BYTES = 2**20  # of a safetensors file; Swin-L with ExpansionNet v2 has 0.05 MB
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -69,8 +75,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             content: Any = load_file(path)
         else:
             _require_plain_records(path)
-            with torch.serialization.safe_globals([(_Ignored, name) for name in _NUMPY_NAMES]):
+            ignored = torch.serialization.safe_globals([(_Ignored, name) for name in _NUMPY_NAMES])
+            with ignored, _limited_memory(4 * path.stat().st_size + LOADING_BYTES):
                 content = torch.load(path, map_location="cpu", weights_only=True)
+    except MemoryError as error:
+        raise ValueError(f"{path} is refused: it needs far more memory than its size; save the state dict") from error
     except (pickle.UnpicklingError, EOFError) as error:
         # torch's message is not shown, because it advises to turn `weights_only` off
         raise ValueError(
@@ -104,6 +113,22 @@ def _require_memory(path: Path) -> None:
         raise ValueError(
             f"it has {status.st_size} bytes; the memory of this machine, {memory} bytes, must hold twice that"
         )
+
+
+@contextmanager
+def _limited_memory(num_bytes: int) -> Iterator[None]:
+    """Lets this process map at most `num_bytes` in addition during the context. More raises MemoryError. Linux only."""
+    status = Path("/proc/self/statm")
+    if not status.exists():
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = int(status.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _require_plain_records(path: Path) -> None:

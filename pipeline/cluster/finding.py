@@ -12,7 +12,7 @@ Level = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check, whose text may quote an error: secrets are removed from it.
+    """The result of one check, whose texts may quote an error: secrets are removed from them.
 
     level: `fail` means that a configuration cannot run, `warn` that a part of it will be missing, slower or delayed.
     """
@@ -23,7 +23,8 @@ class Finding:
     remedy: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "text", without_secrets(self.text))
+        for name in ("text", "remedy"):
+            object.__setattr__(self, name, without_secrets(getattr(self, name)))
 
     @property
     def line(self) -> str:

@@ -38,7 +38,9 @@ MAY_BE_SECRET = (  # patterns of .gitignore, for lower-case paths
     *(".aws/", ".s3cfg", ".boto", ".azure/", "**/.config/gcloud/", ".kube/", "kubeconfig", "kubeconfig.y*ml"),
     *("*.kubeconfig", ".docker/", ".dockercfg", "auth_token", "credentials", "credentials.ini", "credentials.csv"),
     *("*credentials*.json", "client_secret*.json", "service-account*.json", "service_account*.json", ".secrets/"),
-    *("secret*.json", "secret*.y*ml", "secret*.toml", "secret*.txt", "*.tfstate", "*.tfstate.*", "*.tfvars"),
+    *("*secret*.json", "*secret*.y*ml", "*secret*.toml", "*secret*.txt", "*.tfstate", "*.tfstate.*", "*.tfvars"),
+    *("*token*.txt", "*_token", "**/huggingface/token", ".huggingface/", "*password*.txt", "*api_key*.txt", "*.key.*"),
+    *("auth.json", "kaggle.json", "rclone.conf", "**/gh/hosts.yml", ".env~", "*.pem.*", "*.env.*", "*credentials*.*.*"),
 )
 logger = logging.getLogger(__name__)
 

@@ -126,8 +126,12 @@ def check_texts(config: Path | None, arguments: Sequence[str], available: Iterab
 
     available: the names of the variables that the job has.
     """
-    # an argument may be KEY=VALUE, whose value is examined as a whole, since a password may contain blanks
-    texts = [("an argument", text) for argument in arguments for text in (argument, argument.partition("=")[2])]
+    texts = list[tuple[str, str]]()
+    for argument in arguments:
+        # an argument may be KEY=VALUE or --set=KEY=VALUE, whose value is examined as a whole, because a password may
+        # contain blanks
+        value = argument.partition("=")[2]
+        texts += [("an argument", text) for text in (argument, value, value.partition("=")[2])]
     for path in () if config is None else reversed(referenced_files(config)):
         texts += [(str(path), text) for _, text in texts_in(read_file(path))]
     for source, text in texts:

@@ -185,7 +185,7 @@ def _add_table(source: Source, entries: Iterator[dict[str, Any]], rows: Rows) ->
         split = split or entry.get("split") or source.split or "train"
         if not isinstance(split, str | int):
             raise UserError(f"{location}: split {quoted(split)} is not text")
-        uri = image if is_remote(image) else _inside(source.images, image, location)
+        uri = _inside(source.images, image, location)
         row_of[image] = len(rows.uri)
         rows.add(image_id, str(split), uri, captions, location)
     if not row_of:
@@ -271,9 +271,13 @@ def images_folder(root: StoragePath, images: str) -> StoragePath:
 
 
 def _inside(folder: StoragePath, name: str, location: str) -> str:
-    """`folder/name` without '.' and '..'. Raises UserError for a path outside of `folder`."""
+    """`folder/name`, or a URI below the folder, without '.' and '..'. Raises UserError outside of `folder`."""
     if name and name[0] not in "./" and "/." not in name and "//" not in name and not name.endswith("/"):
         return join(folder.uri, name)  # skips the slow checks below in the usual case: there may be a million images
+    if is_remote(name):
+        if not name.startswith(join(folder.uri, "")):
+            raise UserError(f"{location}: {quoted(name)} is outside of {folder}; set data.images to the images' prefix")
+        name = name.removeprefix(join(folder.uri, ""))
     if folder.is_remote:
         relative = os.path.normpath(name)
         is_inside, uri = not relative.startswith(("..", "/")), join(folder.uri, relative).removesuffix("/.")

@@ -41,6 +41,7 @@ from pipeline.untrusted.names import printable
 
 _DIGEST_BYTES = 16 * 2**20  # the digest covers this many bytes at the start and at the end of a file
 _MAX_IMAGE_BYTES = 64 * 2**20  # of one data set; 100 regions of width 2,048 in float32 have 0.8 MB
+MAX_SHARD_BYTES = 2**30  # a shard is made in memory; 256 images of 100 regions of width 2,048 have 0.1 GB in float16
 _MAX_WIDTH = 2**16  # values per region
 logger = logging.getLogger(__name__)
 
@@ -109,8 +110,10 @@ def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, di
     with open_regions(region_file(config)) as file:
         _require_boxes(file, dataset.column("image_id"), config)
         _require_max_regions(file, missing["image_id"].to_pylist(), config)
-        for start in range(0, len(missing), settings.rows_per_shard):
-            unusable |= _import_shard(file, missing.slice(start, settings.rows_per_shard), width, folder, config)
+        row_bytes = settings.max_regions * width * np.dtype(settings.stored_dtype).itemsize
+        rows_per_shard = max(1, min(settings.rows_per_shard, MAX_SHARD_BYTES // row_bytes))
+        for start in range(0, len(missing), rows_per_shard):
+            unusable |= _import_shard(file, missing.slice(start, rows_per_shard), width, folder, config)
     if len(missing):
         write_index(folder)
     write_quarantine(folder, dataset, unusable, {})

@@ -16,8 +16,8 @@ MASK = "***"
 # The end of a word, and a whole word, in names such as WANDB_API_KEY, PGPASSWORD and accessToken
 _SECRET_WORD = re.compile(
     r"(?:PASSW(?:OR)?D|PASSPHRASE|PASSCODE|SECRET|TOKEN|CREDENTIAL|CREDS?|COOKIE|SIGNATURE|(?:API|ACCESS)KEY)S?"
-    r"(?=_|$)"
-    r"|(?<![A-Z0-9])(?:KEY|PASS|PGPASS|PAT|PWD|PW|SIGNING|SIG|AUTHORIZATION|BEARER|JWT|DSN|CONNECTION_STRING)S?(?=_|$)"
+    r"\d*(?=_|$)"
+    r"|(?<![A-Z0-9])(?:KEY|PASS|PGPASS|PAT|PWD|PW|SIGNING|SIG|AUTHORIZATION|BEARER|JWT|DSN|CONNECTION_STRING)S?\d*(?=_|$)"
 )
 _NO_SECRETS = ("PWD", "OLDPWD")  # the shell's folders
 _SCHEME = re.compile(r"[\w+.-]+")

@@ -6,6 +6,7 @@ use. Here one process at a time creates it under a temporary name.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sqlite3
 from contextlib import closing
@@ -14,6 +15,8 @@ from pathlib import Path
 from pipeline.storage.atomic import atomic_path, file_lock
 
 logger = logging.getLogger(__name__)
+
+FIRST_TABLES = {"experiments", "runs", "metrics", "params", "tags"}  # the first step of the creation makes them
 
 
 def ensure_database(path: Path) -> None:
@@ -27,7 +30,8 @@ def ensure_database(path: Path) -> None:
         if path.exists():
             if not _was_cut_off(path):
                 return  # another process has created it meanwhile
-            aside = path.with_name(f"{path.name}.incomplete")
+            names = (f"{path.name}.incomplete{number or ''}" for number in itertools.count())
+            aside = next(path.with_name(name) for name in names if not path.with_name(name).exists())
             path.replace(aside)
             logger.warning(f"tracker   the creation of {path} was cut off; it is now {aside.name}, and made anew")
         for left in path.parent.glob(f".{path.name}.*.tmp*"):  # of a process that was killed below
@@ -44,11 +48,15 @@ def _create(path: Path) -> None:
 
 
 def _was_cut_off(path: Path) -> bool:
-    """Whether a file lacks an experiment, which MLflow adds as the last step of the creation and never removes."""
+    """Whether a file has MLflow's first tables, or none, and lacks an experiment.
+
+    MLflow adds an experiment as the last step of the creation and never removes it.
+    """
     try:
         with closing(sqlite3.connect(path)) as connection:
-            return connection.execute("SELECT 1 FROM experiments LIMIT 1").fetchone() is None
-    except sqlite3.OperationalError as error:
-        return "no such table" in str(error)  # otherwise it is locked or cannot be read, which MLflow reports
-    except sqlite3.DatabaseError:
-        return False  # not SQLite's
+            tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            if "experiments" in tables:
+                return connection.execute("SELECT 1 FROM experiments LIMIT 1").fetchone() is None
+            return not tables or bool(tables & FIRST_TABLES)
+    except sqlite3.DatabaseError:  # not SQLite's, or it is locked or cannot be read, which MLflow reports
+        return False

@@ -237,6 +237,8 @@ def test_files_that_may_hold_secrets_stay_here(tmp_path: Path, caplog: pytest.Lo
             "a.Key",
         ),
         *(".aws/credentials", "sub/.ssh/config", ".kube/config", "sub/.docker/config.json", "sub/ID_RSA"),
+        *("kaggle.json", "hf_token", "token.txt", "passwords.txt", "my-secrets.yaml", "a.pem.bak", "b.env.bak"),
+        *(".huggingface/stored", ".config/gh/hosts.yml", "rclone.conf", "openai_api_key.txt", "credentials.json.bak"),
         *(".config/gcloud/a.json", "sub/my_credentials.json", "secrets.yaml", "prod.tfvars", "linked.txt"),
     }
     code = {
@@ -270,6 +272,7 @@ def test_texts_that_travel_hold_no_password_and_name_every_variable(tmp_path: Pa
     for arguments, text in (
         ([], f"uri: https://me:{SECRET}@host\n"),
         ([f"--set=a=https://me:{SECRET}@host"], "name: a\n"),
+        ([f"--set=a=https://me:{SECRET} with a blank@host"], "name: a\n"),
     ):
         config.write_text(text)
         with pytest.raises(UserError, match="contains a password") as refused:

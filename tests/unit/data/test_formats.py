@@ -20,7 +20,7 @@ from pipeline.errors import UserError
 
 ROWS: list[dict[str, Any]] = [
     {"image": "a/1.png", "id": 7, "captions": ["A cat.", "Two cats, sitting"], "split": "train"},
-    {"image": "s3://bucket/2.png", "id": 8, "captions": ["A dog\nruns"], "split": "val"},
+    {"image": "./b/../2.png", "id": 8, "captions": ["A dog\nruns"], "split": "val"},
     {"image": "3.png", "id": 9, "captions": ["[not] json"], "split": "test"},
 ]
 
@@ -48,8 +48,21 @@ def test_tables_of_every_kind_are_one_data_set(tmp_path: Path, name: str) -> Non
     dataset = read_dataset(DataSection(root=str(tmp_path), annotations=name), tmp_path)
     assert dataset.column("image_id") == [7, 8, 9]
     assert dataset.column("split") == ["train", "val", "test"]
-    assert dataset.column("uri") == [str(tmp_path / "a/1.png"), "s3://bucket/2.png", str(tmp_path / "3.png")]
+    assert dataset.column("uri") == [str(tmp_path / "a/1.png"), str(tmp_path / "2.png"), str(tmp_path / "3.png")]
     assert dataset.column("captions") == [row["captions"] for row in ROWS]
+
+
+def test_a_table_may_name_objects_below_the_prefix_of_the_images(tmp_path: Path) -> None:
+    config = DataSection(root=str(tmp_path), annotations="t.jsonl", images="s3://bucket/photos")
+    names = ["s3://bucket/photos/a/1.png", "2.png", "s3://bucket/photos/a/../../other/3.png"]
+    for count, expected in ((2, ["s3://bucket/photos/a/1.png", "s3://bucket/photos/2.png"]), (3, None)):
+        rows = [{"image": name, "captions": ["a cat"], "split": "train"} for name in names[:count]]
+        (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        if expected:
+            assert read_annotations(config, tmp_path)[0].column("uri") == expected
+        else:
+            with pytest.raises(UserError, match="is outside of"):
+                read_annotations(config, tmp_path)
 
 
 def test_rows_without_ids_are_numbered_and_malformed_rows_are_named(tmp_path: Path) -> None:
@@ -67,6 +80,7 @@ def test_rows_without_ids_are_numbered_and_malformed_rows_are_named(tmp_path: Pa
         ([{"id": 1}], "no text in the column image"),
         ([{"image": "1.png", "id": "x"}], "not a whole number"),
         ([{"image": "../1.png"}], "is outside of"),
+        ([{"image": "s3://bucket/private.png"}], "set data.images to the images' prefix"),
         ([{"image": "1.png", "id": 4}, {"image": "2.png", "id": 4}], "repeats the image id 4"),
         ([[1]], "not an object"),
         ([], "no rows"),

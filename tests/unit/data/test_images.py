@@ -15,11 +15,11 @@ import pytest
 from PIL import EpsImagePlugin, Image, ImageFile, features
 
 from pipeline.data import images
-from pipeline.data.images import FORMATS, UNREADABLE, BadImage, decode_batch, decode_image, read_image_file
+from pipeline.data.images import FORMATS, MAX_SIDE, UNREADABLE, BadImage, decode_batch, decode_image, read_image_file
 from pipeline.storage.path import StoragePath
 from tests.conftest import ROOT
 
-CODECS = {"WEBP": "webp", "JPEG2000": "jpg_2000", "AVIF": "avif", "TIFF": "libtiff"}
+CODECS = {"WEBP": "webp", "AVIF": "avif", "TIFF": "libtiff"}
 MODES = {
     "PNG": ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"),
     "TIFF": ("1", "L", "RGB", "RGBA", "CMYK", "I;16", "F"),
@@ -107,6 +107,8 @@ def test_damaged_files_give_an_image_or_a_reason() -> None:
         for _ in range(25):
             data = bytearray(whole)
             for _ in range(random_source.choice((1, 1, 3, 20))):
+                if not data:
+                    break
                 start = random_source.randrange(min(len(data), random_source.choice((64, len(data)))))
                 match random_source.randrange(4):
                     case 0:
@@ -168,6 +170,25 @@ def test_a_tile_larger_than_the_limit_is_refused() -> None:
     data = b"II*\0" + struct.pack("<IH", 8, len(entries)) + body + bytes(4) + bytes(64)
     with pytest.raises(BadImage, match="40000 x 40000 pixels, more than 1000"):
         decode_image(data, 1000)
+
+
+def test_jpeg_2000_is_refused() -> None:
+    """100 bytes, without any data, of which its decoder makes a structure of 1.6 kB for each of 360,000 pixels."""
+    size = struct.pack(">HIIIIIIIIHBBB", 0, 600, 600, 0, 0, 600, 600, 0, 0, 1, 7, 1, 1)
+    style = struct.pack(">BBHBBBBBBB", 1, 0, 1, 0, 0, 4, 4, 0, 1, 0)
+    steps = struct.pack(">BB", 0x40, 0x40)
+    parts = [(0xFF51, size), (0xFF52, style), (0xFF5C, steps), (0xFF90, struct.pack(">HIBB", 0, 0, 0, 1))]
+    data = b"\xff\x4f" + b"".join(struct.pack(">HH", marker, len(body) + 2) + body for marker, body in parts)
+    assert Image.open(io.BytesIO(data + b"\xff\x93\xff\xd9")).format == "JPEG2000"
+    with pytest.raises(BadImage, match="not an image in a known format"):
+        decode_image(data + b"\xff\x93\xff\xd9", 10**6)
+
+
+@pytest.mark.parametrize("size", [(MAX_SIDE + 1, 1), (1, MAX_SIDE + 1)])
+def test_a_very_long_image_is_refused(size: tuple[int, int]) -> None:
+    """Resizing takes memory for each pixel of a side, even if the other side has one pixel."""
+    with pytest.raises(BadImage, match=f"a side of more than {MAX_SIDE}"):
+        decode_image(encoded(Image.new("1", size)), 10**8)
 
 
 def test_a_jpeg_of_very_many_scans_is_refused() -> None:

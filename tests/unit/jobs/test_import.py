@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
+import struct
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from safetensors.torch import save_file
 
 from jobs.cli import main
 from jobs.import_ import import_checkpoint
+from models import tensor_files
 from models.backbone import Backbone
 from models.config import BackboneConfig, ExpansionNetConfig
 from models.convert import PUBLISHED_GROUPS, Inferred, backbone_config, complete_config, infer_swin
@@ -167,6 +170,27 @@ def test_tensors_that_are_not_what_they_seem_are_refused(
     with pytest.raises(UserError, match=words):
         importing(tmp_path, checkpoint=tmp_path / "crafted.pth")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_pickle_that_copies_a_dictionary_very_often_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, legacy: bool
+) -> None:
+    """`weights_only` allows Counter, which copies a dictionary that the pickle has once: 1 MB for each 5 bytes."""
+    monkeypatch.setattr(tensor_files, "LOADING_BYTES", 2**28)
+    items = b"".join(b"M" + struct.pack("<H", number) + b"K\x01" for number in range(20_000))
+    copies = b"h\x00h\x01\x85R" * 2_000  # Counter(the dictionary)
+    content = b"\x80\x02](ccollections\nCounter\nq\x00}(" + items + b"uq\x01" + copies + b"e."
+    path = tmp_path / "copies.pth"
+    torch.save({}, path, _use_new_zipfile_serialization=not legacy)
+    if legacy:
+        path.write_bytes(path.read_bytes().replace(pickle.dumps({}, 2), content, 1))
+    else:
+        repacked(path, tmp_path / "zip.pth", zipfile.ZIP_STORED, **{"data.pkl": content}).replace(path)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(ValueError, match="needs far more memory than its size"):
+        read_tensors(path)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
 def repacked(source: Path, target: Path, method: int, **changes: bytes) -> Path:

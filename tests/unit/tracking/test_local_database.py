@@ -71,7 +71,7 @@ def test_of_four_processes_one_creates_the_database(tmp_path: Path) -> None:
     assert num_experiments(path) == 1
 
 
-@pytest.mark.parametrize("tables", [(), ("trace_info",), ("trace_info", "experiments")])
+@pytest.mark.parametrize("tables", [(), ("runs", "trace_info"), ("trace_info", "experiments")])
 def test_a_database_that_an_earlier_version_left_half_made(
     tmp_path: Path, tables: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
@@ -88,6 +88,14 @@ def test_a_database_that_an_earlier_version_left_half_made(
     assert "mlflow.db.incomplete" in "".join(log_lines)
 
 
+def test_what_was_set_aside_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_database, "_create", lambda path: path.write_bytes(b""))
+    for _ in range(3):
+        ensure_database(tmp_path / "mlflow.db")
+        (tmp_path / "mlflow.db").write_bytes(b"")  # SQLite reads an empty file as a database without tables
+    assert len(list(tmp_path.glob("mlflow.db.incomplete*"))) == 2
+
+
 def test_mlflow_uses_the_database_and_it_is_not_made_again(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
@@ -101,19 +109,22 @@ def test_mlflow_uses_the_database_and_it_is_not_made_again(tmp_path: Path) -> No
 
 
 def test_what_is_not_known_to_be_half_made_is_left_to_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of another kind, and a database that another process has locked."""
+    """A file of another kind, a database of another program, and one that another process has locked."""
     monkeypatch.setattr(local_database.sqlite3, "connect", _impatient(sqlite3.connect))
     other = tmp_path / "notes.txt"
     other.write_text("not a database " * 100)
+    foreign = tmp_path / "results.db"
+    with closing(sqlite3.connect(foreign)) as connection:
+        connection.execute("CREATE TABLE results (id)")
     locked = tmp_path / "locked.db"
     with closing(sqlite3.connect(locked)) as connection:
         connection.execute("CREATE TABLE experiments (id)")
         connection.execute("BEGIN EXCLUSIVE")
-        for path in (other, locked):
+        for path in (other, foreign, locked):
             before = path.read_bytes()
             ensure_database(path)
             assert path.read_bytes() == before
-    assert {each.name for each in tmp_path.iterdir()} == {"notes.txt", "locked.db"}
+    assert {each.name for each in tmp_path.iterdir()} == {"notes.txt", "results.db", "locked.db"}
 
 
 def _impatient(connect):  # type: ignore[no-untyped-def]
