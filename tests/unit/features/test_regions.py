@@ -71,6 +71,14 @@ def test_import_with_lengths_and_boxes(tmp_path: Path, capsys: pytest.CaptureFix
     assert "10 of 12 images there, 2 to import" in capsys.readouterr().out
 
 
+def test_shards_of_large_images_have_fewer_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.features.regions.MAX_SHARD_BYTES", 2 * 9 * 7 * 2)  # two images in float16
+    _, config = make(tmp_path)
+    assert main(["extract", str(config)]) == 0
+    (folder,) = (tmp_path / "storage" / "features").iterdir()
+    assert len(FeatureStore(folder)) == 10 and len(list(folder.glob("shards/*.boxes.npy"))) == 5
+
+
 def test_a_damaged_store_is_repaired(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the next extraction, which names every file."""
     _, config = make(tmp_path)
