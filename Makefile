@@ -12,7 +12,7 @@ demo: $(READY)
 
 # Two processes, because the tests of clusters wait more than they compute. One process runs a file from start to end.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not proof" --durations=15
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not proof" --durations=15
 
 unit: $(READY)
 	$(BIN)/python -m pytest tests/unit tests/parity

@@ -20,13 +20,7 @@ CACHES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycac
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked cuda run wherever there is a GPU and are skipped elsewhere.
-
-    When several processes run the tests, one of them runs a whole file, and one all files that use the local Ray.
-    """
-    sharing = {item.path for item in items if "ray_session" in getattr(item, "fixturenames", ())}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("ray" if item.path in sharing else str(item.path.relative_to(ROOT))))
+    """Tests marked cuda run wherever there is a GPU and are skipped elsewhere."""
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if not marked:
         return
@@ -90,7 +84,7 @@ def log_lines() -> Iterator[list[str]]:
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """One local Ray for all tests that need one."""
+    """One local Ray for all tests of this process that need one."""
     import ray
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
