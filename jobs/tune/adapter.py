@@ -19,21 +19,26 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jobs.tune.schedulers import Population, Turn, make_scheduler
 from pipeline.cluster.capacity import MESSAGE_EVERY_S, WaitedTooLongError, cluster_status
+from pipeline.cluster.stalls import QUIET_S, StalledError, situation
+from pipeline.runs.folder import JOURNAL
 from pipeline.search.results import live_table, trial_line, trial_name
 from pipeline.search.spec import SCORE, Search
 from pipeline.search.trials import ENDED, SearchPlan, TrialLog, TrialOutcome, TrialRecord
+from pipeline.storage.lease import LostLeaseError
+from pipeline.storage.path import storage_path
+from pipeline.storage.s3 import OutageError
 from pipeline.untrusted.names import printable
 
 logger = logging.getLogger(__name__)
 
-MAX_LOST_NODES = 10  # per trial
+MAX_LOST_NODES = 10  # per trial; outages of the storage count as well
 MAX_WAITING = 100  # requests for a process that wait at a time
 # A trial with several workers waits in a process of its own, so only this many may wait for nodes at a time.
 MAX_WAITING_FITS = 4
@@ -41,6 +46,7 @@ MAX_WAITING_FITS = 4
 FAILURE_HEADER = re.compile(r"^Failure # \d+ \(occurred at [^)\n]*\)$", re.MULTILINE)
 ACTOR_DIED, OUT_OF_MEMORY = "The actor died", "killed due to the node running low on memory"
 ACTOR_UNAVAILABLE = re.compile(r"The actor \w+ is unavailable: ")
+OUTAGE = re.compile(rf"^{OutageError.__module__}\.{OutageError.__name__}: ", re.MULTILINE)
 TABLE_EVERY_S = 30.0  # the shortest time between two tables of the running trials
 RAY_TUNE_SETTINGS = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
@@ -70,7 +76,8 @@ def run_trials(log: TrialLog, plan: SearchPlan, on_end: Callable[[], None], *, o
     """Runs Ray Tune until no trial is left or budget.hours is over. Calls `on_end` after the end of each trial.
 
     on_cluster: Ray may get more nodes. Raises WaitedTooLongError when no node can run a trial for
-    `workers.max_wait_minutes`.
+    `workers.max_wait_minutes`, StalledError when the running trials make no progress for `workers.max_stall_minutes`,
+    and LostLeaseError when another process works on the search.
     """
     for key, value in (RAY_TUNE_SETTINGS | {"TUNE_MAX_PENDING_TRIALS_PG": str(MAX_WAITING)}).items():
         os.environ.setdefault(key, value)
@@ -92,7 +99,8 @@ def run_trials(log: TrialLog, plan: SearchPlan, on_end: Callable[[], None], *, o
             _tuner(adapter, plan, scratch).fit()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        log.folder.clear_exchange()
+        if not isinstance(adapter.error, LostLeaseError):  # the files are those of the other process now
+            log.folder.clear_exchange()
         if adapter.error is not None:
             raise adapter.error
 
@@ -141,7 +149,8 @@ class TuneAdapter:
         self.error: BaseException | None = None
         self.waiting: set[str] = set()  # Ray Tune's ids of the trials that wait for a process
         self.turns: dict[str, Turn] = {}  # the trials that have one, by Ray Tune's id
-        self._last_table = self._last_message = self._last_running = time.monotonic()
+        self._last_table = self._last_message = self._last_running = self._last_progress = time.monotonic()
+        self._journal_bytes: dict[str, int] = {}  # the size of each run's journal when it was looked at
         self.population: Population | None = None
         if log.is_population:  # the population needs all of its members from the start
             while (record := log.start_next()) is not None:
@@ -208,6 +217,7 @@ class TuneAdapter:
     def on_start(self, trial_id: str) -> None:
         """Gives a process its trial: writes the file that `train_trial` reads."""
         self.waiting.discard(trial_id)
+        self._last_progress = time.monotonic()
         turn, content = self._next_turn(), None
         if turn is not None:
             self.turns[trial_id] = turn
@@ -233,8 +243,16 @@ class TuneAdapter:
         return Turn(next(record for record in self.log.records if record.number == number), take_over)
 
     def on_step(self) -> None:
-        """Logs that all trials wait for nodes. Raises WaitedTooLongError after `workers.max_wait_minutes`."""
+        """Logs that all trials wait for nodes, or make no progress.
+
+        Raises WaitedTooLongError after `workers.max_wait_minutes`, StalledError after `workers.max_stall_minutes`, and
+        LostLeaseError when another process works on the search.
+        """
+        if self.log.lease is not None:
+            self.log.lease.check_last_renewal()
         now, limit_s = time.monotonic(), 60 * self.log.search.base.workers.max_wait_minutes
+        if self.turns:
+            self._watch_trials(now)
         if self.turns or not self.waiting:
             self._last_running = now
             return
@@ -247,9 +265,39 @@ class TuneAdapter:
                 f"{cluster_status().text}; the same command continues the search"
             )
 
+    def _watch_trials(self, now: float) -> None:
+        """Logs that the running trials make no progress. Raises StalledError after `workers.max_stall_minutes`.
+
+        A trial reports only its validations, which may be hours apart. So before a message the driver looks at the
+        journals of the trials' runs, whose entries count as progress in `raycap run` as well.
+        """
+        limit_s, idle_s = 60 * self.log.search.base.workers.max_stall_minutes, now - self._last_progress
+        if idle_s < min(QUIET_S, limit_s / 2) or now - self._last_message < MESSAGE_EVERY_S:
+            return
+        if any(self._journal_grew(turn.run) for turn in self.turns.values() if turn.run):
+            self._last_progress = now
+            return
+        self._last_message = now
+        if idle_s > limit_s:
+            raise StalledError(
+                f"no running trial made progress within workers.max_stall_minutes "
+                f"({limit_s / 60:g} min); {situation()}; the same command continues the search"
+            )
+        logger.info(f"waiting   no running trial has made progress for {idle_s:.0f} s; {situation()}")
+
+    def _journal_grew(self, run: str) -> bool:
+        """Whether a run's journal has grown since the last look; False when the storage does not answer at once."""
+        before = self._journal_bytes.get(run, 0)
+        with suppress(OSError):
+            journal = storage_path(run, self.log.search.base.storage.options.hasty) / JOURNAL
+            self._journal_bytes[run] = sum(entry.size for _, entry in journal.walk())
+        return self._journal_bytes.get(run, 0) != before
+
     def on_result(self, trial_id: str, result: Mapping[str, Any]) -> None:
         """Records a validation or the outcome of a trial."""
+        self._last_progress = time.monotonic()
         turn = self.turns[trial_id]
+        turn.run = result.get("run", turn.run)
         record, take_over = turn.record, turn.take_over
         if take_over is not None:  # the first result shows that the member has taken over the weights
             record.point, turn.take_over = take_over.point, None
@@ -267,6 +315,7 @@ class TuneAdapter:
 
         When budget.hours is used up, running trials stay unfinished in the log, so that a later process resumes them.
         """
+        self._last_progress = time.monotonic()
         turn = self.turns.pop(trial_id, None)
         if turn is None or turn.record.state in ENDED or self.time_is_over:
             return
@@ -278,11 +327,12 @@ class TuneAdapter:
             self.population.pause(record.number)
 
     def on_error(self, trial_id: str, error: str) -> None:
-        """Records a failed trial. A trial that has lost its node has not failed: it is queued again and resumes.
+        """Records a failed trial. A trial that has lost its node or its storage has not failed: it resumes later.
 
         A spot node that the cloud takes back is lost in this way. error: the text of `_error_of`.
         """
-        is_node_lost = _is_node_lost(error)
+        self._last_progress = time.monotonic()
+        is_node_lost, has_outage = _is_node_lost(error), OUTAGE.search(error) is not None
         if trial_id in self.waiting:
             self.waiting.remove(trial_id)
             if is_node_lost:  # with its node, a process was lost that had no trial yet
@@ -293,10 +343,11 @@ class TuneAdapter:
         if turn is None or turn.record.state in ENDED:
             return
         record = turn.record
-        if record.attempts > MAX_LOST_NODES or not is_node_lost:
+        if record.attempts > MAX_LOST_NODES or not (is_node_lost or has_outage):
             self._end(record, TrialOutcome("failed", _failure_reason(error)))
             return
-        logger.warning(f"trial {record.number}  lost its node; it resumes on another")
+        what = "lost its node; it resumes on another" if is_node_lost else "could not reach its storage; it resumes"
+        logger.warning(f"trial {record.number}  {what}")
         if self.population is None:
             self.log.unfinished.append(record)
         else:

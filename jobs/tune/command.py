@@ -23,7 +23,7 @@ from jobs.tune.adapter import run_trials
 from jobs.tune.features import extract_once, find_backbone, require_backbone_file
 from pipeline.cluster.capacity import wait_for
 from pipeline.cluster.stalls import StallWatch
-from pipeline.errors import UserError
+from pipeline.errors import JobFailedError, UserError
 from pipeline.runs.identity import code_digest
 from pipeline.runs.preflight import check_before_writing
 from pipeline.runtime.decorations import Decorations
@@ -32,7 +32,7 @@ from pipeline.search.results import front, point_results, write_tables
 from pipeline.search.spec import Search, load_search
 from pipeline.search.tracking import SearchTracker
 from pipeline.search.trials import ENDED, SearchFolder, SearchPlan, TrialLog, minutes
-from pipeline.storage.lease import Lease, take_lease
+from pipeline.storage.lease import Lease, LostLeaseError, take_lease
 from pipeline.storage.path import StoragePath
 from pipeline.storage.weights import weights_file_digest
 
@@ -71,30 +71,38 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
         _start_ray(search, address)
         return StallWatch("extraction", search.base.workers)
 
-    with alone(folder.path), _lease(folder):
+    with alone(folder.path), _lease(folder) as lease:
         folder.pull()
         store, excluded = extract_once(search, dataset, source, start_extraction)
         weights, start = (None, None) if source is None else (source.weights, source.start)
         plan = SearchPlan(search.without_tracker(), weights, start, store, excluded)
+        if lease is not None:
+            lease.check()  # the extraction may have taken hours
         if retry_failed and (count := folder.reopen_failed()):
             logger.info(f"retry     {count} trials that failed run again")
-        code = _run_search(TrialLog(folder, search), plan, address)
+        code = _run_search(TrialLog(folder, search, lease), plan, address)
     logger.info(f"finished in {minutes(time.monotonic() - begin)}")
     return code
 
 
 @contextmanager
-def _lease(folder: SearchFolder) -> Iterator[None]:
-    """Keeps other machines out of a search on S3. Raises UserError when another process works on it."""
+def _lease(folder: SearchFolder) -> Iterator[Lease | None]:
+    """Keeps other machines out of a search on S3. None for a local storage.
+
+    Raises UserError when another process works on the search, and JobFailedError when the lease is lost meanwhile.
+    """
     if folder.home is None:
-        yield
+        yield None
         return
     # beside the folder, because a push of the folder would replace a renewed lease by an older copy
     lease = take_lease(StoragePath(f"{folder.home}.lease.json", folder.home.options), LEASE_S)
     if not isinstance(lease, Lease):
         raise UserError(f"{lease} works on {folder.home.name}; wait for it, or until its lease expires")
-    with lease:
-        yield
+    try:
+        with lease:
+            yield lease
+    except LostLeaseError as error:
+        raise JobFailedError(f"{error}; the other process continues the search, and this one has ended") from error
 
 
 def _run_search(log: TrialLog, plan: SearchPlan, address: str | None) -> int:
@@ -117,6 +125,7 @@ def _run_search(log: TrialLog, plan: SearchPlan, address: str | None) -> int:
     except BaseException as error:
         tracker.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
         raise
+    log.check_may_write()
     return write_outcome(log, tracker)
 
 

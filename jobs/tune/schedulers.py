@@ -20,6 +20,7 @@ class Turn:
 
     record: TrialRecord
     take_over: TakeOver | None = None  # the member's order, until its first report
+    run: str = ""  # the folder of the trial's run, as soon as the process has reported it
 
     @property
     def point(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import Any
 
 from jobs.train import StageFailedError, failure_file, fit
@@ -16,6 +17,7 @@ from pipeline.search.spec import SCORE
 from pipeline.search.trial import TrialTask, hand_over, run_trial, train_here
 from pipeline.search.trials import SearchFolder, SearchPlan
 from pipeline.storage.path import storage_path
+from pipeline.storage.s3 import OutageError
 from pipeline.training.loop import StageJob
 
 JOURNAL_INTERVAL_S = 0.5  # the time between two reads of the journal
@@ -26,7 +28,8 @@ def train_trial(config: dict[str, Any], plan: SearchPlan, folder: SearchFolder) 
 
     With each validation a population's member also reports a copy of its state, from which other members can continue.
     config: the file `assignment` names the trial (see `TuneAdapter.on_start`), or contains null if none is left.
-    Raises an error after it has reported a failed outcome, so that Ray Tune does not reuse this process.
+    Raises an error after it has reported a failed outcome, so that Ray Tune does not reuse this process. Raises
+    OutageError when the storage is out of order.
     """
     from ray import tune
 
@@ -38,7 +41,7 @@ def train_trial(config: dict[str, Any], plan: SearchPlan, folder: SearchFolder) 
     handover = None if assignment["handover"] is None else storage_path(assignment["handover"], options)
 
     def report(metrics: dict[str, Any]) -> None:
-        if member is not None:
+        if member is not None and SCORE in metrics:
             run = metrics["folder"]
             copy = hand_over(run, metrics["stage"], metrics["step"], folder.handovers / str(member))
             metrics |= {"handover": str(copy)}
@@ -63,7 +66,8 @@ def train_on_workers(job: StageJob, config: RunConfig, context: Context) -> None
             while not training.done():
                 wait([training], timeout=JOURNAL_INTERVAL_S)
                 if time.monotonic() - downloaded_at > JOURNAL_EVERY_S:
-                    job.folder.pull(JOURNAL)
+                    with suppress(OSError):  # while storage fails, reports are late but the trial continues
+                        job.folder.pull(JOURNAL)
                     downloaded_at = time.monotonic()
                 for entry in follower.new():
                     if entry["kind"] == "validation":
@@ -73,8 +77,8 @@ def train_on_workers(job: StageJob, config: RunConfig, context: Context) -> None
             job.folder.new_driver_token()
             raise
     error = training.exception()
-    if error is not None and not isinstance(error, StageFailedError):
+    if error is not None and not isinstance(error, StageFailedError | OutageError):
         raise RuntimeError(" ".join(str(error).split())) from error
-    training.result()  # raises the StageFailedError, if there is one
+    training.result()  # raises the error, if there is one
     job.folder.pull("stages")
     job.folder.pull(JOURNAL)

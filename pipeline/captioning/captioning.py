@@ -20,6 +20,8 @@ from pipeline.data.vocabulary import Vocabulary
 from pipeline.features.model_inputs import Images
 from pipeline.runtime.context import Context, gather_objects
 from pipeline.scoring.split_result import Hypothesis
+from pipeline.storage.cache import ChangedError
+from pipeline.storage.s3 import StorageError
 
 Hypotheses = dict[int, list[Hypothesis]]  # by image id, best first
 
@@ -29,7 +31,8 @@ class CaptionSearch:
     """The settings of a search for captions.
 
     with_alignment: compute the alignment of each best caption, which takes one more decoder pass per batch.
-    skip_unreadable: report images that cannot be read, instead of raising BadImage or OSError at the first.
+    skip_unreadable: report images that cannot be read, instead of raising BadImage or OSError at the first. A request
+        that the storage refuses or does not answer is raised in any case, because the image is not at fault.
     """
 
     settings: EvaluationSection
@@ -96,7 +99,8 @@ def caption_batches(
                 size //= 2
                 continue
             except (BadImage, OSError) as error:
-                if not search.skip_unreadable:
+                is_storage_at_fault = isinstance(error, StorageError) and not isinstance(error, ChangedError)
+                if is_storage_at_fault or not search.skip_unreadable:
                     raise
                 if len(batch) > 1:  # try these images one at a time, to find the unreadable one
                     one_by_one_until = start + len(batch)

@@ -25,7 +25,7 @@ SIGNAL = signal.SIGUSR1  # SIGINT and SIGTERM stop the command
 
 
 class StalledError(JobFailedError):
-    """A stage made no progress within the limit of the configuration."""
+    """A stage or a search made no progress within the limit of the configuration."""
 
 
 class StallWatch:
@@ -97,13 +97,13 @@ class StallWatch:
             if idle_s > self.limit_s:
                 self._error = StalledError(
                     f"{self.stage} finished nothing within workers.max_stall_minutes ({self.limit_s / 60:g} min); "
-                    f"{_situation()}; the same command continues from what is finished"
+                    f"{situation()}; the same command continues from what is finished"
                 )
                 if not self._stop.is_set():  # the report of the situation takes time
                     signal.pthread_kill(self._main_thread, SIGNAL)
                 return
             if idle_s > message_after_s:
-                logger.info(f"waiting   {self.stage} has finished nothing for {idle_s:.0f} s; {_situation()}")
+                logger.info(f"waiting   {self.stage} has finished nothing for {idle_s:.0f} s; {situation()}")
                 message_after_s = idle_s + MESSAGE_EVERY_S
 
 
@@ -112,8 +112,8 @@ def _interrupt(signal_number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _situation() -> str:
-    """What a stage waits for, as a clause of a sentence."""
+def situation() -> str:
+    """What a stage or a search waits for, as a clause of a sentence."""
     try:
         status = cluster_status()
     except Exception as error:  # of any type: the report must not end with the thread

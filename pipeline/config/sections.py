@@ -311,7 +311,7 @@ class WorkersSection(Section):
     num_decode_threads: Threads = 0
     max_failures_per_hour: NonNegative = 6  # training ends after more failures than this within an hour
     max_wait_minutes: Minutes = 30  # how long a stage waits for the cluster's resources before it starts
-    max_stall_minutes: Minutes = 60  # how long a stage may make no progress, for any reason, before it is ended
+    max_stall_minutes: Minutes = 60  # how long a stage or search may make no progress, for any reason, before it ends
     log_every_steps: Positive = 20
     compile: bool = False  # torch.compile: needs a C++ compiler on CPUs, and its results differ in the last bits
 

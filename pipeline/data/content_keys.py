@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from pipeline.data.dataset import Dataset
 from pipeline.data.images import MAX_BYTES, read_image_file
 from pipeline.storage.path import StorageOptions, StoragePath, is_remote, storage_path
-from pipeline.storage.s3 import REMOTE, Entry
+from pipeline.storage.s3 import REMOTE, Entry, OutageError
 from pipeline.storage.tables import read_cache, write_table
 
 MANIFEST = pa.schema([("uri", pa.string()), ("size", pa.int64()), ("tag", pa.string()), ("key", pa.string())])
@@ -38,7 +38,8 @@ def take_snapshot(
 ) -> tuple[Dataset, dict[str, str]]:
     """The data set with the content keys of readable images, and {URI: reason} for those that cannot be read.
 
-    manifest: a Parquet file, used when it exists and rewritten when a file is new or has changed.
+    manifest: a Parquet file, used when it exists and rewritten when a file is new or has changed. Raises StorageError
+    when the storage is out of order.
     """
     manifest_path = storage_path(manifest)
     stored = read_cache(manifest_path, MANIFEST)
@@ -132,11 +133,16 @@ def _stat(path: StoragePath) -> Entry | None:
 
 
 def _hash_files(uris: Sequence[str], options: StorageOptions, unreadable: dict[str, str]) -> list[str | None]:
-    """The sha256 of each file. A file that cannot be read gives None and adds its reason to `unreadable`."""
+    """The sha256 of each file. A file that cannot be read gives None and adds its reason to `unreadable`.
+
+    Raises OutageError when the storage is out of order.
+    """
 
     def content_key(uri: str) -> str | None:
         try:
             return hashlib.sha256(read_image_file(StoragePath(uri, options))).hexdigest()
+        except OutageError:
+            raise  # the image is not at fault
         except OSError as error:
             unreadable[uri] = error.strerror or str(error)
             return None

@@ -41,11 +41,13 @@ from pipeline.storage.cache import cache_folder
 from pipeline.storage.digests import write_digests
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, storage_path
+from pipeline.storage.s3 import OutageError
 from pipeline.storage.weights import load_weights, weights_file_digest
 from pipeline.training.batches import num_samples
 from pipeline.training.loop import StageJob, train_stages
 
-Report = Callable[[dict[str, Any]], None]  # sends a validation to the search; raises SystemExit to stop the trial
+# sends the run's folder, or a validation, to the search; raises SystemExit to stop the trial
+Report = Callable[[dict[str, Any]], None]
 LATENCY_REPEATS = 5  # measurements, after one that warms up the model
 
 
@@ -93,11 +95,14 @@ Train = Callable[[StageJob, RunConfig, TrialContext], None]
 def run_trial(task: TrialTask, report: Report, train: Train = train_here) -> TrialOutcome:
     """Trains a point with a seed, and resumes its run if it exists.
 
-    An error becomes a failed outcome. SystemExit propagates: Ray Tune raises it in `report` to stop the trial.
+    An error becomes a failed outcome. SystemExit propagates: Ray Tune raises it in `report` to stop the trial. Raises
+    OutageError when the storage is out of order, because the point is not at fault.
     """
     begin = time.monotonic()
     try:
         outcome = _run_trial(task, report, train)
+    except OutageError:
+        raise
     except Exception as error:
         outcome = TrialOutcome("failed", reason_of(error))
     return replace(outcome, seconds=time.monotonic() - begin)
@@ -130,6 +135,7 @@ def _run_trial(task: TrialTask, report: Report, train: Train) -> TrialOutcome:
     feature_store = storage_path(plan.store, options) if plan.store else None
     if any(run.result(name) is None for name in names):
         job = StageJob(prepared, names, feature_store, tuple(plan.excluded), token)
+        report({"run": str(run.root)})  # its journal shows that the trial makes progress
         train(job, config, TrialContext(run, report, costs))
     costs["seconds"] = trained_seconds(run)
     if "latency_ms" in search.config.objectives:

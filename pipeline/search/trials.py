@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 from pipeline.search.samplers import Proposal, make_sampler, point_key
 from pipeline.search.spec import COSTS, SCORE, Search
 from pipeline.storage.atomic import read_json, write_json
+from pipeline.storage.lease import Lease
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, storage_path
 
@@ -146,10 +147,13 @@ class SearchFolder:
 
 
 class TrialLog:
-    """All trials of a search. It chooses the trials that start next and records what happens to each trial."""
+    """All trials of a search. It chooses the trials that start next and records what happens to each trial.
 
-    def __init__(self, folder: SearchFolder, search: Search) -> None:
-        self.folder, self.search, self.sampler = folder, search, make_sampler(search)
+    lease: of a search on S3; None for a local storage. Methods that write raise LostLeaseError when it is lost.
+    """
+
+    def __init__(self, folder: SearchFolder, search: Search, lease: Lease | None = None) -> None:
+        self.folder, self.search, self.sampler, self.lease = folder, search, make_sampler(search), lease
         self.records = folder.records()
         self.num_trials = search.num_trials()  # None: only budget.hours ends the search
         self.unfinished = [record for record in self.records if record.state not in ENDED]
@@ -165,6 +169,15 @@ class TrialLog:
             self._pending += [(proposal, seed) for seed in self.seeds if seed not in started]
             has_ended = self._has_ended(records)
             self.sampler.restore(proposal, self._means(records) if has_ended else None, ended=has_ended)
+
+    def check_may_write(self) -> None:
+        """Raises LostLeaseError when another process works on the search."""
+        if self.lease is not None:
+            self.lease.check()
+
+    def _write(self, record: TrialRecord) -> None:
+        self.check_may_write()
+        self.folder.write(record)
 
     def _has_ended(self, records: Sequence[TrialRecord]) -> bool:
         """Whether the trials of a point have ended and every seed has one; `records` are all its trials so far."""
@@ -196,7 +209,7 @@ class TrialLog:
         if self.unfinished:
             record = self.unfinished.pop(0)
             record.attempts += 1
-            self.folder.write(record)
+            self._write(record)
             return record
         if self.remaining <= 0 or self.exhausted:
             return None
@@ -210,7 +223,7 @@ class TrialLog:
         number = 1 + max((record.number for record in self.records), default=0)
         record = TrialRecord(number, dict(proposal.point), seed, dict(proposal.attributes), attempts=1)
         self.records.append(record)
-        self.folder.write(record)
+        self._write(record)
         return record
 
     def report(self, record: TrialRecord, result: Mapping[str, Any]) -> None:
@@ -218,14 +231,14 @@ class TrialLog:
         earlier = [(epoch, score) for epoch, score in record.reports if epoch < result["epoch"]]
         record.reports = [*earlier, (result["epoch"], result[SCORE])]
         record.run, record.costs = result["run"], {**record.costs, **result["costs"]}
-        self.folder.write(record)
+        self._write(record)
 
     def end(self, record: TrialRecord, outcome: TrialOutcome) -> None:
         """Records the end of a trial. When the last trial of a point ends, the sampler gets the point's result."""
         for key, value in vars(outcome).items():
             if value is not None:
                 setattr(record, key, value)
-        self.folder.write(record)
+        self._write(record)
         trials_of_point = next(group for group in self.by_point().values() if record in group)
         if self._has_ended(trials_of_point):
             self.sampler.tell(record.point, self._means(trials_of_point))

@@ -55,6 +55,7 @@ class Lease:
         """record: what this process wrote to the file `path`. tag: of that content. seconds: from renewal to expiry."""
         self.path, self.seconds, self._record, self._tag = path, seconds, record, tag
         self._lock, self._stop = threading.Lock(), threading.Event()
+        self._loss: LostLeaseError | None = None  # what the background thread found
         self._thread = threading.Thread(target=self._renew_repeatedly, name="lease", daemon=True)
 
     @property
@@ -75,6 +76,11 @@ class Lease:
             if stored.until < now + self.seconds - renewal_interval:
                 self._write(now + self.seconds)
 
+    def check_last_renewal(self) -> None:
+        """Raises LostLeaseError if the background thread found that the lease is lost. It makes no request."""
+        if self._loss is not None:
+            raise self._loss
+
     def __enter__(self) -> Lease:
         self._thread.start()
         return self
@@ -89,8 +95,9 @@ class Lease:
         while not self._stop.wait(self.seconds / RENEWALS_PER_LEASE):
             try:
                 self.check()
-            except LostLeaseError:
-                return  # the next `check` of the main thread raises this error again
+            except LostLeaseError as error:
+                self._loss = error
+                return
             except OSError:
                 continue  # storage failed; another attempt may succeed before the lease expires
 

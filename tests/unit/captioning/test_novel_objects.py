@@ -31,6 +31,8 @@ from pipeline.features.model_inputs import Images
 from pipeline.runs.evaluation import Hypothesis, split_result
 from pipeline.runtime.context import LocalContext
 from pipeline.scoring.split_result import ConstraintCounts, SplitResult
+from pipeline.storage.cache import ChangedError
+from pipeline.storage.s3 import OutageError, StorageError
 from tests.support.bundles import WORDS, make_bundle
 from tests.support.logs import on_message
 from tests.support.models import follow
@@ -199,10 +201,11 @@ class FewImages(Images):
         self.features, self.image_ids = features, np.arange(len(features)) + 1
         self.uris = [""] * len(features)
         self.unreadable: set[int] = set()  # rows
+        self.error: Exception = BadImage("row 3 is damaged")
 
     def load(self, rows: np.ndarray) -> Features:
-        for row in self.unreadable.intersection(rows.tolist()):
-            raise BadImage(f"row {row} is damaged")
+        if self.unreadable.intersection(rows.tolist()):
+            raise self.error
         return Features(self.features[rows])
 
 
@@ -285,6 +288,23 @@ def test_each_shard_captions_its_images_and_reports_unreadable_ones(tmp_path: Pa
         assert all(ranked[0].caption == whole[image][0].caption for image, ranked in hypotheses.items())
     with pytest.raises(BadImage, match="row 3"):
         caption_split([bundle.captioner], [images], CaptionSearch(settings, WORDS), WHOLE)
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_images_are_not_skipped_while_storage_fails(tmp_path: Path, is_replaced: bool) -> None:
+    """An image that was replaced since is skipped, because it alone is at fault."""
+    bundle = load_bundle(make_bundle(tmp_path / "bundle", backbone=False))
+    images = FewImages(torch.randn(4, 4, 16, generator=torch.Generator().manual_seed(3)))
+    search = CaptionSearch(EvaluationSection(beam_size=2, max_length=9, batch_size=2), WORDS, skip_unreadable=True)
+    images.unreadable = {3}
+    if is_replaced:
+        images.error = ChangedError("row 3 was replaced")
+        found, unreadable = caption_split([bundle.captioner], [images], search, WHOLE)
+        assert list(found) == [1, 2, 3] and unreadable == {4: "row 3 was replaced"}
+        return
+    for images.error in (OutageError("storage failed for 600 s"), StorageError("storage failed: 403")):
+        with pytest.raises(StorageError, match="storage failed"):
+            caption_split([bundle.captioner], [images], search, WHOLE)
 
 
 def test_a_split_without_references_has_no_scores() -> None:

@@ -16,7 +16,7 @@ from pipeline.data.dataset import SCHEMA, Dataset, build_vocabulary, longest_cap
 from pipeline.data.vocabulary import Vocabulary, tokenize
 from pipeline.errors import UserError
 from pipeline.storage.path import StoragePath
-from pipeline.storage.s3 import Entry
+from pipeline.storage.s3 import Entry, OutageError, StorageError
 from tests.conftest import write_karpathy
 
 
@@ -176,6 +176,30 @@ def test_the_images_of_a_folder_are_found_by_one_listing(tmp_path: Path, monkeyp
     _, unreadable = take_snapshot(Dataset(pa.table(columns, schema=SCHEMA)), tmp_path / "manifest.parquet")
     assert list(unreadable) == ["s3://bucket/a/none.png"]
     assert len(bucket.listed) == 600 and not bucket.asked
+
+
+def test_an_outage_does_not_take_images_out_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the command. A request that is refused for one image takes this image out."""
+    bucket = Bucket(["x.png", "y.png"])
+    bucket.install(monkeypatch)
+    columns = [range(2), ["train"] * 2, [*bucket.objects], [["a"]] * 2, pa.nulls(2, pa.string())]
+    dataset = Dataset(pa.table(columns, schema=SCHEMA))
+
+    def fail_with(error: type[StorageError]) -> None:
+        def read(path: StoragePath) -> bytes:
+            if path.uri.endswith("y.png"):
+                raise error("s3://bucket/y.png: storage failed")
+            return b"x"
+
+        monkeypatch.setattr("pipeline.data.content_keys.read_image_file", read)
+
+    fail_with(OutageError)
+    with pytest.raises(OutageError, match=r"y.png: storage failed"):
+        take_snapshot(dataset, tmp_path / "manifest.parquet")
+    assert not (tmp_path / "manifest.parquet").exists()
+    fail_with(StorageError)
+    found, unreadable = take_snapshot(dataset, tmp_path / "manifest.parquet")
+    assert list(unreadable) == ["s3://bucket/y.png"] and found.table["key"].null_count == 1
 
 
 def test_the_fingerprint_depends_on_content_not_on_location(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import itertools
 import json
 import pickle
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,15 @@ from ray.tune.experiment import Trial
 
 from jobs.tune import adapter as module
 from jobs.tune.adapter import TuneAdapter
+from jobs.tune.command import _lease
 from pipeline.cluster.capacity import ClusterStatus, WaitedTooLongError
+from pipeline.cluster.stalls import StalledError
+from pipeline.errors import JobFailedError
+from pipeline.runs.folder import JOURNAL
+from pipeline.search.trials import SearchFolder, TrialLog
+from pipeline.storage.lease import Lease, LostLeaseError, take_lease
+from pipeline.storage.path import storage_path
+from pipeline.storage.s3 import OutageError
 from tests.support.searches import LR, finished, open_log, small_search
 
 COUNTER = itertools.count()
@@ -205,3 +214,107 @@ def test_a_search_without_any_node_does_not_wait_in_silence(
     monkeypatch.setattr(module.time, "monotonic", lambda: now + 60 * 31)
     with pytest.raises(WaitedTooLongError, match=r"workers.max_wait_minutes \(30 min\).*the same command continues"):
         adapter.on_step()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
+    """Sets the time of the adapter, in minutes from now. The cluster waits for one worker."""
+    status = ClusterStatus(nodes=[{"CPU": 1.0}], used=1, pending=[{"CPU": 1.0}], num_starting=0, has_autoscaler=True)
+    monkeypatch.setattr("pipeline.cluster.stalls.cluster_status", lambda: status)
+    begin = module.time.monotonic()
+    yield lambda minutes: monkeypatch.setattr(module.time, "monotonic", lambda: begin + 60 * minutes)
+
+
+def test_a_search_whose_trials_make_no_progress_ends(
+    tmp_path: Path, clock: Callable[[float], None], log_lines: list[str]
+) -> None:
+    adapter = adapter_of(tmp_path, budget={"trials": 1})
+    clock(50)
+    assigned(adapter, *requests(adapter))
+    clock(51)
+    adapter.on_step()
+    assert not [line for line in log_lines if "waiting" in line], "a start is progress"
+    clock(53)
+    adapter.on_step()
+    adapter.on_step()
+    (line,) = [line for line in log_lines if "waiting" in line]
+    assert "no running trial has made progress for 180 s; nodes: 1 x (1 CPU); pending: 1 x (1 CPU)" in line
+    clock(111)
+    with pytest.raises(StalledError, match=r"max_stall_minutes \(60 min\); .*; the same command continues the search"):
+        adapter.on_step()
+
+
+def test_the_journal_of_a_trial_counts_as_progress(tmp_path: Path, clock: Callable[[float], None]) -> None:
+    """A trial may validate less often than every `workers.max_stall_minutes`."""
+    adapter = adapter_of(tmp_path, budget={"trials": 1})
+    (name,) = requests(adapter)
+    assigned(adapter, name)
+    journal = tmp_path / "run" / JOURNAL
+    journal.mkdir(parents=True)
+    adapter.on_result(name, {"run": str(tmp_path / "run")})
+    for minutes in range(1, 200):
+        clock(minutes)
+        (journal / "00001.jsonl").write_text("entry\n" * minutes)
+        adapter.on_step()
+    with pytest.raises(StalledError):
+        for minutes in range(200, 270):
+            clock(minutes)
+            adapter.on_step()
+    assert minutes > 255
+
+
+def test_a_trial_that_cannot_reach_its_storage_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    monkeypatch.setattr(Trial, "local_path", str(tmp_path))
+    adapter = adapter_of(tmp_path, budget={"trials": 1})
+    cause = OutageError("s3://bucket/x: storage failed for 600 s: no answer")
+    text = f'ray::ImplicitFunc.train() (pid=1)\n  File "x.py"\n{OutageError.__module__}.OutageError: {cause}'
+    error = module._error_of(failed_trial(tmp_path, RayTaskError("train", text, cause)))
+    for _ in range(module.MAX_LOST_NODES):
+        (name,) = requests(adapter)
+        assert assigned(adapter, name)["number"] == 1
+        adapter.on_error(name, error)
+        assert adapter.log.records[0].state == "running"
+    assert "trial 1  could not reach its storage; it resumes" in log_lines
+    (name,) = requests(adapter)
+    assigned(adapter, name)
+    adapter.on_error(name, error)
+    assert adapter.log.records[0].state == "failed" and "no answer" in adapter.log.records[0].reason
+
+
+def test_a_search_that_has_lost_its_lease_writes_nothing(tmp_path: Path) -> None:
+    """Neither a trial that starts nor a validation."""
+    search = small_search(tmp_path)
+    folder = SearchFolder(tmp_path / "search", storage_path(tmp_path / "home"))
+    lease_file = storage_path(tmp_path / "home.lease.json")
+    message = "has passed to process .* the other process continues the search"
+    with pytest.raises(JobFailedError, match=message), _lease(folder) as lease:
+        log = TrialLog(folder, search, lease)
+        assert isinstance(take_lease(lease_file, 30, by_force=True), Lease)
+        log.start_next()
+    assert not folder.records()
+    log = TrialLog(SearchFolder(tmp_path / "other"), search)
+    record = log.start_next()
+    assert record is not None
+    log.lease = lease
+    with pytest.raises(LostLeaseError):
+        log.report(record, {"epoch": 1.0, "CIDEr-D": 0.5, "run": "", "costs": {}})
+    with pytest.raises(LostLeaseError):
+        log.end(record, finished(0.5, 1.0))
+    assert log.folder.records()[0].state == "running" and not log.folder.records()[0].reports
+
+
+def test_a_search_that_has_lost_its_lease_ends(tmp_path: Path) -> None:
+    """Its background thread finds the loss, so that steps of Ray Tune make no request."""
+    lease_file = storage_path(tmp_path / "lease.json")
+    lease = take_lease(lease_file, 0.3)
+    assert isinstance(lease, Lease)
+    log = TrialLog(SearchFolder(tmp_path / "search"), small_search(tmp_path), lease)
+    adapter = TuneAdapter(log, lambda: None, on_cluster=True)
+    with lease:
+        adapter.on_step()
+        take_lease(lease_file, 30, by_force=True)
+        lease._thread.join()
+        with pytest.raises(LostLeaseError, match="has passed to"):
+            adapter.on_step()
