@@ -258,8 +258,7 @@ class RunDriver:
 
         self._start_ray("dry run")
         workers, watch = self.config.workers, StallWatch("the dry run", self.config.workers)
-        resources: dict[str, Any] = {"num_cpus": workers.cpus_per_worker, "num_gpus": workers.gpus_per_worker}
-        task = ray.remote(dry_run).options(num_returns="streaming", **resources)
+        task = ray.remote(dry_run).options(num_returns="streaming", **workers.task_options)
         with self._timed("dry run"), watch:
             for result in watch.results([task.remote(self.folder)]):
                 if result.error is not None:
