@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -145,6 +145,7 @@ def caption(
             )
         explain.mkdir(parents=True, exist_ok=True)
     decorations = Decorations()
+    captioning: AbstractContextManager[Iterator[dict[str, Any]]]
     if uses_ray:
         cluster = ClusterOptions(address, gpus_per_worker, max_workers, max_wait_minutes, max_stall_minutes)
         captioning = _captioning_on_ray(pending, opened, options, cluster)
