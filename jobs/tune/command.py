@@ -73,7 +73,8 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
 
     with alone(folder.path), _lease(folder):
         folder.pull()
-        store, excluded = extract_once(search, dataset, source, start_extraction)
+        on_cluster = cluster_address(address) is not None
+        store, excluded = extract_once(search, dataset, source, start_extraction, on_cluster=on_cluster)
         weights, start = (None, None) if source is None else (source.weights, source.start)
         plan = SearchPlan(search.without_tracker(), weights, start, store, excluded)
         if retry_failed and (count := folder.reopen_failed()):
