@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -21,6 +21,7 @@ from jobs.options import Address
 from pipeline.captioning.bundle import Bundle
 from pipeline.captioning.model_sources import ModelSource, SentBundle, StoredBundle
 from pipeline.cluster.capacity import wait_for
+from pipeline.cluster.stalls import StallWatch
 from pipeline.config.sections import SEARCH_DEFAULTS, WorkersSection
 from pipeline.data.image_paths import find_images
 from pipeline.errors import UserError
@@ -56,6 +57,7 @@ class ClusterOptions:
     gpus_per_worker: float | None  # None: 1 if the cluster has GPUs now, else 0
     max_workers: int | None
     max_wait_minutes: float
+    max_stall_minutes: float
 
 
 def caption(
@@ -97,6 +99,9 @@ def caption(
     max_wait_minutes: Annotated[
         float, typer.Option(min=0, help="How long to wait for the cluster's resources.")
     ] = WorkersSection().max_wait_minutes,
+    max_stall_minutes: Annotated[
+        float, typer.Option(min=0.01, help="How long Ray may caption nothing before the command ends.")
+    ] = WorkersSection().max_stall_minutes,
     address: Address = None,
 ) -> int:
     """Caption image files.
@@ -140,13 +145,14 @@ def caption(
             )
         explain.mkdir(parents=True, exist_ok=True)
     decorations = Decorations()
+    captioning: AbstractContextManager[Iterator[dict[str, Any]]]
     if uses_ray:
-        cluster = ClusterOptions(address, gpus_per_worker, max_workers, max_wait_minutes)
-        rows = _caption_on_ray(pending, opened, options, cluster)
+        cluster = ClusterOptions(address, gpus_per_worker, max_workers, max_wait_minutes, max_stall_minutes)
+        captioning = _captioning_on_ray(pending, opened, options, cluster)
     else:
-        rows = _caption_in_process(pending, opened.bundle, options, explain, decorations)
+        captioning = nullcontext(_caption_in_process(pending, opened.bundle, options, explain, decorations))
     output = nullcontext(_printer(json_lines)) if place is None else open_output(place, signature)
-    with output as write:
+    with output as write, captioning as rows:
         num_failed, largest_gap = _write_rows(rows, len(pending), write)
     if explain is not None:
         _print_note(
@@ -210,10 +216,14 @@ def _caption_in_process(
                 yield row
 
 
-def _caption_on_ray(
+@contextmanager
+def _captioning_on_ray(
     names: Sequence[str], model: OpenedBundle, options: CaptionOptions, cluster: ClusterOptions
-) -> Iterator[dict[str, Any]]:
-    """Yields the output row of each image. Ray Data captions them on a cluster or on a local Ray."""
+) -> Iterator[Iterator[dict[str, Any]]]:
+    """Gives the output row of each image. Ray Data captions them on a cluster or on a local Ray.
+
+    The context ends with StalledError when no caption comes for `cluster.max_stall_minutes`.
+    """
     from pipeline.captioning.ray_data import caption_stream
 
     has_joined_cluster = connect(cluster.address)
@@ -223,8 +233,20 @@ def _caption_on_ray(
         source = SentBundle.of(model.folder)
     assert model.bundle.transform is not None
     size = model.bundle.transform.image_size
-    for name, ranked, error in caption_stream(names, source, size, options.search, options.num_results, pool):
-        yield {"image": name, "error": error} if error else _output_row(name, ranked)
+    watch = StallWatch(
+        "captioning",
+        WorkersSection(max_stall_minutes=cluster.max_stall_minutes),
+        limit_name="--max-stall-minutes",
+        remedy="with --out, the same command continues from what is finished",
+    )
+    with watch as progressed:
+
+        def rows() -> Iterator[dict[str, Any]]:
+            for name, ranked, error in caption_stream(names, source, size, options.search, options.num_results, pool):
+                progressed()
+                yield {"image": name, "error": error} if error else _output_row(name, ranked)
+
+        yield rows()
 
 
 def start_pool(cluster: ClusterOptions, has_joined_cluster: bool) -> CaptionPool:

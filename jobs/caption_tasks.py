@@ -85,8 +85,7 @@ def caption_on_cluster(
     import ray
 
     workers, watch = config.workers, StallWatch("captioning", config.workers)
-    resources: dict[str, Any] = {"num_cpus": workers.cpus_per_worker, "num_gpus": workers.gpus_per_worker}
-    task = ray.remote(_caption_shard).options(num_returns="streaming", **resources)
+    task = ray.remote(_caption_shard).options(num_returns="streaming", **workers.task_options)
     begin = time.monotonic()
     found = {name: Captioned({}, {}) for name in splits}
     shared_splits = ray.put(splits)  # once for all workers

@@ -24,7 +24,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 from typer.main import get_command
 
-from pipeline.errors import JobFailedError, UserError
+from pipeline.errors import JobFailedError, UserError, cause_of
 from pipeline.runtime.log import configure_logging
 from pipeline.runtime.secrets import forget_all, without_secrets
 from pipeline.runtime.stopping import STOPPED, exit_code, handle_signals
@@ -129,19 +129,18 @@ def main(argv: list[str] | None = None) -> int:
     except TyperException as error:  # the command line cannot be parsed
         error.show()  # type: ignore[attr-defined]
         return error.exit_code
-    except UserError as error:
-        _print_error(error)
-        return 2
     except (KeyboardInterrupt, typer.Abort):
         print(STOPPED, file=sys.stderr)
         return exit_code()
     except BrokenPipeError:  # The reader of a pipe, such as `head`, has ended. Python must not write to it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (JobFailedError, OSError) as error:
-        cause = getattr(error, "cause", None) or error  # Ray adds the traceback of a task to its error
+    except Exception as error:
+        cause = cause_of(error)
+        if not isinstance(cause, UserError | JobFailedError | OSError):
+            raise
         _print_error(cause)
-        return 1
+        return 2 if isinstance(cause, UserError) else 1
     return result if isinstance(result, int) else 0
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 from pipeline.cluster.capacity import wait_for
 from pipeline.cluster.local_ray import start_local_ray
 from pipeline.config.run import RunConfig
-from pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS
+from pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, WorkersSection
 from pipeline.errors import JobFailedError, UserError
 from pipeline.runtime.stopping import keeping_handlers
 from pipeline.untrusted.names import shown
@@ -42,6 +42,20 @@ def start_ray(config: RunConfig, address: str | None, stage: Stage = "training")
         wait_for(bundles, stage, limit_s=60 * config.workers.max_wait_minutes)
         return
     _require_gpus(config, ray.cluster_resources().get("GPU", 0))
+    require_others(config.workers, len(stage_bundles(config, "training")))
+
+
+def require_others(workers: WorkersSection, count: int) -> None:
+    """Raises UserError if Ray on this machine lacks what `workers.resources` asks for. count: of the processes."""
+    import ray
+
+    available = ray.cluster_resources()
+    for name, amount in workers.resources.items():
+        if amount * count > available.get(name, 0):
+            raise UserError(
+                f"workers.resources asks for {amount * count:g} {shown(name)} in all and this Ray has "
+                f"{available.get(name, 0):g}; leave it out, or join a cluster with --address"
+            )
 
 
 def check_resources(config: RunConfig, address: str | None) -> None:
@@ -100,7 +114,7 @@ def stage_bundles(config: RunConfig, stage: Stage) -> list[dict[str, float]]:
         return [*[actor] * features.num_actors, {"CPU": DECODING_CPUS}]
     # Captions and the dry run progress with one worker, and training with the smallest number of workers.
     count = workers.counts[0] if stage == "training" else 1
-    return [{"CPU": workers.cpus_per_worker, "GPU": workers.gpus_per_worker}] * count
+    return [workers.bundle] * count
 
 
 def connect(address: str | None, needed_cpus: int = 2) -> bool:

@@ -108,8 +108,7 @@ def _read_subject(path: Path | None, overrides: Sequence[str]) -> Subject:
         from pipeline.search.spec import load_search
 
         search = load_search(path, overrides)
-        per_trial = search.config.resources
-        trial = [{"CPU": per_trial.cpus, "GPU": per_trial.gpus}] * per_trial.workers
+        trial = [search.bundle] * search.config.resources.workers
         requests = {"features": stage_bundles(search.base, "features"), "a trial": trial}
         return Subject(path, overrides, search.base, requests, is_search=True)
     config = parse_config(values)

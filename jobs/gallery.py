@@ -53,8 +53,7 @@ def add_maps(
     attributed = {_key(image) for image in choose_images(shown, MAX_ATTRIBUTED_IMAGES, seed=seed)[0]}
     attributed_first = sorted(shown, key=lambda image: _key(image) not in attributed)
     workers, watch = config.workers, StallWatch("the report's maps", config.workers)
-    resources: dict[str, Any] = {"num_cpus": workers.cpus_per_worker, "num_gpus": workers.gpus_per_worker}
-    task = ray.remote(compute_maps).options(num_returns="streaming", **resources)
+    task = ray.remote(compute_maps).options(num_returns="streaming", **workers.task_options)
     with watch:
         maps = dict(watch.results([task.remote(attributed_first, attributed, model, config, store, dataset)]))
     return [replace(image, **maps.get(_key(image), {})) for image in images]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs.caption_tasks import RunModel, SplitTask, caption_on_cluster
-from jobs.cluster import Stage, check_address, check_resources, start_ray
+from jobs.cluster import Stage, check_address, check_resources, cluster_address, start_ray
 from jobs.journal_printer import JournalPrinter, format_duration
 from jobs.options import Address, Config, Set
 from jobs.sync import register
@@ -258,8 +258,7 @@ class RunDriver:
 
         self._start_ray("dry run")
         workers, watch = self.config.workers, StallWatch("the dry run", self.config.workers)
-        resources: dict[str, Any] = {"num_cpus": workers.cpus_per_worker, "num_gpus": workers.gpus_per_worker}
-        task = ray.remote(dry_run).options(num_returns="streaming", **resources)
+        task = ray.remote(dry_run).options(num_returns="streaming", **workers.task_options)
         with self._timed("dry run"), watch:
             for result in watch.results([task.remote(self.folder)]):
                 if result.error is not None:
@@ -305,7 +304,8 @@ class RunDriver:
         """Extracts the features of a part of the data for a stage (None: for the evaluation). Returns the store."""
         weights = self.folder.weights_before(stage, "backbone") if self.config.has_backbone else None
         with self._timed("features"):
-            extracted = extract_features(self.config, part, weights, self._start_extraction)
+            on_cluster = cluster_address(self.address) is not None
+            extracted = extract_features(self.config, part, weights, self._start_extraction, on_cluster=on_cluster)
         extracted.require_enough(len(part), self.config)
         if extracted.missing:
             quarantine = extracted.store / "quarantine.parquet"

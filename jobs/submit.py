@@ -83,18 +83,16 @@ def start(job: Job, address: str, *, with_dependencies: bool = False) -> tuple[J
     logger.info(f"cluster   {server.address}, Ray {cluster_ray}")
     if local_ray != cluster_ray:
         logger.warning(f"this machine has Ray {local_ray}; the job uses the cluster's, which may not fit this code")
-    root = project_root()
-    dependencies = requirements(root) if with_dependencies else ()
+    dependencies = requirements(project_root()) if with_dependencies else ()
     with tempfile.TemporaryDirectory(prefix="raycap-submit-") as scratch:
-        files, packed = package_files(content.config, root, content.left_out)
         archive = Path(scratch) / "code.zip"
-        package, summary = pack(files, archive)
+        package, summary = pack(content.files, archive)
         logger.info(f"code      {summary}")
         logger.info("          sent" if server.upload(package, archive) else "          the cluster has it already")
         begin = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
         name = re.sub(r"[^A-Za-z0-9-]", "-", content.name)  # a job's id is part of a URL
         job_id = f"raycap-{name}-{begin}-{uuid.uuid4().hex[:6]}"
-        arguments = job.arguments if packed is None else [packed, *job.arguments[1:]]
+        arguments = job.arguments if content.config is None else [content.config, *job.arguments[1:]]
         server.submit(
             job_id,
             entrypoint(job.command, arguments, job.secrets),
@@ -122,12 +120,12 @@ def _placeholders(names: Sequence[str]) -> Iterator[None]:
 
 
 class _Content(NamedTuple):
-    """What a job needs: a name for it, its configuration, warnings, and local folders that are not sent."""
+    """What a job needs: a name for it, the files to pack, its configuration's path among them, and warnings."""
 
     name: str
-    config: Path | None = None
+    files: Mapping[str, Path | bytes]
+    config: str | None = None
     warnings: Sequence[str] = ()
-    left_out: Sequence[Path] = ()
 
 
 def _read(job: Job) -> _Content:
@@ -137,7 +135,7 @@ def _read(job: Job) -> _Content:
     values = parse_arguments(job.command, job.arguments)
     if "config" not in values:
         check_remote(values)
-        return _Content(job.command)
+        return _Content(job.command, *package_files(None, project_root()))
     path = Path(values["config"])
     if not path.is_file():
         raise UserError(f"configuration {path} does not exist; give the path of a YAML file")
@@ -145,7 +143,8 @@ def _read(job: Job) -> _Content:
     with _placeholders(job.secrets):
         config = _load(job.command, path, values.get("set_") or ())
     folders = [Path(uri) for uri in (config.data.root, config.storage.uri) if uri and "://" not in uri]
-    return _Content(config.name, path, check_local_paths(config), folders)
+    files, packed = package_files(path, project_root(), folders)
+    return _Content(config.name, files, packed, check_local_paths(config, files))
 
 
 def _load(command: str, config: Path, overrides: Sequence[str]) -> RunConfig:

@@ -145,7 +145,7 @@ def _trainer(job: StageJob, config: RunConfig) -> Any:
         scaling_config=ScalingConfig(
             num_workers=num_workers,  # type: ignore[arg-type]  # for an elastic fit, the smallest and largest number
             use_gpu=workers.gpus_per_worker > 0,
-            resources_per_worker={"CPU": workers.cpus_per_worker, "GPU": workers.gpus_per_worker},
+            resources_per_worker=workers.bundle,
         ),
         run_config=RayRunConfig(
             # a new name, because Ray Train returns the old result when a name is used twice

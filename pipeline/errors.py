@@ -13,3 +13,13 @@ class JobFailedError(RuntimeError):
 
 class DamagedError(JobFailedError):
     """A file of raycap is not what was written: it is missing, cut or changed. The message begins with its name."""
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """The error that a task's function has raised, which Ray wraps in its own error; other errors as they are.
+
+    The text of Ray's error is a traceback. A task that waits for another task may wrap its error once more.
+    """
+    while isinstance(cause := getattr(error, "cause", None), BaseException):
+        error = cause
+    return error

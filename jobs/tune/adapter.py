@@ -113,7 +113,7 @@ def _tuner(adapter: TuneAdapter, plan: SearchPlan, scratch: Path) -> Any:
 
     search = adapter.log.search
     hours, per_trial = search.config.budget.hours, search.config.resources
-    bundle = {"CPU": per_trial.cpus, "GPU": per_trial.gpus}
+    bundle = search.bundle
     if per_trial.workers > 1:
         bundle = {"memory": 2.0**20}  # only 1 MiB, because Ray Train reserves the CPUs and GPUs for the workers
     resources = tune.PlacementGroupFactory([{key: value for key, value in bundle.items() if value}])

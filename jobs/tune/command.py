@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from jobs.cluster import check_address, connect
+from jobs.cluster import check_address, cluster_address, connect, require_others
 from jobs.options import Address, Set
 from jobs.run import alone
 from jobs.tune.adapter import run_trials
@@ -73,7 +73,8 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
 
     with alone(folder.path), _lease(folder) as lease:
         folder.pull()
-        store, excluded = extract_once(search, dataset, source, start_extraction)
+        on_cluster = cluster_address(address) is not None
+        store, excluded = extract_once(search, dataset, source, start_extraction, on_cluster=on_cluster)
         weights, start = (None, None) if source is None else (source.weights, source.start)
         plan = SearchPlan(search.without_tracker(), weights, start, store, excluded)
         if lease is not None:
@@ -149,11 +150,11 @@ def _start_ray(search: Search, address: str | None) -> None:
 
     if connect(address):  # a cluster may have no worker yet
         per_trial, limit_s = search.config.resources, 60 * search.base.workers.max_wait_minutes
-        bundle = {"CPU": per_trial.cpus, "GPU": per_trial.gpus}
-        wait_for([bundle] * per_trial.workers, "a trial", limit_s=limit_s)
+        wait_for([search.bundle] * per_trial.workers, "a trial", limit_s=limit_s)
     else:
         resources = ray.cluster_resources()
         _check_fits(search, resources.get("CPU", 0), resources.get("GPU", 0), "this machine")
+        require_others(search.base.workers, search.config.resources.workers)
 
 
 def _check_fits(search: Search, cpus: float, gpus: float, machine: str) -> None:

@@ -63,7 +63,7 @@ def caption_stream(
 
     The best caption comes first. search: the settings of a `CaptionService`. Ray must have been started, and every node
     must be able to read local names. Raises OutageError while the storage is out of order, and JobFailedError if Ray
-    loses processes too often.
+    loses processes too often. A stall does not end it; the caller must watch for one.
     """
     import ray
     import ray.data
@@ -71,6 +71,7 @@ def caption_stream(
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     repeat_interrupted_tasks()
+    DataContext.get_current().execution_no_progress_timeout_s = -1  # the caller's watch ends a stall
     DataContext.get_current().execution_options.preserve_order = True
     num_blocks = max(1, math.ceil(len(names) / BLOCK_SIZE))
     decoded = ray.data.from_items([{"name": name} for name in names], override_num_blocks=num_blocks).map_batches(

@@ -6,6 +6,7 @@ Without this, a request that no node can serve looks like a slow start and never
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ MESSAGE_EVERY_S = 30.0
 POLL_S = 2.0
 HEAD = "node:__internal_head__"  # the resource by which Ray marks the head
 REFUSE_AFTER_S = 6.0  # the autoscaler answers a request within one or two of its rounds
+UNNAMED = re.compile(r"^(node:|memory$|object_store_memory$)|_group_")  # resources that messages leave out
 Resources = Mapping[str, float]  # by name, such as {"CPU": 1, "GPU": 1}
 
 
@@ -138,7 +140,11 @@ def wait_for(
 def _remedy(bundles: Sequence[Resources]) -> str:
     with_gpus = any(bundle.get("GPU") for bundle in bundles)
     keys = "workers.gpus_per_worker or features.gpus_per_actor" if with_gpus else "workers.cpus_per_worker"
-    return f"lower {keys} or the number of workers and actors, or join a cluster with larger nodes or more of them"
+    others = any(bundle.keys() - {"CPU", "GPU"} for bundle in bundles)
+    change = "change workers.resources, " if others else ""
+    return (
+        f"{change}lower {keys} or the number of workers and actors, or join a cluster with larger nodes or more of them"
+    )
 
 
 def _holds(node: Resources, bundle: Resources) -> bool:
@@ -146,8 +152,9 @@ def _holds(node: Resources, bundle: Resources) -> bool:
 
 
 def readable(resources: Resources) -> str:
-    """CPUs and GPUs, without memory and Ray's markers of nodes."""
-    named = [f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if resources.get(name)]
+    """CPUs, GPUs and the resources of `workers.resources`, without memory and Ray's markers of nodes and groups."""
+    others = sorted(name for name in resources if name not in ("CPU", "GPU") and not UNNAMED.search(name))
+    named = [f"{resources[name]:g} {name}" for name in ("CPU", "GPU", *others) if resources.get(name)]
     return " + ".join(named) or "a token amount"
 
 

@@ -33,11 +33,19 @@ class StallWatch:
 
     After two minutes without a call, a background thread logs the nodes and the pending requests every 30 s. After
     `workers.max_stall_minutes` the context ends with StalledError. The main thread waits inside Ray meanwhile, so the
-    background thread sends it a signal.
+    background thread sends it a signal. limit_name: the setting of the limit. remedy: what to do, for the error.
     """
 
-    def __init__(self, stage: str, workers: WorkersSection) -> None:
+    def __init__(
+        self,
+        stage: str,
+        workers: WorkersSection,
+        *,
+        limit_name: str = "workers.max_stall_minutes",
+        remedy: str = "the same command continues from what is finished",
+    ) -> None:
         self.stage, self.limit_s = stage, 60 * workers.max_stall_minutes
+        self.limit_name, self.remedy = limit_name, remedy
         self._stop = threading.Event()
         self._error: StalledError | None = None
         self._thread = threading.Thread(target=self._watch, name="stall-watch", daemon=True)
@@ -96,8 +104,8 @@ class StallWatch:
             idle_s = time.monotonic() - progress_at
             if idle_s > self.limit_s:
                 self._error = StalledError(
-                    f"{self.stage} finished nothing within workers.max_stall_minutes ({self.limit_s / 60:g} min); "
-                    f"{situation()}; the same command continues from what is finished"
+                    f"{self.stage} finished nothing within {self.limit_name} ({self.limit_s / 60:g} min); "
+                    f"{situation()}; {self.remedy}"
                 )
                 if not self._stop.is_set():  # the report of the situation takes time
                     signal.pthread_kill(self._main_thread, SIGNAL)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeline.cluster.packaging import find_files
 from pipeline.config.load import read_file, referenced_files
 from pipeline.config.run import RunConfig
+from pipeline.config.sections import SYNTHETIC
 from pipeline.config.variables import texts_in, variable_names
 from pipeline.errors import UserError
 from pipeline.runtime.secrets import holds_secret, is_secret_name
@@ -26,6 +27,7 @@ from pipeline.version import COMMIT_FILE, commit
 SOURCE_FOLDERS = ("models", "pipeline", "jobs")
 STOP_WAIT_S = "90"  # Ray waits so long for a stopped job to save a checkpoint; its default is 3 s
 OUTSIDE_FOLDER = "submitted"  # the package's folder for files that are outside the code
+NO_FILES = {"features.hdf5": (SYNTHETIC,), "backbone.weights": ("none", "pretrained")}  # values that name no file
 _PROVIDED_BY_CLUSTER = ("ray",)  # packages of the lock file that a job does not install, because its cluster has them
 
 
@@ -160,27 +162,39 @@ def check_remote(values: Mapping[str, Any]) -> None:
             )
 
 
-def check_local_paths(config: RunConfig) -> list[str]:
-    """Returns a warning for each local path, which must exist on every node.
+def check_local_paths(config: RunConfig, packed: Container[str] = ()) -> list[str]:
+    """Returns a warning for each local path, which must exist on every node. packed: the files that the job brings.
 
     Raises UserError for a relative path: data are not sent with a job, and its results would be lost with its folder.
+    A single file must be on the nodes' disks; s3:// is refused.
     """
-    paths = {
-        "storage": config.storage.uri,
-        "data.root": config.data.root,
+    folders = {"storage": config.storage.uri, "data.root": config.data.root}
+    files = {
         "features.hdf5": config.features.hdf5,
-        "backbone.weights": None if config.backbone.weights in ("none", "pretrained") else config.backbone.weights,
+        "backbone.weights": config.backbone.weights,
+        "model.word_vectors": config.model.word_vectors,
+        "data.extra_vocabulary": config.data.extra_vocabulary,
+        "evaluation.constraints": config.evaluation.constraints,
     }
     warnings = []
-    for key, path in paths.items():
-        if path is None or is_remote(path):
+    for key, folder in folders.items():
+        if folder is None or is_remote(folder):
             continue
-        if not Path(path).expanduser().is_absolute():
+        if not Path(folder).expanduser().is_absolute():
             raise UserError(
-                f"{key} = {path} is relative to a job's folder, which a cluster removes with the job; "
+                f"{key} = {folder} is relative to a job's folder, which a cluster removes with the job; "
                 f"give --set {key}=s3://bucket/prefix, or the absolute path of a folder that all nodes share"
             )
-        warnings.append(f"{key} = {path}: every node of the cluster must see the same files in this folder")
+        warnings.append(f"{key} = {folder}: every node of the cluster must see the same files in this folder")
+    for key, file in files.items():
+        if file is None or file in NO_FILES.get(key, ()) or os.path.normpath(file) in packed:
+            continue
+        if not Path(file).expanduser().is_absolute():  # nor is an s3:// URI, which no reader of these files opens
+            raise UserError(
+                f"{key} = {file} is no file of a job's nodes; give the absolute path of a file that all nodes have "
+                "(in the image, or in a shared folder)"
+            )
+        warnings.append(f"{key} = {file}: every node of the cluster must have the same file")
     return warnings
 
 

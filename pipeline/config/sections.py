@@ -184,6 +184,7 @@ ACTOR_CPUS, DECODING_CPUS = 0.5, 0.4
 class FeatureSection(Section):
     """Extraction and the feature store."""
 
+    # auto: bfloat16 on GPUs, float32 on the CPUs of a cluster; on the CPUs of one machine, bfloat16 if they have it
     compute_dtype: Annotated[Literal["auto", "float32", "bfloat16"], Identity.WITH_BACKBONE] = "auto"
     stored_dtype: Literal["float16", "float32"] = "float16"
     batch_size: Annotated[BatchSize, Identity.IGNORED] = 16
@@ -306,6 +307,8 @@ class WorkersSection(Section):
     min_workers: Processes | None = None  # train with at least this many while nodes are missing; None: num_workers
     gpus_per_worker: Gpus = 0
     cpus_per_worker: Cpus = 1
+    # further resources of each worker under Ray's names, for example {"accelerator_type:A100": 0.001, "memory": 2.4e10}
+    resources: dict[Text, Annotated[float, Field(ge=0.0001, le=1e15), NUMBER]] = {}
     threads_per_worker: Annotated[Threads, Field(gt=0)] = 1
     dry_run: bool = True  # before training, take one step of every stage
     num_decode_threads: Threads = 0
@@ -320,7 +323,23 @@ class WorkersSection(Section):
         """The numbers of workers that may train."""
         return range(self.min_workers or self.num_workers, self.num_workers + 1)
 
+    @property
+    def bundle(self) -> dict[str, float]:
+        """The resources of each worker under Ray's names."""
+        return {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker, **self.resources}
+
+    @property
+    def task_options(self) -> dict[str, Any]:
+        """`bundle` as the options of a Ray task, which takes the place of a worker."""
+        others = dict(self.resources)
+        memory = {"memory": others.pop("memory")} if "memory" in others else {}
+        return {"num_cpus": self.cpus_per_worker, "num_gpus": self.gpus_per_worker, "resources": others, **memory}
+
     def check_values(self) -> None:
+        remedies = {"CPU": "set workers.cpus_per_worker", "GPU": "set workers.gpus_per_worker"}
+        remedies["object_store_memory"] = "Ray reserves it for no task, so remove it"
+        for name in self.resources.keys() & remedies:
+            raise ValueError(f"workers.resources names {name}; {remedies[name]}")
         if self.min_workers is not None and self.min_workers > self.num_workers:
             raise ValueError(f"min_workers = {self.min_workers} is above num_workers = {self.num_workers}")
         if 0 < self.gpus_per_worker < 1 < self.num_workers:

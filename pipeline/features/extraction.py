@@ -66,15 +66,28 @@ class Extractor:
     settings: FeatureSection
     max_pixels: int
     options: StorageOptions = StorageOptions()
+    on_cluster: bool = False
+
+    @property
+    def compute_dtype(self) -> str:
+        """The name of a concrete dtype, so that a store has one precision.
+
+        `auto` depends on the processor only if this machine computes: a cluster has several processors.
+        """
+        if self.settings.compute_dtype != "auto":
+            return self.settings.compute_dtype
+        if self.settings.gpus_per_actor:
+            return "bfloat16"
+        return "float32" if self.on_cluster else resolve_dtype("auto")
 
     def describe(self) -> dict[str, Any]:
-        """Everything that changes a feature. `auto` becomes a concrete dtype, so that a store has one precision."""
+        """Everything that changes a feature."""
         ignored = ("weights", "drop_path", "gradient_checkpointing")
         return {
             "backbone": {key: value for key, value in asdict(self.backbone).items() if key not in ignored},
             "weights": weights_file_digest(self.weights),
             "transform": ImageTransform(self.backbone.image_size).describe(),
-            "compute": resolve_dtype(self.settings.compute_dtype),
+            "compute": self.compute_dtype,
             "stored": self.settings.stored_dtype,
         }
 
@@ -88,7 +101,7 @@ class Plan(NamedTuple):
 
 
 def resolve_dtype(name: str) -> str:
-    """A dtype's name. `auto` becomes bfloat16 with hardware support (Ampere or later, AVX512-BF16), else float32."""
+    """A dtype's name. `auto` becomes bfloat16 if this machine has it (Ampere or later, AVX512-BF16), else float32."""
     if name != "auto":
         return name
     if sys.platform == "linux" and not Path("/dev/nvidiactl").exists():  # without a GPU, torch need not be imported
@@ -178,7 +191,7 @@ def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Ite
         "max_pixels": extractor.max_pixels,
         "options": extractor.options,
     }
-    arguments = {"folder": folder, "extractor": extractor, "dtype": resolve_dtype(settings.compute_dtype)}
+    arguments = {"folder": folder, "extractor": extractor, "dtype": extractor.compute_dtype}
     if folder.is_remote:  # workers on other machines cannot read the driver's file
         arguments["weights"] = ray.put(extractor.weights.read_bytes())
     uses_tasks = count <= settings.max_images_for_tasks and not settings.gpus_per_actor

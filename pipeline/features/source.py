@@ -39,17 +39,21 @@ def extract_features(
     weights: Path | None,
     start_ray: StartRay,
     unreadable: dict[str, str] | None = None,
+    *,
+    on_cluster: bool,
 ) -> Extracted:
     """Adds the features of the data set's images that the store lacks.
 
     weights: the file of the backbone's weights; None without a backbone. start_ray: see `extract`. unreadable:
-    {URI: reason} of images without a content key, which the quarantine lists.
+    {URI: reason} of images without a content key, which the quarantine lists. on_cluster: other machines compute.
     """
     if not config.has_backbone:
         return Extracted(*import_regions(dataset, config))
     assert weights is not None
     backbone = replace(config.backbone, weights="none")
-    extractor = Extractor(backbone, weights, config.features, config.data.max_pixels, config.storage.options)
+    extractor = Extractor(
+        backbone, weights, config.features, config.data.max_pixels, config.storage.options, on_cluster
+    )
     return Extracted(*extract(dataset, config.storage_place / "features", extractor, start_ray, unreadable))
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,7 @@ from pipeline.data.dataset import Dataset
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import DamagedError, UserError
 from pipeline.runtime.secrets import remember_variable, remembered_variables
-from pipeline.storage.atomic import read_json, try_file_lock
+from pipeline.storage.atomic import file_lock, read_json, try_file_lock
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.copies import no_pruning, prune_copies
 from pipeline.storage.digests import is_recorded, require_whole
@@ -129,6 +129,10 @@ class RunFolder:
             if copy.name != token:
                 shutil.rmtree(copy, ignore_errors=True)
         return folder
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Keeps `prune_copies` from removing this copy during the context. Several processes may use a copy."""
+        return nullcontext() if self.home is None else file_lock(self.path / ".lock", shared=True)
 
     def pull(self, under: str = "") -> None:
         """Brings the local copy below `under` up to date. Does nothing for a run on local storage."""

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, cause_of
 from pipeline.runtime.secrets import without_secrets
 
 logger = logging.getLogger(__name__)
@@ -28,13 +28,17 @@ class Decorations:
 
     @contextmanager
     def making(self, name: str) -> Iterator[None]:
-        """Records an error of the context in `failed` and does not raise it, unless it is a mistake of the user."""
+        """Records an error of the context in `failed` and does not raise it, unless it is a mistake of the user.
+
+        What a task refuses is no such mistake: the driver has checked the same configuration, so that only the node of
+        the task can differ.
+        """
         try:
             yield
-        except UserError:
-            raise
         except Exception as error:
-            cause = getattr(error, "cause", None) or error  # Ray wraps the error of a task
+            cause = cause_of(error)
+            if isinstance(error, UserError) and cause is error:
+                raise
             reason = without_secrets(f"{type(cause).__name__}: {cause}")  # it is stored
             self.failed[name] = " ".join(reason.split())[:MAX_REASON]
             logger.debug(f"{name} failed", exc_info=True)

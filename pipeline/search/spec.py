@@ -271,6 +271,12 @@ class Search:
         }
         return parse_config(values)
 
+    @property
+    def bundle(self) -> dict[str, float]:
+        """The resources of each worker of a trial under Ray's names."""
+        resources = self.config.resources
+        return {"CPU": resources.cpus, "GPU": resources.gpus, **self.base.workers.resources}
+
     def without_tracker(self) -> Search:
         """The search for the processes of its trials, which need no tracker, whose URI may hold a password."""
         values = {key: value for key, value in self.values.items() if key != "tracking"}

@@ -72,12 +72,14 @@ def train_stages(context: Context, job: StageJob) -> None:
     token = ""
     if job.driver_token and context.world_rank == 0:
         token = folder.new_token("worker_group_token")  # from now on, an earlier group of workers cannot write
-    for name in job.stages:
-        if folder.result(name) is None and not StageRun(context, folder, folder.config.stage(name), job, token).run():
-            return
-        if context.world_rank:
-            # The next stage starts from these files, and rank 0 may be on another machine.
-            folder.pull(f"stages/{name}")
+    with folder.in_use():  # a machine without rank 0 pulls and pushes nothing during a stage
+        for name in job.stages:
+            stage = folder.config.stage(name)
+            if folder.result(name) is None and not StageRun(context, folder, stage, job, token).run():
+                return
+            if context.world_rank:
+                # The next stage starts from these files, and rank 0 may be on another machine.
+                folder.pull(f"stages/{name}")
 
 
 def stage_captioner(folder: RunFolder, stage: StageSection, device: torch.device) -> Captioner:

@@ -52,8 +52,11 @@ class Command:
         return self.log.read_text()
 
     def wait_for(self, pattern: str) -> None:
+        self.wait_until(lambda: re.search(pattern, self.output))
+
+    def wait_until(self, is_reached: Callable[[], object]) -> None:
         deadline = time.monotonic() + TIMEOUT_S
-        while not re.search(pattern, self.output):
+        while not is_reached():
             assert self.process.poll() is None and time.monotonic() < deadline, self.output[-4000:]
             time.sleep(0.05)
 
@@ -113,8 +116,8 @@ def statuses(folder: Path) -> set[str]:
 
 MOMENTS = {
     "before Ray": r"run       ",
-    "extraction": r"features  ",
-    "workers start": r"features .*\n(.*\n)*.*extracted|xe_frozen  starts",
+    "extraction": "",  # when the first shard is stored, because nothing is logged then
+    "workers start": r"features    \d+ images in",
     "training": r"xe_frozen  4/",
     "end to end": r"xe_finetune  4/",
     "reward": r"scst_frozen  4/",
@@ -129,6 +132,11 @@ def test_a_run_stopped_at_each_moment(tmp_path: Path, undisturbed: Path, moment:
     command = Command(tmp_path, "run", str(config))
     try:
         command.wait_for(MOMENTS[moment])
+        if moment == "extraction":
+            command.wait_until(lambda: list(tmp_path.glob("results/features/*/manifest/*")))
+            assert not re.search(MOMENTS["workers start"], command.output), "the extraction was over before"
+        if moment == "workers start":
+            assert "xe_frozen  starts" not in command.output, "the workers had started before"
         command.stop(number)
     finally:
         command.close()

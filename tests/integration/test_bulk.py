@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import ray.data
 
 import jobs.caption
 from jobs.caption import caption
+from jobs.cli import main
 from pipeline.captioning import ray_data
 from pipeline.captioning.model_sources import StoredBundle
-from pipeline.captioning.ray_data import caption_stream
+from pipeline.captioning.ray_data import CaptionPool, caption_stream
+from pipeline.cluster.stalls import StalledError
 from pipeline.features import interruptions
 from pipeline.storage.path import StoragePath, storage_path
 from pipeline.storage.s3 import OutageError, StorageError
@@ -37,6 +41,29 @@ def test_ray_data_gives_what_one_process_gives(
         if "log_prob" in one:
             assert other["log_prob"] == pytest.approx(one["log_prob"], abs=1e-4)
             assert [each["caption"] for each in one["n_best"]] == [each["caption"] for each in other["n_best"]]
+
+
+@pytest.mark.ray
+def test_a_cluster_that_captions_nothing_ends_the_command(
+    tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    """The tasks ask for more CPUs than there are, as after the loss of all nodes. The next call continues."""
+    names, out = write_images(tmp_path / "images", 3), tmp_path / "captions.jsonl"
+    words = ["caption", *names, "--model", str(make_bundle(tmp_path / "bundle")), "--out", str(out)]
+    monkeypatch.setattr(jobs.caption, "MIN_IMAGES_FOR_RAY", 3)
+    with monkeypatch.context() as lost:
+        lost.setattr(CaptionPool, "cpus", 100)
+        with pytest.raises(StalledError) as raised:
+            caption(words[1:4], words[5], out=str(out), max_stall_minutes=0.1)
+    assert re.fullmatch(
+        r"captioning finished nothing within --max-stall-minutes \(0.1 min\); nodes: .*; pending: .*\(100 CPU\).*; "
+        "with --out, the same command continues from what is finished",
+        str(raised.value),
+    )
+    assert any("captioning has finished nothing for" in line for line in log_lines)
+    assert ray.data.DataContext.get_current().execution_no_progress_timeout_s == -1, "Ray Data would end it first"
+    assert main(words) == 0
+    assert len(out.read_text().splitlines()) == 3
 
 
 @pytest.mark.ray

@@ -28,6 +28,7 @@ from tests.conftest import ROOT, small_config
 
 SECRET = "marked-credential-7f3a"
 REMOTE = ["--model", "s3://b/models/m"]
+S3 = ["--set", "storage=s3://b/prefix"]
 
 
 def checkout(root: Path) -> Path:
@@ -291,8 +292,36 @@ def test_paths_of_this_machine(tmp_path: Path) -> None:
     assert parsed(storage="s3://bucket/prefix") == []
     (warning,) = parsed(storage="/shared/results")
     assert "every node" in warning
-    with pytest.raises(UserError, match="backbone.weights = swin.pth"):
-        parsed(storage="s3://b", **{"backbone.weights": "swin.pth"})
+
+
+FILE_KEYS: dict[str, dict[str, str]] = {  # with the other keys that they need
+    "backbone.weights": {},
+    "features.hdf5": {f"stages.{name}.train_backbone": "false" for name in ("xe_finetune", "scst_finetune")},
+    "model.word_vectors": {"model.word_vector_width": "50"},
+    "data.extra_vocabulary": {},
+    "evaluation.constraints": {},
+}
+
+
+@pytest.mark.parametrize("key", FILE_KEYS)
+def test_files_of_this_machine(key: str, tmp_path: Path) -> None:
+    def warnings(value: str, *packed: str) -> list[str]:
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump(small_config({"uri": "s3://bucket/prefix"})))
+        changes = [f"{name}={value}" for name, value in ({key: value} | FILE_KEYS[key]).items()]
+        return check_local_paths(load_config(path, changes), packed)
+
+    for file in ("words/a.txt", "s3://bucket/a.txt"):
+        with pytest.raises(UserError) as refused:
+            warnings(file)
+        assert str(refused.value) == (
+            f"{key} = {file} is no file of a job's nodes; give the absolute path of a file that all nodes have "
+            "(in the image, or in a shared folder)"
+        )
+    assert warnings("/shared/a.txt") == [f"{key} = /shared/a.txt: every node of the cluster must have the same file"]
+    assert warnings("./words/a.txt", "words/a.txt") == [], "it is sent with the code"
+    for value in {"backbone.weights": ("none", "pretrained"), "features.hdf5": ("synthetic",)}.get(key, ()):
+        assert warnings(value) == []
 
 
 def test_the_command_line_is_checked_before_anything_is_sent(
@@ -314,6 +343,7 @@ def test_the_command_line_is_checked_before_anything_is_sent(
         (["run", "--set", "a=1", str(config)], "the form is"),
         (["stop", "some-job", "--set", "a=1"], "the form is"),
         (["run", str(config), "--secret", "A=1"], "leave it out"),
+        (["run", str(config), *S3, "--set", "backbone.weights=s3://b/w"], "backbone.weights = s3://b/w is no file of"),
         (["caption", "photos/", *REMOTE], "IMAGES photos/ is on this machine"),
         (["caption", "s3://b/*.jpg", "--model", "results/m"], "--model results/m is on this machine"),
         (["caption", "s3://b/*.jpg", *REMOTE, "--out", "x.jsonl"], "--out x.jsonl is on this machine"),

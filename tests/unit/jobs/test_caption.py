@@ -250,7 +250,7 @@ def test_gpus_are_used_where_there_are_any(
     requests: list[Any] = []
     monkeypatch.setattr("ray.cluster_resources", lambda: there)
     monkeypatch.setattr("jobs.caption.wait_for", lambda *bundles, **_: requests.append(bundles[0]))
-    cluster = ClusterOptions("auto", asked, max_workers=3, max_wait_minutes=1)
+    cluster = ClusterOptions("auto", asked, max_workers=3, max_wait_minutes=1, max_stall_minutes=1)
     pool = start_pool(cluster, has_joined_cluster=True)
     assert pool == CaptionPool(gpus, 3) and requests == [bundles]
     if gpus > there.get("GPU", 0):

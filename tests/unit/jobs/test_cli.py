@@ -84,9 +84,13 @@ def test_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         assert ending_with(error) == code
         assert capsys.readouterr().err == sentence
     capsys.readouterr()
-    of_task = RayTaskError("task", "Traceback ...", JobFailedError("x is damaged")).as_instanceof_cause()
-    assert ending_with(of_task) == 1
-    assert capsys.readouterr().err == "raycap: x is damaged\n", "without the traceback that Ray adds"
+    for cause, code in ((JobFailedError("x is damaged"), 1), (UserError("key a: found 1"), 2)):
+        of_task = RayTaskError("task", "\x1b[36mTraceback ...", cause).as_instanceof_cause()
+        for error in (of_task, RayTaskError("outer task", "\x1b[36mTraceback ...", of_task).as_instanceof_cause()):
+            assert ending_with(error) == code
+            assert capsys.readouterr().err == f"raycap: {cause}\n", "without the traceback that Ray adds"
+    with pytest.raises(RayTaskError):
+        ending_with(RayTaskError("task", "Traceback ...", ZeroDivisionError("a bug")).as_instanceof_cause())
     with pytest.raises(ZeroDivisionError):
         ending_with(ZeroDivisionError("a bug keeps its traceback"))
 

@@ -8,9 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from jobs.cluster import check_address, check_resources, cluster_address
+from jobs.cluster import check_address, check_resources, cluster_address, require_others, stage_bundles
+from jobs.train import _trainer
+from pipeline.cluster.capacity import readable
 from pipeline.config.load import parse_config
+from pipeline.config.sections import WorkersSection
 from pipeline.errors import UserError
+from pipeline.runs.folder import RunFolder
+from pipeline.runs.identity import config_identity
+from pipeline.training.loop import StageJob
 from tests.conftest import small_config
 
 
@@ -37,6 +43,37 @@ def test_local_is_a_ray_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("address", ["auto", "10.0.0.1:6379", "head.svc:6379", "ray://head:10001", "[::1]:6379"])
 def test_addresses_of_ray_are_accepted(address: str) -> None:
     check_address(address)
+
+
+def test_workers_ask_for_further_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a stage, for Ray Train's workers, and for the tasks that take the place of workers."""
+    others = {"accelerator_type:A100": 0.001, "memory": 2.4e10}
+    config = parse_config(small_config(tmp_path, workers__resources=others, workers__num_workers=2))
+    bundle = {"CPU": 1, "GPU": 0, **others}
+    assert stage_bundles(config, "training") == [bundle] * 2
+    assert stage_bundles(config, "captions") == stage_bundles(config, "dry run") == [bundle]
+    assert all(others.keys().isdisjoint(each) for each in stage_bundles(config, "features"))
+    trainer = _trainer(StageJob(RunFolder(tmp_path), ("xe_frozen",), None), config)
+    assert trainer.scaling_config.resources_per_worker == bundle
+    options = {"num_cpus": 1, "num_gpus": 0, "resources": {"accelerator_type:A100": 0.001}, "memory": 2.4e10}
+    assert config.workers.task_options == options
+    assert readable(bundle) == "1 CPU + 0.001 accelerator_type:A100"
+    assert readable({"CPU": 2, "node:10.0.0.1": 1, "CPU_group_1a": 1, "object_store_memory": 1e9}) == "2 CPU"
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4, "memory": 1e12})
+    with pytest.raises(UserError, match="asks for 0.002 accelerator_type:A100 in all and this Ray has 0; leave it"):
+        require_others(config.workers, 2)
+    require_others(WorkersSection(resources={"memory": 5e11}), 2)
+
+
+def test_the_resources_of_workers_do_not_decide_a_result(tmp_path: Path) -> None:
+    plain, other = (parse_config(small_config(tmp_path, workers__resources=each)) for each in ({}, {"fast": 1}))
+    assert config_identity(plain) == config_identity(other)
+
+
+@pytest.mark.parametrize("name", ["CPU", "GPU", "object_store_memory"])
+def test_resources_with_a_key_of_their_own_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match=f"workers.resources names {name}; "):
+        parse_config(small_config(tmp_path, workers__resources={name: 1}))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from pipeline.errors import UserError
 from pipeline.runtime.decorations import Decorations
@@ -18,10 +19,16 @@ def test_a_failure_is_recorded_with_its_reason_and_said_in_one_line(log_lines: l
     wrapped.cause = ValueError("no grid")  # type: ignore[attr-defined]  # as Ray's errors have it
     with decorations.making("the maps"):
         raise wrapped
-    assert decorations.failed == {"the plot": "ZeroDivisionError: no range", "the maps": "ValueError: no grid"}
+    with decorations.making("the pictures"):
+        raise RayTaskError("task", "Traceback ...", UserError("this node has no GPU")).as_instanceof_cause()
+    assert decorations.failed == {
+        "the plot": "ZeroDivisionError: no range",
+        "the maps": "ValueError: no grid",
+        "the pictures": "UserError: this node has no GPU",
+    }
     decorations.log_failed()
     assert log_lines[0] == ("the plot could not be made (ZeroDivisionError: no range); the same command makes it again")
-    assert len(log_lines) == 2
+    assert len(log_lines) == 3
 
 
 @pytest.mark.parametrize("error", [UserError("model.num_heads is 3; give 4"), KeyboardInterrupt()])

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.runs.folder import try_lock
+from pipeline.runs.folder import RunFolder, try_lock
 from pipeline.storage.atomic import file_lock
 from pipeline.storage.copies import UNUSED_FOR_S, prune_copies
 from pipeline.storage.mirror import Mirror
@@ -72,13 +72,14 @@ def test_copies_that_fit_remain(make: Make, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_copy_in_use_remains(make: Make, tmp_path: Path) -> None:
-    """In use: needed now, just pulled, or locked by a process."""
+    """In use: needed now, just pulled, or locked by a process, such as a worker that trains."""
     needed, recent, locked, idle = make("needed"), make("recent"), make("locked"), make("idle", 23)
+    training = make("training", place="workers/abc/RUN/token")
     set_age(recent, UNUSED_FOR_S / 3600 - 1)
-    with try_lock(locked.local) as has_lock:
+    with try_lock(locked.local) as has_lock, RunFolder(training.local, training.home).in_use():
         assert has_lock
         prune_copies(keep=needed.local)
-    assert left(needed, recent, locked, idle) == ["needed", "recent", "locked"]
+    assert left(needed, recent, locked, training, idle) == ["needed", "recent", "locked", "training"]
 
 
 def test_nothing_is_removed_that_s3_does_not_have(make: Make, tmp_path: Path) -> None:
