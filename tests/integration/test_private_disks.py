@@ -35,10 +35,7 @@ class World:
         self.cluster = cluster
         self.storage = StoragePath("s3://data/private", StorageOptions(url))
         self.config = self.write("run.yaml", self.settings(url))
-        search = {"base": "run.yaml", "backbone": {"weights": "base"}, "trial": {"stages": ["xe_frozen"]}}
-        search["resources"] = {"gpus": 1}
-        space = {"model.dynamic_expansion": [1, 2]}
-        self.search = self.write("search.yaml", search | {"name": "search", "algorithm": "grid", "space": space})
+        self.search = self.write_search("search", {"gpus": 1}, [1, 2])
 
     @staticmethod
     def settings(url: str) -> dict[str, Any]:
@@ -48,6 +45,12 @@ class World:
         settings["workers"]["gpus_per_worker"] = 1
         settings["features"] |= {"max_images_for_tasks": 0, "rows_per_shard": 16, "gpus_per_actor": 1}
         return settings
+
+    def write_search(self, name: str, resources: dict[str, int], choices: list[int]) -> Path:
+        """A search with a trial per choice."""
+        search = {"base": "run.yaml", "backbone": {"weights": "base"}, "trial": {"stages": ["xe_frozen"]}}
+        search |= {"resources": resources, "space": {"model.dynamic_expansion": choices}}
+        return self.write(f"{name}.yaml", search | {"name": name, "algorithm": "grid"})
 
     def write(self, name: str, values: dict[str, Any]) -> Path:
         path = self.cluster.folder / name
@@ -162,6 +165,17 @@ def test_tune(world: World) -> None:
     shutil.rmtree(world.cluster.folder / "disks" / HEAD / "disk" / "cache")  # as on a new machine
     again = world.joined("tune", str(world.search))
     assert "continues with 2 trials done and 0 unfinished" in again, "the search is in the storage"
+
+
+def test_a_trial_on_two_workers(world: World) -> None:
+    """Its process runs Ray Train, whose workers are on both nodes, and reads their journal from the storage."""
+    search = world.write_search("workers", {"workers": 2, "gpus": 1}, [1])
+    output = world.joined("tune", str(search))
+    assert "2 x 1 CPU, 1 GPU each" in output and re.search(r"N_E 1\s+finished", output)
+    (name,) = {name.split("/")[0] for name in (world.storage / "searches").list() if name.startswith("workers-")}
+    record = json.loads((world.storage / "searches" / name / "trials/00001.json").read_bytes())
+    assert record["state"] == "finished" and record["attempts"] == 1, record["reason"]
+    assert record["reports"] and record["costs"]["seconds"] > 0
 
 
 def test_retrain(world: World) -> None:
