@@ -98,16 +98,17 @@ def _extended_file(name: Any, chain: Sequence[Path]) -> Path:
         is_outside = Path(name).is_absolute() or not file.resolve().is_relative_to(folder)
         is_file = file.is_file()
     except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, or a link to itself
-        raise UserError(f"{last}: extends names {quoted(name)}, which cannot be a file: {error}") from error
+        reason = getattr(error, "strerror", None) or "it has a NUL or is a link to itself"
+        raise UserError(f"{last}: extends names {quoted(name)}, which cannot be a file: {reason}") from error
     if is_outside:
         raise UserError(
-            f"{last}: extends names {name}, which is outside of {folder}; give a relative path to a file in this "
-            "folder or below it"
+            f"{last}: extends names {shown(name)}, which is outside of {folder}; give a relative path to a file in "
+            "this folder or below it"
         )
     if not is_file:
-        raise UserError(f"{last}: extends names {name}, and {file} does not exist; give the path of a YAML file")
+        raise UserError(f"{last}: extends names {shown(name)}, which does not exist; give the path of a YAML file")
     if file.resolve() in [earlier.resolve() for earlier in chain]:
-        circle = " -> ".join(map(str, (*chain, file)))
+        circle = " -> ".join(map(shown, (*chain, file)))
         raise UserError(f"extends forms a circle: {circle}; remove one of these keys")
     return file
 

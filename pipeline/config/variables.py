@@ -13,6 +13,7 @@ from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.runtime.secrets import remember_address, remember_variable, remembered_variables
+from pipeline.untrusted.names import shown
 
 _REFERENCE = re.compile(r"\$\{(\w+)\}")
 Location = tuple[str | int, ...]  # keys and indices from the top of a configuration
@@ -57,8 +58,8 @@ def expand_variables(value: Any, key: str = "", *, is_stored: bool = False) -> A
         if is_stored and not key.startswith("storage."):
             return value
         raise UserError(
-            f"{key} needs the environment variable {missing[0]}, which is not set; export {missing[0]}=... or "
-            f"--set {key}=..."
+            f"{shown(key)} needs the environment variable {shown(missing[0])}, which is not set; export it, or "
+            f"--set {shown(key)}=..."
         )
     expanded = Expanded(_REFERENCE.sub(lambda match: known[match[1]], value))
     expanded.written, expanded.variables = value, {name: known[name] for name in names}

@@ -24,6 +24,7 @@ from pipeline.scoring.result_files import shorten
 from pipeline.storage.atomic import atomic_path
 from pipeline.storage.path import StorageOptions, storage_path
 from pipeline.untrusted.files import read_document
+from pipeline.untrusted.names import shown
 
 SCHEMA = pa.schema(
     [
@@ -79,7 +80,8 @@ class Dataset:
         captions = [[caption for caption in image if tokenize(caption)] for image in self.column("captions")]
         if [] in captions:
             row = self.table.slice(captions.index([]), 1).to_pylist()[0]
-            raise UserError(f"image {row['uri']} (id {row['image_id']}) has no caption with a word in it; add one")
+            image = f"image {shown(row['uri'])} (id {row['image_id']})"
+            raise UserError(f"{image} has no caption with a word in it; add one")
         return self.with_column("captions", pa.array(captions, pa.list_(pa.string())))
 
     def tokens(self, tokenizer: str = "expansionnet") -> Iterator[list[str]]:
@@ -168,7 +170,8 @@ def read_annotations(
     if pc.count_distinct(ids).as_py() < len(ids):
         repeated, _ = Counter(rows.image_id).most_common(1)[0]
         uri = dict(zip(rows.image_id, rows.uri, strict=True))[repeated]  # the last image with this id
-        raise UserError(f"{config.annotations}: image {uri} repeats the image id {repeated}; every id must occur once")
+        image = f"image {shown(uri)}"
+        raise UserError(f"{config.annotations}: {image} repeats the image id {repeated}; every id must occur once")
     columns = [ids, rows.split, rows.uri, rows.captions, pa.nulls(len(ids), pa.string())]
     return Dataset(pa.table(columns, schema=SCHEMA)), rows.problems
 

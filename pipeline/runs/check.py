@@ -26,6 +26,7 @@ from pipeline.data.vocabulary import tokenize
 from pipeline.errors import UserError
 from pipeline.features.regions import missing_regions
 from pipeline.storage.path import StoragePath
+from pipeline.untrusted.names import shown
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +176,7 @@ def _check_images(
     unreadable = [(uri, unusable[key]) for uri, key in images if key in unusable] + list(missing.items())
     result.statistics["unreadable"] = dict(unreadable)
     text = f"{len(unreadable)} of {len(dataset)} images cannot be used"
-    examples = "; ".join(f"{uri}: {reason}" for uri, reason in unreadable[:MAX_EXAMPLES])
+    examples = "; ".join(f"{shown(uri)}: {reason}" for uri, reason in unreadable[:MAX_EXAMPLES])
     if len(unreadable) > config.data.max_bad_fraction * len(dataset):
         result.error(f"{text}, more than data.max_bad_fraction = {config.data.max_bad_fraction}: {examples}")
     elif unreadable:
@@ -194,7 +195,7 @@ def _check_duplicates(result: Findings, dataset: Dataset, config: RunConfig) -> 
     for copies in copies_by_key.values():
         splits = {split for split, _ in copies}
         if splits & train and splits & held_out:
-            leaks.append(" = ".join(f"{uri} ({split})" for split, uri in copies[:2]))
+            leaks.append(" = ".join(f"{shown(uri)} ({shown(split)})" for split, uri in copies[:2]))
         elif len(copies) > 1:
             other_duplicates += len(copies) - 1
     result.statistics["duplicates"] = {"across_splits": len(leaks), "elsewhere": other_duplicates}
