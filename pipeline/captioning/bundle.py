@@ -30,7 +30,7 @@ from pipeline.errors import UserError
 from pipeline.storage.atomic import atomic_folder
 from pipeline.untrusted.documents import parse_json, parse_yaml
 from pipeline.untrusted.files import read_regular_file
-from pipeline.untrusted.names import printable
+from pipeline.untrusted.names import printable, quoted
 
 if TYPE_CHECKING:
     from models.captioner import Captioner
@@ -197,7 +197,7 @@ def _read_parts(config: Mapping[str, Any], path: str) -> _Parts:
             raise UserError(f"{path}: {key} is {value}; a bundle may have at most {most}")
     for key, (name, expected) in files.items():
         if name != expected:
-            raise UserError(f"{path}: {key} is {name!r}; a bundle contains its weights and opens no other file")
+            raise UserError(f"{path}: {key} is {quoted(name)}; a bundle contains its weights and opens no other file")
     return _Parts(model, sizes, backbone)
 
 

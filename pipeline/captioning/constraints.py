@@ -92,17 +92,17 @@ def build_automata(constraints: Constraints, vocabulary: Vocabulary, file: str) 
     """
     automata = {}
     for image, image_constraints in constraints.items():
-        label = f"constraints {file}: image {image}"
+        label = f"constraints {file}: image {quoted(image)}"
         ids = []
         for alternatives in image_constraints:
             if missing := unknown_words(alternatives, vocabulary):
                 raise UserError(
-                    f"{label} needs the word {missing[0]!r}, which is not among the model's {len(vocabulary)} words; "
-                    "leave it out (`raycap constraints --model` does), or train with data.extra_vocabulary"
+                    f"{label} needs the word {quoted(missing[0])}, which is not among the model's {len(vocabulary)} "
+                    "words; leave it out (`raycap constraints --model` does), or train with data.extra_vocabulary"
                 )
             tokens = [vocabulary.tokenize(text) for text in alternatives]
             if not all(tokens):
-                raise UserError(f"{label} has the constraint {alternatives}, without a word")
+                raise UserError(f"{label} has the constraint {quoted(alternatives)}, without a word")
             ids.append([tuple(vocabulary.ids[word] for word in words) for words in tokens])
         try:
             automata[image] = build_automaton(ids, len(vocabulary))
