@@ -172,7 +172,8 @@ def test_a_trial_on_two_workers(world: World) -> None:
     search = world.write_search("workers", {"workers": 2, "gpus": 1}, [1])
     output = world.joined("tune", str(search))
     assert "2 x 1 CPU, 1 GPU each" in output and re.search(r"N_E 1\s+finished", output)
-    (name,) = {name.split("/")[0] for name in (world.storage / "searches").list() if name.startswith("workers-")}
+    names = (world.storage / "searches").list()
+    (name,) = {name.split("/")[0] for name in names if name.startswith("workers-") and "/" in name}
     record = json.loads((world.storage / "searches" / name / "trials/00001.json").read_bytes())
     assert record["state"] == "finished" and record["attempts"] == 1, record["reason"]
     assert record["reports"] and record["costs"]["seconds"] > 0
