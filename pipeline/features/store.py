@@ -31,6 +31,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.config.sections import FeatureSection
+from pipeline.errors import DamagedError
 from pipeline.features.shards import ShardInfo, ShardMaps
 from pipeline.storage.cache import shard_cache
 from pipeline.storage.path import StoragePath, storage_path
@@ -143,12 +144,12 @@ class FeatureStore:
     def locate(self, content_keys: pa.Array | pa.ChunkedArray) -> np.ndarray:
         """The positions (len(content_keys),) int64 of images, by which the methods below read them.
 
-        Raises KeyError naming the first key that the store lacks. A call builds a hash table of the store's keys.
+        Raises DamagedError naming the first key that the store lacks. A call builds a hash table of the store's keys.
         """
         positions = pc.index_in(content_keys, value_set=self.keys)
         if positions.null_count:
             missing = content_keys.filter(pc.is_null(positions))[0].as_py()
-            raise KeyError(f"features of image {missing} are not in {self.folder}; run the extraction again")
+            raise DamagedError(f"features of image {missing} are not in {self.folder}; run the extraction again")
         return positions.to_numpy(zero_copy_only=False).astype(np.int64)
 
     def gather_at(self, positions: np.ndarray) -> np.ndarray:

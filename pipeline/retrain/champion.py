@@ -27,7 +27,7 @@ from pipeline.retrain.data_listing import Change
 from pipeline.scoring.bootstrap import Difference
 from pipeline.storage.lease import Lease, LostLeaseError
 from pipeline.storage.path import ConflictError, StoragePath
-from pipeline.untrusted.names import printable, relative_name
+from pipeline.untrusted.names import relative_name, shown
 
 POINTER, LEASE = "champion.json", "lease.json"
 Verdict = Literal["first", "promoted", "kept", "rolled back"]
@@ -148,7 +148,7 @@ class ChampionStore:
             first = error.errors()[0]
             field = ".".join(map(str, first["loc"]))
             raise UserError(
-                f"{self.folder / POINTER} is not a champion's file ({printable(field)}: {printable(first['msg'])})"
+                f"{self.folder / POINTER} is not a champion's file ({shown(field)}: {shown(first['msg'])})"
                 "; restore it from a copy, or remove it to start over"
             ) from error
 

@@ -301,7 +301,7 @@ def _reading(path: Path, remedy: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise DamagedError(f"{path} is missing; {remedy}") from error
     except (KeyError, TypeError, AttributeError, ValueError) as error:  # it holds other values than were written
-        reason = " ".join(str(error).split()).removeprefix(f"{path} ")
+        reason = printable(" ".join(str(error).split()).removeprefix(f"{path} "))[:500]
         raise DamagedError(f"{path} is damaged: {reason}; {remedy}") from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from contextlib import suppress
 
@@ -13,6 +14,8 @@ from pipeline.storage.path import StoragePath
 
 logger = logging.getLogger(__name__)
 
+MAX_TABLE_BYTES = 2**36  # the index of 100 million images has some 10 GB
+
 
 def read_table(path: StoragePath, schema: pa.Schema, *, missing_ok: bool = False) -> pa.Table:
     """Reads a Parquet file. A missing file raises FileNotFoundError or, with `missing_ok`, gives an empty table.
@@ -20,11 +23,15 @@ def read_table(path: StoragePath, schema: pa.Schema, *, missing_ok: bool = False
     Raises DamagedError for a file that is not a table of this schema.
     """
     try:
-        return from_bytes(path.read_bytes(), schema, str(path))
+        return from_bytes(path.read_bytes(MAX_TABLE_BYTES), schema, str(path))
     except FileNotFoundError:
         if missing_ok:
             return schema.empty_table()
         raise
+    except OSError as error:
+        if error.errno != errno.EMSGSIZE:
+            raise
+        raise DamagedError(f"{path} is damaged: it is {error.strerror}") from error
 
 
 def read_cache(path: StoragePath, schema: pa.Schema) -> pa.Table:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 MAX_DOCUMENT_BYTES = 2**30
+MAX_UNSIZED_BYTES = 2**20  # of a file whose size is given as 0: an empty one, or one of /proc
 
 
 def read_document(path: Path) -> bytes:
@@ -27,8 +28,9 @@ def read_regular_file(path: Path, max_bytes: int | None = None) -> bytes:
             return file.read()
         size = os.fstat(file.fileno()).st_size
         if size <= max_bytes:
-            data = file.read((size or max_bytes) + 1)  # memory for all of it is taken at once; /proc gives no sizes
-            if len(data) <= max_bytes:
+            expected = size or min(max_bytes, MAX_UNSIZED_BYTES)
+            data = file.read(expected + 1)  # memory for all of it is taken at once
+            if len(data) <= expected:
                 return data
     raise OSError(errno.EMSGSIZE, f"larger than {max_bytes} bytes", str(path))
 
