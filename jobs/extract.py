@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from jobs.cluster import check_resources, cluster_address, start_ray
+from jobs.cluster import check_resources, start_ray
 from jobs.options import Address, Config, Set
 from pipeline.cluster.stalls import StallWatch
 from pipeline.config.load import load_config
@@ -61,10 +61,9 @@ def extract(
         start_ray(run_config, address, "features")
         return StallWatch("extraction", run_config.workers)
 
-    on_cluster = cluster_address(address) is not None
     with TemporaryDirectory(prefix="raycap-") as scratch:
         weights = initial_weights(run_config, Path(scratch)) if run_config.has_backbone else None
-        extracted = extract_features(run_config, dataset, weights, start, unreadable, on_cluster=on_cluster)
+        extracted = extract_features(run_config, dataset, weights, start, unreadable)
     store = FeatureStore(extracted.store)
     logger.info(f"store        {extracted.store}: {len(store)} images in {len(store.shards)} shards")
     with_features = dataset.without(sorted(extracted.missing)).readable()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs.caption_tasks import RunModel, SplitTask, caption_on_cluster
-from jobs.cluster import Stage, check_address, check_resources, cluster_address, start_ray
+from jobs.cluster import Stage, check_address, check_resources, start_ray
 from jobs.journal_printer import JournalPrinter, format_duration
 from jobs.options import Address, Config, Set
 from jobs.sync import register
@@ -304,8 +304,7 @@ class RunDriver:
         """Extracts the features of a part of the data for a stage (None: for the evaluation). Returns the store."""
         weights = self.folder.weights_before(stage, "backbone") if self.config.has_backbone else None
         with self._timed("features"):
-            on_cluster = cluster_address(self.address) is not None
-            extracted = extract_features(self.config, part, weights, self._start_extraction, on_cluster=on_cluster)
+            extracted = extract_features(self.config, part, weights, self._start_extraction)
         extracted.require_enough(len(part), self.config)
         if extracted.missing:
             quarantine = extracted.store / "quarantine.parquet"

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from jobs.cluster import check_address, cluster_address, connect, require_others
+from jobs.cluster import check_address, connect, require_others
 from jobs.options import Address, Set
 from jobs.run import alone
 from jobs.tune.adapter import run_trials
@@ -73,8 +73,7 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
 
     with alone(folder.path), _lease(folder) as lease:
         folder.pull()
-        on_cluster = cluster_address(address) is not None
-        store, excluded = extract_once(search, dataset, source, start_extraction, on_cluster=on_cluster)
+        store, excluded = extract_once(search, dataset, source, start_extraction)
         weights, start = (None, None) if source is None else (source.weights, source.start)
         plan = SearchPlan(search.without_tracker(), weights, start, store, excluded)
         if lease is not None:

@@ -125,7 +125,7 @@ def _source(weights: Path, base: RunConfig) -> BackboneSource:
 
 
 def extract_once(
-    search: Search, dataset: Dataset, source: BackboneSource | None, start_ray: StartRay, *, on_cluster: bool
+    search: Search, dataset: Dataset, source: BackboneSource | None, start_ray: StartRay
 ) -> tuple[str | None, list[str]]:
     """The folder with the features of all images that trials use, and the keys of images without features.
 
@@ -135,7 +135,6 @@ def extract_once(
     if all(config.stage(name).train_backbone for name in search.stages):
         return None, []
     part = dataset.split(*config.data.train_splits, config.data.val_split)
-    weights = None if source is None else source.weights
-    extracted = extract_features(config, part, weights, start_ray, on_cluster=on_cluster)
+    extracted = extract_features(config, part, None if source is None else source.weights, start_ray)
     extracted.require_enough(len(part), config)
     return str(extracted.store), sorted(extracted.missing)

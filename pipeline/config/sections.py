@@ -184,7 +184,6 @@ ACTOR_CPUS, DECODING_CPUS = 0.5, 0.4
 class FeatureSection(Section):
     """Extraction and the feature store."""
 
-    # auto: bfloat16 on GPUs, float32 on the CPUs of a cluster; on the CPUs of one machine, bfloat16 if they have it
     compute_dtype: Annotated[Literal["auto", "float32", "bfloat16"], Identity.WITH_BACKBONE] = "auto"
     stored_dtype: Literal["float16", "float32"] = "float16"
     batch_size: Annotated[BatchSize, Identity.IGNORED] = 16

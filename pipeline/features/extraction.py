@@ -66,19 +66,16 @@ class Extractor:
     settings: FeatureSection
     max_pixels: int
     options: StorageOptions = StorageOptions()
-    on_cluster: bool = False
 
     @property
     def compute_dtype(self) -> str:
-        """The name of a concrete dtype, so that a store has one precision.
+        """The name of a concrete dtype, so that a store has one precision. `auto` means bfloat16 for actors with GPUs.
 
-        `auto` depends on the processor only if this machine computes: a cluster has several processors.
+        Otherwise `auto` follows the processor of the driver's machine.
         """
-        if self.settings.compute_dtype != "auto":
-            return self.settings.compute_dtype
-        if self.settings.gpus_per_actor:
+        if self.settings.compute_dtype == "auto" and self.settings.gpus_per_actor:
             return "bfloat16"
-        return "float32" if self.on_cluster else resolve_dtype("auto")
+        return resolve_dtype(self.settings.compute_dtype)
 
     def describe(self) -> dict[str, Any]:
         """Everything that changes a feature."""
@@ -101,7 +98,7 @@ class Plan(NamedTuple):
 
 
 def resolve_dtype(name: str) -> str:
-    """A dtype's name. `auto` becomes bfloat16 if this machine has it (Ampere or later, AVX512-BF16), else float32."""
+    """A dtype's name. `auto` becomes bfloat16 with hardware support (Ampere or later, AVX512-BF16), else float32."""
     if name != "auto":
         return name
     if sys.platform == "linux" and not Path("/dev/nvidiactl").exists():  # without a GPU, torch need not be imported

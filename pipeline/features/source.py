@@ -39,21 +39,17 @@ def extract_features(
     weights: Path | None,
     start_ray: StartRay,
     unreadable: dict[str, str] | None = None,
-    *,
-    on_cluster: bool,
 ) -> Extracted:
     """Adds the features of the data set's images that the store lacks.
 
     weights: the file of the backbone's weights; None without a backbone. start_ray: see `extract`. unreadable:
-    {URI: reason} of images without a content key, which the quarantine lists. on_cluster: other machines compute.
+    {URI: reason} of images without a content key, which the quarantine lists.
     """
     if not config.has_backbone:
         return Extracted(*import_regions(dataset, config))
     assert weights is not None
     backbone = replace(config.backbone, weights="none")
-    extractor = Extractor(
-        backbone, weights, config.features, config.data.max_pixels, config.storage.options, on_cluster
-    )
+    extractor = Extractor(backbone, weights, config.features, config.data.max_pixels, config.storage.options)
     return Extracted(*extract(dataset, config.storage_place / "features", extractor, start_ray, unreadable))
 
 

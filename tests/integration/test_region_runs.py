@@ -138,7 +138,7 @@ def test_a_trial_of_a_search_over_memory_slots(tmp_path: Path) -> None:
     search = Search(SearchConfig.model_validate(section), values)
     dataset, _ = find_data(search.base)
     assert find_backbone(search, dataset, None) is None
-    store, bad = extract_once(search, dataset, None, lambda: None, on_cluster=False)
+    store, bad = extract_once(search, dataset, None, lambda: None)
     assert store is not None and not bad
     plan = SearchPlan(search, None, None, store, bad)
     outcomes = [run_trial(TrialTask(plan, point, 0), lambda values: None) for point in search.space.points()]
