@@ -11,6 +11,7 @@ changes neither size nor time after the first use is found by `raycap doctor --s
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
@@ -105,7 +106,12 @@ def _remove_old_marks(folder: Path) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """The SHA-256 of a local file."""
+    """The SHA-256 of a local file; "" for one that is larger than the memory, as no file of raycap is.
+
+    A sparse file of a tebibyte takes no space, and reading it would take hours.
+    """
+    if path.stat().st_size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        return ""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -80,6 +80,12 @@ def test_processes_that_ask_together_read_a_file_once(folder: Path, monkeypatch:
     assert reads == [folder / "b.bin"]
 
 
+def test_a_sparse_file_is_damaged_and_not_read(folder: Path) -> None:
+    os.truncate(folder / "a.bin", 2**40)
+    with pytest.raises(DamagedError, match="a.bin is damaged"):
+        require_whole(folder / "a.bin")
+
+
 def test_old_marks_are_removed(tmp_path: Path) -> None:
     for name in (".lock", "old", "new"):
         (tmp_path / name).write_bytes(b"")
