@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,3 +127,9 @@ def test_a_new_follower_returns_steps_that_an_earlier_attempt_lost(tmp_path: Pat
     for step in (3, 4):
         third.write("train", step, {})
     assert [entry["step"] for entry in follower.new()] == [3, 4]
+
+
+def test_a_pipe_in_place_of_a_part_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "00001.jsonl")
+    with pytest.raises(OSError, match="not a regular file"):
+        read_journal(tmp_path)
