@@ -19,6 +19,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from models.config import ModelSizes
 from pipeline.config.load import parse_stored_config
 from pipeline.config.run import RunConfig
@@ -240,7 +242,7 @@ class RunFolder:
         if not path.is_file():
             return None
         with self._reading_stage(name, path):
-            return StageResult(**read_json(path))
+            return TypeAdapter(StageResult).validate_python(read_json(path))
 
     def _reading_stage(self, name: str, path: Path) -> AbstractContextManager[None]:
         """As `_reading`, for a file that the stage has written."""

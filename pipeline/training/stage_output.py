@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from models.captioner import Captioner
 from pipeline.errors import DamagedError
@@ -131,7 +132,7 @@ class StageOutput:
         state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
         captioner.load_state_dict(state["captioner"])
         optimizer.load_state_dict(state["optimizer"])
-        return Progress(**record)
+        return TypeAdapter(Progress).validate_python(record)
 
     def open_journal(self, step: int) -> None:
         """Opens the journal. The stage's entries after `step` do not count, because these steps are trained again.

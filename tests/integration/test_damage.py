@@ -182,6 +182,14 @@ def test_a_damaged_document_is_named_with_a_remedy(tmp_path: Path, world: World,
     assert str(raised.value).startswith(str(path)) and "restore it from a copy, or remove " in str(raised.value)
 
 
+def test_a_result_of_another_type_is_named_with_a_remedy(tmp_path: Path, world: World) -> None:
+    folder = copied(world.folder, tmp_path)
+    result = StageResult(steps=4, best_step=4, best_score=1.0, kept=True, ended_early="")
+    write_json(folder.stage(STAGE) / "DONE.json", asdict(result) | {"best_score": []})
+    with pytest.raises(DamagedError, match=r"DONE\.json is damaged: .*best_score.* or remove .*repeats stage"):
+        folder.result(STAGE)
+
+
 @pytest.mark.parametrize("damage", [cut, flip_any, Path.unlink])
 @pytest.mark.parametrize("part", ["best", "init"])
 def test_damaged_weights_are_named_with_a_remedy(tmp_path: Path, world: World, part: str, damage: Damage) -> None:
