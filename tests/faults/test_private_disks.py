@@ -274,7 +274,8 @@ def test_a_run_continues_with_fewer_workers_and_then_with_more(s3: str, variable
         values = settings(s3, name="elastic")
         values["workers"] |= {"num_workers": 4, "min_workers": 2, "log_every_steps": 20}
         values["stages"] = [stage | {"batch_size": 10} for stage in values["stages"]]
-        values["stages"][0] |= {"epochs": 400, "validate_every_epochs": 100, "checkpoint_every_steps": 50}
+        # Ray Train looks for new nodes every 60 s, so the stage must take minutes
+        values["stages"][0] |= {"epochs": 1000, "validate_every_epochs": 250, "checkpoint_every_steps": 50}
 
         def cause(log: Path) -> None:
             wait_until(log, lambda text: "xe_frozen  60/" in text)
