@@ -15,6 +15,7 @@ from pipeline.captioning.model_sources import StoredBundle
 from pipeline.config.load import load_config
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
+from pipeline.features.source import features_for_bundles
 from pipeline.retrain.retrain import Trained
 from pipeline.runs.preflight import check_before_writing, check_storage
 from pipeline.runtime.log import indented
@@ -39,10 +40,14 @@ class RayWork:
     def caption(
         self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig
     ) -> dict[int, str]:
-        """The best caption of each readable image by its id. Each worker fetches the bundle."""
+        """The best caption of each image by its id, without images that cannot be read or have no usable features.
+
+        Each worker fetches the bundle.
+        """
         start_ray(config, self.address, "captions")
-        models = [StoredBundle(bundle, files)]
-        captioned = caption_on_cluster(models, {"held out": SplitTask(part)}, config, with_alignment=False)["held out"]
+        images, store = features_for_bundles(config, part)
+        models, splits = [StoredBundle(bundle, files)], {"held out": SplitTask(images)}
+        captioned = caption_on_cluster(models, splits, config, store=store, with_alignment=False)["held out"]
         return {image: best.caption for image, best in captioned.best.items()}
 
 

@@ -11,15 +11,18 @@ import numpy as np
 import pytest
 import torch
 
+from jobs.caption_tasks import Captioned
 from jobs.cli import main
 from models.base import Features
 from pipeline.captioning.bundle import load_bundle
+from pipeline.captioning.bundle_files import bundle_digests
 from pipeline.captioning.captioning import caption_images
 from pipeline.features.model_inputs import Images
 from pipeline.features.regions import import_regions
 from pipeline.features.store import FeatureStore
 from pipeline.runs.run_bundle import bundle_run
 from pipeline.runtime.context import LocalContext
+from pipeline.storage.path import storage_path
 from pipeline.training.batches import Batches, CaptionTokens
 from pipeline.training.dry_run import dry_run
 from pipeline.training.loop import StageJob, StageRun, train_stages
@@ -119,6 +122,21 @@ def test_a_bundle_of_regions_captions_no_image_files(tmp_path: Path, capsys: pyt
     assert main(["caption", picture, "--model", str(bundle_run(folder))]) == 2
     message = capsys.readouterr().err.strip()
     assert "region features" in message and "raycap evaluate" in message and "\n" not in message
+
+
+def test_retraining_captions_the_held_out_regions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jobs import caption_tasks, retrain
+
+    def here(models: Any, splits: Any, config: Any, *, store: Any, with_alignment: bool) -> dict[str, Captioned]:
+        rows = list(caption_tasks._caption_shard(0, models, splits, config, store, with_alignment, True))
+        return {name: Captioned({i: h for _, found, _ in rows for i, h in found.items()}, {}) for name in splits}
+
+    monkeypatch.setattr(retrain, "start_ray", lambda *_: None)
+    monkeypatch.setattr(retrain, "caption_on_cluster", here)
+    folder, _ = prepare_region_run(tmp_path, MESHED_MEMORY, workers__num_workers=1)
+    bundle, part = bundle_run(folder), folder.dataset.split("test")
+    captions = retrain.RayWork(None).caption(storage_path(bundle), bundle_digests(bundle), part, folder.config)
+    assert sorted(captions) == sorted(part.column("image_id")) and all(captions.values())
 
 
 def test_a_trial_of_a_search_over_memory_slots(tmp_path: Path) -> None:
