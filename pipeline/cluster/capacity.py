@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 MESSAGE_EVERY_S = 30.0
 POLL_S = 2.0
 HEAD = "node:__internal_head__"  # the resource by which Ray marks the head
-REFUSE_AFTER_S = 6.0  # the autoscaler answers a request within one or two of its rounds
+REFUSE_AFTER_S = 6.0
+REFUSE_AFTER_ROUNDS = 2  # of the autoscaler; the first may have begun before the request
 UNNAMED = re.compile(r"^(node:|memory$|object_store_memory$)|_group_")  # resources that messages leave out
 Resources = Mapping[str, float]  # by name, such as {"CPU": 1, "GPU": 1}
 
@@ -38,6 +39,7 @@ class ClusterStatus:
     pending: Sequence[Resources]  # requests that wait for resources
     num_starting: int  # nodes that the autoscaler starts now
     has_autoscaler: bool
+    num_rounds: int = 0  # of the autoscaler so far
 
     def could_fit(self, bundles: Sequence[Resources], node_types: Sequence[tuple[Resources, int]]) -> bool:
         """Whether the bundles would fit the head and new nodes. node_types: (resources, largest number of nodes)."""
@@ -88,6 +90,7 @@ def cluster_status() -> ClusterStatus:
         ],
         num_starting=len(status.pending_nodes) + sum(launch.count for launch in status.pending_launches),
         has_autoscaler=int(status.stats.autoscaler_version or 0) > 0,
+        num_rounds=int(status.stats.autoscaler_version or 0),
     )
 
 
@@ -104,7 +107,8 @@ def wait_for(
     bundles: the resources of each process of the stage. A process needs one node. limit_name: the setting of the limit.
     remedy: what a user can lower, for the message; by default the keys of a run.
     Logs what is pending, at once and every 30 s. Raises UserError when the resources can never be there: the autoscaler
-    starts no node for the request although nothing else runs. Raises WaitedTooLongError after `limit_s` seconds.
+    starts no node in two rounds, which take 5 s each by default, although nothing else runs. A round that fails, for
+    example because the cloud does not answer, does not count. Raises WaitedTooLongError after `limit_s` seconds.
     """
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -116,13 +120,15 @@ def wait_for(
     status = cluster_status()
     if status.fits(wanted) and not status.used:
         return
+    last_round = status.num_rounds
     try:
         group = placement_group(wanted, strategy="PACK")
         while not group.wait(POLL_S):
             status, now = cluster_status(), time.monotonic()
             if status.num_starting or status.used or status.fits(wanted):
-                last_growth = now
-            if status.has_autoscaler and now - last_growth > REFUSE_AFTER_S:
+                last_growth, last_round = now, status.num_rounds
+            rounds = status.num_rounds - last_round
+            if rounds >= REFUSE_AFTER_ROUNDS and now - last_growth > REFUSE_AFTER_S:
                 raise UserError(f"{request}, which no node type of this cluster can serve ({status.text}); {remedy}")
             if now - begin > limit_s:
                 raise WaitedTooLongError(

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 
 import pytest
+import ray  # noqa: F401
 
+from pipeline.cluster import capacity
 from pipeline.cluster.capacity import ClusterStatus
+from pipeline.errors import UserError
 
 
 def status(*nodes: dict[str, float], **changes: object) -> ClusterStatus:
@@ -50,3 +54,33 @@ def test_the_text_counts_nodes_and_requests() -> None:
     text = status(*nodes, pending=[{"CPU": 8, "GPU": 1}] * 2, num_starting=3).text
     assert text == "nodes: 2 x (1 CPU); 3 more starting; pending: 2 x (8 CPU + 1 GPU)"
     assert status({"memory": 1e9}).text == "no node has CPUs"
+
+
+class Group:
+    """A placement group that is never placed."""
+
+    def wait(self, seconds: float) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("rounds", [(1, 2, 3), (1, 1, 1)])
+def test_a_request_is_refused_only_after_two_rounds_of_the_autoscaler(
+    rounds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round that began before the request, or that failed, says nothing about it."""
+    clock, left = itertools.count(step=10.0), iter([*rounds, rounds[-1]])
+    monkeypatch.setattr(capacity.time, "monotonic", lambda: next(clock))
+    groups = sys.modules["ray.util.placement_group"]  # `ray.util` has a function of this name
+    monkeypatch.setattr(groups, "placement_group", lambda *_, **__: Group())
+    monkeypatch.setattr(groups, "remove_placement_group", lambda group: None)
+    seen = []
+
+    def next_status() -> ClusterStatus:
+        seen.append(next(left, rounds[-1]))
+        return status({"CPU": 1}, has_autoscaler=True, num_rounds=seen[-1])
+
+    monkeypatch.setattr(capacity, "cluster_status", next_status)
+    error = UserError if rounds[-1] > 2 else capacity.WaitedTooLongError
+    with pytest.raises(error, match="training asks for 1 x"):
+        capacity.wait_for([{"CPU": 8}], "training", limit_s=100)
+    assert seen[: len(rounds)] == list(rounds) and (error is not UserError or len(seen) == len(rounds))
