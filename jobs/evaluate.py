@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
@@ -36,6 +37,7 @@ from pipeline.scoring.published import published_rows
 from pipeline.scoring.result_files import write_predictions
 from pipeline.scoring.split_result import SplitResult
 from pipeline.storage.atomic import write_json, write_text
+from pipeline.storage.cache import cache_folder
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, storage_path
 from pipeline.untrusted.names import shown
@@ -67,7 +69,7 @@ def evaluate(
     server: Annotated[
         str | None, typer.Option(metavar="NAME", help="Also write the COCO server's result file and zip.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The output folder.")] = None,
+    out: Annotated[str | None, typer.Option(help="The output folder, also on S3.")] = None,
     address: Address = None,
 ) -> int:
     """Caption splits of a data set and score them.
@@ -136,12 +138,26 @@ def _check_inputs(config: RunConfig, stage: str | None, constraint_file: Path | 
         read_constraints(Path(constraint_file))
 
 
+def output_folder(config: RunConfig, label: str, out: str | None) -> tuple[StoragePath, Path]:
+    """Where the results of an evaluation go, and the local folder in which they are written.
+
+    The folders differ if the results go to S3. label: the models' names. out: the option --out; by default a folder of
+    the storage.
+    """
+    if out is None:
+        name = f"evaluations/{label}"
+        return config.storage_place / name, config.working_path / name
+    place = storage_path(out, config.storage.options)
+    if not place.is_remote:
+        return place, place.path
+    return place, cache_folder() / "evaluations" / hashlib.sha256(str(place).encode()).hexdigest()[:16]
+
+
 class Evaluation:
     """The models and images of one call, with the steps from captions to the report.
 
     bundles: the bundles of the evaluated model or, for an ensemble, of its members. label: the models' names, joined
-    by "+". folder: the results are written here. home: their location on S3, unless the storage is local or the user
-    has named a folder. store: the features for models without a backbone.
+    by "+". place, folder: see `output_folder`. store: the features for models without a backbone.
     """
 
     def __init__(self, config: RunConfig, models: Sequence[str], features: str | None) -> None:
@@ -152,7 +168,7 @@ class Evaluation:
             raise UserError(f"--features {features}: no files are there; give the folder of a feature store")
         self.bundles = [self.find_bundle("--model", model) for model in models]
 
-    def find_images(self, splits: Sequence[str], stage: str | None, out: Path | None) -> None:
+    def find_images(self, splits: Sequence[str], stage: str | None, out: str | None) -> None:
         """Finds the data, the features and, without --model, the run's bundle. Raises UserError.
 
         The parameters are options of `raycap evaluate`.
@@ -175,9 +191,7 @@ class Evaluation:
         self.bundles = self.bundles or [_run_bundle(config, stage)]
         # The label is cut because it is also a folder's name.
         self.label = "+".join(bundle.name for bundle in self.bundles)[:120]
-        self.folder = out or config.working_path / "evaluations" / self.label
-        self.home = None if out else config.home(f"evaluations/{self.label}")
-        self.place = self.home or storage_path(self.folder)
+        self.place, self.folder = output_folder(config, self.label, out)
 
     def find_bundle(self, option: str, model: str) -> StoragePath:
         """The bundle that an option names. Raises UserError if it cannot be loaded or its features are missing."""
@@ -212,8 +226,8 @@ class Evaluation:
         """Writes scores.json and uploads the results. entries: by split. missing: {report: reason}, of failed ones."""
         content = {"models": list(map(str, self.bundles)), "splits": entries}
         write_json(self.folder / "scores.json", content | ({"missing": missing} if missing else {}))
-        if self.home is not None:
-            Mirror(self.home, self.folder).push()
+        if self.place.is_remote:
+            Mirror(self.place, self.folder).push()
 
     def score(self, result: SplitResult, compared: Captioned | None) -> tuple[dict[str, Any], list[SplitResult]]:
         """Computes the scores of a split. Returns its entry in scores.json, and the results for its report.

@@ -26,6 +26,7 @@ from pipeline.cluster.jobs_api import FINAL_STATES, JobsServer, UnreachableError
 from pipeline.cluster.packaging import pack
 from pipeline.cluster.submission import (
     check_local_paths,
+    check_options,
     check_remote,
     check_texts,
     entrypoint,
@@ -144,6 +145,7 @@ def _read(job: Job) -> _Content:
         config = _load(job.command, path, values.get("set_") or ())
     folders = [Path(uri) for uri in (config.data.root, config.storage.uri) if uri and "://" not in uri]
     files, packed = package_files(path, project_root(), folders)
+    check_options(values, files)
     return _Content(config.name, files, packed, check_local_paths(config, files))
 
 

@@ -73,8 +73,7 @@ def _walk(folder: Path, root: Path, specs: list[tuple[Path, GitIgnoreSpec]], ski
 
     specs: for each folder above with an ignore file, the folder and the file's patterns, which are relative to it.
     """
-    ignore_files = [folder / name for name in IGNORE_FILES if (folder / name).is_file()]
-    specs = specs + [(folder, GitIgnoreSpec.from_lines(path.read_text("utf-8").splitlines())) for path in ignore_files]
+    specs = specs + [(folder, _spec(folder / name)) for name in IGNORE_FILES if (folder / name).is_file()]
     for path in folder.iterdir():
         is_folder = path.is_dir() and not path.is_symlink()
         names = ((spec, path.relative_to(base).as_posix() + ("/" if is_folder else "")) for base, spec in specs)
@@ -84,6 +83,14 @@ def _walk(folder: Path, root: Path, specs: list[tuple[Path, GitIgnoreSpec]], ski
             yield from _walk(path, root, specs, skipped)
         elif path.is_file() and path.resolve().is_relative_to(root):
             yield path
+
+
+def _spec(path: Path) -> GitIgnoreSpec:
+    """The patterns of an ignore file. Raises UserError for a line that is no pattern."""
+    try:
+        return GitIgnoreSpec.from_lines(path.read_text("utf-8", errors="surrogateescape").splitlines())
+    except ValueError as error:
+        raise UserError(f"{path} has a line that is no pattern ({printable(str(error))}); correct it") from error
 
 
 def pack(files: Mapping[str, Path | bytes], target: Path, limit: int = LIMIT_BYTES) -> tuple[str, str]:

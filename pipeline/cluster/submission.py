@@ -162,6 +162,24 @@ def check_remote(values: Mapping[str, Any]) -> None:
             )
 
 
+def check_options(values: Mapping[str, Any], packed: Container[str]) -> None:
+    """Raises UserError for an option that names a relative path which the job does not bring.
+
+    values: the arguments of a command by name. packed: the files that the job brings.
+    """
+    names = {"compare": "compared", "json": "json_file"}
+    options = ("compare", "features", "constraints", "out", "json")
+    named = [(option, values.get(names.get(option, option))) for option in options]
+    for option, value in [*named, *(("model", model) for model in values.get("models") or ())]:
+        if value is None or is_remote(str(value)) or Path(value).expanduser().is_absolute():
+            continue
+        if option in ("out", "json") or os.path.normpath(value) not in packed:
+            raise UserError(
+                f"--{option} {value} is relative to a job's folder, which a cluster removes with the job; give an "
+                "s3:// URI where the option takes one, or an absolute path that all nodes have"
+            )
+
+
 def check_local_paths(config: RunConfig, packed: Container[str] = ()) -> list[str]:
     """Returns a warning for each local path, which must exist on every node. packed: the files that the job brings.
 

@@ -14,6 +14,7 @@ from jobs.submit import parse_arguments
 from pipeline.cluster.packaging import find_files, pack
 from pipeline.cluster.submission import (
     check_local_paths,
+    check_options,
     check_texts,
     entrypoint,
     package_files,
@@ -77,6 +78,15 @@ def test_only_code_is_packed(tmp_path: Path) -> None:
     code = {"jobs/cli.py", "pipeline/training/loop.py", "models/base.py", "pyproject.toml", "requirements.lock"}
     rest = {"configs/run.yaml", ".gitignore", "notes/.rayignore", "notes/public.txt", "copy.yaml"}
     assert found == code | rest
+
+
+def test_an_ignore_file_of_other_bytes_is_read_and_one_without_patterns_is_named(tmp_path: Path) -> None:
+    root = checkout(tmp_path / "project")
+    (root / "notes" / ".gitignore").write_bytes(b"# caf\xe9\npublic.txt\n")
+    assert "notes/public.txt" not in find_files(root, [root / "sets"])
+    (root / "notes" / ".gitignore").write_text("!\n")
+    with pytest.raises(UserError, match=r"notes/\.gitignore has a line that is no pattern"):
+        find_files(root, [root / "sets"])
 
 
 def test_equal_files_pack_to_equal_bytes(tmp_path: Path) -> None:
@@ -292,6 +302,24 @@ def test_paths_of_this_machine(tmp_path: Path) -> None:
     assert parsed(storage="s3://bucket/prefix") == []
     (warning,) = parsed(storage="/shared/results")
     assert "every node" in warning
+
+
+def test_options_that_name_files_of_this_machine() -> None:
+    packed = {"configs/words.json"}
+    check_options(
+        {"out": "s3://bucket/out", "models": ["/shared/model", "s3://bucket/model"], "compared": None}, packed
+    )
+    check_options({"constraints": Path("configs/words.json")}, packed)
+    for values, option in (
+        ({"out": "out"}, "--out out"),
+        ({"models": ["results/models/a"]}, "--model results/models/a"),
+        ({"compared": "b"}, "--compare b"),
+        ({"features": "c"}, "--features c"),
+        ({"constraints": Path("d.json")}, "--constraints d.json"),
+        ({"json_file": Path("configs/words.json")}, "--json configs/words.json"),
+    ):
+        with pytest.raises(UserError, match=f"^{option} is relative to a job's folder"):
+            check_options(values, packed)
 
 
 FILE_KEYS: dict[str, dict[str, str]] = {  # with the other keys that they need
