@@ -135,8 +135,9 @@ def connect(address: str | None, needed_cpus: int = 2) -> bool:
         if address:
             try:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise JobFailedError(f"no Ray cluster can be joined at {address}: {error}; check --address") from error
+            except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+                reason = next(line for line in [*str(error).splitlines(), type(error).__name__] if line)
+                raise JobFailedError(f"no Ray cluster can be joined at {address}: {reason}; check --address") from error
         else:
             start_local_ray(
                 num_cpus=max(os.cpu_count() or 1, needed_cpus, 2),

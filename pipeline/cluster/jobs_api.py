@@ -210,7 +210,17 @@ async def _pieces(socket: Any) -> AsyncIterator[str]:
 
 
 def find_token() -> tuple[str | None, str]:
-    """The token (None without one) and the name of its source. The sources are tried in Ray's order."""
+    """The token (None without one) and the name of its source. The sources are tried in Ray's order.
+
+    Raises UserError for a token that cannot be sent, which is not part of the message.
+    """
+    token, source = _read_token()
+    if token and not (token.isascii() and token.isprintable() and " " not in token):
+        raise UserError(f"the token from {source} must be one line of printable ASCII characters without blanks")
+    return token, source
+
+
+def _read_token() -> tuple[str | None, str]:
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         return None, "nowhere (RAY_AUTH_MODE is not token)"
     if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
@@ -218,7 +228,7 @@ def find_token() -> tuple[str | None, str]:
     given = os.environ.get("RAY_AUTH_TOKEN_PATH")
     path = Path(given).expanduser() if given else Path.home() / ".ray" / "auth_token"
     try:
-        return path.read_text(encoding="utf-8").strip() or None, str(path)
+        return path.read_text(encoding="utf-8", errors="replace").strip() or None, str(path)
     except OSError as error:
         if not given:
             return None, "nowhere"

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,3 +129,21 @@ def test_the_warning_precedes_the_token(head: Any, caplog: pytest.LogCaptureFixt
 def test_an_address_with_a_user_is_refused(address: str) -> None:
     with pytest.raises(UserError, match="contains a user or password"):
         JobsServer(address)
+
+
+@pytest.mark.parametrize("token", ["marked\ntoken", "marked token", "marked-t\u00f6ken"])
+def test_a_token_that_cannot_be_sent_is_refused_without_its_text(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", token)
+    with pytest.raises(UserError, match="the token from RAY_AUTH_TOKEN must be one line") as refused:
+        JobsServer("http://127.0.0.1:9")
+    assert "marked" not in str(refused.value)
+
+
+def test_a_token_file_of_other_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "token").write_bytes(b"marked\xff")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    with pytest.raises(UserError, match="the token from .*/token must be one line"):
+        JobsServer("http://127.0.0.1:9")

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from jobs.cluster import check_address, check_resources, cluster_address, require_others, stage_bundles
+from jobs.cluster import check_address, check_resources, cluster_address, connect, require_others, stage_bundles
 from jobs.train import _trainer
 from pipeline.cluster.capacity import readable
 from pipeline.config.load import parse_config
 from pipeline.config.sections import WorkersSection
-from pipeline.errors import UserError
+from pipeline.errors import JobFailedError, UserError
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.identity import config_identity
 from pipeline.training.loop import StageJob
@@ -97,3 +97,17 @@ def test_a_machine_is_not_asked_for_what_it_cannot_have(
     with pytest.raises(UserError, match=found):
         check_resources(config, None)
     check_resources(config, "head:6379")
+
+
+def test_a_cluster_that_refuses_the_token_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    def refuse(**_: Any) -> None:
+        raise ray.exceptions.AuthenticationError("a token is required\nand more lines")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(
+        JobFailedError, match=r"^no Ray cluster can be joined at head:6379: .*token is required.*--address$"
+    ):
+        connect("head:6379")
