@@ -19,6 +19,7 @@ from jobs.cluster import cluster_address, connect
 from jobs.named_files import OpenedBundle, open_bundle
 from jobs.options import Address
 from pipeline.captioning.bundle import Bundle
+from pipeline.captioning.bundle_files import bundle_digests
 from pipeline.captioning.model_sources import ModelSource, SentBundle, StoredBundle
 from pipeline.cluster.capacity import wait_for
 from pipeline.cluster.stalls import StallWatch
@@ -228,7 +229,7 @@ def _captioning_on_ray(
 
     has_joined_cluster = connect(cluster.address)
     pool = start_pool(cluster, has_joined_cluster)
-    source: ModelSource = StoredBundle(model.location)
+    source: ModelSource = StoredBundle(model.location, bundle_digests(model.folder))
     if has_joined_cluster and not model.location.is_remote:  # other nodes cannot read this machine's disk
         source = SentBundle.of(model.folder)
     assert model.bundle.transform is not None

@@ -67,10 +67,14 @@ def bundle_source(bundle: StoragePath, config: RunConfig) -> ModelSource:
     """The source from which workers load a bundle.
 
     With a local storage, all nodes share a disk and can read the bundle there. With a storage on S3 they share no disk:
-    a bundle that is only on the driver's disk is then sent through Ray, which must have been started.
+    a bundle that is only on the driver's disk is then sent through Ray, which must have been started. Workers refuse a
+    bundle on S3 that differs from the one that this process has checked.
     """
-    if bundle.is_remote or not config.storage_place.is_remote:
+    if bundle.is_remote:
+        return StoredBundle(bundle, bundle_digests(fetched(bundle)))
+    if not config.storage_place.is_remote:
         return StoredBundle(bundle)
     if bundle.path.is_relative_to(config.working_path):  # a local copy of a bundle on S3
-        return StoredBundle(config.storage_place / bundle.path.relative_to(config.working_path).as_posix())
+        place = config.storage_place / bundle.path.relative_to(config.working_path).as_posix()
+        return StoredBundle(place, bundle_digests(bundle.path))
     return SentBundle.of(bundle.path)

@@ -24,9 +24,12 @@ def test_the_drivers_copy_of_a_bundle_is_named_by_its_place_on_s3(
 ) -> None:
     monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path))
     config = parse_config(small_config({"uri": "s3://data/runs", "endpoint_url": "http://nowhere"}))
-    expected = StoredBundle(StoragePath("s3://data/runs/models/demo/RUN", StorageOptions("http://nowhere")))
-    assert bundle_source(storage_path(config.working_path / "models/demo/RUN"), config) == expected
-    assert bundle_source(expected.location, config) == expected
+    copy = make_bundle(config.working_path / "models/demo/RUN", backbone=False)
+    monkeypatch.setattr("pipeline.captioning.model_sources.fetched", lambda bundle: copy)
+    place = StoragePath("s3://data/runs/models/demo/RUN", StorageOptions("http://nowhere"))
+    expected = StoredBundle(place, bundle_digests(copy))
+    assert bundle_source(storage_path(copy), config) == expected
+    assert bundle_source(place, config) == expected, "another bundle in its place is refused by the workers"
 
 
 def test_a_bundle_with_other_files_than_recorded_is_refused(tmp_path: Path) -> None:
