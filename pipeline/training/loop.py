@@ -43,7 +43,7 @@ from pipeline.training.objectives import check_reward, make_objective
 from pipeline.training.optimizer import learning_rate, make_optimizer
 from pipeline.training.reward import CaptionReward
 from pipeline.training.sample_order import seed_of
-from pipeline.training.stage_output import Progress, StageOutput
+from pipeline.training.stage_output import Progress, StageOutput, require_driver
 from pipeline.training.step_metrics import StepMetrics
 
 NOTICE = "a worker will soon be ended; a checkpoint is saved now"
@@ -68,6 +68,7 @@ class StageJob:
 
 def train_stages(context: Context, job: StageJob) -> None:
     """Runs the stages of a job that are not finished yet, one after the other. Ends early if the context must stop."""
+    require_driver(job.folder, job.driver_token)  # `on_worker` removes the copies of other drivers' workers
     folder = job.folder.on_worker(job.driver_token)
     token = ""
     if job.driver_token and context.world_rank == 0:

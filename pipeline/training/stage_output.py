@@ -43,6 +43,12 @@ class AbandonedError(RuntimeError):
     """Another driver has taken over the run: this worker's driver died or lost its storage."""
 
 
+def require_driver(folder: RunFolder, driver_token: str) -> None:
+    """Raises AbandonedError if the run has another driver than the one with this token; "" is not checked."""
+    if driver_token and folder.token("driver_token") != driver_token:
+        raise AbandonedError(f"another driver has taken over {folder.run_id}; this worker stops")
+
+
 @dataclass
 class Progress:
     """The position of a stage; `step` counts finished optimizer steps."""
@@ -86,11 +92,9 @@ class StageOutput:
         The error is AbandonedError if another driver has taken over the run, and RuntimeError if this worker's own
         driver could not reach the worker and has replaced it.
         """
-        run_id = self.folder.run_id
-        if self.driver_token and self.folder.token("driver_token") != self.driver_token:
-            raise AbandonedError(f"another driver has taken over {run_id}; this worker stops")
+        require_driver(self.folder, self.driver_token)
         if self.worker_group_token and self.folder.token("worker_group_token") != self.worker_group_token:
-            raise RuntimeError(f"other workers train {run_id} now; this one stops")
+            raise RuntimeError(f"other workers train {self.folder.run_id} now; this one stops")
 
     def newest_whole(self, captioner: Captioner, last_step: float = math.inf) -> int:
         """The step of the newest whole checkpoint up to `last_step`; 0 without one.
