@@ -25,7 +25,7 @@ from pipeline.features.interruptions import one_sentence, repeat_interrupted_tas
 from pipeline.runtime.context import device_for
 from pipeline.runtime.cpu import prepare_processor
 from pipeline.storage.path import is_remote, storage_path
-from pipeline.storage.s3 import OutageError
+from pipeline.storage.s3 import StorageError
 
 BLOCK_SIZE = 64  # images
 
@@ -62,8 +62,8 @@ def caption_stream(
     """Yields (name, captions with log-probabilities, reason for a missing caption) of each image, in order.
 
     The best caption comes first. search: the settings of a `CaptionService`. Ray must have been started, and every node
-    must be able to read local names. Raises OutageError while the storage is out of order, and JobFailedError if Ray
-    loses processes too often. A stall does not end it; the caller must watch for one.
+    must be able to read local names. Raises StorageError while the storage is out of order or refuses requests, and
+    JobFailedError if Ray loses processes too often. A stall does not end it; the caller must watch for one.
     """
     import ray
     import ray.data
@@ -110,8 +110,8 @@ def _decode(batch: dict[str, np.ndarray], image_size: int) -> dict[str, Any]:
             pixels[index] = transform.resize(decode_image(data, MAX_PIXELS))
         except BadImage as error:
             return str(error)
-        except OutageError:
-            raise  # the image is not at fault
+        except StorageError:
+            raise  # an outage, or missing rights; the image is not at fault
         except OSError as error:
             return f"cannot be read: {error.strerror or error}"
         return ""

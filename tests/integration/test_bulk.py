@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -84,13 +85,18 @@ def failing_decode(batch: dict[str, np.ndarray], image_size: int) -> dict[str, A
     raise OutageError(f"{batch['name'][0]}: storage failed for 600 s: 503")
 
 
-def test_a_task_raises_an_outage_and_records_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_raises_a_failure_of_the_storage_and_records_a_missing_image(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = {"name": np.array(["s3://data/1.png"])}
-    monkeypatch.setattr(StoragePath, "read_bytes", refused)
-    assert "storage failed: 403" in ray_data._decode(batch, image_size=8)["reason"][0]
-    monkeypatch.setattr(StoragePath, "read_bytes", out_of_order)
-    with pytest.raises(OutageError):
-        ray_data._decode(batch, image_size=8)
+    monkeypatch.setattr(StoragePath, "read_bytes", missing)
+    assert ray_data._decode(batch, image_size=8)["reason"][0] == "cannot be read: no such object"
+    for method, error in ((refused, StorageError), (out_of_order, OutageError)):
+        monkeypatch.setattr(StoragePath, "read_bytes", method)
+        with pytest.raises(error):
+            ray_data._decode(batch, image_size=8)
+
+
+def missing(path: StoragePath, max_bytes: int | None = None) -> bytes:
+    raise FileNotFoundError(errno.ENOENT, "no such object", path.uri)
 
 
 def refused(path: StoragePath, max_bytes: int | None = None) -> bytes:
