@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -40,23 +40,31 @@ class Mirror:
     home: StoragePath
     local: Path
 
-    def pull(self, under: str = "", only: Collection[str] | None = None) -> None:
+    def pull(
+        self,
+        under: str = "",
+        only: Collection[str] | None = None,
+        check: Callable[[Mapping[str, Entry]], None] = lambda _: None,
+    ) -> None:
         """Makes the copy below `under` equal to S3. `under` is a folder, a file with a suffix, or "" for everything.
 
-        only: the names of the files to copy; None for all. Checkpoints without their marker and hidden files are
-        skipped. When the folder's writer removes files meanwhile, the folder is listed again. Raises StorageError like
-        `StoragePath`, and UserError for an object whose name leads out of the copy.
+        only: the names of the files to copy; None for all. check: called with the files to fetch before they are
+        fetched, and may raise an error. Checkpoints without their marker and hidden files are skipped. When the
+        folder's writer removes files meanwhile, the folder is listed again. Raises StorageError like `StoragePath`, and
+        UserError for an object whose name leads out of the copy.
         """
         with self._record() as record:
             for _ in range(PULL_ATTEMPTS):
-                if self._pull(record, under, only):
+                if self._pull(record, under, only, check):
                     return
         raise StorageError(
             f"{join(self.home.uri, under)}: files are removed while they are copied, because another process writes "
             "the folder; try again, or when that process has ended"
         )
 
-    def _pull(self, record: Record, under: str, only: Collection[str] | None) -> bool:
+    def _pull(
+        self, record: Record, under: str, only: Collection[str] | None, check: Callable[[Mapping[str, Entry]], None]
+    ) -> bool:
         """Makes the copy equal to one listing of S3. Returns False if a listed file was removed meanwhile."""
         remote = _without_unfinished(self._listed(under))
         remote = {name: entry for name, entry in remote.items() if (name in only if only else _is_visible(name))}
@@ -66,6 +74,7 @@ class Mirror:
         self._require_inside(start if start.is_dir() else start.parent)
         files = self._local_files(under)
         outdated = [name for name, entry in remote.items() if record.get(name) != [entry.tag, files.get(name)]]
+        check({name: remote[name] for name in outdated})
         is_complete = True
         with ThreadPoolExecutor(NUM_TRANSFERS) as pool:
             for name, state in zip(outdated, pool.map(self._fetch, outdated), strict=True):
