@@ -31,7 +31,7 @@ from pipeline.runtime.log import log_to_stderr
 from pipeline.runtime.progress import progress
 from pipeline.storage.digests import file_digest
 from pipeline.storage.path import storage_path
-from pipeline.storage.s3 import OutageError
+from pipeline.storage.s3 import StorageError
 from pipeline.untrusted.names import printable
 
 if TYPE_CHECKING:
@@ -193,8 +193,8 @@ def _caption_in_process(
             return service.pixels(read_image_file(storage_path(name)))
         except BadImage as error:
             return str(error)
-        except OutageError:
-            raise  # the image is not at fault
+        except StorageError:
+            raise  # an outage, or missing rights; the image is not at fault
         except OSError as error:
             return f"cannot be read: {error.strerror or error}"
 

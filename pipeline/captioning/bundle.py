@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from models.config import BackboneConfig, ModelConfig, ModelSizes
-from pipeline.captioning.bundle_files import REQUIRED_FILES, require_intact, seal
+from pipeline.captioning.bundle_files import MAX_CONFIG_BYTES, REQUIRED_FILES, require_intact, seal
 from pipeline.config.load import parse_section
 from pipeline.config.sections import ModelSection
 from pipeline.data.vocabulary import Vocabulary
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from models.transform import ImageTransform
 
 FORMAT = 2  # Format 2 introduced the parameter names in_proj, out_proj, token_embedding and lm_head.
-MAX_CONFIG_BYTES = 2**20  # of config.yaml and preprocessing.json
 # Limits for what takes time or memory without a tensor of this size in model.safetensors.
 MAX_LAYERS = 200  # of the encoder, the decoder and the backbone; published models have 24 or fewer
 MAX_STAGES = 8

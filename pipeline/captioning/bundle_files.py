@@ -13,16 +13,18 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.data.vocabulary import MAX_BYTES as MAX_VOCABULARY_BYTES
 from pipeline.errors import UserError
-from pipeline.storage.cache import cache_folder
-from pipeline.storage.digests import DIGESTS, file_digest, write_digests
+from pipeline.storage.cache import CACHE_VARIABLE, cache_folder
+from pipeline.storage.digests import DIGESTS, file_digest, memory_bytes, write_digests
 from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import StoragePath
+from pipeline.storage.path import Entry, StoragePath
 from pipeline.untrusted.documents import parse_json
 from pipeline.untrusted.files import read_regular_file
 
@@ -37,17 +39,42 @@ SIGNATURE = "digests.sig"
 BUNDLE_FILES = (*DIGESTED_FILES, DIGESTS, SIGNATURE)
 
 KEYS_VARIABLE, SIGNING_VARIABLE = "RAYCAP_BUNDLE_KEYS", "RAYCAP_BUNDLE_SIGNING_KEY"
-MAX_BYTES = 2**16  # of digests.json and of files of keys
+MAX_BYTES = 2**16  # of digests.json, of its signature and of files of keys
+MAX_CONFIG_BYTES = 2**20  # of config.yaml, preprocessing.json and card.md
+# The limits with which the files are read. The weights are limited by the machine.
+FILE_LIMITS = {
+    **dict.fromkeys(("config.yaml", "preprocessing.json", "card.md"), MAX_CONFIG_BYTES),
+    "vocabulary.json": MAX_VOCABULARY_BYTES,
+    **dict.fromkeys((DIGESTS, SIGNATURE), MAX_BYTES),
+}
 _PUBLIC_KEY = re.compile(rb"-----BEGIN PUBLIC KEY-----.+?-----END PUBLIC KEY-----", re.DOTALL)
 
 
 def fetched(bundle: StoragePath) -> Path:
-    """The local folder of a bundle. For a bundle on S3 it is a local copy, which is brought up to date first."""
+    """The local folder of a bundle. For a bundle on S3 it is a local copy, which is brought up to date first.
+
+    Raises UserError, before anything is fetched, for a file that is larger than what would be read, or than the disk.
+    """
     if not bundle.is_remote:
         return bundle.path
     copy = cache_folder() / "bundles" / hashlib.sha256(bundle.uri.encode()).hexdigest()[:20]
-    Mirror(bundle, copy).pull(only=BUNDLE_FILES)
+    Mirror(bundle, copy).pull(only=BUNDLE_FILES, check=lambda files: _check_sizes(bundle, files))
     return copy
+
+
+def _check_sizes(bundle: StoragePath, files: Mapping[str, Entry]) -> None:
+    """Raises UserError if one of the files to fetch is larger than its limit, or all are larger than the free disk."""
+    for name, (size, _) in files.items():
+        limit = FILE_LIMITS.get(name, memory_bytes())
+        if size > limit:
+            kind = "such a file may have" if name in FILE_LIMITS else "this machine has as memory"
+            raise UserError(f"{bundle / name} has {size} bytes, more than the {limit} that {kind}; give another bundle")
+    size, free = sum(entry.size for entry in files.values()), shutil.disk_usage(cache_folder()).free
+    if size > free:
+        raise UserError(
+            f"{bundle}: {size} bytes are to be copied to {cache_folder()}, more than the {free} that are free there; "
+            f"make room, or name a folder on a larger disk by {CACHE_VARIABLE}"
+        )
 
 
 def bundle_digests(folder: Path, names: Sequence[str] = ()) -> dict[str, str]:

@@ -20,7 +20,7 @@ from pipeline.data.vocabulary import Vocabulary
 from pipeline.features.model_inputs import Images
 from pipeline.runtime.context import Context, gather_objects
 from pipeline.scoring.split_result import Hypothesis
-from pipeline.storage.cache import ChangedError
+from pipeline.storage.file_cache import ChangedError
 from pipeline.storage.s3 import StorageError
 
 Hypotheses = dict[int, list[Hypothesis]]  # by image id, best first

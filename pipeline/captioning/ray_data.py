@@ -1,6 +1,7 @@
 """Captions very many images through Ray Data. CPU tasks read and decode them, and a pool of actors captions them.
 
-The driver keeps only names and captions in memory, the cluster a few blocks of at most `BLOCK_SIZE` images.
+The driver keeps the names of all images, and in Ray's object store those of `NAMES_AT_A_TIME` images. The cluster keeps
+a few blocks of at most `BLOCK_SIZE` images.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from pipeline.features.interruptions import one_sentence, repeat_interrupted_tas
 from pipeline.runtime.context import device_for
 from pipeline.runtime.cpu import prepare_processor
 from pipeline.storage.path import is_remote, storage_path
-from pipeline.storage.s3 import OutageError
+from pipeline.storage.s3 import StorageError
 
 BLOCK_SIZE = 64  # images
+NAMES_AT_A_TIME = 1_000_000  # images of an execution; their 15,625 blocks of names are made before its first caption
 
 
 @dataclass(frozen=True)
@@ -62,62 +64,79 @@ def caption_stream(
     """Yields (name, captions with log-probabilities, reason for a missing caption) of each image, in order.
 
     The best caption comes first. search: the settings of a `CaptionService`. Ray must have been started, and every node
-    must be able to read local names. Raises OutageError while the storage is out of order, and JobFailedError if Ray
-    loses processes too often. A stall does not end it; the caller must watch for one.
+    must be able to read local names. Raises StorageError while the storage is out of order or refuses requests, and
+    JobFailedError if Ray loses processes too often. A stall does not end it; the caller must watch for one.
+
+    Each NAMES_AT_A_TIME images are one execution of Ray Data, which starts its own captioning processes. So only the
+    list of names grows with the number of images, not the time until the first caption or the memory that Ray needs.
     """
-    import ray
-    import ray.data
-    from ray.data import ActorPoolStrategy, DataContext
+    from ray.data import DataContext
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     repeat_interrupted_tasks()
     DataContext.get_current().execution_no_progress_timeout_s = -1  # the caller's watch ends a stall
     DataContext.get_current().execution_options.preserve_order = True
-    num_blocks = max(1, math.ceil(len(names) / BLOCK_SIZE))
-    decoded = ray.data.from_items([{"name": name} for name in names], override_num_blocks=num_blocks).map_batches(
-        _decode,  # type: ignore[arg-type]
+    arguments = {"model": model, "search": search, "num_results": num_results, "gpus": pool.gpus}
+    with one_sentence("captioning"):
+        for start in range(0, len(names), NAMES_AT_A_TIME):
+            for row in _captioned_rows(names[start : start + NAMES_AT_A_TIME], image_size, arguments, pool):
+                yield _text(row["name"]), list(zip(row["captions"], row["log_probs"], strict=True)), row["reason"]
+
+
+def _captioned_rows(
+    names: Sequence[str], image_size: int, arguments: dict[str, Any], pool: CaptionPool
+) -> Iterator[dict[str, Any]]:
+    """Yields the rows of `_CaptionActor` for the named images, in order. arguments: of its constructor."""
+    import ray.data
+    from ray.data import ActorPoolStrategy
+
+    # Arrow's text cannot hold names that are not UTF-8, but its bytes can.
+    encoded = np.array([name.encode(errors="surrogatepass") for name in names], object)
+    parts = np.array_split(encoded, math.ceil(len(names) / BLOCK_SIZE))
+    blocks = [pa.table({"name": pa.array(part, pa.binary())}) for part in parts]
+    decoded = ray.data.from_blocks(blocks).map_batches(  # `from_arrow` runs a task for each block
+        _decode,
         fn_kwargs={"image_size": image_size},
         batch_size=None,
         num_cpus=DECODING_CPUS,
     )
     captioned = decoded.map_batches(
         _CaptionActor,
-        fn_constructor_kwargs={
-            "model": model,
-            "search": search,
-            "num_results": num_results,
-            "gpus": pool.gpus,
-        },
+        fn_constructor_kwargs=arguments,
         batch_size=BLOCK_SIZE if pool.gpus else BLOCK_SIZE // 2,
         compute=ActorPoolStrategy(min_size=1, max_size=pool.max_size),
         num_cpus=pool.cpus,
         num_gpus=pool.gpus,
     )
-    with one_sentence("captioning"):
-        for row in captioned.iter_rows():
-            yield row["name"], list(zip(row["captions"], row["log_probs"], strict=True)), row["reason"]
+    yield from captioned.iter_rows()
+
+
+def _text(name: bytes) -> str:
+    """The name of an image, which blocks hold as bytes."""
+    return name.decode(errors="surrogatepass")
 
 
 def _decode(batch: dict[str, np.ndarray], image_size: int) -> dict[str, Any]:
     """Resized pixels (B, H, W, 3) uint8 of the named images; an unreadable image is black and has a reason."""
+    names = [_text(name) for name in batch["name"]]
     transform = ImageTransform(image_size)
-    pixels = np.zeros((len(batch["name"]), image_size, image_size, 3), np.uint8)
+    pixels = np.zeros((len(names), image_size, image_size, 3), np.uint8)
 
     def decode(index: int) -> str:
         """Writes the pixels of one image of the batch, and returns its reason."""
         try:
-            data = read_image_file(storage_path(str(batch["name"][index])))
+            data = read_image_file(storage_path(names[index]))
             pixels[index] = transform.resize(decode_image(data, MAX_PIXELS))
         except BadImage as error:
             return str(error)
-        except OutageError:
-            raise  # the image is not at fault
+        except StorageError:
+            raise  # an outage, or missing rights; the image is not at fault
         except OSError as error:
             return f"cannot be read: {error.strerror or error}"
         return ""
 
     # Requests spend most of their time waiting; local files are decoded one after the other.
-    with ThreadPoolExecutor(8 if any(is_remote(str(name)) for name in batch["name"]) else 1) as pool:
+    with ThreadPoolExecutor(8 if any(map(is_remote, names)) else 1) as pool:
         reasons = list(pool.map(decode, range(len(pixels))))
     return {"name": batch["name"], "pixels": pixels, "reason": np.array(reasons)}
 

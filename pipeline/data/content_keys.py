@@ -2,7 +2,8 @@
 
 A manifest holds the URI, size, tag and content key of each image; the tag is the modification time, or the ETag on S3.
 A file with the same size and tag as in the manifest counts as unchanged. The cost is one stat per image and one read
-per new or changed image. On S3 the sizes and tags of a thousand images come from one listing request.
+per new or changed image. On S3 the sizes and tags of a thousand images come from one listing request. The manifest is
+also written while images are read, so that a kill or an outage loses little of this work.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,6 +23,7 @@ import pyarrow.compute as pc
 
 from pipeline.data.dataset import Dataset
 from pipeline.data.images import MAX_BYTES, read_image_file
+from pipeline.runtime.progress import progress
 from pipeline.storage.path import StorageOptions, StoragePath, is_remote, storage_path
 from pipeline.storage.s3 import REMOTE, Entry, OutageError
 from pipeline.storage.tables import read_cache, write_table
@@ -29,6 +32,9 @@ MANIFEST = pa.schema([("uri", pa.string()), ("size", pa.int64()), ("tag", pa.str
 _URIS_PER_TASK = 8192  # files whose sizes a thread looks up in one task
 _UNREADABLE_SIZE = -1  # replaces the size of a file that cannot be read
 _NUM_THREADS = 8
+_URIS_PER_SLICE = 10_000  # files that are queued for hashing at a time; each needs 2 kB of memory meanwhile
+# The manifest is written once a minute, and so seldom that the writes take a twentieth of the time.
+_WRITE_EVERY_S, _WRITE_SHARE = 60.0, 1 / 20
 # A listing ends after this many objects plus ten per image: one image may be in a bucket of a billion objects.
 _LISTED_OBJECTS = 1000
 
@@ -51,13 +57,8 @@ def take_snapshot(
     keys = pc.if_else(unchanged, previous["key"].combine_chunks(), pa.scalar(None, pa.string()))
     changed = np.flatnonzero(~unchanged.to_numpy(zero_copy_only=False) & (sizes.to_numpy() >= 0))
     if len(changed):
-        values = np.full(len(uris), None, object)
-        values[changed] = _hash_files(uris.take(pa.array(changed)).to_pylist(), options, unreadable)
-        keys = pc.coalesce(keys, pa.array(values, pa.string()))
-        rows = pa.table([uris, sizes, tags, keys], schema=MANIFEST).filter(pc.is_valid(keys))
-        other_rows = stored.filter(pc.invert(pc.is_in(stored["uri"], value_set=rows["uri"])))
-        if rows.num_rows:
-            write_table(manifest_path, pa.concat_tables([rows, other_rows]))
+        files = pa.table([uris, sizes, tags, keys], schema=MANIFEST)
+        keys = _hash_changed(files, changed, options, unreadable, lambda rows: _write(manifest_path, rows, stored))
     return dataset.with_column("key", keys.take(pc.index_in(dataset.table["uri"], value_set=uris))), unreadable
 
 
@@ -132,10 +133,48 @@ def _stat(path: StoragePath) -> Entry | None:
         return None
 
 
-def _hash_files(uris: Sequence[str], options: StorageOptions, unreadable: dict[str, str]) -> list[str | None]:
+def _hash_changed(
+    files: pa.Table,
+    changed: np.ndarray,
+    options: StorageOptions,
+    unreadable: dict[str, str],
+    write: Callable[[pa.Table], None],
+) -> pa.ChunkedArray:
+    """The content keys of all files, after those at the positions `changed` were read.
+
+    files: the manifest's rows of all images, without the keys of the changed ones. A file that cannot be read has no
+    key, and its reason is added to `unreadable`. `write` is called now and then with the rows that have keys, and at
+    the end. Raises OutageError when the storage is out of order.
+    """
+    hashed = np.full(len(files), None, object)
+    write_at = time.monotonic() + _WRITE_EVERY_S
+    with progress("content keys", len(changed)) as advance:
+        for start in range(0, len(changed), _URIS_PER_SLICE):
+            part = changed[start : start + _URIS_PER_SLICE]
+            uris = files["uri"].take(pa.array(part)).to_pylist()
+            hashed[part] = _hash_files(uris, options, unreadable, advance)
+            begin = time.monotonic()
+            if part[-1] == changed[-1] or begin > write_at:
+                keys = pc.coalesce(files["key"], pa.array(hashed, pa.string()))
+                write(files.set_column(3, "key", keys).filter(pc.is_valid(keys)))
+                now = time.monotonic()
+                write_at = now + max(_WRITE_EVERY_S, (now - begin) / _WRITE_SHARE)
+    return keys
+
+
+def _write(path: StoragePath, rows: pa.Table, stored: pa.Table) -> None:
+    """Writes a manifest with these rows, and those stored rows that have other URIs."""
+    other_rows = stored.filter(pc.invert(pc.is_in(stored["uri"], value_set=rows["uri"])))
+    if rows.num_rows:
+        write_table(path, pa.concat_tables([rows, other_rows]))
+
+
+def _hash_files(
+    uris: Sequence[str], options: StorageOptions, unreadable: dict[str, str], advance: Callable[[int], None]
+) -> list[str | None]:
     """The sha256 of each file. A file that cannot be read gives None and adds its reason to `unreadable`.
 
-    Raises OutageError when the storage is out of order.
+    advance: called with 1 after each file. Raises OutageError when the storage is out of order.
     """
 
     def content_key(uri: str) -> str | None:
@@ -148,4 +187,8 @@ def _hash_files(uris: Sequence[str], options: StorageOptions, unreadable: dict[s
             return None
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:  # reading and hashing release the interpreter's lock
-        return list(pool.map(content_key, uris))
+        keys = []
+        for key in pool.map(content_key, uris):
+            keys.append(key)
+            advance(1)
+        return keys

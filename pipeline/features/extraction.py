@@ -197,10 +197,11 @@ def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Ite
     if not uses_tasks:
         block_rows = max(1, min(block_rows, math.ceil(count / MIN_BLOCKS)))
     starts = range(0, count, block_rows)
-    source = ray.data.from_arrow([missing.slice(start, block_rows).combine_chunks() for start in starts])
+    # `from_arrow` runs a task for each block
+    source = ray.data.from_blocks([missing.slice(start, block_rows).combine_chunks() for start in starts])
     if uses_tasks:
         computed = source.map_batches(
-            _decode_and_compute,  # type: ignore[arg-type]
+            _decode_and_compute,
             fn_kwargs={"decoding": decoding, **arguments},
             batch_size=None,
             compute=TaskPoolStrategy(size=settings.num_actors),
@@ -208,7 +209,7 @@ def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Ite
         )
     else:
         decoded = source.map_batches(
-            decode_batch,  # type: ignore[arg-type]
+            decode_batch,
             fn_kwargs=decoding,
             batch_size=None,
             num_cpus=DECODING_CPUS,

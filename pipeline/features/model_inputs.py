@@ -13,7 +13,7 @@ from models.transform import ImageTransform
 from pipeline.data.dataset import Dataset
 from pipeline.data.images import MAX_BYTES, decode_image, read_image_file
 from pipeline.features.store import FeatureStore
-from pipeline.storage.cache import ImageCache
+from pipeline.storage.file_cache import ImageCache
 from pipeline.storage.path import StorageOptions, StoragePath, is_remote
 
 NUM_REMOTE_THREADS = 8  # threads per worker; they mostly wait for requests

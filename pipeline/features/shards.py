@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.errors import DamagedError
-from pipeline.storage.cache import ChangedError, ShardCache
 from pipeline.storage.digests import has_digest
+from pipeline.storage.file_cache import ChangedError, ShardCache
 from pipeline.storage.path import StoragePath
 
 MAX_READ_BYTES = 2**36  # of a store that one process reads before training; a minute at 1 GB/s

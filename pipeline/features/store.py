@@ -33,7 +33,7 @@ import pyarrow.compute as pc
 from pipeline.config.sections import FeatureSection
 from pipeline.errors import DamagedError
 from pipeline.features.shards import ShardInfo, ShardMaps
-from pipeline.storage.cache import shard_cache
+from pipeline.storage.file_cache import shard_cache
 from pipeline.storage.path import StoragePath, storage_path
 from pipeline.storage.tables import read_cache, write_table
 

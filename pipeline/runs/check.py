@@ -25,6 +25,7 @@ from pipeline.data.loading import data_root, snapshot_of
 from pipeline.data.vocabulary import tokenize
 from pipeline.errors import UserError
 from pipeline.features.regions import missing_regions
+from pipeline.runtime.progress import progress
 from pipeline.storage.path import StoragePath
 from pipeline.untrusted.names import shown
 
@@ -35,6 +36,7 @@ MIN_IMAGES_FOR_CIDER = 200  # With fewer images, the standard error of a mean CI
 # COCO's photographs have short sides of 400 pixels or more; data sets that were shrunk usually have 224 or 256.
 MIN_ORIGINAL_SIDE = 400
 SHORT_SIDE_BINS = (0, 64, 128, 224, 256, 320, 384, 480, 640, 1024, 2048)  # pixels; edges of the printed histogram
+IMAGES_AT_A_TIME = 10_000  # images that are queued for decoding; each needs 2 kB of memory meanwhile
 MAX_EXAMPLES = 3  # A finding names at most this many images.
 
 
@@ -161,10 +163,18 @@ def _decode_all(dataset: Dataset, config: RunConfig) -> tuple[dict[str, str], np
         except (BadImage, OSError) as error:
             return str(error)
 
-    with ThreadPoolExecutor(max(2, os.cpu_count() or 1)) as pool:  # Pillow releases the GIL while it decodes
-        results = dict(zip(uri_by_key, pool.map(decode, uri_by_key.values()), strict=True))
-    reasons = {key: result for key, result in results.items() if isinstance(result, str)}
-    sizes = [result for result in results.values() if not isinstance(result, str)]
+    images = iter(uri_by_key.items())
+    reasons: dict[str, str] = {}
+    sizes: list[tuple[int, int]] = []
+    num_threads = max(2, os.cpu_count() or 1)  # Pillow releases the GIL while it decodes
+    with ThreadPoolExecutor(num_threads) as pool, progress("decoding", len(uri_by_key)) as advance:
+        while part := dict(itertools.islice(images, IMAGES_AT_A_TIME)):
+            for key, result in zip(part, pool.map(decode, part.values()), strict=True):
+                if isinstance(result, str):
+                    reasons[key] = result
+                else:
+                    sizes.append(result)
+                advance(1)
     return reasons, np.array(sizes, np.int64).reshape(-1, 2)
 
 

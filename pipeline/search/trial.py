@@ -38,6 +38,7 @@ from pipeline.search.spec import SCORE, Search
 from pipeline.search.trials import Reports, SearchPlan, TrialOutcome
 from pipeline.storage.atomic import atomic_path, read_json, write_json
 from pipeline.storage.cache import cache_folder
+from pipeline.storage.copies import remove_copy
 from pipeline.storage.digests import write_digests
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, storage_path
@@ -130,11 +131,25 @@ def _run_trial(task: TrialTask, report: Report, train: Train) -> TrialOutcome:
     token = prepared.new_driver_token()
     # With one worker, this process trains and writes the worker's copy of a run on S3.
     run = prepared.on_worker(token) if config.workers.num_workers == 1 else prepared
-    costs = costs_of(run)
     names = tuple(stage.name for stage in config.stages)
     feature_store = storage_path(plan.store, options) if plan.store else None
+    job, begin = StageJob(prepared, names, feature_store, tuple(plan.excluded), token), time.time()
+    try:
+        return _train_and_score(task, config, job, run, report, train)
+    finally:  # later trials on this machine need the space
+        if run.home is not None:
+            remove_copy(Mirror(run.home, run.path), unused_for_s=0)
+            if run is not prepared:  # this trial has not used it since `begin`, but another process may have
+                remove_copy(Mirror(run.home, prepared.path), unused_for_s=time.time() - begin)
+
+
+def _train_and_score(
+    task: TrialTask, config: RunConfig, job: StageJob, run: RunFolder, report: Report, train: Train
+) -> TrialOutcome:
+    """Trains the stages of a trial that are not finished, and measures its scores and costs."""
+    plan, search, names = task.plan, task.plan.search, job.stages
+    costs = costs_of(run)
     if any(run.result(name) is None for name in names):
-        job = StageJob(prepared, names, feature_store, tuple(plan.excluded), token)
         report({"run": str(run.root)})  # its journal shows that the trial makes progress
         train(job, config, TrialContext(run, report, costs))
     costs["seconds"] = trained_seconds(run)

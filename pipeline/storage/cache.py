@@ -1,7 +1,4 @@
-"""Caches of remote shards and images on the local disk, with a limited size. Downloads are checked by digest.
-
-All processes of a machine share a cache under file locks. A full cache removes the least recently used files. A process
-that has mapped such a file can still read it, because the system frees a removed file after its last reader.
+"""The folder of this machine's caches, and how much space of its disk they may take.
 
 By default a cache takes at most half of the space that it can use: what is free and what it holds already. So the limit
 does not change while the cache grows, and processes that start at different times have the same one. The other half is
@@ -11,18 +8,12 @@ that would leave less than a reserve of the disk, whatever the limit is.
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
 import shutil
 import stat
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
-
-from pipeline.storage.atomic import file_lock, write_bytes
-from pipeline.storage.path import StorageError, StoragePath
-from pipeline.untrusted.names import printable
 
 CACHE_VARIABLE = "RAYCAP_CACHE"
 # The size in GiB of the cache's volume, for an emptyDir of Kubernetes: the system reports the size of the whole disk.
@@ -31,13 +22,6 @@ PRIVATE = stat.S_IRWXU  # the rights of the cache's folder
 REWARD_INDEXES = "ciderd"  # the folder of the rewards' indexes, which `pipeline.training.reward` makes
 CACHE_SHARE = 0.5  # of the space that a cache can use
 RESERVE_SHARE, RESERVE_BYTES = 0.1, 10 * 2**30  # the smaller one of a tenth of the disk and this number stays free
-NUM_FILE_LOCKS = 16  # the hash of a file's name selects its lock
-COUNT_EVERY = 16  # one in so many folders of images is counted for the size of the cache
-NUM_IMAGE_FOLDERS = 256  # the first two hexadecimal digits of an image's digest select its folder
-
-
-class ChangedError(StorageError):
-    """A stored file does not have its digest: it is damaged, or was replaced."""
 
 
 def cache_folder() -> Path:
@@ -77,100 +61,12 @@ def cache_limit(folder: Path, held: int, most: int | None) -> int:
     return int(CACHE_SHARE * space) if most is None else min(most, space)
 
 
-class ShardCache:
-    """Local copies of remote files, with at most `limit` bytes in all."""
-
-    def __init__(self, folder: Path, limit: int) -> None:
-        self.folder, self.limit = folder, limit
-
-    def get(self, source: StoragePath, size: int, sha256: str) -> Path | None:
-        """The local copy of `source`, fetched if it is not cached; None if the limit or the disk has no room for it.
-
-        Raises ChangedError when even a second download does not have the digest.
-        """
-        path = self.folder / f"{_require_digest(sha256, source)}{Path(source.name).suffix}"
-        if _touch(path):
-            return path
-        name_hash = int(hashlib.sha256(path.name.encode()).hexdigest()[:8], 16)
-        with self._lock(name_hash % NUM_FILE_LOCKS):
-            if not _touch(path):  # another process may have fetched the file while this one waited for the lock
-                if size > min(self.limit, free_bytes(self.folder) + used_bytes([self.folder])):
-                    return None
-                return path if self._add(path, _fetch(source, sha256)) else None
-        return path
-
-    def read(self, source: StoragePath, sha256: str, max_bytes: int | None = None) -> bytes:
-        """The content of a small file, which is cached if there is room for it. Raises StorageError as `get`."""
-        path = self.folder / _require_digest(sha256, source)
-        if _touch(path):
-            with suppress(FileNotFoundError):  # another process has removed it to free space
-                return path.read_bytes()
-        data = _fetch(source, sha256, max_bytes)
-        self._add(path, data)
-        return data
-
-    def _add(self, path: Path, data: bytes) -> bool:
-        """Writes a file, after removing the least recently used files until the new file fits within the limit.
-
-        Returns False without writing if the limit or the disk has no room for it.
-        """
-        if len(data) > self.limit:
-            return False
-        with self._lock(NUM_FILE_LOCKS):  # the number after those of the files: one lock for all additions
-            files = _files(self.folder)
-            excess = sum(status.st_size for status, _ in files) + len(data) - self.limit
-            excess = max(excess, len(data) - free_bytes(self.folder))
-            for status, old_path in sorted(files, key=lambda file: file[0].st_mtime_ns):
-                if excess <= 0:
-                    break
-                old_path.unlink(missing_ok=True)
-                excess -= status.st_size
-            if len(data) > free_bytes(self.folder):  # a removed file that a process has mapped is not freed yet
-                return False
-            write_bytes(path, data, durable=False)
-        return True
-
-    def _lock(self, number: int) -> AbstractContextManager[None]:
-        """The context in which this process has lock number `number` of the cache."""
-        return file_lock(self.folder / f"{number}.lock")
-
-
-class ImageCache:
-    """Local copies of remote images, at most `limit` bytes, because an end-to-end stage reads every image per epoch.
-
-    The images are divided among folders with an equal share of the limit, because adding an image lists its folder.
-    """
-
-    def __init__(self, folder: Path, limit: int) -> None:
-        self.folder, self.limit = folder, limit // NUM_IMAGE_FOLDERS
-
-    def read(self, source: StoragePath, sha256: str, max_bytes: int | None = None) -> bytes:
-        """The content of an image file. Raises StorageError when it no longer has the digest.
-
-        Raises OSError when it has more than `max_bytes` bytes.
-        """
-        return ShardCache(self.folder / _require_digest(sha256, source)[:2], self.limit).read(source, sha256, max_bytes)
-
-
-def shard_cache(most: int | None, folder: Path | None = None) -> ShardCache:
-    """This machine's cache of shards. most: the configured limit in bytes; None: half of the disk's free space."""
-    folder = folder or cache_folder() / "shards"
-    return ShardCache(folder, cache_limit(folder, used_bytes([folder]), most))
-
-
-def image_cache(most: int | None) -> ImageCache:
-    """This machine's cache of images; `most` as for `shard_cache`."""
-    folder = cache_folder() / "images"
-    counted = [folder / f"{number:02x}" for number in range(0, NUM_IMAGE_FOLDERS, COUNT_EVERY)]  # the shares are equal
-    return ImageCache(folder, cache_limit(folder, COUNT_EVERY * used_bytes(counted), most))
-
-
 def used_bytes(folders: Iterable[Path]) -> int:
     """The size of the files in these folders of caches, which need not exist."""
-    return sum(status.st_size for folder in folders for status, _ in _files(folder))
+    return sum(status.st_size for folder in folders for status, _ in cached_files(folder))
 
 
-def _files(folder: Path) -> list[tuple[os.stat_result, Path]]:
+def cached_files(folder: Path) -> list[tuple[os.stat_result, Path]]:
     """The cached files in a folder, without those that another process removes meanwhile."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
@@ -178,28 +74,3 @@ def _files(folder: Path) -> list[tuple[os.stat_result, Path]]:
             if path.suffix != ".lock":
                 found.append((path.stat(), path))
     return found
-
-
-def _require_digest(text: str, source: StoragePath) -> str:
-    """Returns the digest of a file, which becomes a local file's name. Raises StorageError for any other text."""
-    if not re.fullmatch("[0-9a-f]{64}", text):
-        raise StorageError(f"{source}: the digest recorded for it is {printable(text)[:80]!r}, not a SHA-256")
-    return text
-
-
-def _touch(path: Path) -> bool:
-    """Marks a file as recently used. Returns False when it does not exist."""
-    try:
-        os.utime(path)
-    except FileNotFoundError:
-        return False
-    return True
-
-
-def _fetch(source: StoragePath, sha256: str, max_bytes: int | None = None) -> bytes:
-    """Downloads a file, and a second time if its digest is wrong. Raises ChangedError if it is wrong again."""
-    for _ in range(2):
-        data = source.read_bytes(max_bytes)
-        if hashlib.sha256(data).hexdigest() == sha256:
-            return data
-    raise ChangedError(f"{source}: its content does not have the recorded digest; was it replaced meanwhile?")

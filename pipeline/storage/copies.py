@@ -1,7 +1,7 @@
 """Removes this machine's copies of runs, searches and bundles on S3 when they take more than a share of the disk.
 
-The copies that were used longest ago are removed first. A copy in use, or one with a file that S3 lacks, remains. A
-removed copy is downloaded again when it is needed.
+The copies that were used longest ago are removed first. A search removes the copies of a trial when the trial ends. A
+copy in use, or one with a file that S3 lacks, remains. A removed copy is downloaded again when it is needed.
 """
 
 from __future__ import annotations
@@ -47,14 +47,20 @@ def _prune(keep: Path, deadline: float) -> None:
         for copy in copies:
             if excess <= 0 or time.monotonic() > deadline:
                 return
-            if copy.local != keep and _remove(copy):
+            if copy.local != keep and _remove(copy, UNUSED_FOR_S):
                 excess -= sizes[copy.local]
                 logger.debug(f"removed   {copy.local}, the copy of {copy.home}")
 
 
+def remove_copy(copy: Mirror, unused_for_s: float) -> None:
+    """Removes a copy that its last user needs no more. See `Mirror.remove_copy` for the cases in which it remains."""
+    with suppress(OSError), file_lock(_lock(cache_folder())):
+        _remove(copy, unused_for_s)
+
+
 @contextmanager
 def no_pruning(folder: Path) -> Iterator[None]:
-    """Keeps `prune_copies` of other processes out of the context if the folder is a copy in the cache."""
+    """Keeps the removals of other processes out of the context if the folder is a copy in the cache."""
     if not folder.is_relative_to(cache_folder()):
         yield
         return
@@ -77,9 +83,9 @@ def _lock(root: Path) -> Path:
     return root / ".copies.lock"
 
 
-def _remove(copy: Mirror) -> bool:
-    """Removes a copy that nobody uses. Returns False if it must remain, or S3 cannot be asked."""
+def _remove(copy: Mirror, unused_for_s: float) -> bool:
+    """Removes a copy that nobody has used for a time. Returns False if it must remain, or S3 cannot be asked."""
     home = StoragePath(copy.home.uri, copy.home.options.hasty)
     with suppress(OSError):
-        return Mirror(home, copy.local).remove_copy(UNUSED_FOR_S)
+        return Mirror(home, copy.local).remove_copy(unused_for_s)
     return False

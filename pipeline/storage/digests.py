@@ -105,12 +105,17 @@ def _remove_old_marks(folder: Path) -> None:
                 mark.unlink()
 
 
+def memory_bytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def file_digest(path: Path) -> str:
     """The SHA-256 of a local file; "" for one that is larger than the memory, as no file of raycap is.
 
     A sparse file of a tebibyte takes no space, and reading it would take hours.
     """
-    if path.stat().st_size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+    if path.stat().st_size > memory_bytes():
         return ""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

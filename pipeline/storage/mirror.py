@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -21,12 +21,13 @@ from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.storage.atomic import atomic_path, file_lock, try_file_lock, write_text
-from pipeline.storage.path import Entry, StorageOptions, StoragePath
+from pipeline.storage.path import Entry, StorageError, StorageOptions, StoragePath, join
 from pipeline.untrusted.names import relative_name
 
 MARKERS = ("progress.json", "run.json", "DONE.json", "COMPLETE.json", "COMPLETE")
 RECORD_SUFFIX = ".mirror.json"
 NUM_TRANSFERS = 8  # files transferred at the same time
+PULL_ATTEMPTS = 3  # of a pull whose files the writer removes meanwhile, as it replaces checkpoints
 
 # {file name: [tag on S3, [size, modification time] of the copy]} of the transferred files.
 Record = dict[str, list[Any]]
@@ -39,28 +40,53 @@ class Mirror:
     home: StoragePath
     local: Path
 
-    def pull(self, under: str = "", only: Collection[str] | None = None) -> None:
+    def pull(
+        self,
+        under: str = "",
+        only: Collection[str] | None = None,
+        check: Callable[[Mapping[str, Entry]], None] = lambda _: None,
+    ) -> None:
         """Makes the copy below `under` equal to S3. `under` is a folder, a file with a suffix, or "" for everything.
 
-        only: the names of the files to copy; None for all. Checkpoints without their marker and hidden files are
-        skipped. Raises StorageError like `StoragePath`, and UserError for an object whose name leads out of the copy.
+        only: the names of the files to copy; None for all. check: called with the files to fetch before they are
+        fetched, and may raise an error. Checkpoints without their marker and hidden files are skipped. When the
+        folder's writer removes files meanwhile, the folder is listed again. Raises StorageError like `StoragePath`, and
+        UserError for an object whose name leads out of the copy.
         """
         with self._record() as record:
-            remote = _without_unfinished(self._listed(under))
-            remote = {name: entry for name, entry in remote.items() if (name in only if only else _is_visible(name))}
-            for name in remote:
-                relative_name(name, self.home.uri)
-            start = self.local / under
-            self._require_inside(start if start.is_dir() else start.parent)
-            files = self._local_files(under)
-            outdated = [name for name, entry in remote.items() if record.get(name) != [entry.tag, files.get(name)]]
-            with ThreadPoolExecutor(NUM_TRANSFERS) as pool:
-                for name, state in zip(outdated, pool.map(self._fetch, outdated), strict=True):
+            for _ in range(PULL_ATTEMPTS):
+                if self._pull(record, under, only, check):
+                    return
+        raise StorageError(
+            f"{join(self.home.uri, under)}: files are removed while they are copied, because another process writes "
+            "the folder; try again, or when that process has ended"
+        )
+
+    def _pull(
+        self, record: Record, under: str, only: Collection[str] | None, check: Callable[[Mapping[str, Entry]], None]
+    ) -> bool:
+        """Makes the copy equal to one listing of S3. Returns False if a listed file was removed meanwhile."""
+        remote = _without_unfinished(self._listed(under))
+        remote = {name: entry for name, entry in remote.items() if (name in only if only else _is_visible(name))}
+        for name in remote:
+            relative_name(name, self.home.uri)
+        start = self.local / under
+        self._require_inside(start if start.is_dir() else start.parent)
+        files = self._local_files(under)
+        outdated = [name for name, entry in remote.items() if record.get(name) != [entry.tag, files.get(name)]]
+        check({name: remote[name] for name in outdated})
+        is_complete = True
+        with ThreadPoolExecutor(NUM_TRANSFERS) as pool:
+            for name, state in zip(outdated, pool.map(self._fetch, outdated), strict=True):
+                if state is None:
+                    is_complete = False
+                else:
                     record[name] = state
-            for name in files.keys() - remote.keys():
-                (self.local / name).unlink(missing_ok=True)
-                record.pop(name, None)
-            self._remove_empty_folders(under)
+        for name in files.keys() - remote.keys():
+            (self.local / name).unlink(missing_ok=True)
+            record.pop(name, None)
+        self._remove_empty_folders(under)
+        return is_complete
 
     def push(self, under: str = "", check_may_write: Callable[[], None] = lambda: None) -> None:
         """Makes S3 below `under` equal to the copy.
@@ -104,13 +130,16 @@ class Mirror:
                 states[path.relative_to(self.local).as_posix()] = _state(path)
         return states
 
-    def _fetch(self, name: str) -> list[Any]:
-        """Downloads a file. Returns its entry for the record."""
+    def _fetch(self, name: str) -> list[Any] | None:
+        """Downloads a file. Returns its entry for the record; None if the object was removed after the listing."""
         path = self.local / name
         self._require_inside(path.parent)
-        with atomic_path(path, durable=False) as temporary:
-            entry = (self.home / name).download(temporary)
-        return [entry.tag, _state(path)]
+        try:
+            with atomic_path(path, durable=False) as temporary:
+                entry = (self.home / name).download(temporary)
+            return [entry.tag, _state(path)]
+        except FileNotFoundError:
+            return None
 
     def _require_inside(self, folder: Path) -> None:
         """Raises UserError if a link leads from a folder of the copy to another place."""

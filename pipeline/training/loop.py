@@ -35,7 +35,7 @@ from pipeline.runs.folder import RunFolder, StageResult
 from pipeline.runtime.context import Context, any_rank, gather_objects
 from pipeline.runtime.cpu import prepare_processor
 from pipeline.scoring.split_result import Hypothesis
-from pipeline.storage.cache import image_cache
+from pipeline.storage.file_cache import image_cache
 from pipeline.storage.path import StoragePath
 from pipeline.storage.weights import load_weights
 from pipeline.training.batches import Batch, Batches, CaptionTokens

@@ -19,7 +19,7 @@ from pipeline.data.images import UNREADABLE, decode_batch
 from pipeline.features.model_inputs import Images
 from pipeline.features.store import FeatureStore, write_shard
 from pipeline.storage import s3
-from pipeline.storage.cache import ImageCache, ShardCache
+from pipeline.storage.file_cache import ImageCache, ShardCache
 from pipeline.storage.path import StorageError, StorageOptions, StoragePath
 from tests.conftest import write_karpathy
 from tests.support.features import gather

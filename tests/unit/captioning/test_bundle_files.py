@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
@@ -19,7 +21,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from pipeline.captioning.bundle import load_bundle
-from pipeline.captioning.bundle_files import bundle_digests, fetched, require_intact, seal
+from pipeline.captioning.bundle_files import BUNDLE_FILES, FILE_LIMITS, bundle_digests, fetched, require_intact, seal
 from pipeline.errors import UserError
 from pipeline.storage.path import StorageOptions, StoragePath
 from tests.support.bundles import make_bundle, without_digests
@@ -152,3 +154,37 @@ def test_only_the_files_of_a_bundle_are_copied_from_s3(s3: str, bundle: Path, tm
     folder = fetched(home)
     assert {path.name for path in folder.iterdir()} == {path.name for path in bundle.iterdir()}
     assert load_bundle(folder).config["name"] == "small" and not victim.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "words"),
+    [
+        ("config.yaml", "bundle_files.FILE_LIMITS", "more than the 9999 that such a file may have; give another"),
+        ("card.md", "bundle_files.FILE_LIMITS", "more than the 9999 that such a file may have; give another"),
+        ("model.safetensors", "bundle_files.memory_bytes", "more than the 9999 that this machine has as memory; give"),
+        (
+            "model.safetensors",
+            "bundle_files.shutil.disk_usage",
+            "more than the 9999 that are free there; make room, or",
+        ),
+    ],
+)
+def test_a_bundle_on_s3_with_a_file_that_is_too_large_is_not_fetched(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit: str, words: str
+) -> None:
+    home = StoragePath(f"s3://data/{tmp_path.name}", StorageOptions(s3))
+    (home / "vocabulary.json").write_bytes(b"[]")
+    (home / name).write_bytes(bytes(10_000))
+    values: dict[str, Any] = {"FILE_LIMITS": {name: 9999}, "memory_bytes": lambda: 9999}
+    value = values.get(limit.split(".")[-1], lambda _: SimpleNamespace(free=9999))
+    with monkeypatch.context() as limited:
+        limited.setattr(f"pipeline.captioning.{limit}", value)
+        limited.setattr(StoragePath, "download", lambda *_: pytest.fail("a file was fetched"))
+        with pytest.raises(UserError, match=words) as raised:
+            fetched(home)
+    assert str(raised.value).startswith(home.uri) and "1000" in str(raised.value)
+    assert sorted(path.name for path in fetched(home).iterdir()) == sorted([name, "vocabulary.json"])
+
+
+def test_each_file_of_a_bundle_has_a_limit_except_the_weights() -> None:
+    assert set(BUNDLE_FILES) - FILE_LIMITS.keys() == {"model.safetensors"}

@@ -31,7 +31,7 @@ from pipeline.features.model_inputs import Images
 from pipeline.runs.evaluation import Hypothesis, split_result
 from pipeline.runtime.context import LocalContext
 from pipeline.scoring.split_result import ConstraintCounts, SplitResult
-from pipeline.storage.cache import ChangedError
+from pipeline.storage.file_cache import ChangedError
 from pipeline.storage.s3 import OutageError, StorageError
 from tests.support.bundles import WORDS, make_bundle
 from tests.support.logs import on_message

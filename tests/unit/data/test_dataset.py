@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,39 @@ def test_an_outage_does_not_take_images_out_of_the_data(tmp_path: Path, monkeypa
     fail_with(StorageError)
     found, unreadable = take_snapshot(dataset, tmp_path / "manifest.parquet")
     assert list(unreadable) == ["s3://bucket/y.png"] and found.table["key"].null_count == 1
+
+
+def test_a_killed_snapshot_keeps_most_of_its_keys_and_logs_its_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    bucket = Bucket([f"{number}.png" for number in range(7)])
+    bucket.install(monkeypatch)
+    columns = [range(7), ["train"] * 7, [*bucket.objects], [["a"]] * 7, pa.nulls(7, pa.string())]
+    dataset = Dataset(pa.table(columns, schema=SCHEMA))
+    whole = take_snapshot(dataset, tmp_path / "whole.parquet")[0]
+    for name, value in (("content_keys._URIS_PER_SLICE", 2), ("content_keys._WRITE_EVERY_S", 0)):
+        monkeypatch.setattr(f"pipeline.data.{name}", value)
+    monkeypatch.setattr("pipeline.data.content_keys._WRITE_SHARE", 1e9)
+    monkeypatch.setattr("pipeline.runtime.progress.LINE_EVERY_S", -1)
+    read: list[str] = []
+
+    def read_until(path: StoragePath, last: str = "5.png") -> bytes:
+        read.append(path.name)
+        if path.name == last:
+            raise KeyboardInterrupt
+        return path.uri.encode()
+
+    monkeypatch.setattr("pipeline.data.content_keys.read_image_file", read_until)
+    with pytest.raises(KeyboardInterrupt):
+        take_snapshot(dataset, tmp_path / "killed.parquet")
+    assert sorted(read) == [f"{number}.png" for number in range(6)], "the last slice was not begun"
+    assert re.fullmatch(r"content keys  4/7 images, [\d.]+ images/s, \d+ s left", log_lines[3])
+    read.clear()
+    monkeypatch.setattr("pipeline.data.content_keys.read_image_file", lambda path: read_until(path, ""))
+    found, unreadable = take_snapshot(dataset, tmp_path / "killed.parquet")
+    assert sorted(read) == ["4.png", "5.png", "6.png"], "the keys of two slices were kept"
+    assert not unreadable and found.table.equals(whole.table)
+    assert (tmp_path / "killed.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
 
 
 def test_the_fingerprint_depends_on_content_not_on_location(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from pipeline.data.image_paths import find_images
 from pipeline.errors import UserError
 from pipeline.reports.heat_maps import caption_picture, heat_map, region_maps
 from pipeline.storage.path import StoragePath, storage_path
-from pipeline.storage.s3 import OutageError
+from pipeline.storage.s3 import OutageError, StorageError
 from tests.conftest import ROOT
 from tests.support.bundles import SWIN, WORDS, make_bundle, without_digests, write_images
 
@@ -181,22 +181,23 @@ def test_an_output_on_s3_is_written_in_parts_and_continued(
         caption(names, str(bundle), out=place.uri, beam_size=2)
 
 
-def test_an_outage_of_the_storage_is_no_error_of_an_image(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [OutageError("storage failed for 600 s: 503"), StorageError("storage failed: 403")])
+def test_a_failure_of_the_storage_is_no_error_of_an_image(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: StorageError
 ) -> None:
-    """It ends the command. The next call captions the remaining images, also those that the outage has met."""
+    """It ends the command. The next call captions the remaining images, also those that the failure has met."""
     names, out = write_images(tmp_path / "images", 4), tmp_path / "captions.jsonl"
     read_bytes, monkeypatched = StoragePath.read_bytes, monkeypatch.context()
 
     def failing(path: StoragePath, max_bytes: int | None = None) -> bytes:
         if path.name == Path(names[2]).name:
-            raise OutageError(f"{path}: storage failed for 600 s: 503")
+            raise error
         return read_bytes(path, max_bytes)
 
     monkeypatch.setattr("jobs.caption.BATCH_SIZE", 2)
-    with monkeypatched as outage:
-        outage.setattr(StoragePath, "read_bytes", failing)
-        with pytest.raises(OutageError):
+    with monkeypatched as failure:
+        failure.setattr(StoragePath, "read_bytes", failing)
+        with pytest.raises(type(error)):
             caption(names, str(bundle), out=str(out))
     assert len(out.read_text().splitlines()) == 2
     assert caption(names, str(bundle), out=str(out)) == 0

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
 from jobs.cli import main
+from pipeline.data.images import decode_image
 from tests.conftest import ROOT, small_config, write_karpathy
 
 
@@ -59,6 +61,26 @@ def test_missing_and_broken_images_count_against_the_tolerance(tmp_path: Path) -
     assert code == 0 and len(found["unreadable"]) == 2 and "2 of 20 images" in texts(found, "warning")
     code, found = check(tmp_path, root, max_bad_fraction=0.05)
     assert code == 1 and "2 of 20 images" in texts(found, "error")
+
+
+def test_images_are_decoded_some_at_a_time_with_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    root = write_karpathy(tmp_path / "set", {"train": 5, "val": 2, "test": 2})
+    (root / "images" / "3.png").write_bytes(b"no image")
+    whole = check(tmp_path, root)
+    monkeypatch.setattr("pipeline.runs.check.IMAGES_AT_A_TIME", 2)
+    monkeypatch.setattr("pipeline.runtime.progress.LINE_EVERY_S", -1)
+    decoded = list[int]()
+
+    def decode(data: bytes, max_pixels: int) -> Image.Image:
+        decoded.append(sum(line.startswith("decoding  ") for line in log_lines))
+        return decode_image(data, max_pixels)
+
+    monkeypatch.setattr("pipeline.runs.check.decode_image", decode)
+    assert check(tmp_path, root) == whole
+    assert all(number // 2 * 2 <= done for number, done in enumerate(decoded)), "no image of a later part is queued"
+    assert any(line.startswith("decoding  9/9 images, ") for line in log_lines)
 
 
 def test_special_files_and_strange_names_are_reported(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.storage import cache
-from pipeline.storage.cache import ShardCache, image_cache, shard_cache
+from pipeline.storage import cache, digests
+from pipeline.storage.file_cache import ShardCache, image_cache, shard_cache
 from pipeline.storage.path import StorageError, StoragePath
 
 DISK = 10_000  # bytes; a tenth is the reserve
@@ -97,6 +97,32 @@ def test_what_other_programs_write_takes_room_from_the_cache(
     disk(DISK - 1000 - 100)
     assert found.get(*sources[21]) is None
     assert found.read(sources[21][0], sources[21][2]) == bytes([21]) * 300, "read without the cache"
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:-1], lambda data: data[:-1] + b"?"])
+def test_a_damaged_copy_is_fetched_again(
+    tmp_path: Path, sources: list[tuple[StoragePath, int, str]], damage: Callable[[bytes], bytes]
+) -> None:
+    found = ShardCache(tmp_path / "cache", 10**6)
+    (source, size, digest), (image, _, image_digest) = sources[:2]
+    for _ in range(2):
+        path = found.get(source, size, digest)
+        assert path is not None and path.read_bytes() == bytes(300)
+        assert found.read(image, image_digest) == bytes([1]) * 300
+        for copy in (path, found.folder / image_digest):
+            copy.write_bytes(damage(copy.read_bytes()))
+
+
+def test_a_whole_shard_is_hashed_once_and_a_use_keeps_it_in_the_cache(
+    tmp_path: Path, sources: list[tuple[StoragePath, int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed = list[Path]()
+    monkeypatch.setattr(digests, "file_digest", lambda path: (hashed.append(path), path.stem)[1])
+    found = ShardCache(tmp_path / "cache", 600)  # two files
+    paths = [found.get(*sources[number]) for number in (0, 1, 0, 0, 0)]
+    assert hashed == paths[:1], "at its first use after the download"
+    found.get(*sources[2])
+    assert [path is not None and path.is_file() for path in paths[:2]] == [True, False], "the other one was used before"
 
 
 def test_images_are_counted_in_a_part_of_their_folders(disk: Disk, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import StorageOptions, StoragePath
+from pipeline.storage.path import Entry, StorageError, StorageOptions, StoragePath
 
 
 @pytest.fixture
@@ -62,3 +62,37 @@ def test_a_copy_may_be_behind_a_link_itself(copy: Mirror, tmp_path: Path) -> Non
     (tmp_path / "deep").symlink_to(tmp_path / "other disk")
     copy.pull()
     assert files(tmp_path / "other disk") == ["copy/a/b.txt"]
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_gives_the_next_one(
+    copy: Mirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer removes the marker first. The other files are fetched once."""
+    fetched, download = list[str](), StoragePath.download
+
+    def checkpoint(number: int) -> StoragePath:
+        return copy.home / f"stages/xe/step-{number}"
+
+    def replacing(path: StoragePath, target: Path) -> Entry:
+        fetched.append(path.name)
+        if path.name == "state.pt" and len(fetched) < limit:
+            number = int(path.uri.split("/")[-2].removeprefix("step-"))
+            checkpoint(number).delete_folder()
+            write(number + 1)
+        return download(path, target)
+
+    def write(number: int) -> None:
+        for name in ("state.pt", "progress.json"):
+            (checkpoint(number) / name).write_bytes(str(number).encode())
+
+    write(1)
+    monkeypatch.setattr(StoragePath, "download", replacing)
+    limit = 4
+    copy.pull()
+    assert files(copy.local) == ["a/b.txt", "stages/xe/step-2/progress.json", "stages/xe/step-2/state.pt"]
+    assert fetched.count("b.txt") == 1 and fetched.count("state.pt") == 2
+    limit = 1000
+    (checkpoint(2) / "state.pt").write_bytes(b"again")
+    with pytest.raises(StorageError, match="files are removed while they are copied, because another process writes"):
+        copy.pull()
+    assert fetched.count("state.pt") == 2 + 3
