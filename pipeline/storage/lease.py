@@ -10,6 +10,7 @@ stops. The file is never removed, so that no token is used twice.
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import threading
@@ -24,8 +25,12 @@ from pipeline.errors import UserError
 from pipeline.storage.path import ConflictError, StoragePath
 from pipeline.untrusted.names import printable
 
+logger = logging.getLogger(__name__)
+
 MAX_TIME = 2.0**36  # Unix seconds: the year 4147, within the range of the system's calendar
+MAX_LEASE_S = 1e7  # the longest time from a renewal to the expiry
 RENEWALS_PER_LEASE = 3  # a lease of s seconds is renewed every s / 3 seconds
+MAX_RATIO = 10.0  # a lease is watched as if it had at most this many times the seconds of the caller's own
 
 
 class LostLeaseError(RuntimeError):
@@ -42,7 +47,7 @@ class LeaseRecord(BaseModel, frozen=True):
     nonce: str
     holder: str
     until: Annotated[float, Field(ge=0, le=MAX_TIME)]
-    seconds: Annotated[float, Field(ge=0, le=MAX_TIME)] = 0.0
+    seconds: Annotated[float, Field(ge=0, le=MAX_LEASE_S)] = 0.0
 
     def __str__(self) -> str:
         return f"{printable(self.holder)} until {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(self.until))}"
@@ -124,7 +129,9 @@ def take_lease(path: StoragePath, seconds: float, *, above: int = 0, by_force: b
     if stored is not None and stored.until and not by_force:
         if stored.until > time.time():
             return stored
-        time.sleep(1.5 * stored.seconds / RENEWALS_PER_LEASE)
+        pause_s = 1.5 * min(stored.seconds, MAX_RATIO * seconds) / RENEWALS_PER_LEASE
+        logger.info(f"lease     held by {stored}; waiting {pause_s:.0f} s to see whether it is renewed")
+        time.sleep(pause_s)
         present, present_tag = _read(path)
         if present_tag != tag:
             if present is not None and present.until:

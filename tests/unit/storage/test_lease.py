@@ -183,11 +183,25 @@ def test_a_file_that_is_not_a_lease_is_refused(folder: StoragePath) -> None:
     record = {"token": 1, "nonce": "n", "holder": "h", "until": 0, "seconds": 0}
     wrong = [{key: value} for key in record for value in (None, [], {}, "x" if key in ("token", "until") else 1e308)]
     wrong += [{"until": math.inf}, {"until": math.nan}, {"until": -1}, {"seconds": math.inf}, {"token": -1}]
+    wrong += [{"until": 1.0, "seconds": 6e10}]
     texts = [json.dumps(record | change).encode() for change in wrong if change != {"token": None}]
     for text in (b"", b"[]", b"{}", deep, b'{"token": 1, "until": ' + deep, *texts):
         (folder / "lease.json").write_bytes(text)
         with pytest.raises(UserError, match="is not a lease"):
             take_lease(folder / "lease.json", 30)
+
+
+def test_an_expired_lease_of_months_is_not_waited_for(
+    folder: StoragePath, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    pauses: list[float] = []
+    monkeypatch.setattr("pipeline.storage.lease.time.sleep", pauses.append)
+    record = {"token": 1, "nonce": "n", "holder": "h", "until": 1.0, "seconds": 1e7}
+    (folder / "lease.json").write_bytes(json.dumps(record).encode())
+    assert taken(folder / "lease.json", 2.0).token == 2
+    assert 10.0 in pauses and max(pauses) < 1000.0  # requests to S3 also pause
+    assert "held by h until 1970-01-01 00:00:01 UTC; waiting 10 s" in caplog.text
 
 
 def test_a_holder_cannot_control_the_terminal(folder: StoragePath) -> None:
