@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from ray.util.state.common import RAY_MAX_LIMIT_FROM_API_SERVER
 
 from pipeline.cluster.jobs_api import JobsServer
 from pipeline.errors import UserError
@@ -128,3 +129,13 @@ def test_the_warning_precedes_the_token(head: Any, caplog: pytest.LogCaptureFixt
 def test_an_address_with_a_user_is_refused(address: str) -> None:
     with pytest.raises(UserError, match="contains a user or password"):
         JobsServer(address)
+
+
+def test_all_nodes_of_a_large_cluster_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def request(_: Any, method: str, path: str) -> dict[str, Any]:
+        limit = int(path.rpartition("limit=")[2])
+        assert limit <= RAY_MAX_LIMIT_FROM_API_SERVER, "Ray refuses it"
+        return {"data": {"result": {"result": [{"state": "ALIVE"}] * min(limit, 2500)}}}
+
+    monkeypatch.setattr(JobsServer, "_request", request)
+    assert len(JobsServer("http://127.0.0.1:1").nodes()) == 2500
