@@ -9,6 +9,7 @@ so far, and the members of a population take turns on the processes that are the
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -27,6 +28,7 @@ from typing import Any
 from jobs.tune.schedulers import Population, Turn, make_scheduler
 from pipeline.cluster.capacity import MESSAGE_EVERY_S, WaitedTooLongError, cluster_status
 from pipeline.cluster.stalls import QUIET_S, StalledError, situation
+from pipeline.errors import JobFailedError
 from pipeline.runs.folder import JOURNAL
 from pipeline.search.results import live_table, trial_line, trial_name
 from pipeline.search.spec import SCORE, Search
@@ -39,6 +41,7 @@ from pipeline.untrusted.names import printable
 logger = logging.getLogger(__name__)
 
 MAX_LOST_NODES = 10  # per trial; outages of the storage count as well
+MAX_FAILURES = 5  # in a row, before the first validation; a broken node would use up all points in a short time
 MAX_WAITING = 100  # requests for a process that wait at a time
 # A trial with several workers waits in a process of its own, so only this many may wait for nodes at a time.
 MAX_WAITING_FITS = 4
@@ -77,7 +80,7 @@ def run_trials(log: TrialLog, plan: SearchPlan, on_end: Callable[[], None], *, o
 
     on_cluster: Ray may get more nodes. Raises WaitedTooLongError when no node can run a trial for
     `workers.max_wait_minutes`, StalledError when the running trials make no progress for `workers.max_stall_minutes`,
-    and LostLeaseError when another process works on the search.
+    JobFailedError after MAX_FAILURES failed trials, and LostLeaseError when another process works on the search.
     """
     for key, value in (RAY_TUNE_SETTINGS | {"TUNE_MAX_PENDING_TRIALS_PG": str(MAX_WAITING)}).items():
         os.environ.setdefault(key, value)
@@ -150,6 +153,8 @@ class TuneAdapter:
         self.waiting: set[str] = set()  # Ray Tune's ids of the trials that wait for a process
         self.turns: dict[str, Turn] = {}  # the trials that have one, by Ray Tune's id
         self._last_table = self._last_message = self._last_running = self._last_progress = time.monotonic()
+        self._validated: set[int] = set()  # the numbers of the trials that this process got a validation from
+        self._num_failures = 0  # in a row, of trials that are not in `_validated`
         self._journal_bytes: dict[str, int] = {}  # the size of each run's journal when it was looked at
         self.population: Population | None = None
         if log.is_population:  # the population needs all of its members from the start
@@ -307,6 +312,7 @@ class TuneAdapter:
             outcome: TrialOutcome = result["outcome"]
             self._end(record, replace(outcome, seconds=(outcome.seconds or 0.0) + record.seconds))
         elif SCORE in result:
+            self._validated.add(record.number)
             self.log.report(record, result)
             self._log_progress(record)
 
@@ -346,7 +352,9 @@ class TuneAdapter:
         if record.attempts > MAX_LOST_NODES or not (is_node_lost or has_outage):
             self._end(record, TrialOutcome("failed", _failure_reason(error)))
             return
-        what = "lost its node; it resumes on another" if is_node_lost else "could not reach its storage; it resumes"
+        is_disk_full = os.strerror(errno.ENOSPC) in error
+        problem = "found its machine's disk full" if is_disk_full else "could not reach its storage"
+        what = "lost its node; it resumes on another" if is_node_lost else f"{problem}; it resumes"
         logger.warning(f"trial {record.number}  {what}")
         if self.population is None:
             self.log.unfinished.append(record)
@@ -354,12 +362,23 @@ class TuneAdapter:
             self.population.pause(record.number)
 
     def _end(self, record: TrialRecord, outcome: TrialOutcome) -> None:
-        """Records and logs the outcome of a trial, then calls `on_end`."""
+        """Records and logs the outcome of a trial, then calls `on_end`.
+
+        Raises JobFailedError if trials are left and MAX_FAILURES in a row have failed before a validation.
+        """
         self.log.end(record, outcome)
         if self.population is not None:
             self.population.end(record.number)
         self._log_progress(record)
         self.on_end()
+        is_early = outcome.state == "failed" and record.number not in self._validated
+        self._num_failures = self._num_failures + 1 if is_early else 0
+        if self._num_failures >= MAX_FAILURES and self.num_left:
+            raise JobFailedError(
+                f"{self._num_failures} trials in a row failed before their first validation, the last for this reason: "
+                f"{record.reason}; correct the cause, such as a broken node, and continue with --retry-failed, which "
+                "runs the failed trials again; without it the search continues with other points"
+            )
 
     def _log_start(self, record: TrialRecord) -> None:
         verb = f"resumes from epoch {record.epoch:g}" if record.attempts > 1 else "starts"

@@ -17,9 +17,13 @@ from pipeline.features.source import extract_features
 from pipeline.runs.folder import RunFolder
 from pipeline.runtime.log import indented
 from pipeline.search.spec import Search, set_values
+from pipeline.storage.lease import Lease, take_lease
+from pipeline.storage.path import StoragePath
 from pipeline.storage.weights import export_backbone, weights_file_digest
 
 logger = logging.getLogger(__name__)
+
+BACKBONE_LEASE_S = 120.0  # how long a killed search keeps others from training the stand-in
 
 
 @dataclass(frozen=True)
@@ -63,11 +67,29 @@ def find_backbone(search: Search, dataset: Dataset, address: str | None) -> Back
             f"a stand-in {'exists' if trained else 'is trained now'}: {stages}"
         )
         if not trained:
-            from jobs.run import train
-
-            with indented():
-                run = train(config, address)
+            run = _train_stand_in(config, run, dataset, address)
     return _source(run.weights_before(None, "backbone"), base)
+
+
+def _train_stand_in(config: RunConfig, run: RunFolder, dataset: Dataset, address: str | None) -> RunFolder:
+    """Trains a stand-in and returns its run. Searches with the same base share it.
+
+    On S3 it waits as long as a search on another machine trains it. On a local storage the run's lock refuses a second
+    process.
+    """
+    from jobs.run import train
+    from pipeline.runs.prepare import open_run
+
+    if run.home is None:
+        with indented():
+            return train(config, address)
+    # beside the folder, because a push of the folder would replace a renewed lease by an older copy
+    place = StoragePath(f"{run.home}.lease.json", run.home.options)
+    while not isinstance(lease := take_lease(place, BACKBONE_LEASE_S), Lease):
+        logger.info(f"backbone  {lease} trains the stand-in; this search waits for it")
+    with lease, indented():
+        run = open_run(config, dataset.fingerprint())  # another search may have trained it meanwhile
+        return run if _is_trained(run, config) else train(config, address)
 
 
 def require_backbone_file(search: Search) -> None:

@@ -1,4 +1,4 @@
-"""Asks every node of a cluster for its facts, as tasks of Ray. A node that does not answer delays this by PROBE_S."""
+"""Asks every node of a cluster for its facts, as tasks of Ray. Nodes that do not answer delay this by PROBE_S."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from pipeline.cluster.node_facts import NodeFacts, Probe, collect, look, version
 from pipeline.config.run import RunConfig
 from pipeline.runtime.secrets import split_userinfo
 
-PROBE_S = 60.0  # the deadline for the answer of a node, whose process must start first
+PROBE_S = 60.0  # the deadline for the answers of nodes, whose processes must start first
+CLOCKS_AT_A_TIME = 100  # nodes; with more, the driver would be late to see the answers
+POLL_S = 0.1  # between two looks at which nodes have answered, the precision of the clocks
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,14 @@ def cluster_facts(config: RunConfig | None) -> ClusterFacts:
     alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
     names = {key: f"{node['NodeManagerAddress']} ({key[:6]})" for key, node in alive.items()}
     with _probe(config) as probe:
-        nodes, silent = _ask(list(alive), collect, probe, ray.get_runtime_context().gcs_address)
+        nodes, _, silent = _ask(list(alive), collect, probe, ray.get_runtime_context().gcs_address)
     clocks, shared = {}, {}
-    for key in nodes:
+    for first in range(0, len(nodes), CLOCKS_AT_A_TIME):
         before = time.time()
-        looks, failed = _ask([key], look)
+        looks, after, failed = _ask(list(nodes)[first : first + CLOCKS_AT_A_TIME], look)
         silent |= failed
-        for now, others in looks.values():
-            clocks[names[key]] = max(0.0, now - time.time()) or min(0.0, now - before)
+        for key, (now, others) in looks.items():
+            clocks[names[key]] = max(0.0, now - after[key]) or min(0.0, now - before)
             # several nodes of one machine may share its cache
             on_others = [other for other in others if other in nodes and nodes[other].host != nodes[key].host]
             if on_others:
@@ -66,28 +68,37 @@ def cluster_facts(config: RunConfig | None) -> ClusterFacts:
     )
 
 
-def _ask(nodes: Sequence[str], function: Callable[..., Any], *arguments: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    """Calls `function(node, *arguments)` on each node. Returns {node: answer} and {node: why it has none}."""
+def _ask(
+    nodes: Sequence[str], function: Callable[..., Any], *arguments: Any
+) -> tuple[dict[str, Any], dict[str, float], dict[str, str]]:
+    """Calls `function(node, *arguments)` on each node, on all at once.
+
+    Returns {node: answer}, {node: when the answer was there, in Unix seconds} and {node: why it has none}.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    task, answers, failed = ray.remote(function), {}, {}
+    task, answers, times, failed = ray.remote(function), {}, {}, {}
     references = {
         task.options(
             num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
         ).remote(node, *arguments): node
         for node in nodes
     }
-    done, late = ray.wait(list(references), num_returns=len(references), timeout=PROBE_S)
-    for reference in done:
-        try:
-            answers[references[reference]] = ray.get(reference)
-        except Exception as error:  # a node that has just died, or code that cannot be imported there
-            failed[references[reference]] = str(error).strip().splitlines()[-1]
+    late, deadline = list(references), time.monotonic() + PROBE_S
+    while late and time.monotonic() < deadline:
+        done, late = ray.wait(late, num_returns=len(late), timeout=POLL_S)
+        now = time.time()
+        for reference in done:
+            node = references[reference]
+            try:
+                answers[node], times[node] = ray.get(reference), now
+            except Exception as error:  # a node that has just died, or code that cannot be imported there
+                failed[node] = str(error).strip().splitlines()[-1]
     for reference in late:
         ray.cancel(reference, force=True)
         failed[references[reference]] = f"no answer within {PROBE_S:g} s"
-    return answers, failed
+    return answers, times, failed
 
 
 @contextmanager

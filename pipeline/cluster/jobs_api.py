@@ -25,6 +25,7 @@ from pipeline.errors import UserError
 
 REQUEST_S, UPLOAD_S = 30.0, 600.0  # deadlines of requests
 SUBMIT_ATTEMPTS = 3
+MAX_NODES = 10_000  # the largest number that Ray lists (RAY_MAX_LIMIT_FROM_API_SERVER)
 SILENCE_S = 20.0  # after this long without output of a job, the server is checked
 FINAL_STATES = ("SUCCEEDED", "FAILED", "STOPPED")
 
@@ -83,7 +84,7 @@ class JobsServer:
 
     def nodes(self) -> list[dict[str, Any]]:
         """The cluster's nodes, each with the entries `state` and `resources_total`."""
-        answer = self._request("GET", "/api/v0/nodes?detail=1&limit=1000")
+        answer = self._request("GET", f"/api/v0/nodes?detail=1&limit={MAX_NODES}")
         return list(answer.get("data", {}).get("result", {}).get("result", []))
 
     def upload(self, name: str, archive: Path) -> bool:

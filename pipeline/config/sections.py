@@ -12,6 +12,7 @@ from models.config import MODEL_CONFIGS, Identity, ModelConfig
 from models.values import NUMBER, TEXT, Count, Text
 from pipeline.config.renamed import refuse_renamed_value
 from pipeline.errors import UserError
+from pipeline.storage.lease import MAX_LEASE_S
 from pipeline.storage.path import StorageOptions
 from pipeline.storage.s3 import RETRY_MINUTES
 from pipeline.untrusted.names import quoted
@@ -391,7 +392,7 @@ class RetrainSection(Section):
     split: Name | None = None  # fixed at its first use; None: the first of data.test_splits
     margin: NonNegativeFloat = 0.0  # in units of CIDEr-D; published scores are near 1.4
     confidence: Annotated[float, Field(ge=0.5, lt=1), NUMBER] = 0.95  # the confidence of the two-sided interval
-    lease_seconds: Annotated[float, Field(ge=0.01, le=1e7), NUMBER] = (
+    lease_seconds: Annotated[float, Field(ge=0.01, le=MAX_LEASE_S), NUMBER] = (
         120  # the time for which a killed retraining blocks the next one
     )
 

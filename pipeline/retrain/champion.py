@@ -9,11 +9,13 @@
 
 The name of every file except the first two contains the token of the lease under which it was written. Such a file is
 written before champion.json references it. The next lease holder deletes files that champion.json does not reference.
+champion.json contains its own digest, so that no file is deleted because of a damaged one.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import uuid
 from pathlib import Path
@@ -119,11 +121,29 @@ class ChampionState(Section):
     snapshot: FileRecord | None = None
     fingerprint: str | None = None  # the fingerprint of the data of the last training
     held_out: FileRecord | None = None
+    sha256: str | None = None  # of the other fields; None in files of older versions
 
     @property
     def bundles(self) -> tuple[BundleRecord, ...]:
         """The former champions and the champion, oldest first."""
         return (*self.before, *([self.champion] if self.champion else []))
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """The names below retrain/NAME of the files that belong to this state."""
+        files = [record.name for record in (self.decision, self.snapshot, self.held_out) if record]
+        return (*files, *([self.decision.name.replace(".json", ".html")] if self.decision else []))
+
+    def contradiction(self) -> str:
+        """The first contradiction between the fields; "" if there is none."""
+        if self.number != len(self.decided):
+            return f"number is {self.number} and decided has {len(self.decided)} tokens"
+        # the last folder only, because the name of a configuration may contain what looks like a token
+        folders = [record.bundle.rpartition("/")[2] for record in self.bundles]
+        for name in (*self.references, *(f"{folder}/" for folder in folders)):
+            if (token := _token_of(name)) is not None and token not in self.decided:
+                return f"decided lacks the token of {shown(name)}"
+        return ""
 
 
 class ChampionStore:
@@ -136,14 +156,14 @@ class ChampionStore:
         self._tag: str | None = None
 
     def read(self) -> ChampionState:
-        """The current state, which is empty before the first retraining. UserError for an invalid file."""
+        """The current state, which is empty before the first retraining. UserError for an invalid or damaged file."""
         try:
             data, self._tag = (self.folder / POINTER).read_tagged()
         except FileNotFoundError:
             self._tag = None
             return ChampionState()
         try:
-            return ChampionState.model_validate_json(data)
+            state = ChampionState.model_validate_json(data)
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(map(str, first["loc"]))
@@ -151,6 +171,14 @@ class ChampionStore:
                 f"{self.folder / POINTER} is not a champion's file ({shown(field)}: {shown(first['msg'])})"
                 "; restore it from a copy, or remove it to start over"
             ) from error
+        damage = state.contradiction()
+        if state.sha256 is not None and state.sha256 != _digest_of_fields(data):
+            damage = "its fields do not have the digest in sha256"
+        if damage:
+            raise UserError(
+                f"{self.folder / POINTER} is damaged ({damage}); restore it from a copy, nothing was changed"
+            )
+        return state
 
     def fence(self, lease: Lease) -> ChampionState:
         """Writes the lease's token into champion.json, so that no process with a smaller token can commit.
@@ -177,6 +205,7 @@ class ChampionStore:
     def _write(self, state: ChampionState) -> ChampionState:
         """Writes champion.json; ConflictError when it is not the version that was last read."""
         state = state.model_copy(update={"nonce": uuid.uuid4().hex})
+        state = state.model_copy(update={"sha256": _digest_of_fields(state.model_dump_json())})
         self._tag = (self.folder / POINTER).write_if(state.model_dump_json(indent=1).encode(), self._tag)
         return state
 
@@ -229,11 +258,15 @@ class ChampionStore:
         It lists two folders of the storage and reads no file.
         """
         models = self.storage / f"models/{self.name}"
-        candidates = [self.folder / name for name in self.folder.list() if "/." not in f"/{name}"]  # no hidden files
-        candidates += [models / name for name in models.list() if name.startswith("champion-t")]
-        tokens = {path: _TOKEN.findall(path.uri.removeprefix(self.storage.uri)) for path in candidates}
-        last_tokens = {path: int(numbers[-1]) for path, numbers in tokens.items() if numbers}
-        return {path: token for path, token in last_tokens.items() if token not in state.decided}
+        bundles = tuple(f"{record.bundle}/" for record in state.bundles)
+        kept = {self.folder / name for name in state.references}
+        # hidden files are locks; only the names below the two folders contain tokens
+        found = {self.folder / name: _token_of(name) for name in self.folder.list() if "/." not in f"/{name}"}
+        for name in models.list():
+            if name.startswith("champion-t") and not f"models/{self.name}/{name}".startswith(bundles):
+                found[models / name] = _token_of(name)
+        tokens = {path: token for path, token in found.items() if token is not None and path not in kept}
+        return {path: token for path, token in tokens.items() if token not in state.decided}
 
     def remove_orphans(self, state: ChampionState, lease: Lease) -> None:
         """Deletes the orphans of earlier lease holders."""
@@ -241,6 +274,19 @@ class ChampionStore:
             if token < lease.token:
                 lease.check()
                 path.delete()
+
+
+def _token_of(name: str) -> int | None:
+    """The token in the name of a file; None for a file without one, such as champion.json."""
+    found = _TOKEN.search(f"/{name}")
+    return None if found is None else int(found[1])
+
+
+def _digest_of_fields(data: str | bytes) -> str:
+    """The digest of champion.json without its field `sha256`."""
+    # of the fields as they are in the file, because a later version may have more
+    fields = {name: value for name, value in json.loads(data).items() if name != "sha256"}
+    return _sha256(json.dumps(fields, sort_keys=True).encode())
 
 
 def _sha256(data: bytes) -> str:

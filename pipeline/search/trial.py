@@ -5,6 +5,7 @@ A failure is returned as an outcome.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import shutil
@@ -97,7 +98,7 @@ def run_trial(task: TrialTask, report: Report, train: Train = train_here) -> Tri
     """Trains a point with a seed, and resumes its run if it exists.
 
     An error becomes a failed outcome. SystemExit propagates: Ray Tune raises it in `report` to stop the trial. Raises
-    OutageError when the storage is out of order, because the point is not at fault.
+    OutageError when the storage is out of order or a disk is full, because the point is not at fault.
     """
     begin = time.monotonic()
     try:
@@ -105,6 +106,8 @@ def run_trial(task: TrialTask, report: Report, train: Train = train_here) -> Tri
     except OutageError:
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # another machine may have space
+            raise OutageError(str(error)) from error
         outcome = TrialOutcome("failed", reason_of(error))
     return replace(outcome, seconds=time.monotonic() - begin)
 

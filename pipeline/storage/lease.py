@@ -2,14 +2,15 @@
 
     lease.json   {"token", "nonce", "holder", "until", "seconds"}
 
-Conditional writes take, renew and return a lease. Clocks decide only how long others wait for a dead holder: the clocks
-of two machines may differ, so a lease that seems to have expired is taken only if nobody renews it meanwhile. The token
-decides who may write: it grows with every holder, so that a process that has lost the lease finds a larger token and
-stops. The file is never removed, so that no token is used twice.
+Conditional writes take, renew and return a lease. A holder that renews its lease is alive, whatever the clocks of two
+machines show: clocks decide only how long others wait. The token decides who may write: it grows with every holder, so
+that a process that has lost the lease finds a larger token and stops. The file is never removed, so that no token is
+used twice.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import threading
@@ -24,8 +25,12 @@ from pipeline.errors import UserError
 from pipeline.storage.path import ConflictError, StoragePath
 from pipeline.untrusted.names import printable
 
+logger = logging.getLogger(__name__)
+
 MAX_TIME = 2.0**36  # Unix seconds: the year 4147, within the range of the system's calendar
+MAX_LEASE_S = 1e7  # the longest time from a renewal to the expiry
 RENEWALS_PER_LEASE = 3  # a lease of s seconds is renewed every s / 3 seconds
+MAX_RATIO = 10.0  # a lease is watched as if it had at most this many times the seconds of the caller's own
 
 
 class LostLeaseError(RuntimeError):
@@ -42,7 +47,7 @@ class LeaseRecord(BaseModel, frozen=True):
     nonce: str
     holder: str
     until: Annotated[float, Field(ge=0, le=MAX_TIME)]
-    seconds: Annotated[float, Field(ge=0, le=MAX_TIME)] = 0.0
+    seconds: Annotated[float, Field(ge=0, le=MAX_LEASE_S)] = 0.0
 
     def __str__(self) -> str:
         return f"{printable(self.holder)} until {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(self.until))}"
@@ -116,20 +121,31 @@ class Lease:
 def take_lease(path: StoragePath, seconds: float, *, above: int = 0, by_force: bool = False) -> Lease | LeaseRecord:
     """Takes the lease, or returns the record of its present holder.
 
-    A lease that has expired by this machine's clock is taken half a lease later, unless its holder renews it meanwhile.
+    It waits half a lease to see whether the holder renews it. If not, it waits until the lease expires and takes it.
+    The holder of a lease that has not expired is returned at once if the lease is much longer than `seconds`, or if an
+    older version has written it.
+
     The new token is larger than `above` and than every earlier token. `by_force` takes the lease from its holder, which
     then cannot write any more. Raises UserError for a file that is not a lease, and StorageError.
     """
     stored, tag = _read(path)
     if stored is not None and stored.until and not by_force:
-        if stored.until > time.time():
+        longest_s, left_s = MAX_RATIO * seconds, stored.until - time.time()
+        if left_s > 0 and not 0 < stored.seconds <= longest_s:
             return stored
-        time.sleep(1.5 * stored.seconds / RENEWALS_PER_LEASE)
-        present, present_tag = _read(path)
-        if present_tag != tag:
-            if present is not None and present.until:
-                return present
-            return take_lease(path, seconds, above=above)
+        lease_s = min(stored.seconds, longest_s)
+        look_s = 1.5 * lease_s / RENEWALS_PER_LEASE
+        for pause_s, purpose in (
+            (look_s, "to see whether it is renewed"),
+            (min(left_s, lease_s) - look_s, "because it was not renewed and will expire"),
+        ):
+            if pause_s <= 0:
+                continue
+            logger.info(f"lease     held by {stored}; waiting {pause_s:.0f} s {purpose}")
+            time.sleep(pause_s)
+            present, present_tag = _read(path)
+            if present_tag != tag:
+                return present if present is not None and present.until else take_lease(path, seconds, above=above)
     record = LeaseRecord(
         token=max(above, stored.token if stored else 0) + 1,
         nonce=uuid.uuid4().hex,

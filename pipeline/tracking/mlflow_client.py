@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.config.run import RunConfig
 from pipeline.runtime.secrets import split_userinfo, without_secrets
-from pipeline.storage.path import is_remote
+from pipeline.storage.path import StorageOptions, is_remote
 from pipeline.tracking.local_database import ensure_database
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,17 @@ def tracking_client(config: RunConfig) -> Any:
         logging.getLogger(name).setLevel(logging.ERROR)
     if (file := _sqlite_file(config)) is not None:
         ensure_database(file)
+    elif _is_database(config) and is_remote(config.storage.uri):
+        _reach_artifacts(config.storage.options)
     return MlflowClient(tracking_uri(config))
+
+
+def _reach_artifacts(options: StorageOptions) -> None:
+    """Makes MLflow reach the storage on S3 as this process does. Credentials come from the same sources anyway."""
+    if options.endpoint_url is not None:
+        os.environ["MLFLOW_S3_ENDPOINT_URL"] = options.endpoint_url
+    if options.region is not None:
+        os.environ.setdefault("AWS_DEFAULT_REGION", options.region)
 
 
 def experiment_of(client: Any, config: RunConfig) -> str:
@@ -107,12 +117,20 @@ def artifact_location(config: RunConfig) -> str | None:
     """The folder for a new experiment's files; None: MLflow's default for a server or a store of plain files.
 
     For a database that is opened without a server MLflow's default is `./mlruns` in the current directory. A SQLite
-    file gets a folder beside it instead (`mlflow` for mlflow.db), another database one in the run's storage.
+    file gets a folder beside it instead (`mlflow` for mlflow.db), another database one in the run's storage, which
+    may be on S3.
     """
     if (file := _sqlite_file(config)) is not None:
         return file.with_name(file.stem if file.suffix else f"{file.name}-artifacts").as_uri()
-    is_database = tracking_uri(config).startswith(("postgresql", "mysql", "mssql"))
-    return (config.working_path / "mlflow").as_uri() if is_database else None
+    if not _is_database(config):
+        return None
+    folder = config.storage_place / "mlflow"
+    return folder.uri if folder.is_remote else (config.working_path / "mlflow").as_uri()
+
+
+def _is_database(config: RunConfig) -> bool:
+    """Whether the tracker is a database other than a SQLite file, which this process opens without a server."""
+    return tracking_uri(config).startswith(("postgresql", "mysql", "mssql"))
 
 
 def _sqlite_file(config: RunConfig) -> Path | None:

@@ -28,6 +28,7 @@ STEPS = ("step 1/5", "step 2/5", "step 3/5", "step 4/5", "step 5/5")
 def test_of_two_concurrent_calls_one_does_nothing(world: World) -> None:
     first(world)
     world.add("train", 20, range(3, 8))
+    world.section["lease_seconds"] = 3  # the second call waits half of it
     said: list[tuple[int, str]] = []
     inside, over = threading.Event(), threading.Event()
 

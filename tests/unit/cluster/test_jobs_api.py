@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.util.state.common import RAY_MAX_LIMIT_FROM_API_SERVER
 
 from pipeline.cluster.jobs_api import JobsServer
 from pipeline.errors import UserError
@@ -147,3 +148,13 @@ def test_a_token_file_of_other_bytes_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
     with pytest.raises(UserError, match="the token from .*/token must be one line"):
         JobsServer("http://127.0.0.1:9")
+
+
+def test_all_nodes_of_a_large_cluster_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def request(_: Any, method: str, path: str) -> dict[str, Any]:
+        limit = int(path.rpartition("limit=")[2])
+        assert limit <= RAY_MAX_LIMIT_FROM_API_SERVER, "Ray refuses it"
+        return {"data": {"result": {"result": [{"state": "ALIVE"}] * min(limit, 2500)}}}
+
+    monkeypatch.setattr(JobsServer, "_request", request)
+    assert len(JobsServer("http://127.0.0.1:1").nodes()) == 2500

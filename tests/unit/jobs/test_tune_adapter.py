@@ -22,7 +22,7 @@ from pipeline.cluster.capacity import ClusterStatus, WaitedTooLongError
 from pipeline.cluster.stalls import StalledError
 from pipeline.errors import JobFailedError
 from pipeline.runs.folder import JOURNAL
-from pipeline.search.trials import SearchFolder, TrialLog
+from pipeline.search.trials import SearchFolder, TrialLog, TrialOutcome
 from pipeline.storage.lease import Lease, LostLeaseError, take_lease
 from pipeline.storage.path import storage_path
 from pipeline.storage.s3 import OutageError
@@ -318,3 +318,44 @@ def test_a_search_that_has_lost_its_lease_ends(tmp_path: Path) -> None:
         lease._thread.join()
         with pytest.raises(LostLeaseError, match="has passed to"):
             adapter.on_step()
+
+
+POINTS: dict[str, Any] = {"space": {LR: {"low": 1e-4, "high": 1e-2}}, "algorithm": "random", "budget": {"trials": 7}}
+
+
+def fail(adapter: TuneAdapter, name: str, number: int) -> None:
+    assigned(adapter, name)
+    adapter.on_result(name, {"outcome": TrialOutcome("failed", f"RuntimeError: torch sees no GPU ({number})")})
+    adapter.on_stop(name, 1.0)
+
+
+def test_a_broken_node_does_not_use_up_all_points(tmp_path: Path) -> None:
+    """Its slot is free first after each failure, so it gets the next trial."""
+    adapter = adapter_of(tmp_path, **POINTS)
+    names = requests(adapter)
+    for number, name in enumerate(names[:4]):
+        fail(adapter, name, number)
+    with pytest.raises(JobFailedError, match=r"5 trials in a row failed .* torch sees no GPU \(4\); .*--retry-failed"):
+        fail(adapter, names[4], 4)
+    assert [record.state for record in adapter.log.records] == ["failed"] * 5
+    adapter.log.folder.reopen_failed()
+    assert open_log(adapter.log.search, adapter.log.folder.path).num_left == 7
+
+
+def test_failures_that_are_not_in_a_row_are_the_points(tmp_path: Path) -> None:
+    """A trial that ends well or has a validation is between them, or no trial is left after them."""
+    adapter = adapter_of(tmp_path, **POINTS | {"budget": {"trials": 15}})
+    names = requests(adapter)
+    for name in names[:4]:
+        fail(adapter, name, 0)
+    assigned(adapter, names[4])
+    end(adapter, names[4])
+    for name in names[5:9]:
+        fail(adapter, name, 0)
+    assigned(adapter, names[9])
+    result = {"epoch": 1.0, "CIDEr-D": 0.5, "run": str(tmp_path), "costs": {}}
+    adapter.on_result(names[9], result)
+    adapter.on_error(names[9], str(ActorDiedError()))
+    for name in names[10:]:
+        fail(adapter, name, 0)
+    assert adapter.log.count("failed") == 14 and adapter.request("last") is None

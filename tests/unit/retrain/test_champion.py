@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.retrain.champion import ChampionStore
+from pipeline.retrain.champion import BundleRecord, ChampionState, ChampionStore
+from pipeline.storage.lease import Lease, take_lease
 from pipeline.storage.path import storage_path
 
 BUNDLE = {"bundle": "models/demo/champion-t000001", "files": {"model.safetensors": "0"}, "run_id": "demo-1"}
@@ -27,7 +28,7 @@ FILE = {"name": "snapshots/t000001.parquet", "sha256": "0"}
 )
 def test_a_name_that_leads_out_of_the_storage_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     store = ChampionStore(storage_path(tmp_path), "demo")
-    state = {"champion": BUNDLE, "before": [BUNDLE], "snapshot": FILE}
+    state = {"champion": BUNDLE, "before": [BUNDLE], "snapshot": FILE, "number": 1, "decided": [1]}
     path = tmp_path / "retrain" / "demo" / "champion.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(state))
@@ -35,3 +36,70 @@ def test_a_name_that_leads_out_of_the_storage_is_refused(tmp_path: Path, change:
     path.write_text(json.dumps(state | change))
     with pytest.raises(UserError, match=r"is not a champion's file \(.*is not a plain relative path"):
         store.read()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ChampionStore:
+    """A store after one decision, whose configuration has a name that looks like a token."""
+    store = ChampionStore(storage_path(tmp_path), "coco-t000001")
+    lease = leased(store)
+    state = store.fence(lease)
+    bundle = f"models/{store.name}/champion-t000001"
+    (store.storage / f"{bundle}/model.safetensors").write_bytes(b"weights")
+    (store.folder / "decisions/000001-t000001.html").write_bytes(b"page")
+    update = {
+        "decision": store.write_file("decisions/000001-t000001.json", b"{}", lease),
+        "snapshot": store.write_file("snapshots/t000001.parquet", b"listing", lease),
+        "held_out": store.write_file("held-out/t000001.parquet", b"images", lease),
+        "champion": BundleRecord(bundle=bundle, files={"model.safetensors": "0"}, run_id="demo-1"),
+        "number": 1,
+        "decided": (1,),
+    }
+    store.commit(state.model_copy(update=update), lease)
+    return store
+
+
+def leased(store: ChampionStore) -> Lease:
+    lease = take_lease(store.folder / "lease.json", 30, by_force=True)
+    assert isinstance(lease, Lease)
+    return lease
+
+
+CONTRADICTIONS = [("decided", [3]), ("decided", []), ("number", 3)]
+OTHER_DAMAGE = [("fingerprint", "a"), ("token", 0), ("challenger", "demo-2")]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "is_old"),
+    [
+        *((*change, False) for change in (*CONTRADICTIONS, *OTHER_DAMAGE)),
+        *((*change, True) for change in CONTRADICTIONS),
+    ],
+)
+def test_a_damaged_file_is_refused(store: ChampionStore, field: str, value: Any, is_old: bool) -> None:
+    """A file of an older version has no digest; its contradictions are found."""
+    path = store.folder / "champion.json"
+    body = json.loads(path.read_bytes())
+    if is_old:
+        del body["sha256"]
+        path.write_bytes(json.dumps(body).encode())
+        assert store.read().number == 1
+    path.write_bytes(json.dumps(body | {field: value}).encode())
+    with pytest.raises(UserError, match=r"champion\.json is damaged \(.*restore it from a copy"):
+        store.read()
+
+
+@pytest.mark.parametrize("decided", [(1,), (3,), ()])
+def test_no_file_of_the_state_is_deleted(store: ChampionStore, decided: tuple[int, ...]) -> None:
+    (store.folder / "snapshots/t000002.parquet").write_bytes(b"of a killed process")
+    before = set(store.storage.list())
+    leased(store)
+    lease = leased(store)
+    assert lease.token == 3
+    store.remove_orphans(store.read().model_copy(update={"decided": decided}), lease)
+    assert before - set(store.storage.list()) == {f"retrain/{store.name}/snapshots/t000002.parquet"}
+    lease.check()
+
+
+def test_a_state_without_files_has_no_contradiction() -> None:
+    assert ChampionState().contradiction() == ""

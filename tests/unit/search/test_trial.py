@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,11 @@ def test_an_outage_is_not_a_failed_trial(monkeypatch: pytest.MonkeyPatch) -> Non
     task: Any = None
     outcome = run_trial(task, lambda _: None)
     assert (outcome.state, outcome.reason) == ("failed", "two heads do not divide 5")
-    error = OutageError("s3://bucket/x: storage failed for 600 s")
-    with pytest.raises(OutageError):
-        run_trial(task, lambda _: None)
+    full = OSError(errno.ENOSPC, "No space left", "/x")
+    for problem in (OutageError("s3://bucket/x: storage failed for 600 s"), full):
+        error = problem
+        with pytest.raises(OutageError):
+            run_trial(task, lambda _: None)
 
 
 def test_a_trial_leaves_no_copy_of_its_run_that_nobody_uses(

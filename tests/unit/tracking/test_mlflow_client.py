@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
 from pipeline.config.load import parse_config
-from pipeline.tracking.mlflow_client import artifact_location, warn_of_local_file
+from pipeline.tracking.mlflow_client import artifact_location, tracking_client, warn_of_local_file
 from tests.conftest import small_config
 
 
@@ -32,6 +33,21 @@ def test_artifacts_lie_beside_the_database(
     tracking = {"uri": None if uri is None else uri.format(here=tmp_path)}
     found = artifact_location(parse_config(small_config(tmp_path / "storage", tracking=tracking)))
     assert found == (None if expected is None else (tmp_path / expected).as_uri())
+
+
+def test_artifacts_of_a_database_go_to_s3_with_the_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3: str
+) -> None:
+    """With the endpoint of the storage, whatever the environment names."""
+    monkeypatch.setenv("MLFLOW_S3_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.setattr("mlflow.MlflowClient", lambda uri: uri)
+    uri = "postgresql://user:secret@localhost/tracker"
+    storage = {"uri": f"s3://data/{tmp_path.name}", "endpoint_url": s3}
+    config = parse_config(small_config(storage, tracking={"uri": uri}))
+    assert tracking_client(config) == uri and artifact_location(config) == f"s3://data/{tmp_path.name}/mlflow"
+    (tmp_path / "report.html").write_text("<p>report</p>")
+    get_artifact_repository(str(artifact_location(config))).log_artifact(str(tmp_path / "report.html"))
+    assert (config.storage_place / "mlflow/report.html").read_bytes() == b"<p>report</p>"
 
 
 def test_a_file_that_is_lost_with_its_machine(tmp_path: Path, log_lines: list[str]) -> None:
