@@ -75,7 +75,7 @@ def parse_yaml(text: bytes | str, name: str) -> Any:
             node = loader.get_single_node()
             if node is None:
                 return None
-            _count_nodes(node, name, {}, ())
+            _measure_node(node, name, {}, ())
             return loader.construct_document(node)
         finally:
             loader.dispose()
@@ -87,30 +87,34 @@ def parse_yaml(text: bytes | str, name: str) -> Any:
         raise UserError(f"{name} is not valid YAML: {_one_line(error)}") from error
 
 
-def _count_nodes(node: yaml.Node, name: str, counted: dict[int, int], parents: tuple[int, ...]) -> int:
-    """The number of nodes of a tree in which each alias is a copy. Raises UserError above a limit.
+def _measure_node(
+    node: yaml.Node, name: str, measured: dict[int, tuple[int, int]], parents: tuple[int, ...]
+) -> tuple[int, int]:
+    """The number of nodes and the height of a tree in which each alias is a copy. Raises UserError above a limit.
 
-    counted: the results of the nodes that were counted, by identity, so that the time is that of the file's own nodes.
+    measured: the results of earlier nodes, by identity, so that the time is that of the file's own nodes.
     """
     if id(node) in parents:
         raise UserError(f"{name}: an alias contains itself")
-    if len(parents) >= MAX_YAML_DEPTH:
+    _, known_height = measured.get(id(node), (0, 1))
+    if len(parents) + known_height > MAX_YAML_DEPTH:
         raise UserError(f"{name} is nested more than {MAX_YAML_DEPTH} deep")
-    if id(node) in counted:
-        return counted[id(node)]
+    if id(node) in measured:
+        return measured[id(node)]
     if node.tag.removeprefix("tag:yaml.org,2002:") not in YAML_TAGS:
         raise UserError(f"{name}: the tag {printable(node.tag)} is not supported; write a plain list, mapping or text")
     children = node.value if isinstance(node.value, list) else []
     if isinstance(node.value, str) and len(node.value) > MAX_YAML_NUMBER and not node.tag.endswith(":str"):
         raise UserError(f"{name} has a number of {len(node.value)} characters; the limit is {MAX_YAML_NUMBER}")
-    total = 1
+    total, height = 1, 1
     for child in children:
         for each in child if isinstance(child, tuple) else (child,):
-            total += _count_nodes(each, name, counted, (*parents, id(node)))
+            num_nodes, child_height = _measure_node(each, name, measured, (*parents, id(node)))
+            total, height = total + num_nodes, max(height, 1 + child_height)
     if total > MAX_YAML_NODES:
         raise UserError(f"{name} expands to more than {MAX_YAML_NODES} values; remove aliases")
-    counted[id(node)] = total
-    return total
+    measured[id(node)] = total, height
+    return total, height
 
 
 def gunzip(data: bytes, name: str) -> bytes:

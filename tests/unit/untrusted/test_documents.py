@@ -19,6 +19,7 @@ from pipeline.untrusted import documents
 from pipeline.untrusted.documents import gunzip, open_parquet, parse_json, parse_yaml
 
 ALIASES = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10))
+HIGH = "x: [" + ", ".join(f"&a{i} {'[' * 40}{f'*a{i - 1}' if i else 1}{']' * 40}" for i in range(60)) + "]"
 MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}\n" for i in range(1, 27))
 
 
@@ -27,6 +28,7 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]
     [
         ("[" * 3_000, "nested more than"),
         ("- " * 300 + "x", "nested more than"),
+        (HIGH, "nested more than 50 deep"),
         ("a: &a {b: *a}", "an alias contains itself"),
         (ALIASES, "expands to more than"),
         (MERGES, "expands to more than"),
