@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from json import JSONDecoder
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import UserError
 from pipeline.untrusted.names import printable, quoted
+from pipeline.untrusted.parquet_pages import sum_pages
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -136,50 +137,48 @@ def gunzip(data: bytes, name: str) -> bytes:
     return b"".join(parts)
 
 
-def open_parquet(data: bytes, name: str) -> pq.ParquetFile:
-    """A Parquet file in memory, whose columns have a bounded size. Reading it may still raise ArrowException."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    limit = max(MIN_LIMIT_BYTES, MAX_RATIO * len(data))
-    max_values = max(MIN_LIMIT_VALUES, len(data))
-    try:
-        file = pq.ParquetFile(pa.BufferReader(data))
-        groups = [file.metadata.row_group(index) for index in range(file.num_row_groups)]
-        sizes = [group.total_byte_size for group in groups]
-        columns = range(file.metadata.num_columns)
-        values = [sum(group.column(index).num_values for group in groups) for index in columns]
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{name} is not a readable Parquet file: {_one_line(error)}") from error
-    if sum(sizes) > limit:
-        raise UserError(f"{name} decompresses to more than {limit} bytes; write it again without compression")
-    if max(values, default=0) > max_values:
-        raise UserError(f"{name} has a column of {max(values)} values in {len(data)} bytes; the limit is {max_values}")
-    return file
-
-
-def parquet_rows(data: bytes, name: str) -> Iterator[dict[str, Any]]:
+def parquet_rows(data: bytes, name: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The rows of a Parquet file in memory, with bounded memory for each of its batches.
 
-    A repeated text is stored once and would be decoded for each row. Columns of text are therefore read as
-    dictionaries, and the size of their text is added up before it is decoded.
+    columns: the names of the columns to read; only the first must exist. A repeated text is stored once and would be
+    decoded for each row. Columns of text are therefore read as dictionaries, and the size of their text is added up
+    before it is decoded.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema = open_parquet(data, name).schema
-    leaves = [schema.column(index) for index in range(len(schema))]
-    texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
     limit = left = max(MIN_LIMIT_BYTES, MAX_RATIO * len(data))
     try:
+        metadata = pq.ParquetFile(pa.BufferReader(data)).metadata
+        leaves = [metadata.schema.column(index) for index in range(metadata.num_columns)]
+        names = [leaf.path.partition(".")[0] for leaf in leaves]
+        if columns[0] not in names:
+            found = printable(", ".join(dict.fromkeys(names)))[:500]
+            raise UserError(f"{name} has no column {columns[0]}; its columns are {found}")
+        _require_small(data, name, metadata, [index for index, each in enumerate(names) if each in columns])
+        texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
         file = pq.ParquetFile(pa.BufferReader(data), read_dictionary=texts)
-        for batch in file.iter_batches(8192):
+        for batch in file.iter_batches(8192, columns=[each for each in columns if each in names]):
             left -= sum(map(_decoded_bytes, batch.columns))
             if left < 0:
                 raise UserError(f"{name} has more than {limit} bytes of text in {len(data)} bytes")
             yield from batch.to_pylist()
     except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
         raise UserError(f"{name} is not a readable Parquet file: {_one_line(error)}") from error
+
+
+def _require_small(data: bytes, name: str, metadata: pq.FileMetaData, columns: Sequence[int]) -> None:
+    """Raises UserError if leaf columns of a Parquet file have too many values, or bytes when they are decompressed."""
+    limit = max(MIN_LIMIT_BYTES, MAX_RATIO * len(data))
+    max_values = max(MIN_LIMIT_VALUES, len(data))
+    try:
+        num_bytes, num_values = sum_pages(data, metadata, columns)
+    except ValueError as error:
+        raise UserError(f"{name} is not a readable Parquet file: {_one_line(error)}") from error
+    if num_bytes > limit:
+        raise UserError(f"{name} decompresses to more than {limit} bytes; write it again without compression")
+    if num_values > max_values:
+        raise UserError(f"{name} has a column of {num_values} values in {len(data)} bytes; the limit is {max_values}")
 
 
 def _decoded_bytes(array: pa.Array) -> int:
