@@ -14,7 +14,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,21 @@ class RunMetadata:
     sizes: ModelSizes
     num_tokens: int  # image tokens per image; for region features the largest number of regions
     parameters: dict[str, int]  # number of parameters of "model" and of "backbone"
+
+    def __post_init__(self) -> None:
+        if missing := {"model", "backbone"} - self.parameters.keys():
+            raise ValueError(f"parameters lacks {', '.join(sorted(missing))}")
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What every COMPLETE.json contains. Its other keys may be missing."""
+
+    table: str
+    durations: dict[str, float]
+    scores: dict[str, float]
+    tracked: bool
+    missing: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -183,8 +198,7 @@ class RunFolder:
     @cached_property
     def metadata(self) -> RunMetadata:
         with self._reading(self.path / "run.json"):
-            values = read_json(self.path / "run.json")
-            return RunMetadata(**values | {"sizes": ModelSizes(**values["sizes"])})
+            return TypeAdapter(RunMetadata).validate_python(read_json(self.path / "run.json"))
 
     @property
     def summary(self) -> dict[str, Any] | None:
@@ -194,8 +208,7 @@ class RunFolder:
             return None
         with _reading(path, "remove it, and `raycap run` scores the captions again"):
             summary: dict[str, Any] = read_json(path)
-            if missing := {"table", "durations", "scores", "tracked"} - summary.keys():
-                raise DamagedError(f"{path} is damaged: it lacks {', '.join(sorted(missing))}")
+            TypeAdapter(RunSummary).validate_python(summary)
         return summary
 
     def _reading(self, path: Path) -> AbstractContextManager[None]:

@@ -22,7 +22,7 @@ from pipeline.runs.folder import RunFolder, StageResult
 from pipeline.runs.journal import read_journal
 from pipeline.runs.prepare import prepare
 from pipeline.runtime.context import LocalContext
-from pipeline.storage.atomic import write_json
+from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.cache import REWARD_INDEXES, cache_folder
 from pipeline.storage.path import StoragePath, storage_path
 from pipeline.training.batches import Batch
@@ -188,6 +188,38 @@ def test_a_result_of_another_type_is_named_with_a_remedy(tmp_path: Path, world: 
     write_json(folder.stage(STAGE) / "DONE.json", asdict(result) | {"best_score": []})
     with pytest.raises(DamagedError, match=r"DONE\.json is damaged: .*best_score.* or remove .*repeats stage"):
         folder.result(STAGE)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"splits": None}, "splits"),
+        ({"parameters": {"backbone": 0}}, "parameters lacks model"),
+        ({"unreadable": 5}, "unreadable"),
+        ({"num_tokens": "many"}, "num_tokens"),
+        ({"sizes": {"sos": 1}}, "sizes"),
+    ],
+)
+def test_metadata_of_another_type_is_named_with_a_remedy(
+    tmp_path: Path, world: World, change: dict[str, Any], named: str
+) -> None:
+    folder = copied(world.folder, tmp_path)
+    path = folder.path / "run.json"
+    assert asdict(folder.metadata) == read_json(path)
+    write_json(path, read_json(path) | change)
+    with pytest.raises(DamagedError, match=rf"^{path} is damaged: .*{named}.*; restore it from a copy, or remove"):
+        _ = RunFolder(folder.path).metadata
+
+
+@pytest.mark.parametrize("change", [{"durations": 5}, {"scores": []}, {"table": None}, {"missing": 1}])
+def test_a_summary_of_another_type_is_named_with_a_remedy(tmp_path: Path, change: dict[str, Any]) -> None:
+    folder = RunFolder(tmp_path)
+    values = {"table": "t", "durations": {"xe": 1.5}, "scores": {"test_CIDEr-D": 0.5}, "tracked": True}
+    write_json(tmp_path / "COMPLETE.json", values)
+    assert folder.summary == values
+    write_json(tmp_path / "COMPLETE.json", values | change)
+    with pytest.raises(DamagedError, match=rf"COMPLETE.json is damaged: .*{next(iter(change))}.*; remove it, and"):
+        _ = folder.summary
 
 
 @pytest.mark.parametrize("damage", [cut, flip_any, Path.unlink])
