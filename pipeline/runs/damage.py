@@ -14,6 +14,7 @@ import pyarrow as pa
 from pipeline.data.dataset import Dataset
 from pipeline.errors import JobFailedError, UserError
 from pipeline.features.store import MANIFEST
+from pipeline.runs.folder import RunMetadata
 from pipeline.storage.atomic import decode_json
 from pipeline.storage.digests import DIGESTS, find_damage, stored_digest
 from pipeline.storage.path import StoragePath
@@ -80,6 +81,18 @@ def _in_document(path: StoragePath) -> list[str]:
     return []
 
 
+def _in_run(path: StoragePath) -> Iterator[str]:
+    """The damage of a run's vocabulary. Raises DamagedError for a damaged run.json."""
+    metadata = RunMetadata.parse(decode_json(path.read_bytes(), str(path)), str(path))
+    vocabulary = StoragePath(f"{path.uri.rsplit('/', 1)[0]}/vocabulary.json", path.options)
+    try:
+        if metadata.vocabulary and stored_digest(vocabulary) != metadata.vocabulary:
+            yield f"{vocabulary} is damaged: it does not have the digest in run.json"
+    except FileNotFoundError:
+        path.stat()  # raises FileNotFoundError if the run was removed
+        yield f"{vocabulary} is missing"
+
+
 def _in_data(path: StoragePath) -> list[str]:
     """Raises DamagedError for a damaged data set."""
     Dataset.parse(pa.BufferReader(path.read_bytes()), str(path))
@@ -102,6 +115,7 @@ RULES: tuple[tuple[str, Check, str], ...] = (
     (rf".+/{DIGESTS}", _in_folder, "restore it from a copy"),
     (r"runs/[^/]+/data\.arrow", _in_data, AGAIN),
     (r"runs/[^/]+/(COMPLETE|scores)\.json|runs/[^/]+/predictions/.+\.json", _in_document, AGAIN),
+    (r"runs/[^/]+/run\.json", _in_run, "restore it from a copy"),
     (r"runs/.+/DONE\.json", _in_document, REPEATED),
     (r"(runs|models|retrain)/.+(\.json|/config\.yaml)", _in_document, "restore it from a copy"),
 )
