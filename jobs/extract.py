@@ -26,6 +26,8 @@ from pipeline.features.source import extract_features
 from pipeline.features.store import FeatureStore
 from pipeline.runs.preflight import check_before_writing
 from pipeline.storage.atomic import atomic_path
+from pipeline.storage.digests import file_digest, has_digest
+from pipeline.storage.path import StoragePath
 from pipeline.storage.weights import save_weights
 
 logger = logging.getLogger(__name__)
@@ -108,23 +110,40 @@ def initial_weights(config: RunConfig, scratch: Path) -> Path:
     """The file with the initial weights of the configuration's backbone; for a storage on S3, a copy in `scratch`.
 
     The storage caches this file, because building a backbone can take longer than the rest of an extraction that finds
-    all features in the store. The file's name is a digest of everything that decides the weights.
+    all features in the store. The file's name is a digest of everything that decides the weights. A file beside it has
+    the SHA-256 of its content; a damaged file is made again.
     """
     versions = [importlib.metadata.version(name) for name in ("torch", "timm")]
     identity = json.dumps([asdict(config.backbone), config.seed, versions, _size_and_mtime(config)], sort_keys=True)
     digest = hashlib.sha256(identity.encode()).hexdigest()[:20]
     stored = config.storage_place / f"backbones/{digest}.safetensors"
     path = scratch / stored.name if stored.is_remote else stored.path
-    if not stored.exists():
+    digest_file = config.storage_place / f"backbones/{stored.name}.sha256"
+    if not _fetch_whole(stored, path, digest_file):
         from pipeline.runs.prepare import initial_backbone
 
         save_weights(initial_backbone(config), path)
         if stored.is_remote:
             stored.upload(path)
-    elif stored.is_remote:
+        digest_file.write_bytes(file_digest(path).encode())
+    return path
+
+
+def _fetch_whole(stored: StoragePath, path: Path, digest_file: StoragePath) -> bool:
+    """Whether the stored file exists and has its digest; it is then at `path`."""
+    if not stored.exists():
+        return False
+    if stored.is_remote:
         with atomic_path(path, durable=False) as temporary:
             stored.download(temporary)
-    return path
+    try:
+        digest = digest_file.read_bytes().decode(errors="replace")
+    except FileNotFoundError:  # older versions have written none
+        return True
+    is_whole = has_digest(path, digest)
+    if not is_whole:
+        logger.warning(f"damaged   {stored} does not have the digest in {digest_file.name}; it is made again")
+    return is_whole
 
 
 def _size_and_mtime(config: RunConfig) -> list[int]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
+from pipeline.errors import UserError
 from pipeline.runs.folder import JOURNAL, RunFolder
 from pipeline.runs.journal import JOURNAL_EVERY_S, Follower, journal_bytes
 from pipeline.runtime.progress import ProgressBar
@@ -26,7 +27,7 @@ class JournalPrinter:
         self.folder, self.follower, self.bar = folder, Follower(folder.journal), ProgressBar()
         self._changed, self._size = changed, journal_bytes(folder.journal)
         self.rate_start: dict[str, tuple[int, float]] = {}  # by stage: the step and time of the last event
-        self._downloaded_at, self._stop = time.monotonic(), threading.Event()
+        self._downloaded_at, self._stop, self._has_failed = time.monotonic(), threading.Event(), False
         self._thread = threading.Thread(target=self._print_repeatedly, name="journal-printer", daemon=True)
 
     def __enter__(self) -> None:
@@ -45,17 +46,33 @@ class JournalPrinter:
     def _print_new_entries(self, *, download: bool) -> None:
         """Prints the entries that were added since the last call. download: first get a new copy of a journal on S3."""
         if download:
-            with suppress(OSError):  # while storage fails, the output is late but the run continues
+            with self._reporting_once(), suppress(OSError, UserError):  # then the output is late but the run continues
                 self.folder.pull(JOURNAL)
             self._downloaded_at = time.monotonic()
-        entries, size = self.follower.new(), journal_bytes(self.folder.journal)
-        if size != self._size:
-            self._size = size
-            self._changed()
-        for entry in entries:
-            logger.info(self.line(entry))
-            if entry["kind"] == "train":
-                self.bar.update(entry["stage"], entry["step"], entry["total"])
+        with self._reporting_once():
+            size = journal_bytes(self.folder.journal)
+            if size != self._size:
+                self._size = size
+                self._changed()
+        with self._reporting_once():
+            for entry in self.follower.new():
+                with self._reporting_once():
+                    self._print(entry)
+
+    @contextmanager
+    def _reporting_once(self) -> Iterator[None]:
+        """Logs the first error of these contexts and raises none: training must not end because it cannot be shown."""
+        try:
+            yield
+        except Exception as error:
+            if not self._has_failed:
+                logger.warning(f"journal   {self.folder.journal} cannot be printed: {type(error).__name__}: {error}")
+            self._has_failed = True
+
+    def _print(self, entry: dict[str, Any]) -> None:
+        logger.info(self.line(entry))
+        if entry["kind"] == "train":
+            self.bar.update(entry["stage"], entry["step"], entry["total"])
 
     def line(self, entry: dict[str, Any]) -> str:
         """One journal entry as a line of text. The remaining time is estimated from the speed since the last event."""

@@ -24,6 +24,7 @@ from pipeline.untrusted.documents import gunzip, parquet_rows, parse_json
 from pipeline.untrusted.names import quoted
 
 TABLE_ENDINGS = (".jsonl", ".ndjson", ".csv", ".parquet")
+TABLE_COLUMNS = ("image", "captions", "caption", "id", "split")
 MAX_ANNOTATION_BYTES = 2 * 2**30  # of a file; annotation files have up to 1 GB
 MAX_COLUMNS = 1000  # of a CSV file, because every row is filled up to this number
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair: JSON can contain it, but no encoding can
@@ -197,7 +198,7 @@ def _entries(path: StoragePath) -> Iterator[dict[str, Any]]:
     name, data = path.name.removesuffix(".gz"), _read(path)
     try:
         if name.endswith(".parquet"):
-            yield from parquet_rows(data, f"annotation file {path}")
+            yield from parquet_rows(data, f"annotation file {path}", TABLE_COLUMNS)
         elif name.endswith(".csv"):
             rows = csv.DictReader(io.StringIO(data.decode("utf-8-sig"), newline=""))
             if len(rows.fieldnames or ()) > MAX_COLUMNS:

@@ -5,7 +5,8 @@ The HDF5 layout is that of bottom-up attention and the Meshed-Memory Transformer
 boxes of each row. An image's content key contains its id instead of a hash, because the image files need not exist.
 
 The file must be self-contained: data sets that are virtual, or whose values are in another file, are refused, because
-they would read any file of the user. An image whose data sets are damaged or too large is quarantined.
+they would read any file of the user. An image whose data sets are damaged or too large is quarantined. Data sets may
+be compressed with gzip. libhdf5 decompresses a chunk to the end of its stream, so the stream is measured first.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -292,6 +294,7 @@ def _features_of(file: Any, image_id: int) -> Any:
 def _find(file: Any, name: str) -> Any:
     """The data set of this name; None if there is none. Raises ValueError unless it is sound and in this file."""
     import h5py
+    from h5py import h5z
 
     link = _link(file, name)
     if isinstance(link, h5py.SoftLink) and "/" not in link.path.removeprefix("/"):  # another data set beside it
@@ -308,12 +311,15 @@ def _find(file: Any, name: str) -> Any:
             sides = zip(stored.shape, stored.chunks or [1] * len(stored.shape), strict=True)
             num_bytes = math.prod(math.ceil(side / chunk) * chunk for side, chunk in sides) * stored.dtype.itemsize
             num_stored = stored.id.get_storage_size()  # compressed
+            filters = _filters(stored)
     except Exception as error:  # damaged files raise OSError, RuntimeError, KeyError, TypeError and others
         raise ValueError(f"{name} cannot be read: {_one_line(error)}") from error
     if not is_data_set:
         raise ValueError(f"{name} is no data set with values")
     if is_elsewhere:
         raise ValueError(f"{name} has its values in another file; the file must contain them itself")
+    if len(filters) != len({*filters} & {h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32}):
+        raise ValueError(f"{name} has the HDF5 filters {filters}; write it with gzip compression or without")
     if num_bytes > _MAX_IMAGE_BYTES or num_stored > 2 * num_bytes + 2**16:
         raise ValueError(f"{name} has {max(num_bytes, num_stored)} bytes, more than an image's features need")
     if num_bytes and not num_stored:
@@ -332,6 +338,7 @@ def _link(file: Any, name: str) -> Any:
 def _values(stored: Any, name: str, max_regions: int, dtype: str) -> np.ndarray:
     """The first rows of a data set. Raises ValueError when they cannot be read or are not finite in this dtype."""
     try:
+        _require_true_size(stored, name, max_regions)
         with np.errstate(over="ignore"):
             values: np.ndarray = stored[:max_regions].astype(dtype)
     except Exception as error:  # a damaged chunk
@@ -339,6 +346,29 @@ def _values(stored: Any, name: str, max_regions: int, dtype: str) -> np.ndarray:
     if not np.isfinite(values).all():
         raise ValueError(f"{name} is not finite in {dtype}")
     return values
+
+
+def _filters(stored: Any) -> list[int]:
+    """The codes of a data set's filters, in the order in which they were applied."""
+    properties = stored.id.get_create_plist()
+    return [properties.get_filter(index)[0] for index in range(properties.get_nfilters())]
+
+
+def _require_true_size(stored: Any, name: str, max_regions: int) -> None:
+    """Raises ValueError if a compressed chunk with any of the first rows decompresses to more than a chunk has."""
+    from h5py import h5z
+
+    filters, chunks = _filters(stored), list[Any]()
+    if h5z.FILTER_DEFLATE not in filters:
+        return
+    is_raw = 1 << filters.index(h5z.FILTER_DEFLATE)  # the flag of a chunk that is not compressed
+    max_bytes = math.prod(stored.chunks) * stored.dtype.itemsize + 4  # with the checksum of fletcher32
+    stored.id.chunk_iter(chunks.append)
+    for chunk in chunks:
+        if chunk.chunk_offset[0] < max_regions and not chunk.filter_mask & is_raw:
+            _, data = stored.id.read_direct_chunk(chunk.chunk_offset)
+            if len(zlib.decompressobj().decompress(data, max_bytes + 1)) > max_bytes:
+                raise ValueError(f"a chunk decompresses to more than its {max_bytes} bytes")
 
 
 def _one_line(error: Exception) -> str:

@@ -1,6 +1,7 @@
 """Finds the damaged files of a storage by reading all of them: runs, bundles, features and tables.
 
-It uses no marks of earlier checks and changes nothing. Files without a digest are only parsed.
+It uses no marks of earlier checks and changes nothing. Files without a digest are only parsed. Logs, pages,
+pictures, and weights without a digest are not read.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import pyarrow as pa
 from pipeline.data.dataset import Dataset
 from pipeline.errors import JobFailedError, UserError
 from pipeline.features.store import MANIFEST
+from pipeline.runs.folder import RunMetadata
+from pipeline.runs.journal import num_damaged_lines
 from pipeline.storage.atomic import decode_json
 from pipeline.storage.digests import DIGESTS, find_damage, stored_digest
 from pipeline.storage.path import StoragePath
@@ -80,6 +83,31 @@ def _in_document(path: StoragePath) -> list[str]:
     return []
 
 
+def _in_weights(digest_file: StoragePath) -> Iterator[str]:
+    """The damage of the file whose digest this file contains."""
+    path = StoragePath(digest_file.uri.removesuffix(SHA256), digest_file.options)
+    if stored_digest(path) != digest_file.read_bytes().decode(errors="replace"):
+        yield f"{path} is damaged: it does not have the digest in {digest_file.name}"
+
+
+def _in_journal(path: StoragePath) -> Iterator[str]:
+    """The damage of a part of a journal."""
+    if count := num_damaged_lines(path.read_bytes()):
+        yield f"{path} has damaged lines ({count})"
+
+
+def _in_run(path: StoragePath) -> Iterator[str]:
+    """The damage of a run's vocabulary. Raises DamagedError for a damaged run.json."""
+    metadata = RunMetadata.parse(decode_json(path.read_bytes(), str(path)), str(path))
+    vocabulary = StoragePath(f"{path.uri.rsplit('/', 1)[0]}/vocabulary.json", path.options)
+    try:
+        if metadata.vocabulary and stored_digest(vocabulary) != metadata.vocabulary:
+            yield f"{vocabulary} is damaged: it does not have the digest in run.json"
+    except FileNotFoundError:
+        path.stat()  # raises FileNotFoundError if the run was removed
+        yield f"{vocabulary} is missing"
+
+
 def _in_data(path: StoragePath) -> list[str]:
     """Raises DamagedError for a damaged data set."""
     Dataset.parse(pa.BufferReader(path.read_bytes()), str(path))
@@ -88,6 +116,7 @@ def _in_data(path: StoragePath) -> list[str]:
 
 Check = Callable[[StoragePath], "list[str] | Iterator[str]"]
 REPEATED = "restore it from a copy, or remove the folder of its stage, and `raycap run` repeats the stage"
+SHA256 = ".sha256"  # the ending of a file with the digest of the file beside it
 AGAIN = "remove it, and the next command that needs it makes it again"
 # The name of each kind of file in the storage, the check and the remedy. The first row that matches a name counts.
 RULES: tuple[tuple[str, Check, str], ...] = (
@@ -97,11 +126,21 @@ RULES: tuple[tuple[str, Check, str], ...] = (
         "remove the shard's file in manifest/, and the next extraction computes its features again",
     ),
     (r"(features/\w+/\w+|manifests/\w+)\.parquet", _in_table, AGAIN),
+    (rf"backbones/.+{SHA256}", _in_weights, AGAIN),
+    (r"searches/[^/]+/\w+\.parquet", _in_table, AGAIN),
+    (r"searches/[^/]+/trials/\d+\.json", _in_document, "restore it from a copy, or remove it to run another trial"),
+    (r"retrain/[^/]+/(snapshots|held-out)/.+\.parquet", _in_table, "restore it from a copy"),
+    (
+        r"runs/[^/]+/log/(journal/\w+|metrics)\.jsonl",
+        _in_journal,
+        "restore it from a copy; raycap skips these lines",
+    ),
     (rf"runs/.+/step-\d+/{DIGESTS}", _in_folder, "the stage resumes from an earlier state"),
     (rf"runs/.+/best-\d+/{DIGESTS}", _in_folder, REPEATED),
     (rf".+/{DIGESTS}", _in_folder, "restore it from a copy"),
     (r"runs/[^/]+/data\.arrow", _in_data, AGAIN),
     (r"runs/[^/]+/(COMPLETE|scores)\.json|runs/[^/]+/predictions/.+\.json", _in_document, AGAIN),
+    (r"runs/[^/]+/run\.json", _in_run, "restore it from a copy"),
     (r"runs/.+/DONE\.json", _in_document, REPEATED),
     (r"(runs|models|retrain)/.+(\.json|/config\.yaml)", _in_document, "restore it from a copy"),
 )

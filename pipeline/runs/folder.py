@@ -10,11 +10,13 @@ runs/<run_id>/  config.yaml run.json data.arrow vocabulary.json init/ stages/<st
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ from pipeline.runtime.secrets import remember_variable, remembered_variables
 from pipeline.storage.atomic import file_lock, read_json, try_file_lock
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.copies import no_pruning, prune_copies
-from pipeline.storage.digests import is_recorded, require_whole
+from pipeline.storage.digests import has_digest, is_recorded, require_whole
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, storage_path
 from pipeline.untrusted.documents import parse_yaml, require_mapping
@@ -67,7 +69,11 @@ def open_folder(path: Path, home: StoragePath | None) -> RunFolder:
 
 @dataclass(frozen=True)
 class RunMetadata:
-    """The facts that `prepare` records in run.json when it creates a run."""
+    """The facts that `prepare` records in run.json when it creates a run.
+
+    run.json also contains the digest of its own values. Two processes may create a run at the same time, and digests in
+    a file of their own could be those of the other process's run.json.
+    """
 
     run_id: str
     created: str  # ISO 8601, UTC
@@ -80,6 +86,38 @@ class RunMetadata:
     sizes: ModelSizes
     num_tokens: int  # image tokens per image; for region features the largest number of regions
     parameters: dict[str, int]  # number of parameters of "model" and of "backbone"
+    vocabulary: str = ""  # the SHA-256 of vocabulary.json; "" in runs of older versions
+
+    def __post_init__(self) -> None:
+        if missing := {"model", "backbone"} - self.parameters.keys():
+            raise ValueError(f"parameters lacks {', '.join(sorted(missing))}")
+
+    @staticmethod
+    def parse(values: Any, name: str) -> RunMetadata:
+        """The metadata in the values of a run.json with this name. Raises DamagedError."""
+        try:
+            digest = values.pop("sha256", None)  # older versions have written none
+            if digest is not None and digest != _digest(values):
+                raise DamagedError(f"{name} is damaged: it does not have the digest that it contains")
+            return TypeAdapter(RunMetadata).validate_python(values)
+        except (TypeError, AttributeError, ValueError) as error:
+            raise DamagedError(f"{name} is damaged: {_one_line(error)}") from error
+
+    def values(self) -> dict[str, Any]:
+        """The values of run.json."""
+        values = asdict(self)
+        return values | {"sha256": _digest(values)}
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What every COMPLETE.json contains. Its other keys may be missing."""
+
+    table: str
+    durations: dict[str, float]
+    scores: dict[str, float]
+    tracked: bool
+    missing: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -177,14 +215,16 @@ class RunFolder:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        with self._reading(self.path / "vocabulary.json"):
-            return Vocabulary.load(self.path / "vocabulary.json")
+        path, digest = self.path / "vocabulary.json", self.metadata.vocabulary
+        with self._reading(path):
+            if digest and not has_digest(path, digest):
+                raise DamagedError(f"{path} is damaged: it does not have the digest in run.json")
+            return Vocabulary.load(path)
 
     @cached_property
     def metadata(self) -> RunMetadata:
         with self._reading(self.path / "run.json"):
-            values = read_json(self.path / "run.json")
-            return RunMetadata(**values | {"sizes": ModelSizes(**values["sizes"])})
+            return RunMetadata.parse(read_json(self.path / "run.json"), str(self.path / "run.json"))
 
     @property
     def summary(self) -> dict[str, Any] | None:
@@ -194,8 +234,7 @@ class RunFolder:
             return None
         with _reading(path, "remove it, and `raycap run` scores the captions again"):
             summary: dict[str, Any] = read_json(path)
-            if missing := {"table", "durations", "scores", "tracked"} - summary.keys():
-                raise DamagedError(f"{path} is damaged: it lacks {', '.join(sorted(missing))}")
+            TypeAdapter(RunSummary).validate_python(summary)
         return summary
 
     def _reading(self, path: Path) -> AbstractContextManager[None]:
@@ -303,8 +342,18 @@ def _reading(path: Path, remedy: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise DamagedError(f"{path} is missing; {remedy}") from error
     except (KeyError, TypeError, AttributeError, ValueError) as error:  # it holds other values than were written
-        reason = printable(" ".join(str(error).split()).removeprefix(f"{path} "))[:500]
+        reason = _one_line(error).removeprefix(f"{path} ")
         raise DamagedError(f"{path} is damaged: {reason}; {remedy}") from error
+
+
+def _one_line(error: Exception) -> str:
+    """An error's text in one line of printable characters, of bounded length."""
+    return printable(" ".join(str(error).split()))[:500]
+
+
+def _digest(values: dict[str, Any]) -> str:
+    """The SHA-256 of JSON values."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _received(path: Path, home: StoragePath | None, variables: dict[str, str]) -> RunFolder:

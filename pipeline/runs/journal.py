@@ -16,6 +16,7 @@ have one file, metrics.jsonl, beside the folder.
 from __future__ import annotations
 
 import json
+import math
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -129,11 +130,29 @@ def _parse(lines: bytes) -> list[Entry]:
     """The entries in complete lines. A line that is not an entry is skipped."""
     entries = []
     for line in lines.splitlines():
-        with suppress(ValueError, RecursionError):
+        with suppress(ValueError, RecursionError, OverflowError):  # the last: a time beyond all floats
             entry = json.loads(line)
-            if isinstance(entry, dict) and entry.keys() >= {"stage", "kind", "step", "time"}:
+            if _is_entry(entry):
                 entries.append(entry)
     return entries
+
+
+def num_damaged_lines(content: bytes) -> int:
+    """The number of complete lines of a part that are not entries."""
+    complete = content[: content.rfind(b"\n") + 1]
+    return len(complete.splitlines()) - len(_parse(complete))
+
+
+def _is_entry(value: Any) -> bool:
+    """Whether a line's value has the keys of every entry, with values of their types."""
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("stage"), str)
+        and isinstance(value.get("kind"), str)
+        and isinstance(value.get("step"), int)
+        and isinstance(value.get("time"), int | float)
+        and math.isfinite(value["time"])
+    )
 
 
 def _entry_key(entry: Entry) -> tuple[str, str, int, float]:

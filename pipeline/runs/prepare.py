@@ -9,7 +9,6 @@ import datetime
 import logging
 import platform
 import time
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -33,7 +32,7 @@ from pipeline.runs.folder import RunFolder, RunMetadata, open_folder
 from pipeline.runs.identity import code_digest, run_identity
 from pipeline.runs.warm_start import warm_start
 from pipeline.storage.atomic import write_json, write_text
-from pipeline.storage.digests import write_digests
+from pipeline.storage.digests import file_digest, write_digests
 from pipeline.storage.weights import save_weights
 from pipeline.version import commit
 
@@ -159,8 +158,9 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
         sizes=sizes,
         num_tokens=num_tokens,
         parameters={"backbone": 0} | counts,
+        vocabulary=file_digest(folder.path / "vocabulary.json"),
     )
-    write_json(folder.path / "run.json", asdict(metadata))  # written last, because it marks the folder as complete
+    write_json(folder.path / "run.json", metadata.values())  # written last, because it marks the folder as complete
     folder.push("data.arrow", "vocabulary.json", "config.yaml", "init", "run.json")
 
 

@@ -14,14 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
+from pipeline.errors import DamagedError
 from pipeline.search.samplers import Proposal, make_sampler, point_key
 from pipeline.search.spec import COSTS, SCORE, Search
 from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.lease import Lease
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, storage_path
+from pipeline.untrusted.names import printable
 
 TrialState = Literal["running", "finished", "stopped", "failed"]
 ENDED: tuple[TrialState, ...] = ("finished", "stopped", "failed")
@@ -128,10 +130,8 @@ class SearchFolder:
             Mirror(self.home, self.path).push(under)
 
     def records(self) -> list[TrialRecord]:
-        """All trials, ordered by number."""
-        paths = sorted((self.path / "trials").glob("[0-9]*.json"))
-        # JSON has no tuples, so the lists of TrialRecord are converted
-        return TypeAdapter(list[TrialRecord]).validate_python([read_json(path) for path in paths])
+        """All trials, ordered by number. Raises DamagedError for a damaged file."""
+        return [_read_record(path) for path in sorted((self.path / "trials").glob("[0-9]*.json"))]
 
     def write(self, record: TrialRecord) -> None:
         name = f"trials/{record.number:05}.json"
@@ -144,6 +144,18 @@ class SearchFolder:
         for record in failed:
             self.write(dataclasses.replace(record, state="running", reason=""))
         return len(failed)
+
+
+def _read_record(path: Path) -> TrialRecord:
+    """The trial in a file. Raises DamagedError."""
+    remedy = "restore it from a copy, or remove it, and the search runs another trial in its place"
+    try:
+        return TypeAdapter(TrialRecord).validate_python(read_json(path))  # makes tuples of JSON's lists
+    except DamagedError as error:
+        raise DamagedError(f"{error}; {remedy}") from error
+    except ValidationError as error:
+        reason = printable(" ".join(str(error).split()))[:500]
+        raise DamagedError(f"{path} is damaged: {reason}; {remedy}") from error
 
 
 class TrialLog:

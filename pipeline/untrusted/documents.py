@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from json import JSONDecoder
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import UserError
 from pipeline.untrusted.names import printable, quoted
+from pipeline.untrusted.parquet_pages import sum_pages
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -75,7 +76,7 @@ def parse_yaml(text: bytes | str, name: str) -> Any:
             node = loader.get_single_node()
             if node is None:
                 return None
-            _count_nodes(node, name, {}, ())
+            _measure_node(node, name, {}, ())
             return loader.construct_document(node)
         finally:
             loader.dispose()
@@ -87,30 +88,34 @@ def parse_yaml(text: bytes | str, name: str) -> Any:
         raise UserError(f"{name} is not valid YAML: {_one_line(error)}") from error
 
 
-def _count_nodes(node: yaml.Node, name: str, counted: dict[int, int], parents: tuple[int, ...]) -> int:
-    """The number of nodes of a tree in which each alias is a copy. Raises UserError above a limit.
+def _measure_node(
+    node: yaml.Node, name: str, measured: dict[int, tuple[int, int]], parents: tuple[int, ...]
+) -> tuple[int, int]:
+    """The number of nodes and the height of a tree in which each alias is a copy. Raises UserError above a limit.
 
-    counted: the results of the nodes that were counted, by identity, so that the time is that of the file's own nodes.
+    measured: the results of earlier nodes, by identity, so that the time is that of the file's own nodes.
     """
     if id(node) in parents:
         raise UserError(f"{name}: an alias contains itself")
-    if len(parents) >= MAX_YAML_DEPTH:
+    _, known_height = measured.get(id(node), (0, 1))
+    if len(parents) + known_height > MAX_YAML_DEPTH:
         raise UserError(f"{name} is nested more than {MAX_YAML_DEPTH} deep")
-    if id(node) in counted:
-        return counted[id(node)]
+    if id(node) in measured:
+        return measured[id(node)]
     if node.tag.removeprefix("tag:yaml.org,2002:") not in YAML_TAGS:
         raise UserError(f"{name}: the tag {printable(node.tag)} is not supported; write a plain list, mapping or text")
     children = node.value if isinstance(node.value, list) else []
     if isinstance(node.value, str) and len(node.value) > MAX_YAML_NUMBER and not node.tag.endswith(":str"):
         raise UserError(f"{name} has a number of {len(node.value)} characters; the limit is {MAX_YAML_NUMBER}")
-    total = 1
+    total, height = 1, 1
     for child in children:
         for each in child if isinstance(child, tuple) else (child,):
-            total += _count_nodes(each, name, counted, (*parents, id(node)))
+            num_nodes, child_height = _measure_node(each, name, measured, (*parents, id(node)))
+            total, height = total + num_nodes, max(height, 1 + child_height)
     if total > MAX_YAML_NODES:
         raise UserError(f"{name} expands to more than {MAX_YAML_NODES} values; remove aliases")
-    counted[id(node)] = total
-    return total
+    measured[id(node)] = total, height
+    return total, height
 
 
 def gunzip(data: bytes, name: str) -> bytes:
@@ -132,50 +137,48 @@ def gunzip(data: bytes, name: str) -> bytes:
     return b"".join(parts)
 
 
-def open_parquet(data: bytes, name: str) -> pq.ParquetFile:
-    """A Parquet file in memory, whose columns have a bounded size. Reading it may still raise ArrowException."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    limit = max(MIN_LIMIT_BYTES, MAX_RATIO * len(data))
-    max_values = max(MIN_LIMIT_VALUES, len(data))
-    try:
-        file = pq.ParquetFile(pa.BufferReader(data))
-        groups = [file.metadata.row_group(index) for index in range(file.num_row_groups)]
-        sizes = [group.total_byte_size for group in groups]
-        columns = range(file.metadata.num_columns)
-        values = [sum(group.column(index).num_values for group in groups) for index in columns]
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{name} is not a readable Parquet file: {_one_line(error)}") from error
-    if sum(sizes) > limit:
-        raise UserError(f"{name} decompresses to more than {limit} bytes; write it again without compression")
-    if max(values, default=0) > max_values:
-        raise UserError(f"{name} has a column of {max(values)} values in {len(data)} bytes; the limit is {max_values}")
-    return file
-
-
-def parquet_rows(data: bytes, name: str) -> Iterator[dict[str, Any]]:
+def parquet_rows(data: bytes, name: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The rows of a Parquet file in memory, with bounded memory for each of its batches.
 
-    A repeated text is stored once and would be decoded for each row. Columns of text are therefore read as
-    dictionaries, and the size of their text is added up before it is decoded.
+    columns: the names of the columns to read; only the first must exist. A repeated text is stored once and would be
+    decoded for each row. Columns of text are therefore read as dictionaries, and the size of their text is added up
+    before it is decoded.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema = open_parquet(data, name).schema
-    leaves = [schema.column(index) for index in range(len(schema))]
-    texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
     limit = left = max(MIN_LIMIT_BYTES, MAX_RATIO * len(data))
     try:
+        metadata = pq.ParquetFile(pa.BufferReader(data)).metadata
+        leaves = [metadata.schema.column(index) for index in range(metadata.num_columns)]
+        names = [leaf.path.partition(".")[0] for leaf in leaves]
+        if columns[0] not in names:
+            found = printable(", ".join(dict.fromkeys(names)))[:500]
+            raise UserError(f"{name} has no column {columns[0]}; its columns are {found}")
+        _require_small(data, name, metadata, [index for index, each in enumerate(names) if each in columns])
+        texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
         file = pq.ParquetFile(pa.BufferReader(data), read_dictionary=texts)
-        for batch in file.iter_batches(8192):
+        for batch in file.iter_batches(8192, columns=[each for each in columns if each in names]):
             left -= sum(map(_decoded_bytes, batch.columns))
             if left < 0:
                 raise UserError(f"{name} has more than {limit} bytes of text in {len(data)} bytes")
             yield from batch.to_pylist()
     except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
         raise UserError(f"{name} is not a readable Parquet file: {_one_line(error)}") from error
+
+
+def _require_small(data: bytes, name: str, metadata: pq.FileMetaData, columns: Sequence[int]) -> None:
+    """Raises UserError if leaf columns of a Parquet file have too many values, or bytes when they are decompressed."""
+    limit = max(MIN_LIMIT_BYTES, MAX_RATIO * len(data))
+    max_values = max(MIN_LIMIT_VALUES, len(data))
+    try:
+        num_bytes, num_values = sum_pages(data, metadata, columns)
+    except ValueError as error:
+        raise UserError(f"{name} is not a readable Parquet file: {_one_line(error)}") from error
+    if num_bytes > limit:
+        raise UserError(f"{name} decompresses to more than {limit} bytes; write it again without compression")
+    if num_values > max_values:
+        raise UserError(f"{name} has a column of {num_values} values in {len(data)} bytes; the limit is {max_values}")
 
 
 def _decoded_bytes(array: pa.Array) -> int:

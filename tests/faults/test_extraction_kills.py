@@ -143,7 +143,7 @@ def bad_server(images: Path) -> Iterator[str]:
 
 
 def check_kill(extraction: Extraction, what: str, seed: int, undisturbed: dict[str, bytes], images: Path) -> None:
-    (weights,) = (images.parent / "undisturbed" / "store" / "backbones").iterdir()
+    (weights,) = (images.parent / "undisturbed" / "store" / "backbones").glob("*.safetensors")
     (extraction.storage / f"backbones/{weights.name}").write_bytes(weights.read_bytes())  # spares drawing them again
     kill(extraction, extraction.start(), what, random.Random(seed))
     text = extraction.finish()

@@ -22,7 +22,7 @@ from pipeline.runs.folder import RunFolder, StageResult
 from pipeline.runs.journal import read_journal
 from pipeline.runs.prepare import prepare
 from pipeline.runtime.context import LocalContext
-from pipeline.storage.atomic import write_json
+from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.cache import REWARD_INDEXES, cache_folder
 from pipeline.storage.path import StoragePath, storage_path
 from pipeline.training.batches import Batch
@@ -188,6 +188,52 @@ def test_a_result_of_another_type_is_named_with_a_remedy(tmp_path: Path, world: 
     write_json(folder.stage(STAGE) / "DONE.json", asdict(result) | {"best_score": []})
     with pytest.raises(DamagedError, match=r"DONE\.json is damaged: .*best_score.* or remove .*repeats stage"):
         folder.result(STAGE)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"splits": None}, "splits"),
+        ({"parameters": {"backbone": 0}}, "parameters lacks model"),
+        ({"unreadable": 5}, "unreadable"),
+        ({"num_tokens": "many"}, "num_tokens"),
+        ({"sizes": {"sos": 1}}, "sizes"),
+    ],
+)
+def test_metadata_of_another_type_is_named_with_a_remedy(
+    tmp_path: Path, world: World, change: dict[str, Any], named: str
+) -> None:
+    folder = copied(world.folder, tmp_path)
+    path = folder.path / "run.json"
+    values = read_json(path)
+    del values["sha256"]  # as in runs of older versions
+    assert asdict(folder.metadata) == values
+    write_json(path, values | change)
+    with pytest.raises(DamagedError, match=rf"^{path} is damaged: .*{named}.*; restore it from a copy, or remove"):
+        _ = RunFolder(folder.path).metadata
+
+
+@pytest.mark.parametrize(("name", "old", "new"), [("run.json", '"pad": ', '"pad": 1'), ("vocabulary.json", "a", "b")])
+def test_a_changed_letter_is_found_in_a_document(tmp_path: Path, world: World, name: str, old: str, new: str) -> None:
+    """The document remains valid JSON of the right types."""
+    folder = copied(world.folder, tmp_path)
+    path = folder.path / name
+    path.write_text(new.join(path.read_text().rsplit(old, 1)))
+    with pytest.raises(DamagedError, match=rf"^{path} is damaged: it does not have the digest .*; restore it from a"):
+        _ = RunFolder(folder.path).vocabulary
+    ((found, remedy),) = find_damaged_files(storage_path(tmp_path))
+    assert found.startswith(f"{path} is damaged") and remedy == "restore it from a copy"
+
+
+@pytest.mark.parametrize("change", [{"durations": 5}, {"scores": []}, {"table": None}, {"missing": 1}])
+def test_a_summary_of_another_type_is_named_with_a_remedy(tmp_path: Path, change: dict[str, Any]) -> None:
+    folder = RunFolder(tmp_path)
+    values = {"table": "t", "durations": {"xe": 1.5}, "scores": {"test_CIDEr-D": 0.5}, "tracked": True}
+    write_json(tmp_path / "COMPLETE.json", values)
+    assert folder.summary == values
+    write_json(tmp_path / "COMPLETE.json", values | change)
+    with pytest.raises(DamagedError, match=rf"COMPLETE.json is damaged: .*{next(iter(change))}.*; remove it, and"):
+        _ = folder.summary
 
 
 @pytest.mark.parametrize("damage", [cut, flip_any, Path.unlink])

@@ -39,6 +39,7 @@ from pipeline.storage.path import StoragePath
 from pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import small_config, write_karpathy
 from tests.support.bundles import WORDS, make_bundle, write_images
+from tests.support.features import write_bomb
 from tests.support.fuzzing import Case
 from tests.support.golden import EXPANSIONNET_SETTINGS, GOLDEN
 from tests.support.mutations import (
@@ -245,6 +246,7 @@ def change_regions(file: h5py.File, image: str, case: Case) -> None:
         lambda: file.create_dataset(name, (5, 10**9), "f4", chunks=(1, 1_000)),
         lambda: file.create_dataset(name, (10**9, 8), "f4", chunks=(1_000, 8)),
         lambda: file.create_dataset(name, data=large, chunks=(100, 100), compression="gzip"),
+        lambda: write_bomb(file, name, random.choice((1, 2, 3))),
         lambda: file.create_dataset(name, data=np.zeros(random.choice(shapes), "f4")),
         lambda: file.create_dataset(name, data=numbers),
         lambda: file.create_dataset(name, data=[["a"] * 8] * 3),

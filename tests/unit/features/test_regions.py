@@ -24,7 +24,7 @@ from pipeline.features.store import FeatureStore
 from pipeline.runs.identity import config_identity
 from tests.conftest import ROOT, small_config
 from tests.support.damage import flip_any, replace_by_garbage
-from tests.support.features import positions
+from tests.support.features import positions, write_bomb
 
 
 def make(tmp_path: Path) -> tuple[dict[int, Any], Path]:
@@ -252,6 +252,18 @@ def large_chunks(file: h5py.File) -> None:
     file.create_dataset("1_features", (2, 3), "f4", chunks=(4096, 4097), maxshape=(None, None), compression=1)[:] = 1
 
 
+def bomb(file: h5py.File) -> None:
+    write_bomb(file, "1_features", 1)
+
+
+def stacked_bomb(file: h5py.File) -> None:
+    write_bomb(file, "1_features", 3)
+
+
+def lzf(file: h5py.File) -> None:
+    file.create_dataset("1_features", data=FEATURES, compression="lzf")
+
+
 def not_stored(file: h5py.File) -> None:
     file.create_dataset("1_features", (5, 3), "f4")
 
@@ -300,6 +312,9 @@ def test_the_features_must_be_whole_and_in_the_file_itself(tmp_path: Path) -> No
         declared: "1_features has 20000000000 bytes, more than",
         wide: "1_features has 65537 values per region",
         large_chunks: "1_features has 67125248 bytes, more than",
+        bomb: "1_features cannot be read: a chunk decompresses to more than its 100 bytes",
+        stacked_bomb: "1_features has the HDF5 filters [1, 1, 1]; write it with gzip compression or without",
+        lzf: "1_features has the HDF5 filters [32000]",
         not_stored: r"1_features has shape (5, 3) and no stored values",
         no_width: r"1_features has shape (2, 0)",
         no_values: "1_features is no data set",
@@ -315,6 +330,17 @@ def test_the_features_must_be_whole_and_in_the_file_itself(tmp_path: Path) -> No
     assert len(lines) == len(cases), done.stdout + done.stderr
     for line, reason in zip(lines, cases.values(), strict=True):
         assert line.startswith(reason), line
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": True, "fletcher32": True}])
+def test_gzip_changes_no_value(tmp_path: Path, options: dict[str, Any]) -> None:
+    values = np.random.default_rng(0).normal(size=(10, 7)).astype(np.float32)
+    with h5py.File(tmp_path / "f", "w") as file:
+        stored = file.create_dataset("1_features", data=values, chunks=(3, 4), compression="gzip", **options)
+        if not options:  # libhdf5 stores a chunk as it is when compression fails
+            stored.id.write_direct_chunk((0, 0), values[:3, :4].tobytes(), filter_mask=1)
+    with open_regions(tmp_path / "f") as file:
+        assert np.array_equal(read_image(file, 1, 9, "float32")[0], values[:9])
 
 
 def test_a_link_to_another_image_of_the_file_is_followed(tmp_path: Path) -> None:

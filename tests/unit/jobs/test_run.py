@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +17,7 @@ from pipeline.config.load import parse_config
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import StageSection
 from pipeline.data.dataset import SCHEMA, Dataset
-from pipeline.errors import JobFailedError
+from pipeline.errors import JobFailedError, UserError
 from pipeline.runs.evaluation import stored_results
 from pipeline.runs.folder import RunFolder
 from pipeline.storage.s3 import StorageError
@@ -118,14 +119,14 @@ def test_the_plan_shows_how_workers_share_a_batch(
 class Folder:
     """As much of a run's folder as the printer uses."""
 
-    def __init__(self, path: Path, pull_fails: bool = False) -> None:
-        self.journal, self.pull_fails, self.pulls = path, pull_fails, 0
+    def __init__(self, path: Path, pull_error: Exception | None = None) -> None:
+        self.journal, self.pull_error, self.pulls = path, pull_error, 0
         path.mkdir()
 
     def pull(self, name: str) -> None:
         self.pulls += 1
-        if self.pull_fails:
-            raise OSError("the storage does not answer")
+        if self.pull_error is not None:
+            raise self.pull_error
 
     def write(self, **entry: Any) -> None:
         with (self.journal / "00001.jsonl").open("a") as file:
@@ -133,6 +134,13 @@ class Folder:
 
     def printer(self) -> JournalPrinter:
         return JournalPrinter(cast(RunFolder, self))
+
+
+def wait_until(is_reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_the_lines_of_a_stage(tmp_path: Path, log_lines: list[str]) -> None:
@@ -182,11 +190,33 @@ def test_a_step_without_a_known_beginning_has_no_time_left(tmp_path: Path, log_l
 
 
 def test_the_last_entries_are_printed_even_if_the_storage_fails(tmp_path: Path, log_lines: list[str]) -> None:
-    folder = Folder(tmp_path / "journal", pull_fails=True)
+    folder = Folder(tmp_path / "journal", OSError("the storage does not answer"))
     with pytest.raises(ZeroDivisionError), folder.printer():
         folder.write(kind="event", step=3, time=1.0, text="the loss is not finite")
         raise ZeroDivisionError
     assert log_lines == ["xe  the loss is not finite"] and folder.pulls >= 1
+
+
+def test_an_entry_that_cannot_be_printed_stops_neither_output_nor_progress(
+    tmp_path: Path, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One bit of a key was flipped. `log_lines` has what is logged."""
+    monkeypatch.setattr("jobs.journal_printer.POLL_S", 0.01)
+    folder, changes = Folder(tmp_path / "journal"), []
+    with JournalPrinter(cast(RunFolder, folder), lambda: changes.append(1)):
+        for step in (1, 2, 3):
+            folder.write(step=step, time=1.0, **{("losr" if key == "loss" else key): TRAIN[key] for key in TRAIN})
+            wait_until(lambda count=step: len(changes) == count)
+        folder.write(kind="event", step=4, time=2.0, text="continues")
+        wait_until(lambda: len(log_lines) == 2)
+    assert log_lines == [f"journal   {folder.journal} cannot be printed: KeyError: 'loss'", "xe  continues"]
+
+
+def test_a_copy_that_is_refused_is_like_a_storage_that_fails(tmp_path: Path, log_lines: list[str]) -> None:
+    folder = Folder(tmp_path / "journal", UserError("a name leads out of the folder"))
+    with folder.printer():
+        folder.write(kind="event", step=3, time=1.0, text="begins")
+    assert log_lines == ["xe  begins"] and folder.pulls >= 1
 
 
 def test_steps_move_the_bar(tmp_path: Path) -> None:

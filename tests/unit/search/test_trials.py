@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from pipeline.config.load import load_config
+from pipeline.errors import DamagedError
 from pipeline.scoring.published import ablation
 from pipeline.search.ablations import comparisons, expansionnet_matches
 from pipeline.search.plots import parallel_plot, pareto_plot, png, svg
@@ -28,7 +29,8 @@ from pipeline.search.results import (
 from pipeline.search.samplers import importance
 from pipeline.search.space import space_of
 from pipeline.search.spec import SearchConfig
-from pipeline.search.trials import TrialLog, TrialOutcome
+from pipeline.search.trials import SearchFolder, TrialLog, TrialOutcome, TrialRecord
+from pipeline.storage.atomic import read_json, write_json
 from tests.support.searches import LR, N_E, G, finished, open_log, run_log, small_search
 
 CHOICES: dict[str, Any] = {
@@ -44,6 +46,19 @@ def known_optimum(changes: dict[str, Any], seed: int) -> TrialOutcome:
     groups = sum(changes[G])
     score = float(np.log2(groups)) - abs(np.log2(changes[N_E] / 4)) - 1000 * abs(changes[LR] - 0.003)
     return finished(score, float(groups))
+
+
+@pytest.mark.parametrize("change", [{"seed": None}, {"reports": [1]}, {"state": "ended"}, {"point": []}])
+def test_a_damaged_trial_is_named_with_a_remedy(tmp_path: Path, change: dict[str, Any]) -> None:
+    folder = SearchFolder(tmp_path)
+    record = TrialRecord(1, {LR: 0.001}, 7, reports=[(0.5, 0.25)])
+    folder.write(record)
+    assert folder.records() == [record]
+    path = tmp_path / "trials/00001.json"
+    for damage in (lambda: write_json(path, read_json(path) | change), lambda: path.write_text("{")):
+        damage()
+        with pytest.raises(DamagedError, match=rf"^{path} is damaged: .*; restore it from a copy, or remove it, and"):
+            folder.records()
 
 
 def front_of(log: TrialLog) -> set[str]:

@@ -16,9 +16,11 @@ import yaml
 
 from pipeline.errors import UserError
 from pipeline.untrusted import documents
-from pipeline.untrusted.documents import gunzip, open_parquet, parse_json, parse_yaml
+from pipeline.untrusted.documents import gunzip, parquet_rows, parse_json, parse_yaml
+from pipeline.untrusted.parquet_pages import PAGE_BYTES, sum_pages
 
 ALIASES = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10))
+HIGH = "x: [" + ", ".join(f"&a{i} {'[' * 40}{f'*a{i - 1}' if i else 1}{']' * 40}" for i in range(60)) + "]"
 MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}\n" for i in range(1, 27))
 
 
@@ -27,6 +29,7 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]
     [
         ("[" * 3_000, "nested more than"),
         ("- " * 300 + "x", "nested more than"),
+        (HIGH, "nested more than 50 deep"),
         ("a: &a {b: *a}", "an alias contains itself"),
         (ALIASES, "expands to more than"),
         (MERGES, "expands to more than"),
@@ -119,9 +122,54 @@ def test_every_flipped_byte_of_gzip_is_refused_or_equal() -> None:
 def test_parquet_that_decompresses_to_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = io.BytesIO()
     pq.write_table(pa.table({"x": np.zeros(10**5)}), buffer, use_dictionary=False, compression="zstd")
-    assert open_parquet(buffer.getvalue(), "f").read().num_rows == 10**5
+    assert len(list(parquet_rows(buffer.getvalue(), "f", ["x"]))) == 10**5
     monkeypatch.setattr(documents, "MIN_LIMIT_BYTES", 0)
     with pytest.raises(UserError, match="^x.parquet decompresses to more than"):
-        open_parquet(buffer.getvalue(), "x.parquet")
+        list(parquet_rows(buffer.getvalue(), "x.parquet", ["x"]))
     with pytest.raises(UserError, match="^x.parquet is not a readable Parquet file"):
-        open_parquet(b"PAR1" + bytes(100), "x.parquet")
+        list(parquet_rows(b"PAR1" + bytes(100), "x.parquet", ["x"]))
+
+
+def with_footer(data: bytes, changes: dict[int, int]) -> bytes:
+    """A Parquet file with other numbers in its footer, in the zigzag varints of the same length. changes: old: new."""
+    start = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    footer = data[start:-8]
+    for old, new in changes.items():
+        digits = [(2 * old) >> 7 * index & 127 for index in range(((2 * old).bit_length() + 6) // 7)]
+        stated = [(2 * new) >> 7 * index & 127 for index in range(len(digits))]
+        before, after = (bytes([*(d | 128 for d in each[:-1]), each[-1]]) for each in (digits, stated))
+        assert before in footer
+        footer = footer.replace(before, after)
+    return data[:start] + footer + data[-8:]
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_the_sizes_in_a_parquet_footer_are_not_believed(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    buffer, size = io.BytesIO(), 2**20
+    table = pa.table({"x": ["a" * size, "b"], "other": ["c" * 9 * size] * 2})
+    pq.write_table(table, buffer, compression="zstd", use_dictionary=False, data_page_version=version)
+    group = pq.ParquetFile(buffer).metadata.row_group(0)
+    sizes = {group.total_byte_size, *(group.column(index).total_uncompressed_size for index in range(2))}
+    data = with_footer(buffer.getvalue(), dict.fromkeys(sizes, 100))
+    assert pq.ParquetFile(io.BytesIO(data)).metadata.row_group(0).total_byte_size == 100
+    monkeypatch.setattr(documents, "MIN_LIMIT_BYTES", 3 * size // 2)
+    assert [len(row["x"]) for row in parquet_rows(data, "f", ["x", "y"])] == [size, 1], "other columns are not read"
+    with pytest.raises(UserError, match="^f decompresses to more than"):
+        list(parquet_rows(data, "f", ["x", "other"]))
+    with pytest.raises(UserError, match="^f has no column image; its columns are x, other"):
+        list(parquet_rows(data, "f", ["image"]))
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dictionary": False}, {"data_page_version": "2.0"}, {"version": "1.0"}])
+def test_the_pages_of_a_column_are_added_up(options: dict[str, Any]) -> None:
+    """The sum of the pages that Arrow has written is the size that it states itself."""
+    buffer, count = io.BytesIO(), 40_000
+    table = pa.table({"x": [f"text {n}" for n in range(count)], "y": [[n, None][: n % 3] for n in range(count)]})
+    pq.write_table(table, buffer, data_page_size=10_000, row_group_size=15_000, write_page_checksum=True, **options)
+    data, metadata = buffer.getvalue(), pq.ParquetFile(buffer).metadata
+    for column in range(2):
+        chunks = [metadata.row_group(group).column(column) for group in range(metadata.num_row_groups)]
+        num_bytes, num_values = sum_pages(data, metadata, [column])
+        num_pages, rest = divmod(num_bytes - sum(chunk.total_uncompressed_size for chunk in chunks), PAGE_BYTES)
+        assert num_pages >= 3 and rest == 0
+        assert num_values >= sum(chunk.num_values for chunk in chunks), "with those of dictionaries"
