@@ -186,7 +186,7 @@ def check_local_paths(config: RunConfig, packed: Container[str] = ()) -> list[st
     Raises UserError for a relative path: data are not sent with a job, and its results would be lost with its folder.
     A single file must be on the nodes' disks; s3:// is refused.
     """
-    folders = {"storage": config.storage.uri, "data.root": config.data.root}
+    folders = {"storage": config.storage.uri, "data.root": config.data.root, "init_from": config.init_from}
     files = {
         "features.hdf5": config.features.hdf5,
         "backbone.weights": config.backbone.weights,

@@ -299,7 +299,9 @@ def test_paths_of_this_machine(tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match="storage = results"):
         parsed()
-    assert parsed(storage="s3://bucket/prefix") == []
+    assert parsed(storage="s3://bucket/prefix", init_from="s3://bucket/models/a") == []
+    with pytest.raises(UserError, match="init_from = results/models/a"):
+        parsed(storage="s3://bucket/prefix", init_from="results/models/a")
     (warning,) = parsed(storage="/shared/results")
     assert "every node" in warning
 
