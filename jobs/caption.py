@@ -16,7 +16,7 @@ import typer
 
 from jobs.caption_output import Row, open_output, read_done
 from jobs.cluster import cluster_address, connect
-from jobs.named_files import OpenedBundle, open_bundle
+from jobs.named_files import OpenedBundle, check_output_folder, open_bundle
 from jobs.options import Address
 from pipeline.captioning.bundle import Bundle
 from pipeline.captioning.bundle_files import bundle_digests
@@ -144,7 +144,9 @@ def caption(
             raise UserError(
                 f"--explain draws pictures for fewer than {MIN_IMAGES_FOR_RAY} images and without a cluster"
             )
+        check_output_folder("--explain", explain)
         explain.mkdir(parents=True, exist_ok=True)
+        _print_note("the attributions of a caption's words need hundreds of gradients: minutes per image on a CPU")
     decorations = Decorations()
     captioning: AbstractContextManager[Iterator[dict[str, Any]]]
     if uses_ray:

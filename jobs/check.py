@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from jobs.named_files import check_output_file
 from jobs.options import Config, Set
 from pipeline.config.load import load_config
 from pipeline.runtime.secrets import without_secrets
@@ -31,6 +32,8 @@ def check(
     from pipeline.runs.preflight import check_storage
 
     run_config = load_config(config, set_ or ())
+    if json_file is not None:
+        check_output_file("--json", json_file)
     check_storage(run_config)
     planned_data(run_config)
     result = check_data(run_config)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from pipeline.captioning.bundle import Bundle, load_bundle
 from pipeline.captioning.bundle_files import fetched
 from pipeline.errors import UserError
+from pipeline.storage.atomic import require_writable
 from pipeline.storage.path import StorageOptions, StoragePath, storage_path
 
 
@@ -30,6 +31,14 @@ def open_bundle(option: str, model: str, storage: StorageOptions = StorageOption
         return OpenedBundle(location, folder, load_bundle(folder))
     except ValueError as error:
         raise UserError(f"{option}: {error}") from error
+
+
+def check_output_folder(option: str, path: Path) -> None:
+    """Raises UserError if the folder that an option names cannot be made or written."""
+    existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    if not existing.is_dir():
+        raise UserError(f"{option} {path}: {existing} is a file; give a folder")
+    require_writable(f"{option} {path}", existing)
 
 
 def check_output_file(option: str, path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -252,7 +252,13 @@ def _sentence(error: ValidationError, data: Any, section_type: Any, section: str
         valid_keys = _keys_at(first["loc"][:-1], section_type)
         return f"unknown key {key}: {_hint(str(location[-1]), valid_keys, 'known here')}"
     if first["type"] in ("missing", "missing_argument"):
-        return f"key {key} is missing; add it to the configuration"
+        kinds = {
+            "base": "this is a search, which `raycap tune` reads",
+            "data": "this is a run, which `raycap run` reads",
+        }
+        other = next((text for name, text in kinds.items() if isinstance(data, Mapping) and name in data), "")
+        is_other_kind = not section and key in kinds and other
+        return f"key {key} is missing; {other if is_other_kind else 'add it to the configuration'}"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         names = [part for part in key.split(".") if part and not part.isdigit()]

@@ -17,6 +17,7 @@ from pipeline.data.dataset import build_vocabulary
 from pipeline.data.loading import planned_data
 from pipeline.data.word_vectors import check_word_vectors
 from pipeline.errors import UserError
+from pipeline.storage.atomic import require_writable
 from pipeline.storage.path import storage_path
 from pipeline.storage.s3 import StorageError
 from pipeline.untrusted.names import quoted
@@ -59,9 +60,7 @@ def check_storage(config: RunConfig) -> None:
         ) from error
     if not existing.is_dir():
         raise UserError(f"storage: {existing} is a file; give a folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        name = "RAYCAP_CACHE" if config.home("") else "storage"
-        raise UserError(f"{name}: {existing} cannot be written; correct its permissions or give another folder")
+    require_writable("RAYCAP_CACHE" if config.home("") else "storage", existing)
 
 
 def check_files(config: RunConfig) -> None:

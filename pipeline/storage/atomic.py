@@ -15,13 +15,14 @@ import fcntl
 import json
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import DamagedError
+from pipeline.errors import DamagedError, UserError
 
 
 @contextmanager
@@ -154,3 +155,14 @@ def _exchange(temporary: Path, folder: Path) -> None:
         old.rename(folder)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def require_writable(name: str, folder: Path) -> None:
+    """Raises UserError if no folder can be made in a folder. name: the key or option that names it."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=".raycap-", dir=folder):  # /proc has permissions that it does not keep
+            pass
+    except OSError as error:
+        raise UserError(
+            f"{name}: {folder} cannot be written ({error.strerror}); correct its permissions or give another folder"
+        ) from error
