@@ -1,0 +1,45 @@
+"""Output folders that options name are checked before a command works for them, and kinds of configurations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jobs.cli import main
+from jobs.named_files import check_output_folder
+from pipeline.errors import UserError
+from tests.conftest import ROOT
+
+
+def test_an_output_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    check_output_folder("--out", tmp_path / "a" / "b")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UserError, match=f"^--out {path}: {tmp_path}/file is a file; give a folder$"):
+            check_output_folder("--out", path)
+    with pytest.raises(UserError, match="^--explain /proc/x: /proc cannot be written .* give another folder$"):
+        check_output_folder("--explain", Path("/proc/x"))
+
+
+def test_commands_refuse_their_output_before_they_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    demo = str(ROOT / "configs" / "demo.yaml")
+    assert main(["check", demo, "--json", str(tmp_path / "nowhere" / "x.json")]) == 2
+    assert "--json" in capsys.readouterr().err
+    assert main(["evaluate", demo, "--out", "/proc/x"]) == 2
+    assert "--out /proc/x: /proc cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "config", "text"),
+    [
+        ("run", "search_demo", "a search, which `raycap tune` reads"),
+        ("tune", "demo", "a run, which `raycap run` reads"),
+    ],
+)
+def test_a_configuration_of_another_command_is_named(
+    command: str, config: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(ROOT / "configs" / f"{config}.yaml")]) == 2
+    assert f"is missing; this is {text}" in capsys.readouterr().err
