@@ -253,8 +253,8 @@ def _sentence(error: ValidationError, data: Any, section_type: Any, section: str
         return f"unknown key {key}: {_hint(str(location[-1]), valid_keys, 'known here')}"
     if first["type"] in ("missing", "missing_argument"):
         kinds = {
-            "base": "this is a search, which `raycap tune` reads",
-            "data": "this is a run, which `raycap run` reads",
+            "base": "this configuration is for `raycap tune`",
+            "data": "this configuration is for `raycap run`",
         }
         other = next((text for name, text in kinds.items() if isinstance(data, Mapping) and name in data), "")
         is_other_kind = not section and key in kinds and other

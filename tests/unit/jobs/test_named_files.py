@@ -34,12 +34,12 @@ def test_commands_refuse_their_output_before_they_work(tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     ("command", "config", "text"),
     [
-        ("run", "search_demo", "a search, which `raycap tune` reads"),
-        ("tune", "demo", "a run, which `raycap run` reads"),
+        ("run", "search_demo", "`raycap tune`"),
+        ("tune", "demo", "`raycap run`"),
     ],
 )
 def test_a_configuration_of_another_command_is_named(
     command: str, config: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, str(ROOT / "configs" / f"{config}.yaml")]) == 2
-    assert f"is missing; this is {text}" in capsys.readouterr().err
+    assert f"is missing; this configuration is for {text}" in capsys.readouterr().err
