@@ -54,8 +54,8 @@ def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
 ) -> None:
     config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
     other = str(make_bundle(tmp_path / "b", seed=1))
-    assert evaluate(config, models=[model], compared=other, server="raycap", out=tmp_path / "one") == 0
-    assert evaluate(config, models=[model, model], out=tmp_path / "two") == 0
+    assert evaluate(config, models=[model], compared=other, server="raycap", out=str(tmp_path / "one")) == 0
+    assert evaluate(config, models=[model, model], out=str(tmp_path / "two")) == 0
     one, two = scores(tmp_path / "one"), scores(tmp_path / "two")
     assert one["scores"] == two["scores"] and one["per_image_CIDEr-D"] == two["per_image_CIDEr-D"]
     predictions = json.loads((tmp_path / "one" / "predictions-test.json").read_text())
@@ -71,11 +71,11 @@ def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
     assert "not comparable" in page and "ExpansionNet v2, SCST (paper)" in page
 
     (tmp_path / "images" / "images" / "7.png").write_bytes(b"")
-    assert evaluate(config, models=[model], out=tmp_path / "three") == 1
+    assert evaluate(config, models=[model], out=str(tmp_path / "three")) == 1
     three = scores(tmp_path / "three")
     assert three["unreadable"] == {"107": "empty file"} and three["images"] == 4
     with pytest.raises(UserError, match="4 captions for the 5 images"):
-        evaluate(config, models=[model], server="raycap", out=tmp_path / "four")
+        evaluate(config, models=[model], server="raycap", out=str(tmp_path / "four"))
 
 
 @pytest.mark.ray
@@ -90,16 +90,16 @@ def test_reports_that_fail_cost_no_score_and_are_made_by_the_next_call(
     monkeypatch.setattr("jobs.gallery.add_maps", broken)
     with monkeypatch.context() as failing:
         failing.setattr("pipeline.reports.page.write_report", broken)
-        assert evaluate(config, models=[model], out=out) == 0
+        assert evaluate(config, models=[model], out=str(out)) == 0
     missing = json.loads((out / "scores.json").read_text())["missing"]
     assert missing == {"the heat maps of test": reason, "the report of test": reason} and not page.exists()
     assert f"the report of test could not be made ({reason}); the same command makes it again" in log_lines
     assert scores(out)["scores"]["CIDEr-D"] is not None
-    assert evaluate(config, models=[model], out=out) == 0
+    assert evaluate(config, models=[model], out=str(out)) == 0
     assert json.loads((out / "scores.json").read_text())["missing"] == {"the heat maps of test": reason}
     assert "data-attribution=" not in page.read_text(), "a page without maps is better than none"
     monkeypatch.undo()
-    assert evaluate(config, models=[model], out=out) == 0
+    assert evaluate(config, models=[model], out=str(out)) == 0
     assert "missing" not in json.loads((out / "scores.json").read_text()) and "data-attribution=" in page.read_text()
 
 
@@ -110,7 +110,7 @@ def test_captions_satisfy_the_constraints_of_a_file(tmp_path: Path, ray_session:
     file.write_text(
         '{"image_id": 107, "constraints": ["mat", ["the cat", "red"]]}\n{"image_id": 5, "constraints": []}\n'
     )
-    assert evaluate(config, models=[model], constraints=file, out=tmp_path / "out") == 0
+    assert evaluate(config, models=[model], constraints=file, out=str(tmp_path / "out")) == 0
     entry = scores(tmp_path / "out")
     assert entry["constraints"] == {"images": 1, "all": 1, "some": 0, "none": 0, "not_held": []}
     assert 0 <= entry["alignment"] <= 1
@@ -168,5 +168,5 @@ def test_the_golden_ensemble_holds_through_bundles_and_a_store(tmp_path: Path, r
 )
 def test_wrong_input_is_refused_before_ray_starts(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        evaluate(configuration(tmp_path), **options, out=tmp_path / "out")
+        evaluate(configuration(tmp_path), **options, out=str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
