@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import shutil
 import threading
@@ -17,13 +16,13 @@ from pipeline.config.run import RunConfig
 from pipeline.errors import JobFailedError
 from pipeline.runtime.secrets import without_secrets
 from pipeline.runtime.stopping import SAVE_LIMIT_S, keeping_handlers, saving_first
+from pipeline.storage.atomic import is_disk_full
 from pipeline.storage.path import StoragePath
 from pipeline.training.loop import DivergedError, StageJob, train_stages
 from pipeline.training.stage_output import AbandonedError
 
 logger = logging.getLogger(__name__)
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors that another attempt would meet again
 HOUR_S = 3600.0
 STOP = "stop"  # the file in a run's log folder that names the driver whose workers must stop
 NUM_STARTS = 5  # how often Ray Train tries in one attempt to start workers again that did not start within a minute
@@ -186,7 +185,7 @@ def _run_worker(settings: dict[str, Any]) -> None:
         _end_attempts(job, " ".join(str(error).split()))
         raise
     except OSError as error:
-        if error.errno not in FULL:
+        if not is_disk_full(error):
             raise
         remedy = "free space, and the same command continues from the last checkpoint"
         _end_attempts(job, f"{job.folder.path} cannot be written ({error.strerror}); {remedy}")

@@ -30,7 +30,7 @@ from pipeline.errors import UserError
 from pipeline.storage.atomic import atomic_folder
 from pipeline.untrusted.documents import parse_json, parse_yaml
 from pipeline.untrusted.files import read_regular_file
-from pipeline.untrusted.names import printable, quoted
+from pipeline.untrusted.names import one_line, printable, quoted
 
 if TYPE_CHECKING:
     from models.captioner import Captioner
@@ -178,7 +178,7 @@ def _read_parts(config: Mapping[str, Any], path: str) -> _Parts:
         settings = config.get("backbone")
         backbone = None if settings is None else parse_section(BackboneConfig, settings, "backbone")
     except UserError as error:
-        raise UserError(f"{path}: {_one_line(error)}") from error
+        raise UserError(f"{path}: {one_line(error)}") from error
     limits = {
         "model.num_encoder_layers": (model.num_encoder_layers, MAX_LAYERS),
         "model.num_decoder_layers": (model.num_decoder_layers, MAX_LAYERS),
@@ -215,7 +215,7 @@ def _require_room(parts: _Parts, path: Path) -> None:
         with torch.device("meta"):
             plan = parts.build()
     except Exception as error:  # torch and timm refuse sizes with errors of many kinds
-        raise ValueError(f"a captioner with the sizes of config.yaml cannot be built: {_one_line(error)}") from error
+        raise ValueError(f"a captioner with the sizes of config.yaml cannot be built: {one_line(error)}") from error
     check_fits(plan, header, str(path))
     stored = {id(tensor) for tensor in plan.state_dict(keep_vars=True).values()}
     computed = sum(tensor.nbytes for tensor in plan.buffers() if id(tensor) not in stored)
@@ -236,12 +236,7 @@ def _read(path: Path, parse: Callable[[Path], Any]) -> Any:
     try:
         return parse(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be read: {_one_line(error).replace(str(path), 'it', 1)}") from error
-
-
-def _one_line(error: Exception) -> str:
-    """An error's text in one line of bounded length."""
-    return printable(" ".join(str(error).split()))[:500] or type(error).__name__
+        raise UserError(f"{path} cannot be read: {one_line(error).replace(str(path), 'it', 1)}") from error
 
 
 def _card(name: str, captioner: Captioner, info: Mapping[str, Any]) -> str:

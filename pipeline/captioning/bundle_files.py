@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.data.vocabulary import MAX_BYTES as MAX_VOCABULARY_BYTES
-from pipeline.errors import UserError
+from pipeline.errors import DamagedError, UserError
 from pipeline.storage.cache import CACHE_VARIABLE, cache_folder
-from pipeline.storage.digests import DIGESTS, file_digest, memory_bytes, write_digests
+from pipeline.storage.digests import DIGESTS, digests_in, file_digest, memory_bytes, write_digests
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import Entry, StoragePath
-from pipeline.untrusted.documents import parse_json
 from pipeline.untrusted.files import read_regular_file
 
 if TYPE_CHECKING:
@@ -116,14 +115,12 @@ def require_intact(folder: Path) -> None:
 
 def _recorded(path: Path) -> dict[str, str]:
     """The digests in digests.json. Raises UserError for other content."""
-    content = parse_json(_read(path), str(path))
-    files = content.get("files") if isinstance(content, dict) and content.get("format") == 1 else None
-    if (
-        not isinstance(files, dict)
-        or not files.keys() <= set(DIGESTED_FILES)
-        or not set(REQUIRED_FILES) <= files.keys()
-    ):
-        raise UserError(f"{path} is damaged: it must have format 1 and the digests of a bundle's files; restore it")
+    try:
+        files = digests_in(_read(path), str(path))
+    except DamagedError as error:
+        raise UserError(f"{error}; restore it") from error
+    if not set(REQUIRED_FILES) <= files.keys() <= set(DIGESTED_FILES):
+        raise UserError(f"{path} is damaged: it must have the digests of a bundle's files; restore it")
     return files
 
 

@@ -19,7 +19,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from models.transform import ImageTransform
 from pipeline.storage.path import StorageOptions, StoragePath, is_remote
 from pipeline.storage.s3 import StorageError
-from pipeline.untrusted.names import printable
+from pipeline.untrusted.names import one_line
 
 # Raster formats that Pillow decodes itself; for EPS it starts a program that interprets the file. Multi-picture files
 # (MPO) count as JPEG. JPEG 2000 is left out: a file of 100 bytes can make its decoder take 1.6 kB per pixel. The common
@@ -63,8 +63,7 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
     except MemoryError as error:
         raise BadImage("cannot be decoded: it needs too much memory") from error
     except Exception as error:  # a damaged file can raise nearly any type
-        reason = printable(" ".join(str(error).split()))[:200] or type(error).__name__
-        raise BadImage(f"cannot be decoded: {reason}") from error
+        raise BadImage(f"cannot be decoded: {one_line(error)}") from error
 
 
 def _decode(data: bytes, max_pixels: int) -> Image.Image:

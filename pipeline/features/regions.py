@@ -39,7 +39,7 @@ from pipeline.features.store import (
 )
 from pipeline.storage.atomic import atomic_path
 from pipeline.storage.path import StoragePath
-from pipeline.untrusted.names import printable
+from pipeline.untrusted.names import one_line, printable
 
 _DIGEST_BYTES = 16 * 2**20  # the digest covers this many bytes at the start and at the end of a file
 _MAX_IMAGE_BYTES = 64 * 2**20  # of one data set; 100 regions of width 2,048 in float32 have 0.8 MB
@@ -256,7 +256,7 @@ def open_regions(path: Path) -> Iterator[Any]:
     try:
         file = h5py.File(path, "r")
     except Exception as error:  # damaged files raise OSError, RuntimeError, KeyError and others
-        raise UserError(f"features.hdf5: {path} cannot be opened as HDF5: {_one_line(error)}") from error
+        raise UserError(f"features.hdf5: {path} cannot be opened as HDF5: {one_line(error)}") from error
     with file:
         yield file
 
@@ -313,7 +313,7 @@ def _find(file: Any, name: str) -> Any:
             num_stored = stored.id.get_storage_size()  # compressed
             filters = _filters(stored)
     except Exception as error:  # damaged files raise OSError, RuntimeError, KeyError, TypeError and others
-        raise ValueError(f"{name} cannot be read: {_one_line(error)}") from error
+        raise ValueError(f"{name} cannot be read: {one_line(error)}") from error
     if not is_data_set:
         raise ValueError(f"{name} is no data set with values")
     if is_elsewhere:
@@ -332,7 +332,7 @@ def _link(file: Any, name: str) -> Any:
     try:
         return file.get(name, getlink=True)
     except Exception as error:
-        raise UserError(f"features.hdf5: {file.filename} is damaged at {name}: {_one_line(error)}") from error
+        raise UserError(f"features.hdf5: {file.filename} is damaged at {name}: {one_line(error)}") from error
 
 
 def _values(stored: Any, name: str, max_regions: int, dtype: str) -> np.ndarray:
@@ -342,7 +342,7 @@ def _values(stored: Any, name: str, max_regions: int, dtype: str) -> np.ndarray:
         with np.errstate(over="ignore"):
             values: np.ndarray = stored[:max_regions].astype(dtype)
     except Exception as error:  # a damaged chunk
-        raise ValueError(f"{name} cannot be read: {_one_line(error)}") from error
+        raise ValueError(f"{name} cannot be read: {one_line(error)}") from error
     if not np.isfinite(values).all():
         raise ValueError(f"{name} is not finite in {dtype}")
     return values
@@ -369,11 +369,6 @@ def _require_true_size(stored: Any, name: str, max_regions: int) -> None:
             _, data = stored.id.read_direct_chunk(chunk.chunk_offset)
             if len(zlib.decompressobj().decompress(data, max_bytes + 1)) > max_bytes:
                 raise ValueError(f"a chunk decompresses to more than its {max_bytes} bytes")
-
-
-def _one_line(error: Exception) -> str:
-    """An error's text in one line of printable characters, of bounded length."""
-    return printable(" ".join(str(error).split()))[:300] or type(error).__name__
 
 
 def _require_file(path: Path) -> None:

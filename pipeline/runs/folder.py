@@ -39,7 +39,7 @@ from pipeline.storage.digests import has_digest, is_recorded, require_whole
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, storage_path
 from pipeline.untrusted.documents import parse_yaml, require_mapping
-from pipeline.untrusted.names import printable
+from pipeline.untrusted.names import one_line, printable
 
 JOURNAL = "log/journal"
 
@@ -101,7 +101,7 @@ class RunMetadata:
                 raise DamagedError(f"{name} is damaged: it does not have the digest that it contains")
             return TypeAdapter(RunMetadata).validate_python(values)
         except (TypeError, AttributeError, ValueError) as error:
-            raise DamagedError(f"{name} is damaged: {_one_line(error)}") from error
+            raise DamagedError(f"{name} is damaged: {one_line(error)}") from error
 
     def values(self) -> dict[str, Any]:
         """The values of run.json."""
@@ -342,13 +342,8 @@ def _reading(path: Path, remedy: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise DamagedError(f"{path} is missing; {remedy}") from error
     except (KeyError, TypeError, AttributeError, ValueError) as error:  # it holds other values than were written
-        reason = _one_line(error).removeprefix(f"{path} ")
+        reason = one_line(error).removeprefix(f"{path} ")
         raise DamagedError(f"{path} is damaged: {reason}; {remedy}") from error
-
-
-def _one_line(error: Exception) -> str:
-    """An error's text in one line of printable characters, of bounded length."""
-    return printable(" ".join(str(error).split()))[:500]
 
 
 def _digest(values: dict[str, Any]) -> str:

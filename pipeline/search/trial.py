@@ -5,7 +5,6 @@ A failure is returned as an outcome.
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import shutil
@@ -37,7 +36,7 @@ from pipeline.scoring.metrics import score_captions
 from pipeline.scoring.result_files import read_predictions
 from pipeline.search.spec import SCORE, Search
 from pipeline.search.trials import Reports, SearchPlan, TrialOutcome
-from pipeline.storage.atomic import atomic_path, read_json, write_json
+from pipeline.storage.atomic import atomic_path, is_disk_full, read_json, write_json
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.copies import remove_copy
 from pipeline.storage.digests import write_digests
@@ -106,7 +105,7 @@ def run_trial(task: TrialTask, report: Report, train: Train = train_here) -> Tri
     except OutageError:
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # another machine may have space
+        if is_disk_full(error):  # another machine may have space
             raise OutageError(str(error)) from error
         outcome = TrialOutcome("failed", reason_of(error))
     return replace(outcome, seconds=time.monotonic() - begin)

@@ -23,7 +23,7 @@ from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.lease import Lease
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, storage_path
-from pipeline.untrusted.names import printable
+from pipeline.untrusted.names import one_line
 
 TrialState = Literal["running", "finished", "stopped", "failed"]
 ENDED: tuple[TrialState, ...] = ("finished", "stopped", "failed")
@@ -154,8 +154,7 @@ def _read_record(path: Path) -> TrialRecord:
     except DamagedError as error:
         raise DamagedError(f"{error}; {remedy}") from error
     except ValidationError as error:
-        reason = printable(" ".join(str(error).split()))[:500]
-        raise DamagedError(f"{path} is damaged: {reason}; {remedy}") from error
+        raise DamagedError(f"{path} is damaged: {one_line(error)}; {remedy}") from error
 
 
 class TrialLog:

@@ -89,6 +89,11 @@ def read_json(path: Path) -> Any:
     return decode_json(path.read_bytes(), str(path))
 
 
+def is_disk_full(error: Exception) -> bool:
+    """Whether a disk or a quota has no space left for a file, so that another attempt here would fail as well."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def decode_json(data: bytes, name: str) -> Any:
     """The value in the content of such a file `name`. Raises DamagedError."""
     try:

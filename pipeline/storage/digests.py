@@ -60,10 +60,10 @@ def require_whole(path: Path) -> None:
 
 def _read_digests(path: Path) -> dict[str, Any] | None:
     """The digests in a `digests.json`; None if there is no such file. Raises DamagedError."""
-    return _digests_in(path.read_bytes(), str(path)) if path.is_file() else None
+    return digests_in(path.read_bytes(), str(path)) if path.is_file() else None
 
 
-def _digests_in(data: bytes, name: str) -> dict[str, Any]:
+def digests_in(data: bytes, name: str) -> dict[str, Any]:
     """{file: SHA-256} in the content of the `digests.json` with this name. Raises DamagedError."""
     content = decode_json(data, name)
     files = content.get("files") if isinstance(content, dict) and content.get("format") == FORMAT else None
@@ -128,7 +128,7 @@ def find_damage(folder: StoragePath) -> list[str]:
     Raises DamagedError when `digests.json` itself is damaged, and FileNotFoundError when it is removed.
     """
     content, damages = (folder / DIGESTS).read_bytes(), []
-    for name, digest in _digests_in(content, str(folder / DIGESTS)).items():
+    for name, digest in digests_in(content, str(folder / DIGESTS)).items():
         try:
             if stored_digest(folder / name) != digest:
                 damages.append(f"{folder / name} is damaged: it does not have the digest in {DIGESTS}")

@@ -14,7 +14,7 @@ from json import JSONDecoder
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import UserError
-from pipeline.untrusted.names import printable, quoted
+from pipeline.untrusted.names import one_line, printable, quoted
 from pipeline.untrusted.parquet_pages import sum_pages
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def parse_json(data: bytes | str, name: str, *, strict: bool = True) -> Any:
     except MemoryError:
         raise UserError(f"{name} needs more memory than there is; divide it into smaller files") from None
     except ValueError as error:
-        raise UserError(f"{name} is not valid JSON: {_one_line(error)}") from error
+        raise UserError(f"{name} is not valid JSON: {one_line(error)}") from error
     return value
 
 
@@ -85,7 +85,7 @@ def parse_yaml(text: bytes | str, name: str) -> Any:
     except UserError:
         raise
     except (yaml.YAMLError, ValueError, TypeError, OverflowError) as error:  # the last three: dates, keys, numbers
-        raise UserError(f"{name} is not valid YAML: {_one_line(error)}") from error
+        raise UserError(f"{name} is not valid YAML: {one_line(error)}") from error
 
 
 def _measure_node(
@@ -133,7 +133,7 @@ def gunzip(data: bytes, name: str) -> bytes:
                 raise EOFError("it ends too early")
             data = member.unused_data.lstrip(b"\0")  # padding
     except (zlib.error, EOFError) as error:
-        raise UserError(f"{name} is not a whole gzip file: {_one_line(error)}") from error
+        raise UserError(f"{name} is not a whole gzip file: {one_line(error)}") from error
     return b"".join(parts)
 
 
@@ -164,7 +164,7 @@ def parquet_rows(data: bytes, name: str, columns: Sequence[str]) -> Iterator[dic
                 raise UserError(f"{name} has more than {limit} bytes of text in {len(data)} bytes")
             yield from batch.to_pylist()
     except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
-        raise UserError(f"{name} is not a readable Parquet file: {_one_line(error)}") from error
+        raise UserError(f"{name} is not a readable Parquet file: {one_line(error)}") from error
 
 
 def _require_small(data: bytes, name: str, metadata: pq.FileMetaData, columns: Sequence[int]) -> None:
@@ -174,7 +174,7 @@ def _require_small(data: bytes, name: str, metadata: pq.FileMetaData, columns: S
     try:
         num_bytes, num_values = sum_pages(data, metadata, columns)
     except ValueError as error:
-        raise UserError(f"{name} is not a readable Parquet file: {_one_line(error)}") from error
+        raise UserError(f"{name} is not a readable Parquet file: {one_line(error)}") from error
     if num_bytes > limit:
         raise UserError(f"{name} decompresses to more than {limit} bytes; write it again without compression")
     if num_values > max_values:
@@ -203,8 +203,3 @@ def require_mapping(value: Any, name: str) -> Mapping[str, Any]:
     if strange := [key for key in value if not isinstance(key, str)]:
         raise UserError(f"{name} has the key {quoted(strange[0])}, which is not text")
     return value
-
-
-def _one_line(error: Exception) -> str:
-    """An error's text in one line of printable characters, of bounded length."""
-    return printable(" ".join(str(error).split()))[:300]

@@ -7,6 +7,7 @@ from pathlib import PurePosixPath
 from pipeline.errors import UserError
 
 MAX_QUOTED = 200
+MAX_ERROR = 500
 
 
 def relative_name(name: str, source: str) -> str:
@@ -30,6 +31,11 @@ def printable(text: str) -> str:
     if text.isprintable():  # the usual case, in which a text of a gigabyte is not taken apart
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def one_line(error: BaseException) -> str:
+    """The text of an error from a library, on one line, in at most MAX_ERROR characters; its type if it has no text."""
+    return printable(" ".join(str(error).split()))[:MAX_ERROR] or type(error).__name__
 
 
 def quoted(value: object) -> str:
