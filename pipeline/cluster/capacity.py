@@ -19,9 +19,8 @@ logger = logging.getLogger(__name__)
 
 MESSAGE_EVERY_S = 30.0
 POLL_S = 2.0
+STATUS_TIMEOUT_S = 10.0
 HEAD = "node:__internal_head__"  # the resource by which Ray marks the head
-REFUSE_AFTER_S = 6.0
-REFUSE_AFTER_ROUNDS = 2  # of the autoscaler; the first may have begun before the request
 UNNAMED = re.compile(r"^(node:|memory$|object_store_memory$)|_group_")  # resources that messages leave out
 Resources = Mapping[str, float]  # by name, such as {"CPU": 1, "GPU": 1}
 
@@ -39,7 +38,9 @@ class ClusterStatus:
     pending: Sequence[Resources]  # requests that wait for resources
     num_starting: int  # nodes that the autoscaler starts now
     has_autoscaler: bool
-    num_rounds: int = 0  # of the autoscaler so far
+    version: int = 0  # increases with each look at the cluster's state, by the autoscaler as well
+    answered: int = 0  # the version on which the autoscaler last decided
+    num_refused: int = 0  # requests for nodes at once that no node type could serve, by that decision
 
     def could_fit(self, bundles: Sequence[Resources], node_types: Sequence[tuple[Resources, int]]) -> bool:
         """Whether the bundles would fit the head and new nodes. node_types: (resources, largest number of nodes)."""
@@ -73,9 +74,16 @@ class ClusterStatus:
 def cluster_status() -> ClusterStatus:
     """The cluster's state. Ray must have been started."""
     import ray
-    from ray.autoscaler.v2.sdk import get_cluster_status
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+    from ray.autoscaler.v2.schema import Stats
+    from ray.autoscaler.v2.utils import ClusterStatusParser
+    from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply  # type: ignore[attr-defined]
 
-    status = get_cluster_status(ray.get_runtime_context().gcs_address)
+    # as ray.autoscaler.v2.sdk does, whose result leaves out the autoscaler's decision
+    reply = GetClusterStatusReply()
+    client = GcsClient(ray.get_runtime_context().gcs_address)
+    reply.ParseFromString(client.get_cluster_status(timeout_s=STATUS_TIMEOUT_S))
+    status, decision = ClusterStatusParser.from_get_cluster_status_reply(reply, Stats()), reply.autoscaling_state
     demands = status.resource_demands
     nodes = [node.total_resources() for node in (*status.active_nodes, *status.idle_nodes)]
     usage = {usage.resource_name: usage.used for usage in status.cluster_resource_usage}
@@ -89,8 +97,10 @@ def cluster_status() -> ClusterStatus:
             for _ in range(by_count.count)
         ],
         num_starting=len(status.pending_nodes) + sum(launch.count for launch in status.pending_launches),
-        has_autoscaler=int(status.stats.autoscaler_version or 0) > 0,
-        num_rounds=int(status.stats.autoscaler_version or 0),
+        has_autoscaler=decision.autoscaler_state_version > 0,
+        version=reply.cluster_resource_state.cluster_resource_state_version,
+        answered=decision.last_seen_cluster_resource_state_version,
+        num_refused=len(decision.infeasible_gang_resource_requests),
     )
 
 
@@ -106,9 +116,9 @@ def wait_for(
 
     bundles: the resources of each process of the stage. A process needs one node. limit_name: the setting of the limit.
     remedy: what a user can lower, for the message; by default the keys of a run.
-    Logs what is pending, at once and every 30 s. Raises UserError when the resources can never be there: the autoscaler
-    starts no node in two rounds, which take 5 s each by default, although nothing else runs. A round that fails, for
-    example because the cloud does not answer, does not count. Raises WaitedTooLongError after `limit_s` seconds.
+    Logs what is pending, at once and every 30 s. Raises UserError when the resources can never be there: nothing else
+    runs or starts, and the autoscaler, which decides every 5 s by default, has seen the request and found no node type
+    for it. Raises WaitedTooLongError after `limit_s` seconds.
     """
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -116,19 +126,20 @@ def wait_for(
     request = f"{stage} asks for {counted([readable(bundle) for bundle in wanted])}"
     remedy = remedy or _remedy(bundles)
     group: Any = None
-    begin = last_message = last_growth = time.monotonic()
+    begin = last_message = time.monotonic()
     status = cluster_status()
     if status.fits(wanted) and not status.used:
         return
-    last_round = status.num_rounds
+    asked: int | None = None  # a version with the request, since which nothing else ran or started
     try:
         group = placement_group(wanted, strategy="PACK")
         while not group.wait(POLL_S):
             status, now = cluster_status(), time.monotonic()
             if status.num_starting or status.used or status.fits(wanted):
-                last_growth, last_round = now, status.num_rounds
-            rounds = status.num_rounds - last_round
-            if rounds >= REFUSE_AFTER_ROUNDS and now - last_growth > REFUSE_AFTER_S:
+                asked = None
+            elif asked is None:
+                asked = status.version
+            elif status.num_refused and status.answered > asked:
                 raise UserError(f"{request}, which no node type of this cluster can serve ({status.text}); {remedy}")
             if now - begin > limit_s:
                 raise WaitedTooLongError(
