@@ -138,7 +138,8 @@ def _fetch_whole(stored: StoragePath, path: Path, digest_file: StoragePath) -> b
             stored.download(temporary)
     try:
         digest = digest_file.read_bytes().decode(errors="replace")
-    except FileNotFoundError:  # older versions have written none
+    except FileNotFoundError:  # an older version wrote the file, or a process that was killed before the digest
+        digest_file.write_bytes(file_digest(path).encode())
         return True
     is_whole = has_digest(path, digest)
     if not is_whole:

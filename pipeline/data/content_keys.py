@@ -25,7 +25,7 @@ from pipeline.data.dataset import Dataset
 from pipeline.data.images import MAX_BYTES, read_image_file
 from pipeline.runtime.progress import progress
 from pipeline.storage.path import StorageOptions, StoragePath, is_remote, storage_path
-from pipeline.storage.s3 import REMOTE, Entry, OutageError
+from pipeline.storage.s3 import REMOTE, Entry, StorageError
 from pipeline.storage.tables import read_cache, write_table
 
 MANIFEST = pa.schema([("uri", pa.string()), ("size", pa.int64()), ("tag", pa.string()), ("key", pa.string())])
@@ -144,7 +144,7 @@ def _hash_changed(
 
     files: the manifest's rows of all images, without the keys of the changed ones. A file that cannot be read has no
     key, and its reason is added to `unreadable`. `write` is called now and then with the rows that have keys, and at
-    the end. Raises OutageError when the storage is out of order.
+    the end. Raises StorageError when the storage is out of order or refuses a request.
     """
     hashed = np.full(len(files), None, object)
     write_at = time.monotonic() + _WRITE_EVERY_S
@@ -174,14 +174,14 @@ def _hash_files(
 ) -> list[str | None]:
     """The sha256 of each file. A file that cannot be read gives None and adds its reason to `unreadable`.
 
-    advance: called with 1 after each file. Raises OutageError when the storage is out of order.
+    advance: called with 1 after each file. Raises StorageError when the storage is out of order or refuses a request.
     """
 
     def content_key(uri: str) -> str | None:
         try:
             return hashlib.sha256(read_image_file(StoragePath(uri, options))).hexdigest()
-        except OutageError:
-            raise  # the image is not at fault
+        except StorageError:
+            raise  # an outage, or missing rights; the image is not at fault
         except OSError as error:
             unreadable[uri] = error.strerror or str(error)
             return None

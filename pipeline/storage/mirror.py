@@ -132,13 +132,15 @@ class Mirror:
 
     def _fetch(self, name: str) -> list[Any] | None:
         """Downloads a file. Returns its entry for the record; None if the object was removed after the listing."""
-        path = self.local / name
+        path, stored = self.local / name, self.home / name
         self._require_inside(path.parent)
         try:
             with atomic_path(path, durable=False) as temporary:
-                entry = (self.home / name).download(temporary)
+                entry = stored.download(temporary)
             return [entry.tag, _state(path)]
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if error.filename != stored.uri:  # another process has removed the copy's folder
+                raise
             return None
 
     def _require_inside(self, folder: Path) -> None:

@@ -216,15 +216,18 @@ class S3Object:
 
     @contextmanager
     def _errors_translated(self) -> Iterator[None]:
-        """Raises FileNotFoundError or StorageError instead of boto3's errors."""
+        """Raises FileNotFoundError, PermissionError (of an archived object) or StorageError for boto3's errors."""
         from boto3.exceptions import Boto3Error
         from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, HTTPClientError
 
         try:
             yield
         except ClientError as error:
+            code = error.response["Error"].get("Code")
+            if code == "InvalidObjectState":  # only this object is at fault
+                raise OSError(errno.EACCES, "the object is archived and must be restored first", self.uri) from error
             if _status(error) == HTTPStatus.NOT_FOUND:
-                kind = "bucket" if error.response["Error"].get("Code") == "NoSuchBucket" else "object"
+                kind = "bucket" if code == "NoSuchBucket" else "object"
                 raise FileNotFoundError(errno.ENOENT, f"no such {kind}", self.uri) from error
             is_repeated = error.response["ResponseMetadata"].get("RetryAttempts", 0) > 0
             raise self._failure(error, is_repeated) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections.abc import Iterator
@@ -180,25 +181,26 @@ def test_the_images_of_a_folder_are_found_by_one_listing(tmp_path: Path, monkeyp
 
 
 def test_an_outage_does_not_take_images_out_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends the command. A request that is refused for one image takes this image out."""
+    """Nor do missing rights. They end the command. An archived object is taken out."""
     bucket = Bucket(["x.png", "y.png"])
     bucket.install(monkeypatch)
     columns = [range(2), ["train"] * 2, [*bucket.objects], [["a"]] * 2, pa.nulls(2, pa.string())]
     dataset = Dataset(pa.table(columns, schema=SCHEMA))
 
-    def fail_with(error: type[StorageError]) -> None:
+    def fail_with(error: OSError) -> None:
         def read(path: StoragePath) -> bytes:
             if path.uri.endswith("y.png"):
-                raise error("s3://bucket/y.png: storage failed")
+                raise error
             return b"x"
 
         monkeypatch.setattr("pipeline.data.content_keys.read_image_file", read)
 
-    fail_with(OutageError)
-    with pytest.raises(OutageError, match=r"y.png: storage failed"):
-        take_snapshot(dataset, tmp_path / "manifest.parquet")
-    assert not (tmp_path / "manifest.parquet").exists()
-    fail_with(StorageError)
+    for kind in (OutageError, StorageError):
+        fail_with(kind("s3://bucket/y.png: storage failed"))
+        with pytest.raises(kind, match=r"y.png: storage failed"):
+            take_snapshot(dataset, tmp_path / "manifest.parquet")
+        assert not (tmp_path / "manifest.parquet").exists()
+    fail_with(PermissionError(errno.EACCES, "the object is archived"))
     found, unreadable = take_snapshot(dataset, tmp_path / "manifest.parquet")
     assert list(unreadable) == ["s3://bucket/y.png"] and found.table["key"].null_count == 1
 

@@ -39,3 +39,4 @@ def test_damaged_weights_of_a_backbone_are_made_again(
     assert log_lines == [f"damaged   {stored} does not have the digest in {stored.name}.sha256; it is made again"]
     (config.storage_place / digest_name).delete()  # as an older version has left it
     assert weights("fourth") == whole and len(log_lines) == 1
+    assert (config.storage_place / digest_name).exists()

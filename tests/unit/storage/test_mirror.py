@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,19 @@ def test_a_checkpoint_that_is_replaced_meanwhile_gives_the_next_one(
     with pytest.raises(StorageError, match="files are removed while they are copied, because another process writes"):
         copy.pull()
     assert fetched.count("state.pt") == 2 + 3
+
+
+def test_a_copy_whose_folder_is_removed_meanwhile_is_no_change_of_the_storage(
+    copy: Mirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    download = StoragePath.download
+
+    def removing(path: StoragePath, target: Path) -> Entry:
+        entry = download(path, target)
+        shutil.rmtree(target.parent)
+        return entry
+
+    monkeypatch.setattr(StoragePath, "download", removing)
+    with pytest.raises(FileNotFoundError) as raised:
+        copy.pull()
+    assert str(copy.local) in str(raised.value)

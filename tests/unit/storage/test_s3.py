@@ -89,6 +89,7 @@ def test_a_write_whose_answer_was_lost_is_recognized_by_its_content(s3_object: A
 def test_refusals_are_errors_that_name_the_uri(s3_object: Any) -> None:
     for error, kind, message in (
         (refusal(403, "AccessDenied"), StorageError, "s3://data/x: storage failed: .*AccessDenied"),
+        (refusal(403, "InvalidObjectState"), PermissionError, "archived and must be restored first: 's3://data/x'"),
         (refusal(404, "NoSuchBucket"), FileNotFoundError, "no such bucket: 's3://data/x'"),
         (refusal(404, "NoSuchKey"), FileNotFoundError, "no such object: 's3://data/x'"),
         (NoCredentialsError(), StorageError, "s3://data/x: storage failed: .*credentials"),
