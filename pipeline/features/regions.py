@@ -45,6 +45,7 @@ _DIGEST_BYTES = 16 * 2**20  # the digest covers this many bytes at the start and
 _MAX_IMAGE_BYTES = 64 * 2**20  # of one data set; 100 regions of width 2,048 in float32 have 0.8 MB
 MAX_SHARD_BYTES = 2**30  # a shard is made in memory; 256 images of 100 regions of width 2,048 have 0.1 GB in float16
 _MAX_WIDTH = 2**16  # values per region
+_MAX_CHUNKS = 10_000  # of one data set; libhdf5 takes 1.5 kB for each chunk that is read, however small it is
 logger = logging.getLogger(__name__)
 
 
@@ -297,8 +298,9 @@ def _find(file: Any, name: str) -> Any:
     from h5py import h5z
 
     link = _link(file, name)
-    if isinstance(link, h5py.SoftLink) and "/" not in link.path.removeprefix("/"):  # another data set beside it
-        link = _link(file, link.path.removeprefix("/"))
+    target = link.path.removeprefix("/") if isinstance(link, h5py.SoftLink) else "."
+    if "/" not in target and target not in ("", "."):  # another data set beside it, not the file itself
+        link = _link(file, target)
     if link is None:
         return None
     if not isinstance(link, h5py.HardLink):
@@ -308,8 +310,9 @@ def _find(file: Any, name: str) -> Any:
         is_data_set = isinstance(stored, h5py.Dataset) and stored.shape is not None
         if is_data_set:
             is_elsewhere = stored.is_virtual or stored.external
-            sides = zip(stored.shape, stored.chunks or [1] * len(stored.shape), strict=True)
-            num_bytes = math.prod(math.ceil(side / chunk) * chunk for side, chunk in sides) * stored.dtype.itemsize
+            chunks = stored.chunks or [max(1, side) for side in stored.shape]
+            num_chunks = math.prod(math.ceil(side / chunk) for side, chunk in zip(stored.shape, chunks, strict=True))
+            num_bytes = num_chunks * math.prod(chunks) * stored.dtype.itemsize
             num_stored = stored.id.get_storage_size()  # compressed
             filters = _filters(stored)
     except Exception as error:  # damaged files raise OSError, RuntimeError, KeyError, TypeError and others
@@ -322,8 +325,10 @@ def _find(file: Any, name: str) -> Any:
         raise ValueError(f"{name} has the HDF5 filters {filters}; write it with gzip compression or without")
     if num_bytes > _MAX_IMAGE_BYTES or num_stored > 2 * num_bytes + 2**16:
         raise ValueError(f"{name} has {max(num_bytes, num_stored)} bytes, more than an image's features need")
-    if num_bytes and not num_stored:
-        raise ValueError(f"{name} has shape {stored.shape} and no stored values")
+    if num_chunks > _MAX_CHUNKS:
+        raise ValueError(f"{name} has {num_chunks} chunks, more than {_MAX_CHUNKS}; write it with larger ones")
+    if num_stored < (min(1, num_bytes) if h5z.FILTER_DEFLATE in filters else num_bytes):
+        raise ValueError(f"{name} has shape {stored.shape} and {'too few' if num_stored else 'no'} stored values")
     return stored
 
 

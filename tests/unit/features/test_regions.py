@@ -268,6 +268,18 @@ def not_stored(file: h5py.File) -> None:
     file.create_dataset("1_features", (5, 3), "f4")
 
 
+def tiny_chunks(file: h5py.File) -> None:
+    file.create_dataset("1_features", (100, 101), "f4", chunks=(1, 1), compression="gzip", fillvalue=7)[0, 0] = 1
+
+
+def fill_value(file: h5py.File) -> None:
+    file.create_dataset("1_features", (10, 10), "f4", chunks=(1, 10), fillvalue=7)[0] = 1
+
+
+def link_to_the_file(file: h5py.File) -> None:
+    file["1_features"] = h5py.SoftLink(".")
+
+
 def no_width(file: h5py.File) -> None:
     file["1_features"] = np.ones((2, 0), np.float32)
 
@@ -316,6 +328,9 @@ def test_the_features_must_be_whole_and_in_the_file_itself(tmp_path: Path) -> No
         stacked_bomb: "1_features has the HDF5 filters [1, 1, 1]; write it with gzip compression or without",
         lzf: "1_features has the HDF5 filters [32000]",
         not_stored: r"1_features has shape (5, 3) and no stored values",
+        tiny_chunks: "1_features has 10100 chunks, more than 10000; write it with larger ones",
+        fill_value: "1_features has shape (10, 10) and too few stored values",
+        link_to_the_file: "1_features is a link to .; the file must contain the values itself",
         no_width: r"1_features has shape (2, 0)",
         no_values: "1_features is no data set",
         text_boxes: "1_boxes has shape (2, 4) and dtype |S1",
