@@ -191,6 +191,7 @@ def _stage_index(items: list[Any], part: str, source: str) -> int:
 
 def parse_config(data: dict[str, Any]) -> RunConfig:
     """A checked configuration from plain values. Raises UserError as `load_config`."""
+    remember_secrets(data)  # an error may quote any of them
     return parse_section(RunConfig, data).with_references(data)
 
 
@@ -204,7 +205,6 @@ def parse_section(section_type: type[SectionType], data: Any, key: str = "") -> 
 
     `key` is the section's key in its file, for the error's sentence.
     """
-    remember_secrets(data)  # an error may quote any of them
     try:
         return TypeAdapter(section_type).validate_python(data)
     except ValidationError as error:

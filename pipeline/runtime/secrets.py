@@ -10,6 +10,7 @@ import re
 from urllib.parse import quote, unquote
 
 MIN_SECRET = 4  # characters; shorter passwords are removed from addresses only, because they occur in words
+MAX_ADDRESS = 4096  # characters; a longer text is no address
 MIN_VALUE = 8  # the same for the values of variables whose names do not look like a secret's
 MASK = "***"
 
@@ -78,7 +79,7 @@ def split_userinfo(address: str) -> tuple[str, str]:
 
 def remember_address(address: str) -> None:
     """Remembers the password of an address, or its user if there is no password, as a secret."""
-    user, _, password = split_userinfo(address)[0].partition(":")
+    user, _, password = split_userinfo(address if len(address) <= MAX_ADDRESS else "")[0].partition(":")
     secret = password or user
     parts = re.split(r"[@/?#:]", secret)  # a library that reads the address otherwise may take a part for the host
     for text in (secret, unquote(secret), quote(secret, safe=""), quote(unquote(secret), safe=""), *parts):

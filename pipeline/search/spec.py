@@ -21,6 +21,7 @@ from models.values import NUMBER, Text
 from pipeline.config.load import parse_config, parse_section, read_values, set_value
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import Cpus, Epochs, FileName, Gpus, Minutes, Name, Processes, Section, Seed
+from pipeline.config.variables import remember_secrets
 from pipeline.errors import UserError
 from pipeline.runs.identity import config_identity
 from pipeline.scoring.metrics import METRICS
@@ -389,6 +390,7 @@ def set_values(values: dict[str, Any], changes: Mapping[str, Any], source: str) 
 def load_search(path: Path, overrides: Sequence[str] = ()) -> Search:
     """Reads a search and its base configuration, and checks every choice; UserError for what is wrong in them."""
     values = read_values(path, overrides)
+    remember_secrets(values)  # an error may quote any of them
     config = parse_section(SearchConfig, values)
     base = read_values(path.parent / config.base)
     set_values(base, config.set, "set")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 MAX_YAML_CHARACTERS = 2**18  # the parser takes seconds for this many
 MAX_YAML_NUMBER = 1000  # characters; base 60 would make a number of a million
 MAX_YAML_NODES = 100_000  # with each alias counted as a copy
+MAX_YAML_TEXT = 4 * MAX_YAML_CHARACTERS  # characters of all values, with each alias counted as a copy
 MAX_YAML_DEPTH = 50
 MAX_RATIO = 100  # decompressed bytes per compressed byte; annotation files have 3 to 20
 MIN_LIMIT_BYTES = 64 * 2**20  # what any file may decompress to
@@ -89,15 +90,16 @@ def parse_yaml(text: bytes | str, name: str) -> Any:
 
 
 def _measure_node(
-    node: yaml.Node, name: str, measured: dict[int, tuple[int, int]], parents: tuple[int, ...]
-) -> tuple[int, int]:
-    """The number of nodes and the height of a tree in which each alias is a copy. Raises UserError above a limit.
+    node: yaml.Node, name: str, measured: dict[int, tuple[int, int, int]], parents: tuple[int, ...]
+) -> tuple[int, int, int]:
+    """The numbers of nodes and characters and the height of a tree in which each alias is a copy.
 
-    measured: the results of earlier nodes, by identity, so that the time is that of the file's own nodes.
+    Raises UserError above a limit. measured: the results of earlier nodes, by identity, so that the time is that of the
+    file's own nodes.
     """
     if id(node) in parents:
         raise UserError(f"{name}: an alias contains itself")
-    _, known_height = measured.get(id(node), (0, 1))
+    *_, known_height = measured.get(id(node), (0, 0, 1))
     if len(parents) + known_height > MAX_YAML_DEPTH:
         raise UserError(f"{name} is nested more than {MAX_YAML_DEPTH} deep")
     if id(node) in measured:
@@ -107,15 +109,17 @@ def _measure_node(
     children = node.value if isinstance(node.value, list) else []
     if isinstance(node.value, str) and len(node.value) > MAX_YAML_NUMBER and not node.tag.endswith(":str"):
         raise UserError(f"{name} has a number of {len(node.value)} characters; the limit is {MAX_YAML_NUMBER}")
-    total, height = 1, 1
+    total, length, height = 1, 0 if children else len(node.value), 1
     for child in children:
         for each in child if isinstance(child, tuple) else (child,):
-            num_nodes, child_height = _measure_node(each, name, measured, (*parents, id(node)))
-            total, height = total + num_nodes, max(height, 1 + child_height)
+            num_nodes, num_characters, child_height = _measure_node(each, name, measured, (*parents, id(node)))
+            total, length, height = total + num_nodes, length + num_characters, max(height, 1 + child_height)
     if total > MAX_YAML_NODES:
         raise UserError(f"{name} expands to more than {MAX_YAML_NODES} values; remove aliases")
-    measured[id(node)] = total, height
-    return total, height
+    if length > MAX_YAML_TEXT:
+        raise UserError(f"{name} expands to more than {MAX_YAML_TEXT} characters; remove aliases of long texts")
+    measured[id(node)] = total, length, height
+    return measured[id(node)]
 
 
 def gunzip(data: bytes, name: str) -> bytes:

@@ -21,6 +21,7 @@ from models.transform import ImageTransform
 from pipeline.captioning.bundle import load_bundle
 from pipeline.captioning.bundle_files import seal
 from pipeline.errors import UserError
+from pipeline.runtime.secrets import without_secrets
 from tests.support.bundles import make_bundle
 from tests.support.models import (
     one_thread,  # noqa: F401
@@ -159,6 +160,7 @@ def enlarge_windows(weights: dict[str, torch.Tensor]) -> None:
 
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40)) + "format: 2\n"
+LONG_TEXT = f"format: 2\na: &a x://u:{'a/' * 90_000}@h\nmodel: [{'*a, ' * 10_000}]\n"
 TWICE = (
     b'{"a":{"dtype":"F32","shape":[8],"data_offsets":[0,32]},"b":{"dtype":"F32","shape":[8],"data_offsets":[16,48]}}'
 )
@@ -219,6 +221,7 @@ CASES: dict[str, tuple[Craft, str]] = {
     "no text": (text("config.yaml", b"\xff\xfe\0"), "config.yaml cannot be read"),
     "a tag": (text("config.yaml", "!!python/object/apply:os.system [touch x]"), "config.yaml cannot be read"),
     "an alias bomb": (text("config.yaml", BOMB), "more than 100000 values"),
+    "aliases of a long text": (text("config.yaml", LONG_TEXT), "expands to more than 1048576 characters"),
     "deep YAML": (text("config.yaml", "[" * DEEP), "nested more than 50 deep"),
     "long YAML": (text("config.yaml", "#" * 2**20), "characters of YAML"),
     "longer YAML": (text("config.yaml", "#" * 2**21), "larger than 1048576 bytes"),
@@ -266,6 +269,16 @@ CASES: dict[str, tuple[Craft, str]] = {
     ),
     "not finite": (tensors(lambda weights: weights["model.lm_head.weight"].fill_(torch.inf)), "not finite"),
 }  # fmt: skip
+
+
+def test_a_bundle_masks_no_word_in_messages(bundle: Path, tmp_path: Path) -> None:
+    """Other than in a configuration, what looks like a password was chosen by a stranger."""
+    shutil.copytree(bundle, tmp_path / "bundle")
+    (tmp_path / "bundle" / "digests.json").unlink()
+    setting("backbone.weights", "x://user:accuracy@host")(tmp_path / "bundle")
+    with pytest.raises(UserError, match="a bundle contains its weights"):
+        load_bundle(tmp_path / "bundle")
+    assert without_secrets("accuracy 0.5") == "accuracy 0.5"
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -33,6 +33,7 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]
         ("a: &a {b: *a}", "an alias contains itself"),
         (ALIASES, "expands to more than"),
         (MERGES, "expands to more than"),
+        (f"[&a {'x' * 10_000}, {'*a, ' * 200}]", "expands to more than 1048576 characters"),
         ("!!set {a, b}", "tag"),
         ("!!python/object/apply:os.system [ls]", "tag"),
         ("!!binary aGk=", "tag"),
