@@ -85,6 +85,8 @@ def parse_yaml(text: bytes | str, name: str) -> Any:
         raise UserError(f"{name} is nested more than {MAX_YAML_DEPTH} deep") from None
     except UserError:
         raise
+    except (LookupError, AttributeError) as error:  # with a text that says nothing to a user
+        raise UserError(f"{name} is not valid YAML: a value does not fit its tag (!!bool, !!int, ...)") from error
     except (yaml.YAMLError, ValueError, TypeError, OverflowError) as error:  # the last three: dates, keys, numbers
         raise UserError(f"{name} is not valid YAML: {one_line(error)}") from error
 

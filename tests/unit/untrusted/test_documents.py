@@ -45,6 +45,9 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]
         ("a: \0", "not valid YAML"),
         (b"\xff\xfe\xff", "not valid YAML"),
         ("x: !!int nine", "not valid YAML"),
+        ("x: !!int ''", "a value does not fit its tag"),
+        ("x: !!bool maybe", "a value does not fit its tag"),
+        ("x: !!timestamp soon", "a value does not fit its tag"),
     ],
 )
 def test_hostile_yaml_is_refused(text: str | bytes, reason: str) -> None:
