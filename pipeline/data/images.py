@@ -26,6 +26,7 @@ from pipeline.untrusted.names import one_line
 # formats come first, because Pillow imports all its plugins for the others.
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "AVIF")
 MAX_BYTES = 256 * 2**20  # a larger file is refused, because a file is read into memory as a whole
+MAX_WEBP_SHARE = 0.5  # of the limit on pixels: Pillow needs 16 bytes per pixel of WebP, and 8 of the other formats
 MAX_SIDE = 2**20  # pixels; resizing takes 16 bytes for each pixel of a side
 DEEP_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")  # Pillow's modes of one channel with more than 8 bits
 STRIP_PIXELS = 2**20  # pixels that are converted at a time
@@ -78,7 +79,13 @@ def _decode(data: bytes, max_pixels: int) -> Image.Image:
 
 
 def _require_size(image: Image.Image, max_pixels: int) -> None:
-    """Raises BadImage for an image, or a tile of a TIFF file, of more than `max_pixels` or with too long a side."""
+    """Raises BadImage for an image, or a tile of a TIFF file, of more than `max_pixels` or with too long a side.
+
+    The reason ends with `max_pixels`, by which an extraction finds the images that another limit may accept.
+    """
+    if image.format == "WEBP" and image.width * image.height > MAX_WEBP_SHARE * max_pixels:
+        share = f"{MAX_WEBP_SHARE:.0%} (the share for WebP) of {max_pixels}"
+        raise BadImage(f"{image.width} x {image.height} pixels, more than {share}")
     sizes = [image.size]
     if isinstance(image, TiffImageFile):  # a tile, which may be larger than the image, is decoded as a whole
         sizes.append((int(image.tag_v2.get(TILE_WIDTH, 1)), int(image.tag_v2.get(TILE_LENGTH, 1))))

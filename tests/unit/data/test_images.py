@@ -9,13 +9,23 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image, ImageFile, features
 
 from pipeline.data import images
-from pipeline.data.images import FORMATS, MAX_SIDE, UNREADABLE, BadImage, decode_batch, decode_image, read_image_file
+from pipeline.data.images import (
+    FORMATS,
+    MAX_SIDE,
+    MAX_WEBP_SHARE,
+    UNREADABLE,
+    BadImage,
+    decode_batch,
+    decode_image,
+    read_image_file,
+)
 from pipeline.storage.path import StoragePath
 from tests.conftest import ROOT
 
@@ -142,24 +152,39 @@ def test_a_strip_has_the_colors_of_the_whole_image(monkeypatch: pytest.MonkeyPat
         assert one.size == other.size and one.tobytes() == other.tobytes()
 
 
-@pytest.mark.parametrize("mode", ["I;16", "RGBA"])
-def test_a_large_image_needs_a_small_multiple_of_its_size(mode: str, tmp_path: Path) -> None:
-    side = 4000
+@pytest.mark.parametrize(
+    ("mode", "name", "options"),
+    [
+        ("I;16", "PNG", {"compress_level": 1}),
+        ("RGBA", "PNG", {"compress_level": 1}),
+        ("RGBA", "TIFF", {"compression": "tiff_lzw"}),
+        ("RGBA", "WEBP", {"lossless": True, "method": 0}),
+        ("RGB", "AVIF", {"speed": 10}),
+    ],
+)
+def test_the_largest_image_of_a_format_needs_a_small_multiple_of_its_size(
+    mode: str, name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    if name in CODECS and not features.check(CODECS[name]):
+        pytest.skip(f"this Pillow has no {name}")
+    max_pixels = 4000**2
+    side = int((max_pixels * (MAX_WEBP_SHARE if name == "WEBP" else 1)) ** 0.5)
     code = (
-        "import resource, sys; from pathlib import Path; from pipeline.data.images import decode_image\n"
-        "data = Path(sys.argv[1]).read_bytes(); decode_image(Path(sys.argv[2]).read_bytes(), 100)\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        f"decode_image(data, {side * side})\n"
-        "print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))\n"
+        "import sys; from pathlib import Path; from pipeline.data.images import decode_image\n"
+        "def peak(): return 1024 * int(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0])\n"
+        "data = Path(sys.argv[1]).read_bytes(); decode_image(Path(sys.argv[2]).read_bytes(), 1000)\n"
+        f"before = peak(); decode_image(data, {max_pixels}); print(peak() - before)\n"
     )
     large, small = tmp_path / "large", tmp_path / "small"
     for path, size in ((large, (side, side)), (small, (10, 10))):
-        Image.new(mode, size).save(path, "PNG", compress_level=1)
+        Image.new(mode, size).save(path, name, **options)
     done = subprocess.run(
         [sys.executable, "-c", code, large, small], capture_output=True, text=True, cwd=ROOT, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 3 * 4 * side * side, "three times an image of 4 bytes per pixel"
+    assert int(done.stdout) < 3 * 4 * max_pixels, "three times an image of 4 bytes per pixel"
+    with pytest.raises(BadImage, match=f"{side} x {side} pixels, more than .*{side * side - 1}$"):
+        decode_image(large.read_bytes(), side * side - 1)
 
 
 def test_a_tile_larger_than_the_limit_is_refused() -> None:
