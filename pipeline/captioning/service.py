@@ -24,13 +24,14 @@ from models.cluster_groups import Clusters, find_clusters
 from models.decoding import beam_search
 from pipeline.captioning.bundle import Bundle, load_bundle
 from pipeline.config.sections import SEARCH_DEFAULTS
-from pipeline.data.images import MAX_BYTES, BadImage, decode_image, read_image_file
+from pipeline.data.images import BadImage, decode_image, read_image_file
 from pipeline.errors import UserError
 from pipeline.storage.path import StorageOptions, StoragePath, join, storage_path
 from pipeline.untrusted.names import printable, relative_name
 from pipeline.version import project_root
 
 MAX_PIXELS = 100_000_000  # Larger images are refused.
+MAX_IMAGE_BYTES = 32 * 2**20  # in column `image`; a decoder may take a microsecond for each byte of a hostile file
 MAX_ROWS = 10_000  # of one call of `predict`; Spark sends this many at a time
 BATCH_SIZE = 16  # images
 PRECISIONS = ("float32", "bfloat16")
@@ -182,8 +183,8 @@ def _file_bytes(image: Any) -> bytes:
     """The bytes of a value of column image. Raises BadImage for other types, and for too many bytes."""
     if not isinstance(image, (str, bytes, bytearray, memoryview)):
         raise BadImage(f"image is a {type(image).__name__}; expected file bytes, in JSON as base64")
-    if len(image) > (4 * MAX_BYTES / 3 + 4 if isinstance(image, str) else MAX_BYTES):
-        raise BadImage(f"image is larger than {MAX_BYTES} bytes")
+    if len(image) > (4 * MAX_IMAGE_BYTES / 3 + 4 if isinstance(image, str) else MAX_IMAGE_BYTES):
+        raise BadImage(f"image is larger than {MAX_IMAGE_BYTES} bytes")
     if not isinstance(image, str):
         return bytes(image)
     try:

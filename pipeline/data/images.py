@@ -34,6 +34,7 @@ TILE_WIDTH, TILE_LENGTH = 322, 323  # tags of a TIFF file
 # A JPEG file is decoded once per scan, and 200 bytes can be a scan of all pixels. Photographs have at most 10 or so. By
 # chance, one in 65,536 places of other data in the file looks like the begin of a scan.
 SCAN, MAX_SCANS, BYTES_PER_FURTHER_SCAN = b"\xff\xda", 100, 10_000
+MAX_PPM_HEADER = 2**16  # bytes; Pillow reads the comments of a header byte by byte, a megabyte in a second
 UNREADABLE = "cannot be read"  # a reason that starts with this is temporary: the next extraction tries the image again
 
 
@@ -69,6 +70,8 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
 
 def _decode(data: bytes, max_pixels: int) -> Image.Image:
     """The RGB image as `decode_image` gives it. Raises an exception of nearly any type for a damaged file."""
+    if data.startswith(b"P"):
+        Image.open(io.BytesIO(data[:MAX_PPM_HEADER]), formats=("PPM",))  # raises an error if the header is longer
     image = Image.open(io.BytesIO(data), formats=FORMATS)
     _require_size(image, max_pixels)
     if isinstance(image, JpegImageFile) and data.count(SCAN) > MAX_SCANS + len(data) // BYTES_PER_FURTHER_SCAN:

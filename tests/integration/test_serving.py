@@ -179,9 +179,11 @@ def test_a_request_that_is_no_table_is_refused(registered: Registered, request_:
 
 
 def test_images_above_the_limit_are_refused(registered: Registered, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="row 0: image is larger than 33554432 bytes"):
+        registered.service.predict({"image": [bytes(2**25 + 1)]})
     size = registered.images[0].stat().st_size
-    for module in ("pipeline.captioning.service", "pipeline.data.images"):
-        monkeypatch.setattr(f"{module}.MAX_BYTES", size - 1)
+    for limit in ("captioning.service.MAX_IMAGE_BYTES", "data.images.MAX_BYTES"):
+        monkeypatch.setattr(f"pipeline.{limit}", size - 1)
     data = registered.images[0].read_bytes()
     for image in (data, base64.b64encode(data + bytes(4)).decode()):
         with pytest.raises(ValueError, match=f"row 0: image is larger than {size - 1} bytes"):

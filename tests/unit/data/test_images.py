@@ -197,6 +197,13 @@ def test_a_tile_larger_than_the_limit_is_refused() -> None:
         decode_image(data, 1000)
 
 
+def test_a_long_comment_of_a_ppm_header_is_refused() -> None:
+    before, _, rest = encoded(example(), format="PPM").partition(b"\n")
+    assert decode_image(before + b" #" + 60_000 * b"x" + b"\n" + rest, 10_000).size == (24, 18)
+    with pytest.raises(BadImage, match="reading header"):
+        decode_image(before + b" #" + 70_000 * b"x" + b"\n" + rest, 10_000)
+
+
 def test_jpeg_2000_is_refused() -> None:
     """100 bytes, without any data, of which its decoder makes a structure of 1.6 kB for each of 360,000 pixels."""
     size = struct.pack(">HIIIIIIIIHBBB", 0, 600, 600, 0, 0, 600, 600, 0, 0, 1, 7, 1, 1)
