@@ -321,8 +321,8 @@ def _write_rows(rows: Iterator[dict[str, Any]], total: int, write: Callable[[Row
 
 
 def _printer(json_lines: bool) -> Callable[[Row], None]:
-    """Returns the function that prints a row, as JSON or as text."""
-    return lambda row: print(json.dumps(row, ensure_ascii=False) if json_lines else _format_row(row))
+    """Returns the function that prints a row, as JSON or as text, without a character that controls a terminal."""
+    return lambda row: print(json.dumps(row) if json_lines else _format_row(row))
 
 
 def _format_row(row: Row) -> str:

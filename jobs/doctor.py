@@ -77,7 +77,7 @@ def doctor(
     failed = list(dict.fromkeys(finding.name for finding in findings if finding.level == "fail"))
     if print_json:
         report = {"ok": not failed, "findings": [asdict(finding) for finding in findings]}
-        print(json.dumps(report, indent=1, ensure_ascii=False))
+        print(json.dumps(report, indent=1))
     elif not storage:
         name = str(config) if config is not None else "raycap"
         print(f"{name} cannot run here: {', '.join(failed)}" if failed else f"{name} can run here")

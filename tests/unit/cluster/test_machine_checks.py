@@ -182,8 +182,11 @@ def test_the_exit_code_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["doctor", str(config)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].endswith("can run here") and any(line.startswith("ok    torch") for line in lines)
-    (tmp_path / "file").write_text("")
-    assert main(["doctor", str(config), "--json", "--set", f"storage={tmp_path / 'file'}"]) == 1
-    found = json.loads(capsys.readouterr().out)
+    file = tmp_path / "a file \u202e"
+    file.write_text("")
+    assert main(["doctor", str(config), "--json", "--set", f"storage={file}"]) == 1
+    printed = capsys.readouterr().out
+    assert all(map(str.isprintable, printed.splitlines())) and r"a file \u202e" in printed
+    found = json.loads(printed)
     assert not found["ok"] and [row["name"] for row in found["findings"] if row["level"] == "fail"] == ["storage"]
     assert main(["doctor", str(config), "--set", "seeed=1"]) == 2

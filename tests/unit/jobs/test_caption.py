@@ -104,7 +104,7 @@ def test_names_of_files_cannot_control_the_terminal(
     bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Neither clear the screen nor forge a line; the JSON lines have the exact names."""
-    names = ["a\x1b[2J\x1b]0;owned\x07.png", "forged.png: a caption\nc.png: text.png", "b\x9b2J.png"]
+    names = ["a\x1b[2J\x1b]0;owned\x07.png", "forged.png: a caption\nc.png: text.png", "b\x9b2J\x7f\u202e.png"]
     (source,) = write_images(tmp_path / "source", 1)
     paths = [shutil.copyfile(source, tmp_path / name) for name in names[:2]]
     paths.append(tmp_path / names[2])
@@ -114,8 +114,9 @@ def test_names_of_files_cannot_control_the_terminal(
     assert len(printed.out.splitlines()) == 3 and printed.out.replace("\n", "").isprintable()
     assert r"a\x1b[2J\x1b]0;owned\x07.png: " in printed.out and r"caption\nc.png: text.png: " in printed.out
     assert main(["caption", *map(str, paths), "--model", str(bundle), "--json"]) == 1
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["image"] for row in rows] == list(map(str, paths))
+    lines = capsys.readouterr().out.splitlines()
+    assert all(map(str.isprintable, lines))
+    assert [json.loads(line)["image"] for line in lines] == list(map(str, paths))
 
 
 def test_a_file_above_the_limit_has_a_reason(
