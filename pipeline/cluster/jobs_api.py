@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import http.client
+import ipaddress
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserError
+from pipeline.untrusted.names import shown
 
 REQUEST_S, UPLOAD_S = 30.0, 600.0  # deadlines of requests
 SUBMIT_ATTEMPTS = 3
@@ -57,19 +59,18 @@ class JobsServer:
     def __init__(self, address: str) -> None:
         if "://" not in address:
             address = f"http://{address}"
-        parts = urllib.parse.urlsplit(address)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not _is_address(address):
             raise UserError(
-                f"--address {address} is not a dashboard's address; give the address that Ray's head prints, "
+                f"--address {shown(address)} is not a dashboard's address; give the address that Ray's head prints, "
                 "for example http://head:8265"
             )
+        parts = urllib.parse.urlsplit(address)
         if parts.username or parts.password:
             raise UserError(
                 "--address contains a user or password; set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to its file"
             )
         self.address = address.rstrip("/")
-        is_local = parts.hostname in ("localhost", "::1") or parts.hostname.startswith("127.")
-        self.is_unencrypted = parts.scheme == "http" and not is_local
+        self.is_unencrypted = parts.scheme == "http" and not _is_this_machine(str(parts.hostname))
         self.token, self.token_from = find_token()
         self.token_sent = False
         self._opener = urllib.request.build_opener(_OwnRedirects)
@@ -187,6 +188,24 @@ class JobsServer:
         if code in refusals:
             return UserError(f"{self.address} {refusals[code]}")
         return UnreachableError(f"{self.address} failed with status {code}: {last_line}")
+
+
+def _is_address(address: str) -> bool:
+    """Whether a text is an address of HTTP with which urllib can try to connect."""
+    try:
+        parts = urllib.parse.urlsplit(address)
+        host, _ = (parts.hostname or "").encode("idna"), parts.port  # an error for a label or port that cannot be
+    except ValueError:
+        return False
+    is_plain = address.isprintable() and f"{parts.path}{parts.query}".isascii()
+    return parts.scheme in ("http", "https") and bool(host) and is_plain
+
+
+def _is_this_machine(host: str) -> bool:
+    """Whether a host's name or IP address can only mean this machine."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def _job_path(job_id: str) -> str:

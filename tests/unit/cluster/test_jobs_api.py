@@ -132,6 +132,26 @@ def test_an_address_with_a_user_is_refused(address: str) -> None:
         JobsServer(address)
 
 
+@pytest.mark.parametrize(
+    "address",
+    ["ftp://h", "http://", "http://[::1", "http://a..b:1", f"http://{'a' * 300}", "http://h:abc", "http://h:1/\xf6",
+     "http://h:99999", "http://h\0", "http://h:1/\r\nX: y"],
+)  # fmt: skip
+def test_a_text_that_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(UserError, match="is not a dashboard's address") as refused:
+        JobsServer(address)
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("host", "is_this_machine"),
+    [("127.8.9.1", True), ("[::1]", True), ("localhost", True),
+     ("127.0.0.1.evil.com", False), ("localhost.evil.com", False), ("10.0.0.1", False), ("b\xfccher.de", False)],
+)  # fmt: skip
+def test_only_this_machine_may_get_a_token_over_http(host: str, is_this_machine: bool) -> None:
+    assert JobsServer(f"http://{host}:8265").is_unencrypted != is_this_machine
+
+
 @pytest.mark.parametrize("token", ["marked\ntoken", "marked token", "marked-t\u00f6ken"])
 def test_a_token_that_cannot_be_sent_is_refused_without_its_text(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
