@@ -7,6 +7,7 @@ checkpoint. A push or pull costs one listing and one transfer per changed file.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -27,6 +28,8 @@ from pipeline.untrusted.names import relative_name
 MARKERS = ("progress.json", "run.json", "DONE.json", "COMPLETE.json", "COMPLETE")
 RECORD_SUFFIX = ".mirror.json"
 NUM_TRANSFERS = 8  # files transferred at the same time
+# S3 may have an object `a` beside `a/b`, and names of 1,024 bytes without a slash.
+NO_FILE_NAME = (errno.ENAMETOOLONG, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY)
 PULL_ATTEMPTS = 3  # of a pull whose files the writer removes meanwhile, as it replaces checkpoints
 
 # {file name: [tag on S3, [size, modification time] of the copy]} of the transferred files.
@@ -142,6 +145,11 @@ class Mirror:
             if error.filename != stored.uri:  # another process has removed the copy's folder
                 raise
             return None
+        except OSError as error:
+            if error.errno not in NO_FILE_NAME:
+                raise
+            reason = f"cannot be copied to {self.local}: {os.strerror(error.errno)}"
+            raise UserError(f"{stored.uri} {reason}; rename or remove the object") from error
 
     def _require_inside(self, folder: Path) -> None:
         """Raises UserError if a link leads from a folder of the copy to another place."""

@@ -31,6 +31,15 @@ def test_an_object_with_another_place_in_its_name_is_refused(copy: Mirror, tmp_p
     assert files(tmp_path) == [], "not even the good file was written"
 
 
+@pytest.mark.parametrize("name", ["a", "x" * 300, f"{'y' * 300}/z"])
+def test_an_object_that_can_be_no_local_file_is_named(copy: Mirror, name: str) -> None:
+    """`a` beside `a/b.txt`: which of both is refused depends on which is copied first."""
+    (copy.home / name).write_bytes(b"other")
+    with pytest.raises(UserError, match=rf"^{copy.home.uri}/({name}|a/b.txt) cannot be copied .*; rename or remove"):
+        copy.pull()
+    assert not list(copy.local.rglob("*.tmp"))
+
+
 def test_hidden_objects_and_marks_of_folders_are_left_out(copy: Mirror) -> None:
     for name in (".lock", "a/.b.txt.tmp", ".c/d", "", "a/", "empty/"):
         StoragePath(f"{copy.home.uri}/{name}", copy.home.options).write_bytes(b"other")
