@@ -111,6 +111,7 @@ def _measure_node(
     children = node.value if isinstance(node.value, list) else []
     if isinstance(node.value, str) and len(node.value) > MAX_YAML_NUMBER and not node.tag.endswith(":str"):
         raise UserError(f"{name} has a number of {len(node.value)} characters; the limit is {MAX_YAML_NUMBER}")
+    _refuse_repeated_keys(children, name)
     total, length, height = 1, 0 if children else len(node.value), 1
     for child in children:
         for each in child if isinstance(child, tuple) else (child,):
@@ -122,6 +123,16 @@ def _measure_node(
         raise UserError(f"{name} expands to more than {MAX_YAML_TEXT} characters; remove aliases of long texts")
     measured[id(node)] = total, length, height
     return measured[id(node)]
+
+
+def _refuse_repeated_keys(pairs: Sequence[Any], name: str) -> None:
+    """Raises UserError for a key that a mapping has twice; the parser would use the last one. pairs: a node's value."""
+    seen = set[tuple[str, str]]()
+    for key in (pair[0] for pair in pairs if isinstance(pair, tuple) and isinstance(pair[0].value, str)):
+        if (key.tag, key.value) in seen and not key.tag.endswith(":merge"):
+            place = f"line {key.start_mark.line + 1}, column {key.start_mark.column + 1}"
+            raise UserError(f"{name} has the key {quoted(key.value)} a second time in {place}; remove one of them")
+        seen.add((key.tag, key.value))
 
 
 def gunzip(data: bytes, name: str) -> bytes:

@@ -45,6 +45,7 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]
         ("a: \0", "not valid YAML"),
         (b"\xff\xfe\xff", "not valid YAML"),
         ("x: !!int nine", "not valid YAML"),
+        ("a: {b: 1,\n  b: 2}", "the key 'b' a second time in line 2, column 3; remove one of them"),
         ("x: !!int ''", "a value does not fit its tag"),
         ("x: !!bool maybe", "a value does not fit its tag"),
         ("x: !!timestamp soon", "a value does not fit its tag"),
@@ -76,7 +77,7 @@ def test_plain_yaml_equals_the_plain_parser() -> None:
     for _ in range(50):
         text = yaml.safe_dump(value(5))
         assert parse_yaml(text, "f") == yaml.safe_load(text)
-    shared = "a: &a {x: 1}\nb: {<<: *a, y: 2}\nc: *a\nd: 2026-01-02"
+    shared = "a: &a {x: 1}\nb: {<<: *a, y: 2, <<: *a}\nc: *a\nd: 2026-01-02"
     assert parse_yaml(shared, "f") == yaml.safe_load(shared)
     assert parse_yaml("", "f") is None
 
