@@ -55,7 +55,7 @@ def read_word_vectors(path: Path, words: Sequence[str], width: int) -> tuple[np.
 def check_word_vectors(path: Path, width: int) -> None:
     """Raises UserError if the file's first line shows vectors of another width, or the file cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_regular_file(path) as file:
             line = file.readline(MAX_LINE)
     except OSError as error:
         raise UserError(f"model.word_vectors {path} cannot be read: {error.strerror or error}") from error

@@ -20,7 +20,7 @@ from pipeline.config.load import parse_config
 from pipeline.config.sections import DataSection
 from pipeline.data.dataset import build_vocabulary, read_dataset
 from pipeline.data.vocabulary import Vocabulary
-from pipeline.data.word_vectors import describe_missing, read_word_vectors
+from pipeline.data.word_vectors import check_word_vectors, describe_missing, read_word_vectors
 from pipeline.errors import UserError
 from pipeline.runs.identity import config_identity
 from pipeline.runs.prepare import prepare
@@ -77,6 +77,12 @@ def test_other_files_are_refused(tmp_path: Path, lines: list[str], words: str) -
         read_word_vectors(glove(tmp_path, lines), WORDS.words, 4)
     with pytest.raises(UserError, match="cannot be read"):
         read_word_vectors(tmp_path, WORDS.words, 4)
+
+
+def test_a_device_is_no_file_of_word_vectors() -> None:
+    """A pipe would wait for a writer."""
+    with pytest.raises(UserError, match="/dev/null cannot be read: not a regular file"):
+        check_word_vectors(Path("/dev/null"), 3)
 
 
 @pytest.mark.parametrize("config", SYSTEMS, ids=lambda config: config.name)
