@@ -195,7 +195,7 @@ def _file_bytes(image: Any) -> bytes:
 
 def _roots(roots: Any) -> tuple[StoragePath, ...]:
     """The folders and prefixes of `uri_roots`. Raises ValueError for anything else."""
-    if not isinstance(roots, (list, tuple)) or not all(isinstance(root, str) for root in roots):
+    if not isinstance(roots, (list, tuple)) or not all(isinstance(root, str) and root.strip() for root in roots):
         raise ValueError(f"uri_roots is {roots!r}; expected a list of folders and s3:// prefixes")
     return tuple(storage_path(root, StorageOptions().hasty) for root in roots)
 

@@ -254,7 +254,7 @@ def test_images_on_s3_are_read_below_the_roots_only(
             registered.service.predict({"uri": [uri]})
 
 
-@pytest.mark.parametrize("roots", ["/data", [7], 7])
+@pytest.mark.parametrize("roots", ["/data", [7], 7, [""], ["/data", " "]])
 def test_other_roots_than_folders_are_refused(registered: Registered, roots: Any) -> None:
     with pytest.raises(ValueError, match="expected a list of folders and s3:// prefixes"):
         CaptionService(registered.service.bundle, uri_roots=roots)
