@@ -313,6 +313,7 @@ def _find(file: Any, name: str) -> Any:
             chunks = stored.chunks or [max(1, side) for side in stored.shape]
             num_chunks = math.prod(math.ceil(side / chunk) for side, chunk in zip(stored.shape, chunks, strict=True))
             num_bytes = num_chunks * math.prod(chunks) * stored.dtype.itemsize
+            num_written = num_bytes // stored.dtype.itemsize * stored.id.get_type().get_size()  # without compression
             num_stored = stored.id.get_storage_size()  # compressed
             filters = _filters(stored)
     except Exception as error:  # damaged files raise OSError, RuntimeError, KeyError, TypeError and others
@@ -327,7 +328,7 @@ def _find(file: Any, name: str) -> Any:
         raise ValueError(f"{name} has {max(num_bytes, num_stored)} bytes, more than an image's features need")
     if num_chunks > _MAX_CHUNKS:
         raise ValueError(f"{name} has {num_chunks} chunks, more than {_MAX_CHUNKS}; write it with larger ones")
-    if num_stored < (min(1, num_bytes) if h5z.FILTER_DEFLATE in filters else num_bytes):
+    if num_stored < (min(1, num_bytes) if h5z.FILTER_DEFLATE in filters else num_written):
         raise ValueError(f"{name} has shape {stored.shape} and {'too few' if num_stored else 'no'} stored values")
     return stored
 

@@ -358,6 +358,18 @@ def test_gzip_changes_no_value(tmp_path: Path, options: dict[str, Any]) -> None:
         assert np.array_equal(read_image(file, 1, 9, "float32")[0], values[:9])
 
 
+def test_a_type_that_numpy_lacks_is_read(tmp_path: Path) -> None:
+    """bfloat16, which h5py reads as float32: the file has half of the bytes."""
+    kind = h5py.h5t.IEEE_F32LE.copy()
+    kind.set_fields(15, 7, 8, 0, 7)
+    kind.set_size(2)
+    with h5py.File(tmp_path / "f", "w") as file:
+        space = h5py.h5s.create_simple(FEATURES.shape)
+        h5py.Dataset(h5py.h5d.create(file.id, b"1_features", kind, space))[...] = np.ones_like(FEATURES)
+    with open_regions(tmp_path / "f") as file:
+        assert np.array_equal(read_image(file, 1, 10, "float32")[0], np.ones_like(FEATURES))
+
+
 def test_a_link_to_another_image_of_the_file_is_followed(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "f", "w") as file:
         file["2_features"], file["1_features"] = FEATURES, h5py.SoftLink("/2_features")
