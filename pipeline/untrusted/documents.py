@@ -172,7 +172,7 @@ def _require_small(data: bytes, name: str, metadata: pq.FileMetaData, columns: S
     limit = max(MIN_LIMIT_BYTES, MAX_RATIO * len(data))
     max_values = max(MIN_LIMIT_VALUES, len(data))
     try:
-        num_bytes, num_values = sum_pages(data, metadata, columns)
+        num_bytes, num_values = sum_pages(data, metadata, columns, limit)
     except ValueError as error:
         raise UserError(f"{name} is not a readable Parquet file: {one_line(error)}") from error
     if num_bytes > limit:
