@@ -20,6 +20,7 @@ from pipeline.errors import UserError
 from pipeline.storage.atomic import file_lock, write_bytes
 from pipeline.storage.s3 import ConflictError, Entry, S3Object, StorageError, StorageOptions, is_remote
 from pipeline.untrusted.files import read_regular_file
+from pipeline.untrusted.names import expanded_path
 
 MAX_TAGGED_BYTES = 2**24  # of a file that is replaced on condition of its tag: a lease, or the record of a champion
 
@@ -164,10 +165,10 @@ class StoragePath:
 
 
 def storage_path(path: StoragePath | Path | str, options: StorageOptions = StorageOptions()) -> StoragePath:
-    """A StoragePath from a local path, which is made absolute, or from an s3:// URI."""
+    """A StoragePath from a local path, which is made absolute, or from an s3:// URI. Raises UserError for ~nobody."""
     if isinstance(path, StoragePath):
         return path
-    uri = str(path).rstrip("/") if is_remote(str(path)) else str(Path(path).expanduser().absolute())
+    uri = str(path).rstrip("/") if is_remote(str(path)) else str(expanded_path(path).absolute())
     return StoragePath(uri, options)
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from pipeline.cluster.submission import check_options
 from pipeline.errors import UserError
+from pipeline.storage.cache import cache_folder
+from pipeline.storage.path import storage_path
 from pipeline.untrusted.files import read_regular_file
-from pipeline.untrusted.names import printable, relative_name
+from pipeline.untrusted.names import expanded_path, printable, relative_name
 
 BAD_NAMES = [
     "/etc/passwd", "../x", "a/../../x", "a//b", "a/./b", "", ".", "..", "a/", "a\\b", "a\0b", "a\nb",
@@ -32,6 +36,19 @@ def test_what_is_printed_has_no_control_characters() -> None:
     text = "a\x1b[2J\x07\n\r\t\x85\u202e\udc80 ä 图"
     assert printable(text).isprintable() and printable("ä 图 -") == "ä 图 -"
     assert printable(text) == r"a\x1b[2J\x07\n\r\t\x85\u202e\udc80 ä 图"
+
+
+def test_a_home_folder_of_no_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = "~nosuchuser/x"
+    monkeypatch.setenv("RAYCAP_CACHE", path)
+    calls: list[Callable[[], object]] = [
+        lambda: storage_path(path), lambda: check_options({"out": path}, ()), cache_folder,
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(UserError, match="^~nosuchuser/x begins with ~ and names no user's home folder; give anoth"):
+            call()
+    monkeypatch.setenv("HOME", "/home/of/user")
+    assert expanded_path("~/x") == Path("/home/of/user/x") and storage_path("~/x").uri == "/home/of/user/x"
 
 
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
