@@ -85,7 +85,7 @@ def evaluate(
         raise UserError(f"--server {server}: letters, digits, - and _ only; it becomes part of a file's name")
     run_config = load_config(config, set_ or ())
     if out is not None and not is_remote(out):
-        check_output_folder("--out", Path(out))
+        check_output_folder("--out", storage_path(out).path)
     constraint_file = constraints or run_config.evaluation.constraints
     check_resources(run_config, address)
     _check_inputs(run_config, stage, constraint_file)
