@@ -16,7 +16,7 @@ import typer
 
 from jobs.caption_tasks import Captioned, SplitTask, caption_on_cluster
 from jobs.cluster import check_resources, start_ray
-from jobs.named_files import check_output_folder, open_bundle
+from jobs.named_files import check_output_place, open_bundle
 from jobs.options import Address, Config, Set
 from jobs.score import format_scores
 from pipeline.captioning.bundle_files import fetched
@@ -39,7 +39,7 @@ from pipeline.scoring.split_result import SplitResult
 from pipeline.storage.atomic import write_json, write_text
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import StoragePath, is_remote, storage_path
+from pipeline.storage.path import StoragePath, storage_path
 from pipeline.untrusted.names import shown
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ def evaluate(
     if server is not None and not server.replace("-", "").replace("_", "").isalnum():
         raise UserError(f"--server {server}: letters, digits, - and _ only; it becomes part of a file's name")
     run_config = load_config(config, set_ or ())
-    if out is not None and not is_remote(out):
-        check_output_folder("--out", storage_path(out).path)
+    if out is not None:
+        check_output_place("--out", storage_path(out, run_config.storage.options))
     constraint_file = constraints or run_config.evaluation.constraints
     check_resources(run_config, address)
     _check_inputs(run_config, stage, constraint_file)

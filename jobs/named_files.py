@@ -9,7 +9,8 @@ from pipeline.captioning.bundle import Bundle, load_bundle
 from pipeline.captioning.bundle_files import fetched
 from pipeline.errors import UserError
 from pipeline.storage.atomic import require_writable
-from pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from pipeline.storage.path import StoragePath, storage_path, try_writing
+from pipeline.storage.s3 import StorageError, StorageOptions
 from pipeline.untrusted.names import shown
 
 
@@ -44,6 +45,18 @@ def check_output_folder(option: str, path: Path) -> None:
     if not is_folder:
         raise UserError(f"{option} {path}: {existing} is a file; give a folder")
     require_writable(f"{option} {path}", existing)
+
+
+def check_output_place(option: str, place: StoragePath) -> None:
+    """Raises UserError if the folder that an option names, local or on S3, cannot be written."""
+    if not place.is_remote:
+        check_output_folder(option, place.path)
+        return
+    try:
+        try_writing(place)
+    except (StorageError, ValueError) as error:  # boto3 refuses the address
+        remedy = "check the bucket, its policy, storage.endpoint_url and the credentials, or give another folder"
+        raise UserError(f"{option} {place} cannot be written: {error}; {remedy}") from error
 
 
 def check_output_file(option: str, path: Path) -> None:

@@ -197,8 +197,8 @@ def try_rights(folder: StoragePath) -> None:
     Raises StorageError naming the operation that fails. Leases need storage that refuses the second write, because
     otherwise two writers could both succeed.
     """
-    folder = StoragePath(folder.uri, folder.options.hasty)
-    probe = folder / f".raycap-probe-{uuid.uuid4().hex}"
+    probe = _probe(folder)
+    folder = StoragePath(folder.uri, probe.options)
     text, is_new_folder = probe.name.encode(), not folder.is_remote and not folder.path.exists()
     try:
         if not _try_create(probe, text):
@@ -221,6 +221,27 @@ def try_rights(folder: StoragePath) -> None:
         raise
     except OSError as error:
         raise StorageError(f"{folder}: {error.strerror or error}") from error
+
+
+def try_writing(folder: StoragePath) -> None:
+    """Writes a small file in a folder on S3, lists the folder and removes the file. Enough for uploads of results.
+
+    Raises StorageError naming the operation that fails.
+    """
+    probe = _probe(folder)
+    try:
+        probe.write_bytes(b"")
+        try:
+            StoragePath(folder.uri, probe.options).list()
+        finally:
+            probe.delete()
+    except FileNotFoundError as error:
+        raise StorageError(f"{folder}: {error.strerror or error}") from error
+
+
+def _probe(folder: StoragePath) -> StoragePath:
+    """A file with a new name in a folder, for requests whose result a person waits for."""
+    return StoragePath(folder.uri, folder.options.hasty) / f".raycap-probe-{uuid.uuid4().hex}"
 
 
 def _try_create(probe: StoragePath, data: bytes) -> bool:

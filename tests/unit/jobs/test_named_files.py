@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 import pytest
 
 from jobs.cli import main
-from jobs.named_files import check_output_file, check_output_folder
+from jobs.named_files import check_output_file, check_output_folder, check_output_place
 from pipeline.errors import UserError
+from pipeline.storage.path import StorageOptions, StoragePath
 from tests.conftest import ROOT
 
 
@@ -41,6 +42,20 @@ def test_an_output_whose_folder_cannot_be_looked_at_is_refused(tmp_path: Path, m
 
 def denied(path: Path, **_: Any) -> NoReturn:
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def test_an_output_on_s3_is_tried_before_a_command_works(s3: str, capsys: pytest.CaptureFixture[str]) -> None:
+    place = StoragePath("s3://data/new/out", StorageOptions(s3))
+    check_output_place("--out", place)
+    assert not place.list(), "the file that was written is removed"
+    demo, options = str(ROOT / "configs" / "demo.yaml"), ["--set", f"storage.endpoint_url={s3}"]
+    assert main(["evaluate", demo, *options, "--out", "s3://nowhere/out"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("raycap: --out s3://nowhere/out cannot be written: s3://nowhere/out") and "bucket" in error
+    for address in ("nothing", "http://127.0.0.1:1"):
+        options = ["--set", f"storage.endpoint_url={address}", "--set", "storage.retry_minutes=0"]
+        assert main(["evaluate", demo, *options, "--out", "s3://data/out"]) == 2
+        assert "--out s3://data/out cannot be written" in capsys.readouterr().err
 
 
 def test_the_folder_that_is_checked_is_the_one_that_is_written(
