@@ -196,3 +196,14 @@ def test_pages_are_read_once_and_not_beyond_a_limit() -> None:
     with pytest.raises(ValueError):
         sum_pages(damaged, metadata, [0], 10**9)
     assert 50_000 < sum_pages(damaged, metadata, [0], 50_000)[0] < 100_000
+
+
+def test_a_parquet_column_whose_name_has_a_dot_is_another_column() -> None:
+    buffer = io.BytesIO()
+    pq.write_table(pa.table({"image.url": ["a.jpg"], "caption": ["a cat"]}), buffer)
+    with pytest.raises(UserError, match="^f has no column image; its columns are image.url, caption$"):
+        list(parquet_rows(buffer.getvalue(), "f", ["image", "caption"]))
+    assert list(parquet_rows(buffer.getvalue(), "f", ["caption", "image"])) == [{"caption": "a cat"}]
+    nested = io.BytesIO()
+    pq.write_table(pa.table({"image": [{"url": "a.jpg"}]}), nested)
+    assert list(parquet_rows(nested.getvalue(), "f", ["image"])) == [{"image": {"url": "a.jpg"}}]
