@@ -35,7 +35,7 @@ from pipeline.runtime.secrets import without_secrets
 from pipeline.scoring.metrics import score_captions
 from pipeline.scoring.result_files import read_predictions
 from pipeline.search.spec import SCORE, Search
-from pipeline.search.trials import Reports, SearchPlan, TrialOutcome
+from pipeline.search.trials import MEMORY_REASON, Reports, SearchPlan, TrialOutcome
 from pipeline.storage.atomic import atomic_path, is_disk_full, read_json, write_json
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.copies import remove_copy
@@ -112,10 +112,10 @@ def run_trial(task: TrialTask, report: Report, train: Train = train_here) -> Tri
 
 
 def reason_of(error: BaseException) -> str:
-    """The error as one line, which starts with `out of memory` if that was the cause."""
+    """The error as one line, which starts with MEMORY_REASON if that was the cause."""
     text = " ".join(without_secrets(str(error)).split())[:500] or type(error).__name__
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
-        return f"out of memory: {text}"
+        return f"{MEMORY_REASON}: {text}"
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 

@@ -27,6 +27,7 @@ from pipeline.untrusted.names import one_line
 
 TrialState = Literal["running", "finished", "stopped", "failed"]
 ENDED: tuple[TrialState, ...] = ("finished", "stopped", "failed")
+MEMORY_REASON = "out of memory"  # the beginning of the reason of a trial that failed because memory was short
 Reports = list[tuple[float, float]]  # (epoch, best validation CIDEr-D so far)
 
 
