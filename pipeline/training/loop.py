@@ -76,11 +76,19 @@ def train_stages(context: Context, job: StageJob) -> None:
     with folder.in_use():  # a machine without rank 0 pulls and pushes nothing during a stage
         for name in job.stages:
             stage = folder.config.stage(name)
-            if folder.result(name) is None and not StageRun(context, folder, stage, job, token).run():
+            if folder.result(name) is None and not _train_stage(StageRun(context, folder, stage, job, token)):
                 return
             if context.world_rank:
                 # The next stage starts from these files, and rank 0 may be on another machine.
                 folder.pull(f"stages/{name}")
+
+
+def _train_stage(stage: StageRun) -> bool:
+    """Trains a stage and ends its background threads. Returns False if it had to stop before the end."""
+    try:
+        return stage.run()
+    finally:
+        stage.output.close()
 
 
 def stage_captioner(folder: RunFolder, stage: StageSection, device: torch.device) -> Captioner:
