@@ -13,13 +13,15 @@ import pytest
 
 from jobs.tune.features import extract_once
 from pipeline.data.loading import find_data
-from pipeline.runs.folder import RunFolder
+from pipeline.runs.folder import JOURNAL, RunFolder
 from pipeline.runs.journal import read_journal
+from pipeline.runtime.context import LocalContext
 from pipeline.search import trial as module
 from pipeline.search.spec import SCORE, Search, SearchConfig
 from pipeline.search.trial import TrialTask, run_trial
 from pipeline.search.trials import SearchPlan
 from pipeline.storage.s3 import OutageError
+from pipeline.training.loop import StageJob, train_stages
 from pipeline.training.stage_output import StageOutput
 from tests.conftest import small_config
 from tests.support.runs import MESHED_MEMORY, SMALL_MODEL
@@ -127,3 +129,32 @@ def test_a_trial_that_ends_after_a_validation_sends_its_state_and_leaves_no_copy
     run = world.pulled()
     (last,) = [entry for entry in read_journal(run.journal) if entry["kind"] == "validation"]
     assert (run.stage("xe_frozen") / f"step-{last['step']}").is_dir()
+
+
+@pytest.mark.parametrize("end", ["finished", "failed", "stopped"])
+def test_the_workers_of_a_trial_leave_no_copy_of_its_run(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """A stopped trial takes its run over from its workers, which are in the middle of a stage."""
+    world = make_world(s3, tmp_path, monkeypatch, resources={"workers": 2})
+
+    class Worker(LocalContext):
+        def __init__(self, folder: RunFolder) -> None:
+            super().__init__()
+            self.folder = folder
+
+        def report(self, metrics: dict[str, Any]) -> None:
+            assert world.copies() == ["storage", "workers"]
+            if end == "failed":
+                raise RuntimeError("a bad point")
+            if end == "stopped":
+                self.folder.new_driver_token()
+
+    def train(job: StageJob, *_: Any) -> None:
+        train_stages(Worker(job.folder), job)
+        job.folder.pull("stages")
+        job.folder.pull(JOURNAL)
+
+    outcome = run_trial(world.tasks[0], lambda _: None, train)
+    assert outcome.state == ("finished" if end == "finished" else "failed"), outcome
+    assert not world.copies() and not list(tmp_path.rglob("*.safetensors"))
