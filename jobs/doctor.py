@@ -30,6 +30,7 @@ from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
 from pipeline.runs.damage import find_damaged_files
 from pipeline.runtime.log import configure_logging, unchanged_level
+from pipeline.search.trials import DAMAGE_RULE
 from pipeline.storage.cache import REWARD_INDEXES, cache_folder
 from pipeline.storage.path import storage_path
 from pipeline.untrusted.names import printable
@@ -92,7 +93,7 @@ def _examine_files(subject: Subject) -> Iterator[Finding]:
     if subject.config is None:
         raise UserError("--storage reads the storage of a configuration; give its file")
     place, indexes = subject.config.storage_place, storage_path(cache_folder() / REWARD_INDEXES)
-    damages = list(find_damaged_files(place))
+    damages = list(find_damaged_files(place, DAMAGE_RULE))
     damages += [(damage, "it is built again when it is used") for damage, _ in find_damaged_files(indexes)]
     yield from (Finding("files", "fail", damage, remedy) for damage, remedy in damages)
     if not damages:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
+import shutil
 import time
+import uuid
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +18,7 @@ import typer
 
 from jobs.caption_tasks import Captioned, SplitTask, caption_on_cluster
 from jobs.cluster import check_resources, start_ray
-from jobs.named_files import check_output_folder, open_bundle
+from jobs.named_files import check_output_place, open_bundle
 from jobs.options import Address, Config, Set
 from jobs.score import format_scores
 from pipeline.captioning.bundle_files import fetched
@@ -39,7 +41,7 @@ from pipeline.scoring.split_result import SplitResult
 from pipeline.storage.atomic import write_json, write_text
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import StoragePath, is_remote, storage_path
+from pipeline.storage.path import StoragePath, storage_path
 from pipeline.untrusted.names import shown
 
 if TYPE_CHECKING:
@@ -84,45 +86,24 @@ def evaluate(
     if server is not None and not server.replace("-", "").replace("_", "").isalnum():
         raise UserError(f"--server {server}: letters, digits, - and _ only; it becomes part of a file's name")
     run_config = load_config(config, set_ or ())
-    if out is not None and not is_remote(out):
-        check_output_folder("--out", Path(out))
+    if out is not None:
+        check_output_place("--out", storage_path(out, run_config.storage.options))
     constraint_file = constraints or run_config.evaluation.constraints
     check_resources(run_config, address)
     _check_inputs(run_config, stage, constraint_file)
     evaluation = Evaluation(run_config, models or (), features)
     compared_bundle = None if compared is None else evaluation.find_bundle("--compare", compared)
     evaluation.find_images(splits or (), stage, out)
-    bundles, folder = evaluation.bundles, evaluation.folder
+    bundles = evaluation.bundles
     tasks = evaluation.tasks(constraint_file, bundles[0])
     compared_tasks = {} if compared_bundle is None else evaluation.tasks(constraint_file, compared_bundle)
-    folder.mkdir(parents=True, exist_ok=True)
     logger.info(f"models    {', '.join(map(str, bundles))}" + (", as an ensemble" if len(bundles) > 1 else ""))
     counts = ", ".join(f"{split} {len(images)}" for split, images in evaluation.images_by_split.items())
     logger.info(f"data      {counts} images")
-    start_ray(run_config, address, "captions")
-    sources = [bundle_source(bundle, run_config) for bundle in bundles]
-    captioned = caption_on_cluster(sources, tasks, run_config, store=evaluation.store)
-    others: dict[str, Captioned] = {}
-    if compared_bundle is not None:
-        compared_sources = [bundle_source(compared_bundle, run_config)]
-        others = caption_on_cluster(compared_sources, compared_tasks, run_config, store=evaluation.store)
-    entries, scored = {}, []
-    for split, captions in captioned.items():
-        write_captions(folder, split, captions, evaluation.images_by_split[split], server)
-        automata = tasks[split].constraints
-        result = split_result(split, captions.best, automata, captions.unreadable, label=f"search    {split}: ")
-        entries[split], results = evaluation.score(result, others.get(split))
-        scored += [results] if results else []
-    evaluation.write_scores(entries, missing={})
-    decorations = Decorations()
-    for results in scored:
-        with decorations.making(f"the report of {results[0].split}"):
-            evaluation.report(results, sources[0], decorations)
-    evaluation.write_scores(entries, decorations.failed)
-    logger.info(f"scores       {evaluation.place / 'scores.json'}")
-    decorations.log_failed()
+    with writing_results(evaluation.place, evaluation.folder):
+        start_ray(run_config, address, "captions")
+        num_failed = evaluation.run(tasks, compared_bundle, compared_tasks, server)
     logger.info(f"finished in {time.monotonic() - begin:.0f} s")
-    num_failed = sum(len(captions.unreadable) for captions in captioned.values())
     if num_failed:
         logger.info(f"{num_failed} images could not be read; scores.json lists them with the reasons")
     return 1 if num_failed else 0
@@ -143,16 +124,32 @@ def _check_inputs(config: RunConfig, stage: str | None, constraint_file: Path | 
 def output_folder(config: RunConfig, label: str, out: str | None) -> tuple[StoragePath, Path]:
     """Where the results of an evaluation go, and the local folder in which they are written.
 
-    The folders differ if the results go to S3. label: the models' names. out: the option --out; by default a folder of
-    the storage.
+    The folders differ if the results go to S3; the local one is then a new one. label: the models' names. out: the
+    option --out; by default a folder of the storage.
     """
-    if out is None:
-        name = f"evaluations/{label}"
-        return config.storage_place / name, config.working_path / name
-    place = storage_path(out, config.storage.options)
+    default = config.storage_place / f"evaluations/{label}"
+    place = storage_path(default if out is None else out, config.storage.options)
     if not place.is_remote:
         return place, place.path
-    return place, cache_folder() / "evaluations" / hashlib.sha256(str(place).encode()).hexdigest()[:16]
+    return place, cache_folder() / "evaluations" / uuid.uuid4().hex[:16] / "results"
+
+
+@contextmanager
+def writing_results(place: StoragePath, folder: Path) -> Iterator[None]:
+    """Makes the local folder of `output_folder`, and removes it when its results are on S3.
+
+    After an error, results that are not on S3 remain, and the log names the folder: the captions can take hours.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    is_done = not place.is_remote
+    try:
+        yield
+        is_done = True
+    finally:
+        if not is_done and any(folder.iterdir()):
+            logger.warning(f"results      {folder}: they are not all in {place}; copy them, or remove this folder")
+        elif place.is_remote:
+            shutil.rmtree(folder.parent, ignore_errors=True)  # with the mirror's record
 
 
 class Evaluation:
@@ -223,6 +220,69 @@ class Evaluation:
                 splits = ", ".join(self.images_by_split)
                 raise UserError(f"constraints {constraints}: none of its images is in {splits}; look at the image ids")
         return {split: SplitTask(images, automata) for split, images in self.images_by_split.items()}
+
+    def run(
+        self,
+        tasks: Mapping[str, SplitTask],
+        compared_bundle: StoragePath | None,
+        compared_tasks: Mapping[str, SplitTask],
+        server: str | None,
+    ) -> int:
+        """Captions the images, and writes and uploads all results. Returns the number of images that cannot be read."""
+        sources = [bundle_source(bundle, self.config) for bundle in self.bundles]
+        captioned = caption_on_cluster(sources, tasks, self.config, store=self.store)
+        others: dict[str, Captioned] = {}
+        if compared_bundle is not None:
+            compared_sources = [bundle_source(compared_bundle, self.config)]
+            others = caption_on_cluster(compared_sources, compared_tasks, self.config, store=self.store)
+        entries, scored = {}, []
+        for split, captions in captioned.items():
+            self._write_captions(split, captions, server)
+            automata = tasks[split].constraints
+            result = split_result(split, captions.best, automata, captions.unreadable, label=f"search    {split}: ")
+            entries[split], results = self.score(result, others.get(split))
+            scored += [results] if results else []
+        self.write_scores(entries, missing={})
+        decorations = Decorations()
+        for results in scored:
+            with decorations.making(f"the report of {results[0].split}"):
+                self.report(results, sources[0], decorations)
+        self.write_scores(entries, decorations.failed)
+        logger.info(f"scores       {self.place / 'scores.json'}")
+        decorations.log_failed()
+        return sum(len(captions.unreadable) for captions in captioned.values())
+
+    def _write_captions(self, split: str, captioned: Captioned, server: str | None) -> None:
+        """Writes predictions-SPLIT.json, n-best-SPLIT.jsonl if images have several captions, and the server's files.
+
+        server: the model's name in the names of the COCO server's files; None for no such files. Raises UserError when
+        images lack captions that the server needs.
+        """
+        best = {image: hypothesis.caption for image, hypothesis in captioned.best.items()}
+        predictions = f"predictions-{split}.json"
+        write_predictions(self.folder / predictions, best)
+        logger.info(f"predictions  {self.place / predictions}")
+        if any(len(ranked) > 1 for ranked in captioned.hypotheses.values()):
+            rows = [
+                {"image_id": image, "n_best": [hypothesis.to_json() for hypothesis in ranked]}
+                for image, ranked in captioned.hypotheses.items()
+            ]
+            n_best = f"n-best-{split}.jsonl"
+            write_text(self.folder / n_best, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            logger.info(f"n best       {self.place / n_best}")
+        if server is None:
+            return
+        num_images = len(self.images_by_split[split])
+        if len(best) != num_images:
+            raise UserError(
+                f"--server: {len(best)} captions for the {num_images} images of {split}; the server takes all or none"
+            )
+        server_file = self.folder / f"captions_{split}_{server}_results.json"
+        archive_file = server_file.with_suffix(".zip")
+        write_predictions(server_file, best)
+        with zipfile.ZipFile(archive_file, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.write(server_file, server_file.name)
+        logger.info(f"server       {self.place / archive_file.name}: {len(best)} rows")
 
     def write_scores(self, entries: Mapping[str, Any], missing: Mapping[str, str]) -> None:
         """Writes scores.json and uploads the results. entries: by split. missing: {report: reason}, of failed ones."""
@@ -369,37 +429,6 @@ def _run_bundle(config: RunConfig, stage_name: str | None) -> StoragePath:
     if not (location / "config.yaml").exists():
         bundle_run(folder, stage)
     return location
-
-
-def write_captions(folder: Path, split: str, captioned: Captioned, images: Dataset, server: str | None) -> None:
-    """Writes predictions-SPLIT.json, n-best-SPLIT.jsonl if images have several captions, and the server's files.
-
-    server: the model's name in the names of the COCO server's files; None for no such files. Raises UserError when
-    images lack captions that the server needs.
-    """
-    best = {image: hypothesis.caption for image, hypothesis in captioned.best.items()}
-    predictions = folder / f"predictions-{split}.json"
-    write_predictions(predictions, best)
-    logger.info(f"predictions  {predictions}")
-    if any(len(ranked) > 1 for ranked in captioned.hypotheses.values()):
-        rows = [
-            {"image_id": image, "n_best": [hypothesis.to_json() for hypothesis in ranked]}
-            for image, ranked in captioned.hypotheses.items()
-        ]
-        n_best = folder / f"n-best-{split}.jsonl"
-        write_text(n_best, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-        logger.info(f"n best       {n_best}")
-    if server is None:
-        return
-    if len(best) != len(images):
-        raise UserError(
-            f"--server: {len(best)} captions for the {len(images)} images of {split}; the server takes all or none"
-        )
-    server_file = folder / f"captions_{split}_{server}_results.json"
-    write_predictions(server_file, best)
-    with zipfile.ZipFile(server_file.with_suffix(".zip"), "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.write(server_file, server_file.name)
-    logger.info(f"server       {server_file.with_suffix('.zip')}: {len(best)} rows")
 
 
 def compare(result: SplitResult, other: SplitResult) -> dict[str, Any]:

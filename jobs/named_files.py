@@ -9,7 +9,9 @@ from pipeline.captioning.bundle import Bundle, load_bundle
 from pipeline.captioning.bundle_files import fetched
 from pipeline.errors import UserError
 from pipeline.storage.atomic import require_writable
-from pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from pipeline.storage.path import StoragePath, storage_path, try_writing
+from pipeline.storage.s3 import StorageError, StorageOptions
+from pipeline.untrusted.names import shown
 
 
 class OpenedBundle(NamedTuple):
@@ -35,15 +37,35 @@ def open_bundle(option: str, model: str, storage: StorageOptions = StorageOption
 
 def check_output_folder(option: str, path: Path) -> None:
     """Raises UserError if the folder that an option names cannot be made or written."""
-    existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-    if not existing.is_dir():
+    try:
+        existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+        is_folder = existing.is_dir()
+    except OSError as error:  # a name that is too long, or a folder that this user must not enter
+        raise UserError(f"{option} {shown(path)}: {error.strerror}; give another folder") from error
+    if not is_folder:
         raise UserError(f"{option} {path}: {existing} is a file; give a folder")
     require_writable(f"{option} {path}", existing)
 
 
+def check_output_place(option: str, place: StoragePath) -> None:
+    """Raises UserError if the folder that an option names, local or on S3, cannot be written."""
+    if not place.is_remote:
+        check_output_folder(option, place.path)
+        return
+    try:
+        try_writing(place)
+    except (StorageError, ValueError) as error:  # boto3 refuses the address
+        remedy = "check the bucket, its policy, storage.endpoint_url and the credentials, or give another folder"
+        raise UserError(f"{option} {place} cannot be written: {error}; {remedy}") from error
+
+
 def check_output_file(option: str, path: Path) -> None:
     """Raises UserError if the file that an option names cannot be written."""
-    if not path.absolute().parent.is_dir():
+    try:
+        has_folder, is_special = path.absolute().parent.is_dir(), path.exists() and not path.is_file()
+    except OSError as error:
+        raise UserError(f"{option} {shown(path)}: {error.strerror}; give another file") from error
+    if not has_folder:
         raise UserError(f"{option} {path}: the folder {path.absolute().parent} does not exist; make it first")
-    if path.exists() and not path.is_file():
+    if is_special:
         raise UserError(f"{option} {path}: this is a folder or a device; give a file's name")

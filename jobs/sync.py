@@ -18,6 +18,7 @@ from pipeline.runs.preflight import check_storage
 from pipeline.tracking.mlflow_client import public_uri
 from pipeline.tracking.run_sync import SentRecord, stored_records
 from pipeline.tracking.run_tracker import Tracker, register_run
+from pipeline.untrusted.names import expanded_path
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ def _runs_of_config(path: Path, overrides: Sequence[str]) -> Runs:
 
 def _runs_in_folder(path: Path, overrides: Sequence[str]) -> Runs:
     """The run in a folder, or all runs of a storage folder. Each gets the tracker that it was started with."""
-    path = path.expanduser().resolve()
+    path = expanded_path(path).resolve()
     is_run = (path / "run.json").is_file()
     folders = [path] if is_run else sorted(file.parent for file in path.glob("runs/*/run.json"))
     for folder in folders:

@@ -32,7 +32,7 @@ from pipeline.errors import JobFailedError
 from pipeline.runs.folder import JOURNAL
 from pipeline.search.results import live_table, trial_line, trial_name
 from pipeline.search.spec import SCORE, Search
-from pipeline.search.trials import ENDED, SearchPlan, TrialLog, TrialOutcome, TrialRecord
+from pipeline.search.trials import ENDED, MEMORY_REASON, SearchPlan, TrialLog, TrialOutcome, TrialRecord
 from pipeline.storage.lease import LostLeaseError
 from pipeline.storage.path import storage_path
 from pipeline.storage.s3 import OutageError
@@ -41,7 +41,7 @@ from pipeline.untrusted.names import printable
 logger = logging.getLogger(__name__)
 
 MAX_LOST_NODES = 10  # per trial; outages of the storage count as well
-MAX_FAILURES = 5  # in a row, before the first validation; a broken node would use up all points in a short time
+MAX_FAILURES = 5  # before a validation of any trial; a broken node would use up all points in a short time
 MAX_WAITING = 100  # requests for a process that wait at a time
 # A trial with several workers waits in a process of its own, so only this many may wait for nodes at a time.
 MAX_WAITING_FITS = 4
@@ -80,7 +80,8 @@ def run_trials(log: TrialLog, plan: SearchPlan, on_end: Callable[[], None], *, o
 
     on_cluster: Ray may get more nodes. Raises WaitedTooLongError when no node can run a trial for
     `workers.max_wait_minutes`, StalledError when the running trials make no progress for `workers.max_stall_minutes`,
-    JobFailedError after MAX_FAILURES failed trials, and LostLeaseError when another process works on the search.
+    JobFailedError when trials fail and none validates (`TuneAdapter._count_failure`), and LostLeaseError when another
+    process works on the search.
     """
     for key, value in (RAY_TUNE_SETTINGS | {"TUNE_MAX_PENDING_TRIALS_PG": str(MAX_WAITING)}).items():
         os.environ.setdefault(key, value)
@@ -154,7 +155,7 @@ class TuneAdapter:
         self.turns: dict[str, Turn] = {}  # the trials that have one, by Ray Tune's id
         self._last_table = self._last_message = self._last_running = self._last_progress = time.monotonic()
         self._validated: set[int] = set()  # the numbers of the trials that this process got a validation from
-        self._num_failures = 0  # in a row, of trials that are not in `_validated`
+        self._num_failures = 0  # of trials that are not in `_validated`, since the last validation of any trial
         self._journal_bytes: dict[str, int] = {}  # the size of each run's journal when it was looked at
         self.population: Population | None = None
         if log.is_population:  # the population needs all of its members from the start
@@ -313,6 +314,7 @@ class TuneAdapter:
             self._end(record, replace(outcome, seconds=(outcome.seconds or 0.0) + record.seconds))
         elif SCORE in result:
             self._validated.add(record.number)
+            self._num_failures = 0
             self.log.report(record, result)
             self._log_progress(record)
 
@@ -362,18 +364,28 @@ class TuneAdapter:
             self.population.pause(record.number)
 
     def _end(self, record: TrialRecord, outcome: TrialOutcome) -> None:
-        """Records and logs the outcome of a trial, then calls `on_end`.
-
-        Raises JobFailedError if trials are left and MAX_FAILURES in a row have failed before a validation.
-        """
+        """Records and logs the outcome of a trial, then calls `on_end`. Raises JobFailedError (`_count_failure`)."""
         self.log.end(record, outcome)
         if self.population is not None:
             self.population.end(record.number)
         self._log_progress(record)
         self.on_end()
-        is_early = outcome.state == "failed" and record.number not in self._validated
-        self._num_failures = self._num_failures + 1 if is_early else 0
-        if self._num_failures >= MAX_FAILURES and self.num_left:
+        if outcome.state == "failed" and record.number not in self._validated:
+            self._count_failure(record)
+        else:
+            self._num_failures = 0
+
+    def _count_failure(self, record: TrialRecord) -> None:
+        """Counts a trial that failed before its first validation, unless only its point needs too much memory.
+
+        Raises JobFailedError if trials are left, MAX_FAILURES have failed since the last validation of any trial, and
+        no more trials are running than have failed. The running ones may be healthy and before their first validation.
+        """
+        if record.reason.startswith(MEMORY_REASON) and any(each.reports for each in self.log.records):
+            return
+        self._num_failures += 1
+        num_running = sum(turn.record.state not in ENDED for turn in self.turns.values())
+        if self._num_failures >= max(MAX_FAILURES, num_running) and self.num_left:
             raise JobFailedError(
                 f"{self._num_failures} trials in a row failed before their first validation, the last for this reason: "
                 f"{record.reason}; correct the cause, such as a broken node, and continue with --retry-failed, which "
@@ -478,7 +490,7 @@ def _failure_reason(error: str) -> str:
     """The reason in one line."""
     text = printable(" ".join((error or "Ray Tune gives no reason").split()))
     if OUT_OF_MEMORY in error:
-        return "out of memory: Ray ended its process because the node's memory was full"
+        return f"{MEMORY_REASON}: Ray ended its process because the node's memory was full"
     if error.startswith(ACTOR_DIED) or ACTOR_UNAVAILABLE.match(error):
         return "its process died (killed, or out of memory): " + text[:300]
     return text[-500:]  # a traceback ends with the error

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserError
-from pipeline.untrusted.names import shown
+from pipeline.untrusted.names import expanded_path, shown
 
 REQUEST_S, UPLOAD_S = 30.0, 600.0  # deadlines of requests
 SUBMIT_ATTEMPTS = 3
@@ -246,7 +246,7 @@ def _read_token() -> tuple[str | None, str]:
     if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
         return token, "RAY_AUTH_TOKEN"
     given = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    path = Path(given).expanduser() if given else Path.home() / ".ray" / "auth_token"
+    path = expanded_path(given) if given else Path.home() / ".ray" / "auth_token"
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip() or None, str(path)
     except OSError as error:

@@ -22,6 +22,7 @@ from pipeline.config.variables import texts_in, variable_names
 from pipeline.errors import UserError
 from pipeline.runtime.secrets import holds_secret, is_secret_name
 from pipeline.storage.path import is_remote
+from pipeline.untrusted.names import expanded_path
 from pipeline.version import COMMIT_FILE, commit
 
 SOURCE_FOLDERS = ("models", "pipeline", "jobs")
@@ -171,7 +172,7 @@ def check_options(values: Mapping[str, Any], packed: Container[str]) -> None:
     options = ("compare", "features", "constraints", "out", "json")
     named = [(option, values.get(names.get(option, option))) for option in options]
     for option, value in [*named, *(("model", model) for model in values.get("models") or ())]:
-        if value is None or is_remote(str(value)) or Path(value).expanduser().is_absolute():
+        if value is None or is_remote(str(value)) or expanded_path(value).is_absolute():
             continue
         if option in ("out", "json") or os.path.normpath(value) not in packed:
             raise UserError(

@@ -26,12 +26,16 @@ from pipeline.untrusted.documents import parse_yaml
 NUM_READS = 4  # files read at the same time
 
 
-def find_damaged_files(storage: StoragePath) -> Iterator[tuple[str, str]]:
-    """Yields (sentence, remedy) for each damaged file below a storage or a folder with digests."""
+def find_damaged_files(storage: StoragePath, *more_rules: Rule) -> Iterator[tuple[str, str]]:
+    """Yields (sentence, remedy) for each damaged file below a storage or a folder with digests.
+
+    more_rules: for files that other rooms write, in the form of RULES.
+    """
+    rules = (*more_rules, *RULES)
     names = sorted(name for name in storage.list() if "/." not in f"/{name}")
 
     def check(name: str) -> list[tuple[str, str]]:
-        _, find, remedy = next((rule for rule in RULES if re.fullmatch(rule[0], name)), ("", _nothing, ""))
+        _, find, remedy = next((rule for rule in rules if re.fullmatch(rule[0], name)), ("", _nothing, ""))
         try:
             return [(damage, remedy) for damage in find(storage / name)]
         except FileNotFoundError:  # removed since it was listed
@@ -115,11 +119,12 @@ def _in_data(path: StoragePath) -> list[str]:
 
 
 Check = Callable[[StoragePath], "list[str] | Iterator[str]"]
+Rule = tuple[str, Check, str]
 REPEATED = "restore it from a copy, or remove the folder of its stage, and `raycap run` repeats the stage"
 SHA256 = ".sha256"  # the ending of a file with the digest of the file beside it
 AGAIN = "remove it, and the next command that needs it makes it again"
 # The name of each kind of file in the storage, the check and the remedy. The first row that matches a name counts.
-RULES: tuple[tuple[str, Check, str], ...] = (
+RULES: tuple[Rule, ...] = (
     (
         r"features/\w+/manifest/\w+\.parquet",
         _in_shard,
@@ -128,7 +133,6 @@ RULES: tuple[tuple[str, Check, str], ...] = (
     (r"(features/\w+/\w+|manifests/\w+)\.parquet", _in_table, AGAIN),
     (rf"backbones/.+{SHA256}", _in_weights, AGAIN),
     (r"searches/[^/]+/\w+\.parquet", _in_table, AGAIN),
-    (r"searches/[^/]+/trials/\d+\.json", _in_document, "restore it from a copy, or remove it to run another trial"),
     (r"retrain/[^/]+/(snapshots|held-out)/.+\.parquet", _in_table, "restore it from a copy"),
     (
         r"runs/[^/]+/log/(journal/\w+|metrics)\.jsonl",

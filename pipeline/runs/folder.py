@@ -34,7 +34,7 @@ from pipeline.errors import DamagedError, UserError
 from pipeline.runtime.secrets import remember_variable, remembered_variables
 from pipeline.storage.atomic import file_lock, read_json, try_file_lock
 from pipeline.storage.cache import cache_folder
-from pipeline.storage.copies import no_pruning, prune_copies
+from pipeline.storage.copies import no_pruning, prune_copies, remove_copy
 from pipeline.storage.digests import has_digest, is_recorded, require_whole
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, storage_path
@@ -169,6 +169,21 @@ class RunFolder:
             if copy.name != token:
                 shutil.rmtree(copy, ignore_errors=True)
         return folder
+
+    def remove_copy(self, unused_for_s: float = 0.0) -> None:
+        """Removes this copy of a run on S3, except in the cases in which `Mirror.remove_copy` keeps it."""
+        if self.home is not None:
+            remove_copy(Mirror(self.home, self.path), unused_for_s)
+
+    def remove_worker_copy(self, *, is_abandoned: bool) -> None:
+        """Removes the copy of a worker that ends. Without effect on a run on local storage.
+
+        is_abandoned: the run has another driver now. What the copy has not sent must not be sent any more.
+        """
+        if self.home is not None and is_abandoned:
+            shutil.rmtree(self.path.parent, ignore_errors=True)
+        else:
+            self.remove_copy()
 
     def in_use(self) -> AbstractContextManager[None]:
         """Keeps `prune_copies` from removing this copy during the context. Several processes may use a copy."""

@@ -35,10 +35,9 @@ from pipeline.runtime.secrets import without_secrets
 from pipeline.scoring.metrics import score_captions
 from pipeline.scoring.result_files import read_predictions
 from pipeline.search.spec import SCORE, Search
-from pipeline.search.trials import Reports, SearchPlan, TrialOutcome
+from pipeline.search.trials import MEMORY_REASON, Reports, SearchPlan, TrialOutcome
 from pipeline.storage.atomic import atomic_path, is_disk_full, read_json, write_json
 from pipeline.storage.cache import cache_folder
-from pipeline.storage.copies import remove_copy
 from pipeline.storage.digests import write_digests
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, storage_path
@@ -112,10 +111,10 @@ def run_trial(task: TrialTask, report: Report, train: Train = train_here) -> Tri
 
 
 def reason_of(error: BaseException) -> str:
-    """The error as one line, which starts with `out of memory` if that was the cause."""
+    """The error as one line, which starts with MEMORY_REASON if that was the cause."""
     text = " ".join(without_secrets(str(error)).split())[:500] or type(error).__name__
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
-        return f"out of memory: {text}"
+        return f"{MEMORY_REASON}: {text}"
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 
@@ -135,14 +134,15 @@ def _run_trial(task: TrialTask, report: Report, train: Train) -> TrialOutcome:
     run = prepared.on_worker(token) if config.workers.num_workers == 1 else prepared
     names = tuple(stage.name for stage in config.stages)
     feature_store = storage_path(plan.store, options) if plan.store else None
-    job, begin = StageJob(prepared, names, feature_store, tuple(plan.excluded), token), time.time()
+    # Ray Train's workers are other processes, and each removes its copy itself.
+    removes_copies, begin = config.workers.num_workers > 1, time.time()
+    job = StageJob(prepared, names, feature_store, tuple(plan.excluded), token, removes_copies)
     try:
         return _train_and_score(task, config, job, run, report, train)
     finally:  # later trials on this machine need the space
-        if run.home is not None:
-            remove_copy(Mirror(run.home, run.path), unused_for_s=0)
-            if run is not prepared:  # this trial has not used it since `begin`, but another process may have
-                remove_copy(Mirror(run.home, prepared.path), unused_for_s=time.time() - begin)
+        run.remove_copy()
+        if run is not prepared:  # this trial has not used it since `begin`, but another process may have
+            prepared.remove_copy(unused_for_s=time.time() - begin)
 
 
 def _train_and_score(

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from pipeline.errors import DamagedError
 from pipeline.search.samplers import Proposal, make_sampler, point_key
 from pipeline.search.spec import COSTS, SCORE, Search
-from pipeline.storage.atomic import read_json, write_json
+from pipeline.storage.atomic import decode_json, write_json
 from pipeline.storage.lease import Lease
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, storage_path
@@ -27,6 +27,7 @@ from pipeline.untrusted.names import one_line
 
 TrialState = Literal["running", "finished", "stopped", "failed"]
 ENDED: tuple[TrialState, ...] = ("finished", "stopped", "failed")
+MEMORY_REASON = "out of memory"  # the beginning of the reason of a trial that failed because memory was short
 Reports = list[tuple[float, float]]  # (epoch, best validation CIDEr-D so far)
 
 
@@ -131,7 +132,10 @@ class SearchFolder:
 
     def records(self) -> list[TrialRecord]:
         """All trials, ordered by number. Raises DamagedError for a damaged file."""
-        return [_read_record(path) for path in sorted((self.path / "trials").glob("[0-9]*.json"))]
+        try:
+            return [_read_record(storage_path(path)) for path in sorted((self.path / "trials").glob("[0-9]*.json"))]
+        except DamagedError as error:
+            raise DamagedError(f"{error}; {DAMAGE_RULE[-1]}") from error
 
     def write(self, record: TrialRecord) -> None:
         name = f"trials/{record.number:05}.json"
@@ -146,15 +150,27 @@ class SearchFolder:
         return len(failed)
 
 
-def _read_record(path: Path) -> TrialRecord:
+def _read_record(path: StoragePath) -> TrialRecord:
     """The trial in a file. Raises DamagedError."""
-    remedy = "restore it from a copy, or remove it, and the search runs another trial in its place"
+    values = decode_json(path.read_bytes(), str(path))
     try:
-        return TypeAdapter(TrialRecord).validate_python(read_json(path))  # makes tuples of JSON's lists
-    except DamagedError as error:
-        raise DamagedError(f"{error}; {remedy}") from error
+        return TypeAdapter(TrialRecord).validate_python(values)  # makes tuples of JSON's lists
     except ValidationError as error:
-        raise DamagedError(f"{path} is damaged: {one_line(error)}; {remedy}") from error
+        raise DamagedError(f"{path} is damaged: {one_line(error)}") from error
+
+
+def _in_record(path: StoragePath) -> list[str]:
+    """Raises DamagedError for a damaged trial."""
+    _read_record(path)
+    return []
+
+
+# The names of the files of trials, their check and the remedy, for `find_damaged_files`.
+DAMAGE_RULE = (
+    r"searches/[^/]+/trials/[0-9][^/]*\.json",
+    _in_record,
+    "restore it from a copy, or remove it, and the search runs another trial in its place",
+)
 
 
 class TrialLog:

@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from pipeline.untrusted.names import expanded_path
+
 CACHE_VARIABLE = "RAYCAP_CACHE"
 # The size in GiB of the cache's volume, for an emptyDir of Kubernetes: the system reports the size of the whole disk.
 SIZE_VARIABLE = "RAYCAP_CACHE_GIB"
@@ -30,7 +32,7 @@ def cache_folder() -> Path:
     A folder that exists at $RAYCAP_CACHE keeps its rights, which somebody has chosen.
     """
     chosen = os.environ.get(CACHE_VARIABLE)
-    folder = Path(chosen or Path.home() / ".cache" / "raycap").expanduser()
+    folder = expanded_path(chosen or Path.home() / ".cache" / "raycap")
     with suppress(OSError):  # a later write names the problem
         folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         if not chosen and stat.S_IMODE(folder.stat().st_mode) & ~PRIVATE:  # of an older version

@@ -55,7 +55,8 @@ def _prune(keep: Path, deadline: float) -> None:
 def remove_copy(copy: Mirror, unused_for_s: float) -> None:
     """Removes a copy that its last user needs no more. See `Mirror.remove_copy` for the cases in which it remains."""
     with suppress(OSError), file_lock(_lock(cache_folder())):
-        _remove(copy, unused_for_s)
+        if copy.local.is_dir():  # otherwise another of its users has removed it, and a lock would create the folder
+            _remove(copy, unused_for_s)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import DamagedError
+from pipeline.errors import DamagedError, UserError
 from pipeline.storage.atomic import decode_json, file_lock, write_bytes, write_json
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.path import StoragePath
@@ -27,6 +27,7 @@ DIGESTS = "digests.json"
 FORMAT = 1
 MAX_MARK_AGE_S = 90 * 86400.0
 BLOCK_BYTES = 2**26  # of a remote file that is read at a time
+MAX_HOLES = 10  # a larger file than this many times its blocks on the disk is sparse; file systems may compress, too
 
 
 def write_digests(folder: Path, names: Iterable[str] = ()) -> None:
@@ -88,7 +89,10 @@ def has_digest(path: Path, sha256: str) -> bool:
             stack.enter_context(file_lock(mark.with_name(".lock")))
         if mark.exists():
             return True
-        if file_digest(path) != sha256:
+        try:
+            if file_digest(path) != sha256:
+                return False
+        except UserError:  # sparse
             return False
         with suppress(OSError):
             write_bytes(mark, b"", durable=False)
@@ -111,12 +115,17 @@ def memory_bytes() -> int:
 
 
 def file_digest(path: Path) -> str:
-    """The SHA-256 of a local file; "" for one that is larger than the memory, as no file of raycap is.
+    """The SHA-256 of a local file. Raises UserError for a sparse file that is larger than the memory.
 
-    A sparse file of a tebibyte takes no space, and reading it would take hours.
+    No file of raycap is sparse. A sparse file of a tebibyte takes no space, and reading it would take hours.
     """
-    if path.stat().st_size > memory_bytes():
-        return ""
+    status = path.stat()
+    allocated = 512 * status.st_blocks
+    if status.st_size > max(memory_bytes(), MAX_HOLES * allocated):
+        raise UserError(
+            f"{path} is damaged: it has {status.st_size} bytes, of which {allocated} are on the disk; restore it from "
+            "a copy"
+        )
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -134,11 +143,13 @@ def find_damage(folder: StoragePath) -> list[str]:
                 damages.append(f"{folder / name} is damaged: it does not have the digest in {DIGESTS}")
         except FileNotFoundError:
             damages.append(f"{folder / name} is missing")
+        except UserError as error:
+            damages.append(str(error))
     return damages if not damages or (folder / DIGESTS).read_bytes() == content else []
 
 
 def stored_digest(path: StoragePath) -> str:
-    """The SHA-256 of a file, local or on S3, in bounded memory."""
+    """The SHA-256 of a file, local or on S3, in bounded memory. Raises UserError as `file_digest`."""
     if not path.is_remote:
         return file_digest(path.path)
     digest, size = hashlib.sha256(), path.stat().size

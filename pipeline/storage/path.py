@@ -20,6 +20,7 @@ from pipeline.errors import UserError
 from pipeline.storage.atomic import file_lock, write_bytes
 from pipeline.storage.s3 import ConflictError, Entry, S3Object, StorageError, StorageOptions, is_remote
 from pipeline.untrusted.files import read_regular_file
+from pipeline.untrusted.names import expanded_path
 
 MAX_TAGGED_BYTES = 2**24  # of a file that is replaced on condition of its tag: a lease, or the record of a champion
 
@@ -164,10 +165,10 @@ class StoragePath:
 
 
 def storage_path(path: StoragePath | Path | str, options: StorageOptions = StorageOptions()) -> StoragePath:
-    """A StoragePath from a local path, which is made absolute, or from an s3:// URI."""
+    """A StoragePath from a local path, which is made absolute, or from an s3:// URI. Raises UserError for ~nobody."""
     if isinstance(path, StoragePath):
         return path
-    uri = str(path).rstrip("/") if is_remote(str(path)) else str(Path(path).expanduser().absolute())
+    uri = str(path).rstrip("/") if is_remote(str(path)) else str(expanded_path(path).absolute())
     return StoragePath(uri, options)
 
 
@@ -196,8 +197,8 @@ def try_rights(folder: StoragePath) -> None:
     Raises StorageError naming the operation that fails. Leases need storage that refuses the second write, because
     otherwise two writers could both succeed.
     """
-    folder = StoragePath(folder.uri, folder.options.hasty)
-    probe = folder / f".raycap-probe-{uuid.uuid4().hex}"
+    probe = _probe(folder)
+    folder = StoragePath(folder.uri, probe.options)
     text, is_new_folder = probe.name.encode(), not folder.is_remote and not folder.path.exists()
     try:
         if not _try_create(probe, text):
@@ -220,6 +221,27 @@ def try_rights(folder: StoragePath) -> None:
         raise
     except OSError as error:
         raise StorageError(f"{folder}: {error.strerror or error}") from error
+
+
+def try_writing(folder: StoragePath) -> None:
+    """Writes a small file in a folder on S3, lists the folder and removes the file. Enough for uploads of results.
+
+    Raises StorageError naming the operation that fails.
+    """
+    probe = _probe(folder)
+    try:
+        probe.write_bytes(b"")
+        try:
+            StoragePath(folder.uri, probe.options).list()
+        finally:
+            probe.delete()
+    except FileNotFoundError as error:
+        raise StorageError(f"{folder}: {error.strerror or error}") from error
+
+
+def _probe(folder: StoragePath) -> StoragePath:
+    """A file with a new name in a folder, for requests whose result a person waits for."""
+    return StoragePath(folder.uri, folder.options.hasty) / f".raycap-probe-{uuid.uuid4().hex}"
 
 
 def _try_create(probe: StoragePath, data: bytes) -> bool:

@@ -43,7 +43,7 @@ from pipeline.training.objectives import check_reward, make_objective
 from pipeline.training.optimizer import learning_rate, make_optimizer
 from pipeline.training.reward import CaptionReward
 from pipeline.training.sample_order import seed_of
-from pipeline.training.stage_output import Progress, StageOutput, require_driver
+from pipeline.training.stage_output import AbandonedError, Progress, StageOutput, require_driver
 from pipeline.training.step_metrics import StepMetrics
 
 NOTICE = "a worker will soon be ended; a checkpoint is saved now"
@@ -64,23 +64,44 @@ class StageJob:
     store: StoragePath | Path | None
     excluded: tuple[str, ...] = ()  # content keys of images without features
     driver_token: str = ""  # workers stop when the run has another token; "" switches this check off
+    removes_copies: bool = False  # whether a worker that ends removes its copy of a run on S3
 
 
 def train_stages(context: Context, job: StageJob) -> None:
     """Runs the stages of a job that are not finished yet, one after the other. Ends early if the context must stop."""
     require_driver(job.folder, job.driver_token)  # `on_worker` removes the copies of other drivers' workers
-    folder = job.folder.on_worker(job.driver_token)
+    folder, is_abandoned = job.folder.on_worker(job.driver_token), False
+    try:
+        _train_stages(context, job, folder)
+    except AbandonedError:
+        is_abandoned = True
+        raise
+    finally:
+        if job.removes_copies:
+            folder.remove_worker_copy(is_abandoned=is_abandoned)
+
+
+def _train_stages(context: Context, job: StageJob, folder: RunFolder) -> None:
+    """Runs the stages of a job. folder: this worker's copy of the run, or the run itself on local storage."""
     token = ""
     if job.driver_token and context.world_rank == 0:
         token = folder.new_token("worker_group_token")  # from now on, an earlier group of workers cannot write
     with folder.in_use():  # a machine without rank 0 pulls and pushes nothing during a stage
         for name in job.stages:
             stage = folder.config.stage(name)
-            if folder.result(name) is None and not StageRun(context, folder, stage, job, token).run():
+            if folder.result(name) is None and not _train_stage(StageRun(context, folder, stage, job, token)):
                 return
             if context.world_rank:
                 # The next stage starts from these files, and rank 0 may be on another machine.
                 folder.pull(f"stages/{name}")
+
+
+def _train_stage(stage: StageRun) -> bool:
+    """Trains a stage and ends its background threads. Returns False if it had to stop before the end."""
+    try:
+        return stage.run()
+    finally:
+        stage.output.close()
 
 
 def stage_captioner(folder: RunFolder, stage: StageSection, device: torch.device) -> Captioner:

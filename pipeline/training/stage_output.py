@@ -34,6 +34,7 @@ from pipeline.runs.folder import JOURNAL, RunFolder, StageResult
 from pipeline.runs.journal import JOURNAL_EVERY_S, Journal
 from pipeline.storage.atomic import atomic_folder, read_json, write_json
 from pipeline.storage.digests import DIGESTS, require_whole, write_digests
+from pipeline.storage.path import StoragePath
 from pipeline.storage.weights import save_weights
 
 NUM_CHECKPOINTS = 2  # per stage
@@ -207,8 +208,22 @@ class StageOutput:
         self._upload()
         self.log("done", result.steps, {"text": text})
         self._upload_journal()
-        # The journal's parts were sent directly. Now the copy's record names them, so that the copy can be removed.
-        self.folder.push(JOURNAL, check_may_write=self.check_may_write)
+
+    def close(self) -> None:
+        """Waits for the background threads, and pushes the journal, so that the local copy of the run can be removed.
+
+        The threads send the journal's parts without the copy's record, and the copy would seem to have unsent files.
+        For a stage that has failed or was stopped, this sends the last entries as well. Raises no error if another
+        worker may write now or the storage fails; the copy then remains.
+        """
+        self._pool.shutdown()
+        self._journal_pool.shutdown()
+        if self.writes and self.folder.home is not None:
+            home = StoragePath(self.folder.home.uri, self.folder.home.options.hasty)
+            self.folder = RunFolder(self.folder.path, home)
+            with suppress(OSError, RuntimeError):
+                self.check_may_write()
+                self.folder.push(JOURNAL, check_may_write=self.check_may_write)
 
     def _write_checkpoint(self, state: dict[str, Any], record: dict[str, Any]) -> None:
         """Writes and uploads a checkpoint, and removes files that only older checkpoints needed."""

@@ -166,16 +166,18 @@ def parquet_rows(data: bytes, name: str, columns: Sequence[str]) -> Iterator[dic
 
     limit = left = max(MIN_LIMIT_BYTES, MAX_RATIO * len(data))
     try:
-        metadata = pq.ParquetFile(pa.BufferReader(data)).metadata
-        leaves = [metadata.schema.column(index) for index in range(metadata.num_columns)]
-        names = [leaf.path.partition(".")[0] for leaf in leaves]
-        if columns[0] not in names:
-            found = printable(", ".join(dict.fromkeys(names)))[:500]
+        file = pq.ParquetFile(pa.BufferReader(data))
+        metadata, top_names = file.metadata, file.schema_arrow.names
+        if columns[0] not in top_names:
+            found = printable(", ".join(dict.fromkeys(top_names)))[:500]
             raise UserError(f"{name} has no column {columns[0]}; its columns are {found}")
+        columns = [each for each in columns if each in top_names]
+        leaves = [metadata.schema.column(index) for index in range(metadata.num_columns)]
+        names = [leaf.path.partition(".")[0] for leaf in leaves]  # Arrow reads a column "a.b" where "a" is asked for
         _require_small(data, name, metadata, [index for index, each in enumerate(names) if each in columns])
         texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
         file = pq.ParquetFile(pa.BufferReader(data), read_dictionary=texts)
-        for batch in file.iter_batches(8192, columns=[each for each in columns if each in names]):
+        for batch in file.iter_batches(8192, columns=columns):
             left -= sum(map(_decoded_bytes, batch.columns))
             if left < 0:
                 raise UserError(f"{name} has more than {limit} bytes of text in {len(data)} bytes")
@@ -189,7 +191,7 @@ def _require_small(data: bytes, name: str, metadata: pq.FileMetaData, columns: S
     limit = max(MIN_LIMIT_BYTES, MAX_RATIO * len(data))
     max_values = max(MIN_LIMIT_VALUES, len(data))
     try:
-        num_bytes, num_values = sum_pages(data, metadata, columns)
+        num_bytes, num_values = sum_pages(data, metadata, columns, limit)
     except ValueError as error:
         raise UserError(f"{name} is not a readable Parquet file: {one_line(error)}") from error
     if num_bytes > limit:

@@ -20,19 +20,22 @@ def read_document(path: Path) -> bytes:
 def read_regular_file(path: Path, max_bytes: int | None = None) -> bytes:
     """The content of a regular file, which a link may lead to.
 
-    Raises OSError for a folder, pipe, socket or device, without waiting for a writer; and for a file of more than
-    `max_bytes` bytes, whose content takes no memory.
+    Raises OSError for a folder, pipe, socket or device, without waiting for a writer; for a file of more than
+    `max_bytes` bytes, whose content takes no memory; and for a file that grows meanwhile.
     """
     with open_regular_file(path) as file:
         if max_bytes is None:
             return file.read()
         size = os.fstat(file.fileno()).st_size
-        if size <= max_bytes:
-            expected = size or min(max_bytes, MAX_UNSIZED_BYTES)
+        limit = max_bytes if size else min(max_bytes, MAX_UNSIZED_BYTES)
+        if size <= limit:
+            expected = size or limit
             data = file.read(expected + 1)  # memory for all of it is taken at once
             if len(data) <= expected:
                 return data
-    raise OSError(errno.EMSGSIZE, f"larger than {max_bytes} bytes", str(path))
+            if size:
+                raise OSError(errno.EBUSY, "changed while it was read", str(path))
+    raise OSError(errno.EMSGSIZE, f"larger than {limit} bytes", str(path))
 
 
 def open_regular_file(path: Path) -> BinaryIO:

@@ -1,8 +1,8 @@
-"""Names from elsewhere: object keys that become paths of local files, and text that is printed on a terminal."""
+"""Names from elsewhere: paths, object keys that become paths of local files, and text that is printed on a terminal."""
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from pipeline.errors import UserError
 
@@ -21,6 +21,17 @@ def relative_name(name: str, source: str) -> str:
     if not is_plain or PurePosixPath(name).is_absolute():
         raise UserError(f"{source}: the name {printable(name)!r} is not a plain relative path; remove or rename it")
     return name
+
+
+def expanded_path(path: Path | str) -> Path:
+    """The path with a home folder in place of `~` or `~user` at its start. Raises UserError if there is no such user.
+
+    For options and environment variables; the texts of configurations have been checked.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{shown(path)} begins with ~ and names no user's home folder; give another path") from error
 
 
 def printable(text: str) -> str:

@@ -23,17 +23,24 @@ _FIXED_SIZES = {3: 1, 7: 8}  # bytes of a byte and a double
 Struct = dict[tuple[int, int], Any]  # {(type, field): an integer of 32 bits or a struct}, without other types
 
 
-def sum_pages(data: bytes, metadata: pq.FileMetaData, columns: Sequence[int]) -> tuple[int, int]:
+def sum_pages(data: bytes, metadata: pq.FileMetaData, columns: Sequence[int], max_bytes: int) -> tuple[int, int]:
     """The bytes of all pages of these leaf columns, decompressed, and the largest number of values of a column.
 
-    Raises ValueError for headers that cannot be read.
+    Ends at the page with which the bytes are more than `max_bytes`. Raises ValueError for headers that cannot
+    be read, and for columns or row groups that overlap, because the same pages would be read for each of them.
     """
-    total, most = 0, 0
+    total, most, unread = 0, 0, len(data)
     for column in columns:
         num_values = 0
         for group in range(metadata.num_row_groups):
-            for num_bytes, count in _pages(data, metadata.row_group(group).column(column)):
+            chunk = metadata.row_group(group).column(column)
+            unread -= chunk.total_compressed_size
+            if unread < 0:
+                raise ValueError("its columns or row groups overlap")
+            for num_bytes, count in _pages(data, chunk):
                 total, num_values = total + num_bytes + PAGE_BYTES, num_values + count
+                if total > max_bytes:
+                    return total, max(most, num_values)
         most = max(most, num_values)
     return total, most
 

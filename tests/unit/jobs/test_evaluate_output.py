@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from jobs.evaluate import output_folder
+from jobs.evaluate import Evaluation, output_folder, writing_results
 from pipeline.config.load import parse_config
+from pipeline.storage.cache import cache_folder
+from pipeline.storage.path import StorageOptions, StoragePath
+from pipeline.storage.s3 import StorageError
 from tests.conftest import small_config
 
 
@@ -15,9 +18,44 @@ from tests.conftest import small_config
 def test_the_output_folder(storage: str) -> None:
     config = parse_config(small_config({"uri": storage}))
     place, folder = output_folder(config, "a+b", None)
-    assert str(place).endswith(f"{storage}/evaluations/a+b") and folder == config.working_path / "evaluations" / "a+b"
+    assert str(place).endswith(f"{storage}/evaluations/a+b")
+    assert place.is_remote or place.path == folder == config.working_path / "evaluations" / "a+b"
+    assert not place.is_remote or folder.is_relative_to(cache_folder() / "evaluations")
     place, folder = output_folder(config, "a+b", "out")
     assert place.path == folder == Path("out").absolute()
     place, folder = output_folder(config, "a+b", "s3://bucket/out")
     assert str(place) == "s3://bucket/out" and place.is_remote, "the results are uploaded"
-    assert folder.is_absolute() and folder != output_folder(config, "a+b", "s3://bucket/other")[1]
+    assert folder.is_absolute() and folder != output_folder(config, "a+b", "s3://bucket/out")[1]
+
+
+def evaluation(place: StoragePath, folder: Path) -> Evaluation:
+    made = Evaluation.__new__(Evaluation)
+    made.bundles, made.place, made.folder = [], place, folder
+    return made
+
+
+def test_a_local_folder_of_results_on_s3_is_removed_when_they_are_there(
+    s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log_lines: list[str]
+) -> None:
+    monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path))
+    config = parse_config(small_config({"uri": "results", "endpoint_url": s3, "retry_minutes": 0}))
+    for split in ("val", "test"):
+        place, folder = output_folder(config, "a", "s3://data/evaluated")
+        with writing_results(place, folder):
+            (folder / f"predictions-{split}.json").write_text("[]")
+            evaluation(place, folder).write_scores({}, {})
+        assert not list((tmp_path / "evaluations").iterdir())
+    assert place.list().keys() == {"predictions-val.json", "predictions-test.json", "scores.json"}
+    (place / "predictions-val.json").delete()
+    place, folder = output_folder(config, "a", "s3://data/evaluated")
+    with writing_results(place, folder):
+        evaluation(place, folder).write_scores({}, {})
+    assert "predictions-val.json" not in place.list(), "files of earlier evaluations are not uploaded"
+    with pytest.raises(KeyboardInterrupt), writing_results(place, folder):
+        raise KeyboardInterrupt
+    assert not list((tmp_path / "evaluations").iterdir()), "nothing was written"
+    place = StoragePath("s3://nowhere/out", StorageOptions(s3, retry_minutes=0))
+    with pytest.raises((StorageError, FileNotFoundError)), writing_results(place, folder):
+        evaluation(place, folder).write_scores({}, {})
+    assert (folder / "scores.json").is_file()
+    assert f"results      {folder}: they are not all in s3://nowhere/out; copy them, or remove this folder" in log_lines

@@ -323,10 +323,14 @@ def test_a_search_that_has_lost_its_lease_ends(tmp_path: Path) -> None:
 POINTS: dict[str, Any] = {"space": {LR: {"low": 1e-4, "high": 1e-2}}, "algorithm": "random", "budget": {"trials": 7}}
 
 
-def fail(adapter: TuneAdapter, name: str, number: int) -> None:
+def fail(adapter: TuneAdapter, name: str, number: int, reason: str = "RuntimeError: torch sees no GPU") -> None:
     assigned(adapter, name)
-    adapter.on_result(name, {"outcome": TrialOutcome("failed", f"RuntimeError: torch sees no GPU ({number})")})
+    adapter.on_result(name, {"outcome": TrialOutcome("failed", f"{reason} ({number})")})
     adapter.on_stop(name, 1.0)
+
+
+def validate(adapter: TuneAdapter, name: str) -> None:
+    adapter.on_result(name, {"epoch": 1.0, "CIDEr-D": 0.5, "run": "", "costs": {}})
 
 
 def test_a_broken_node_does_not_use_up_all_points(tmp_path: Path) -> None:
@@ -353,9 +357,56 @@ def test_failures_that_are_not_in_a_row_are_the_points(tmp_path: Path) -> None:
     for name in names[5:9]:
         fail(adapter, name, 0)
     assigned(adapter, names[9])
-    result = {"epoch": 1.0, "CIDEr-D": 0.5, "run": str(tmp_path), "costs": {}}
-    adapter.on_result(names[9], result)
+    validate(adapter, names[9])
     adapter.on_error(names[9], str(ActorDiedError()))
     for name in names[10:]:
         fail(adapter, name, 0)
     assert adapter.log.count("failed") == 14 and adapter.request("last") is None
+
+
+@pytest.mark.parametrize("validates", [True, False])
+def test_bad_points_do_not_end_a_search_whose_other_trials_run(tmp_path: Path, validates: bool) -> None:
+    """The others validate between the failures, or are before their first validation."""
+    adapter = adapter_of(tmp_path, **POINTS | {"budget": {"trials": 50}})
+    names = requests(adapter)
+    for name in names[:15]:
+        assigned(adapter, name)
+    for number, name in enumerate(names[15:20]):
+        fail(adapter, name, number)
+        if validates:
+            validate(adapter, names[number])
+    if validates:  # as many failures as trials run, but not without a validation between them
+        for name in names[:13]:
+            end(adapter, name)
+        for number, name in enumerate(names[20:24]):
+            fail(adapter, name, number)
+            validate(adapter, names[14])
+        fail(adapter, names[24], 0)
+    else:
+        for number, name in enumerate(names[20:29]):
+            fail(adapter, name, number)
+        with pytest.raises(JobFailedError, match="15 trials in a row failed"):  # and 15 are running
+            fail(adapter, names[29], 14)
+
+
+def test_points_that_need_too_much_memory_do_not_end_a_search_that_works(tmp_path: Path) -> None:
+    """A validation shows that the memory of the nodes is enough for other points."""
+    adapter = adapter_of(tmp_path, **POINTS | {"budget": {"trials": 20}})
+    names = requests(adapter)
+    assigned(adapter, names[0])
+    validate(adapter, names[0])
+    for number, name in enumerate(names[1:7]):
+        fail(adapter, name, number, "out of memory: 80 GiB")
+    for number, name in enumerate(names[7:11]):
+        fail(adapter, name, number)
+    with pytest.raises(JobFailedError, match="5 trials in a row"):
+        fail(adapter, names[11], 4)
+
+
+def test_a_search_whose_every_point_needs_too_much_memory_ends(tmp_path: Path) -> None:
+    adapter = adapter_of(tmp_path, **POINTS)
+    names = requests(adapter)
+    for number, name in enumerate(names[:4]):
+        fail(adapter, name, number, "out of memory: 80 GiB")
+    with pytest.raises(JobFailedError, match="out of memory"):
+        fail(adapter, names[4], 4, "out of memory: 80 GiB")

@@ -27,7 +27,6 @@ def table() -> bytes:
     ("name", "whole", "damaged"),
     [
         ("backbones/a.safetensors", b"weights", b"weighty"),
-        ("searches/s-1/trials/00001.json", b"{}", b"{"),
         ("searches/s-1/trials.parquet", table(), table()[:-9]),
         ("retrain/demo/snapshots/t000002.parquet", table(), table()[:-9]),
         ("retrain/demo/held-out/t000002.parquet", table(), table()[:-9]),

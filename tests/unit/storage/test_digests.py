@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import time
@@ -11,7 +12,7 @@ from typing import NoReturn
 
 import pytest
 
-from pipeline.errors import DamagedError
+from pipeline.errors import DamagedError, UserError
 from pipeline.storage import digests
 from pipeline.storage.atomic import read_json
 from pipeline.storage.digests import DIGESTS, file_digest, find_damage, require_whole, write_digests
@@ -84,6 +85,18 @@ def test_a_sparse_file_is_damaged_and_not_read(folder: Path) -> None:
     os.truncate(folder / "a.bin", 2**40)
     with pytest.raises(DamagedError, match="a.bin is damaged"):
         require_whole(folder / "a.bin")
+    assert [damage.split(",")[0] for damage in find_damage(storage_path(folder))] == [
+        f"{folder}/a.bin is damaged: it has 1099511627776 bytes"
+    ]
+    with pytest.raises(UserError, match="a.bin is damaged: it has 1099511627776 bytes, of which"):
+        write_digests(folder)
+
+
+def test_a_file_that_is_larger_than_the_memory_is_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "memory_bytes", lambda: 100)
+    require_whole(folder / "a.bin")
+    assert find_damage(storage_path(folder)) == []
+    assert file_digest(folder / "a.bin") == hashlib.sha256((folder / "a.bin").read_bytes()).hexdigest()
 
 
 def test_old_marks_are_removed(tmp_path: Path) -> None:

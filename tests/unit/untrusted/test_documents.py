@@ -6,6 +6,7 @@ import gzip
 import io
 import random
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -174,7 +175,40 @@ def test_the_pages_of_a_column_are_added_up(options: dict[str, Any]) -> None:
     data, metadata = buffer.getvalue(), pq.ParquetFile(buffer).metadata
     for column in range(2):
         chunks = [metadata.row_group(group).column(column) for group in range(metadata.num_row_groups)]
-        num_bytes, num_values = sum_pages(data, metadata, [column])
+        num_bytes, num_values = sum_pages(data, metadata, [column], 10**9)
         num_pages, rest = divmod(num_bytes - sum(chunk.total_uncompressed_size for chunk in chunks), PAGE_BYTES)
         assert num_pages >= 3 and rest == 0
         assert num_values >= sum(chunk.num_values for chunk in chunks), "with those of dictionaries"
+
+
+def test_pages_are_read_once_and_not_beyond_a_limit() -> None:
+    buffer = io.BytesIO()
+    table = pa.table({"x": np.arange(40_000), "y": np.arange(40_000)})
+    pq.write_table(table, buffer, use_dictionary=False, data_page_size=10_000, row_group_size=20_000)
+    data, metadata = buffer.getvalue(), pq.ParquetFile(buffer).metadata
+    num_bytes, num_values = sum_pages(data, metadata, [0, 1], 10**9)
+    assert num_bytes > 600_000 and num_values == 40_000
+    read: list[int] = []
+    repeated: Any = SimpleNamespace(
+        num_row_groups=1000, row_group=lambda group: (read.append(group), metadata.row_group(0))[1]
+    )
+    with pytest.raises(ValueError, match="columns or row groups overlap"):
+        sum_pages(data, repeated, [0], 10**12)
+    assert len(read) < 10
+    with pytest.raises(ValueError, match="columns or row groups overlap"):
+        sum_pages(data, metadata, [0] * 1000, 10**12)
+    damaged = data[:100_000] + b"\xff" * (len(data) - 100_000)
+    with pytest.raises(ValueError):
+        sum_pages(damaged, metadata, [0], 10**9)
+    assert 50_000 < sum_pages(damaged, metadata, [0], 50_000)[0] < 100_000
+
+
+def test_a_parquet_column_whose_name_has_a_dot_is_another_column() -> None:
+    buffer = io.BytesIO()
+    pq.write_table(pa.table({"image.url": ["a.jpg"], "caption": ["a cat"]}), buffer)
+    with pytest.raises(UserError, match="^f has no column image; its columns are image.url, caption$"):
+        list(parquet_rows(buffer.getvalue(), "f", ["image", "caption"]))
+    assert list(parquet_rows(buffer.getvalue(), "f", ["caption", "image"])) == [{"caption": "a cat"}]
+    nested = io.BytesIO()
+    pq.write_table(pa.table({"image": [{"url": "a.jpg"}]}), nested)
+    assert list(parquet_rows(nested.getvalue(), "f", ["image"])) == [{"image": {"url": "a.jpg"}}]

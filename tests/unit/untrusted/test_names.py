@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from pipeline.cluster.submission import check_options
 from pipeline.errors import UserError
+from pipeline.storage.cache import cache_folder
+from pipeline.storage.path import storage_path
 from pipeline.untrusted.files import read_regular_file
-from pipeline.untrusted.names import printable, relative_name
+from pipeline.untrusted.names import expanded_path, printable, relative_name
 
 BAD_NAMES = [
     "/etc/passwd", "../x", "a/../../x", "a//b", "a/./b", "", ".", "..", "a/", "a\\b", "a\0b", "a\nb",
@@ -34,6 +38,19 @@ def test_what_is_printed_has_no_control_characters() -> None:
     assert printable(text) == r"a\x1b[2J\x07\n\r\t\x85\u202e\udc80 ä 图"
 
 
+def test_a_home_folder_of_no_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = "~nosuchuser/x"
+    monkeypatch.setenv("RAYCAP_CACHE", path)
+    calls: list[Callable[[], object]] = [
+        lambda: storage_path(path), lambda: check_options({"out": path}, ()), cache_folder,
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(UserError, match="^~nosuchuser/x begins with ~ and names no user's home folder; give anoth"):
+            call()
+    monkeypatch.setenv("HOME", "/home/of/user")
+    assert expanded_path("~/x") == Path("/home/of/user/x") and storage_path("~/x").uri == "/home/of/user/x"
+
+
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"12345")
     os.mkfifo(tmp_path / "pipe")
@@ -50,3 +67,19 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
         read_regular_file(tmp_path / "file", 4)
     with pytest.raises(FileNotFoundError):
         read_regular_file(tmp_path / "missing")
+
+
+def test_a_file_that_grows_while_it_is_read_is_not_called_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def grow(descriptor: int) -> os.stat_result:
+        status = real_status(descriptor)
+        with (tmp_path / "file").open("ab") as file:
+            file.write(b"678")
+        return status
+
+    (tmp_path / "file").write_bytes(b"12345")
+    real_status = os.fstat
+    monkeypatch.setattr("pipeline.untrusted.files.os.fstat", grow)
+    with pytest.raises(OSError, match="changed while it was read"):
+        read_regular_file(tmp_path / "file", 100)
