@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jobs.tune.schedulers import Population, Turn, make_scheduler
+from jobs.tune.schedulers import NotPickled, Population, Turn, make_scheduler
 from pipeline.cluster.capacity import MESSAGE_EVERY_S, WaitedTooLongError, cluster_status
 from pipeline.cluster.stalls import QUIET_S, StalledError, situation
 from pipeline.errors import JobFailedError
@@ -161,7 +161,7 @@ class TuneAdapter:
         if log.is_population:  # the population needs all of its members from the start
             while (record := log.start_next()) is not None:
                 self._log_start(record)
-            self.population = Population(log.search, log.records, log.folder.handovers)
+            self.population = Population(log.search.without_tracker(), log.records, log.folder.handovers)
 
     @contextmanager
     def keeping_errors(self) -> Iterator[None]:
@@ -404,21 +404,11 @@ class TuneAdapter:
             logger.info("\n" + live_table(self.log, self.num_waiting) + "\n")
 
 
-class _NotPickled:
-    """A base class for objects that are pickled as an empty object.
-
-    Ray Tune pickles its searcher and callbacks in order to restore a search. Ours resumes from its log instead.
-    """
-
-    def __reduce__(self) -> Any:
-        return (object, ())
-
-
 def _searcher(adapter: TuneAdapter) -> Any:
     """The object that Ray Tune asks for its next trial."""
     from ray.tune.search import Searcher
 
-    class LogSearcher(_NotPickled, Searcher):
+    class LogSearcher(NotPickled, Searcher):
         """Creates Ray Tune's trials; the callback gives them their trials of the log and records the results."""
 
         @adapter.keeping_errors()
@@ -438,7 +428,7 @@ def _callback(adapter: TuneAdapter) -> Any:
     """The object that Ray Tune calls when a trial starts, reports, ends or fails."""
     from ray.tune import Callback
 
-    class LogCallback(_NotPickled, Callback):
+    class LogCallback(NotPickled, Callback):
         """Passes the events of Ray Tune's trials to the adapter."""
 
         @adapter.keeping_errors()
