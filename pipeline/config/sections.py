@@ -6,12 +6,13 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from models.config import MODEL_CONFIGS, Identity, ModelConfig
 from models.values import NUMBER, TEXT, Count, Text
 from pipeline.config.renamed import refuse_renamed_value
 from pipeline.errors import UserError
+from pipeline.runtime.secrets import split_userinfo
 from pipeline.storage.lease import MAX_LEASE_S
 from pipeline.storage.path import StorageOptions
 from pipeline.storage.s3 import RETRY_MINUTES
@@ -378,9 +379,21 @@ class TrackingSection(Section):
     """The MLflow server or file to which metrics and models are sent."""
 
     enabled: bool = True
-    uri: Text | None = None  # None: a SQLite file in the storage
+    uri: Text | None = Field(default=None, repr=False)  # None: a SQLite file in the storage
     experiment: Name = "raycap"
     registered_name: Name | None = None  # None: the run's name
+
+    @field_validator("uri")
+    @classmethod
+    def _check_uri(cls, uri: str | None) -> str | None:
+        """Removes blanks around the address. Refuses one in which a password may not be recognized."""
+        uri = None if uri is None else uri.strip()
+        if uri and not split_userinfo(uri)[0] and "@" in uri.partition(":///")[0] and not uri.startswith(("/", ".")):
+            raise ValueError(
+                "tracking.uri has an @ that does not end a user and password; write SCHEME://USER:PASSWORD@HOST, with "
+                "%2F for each / and %40 for each other @"
+            )
+        return uri
 
 
 class RetrainSection(Section):
