@@ -30,6 +30,7 @@ from pipeline.cluster.capacity import MESSAGE_EVERY_S, WaitedTooLongError, clust
 from pipeline.cluster.stalls import QUIET_S, StalledError, situation
 from pipeline.errors import JobFailedError
 from pipeline.runs.folder import JOURNAL
+from pipeline.runtime.secrets import without_secrets
 from pipeline.search.results import live_table, trial_line, trial_name
 from pipeline.search.spec import SCORE, Search
 from pipeline.search.trials import ENDED, MEMORY_REASON, SearchPlan, TrialLog, TrialOutcome, TrialRecord
@@ -478,7 +479,7 @@ def _is_node_lost(error: str) -> bool:
 
 def _failure_reason(error: str) -> str:
     """The reason in one line."""
-    text = printable(" ".join((error or "Ray Tune gives no reason").split()))
+    text = printable(" ".join(without_secrets(error or "Ray Tune gives no reason").split()))
     if OUT_OF_MEMORY in error:
         return f"{MEMORY_REASON}: Ray ended its process because the node's memory was full"
     if error.startswith(ACTOR_DIED) or ACTOR_UNAVAILABLE.match(error):

@@ -24,6 +24,7 @@ from pipeline.cluster.capacity import ClusterStatus, WaitedTooLongError
 from pipeline.cluster.stalls import StalledError
 from pipeline.errors import JobFailedError
 from pipeline.runs.folder import JOURNAL
+from pipeline.runtime.secrets import remember_address
 from pipeline.search.trials import SearchFolder, TrialLog, TrialOutcome
 from pipeline.storage.lease import Lease, LostLeaseError, take_lease
 from pipeline.storage.path import storage_path
@@ -187,6 +188,11 @@ def test_an_error_is_read_as_text(
     text = module._error_of(trial)
     assert module._is_node_lost(text) is is_lost and module._failure_reason(text).startswith(reason)
     assert trial.get_pickled_error() is None and not (tmp_path / "ran").exists()
+
+
+def test_the_reason_of_a_failure_is_stored_without_secrets() -> None:
+    remember_address("postgresql://me:secret   word@host")
+    assert module._failure_reason("RuntimeError: cannot\nuse 'secret   word'") == "RuntimeError: cannot use '***'"
 
 
 def test_members_that_wait_for_nodes_take_turns(tmp_path: Path) -> None:
