@@ -20,9 +20,9 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create
 from models.config import MODEL_CONFIGS, BackboneConfig
 from pipeline.config.renamed import new_key
 from pipeline.config.run import RunConfig
-from pipeline.config.variables import expand_variables, remember_secrets
+from pipeline.config.variables import expand_variables, is_secret, remember_secrets, texts_in
 from pipeline.errors import UserError
-from pipeline.runtime.secrets import remember_address
+from pipeline.runtime.secrets import holds_secret, remember_address
 from pipeline.untrusted.documents import MAX_YAML_CHARACTERS, parse_yaml, require_mapping
 from pipeline.untrusted.files import read_regular_file
 from pipeline.untrusted.names import MAX_QUOTED, quoted, shown
@@ -156,7 +156,13 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     remember_address(text)  # an error may quote it
     if not separator or not key:
         raise UserError(f"--set {quoted(override)} is not of the form a.b=value")
-    set_value(values, key, parse_yaml(text, f"--set {shown(key)}"), "--set")
+    value = parse_yaml(text, f"--set {shown(key)}")
+    if holds_secret(text) or any(is_secret(*found) for found in texts_in(value, tuple(key.split(".")))):
+        raise UserError(
+            f"--set {shown(key)} contains a password or token, and other users of a machine or cluster can read a "
+            "command line; write it as ${NAME} and set this variable, for a submitted job by --secret NAME"
+        )
+    set_value(values, key, value, "--set")
 
 
 def set_value(data: dict[str, Any], key: str, value: Any, source: str) -> None:

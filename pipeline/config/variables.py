@@ -12,7 +12,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipeline.errors import UserError
-from pipeline.runtime.secrets import remember_address, remember_variable, remembered_variables
+from pipeline.runtime.secrets import (
+    holds_secret,
+    is_secret_name,
+    remember_address,
+    remember_variable,
+    remembered_variables,
+)
 from pipeline.untrusted.names import shown
 
 _REFERENCE = re.compile(r"\$\{(\w+)\}")
@@ -73,6 +79,12 @@ def texts_in(value: Any, location: Location = ()) -> Iterator[tuple[Location, st
     elif isinstance(value, dict | list):
         for part, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from texts_in(item, (*location, part))
+
+
+def is_secret(location: Location, text: str) -> bool:
+    """Whether a text of a configuration is a secret, by its content or by the name of its key."""
+    names = [part for part in location if isinstance(part, str)]
+    return holds_secret(text) or bool(names and is_secret_name(names[-1]) and _REFERENCE.sub("", text))
 
 
 def remember_secrets(values: Any) -> dict[Location, Expanded]:

@@ -134,7 +134,10 @@ def test_a_stored_configuration_can_be_read_without_the_variables(
     ("override", "said"),
     [
         ("tracking=${T_TRACKER}", "tracking = '${T_TRACKER}'"),
-        ("tracking=postgresql://u:marked word@h", "tracking = 'postgresql://h'"),
+        ("tracking=postgresql://u:marked word@h", "--set tracking contains a password or token"),
+        ("tracking.uri=http://me:marked@h", "write it as ${NAME}"),
+        ("tracking={uri: {password: marked}}", "--set tracking contains a password or token"),
+        ("storage.secret_access_key=marked", "--set storage.secret_access_key contains a password or token"),
         ("seed=${T_PW}", "seed = '${T_PW}'"),
         ("seed=${T_SHORT}", "seed = '${T_SHORT}'"),
         ("data={synthetic: {}, tokenizer: '${T_PW}'}", "data.tokenizer = '${T_PW}'"),
