@@ -33,6 +33,7 @@ _USERINFO = re.compile(r"[^:/]*(?::[^@]*)?@")  # at the begin of what follows :/
 _USERINFO_OF_WEB = re.compile(r"[^:/]*(?::(?!\d{1,5}/)[^@]*)?@")  # the same, but digits before a slash are a port
 # The same inside a text, where a password ends at a blank or a quote, and digits before a slash are a port
 _USERINFO_IN_TEXT = re.compile(r"""(?<=://)(?:[^\s/:@"']*:(?!\d{1,5}/)(?:(?!://)[^\s"'])*|[^\s/"']*)@""")
+_LOGIN = re.compile(r"[^\s:/@]+:[^\s/@]+@[\w.-]+(:\d{1,5})?/?")  # user:password@host, as of a proxy
 _OPTION = re.compile(r"""(?<![^\s?&;#,"'])([\w.-]+)=([^\s&;,"']+)""")
 _COUNT = re.compile(r"\d{1,7}|true|false", re.IGNORECASE)  # the value of an option such as max_tokens
 _OPTION_OF_ADDRESS = re.compile(
@@ -64,7 +65,9 @@ def holds_secret(text: str) -> bool:
 
     A user beside a password that is a `${VARIABLE}` is no secret; a user alone may be a token.
     """
-    if _SECRETS_IN_TEXT.search(text) or any(map(_is_secret_option, _OPTION.finditer(_REFERENCE.sub("", text)))):
+    plain = _REFERENCE.sub("", text)
+    has_option = any(map(_is_secret_option, _OPTION.finditer(plain)))
+    if has_option or _SECRETS_IN_TEXT.search(text) or _LOGIN.fullmatch(plain.strip()):
         return True
     found = [split_userinfo(text)[0], *(match[0][:-1] for match in _USERINFO_IN_TEXT.finditer(text))]
     for userinfo in found:

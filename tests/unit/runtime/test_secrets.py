@@ -170,7 +170,13 @@ def test_names_of_no_secrets(name: str) -> None:
             "Server=h;AccountKey=abc==",
             "-----BEGIN RSA PRIVATE KEY-----\nabc",
             "x://u:${A}@h?pwd=b",
-            *(" https://u:p@h", "Authorization: Bearer abc", "https://h/#access_token=b", f"hf_{'a1' * 10}"),
+            *(
+                "u:p@proxy:3128",
+                " https://u:p@h",
+                "Authorization: Bearer abc",
+                "https://h/#access_token=b",
+                f"hf_{'a1' * 10}",
+            ),
         ),
     ],
 )
@@ -190,7 +196,7 @@ def test_values_that_hold_secrets(value: str) -> None:
             "a@b.org",
         ),
         *("results", "sqlite:////a@b/mlflow.db", "data.tokenizer=spacy", "", "model.max_tokens=5", "sort_key=true"),
-        *("https://host:8443/a@b", "Authorization: Bearer ${TOKEN}", "password=${PW}"),
+        *("https://host:8443/a@b", "Authorization: Bearer ${TOKEN}", "password=${PW}", "u:${PW}@h", "git@h:x"),
     ],
 )
 def test_values_that_hold_no_secrets(value: str) -> None:
