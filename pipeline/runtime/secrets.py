@@ -121,7 +121,7 @@ def _masks_of_environment() -> dict[str, str]:
             userinfo = split_userinfo(value if "://" in value else f"http://{value}")[0]
             user, _, value = userinfo.partition(":")
             masks |= _forms(value or user, MASK, MIN_SECRET)
-        elif is_secret_name(name) and not os.path.exists(value):  # noqa: PTH110 - a path names no secret
+        elif is_secret_name(name) and not os.path.exists(os.path.expanduser(value)):  # noqa: PTH110, PTH111 - a path
             masks |= _forms(value.strip(), f"${{{name}}}", MIN_VALUE)  # a file's line end is not part of a secret
     return masks
 
