@@ -118,9 +118,8 @@ def _masks_of_environment() -> dict[str, str]:
     masks = dict[str, str]()
     for name, value in sorted(os.environ.items()):
         if _ADDRESSES.fullmatch(name):
-            userinfo = split_userinfo(value if "://" in value else f"http://{value}")[0]
-            user, _, value = userinfo.partition(":")
-            masks |= _forms(value or user, MASK, MIN_SECRET)
+            user, _, password = value.rpartition("@")[0].rpartition("://")[2].partition(":")
+            masks |= _forms(password or user, MASK, MIN_SECRET)
         elif is_secret_name(name) and not os.path.exists(os.path.expanduser(value)):  # noqa: PTH110, PTH111 - a path
             masks |= _forms(value.strip(), f"${{{name}}}", MIN_VALUE)  # a file's line end is not part of a secret
     return masks

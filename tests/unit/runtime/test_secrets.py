@@ -111,11 +111,11 @@ def test_secrets_of_the_environment_are_masked(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("AWS_SESSION_TOKEN", "short")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path))
     monkeypatch.setenv("https_proxy", "me:proxy-word@host:3128")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://me:endpoint/word@host")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://me:12/endpoint/word@host")
     header = f"Invalid header value {'Bearer marked-token' + chr(10)!r}".replace("'Bearer", "b'Bearer")
     assert "marked-token" in header and "marked-token" not in without_secrets(header)
     assert without_secrets("token marked-token.") == "token ${MLFLOW_TRACKING_TOKEN}."
-    assert without_secrets(f"short {tmp_path} 'proxy-word' endpoint/word") == f"short {tmp_path} '***' ***"
+    assert without_secrets(f"short {tmp_path} 'proxy-word' 12/endpoint/word") == f"short {tmp_path} '***' ***"
 
 
 def test_values_are_masked_within_other_text() -> None:
