@@ -47,7 +47,8 @@ MAY_BE_SECRET = (  # patterns of .gitignore, for lower-case paths
     *("ssh_host_*_key", "signing[_-]key", "*ed25519*", "*.der", ".dockerconfigjson", ".netrc*", "kubeconfig*"),
     *("*kubeconfig*.y*ml", "kube.config", "admin.conf", ".*_history", ".gitconfig", "**/.m2/settings.xml", "*.pkcs12"),
     *("gradle.properties", "*sa-key.json", "*gcp-key.json", "secret", "secrets", "secrets.*", "!secrets.py", "passwd"),
-    *("passwords.*", "apikey*", "api-key*", "*.pat", "cookies.txt"),
+    *("passwords.*", "apikey*", "api-key*", "*.pat", "*_pat", "cookies.txt", ".token", "*-token", "pass.txt"),
+    *("dockerconfig.json", ".smbcredentials", ".passwd-s3fs"),
 )
 # A private key in a file of any name: in lines, or in a text of JSON
 _PRIVATE_KEY = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:\s|\\n)+[\w+/=:,\s-]{20}")

@@ -42,9 +42,12 @@ _OPTION_OF_ADDRESS = re.compile(
 # What is a secret wherever it occurs: the group remains, and what follows it is removed
 _SECRETS_IN_TEXT = re.compile(
     r"""(\b(?:password|passwd|passphrase)\s?=\s?['"]?)(?!\*\*\*|\$\{)[^\s;&,"']+"""  # as in connection strings
+    r"""|(["'](?:password|passwd|(?:secret_)?access_?key|secret_?key|api_?key|access_token|client_secret)["']\s?:\s?["'])"""
+    r"""(?!\*\*\*|\$\{)[^"']+"""  # as in JSON
     r"""|(\b[Aa]uthorization['"]?\s*[:=]\s*b?['"]?(?:Bearer|Basic)\s+)[\w.~+/=-]+"""
     r"""|(\b(?:Bearer|Basic)\s+)(?=[\w.~+/-]*\d)[\w.~+/=-]{8,}"""
     r"""|(-----BEGIN[ ][A-Z ]*PRIVATE[ ]KEY-----)(?:(?!-----)[\s\S])+"""
+    r"""|(hooks\.slack\.com/services/)\S+"""
     # the tokens of GitHub, Hugging Face, Slack, GitLab and AWS, and JSON Web Tokens
     r"""|()(?<![A-Za-z0-9])(?:gh[opsur]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|hf_[A-Za-z0-9]{20,}|xox[abprs]-[\w-]{10,}"""
     r"""|glpat-[\w-]{16,}|(?:AKIA|ASIA)[A-Z0-9]{12,}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+)"""
@@ -66,7 +69,7 @@ def holds_secret(text: str) -> bool:
     A user beside a password that is a `${VARIABLE}` is no secret; a user alone may be a token.
     """
     plain = _REFERENCE.sub("", text)
-    has_option = any(map(_is_secret_option, _OPTION.finditer(plain)))
+    has_option = any(map(_is_secret_option, _OPTION.finditer(unquote(plain))))
     if has_option or _SECRETS_IN_TEXT.search(text) or _LOGIN.fullmatch(plain.strip()):
         return True
     found = [split_userinfo(text)[0], *(match[0][:-1] for match in _USERINFO_IN_TEXT.finditer(text))]

@@ -253,7 +253,16 @@ def test_files_that_may_hold_secrets_stay_here(tmp_path: Path, caplog: pytest.Lo
         *(".huggingface/stored", ".config/gh/hosts.yml", "rclone.conf", "openai_api_key.txt", "credentials.json.bak"),
         *("token", ".netrc.bak", "kubeconfig-prod", "prod-kubeconfig.yaml", "admin.conf", ".bash_history", "my_rsa"),
         *("user_accessKeys.csv", "credentials.toml", "signing-key", "secrets.ini", "secrets/a", "sub/.m2/settings.xml"),
-        *("ssh_host_rsa_key", "old.der", "prod-sa-key.json", "apikey", "github.pat", "key-in-lines", "key-in.json"),
+        *(
+            "ssh_host_rsa_key",
+            "old.der",
+            "prod-sa-key.json",
+            "apikey",
+            "github.pat",
+            ".gitlab-token",
+            "key-in-lines",
+            "key-in.json",
+        ),
         *(".config/gcloud/a.json", "sub/my_credentials.json", "secrets.yaml", "prod.tfvars", "linked.txt"),
     }
     code = {

@@ -89,6 +89,8 @@ def test_what_libraries_make_of_a_password_is_masked_in_messages() -> None:
         ("'Authorization': 'Basic dTpw'; Bearer abc1.d_e-f", "'Authorization': 'Basic ***'; Bearer ***"),
         ("Basic training of a Bearer without authentication", "Basic training of a Bearer without authentication"),
         (f"ghp_{'a1' * 10} and AKIA{'B2' * 8}", "*** and ***"),
+        ('{"secret_key": "b", "token": "cat"}', '{"secret_key": "***", "token": "cat"}'),
+        ("POST https://hooks.slack.com/services/T0/B0/c", "POST https://hooks.slack.com/services/***"),
         ("code=5 session=6 PWD=/home/me", "code=5 session=6 PWD=/home/me"),
     ],
 )
@@ -172,6 +174,8 @@ def test_names_of_no_secrets(name: str) -> None:
             "x://u:${A}@h?pwd=b",
             *(
                 "u:p@proxy:3128",
+                '{"password": "x"}',
+                "odbc_connect=UID%3Du%3BAccountKey%3Db",
                 " https://u:p@h",
                 "Authorization: Bearer abc",
                 "https://h/#access_token=b",
